@@ -1,0 +1,1 @@
+"""Vocabulary that every layer shares: tensor specs, errors, names and units. Imports nothing of ours."""

@@ -1,0 +1,15 @@
+"""Nearest valid name for a misspelt one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(given: str, valid: Iterable[str]) -> str:
+    """A sentence to append to an error: the nearest valid name where one is near, else the valid names."""
+    options = sorted(set(valid))
+    near = difflib.get_close_matches(given, options, n=1, cutoff=0.6)
+    if near:
+        return f"Did you mean {near[0]!r}? Valid: {', '.join(options)}."
+    return f"Valid: {', '.join(options)}." if options else "There is none."

@@ -1,0 +1,71 @@
+"""What a tensor is without its values: shape and dtype."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+
+class DType(Enum):
+    """Element types, named as the config names them. The value is (name, bytes per element)."""
+
+    FP64 = ("fp64", 8)
+    FP32 = ("fp32", 4)
+    BF16 = ("bf16", 2)
+    INT64 = ("int64", 8)
+    INT32 = ("int32", 4)
+    BOOL = ("bool", 1)
+
+    @property
+    def label(self) -> str:
+        return self.value[0]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return self.value[1]
+
+    @property
+    def is_floating(self) -> bool:
+        return self in (DType.FP64, DType.FP32, DType.BF16)
+
+    def __str__(self) -> str:
+        return self.label
+
+    @staticmethod
+    def parse(label: str) -> DType:
+        for dtype in DType:
+            if dtype.label == label:
+                return dtype
+        raise ValueError(f"dtype {label!r} is not one of {', '.join(d.label for d in DType)}")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of a dense, contiguous, row-major tensor."""
+
+    shape: tuple[int, ...]
+    dtype: DType = DType.FP32
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def with_shape(self, *shape: int) -> TensorSpec:
+        return TensorSpec(tuple(shape), self.dtype)
+
+    def with_dtype(self, dtype: DType) -> TensorSpec:
+        return TensorSpec(self.shape, dtype)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"

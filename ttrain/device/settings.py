@@ -1,0 +1,16 @@
+"""Small config of the devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ttrain.core.options import option
+
+
+@dataclass
+class DeviceConfig:
+    """Where a step runs."""
+
+    name: str = option("auto", "registered name of the device; auto takes a GPU where there is one, else the CPU")
+    threads: int | None = option(None, "cpu: threads per kernel; null takes the number of physical cores", minimum=1)
+    index: int = option(0, "cuda: which GPU", minimum=0)

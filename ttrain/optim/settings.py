@@ -1,0 +1,54 @@
+"""Small config of each optimizer and learning-rate schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ttrain.core.options import option
+
+
+@dataclass
+class OptimizerConfig:
+    """What every optimizer has."""
+
+    name: str = option("adamw", "registered name of the optimizer")
+    lr: float = option(1e-3, "peak learning rate", minimum=0)
+    weight_decay: float = option(0.0, "decoupled decay per unit of learning rate; see decay_rule", minimum=0)
+    decay_rule: str = option(
+        "matrices", "which parameters decay: matrices (rank 2 and up), all or none", choices=("matrices", "all", "none")
+    )
+    clip_norm: float | None = option(1.0, "largest global gradient norm; null does not clip", above=0)
+    group_lr: dict[str, float] = option(
+        {}, "learning-rate factor per parameter-name prefix, such as {head: 0.5}; the longest prefix wins"
+    )
+
+
+@dataclass
+class SGDConfig(OptimizerConfig):
+    """Stochastic gradient descent (torch.optim.SGD's formula; weight decay is added to the gradient)."""
+
+    name: str = option("sgd", "registered name of the optimizer")
+    lr: float = option(0.1, "peak learning rate", minimum=0)
+    momentum: float = option(0.0, "factor of the velocity kept per step", minimum=0, below=1)
+    nesterov: bool = option(False, "look one step ahead along the velocity; needs momentum above 0")
+
+
+@dataclass
+class AdamWConfig(OptimizerConfig):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
+
+    name: str = option("adamw", "registered name of the optimizer")
+    betas: list[float] = option([0.9, 0.95], "decay of the first and second moment", minimum=0, below=1)
+    eps: float = option(1e-8, "added to the root of the second moment", above=0)
+    weight_decay: float = option(0.1, "decoupled decay per unit of learning rate; see decay_rule", minimum=0)
+
+
+@dataclass
+class ScheduleConfig:
+    """Learning rate over steps as a factor of optimizer.lr: warm-up from 0, then the named shape."""
+
+    name: str = option("cosine", "registered name of the shape: constant, linear, cosine or wsd")
+    warmup: int = option(0, "steps of linear warm-up", minimum=0)
+    steps: int | None = option(None, "step at which the final factor is reached; null takes train.steps", minimum=1)
+    final: float = option(0.1, "factor of the peak at the end; unused by constant", minimum=0, maximum=1)
+    decay: float = option(0.2, "wsd only: share of the steps spent decaying at the end", minimum=0, maximum=1)
