@@ -1,0 +1,78 @@
+"""Small config of the training loop, the run directory, the loggers and sampling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ttrain.core.options import option
+
+LOGGERS = ("console", "jsonl", "wandb")
+
+
+@dataclass
+class TrainConfig:
+    """How long to train, on how much per step, and what happens between steps."""
+
+    steps: int = option(1000, "optimizer steps of the whole run, counted from the first leg", minimum=1)
+    batch_size: int = option(16, "sequences (or examples) per optimizer step", minimum=1)
+    accumulation: int = option(1, "micro-batches per step; must divide batch_size", minimum=1)
+    eval_every: int | None = option(250, "steps between evaluations; null evaluates once, at the end", minimum=1)
+    eval_batches: int | None = option(20, "batches per evaluation; null covers the whole held-out split", minimum=1)
+    save_every: int | None = option(500, "steps between checkpoints; null saves by time and at the end", minimum=1)
+    save_minutes: float | None = option(10.0, "minutes between checkpoints; null saves by steps and at the end", above=0)
+    keep_last: int = option(2, "newest checkpoints that are kept", minimum=1)
+    keep_best: bool = option(True, "whether the checkpoint with the lowest val/loss is kept as well")
+    log_every: int = option(10, "steps between two lines of metrics.jsonl; 1 records every step", minimum=1)
+    early_stop: int | None = option(
+        None, "evaluations without a lower val/loss after which the run stops; null never stops early", minimum=1
+    )
+    min_improvement: float = option(0.0, "by how much val/loss must fall to count as lower", minimum=0)
+    peak_tflops: float | None = option(
+        None, "peak of the device in 1e12 FLOP/s that mfu is relative to; null measures a matmul once", above=0
+    )
+
+
+@dataclass
+class RunConfig:
+    """Where the run lives and what its random numbers start from."""
+
+    dir: str | None = option(None, "run directory; null claims outputs/<date>/<time>_<model>_<device>_<engine>")
+    seed: int = option(1337, "start of every random number: weights, batches, dropout", minimum=0, maximum=2**31 - 1)
+
+
+@dataclass
+class LoggerConfig:
+    """Who else sees the metrics. metrics.jsonl is always written."""
+
+    name: str = option("console", "console (progress bar), jsonl (metrics.jsonl only) or wandb", choices=LOGGERS)
+
+
+@dataclass
+class WandbConfig(LoggerConfig):
+    """Weights & Biases next to the progress bar."""
+
+    name: str = option("wandb", "console (progress bar), jsonl (metrics.jsonl only) or wandb", choices=LOGGERS)
+    project: str = option("ttrain", "project that the run belongs to")
+    entity: str | None = option(None, "user or team; null takes the account's default")
+    mode: str = option(
+        "online", "online, offline or disabled; not logged in means offline", choices=("online", "offline", "disabled")
+    )
+    run_name: str | None = option(None, "display name of the run; null takes the run directory's name")
+    group: str | None = option(None, "name that related runs share")
+    tags: list[str] = option([], "labels of the run")
+
+
+@dataclass
+class SampleConfig:
+    """How text is drawn from a trained model."""
+
+    prompt: str = option("\n", "text that the model continues")
+    tokens: int = option(200, "tokens to draw per sample", minimum=1)
+    temperature: float = option(0.8, "logits are divided by it; 0 always takes the likeliest token", minimum=0)
+    top_k: int | None = option(None, "draw from the k likeliest tokens only; null draws from all", minimum=1)
+    top_p: float | None = option(
+        None, "draw from the likeliest tokens that together reach this probability; null draws from all", above=0, maximum=1
+    )
+    seed: int = option(1337, "start of the random numbers that choose tokens", minimum=0, maximum=2**31 - 1)
+    count: int = option(1, "number of samples", minimum=1)
+    checkpoint: str = option("last", "which checkpoint of the run: last, best, or a step number")
