@@ -1,0 +1,70 @@
+"""Small config of each kind of data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ttrain.core.options import option
+
+TOKENIZERS = ("char", "byte", "bpe")
+TOKEN_DTYPES = ("uint16", "uint32")
+
+
+@dataclass
+class DataConfig:
+    """What every kind of data has."""
+
+    name: str = option("text", "registered name of the data")
+    held_out: float = option(0.1, "share at the end kept for evaluation and never trained on", above=0, below=1)
+    order: str = option(
+        "random",
+        "random: every sequence is drawn independently; epoch: each one once per pass, shuffled anew for every pass",
+        choices=("random", "epoch"),
+    )
+    limit: int | None = option(
+        None, "train on the first so many sequences of the order, again and again, to see a model overfit", minimum=1
+    )
+
+
+@dataclass
+class TextConfig(DataConfig):
+    """UTF-8 text, tokenized when the run starts and kept in memory."""
+
+    path: str | None = option(
+        None, "UTF-8 file, or folder of them read in sorted order; null takes the running Python's standard library"
+    )
+    suffixes: list[str] = option([], "file-name endings read from a folder, such as [.txt, .md]; empty reads every file")
+    separator: str = option("\n", "text put between two files")
+    max_bytes: int | None = option(None, "read no more of the corpus than this; null reads all of it", minimum=1)
+    tokenizer: str = option("char", "char, byte, bpe (trained on the training split) or the path of a tokenizer.json")
+    vocabulary_size: int = option(2048, "bpe only: token ids to train, the 256 bytes among them", minimum=256)
+
+
+@dataclass
+class TokensConfig(DataConfig):
+    """Token ids in files, read through memory maps, so they may be larger than memory."""
+
+    name: str = option("tokens", "registered name of the data")
+    path: str | None = option(
+        None, "folder made by the prepare task, folder with train.bin and maybe val.bin, or one file of raw ids; required"
+    )
+    dtype: str | None = option(
+        None, "raw files only: little-endian type of an id; a prepared folder tells its own", choices=TOKEN_DTYPES
+    )
+    vocabulary: int | None = option(None, "raw files only: number of token ids; a prepared folder tells its own", minimum=1)
+    tokenizer: str | None = option(None, "raw files only: path of the tokenizer.json that made the ids, used for sampling")
+    verify: bool = option(
+        False, "check every id and every checksum at the start; false does so for files up to 256 MiB, and checks batches"
+    )
+
+
+@dataclass
+class RegressionConfig(DataConfig):
+    """Synthetic regression: a fixed random two-layer teacher plus Gaussian noise."""
+
+    name: str = option("regression", "registered name of the data")
+    inputs: int | None = option(None, "features per example; null takes the model's", minimum=1)
+    outputs: int | None = option(None, "targets per example; null takes the model's", minimum=1)
+    examples: int = option(8192, "number of distinct examples, held-out ones included", minimum=2)
+    noise: float = option(0.1, "standard deviation of the noise on targets, whose own variance is about 1", minimum=0)
+    seed: int = option(0, "seed of the teacher and of the examples", minimum=0)
