@@ -1,0 +1,1 @@
+"""Devices: where memory lives and kernels run."""

@@ -1,0 +1,69 @@
+"""Every op, declared once: shape rule, gradient rule, reference, cost, test cases, decomposition.
+
+Importing this package fills the registry; the functions here record nodes into the graph of their inputs.
+"""
+
+from ttrain.ops.attention import self_attention, softmax
+from ttrain.ops.elementwise import (
+    activation,
+    add,
+    cast,
+    divide,
+    exp,
+    full,
+    gelu,
+    log,
+    multiply,
+    relu,
+    scale,
+    sqrt,
+    subtract,
+    tanh,
+)
+from ttrain.ops.embedding import embedding
+from ttrain.ops.layout import expand, merge_heads, reshape, split_heads, transpose
+from ttrain.ops.loss import cross_entropy, linear_cross_entropy, squared_error
+from ttrain.ops.matmul import linear, matmul
+from ttrain.ops.norm import add_layer_norm, layer_norm
+from ttrain.ops.random import dropout
+from ttrain.ops.reduce import global_norm, mean, reduce_sum
+from ttrain.ops.update import accumulate, assign, clip_factor
+
+__all__ = [
+    "accumulate",
+    "activation",
+    "add",
+    "add_layer_norm",
+    "assign",
+    "cast",
+    "clip_factor",
+    "cross_entropy",
+    "divide",
+    "dropout",
+    "embedding",
+    "exp",
+    "expand",
+    "full",
+    "gelu",
+    "global_norm",
+    "layer_norm",
+    "linear",
+    "linear_cross_entropy",
+    "log",
+    "matmul",
+    "mean",
+    "merge_heads",
+    "multiply",
+    "relu",
+    "reduce_sum",
+    "reshape",
+    "scale",
+    "self_attention",
+    "softmax",
+    "split_heads",
+    "sqrt",
+    "squared_error",
+    "subtract",
+    "tanh",
+    "transpose",
+]

@@ -1,0 +1,100 @@
+"""Reverse-mode differentiation of a recorded graph: appends the backward nodes to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ttrain.core.errors import GraphError
+from ttrain.graph.graph import Graph, Node, Stage, Value
+from ttrain.ops import add, full
+
+
+def backward(loss: Value, wrt: Sequence[Value]) -> list[Value]:
+    """Record the gradients of a scalar loss with respect to `wrt`, in that order.
+
+    The first contribution to a gradient is the gradient; later ones are added. Nodes of a recomputed segment are
+    recorded a second time, right before backward needs them. Raises GraphError naming every value of `wrt` that the
+    loss does not depend on: such a parameter would silently never train.
+    """
+    graph = loss.graph
+    if loss.spec.size != 1:
+        raise GraphError(f"backward: got a loss of {loss.spec}, expected a scalar. Reduce it first.")
+    with graph.stage(Stage.BACKWARD):
+        gradients = _Reverse(graph, loss, wrt).run()
+    missing = [value.name or repr(value) for value in wrt if value not in gradients]
+    if missing:
+        raise GraphError(
+            f"no gradient reaches {', '.join(missing)}: the loss does not depend on it. "
+            "Use it in the forward pass or leave it out of the trained parameters."
+        )
+    return [gradients[value] for value in wrt]
+
+
+class _Reverse:
+    """One reverse walk over the nodes that lie between `wrt` and the loss."""
+
+    def __init__(self, graph: Graph, loss: Value, wrt: Sequence[Value]) -> None:
+        self.graph, self.loss = graph, loss
+        self.forward = list(graph.nodes)
+        self.needed = self._dependents(wrt)
+        self.gradients: dict[Value, Value] = {}
+        self.again: dict[Value, Value] = {}  # value of a recomputed segment -> its second computation
+        self.recomputed: set[int] = set()
+        self.keep = {*wrt, *graph.outputs.values()}
+
+    def _dependents(self, wrt: Sequence[Value]) -> set[Value]:
+        """Floating-point values that depend on `wrt`."""
+        reached = set(wrt)
+        for node in self.forward:
+            if any(value in reached for value in node.values):
+                reached.update(output for output in node.outputs if output.spec.dtype.is_floating)
+        return reached
+
+    def run(self) -> dict[Value, Value]:
+        if self.loss in self.needed:
+            self.gradients[self.loss] = full(self.graph, self.loss.spec, 1.0)
+        for node in reversed(self.forward):
+            incoming = [self.gradients.pop(output, None) for output in node.outputs]
+            if any(gradient is not None for gradient in incoming) and self._differentiate(node):
+                self._apply(node, incoming)
+            # Whoever reads these outputs came later in forward, so its backward has been recorded by now.
+            self.graph.release([output for output in node.outputs if output not in self.keep])
+        return self.gradients
+
+    def _differentiate(self, node: Node) -> bool:
+        return any(value in self.needed for value in node.values)
+
+    def _apply(self, node: Node, incoming: list[Value | None]) -> None:
+        source = self._computed_again(node)
+        with self.graph.scope(node.scope) if node.scope else self.graph.scope(node.op.name):
+            contributions = node.op.vjp(source, *incoming)
+        for value, contribution in zip(node.inputs, contributions, strict=True):
+            if value is None or contribution is None or value not in self.needed:
+                continue
+            if contribution.spec.shape != value.spec.shape:
+                raise GraphError(
+                    f"{node.op.name}: gradient {contribution.spec} for an input {value.spec}; shapes must be equal."
+                )
+            earlier = self.gradients.get(value)
+            self.gradients[value] = contribution if earlier is None else add(earlier, contribution)
+
+    def _computed_again(self, node: Node) -> Node:
+        """The node itself, or its second recording where it belongs to a recomputed segment."""
+        if node.segment is None:
+            return node
+        if node.segment not in self.recomputed:
+            self.recomputed.add(node.segment)
+            for original in self.forward:
+                if original.segment == node.segment:
+                    self._record_again(original)
+        again = [self.again.get(output, output) for output in node.outputs]
+        inputs = tuple(None if value is None else self.again.get(value, value) for value in node.inputs)
+        return Node(node.op, inputs, node.attributes, tuple(again), node.scope)
+
+    def _record_again(self, node: Node) -> None:
+        inputs = tuple(None if value is None else self.again.get(value, value) for value in node.inputs)
+        with self.graph.copying(1), self.graph.scope(node.scope):
+            copied = self.graph.append(node.op, inputs, node.attributes)
+        self.again.update(zip(node.outputs, copied.outputs, strict=True))
+
+

@@ -1,0 +1,153 @@
+"""The contract of a device: memory, transfer, a table of kernels, capture and replay. No mathematics."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from ttrain.core.errors import CaptureError
+from ttrain.core.spec import DType, TensorSpec
+
+Buffer = Any  # a device's own handle of one placed tensor
+Arena = Any  # a device's own handle of a range of bytes
+Launch = Callable[[], Any]
+
+ALIGNMENT = 64  # bytes; a cache line, and what vector loads of 512 bits want
+
+
+class Delivery(Enum):
+    """How a kernel hands over its results."""
+
+    INTO = "into"  # writes into the output buffers that it was bound to
+    INPLACE = "inplace"  # overwrites inputs; outputs share their buffers
+    FRESH = "fresh"  # allocates and returns its outputs; the engine copies them into their slots
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One row of a device's table.
+
+    `bind(inputs, outputs, attributes, workspace)` returns a call without arguments that runs the kernel on those
+    buffers; everything that can be worked out beforehand is worked out in `bind`. A FRESH kernel's call returns the
+    list of its outputs. `workspace(inputs, outputs, attributes)` lists specs of scratch buffers that the plan
+    provides for the time of the launch. `frozen` names attributes or inputs that the kernel turns into host numbers:
+    a captured step refuses such a kernel.
+    """
+
+    bind: Callable[[Sequence[Buffer | None], Sequence[Buffer], Mapping[str, Any], Sequence[Buffer]], Launch]
+    delivery: Delivery = Delivery.INTO
+    workspace: Callable[[Sequence[TensorSpec | None], Sequence[TensorSpec], Mapping[str, Any]], list[TensorSpec]] | None = (
+        None
+    )
+    frozen: tuple[str, ...] = ()
+
+    def workspace_specs(
+        self, inputs: Sequence[TensorSpec | None], outputs: Sequence[TensorSpec], attributes: Mapping[str, Any]
+    ) -> list[TensorSpec]:
+        return [] if self.workspace is None else self.workspace(inputs, outputs, attributes)
+
+
+@dataclass
+class DeviceCounters:
+    """What a device did since it was opened."""
+
+    allocations: int = 0
+    allocated_bytes: int = 0
+    uploads: int = 0
+    downloads: int = 0
+    captures: int = 0
+    replays: int = 0
+
+
+class Device(ABC):
+    """Allocates, moves, launches. A device that has no kernel for an op gets the op's decomposition instead."""
+
+    name: str
+    computes = True  # False where values are not computed (null, mock): such a run must never look like training
+    supports_capture = False
+
+    def __init__(self) -> None:
+        self.counters = DeviceCounters()
+        self._frozen_by: str | None = None
+
+    @property
+    @abstractmethod
+    def kernels(self) -> Mapping[str, Kernel]:
+        """Kernel per op name."""
+
+    @abstractmethod
+    def _allocate(self, nbytes: int) -> Arena: ...
+
+    @abstractmethod
+    def place(self, arena: Arena, offset: int, spec: TensorSpec) -> Buffer:
+        """The tensor that lies `offset` bytes into an arena. Allocates nothing."""
+
+    @abstractmethod
+    def upload(self, buffer: Buffer, array: np.ndarray) -> None:
+        """Host values into a buffer of the same shape; rounds to the buffer's dtype."""
+
+    @abstractmethod
+    def download(self, buffer: Buffer) -> np.ndarray:
+        """A copy of a buffer's values on the host, bf16 as fp32. Waits for pending work."""
+
+    @abstractmethod
+    def copy(self, source: Buffer, destination: Buffer) -> None:
+        """Device to device, shapes equal; rounds to the destination's dtype."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until everything launched so far is done."""
+
+    @abstractmethod
+    def memory(self) -> dict[str, int]:
+        """Bytes: `in_use`, `peak` and `total`, as far as the device can tell."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Facts for the run record: name, hardware, versions, threads."""
+
+    def allocate_arena(self, nbytes: int, purpose: str) -> Arena:
+        """`nbytes` zeroed bytes. Raises CaptureError once the allocator is frozen."""
+        if self._frozen_by is not None:
+            raise CaptureError(
+                f"{purpose}: {nbytes} bytes asked for after {self._frozen_by} was captured. All device memory is "
+                "allocated before a capture; build every step before the first one runs."
+            )
+        self.counters.allocations += 1
+        self.counters.allocated_bytes += nbytes
+        return self._allocate(max(nbytes, 1))
+
+    def allocate(self, spec: TensorSpec, purpose: str = "a tensor") -> Buffer:
+        """A zeroed tensor of its own."""
+        return self.place(self.allocate_arena(spec.nbytes, purpose), 0, spec)
+
+    def freeze(self, owner: str | None) -> None:
+        """Refuse allocations from now on, naming `owner`; None allows them again."""
+        self._frozen_by = owner
+
+    def capture(self, launches: Sequence[Launch], name: str) -> Launch:
+        """Record the launches once; the returned call replays them. Only where `supports_capture`."""
+        raise CaptureError(f"device {self.name} can't capture a step. Use engine=static or engine=dynamic.")
+
+    def close(self) -> None:
+        """Release captures, then memory. Using the device afterwards is an error."""
+
+
+def align(nbytes: int) -> int:
+    """Bytes rounded up to the alignment of arena slots."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+NUMPY_DTYPES = {
+    DType.FP64: np.float64,
+    DType.FP32: np.float32,
+    DType.BF16: np.float32,  # numpy has no bf16; fp32 holds every bf16 value exactly
+    DType.INT64: np.int64,
+    DType.INT32: np.int32,
+    DType.BOOL: np.bool_,
+}

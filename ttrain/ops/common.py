@@ -1,0 +1,57 @@
+"""Shape rules and gradient helpers that several op files share."""
+
+from __future__ import annotations
+
+from ttrain.core.spec import TensorSpec
+from ttrain.graph.graph import Value
+from ttrain.graph.op import Op, op
+
+# Odd sizes, a scalar and a size-one axis: what kernels with vector loops and tiles get wrong.
+PLAIN_SHAPES = ((4, 8), (2, 3, 32), (1, 1, 33), (257,), ())
+
+
+def broadcast_shape(owner: Op, x: TensorSpec, y: TensorSpec) -> tuple[int, ...]:
+    """numpy's broadcast of two shapes."""
+    rank = max(x.rank, y.rank)
+    padded = [(1,) * (rank - spec.rank) + spec.shape for spec in (x, y)]
+    for left, right in zip(*padded, strict=True):
+        owner.require(
+            left == right or 1 in (left, right), f"{x} and {y}", "shapes that broadcast", "Reshape one of them."
+        )
+    return tuple(right if left == 1 else left for left, right in zip(*padded, strict=True))
+
+
+def sum_to(gradient: Value, target: Value) -> Value:
+    """The gradient summed over the axes along which `target` was broadcast, in target's dtype."""
+    from ttrain.ops.elementwise import cast
+    from ttrain.ops.reduce import reduce_sum
+    from ttrain.ops.layout import reshape
+
+    if gradient.shape != target.shape:
+        lead = len(gradient.shape) - len(target.shape)
+        stretched = [
+            lead + axis
+            for axis, size in enumerate(target.shape)
+            if size == 1 and gradient.shape[lead + axis] != 1
+        ]
+        axes = (*range(lead), *stretched)
+        if axes:
+            gradient = reduce_sum(gradient, axes)
+        gradient = reshape(gradient, target.shape)
+    return cast(gradient, target.spec.dtype)
+
+
+def is_one(value: Value) -> bool:
+    """Whether a value is the literal constant 1, which multiplication may skip."""
+    node = value.producer
+    return node is not None and node.op is op("full") and node.attributes["value"] == 1.0
+
+
+def is_full(value: Value) -> bool:
+    """Whether a value is a literal constant."""
+    return value.producer is not None and value.producer.op is op("full")
+
+
+def rows(spec: TensorSpec) -> int:
+    """Number of rows when all axes but the last are flattened."""
+    return spec.size // spec.shape[-1] if spec.shape[-1] else 0

@@ -1,0 +1,149 @@
+"""Matrix products: matmul, and linear = a product with a weight, its bias and its activation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ttrain.core.spec import TensorSpec
+from ttrain.graph.graph import Node, Value
+from ttrain.graph.op import Case, Op, declare, op
+from ttrain.ops.common import rows
+
+
+@declare
+class Matmul(Op):
+    """c = op(a) op(b) over equal leading axes, where op transposes the last two axes if asked.
+
+    Accumulates in fp32 at least; the result has a's dtype.
+    """
+
+    name = "matmul"
+    family = "matmul"
+    inputs = ("a", "b")
+    outputs = ("c",)
+    saves = ("a", "b")
+
+    def infer(self, a: TensorSpec, b: TensorSpec, transpose_a: bool, transpose_b: bool) -> TensorSpec:
+        self.require(a.rank >= 2 and b.rank == a.rank, f"{a} and {b}", "two tensors of equal rank, 2 or more")
+        self.require(a.dtype is b.dtype, f"{a} and {b}", "equal dtypes", "Cast one of them.")
+        self.require(a.shape[:-2] == b.shape[:-2], f"{a} and {b}", "equal leading axes")
+        m, inner_a = (a.shape[-1], a.shape[-2]) if transpose_a else a.shape[-2:]
+        inner_b, n = (b.shape[-1], b.shape[-2]) if transpose_b else b.shape[-2:]
+        self.require(inner_a == inner_b, f"{a} and {b}", f"equal inner sizes, not {inner_a} and {inner_b}")
+        return TensorSpec((*a.shape[:-2], m, n), a.dtype)
+
+    def flops(self, node: Node) -> int:
+        a = node.input("a").spec
+        inner = a.shape[-2] if node.attributes["transpose_a"] else a.shape[-1]
+        return 2 * node.outputs[0].spec.size * inner
+
+    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
+        (dc,) = gradients
+        assert dc is not None
+        a, b = node.input("a"), node.input("b")
+        ta, tb = node.attributes["transpose_a"], node.attributes["transpose_b"]
+        # C = A B: dA = dC B^T, dB = A^T dC; with a transposed operand the product is transposed as a whole.
+        da = matmul(b, dc, tb, True) if ta else matmul(dc, b, False, not tb)
+        db = matmul(dc, a, True, ta) if tb else matmul(a, dc, not ta, False)
+        return [da, db]
+
+    def reference(self, a: Any, b: Any, transpose_a: bool, transpose_b: bool) -> Any:
+        return (a.mT if transpose_a else a) @ (b.mT if transpose_b else b)
+
+    def cases(self) -> Sequence[Case]:
+        cases = []
+        for ta in (False, True):
+            for tb in (False, True):
+                attributes = {"transpose_a": ta, "transpose_b": tb}
+                for lead in ((), (2, 3)):
+                    a, b = ((7, 5) if ta else (5, 7)), ((33, 7) if tb else (7, 33))
+                    cases.append(Case(((*lead, *a), (*lead, *b)), attributes))
+        return cases
+
+
+@declare
+class Linear(Op):
+    """y = f(x W^T + b): x [..., I], W [O, I], b [O] -> y [..., O]; f is `activation` or the identity.
+
+    A fused activation is differentiable only where its backward reads its output (relu, tanh).
+    """
+
+    name = "linear"
+    family = "matmul"
+    inputs = ("x", "weight", "bias?")
+    saves = ("x", "weight", "y")
+
+    def infer(
+        self, x: TensorSpec, weight: TensorSpec, bias: TensorSpec | None, activation: str | None = None
+    ) -> TensorSpec:
+        self.require(weight.rank == 2, str(weight), "a weight [outputs, inputs]")
+        outputs, inputs = weight.shape
+        self.require(x.rank >= 1 and x.shape[-1] == inputs, f"x {x}", f"{inputs} features, as the weight {weight} has")
+        self.require(x.dtype is weight.dtype, f"{x} and {weight}", "equal dtypes", "Cast one of them.")
+        if bias is not None:
+            self.require(bias == TensorSpec((outputs,), x.dtype), f"bias {bias}", f"{x.dtype}[{outputs}]")
+        return x.with_shape(*x.shape[:-1], outputs)
+
+    def flops(self, node: Node) -> int:
+        return 2 * node.outputs[0].spec.size * node.input("weight").shape[1]
+
+    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
+        from ttrain.ops.layout import reshape
+        from ttrain.ops.reduce import reduce_sum
+
+        (dy,) = gradients
+        assert dy is not None
+        x, weight, activation = node.input("x"), node.input("weight"), node.attributes.get("activation")
+        if activation is not None:
+            self.require(activation in ("relu", "tanh"), activation, "relu or tanh where a gradient is needed")
+            dy = op(f"{activation}_grad").record(dy, node.outputs[0])
+        dy = reshape(dy, (rows(dy.spec), dy.shape[-1]))  # [N, O]
+        x_rows = reshape(x, (rows(x.spec), x.shape[-1]))  # [N, I]
+        dx = reshape(matmul(dy, weight), x.shape)
+        dweight = matmul(dy, x_rows, transpose_a=True)  # [O, I]
+        dbias = None if node.inputs[2] is None else reduce_sum(dy, (0,))
+        return [dx, dweight, dbias]
+
+    def reference(self, x: Any, weight: Any, bias: Any, activation: str | None = None) -> Any:
+        y = x @ weight.T if bias is None else x @ weight.T + bias
+        if activation is None:
+            return y
+        name, _, form = activation.partition("_")
+        return op(name).reference(y, form or "none") if name == "gelu" else op(name).reference(y)
+
+    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
+        from ttrain.ops.elementwise import activation, add
+        from ttrain.ops.layout import reshape
+
+        x, weight, bias = inputs
+        assert x is not None and weight is not None
+        flat = reshape(x, (rows(x.spec), x.shape[-1]))
+        y = reshape(matmul(flat, weight, transpose_b=True), node.outputs[0].shape)
+        y = y if bias is None else add(y, bias)
+        name = node.attributes.get("activation")
+        return [y if name is None else activation(y, name)]
+
+    def cases(self) -> Sequence[Case]:
+        plain = [
+            Case(((5, 7), (33, 7), (33,))),
+            Case(((2, 3, 8), (4, 8), None)),
+            Case(((1, 1, 16), (1, 16), (1,))),
+        ]
+        return plain + [Case(((5, 7), (33, 7), (33,)), {"activation": name}) for name in ("relu", "tanh")]
+
+
+def matmul(a: Value, b: Value, transpose_a: bool = False, transpose_b: bool = False) -> Value:
+    """op(a) op(b) over equal leading axes."""
+    return op("matmul").record(a, b, transpose_a=transpose_a, transpose_b=transpose_b)
+
+
+def linear(x: Value, weight: Value, bias: Value | None = None) -> Value:
+    """x W^T + b: x [..., I], weight [O, I], bias [O] -> [..., O]."""
+    return op("linear").record(x, weight, bias)
+
+
+def attention_scale(head_width: int) -> float:
+    """1 / sqrt(D) (Vaswani et al., 2017)."""
+    return 1 / math.sqrt(head_width)
