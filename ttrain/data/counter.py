@@ -1,0 +1,93 @@
+"""Random numbers and shuffles that are functions of a key and a counter, so nothing has to be saved or replayed."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Words = NDArray[np.uint64]
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST_FACTOR, _SECOND_FACTOR = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_FEISTEL_ROUNDS = 6
+_FEWEST_BITS = 4  # fewer give a Feistel network too few shuffles to choose from
+_FEISTEL_FACTOR = np.uint64(0xD1342543DE82EF95)
+
+
+def derive_key(*words: int) -> int:
+    """A 64-bit key that depends on every word and on their order; words may be any integers."""
+    key = 0
+    for word in words:
+        key = _mix((key ^ (word & _MASK)) + _GAMMA & _MASK)
+    return key
+
+
+def random_words(key: int | Words, counters: Words) -> Words:
+    """Uniform 64-bit words: output number `counters` of SplitMix64 started at `key` (Steele, Lea and Flood, 2014)."""
+    base = key if isinstance(key, np.ndarray) else np.uint64(key)
+    words = (counters + np.uint64(1)) * np.uint64(_GAMMA) + base
+    words ^= words >> np.uint64(30)
+    words *= np.uint64(_FIRST_FACTOR)
+    words ^= words >> np.uint64(27)
+    words *= np.uint64(_SECOND_FACTOR)
+    words ^= words >> np.uint64(31)
+    return words
+
+
+def random_normals(key: int, counters: Words) -> NDArray[np.float64]:
+    """Standard normal numbers, one per counter (Box and Muller, 1958)."""
+    twice = counters * np.uint64(2)
+    radius = _unit(random_words(key, twice))
+    angle = _unit(random_words(key, twice + np.uint64(1)))
+    normals: NDArray[np.float64] = np.sqrt(-2 * np.log(radius)) * np.cos(2 * np.pi * angle)
+    return normals
+
+
+def shuffled(keys: Words, positions: Words, size: int) -> Words:
+    """Where each position in [0, size) goes in the shuffle that its key names: a bijection for every single key.
+
+    An unbalanced Feistel network over the bits of `size` - 1, repeated on what falls outside (Black and Rogaway,
+    "Ciphers with arbitrary finite domains", 2002). Nothing of length `size` is ever held.
+    """
+    bits = max(_FEWEST_BITS, (size - 1).bit_length())
+    rounds = random_words(keys[:, None], np.arange(_FEISTEL_ROUNDS, dtype=np.uint64)[None, :]).T
+    placed = _feistel(positions, rounds, bits)
+    outside = np.flatnonzero(placed >= np.uint64(size))
+    while outside.size:
+        again = _feistel(placed[outside], rounds[:, outside], bits)
+        placed[outside] = again
+        outside = outside[again >= np.uint64(size)]
+    return placed
+
+
+def _feistel(words: Words, rounds: Words, bits: int) -> Words:
+    low_bits = np.uint64(bits - bits // 2)
+    low_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+    high_mask = np.uint64((1 << bits // 2) - 1)
+    low, high = words & low_mask, words >> low_bits
+    for number, keys in enumerate(rounds):
+        if number % 2:
+            high = high ^ (_round(low, keys) & high_mask)
+        else:
+            low = low ^ (_round(high, keys) & low_mask)
+    return high << low_bits | low
+
+
+def _round(half: Words, keys: Words) -> Words:
+    mixed = (half ^ keys) * _FEISTEL_FACTOR
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= _FEISTEL_FACTOR
+    return mixed >> np.uint64(32)
+
+
+def _unit(words: Words) -> NDArray[np.float64]:
+    """Words to fp64 in (0, 1]."""
+    unit: NDArray[np.float64] = ((words >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
+    return unit
+
+
+def _mix(word: int) -> int:
+    word = (word ^ word >> 30) * _FIRST_FACTOR & _MASK
+    word = (word ^ word >> 27) * _SECOND_FACTOR & _MASK
+    return word ^ word >> 31

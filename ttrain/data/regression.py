@@ -1,0 +1,101 @@
+"""Synthetic regression: every example is a function of its number, so nothing is stored."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ttrain.core.errors import DataError
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.data.batches import Baseline, Batch, Sizes, Split, drawn, held_out, sample_numbers, shuffled_passes
+from ttrain.data.counter import Words, derive_key, random_normals
+from ttrain.data.settings import RegressionConfig
+from ttrain.data.tokenizer import Tokenizer
+
+# Words that tell the streams of one seed apart.
+_INPUTS, _NOISE, _FIRST_LAYER, _SECOND_LAYER = 11, 12, 13, 14
+
+_HIDDEN = 32
+_TANH_VARIANCE = 0.3943  # of tanh(z) for z ~ N(0, 1)
+_BASELINE_EXAMPLES = 4096
+
+
+class RegressionDataset:
+    """targets = second @ tanh(first @ inputs) + noise, with Gaussian inputs and a random teacher fixed by data.seed.
+
+    The examples are numbered; the last `held_out` share of the numbers is the held-out split.
+    """
+
+    def __init__(self, config: RegressionConfig, inputs: int, outputs: int) -> None:
+        self.vocabulary: int | None = None
+        self.tokenizer: Tokenizer | None = None
+        self.fields = {"inputs": TensorSpec((inputs,), DType.FP32), "targets": TensorSpec((outputs,), DType.FP32)}
+        self._config = config
+        held = min(config.examples - 1, max(1, round(config.examples * config.held_out)))
+        self._counts = {"train": config.examples - held, "val": held}
+        self._shape = inputs, outputs
+        self._first = self._weights(_FIRST_LAYER, inputs, _HIDDEN) / np.sqrt(inputs)
+        self._second = self._weights(_SECOND_LAYER, _HIDDEN, outputs) / np.sqrt(_HIDDEN * _TANH_VARIANCE)
+        self.description: dict[str, Any] = {
+            "source": "synthetic regression",
+            "examples": dict(self._counts),
+            "inputs": inputs,
+            "outputs": outputs,
+            "noise": config.noise,
+            "seed": config.seed,
+            "order": config.order,
+        }
+
+    def batch(self, split: Split, seed: int, index: int, rows: int, rank: int = 0, world: int = 1) -> Batch:
+        """Arrays `inputs` fp32 [rows, inputs] and `targets` fp32 [rows, outputs]. See batches.Dataset."""
+        numbers = sample_numbers(index, rows, rank, world)
+        count = self._counts[split]
+        if split == "val":
+            return self.examples(held_out(numbers, count) + np.uint64(self._counts["train"]))
+        if self._config.limit is not None:
+            numbers = numbers % np.uint64(self._config.limit)
+        if self._config.order == "random":
+            return self.examples(drawn(seed, numbers, count))
+        return self.examples(shuffled_passes(seed, numbers, count)[1])
+
+    def val_batches(self, rows: int) -> int:
+        """See batches.Dataset."""
+        return max(1, self._counts["val"] // rows)
+
+    @cached_property
+    def baseline(self) -> Baseline:
+        """Mean squared error of always answering the mean of the held-out targets."""
+        first = self._counts["train"]
+        numbers = np.arange(first, first + min(self._counts["val"], _BASELINE_EXAMPLES), dtype=np.uint64)
+        targets = self.examples(numbers)["targets"]
+        return Baseline("variance of the targets", float(targets.var(axis=0).mean()))
+
+    def examples(self, numbers: Words) -> Batch:
+        """The examples with these numbers, uint64 [rows]."""
+        inputs, outputs = self._shape
+        features = self._normals(_INPUTS, numbers, inputs)
+        targets = np.tanh(features @ self._first) @ self._second
+        targets += self._config.noise * self._normals(_NOISE, numbers, outputs)
+        return {"inputs": features.astype(np.float32), "targets": targets.astype(np.float32)}
+
+    def _normals(self, stream: int, numbers: Words, width: int) -> NDArray[np.float64]:
+        counters = numbers[:, None] * np.uint64(width) + np.arange(width, dtype=np.uint64)
+        return random_normals(derive_key(stream, self._config.seed), counters)
+
+    def _weights(self, stream: int, rows: int, columns: int) -> NDArray[np.float64]:
+        return self._normals(stream, np.arange(rows, dtype=np.uint64), columns)
+
+
+def open_regression(config: RegressionConfig, sizes: Sizes) -> RegressionDataset:
+    """The synthetic dataset with the model's sizes, unless the config sets others. Raises DataError on a mismatch."""
+    for key in ("inputs", "outputs"):
+        given, wanted = getattr(config, key), getattr(sizes, key)
+        if wanted is None:
+            raise DataError("data=regression gives vectors, which this model does not take. Use data=text.")
+        if given is not None and given != wanted:
+            raise DataError(f"data.{key}={given}, but model.{key}={wanted}. Leave data.{key} out to take the model's.")
+    assert sizes.inputs is not None and sizes.outputs is not None
+    return RegressionDataset(config, sizes.inputs, sizes.outputs)

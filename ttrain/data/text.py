@@ -1,0 +1,108 @@
+"""Text tokenized when the run starts and kept in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from ttrain.core.errors import DataError
+from ttrain.core.units import format_bytes
+from ttrain.data.batches import Sizes, TokenDataset
+from ttrain.data.corpus import Corpus
+from ttrain.data.settings import TOKENIZERS, TextConfig
+from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer, Ids, Tokenizer, read_tokenizer, train_bpe
+
+# Bytes held per byte of text while its ids are gathered: two copies of at most one 16-bit id per byte.
+_HELD_PER_BYTE = 4
+_BPE_BYTES = 1 << 30  # merges hardly change beyond so much text, while learning them takes memory with it
+
+OnBytes = Callable[[bytes], object]
+
+
+def open_text(config: TextConfig, sizes: Sizes) -> TokenDataset:
+    """The dataset of a text corpus. Raises DataError for a text that can't be used; see Corpus and TokenDataset."""
+    context = require_context(config.name, sizes)
+    corpus = Corpus(config)
+    _require_memory(corpus)
+    tokenizer = choose_tokenizer(config, corpus)
+    digest = hashlib.sha256()
+    train = _gather(encode_split(corpus, tokenizer, "train", digest.update), tokenizer)
+    val = _gather(encode_split(corpus, tokenizer, "val", digest.update), tokenizer)
+    description = describe(corpus, tokenizer, digest.hexdigest())
+    return TokenDataset(train, val, context, tokenizer.vocabulary, config, tokenizer=tokenizer, description=description)
+
+
+def choose_tokenizer(config: TextConfig, corpus: Corpus, on_bytes: OnBytes | None = None) -> Tokenizer:
+    """The tokenizer that a config names, made from the corpus where it has to be.
+
+    The character vocabulary is that of the whole corpus, so that held-out text has no unseen character; merges of
+    byte-pair encoding are learnt from the training split alone, and cover every text because bytes do.
+    """
+    if config.tokenizer == "byte":
+        return ByteTokenizer()
+    if config.tokenizer == "char":
+        return CharTokenizer.of(corpus.text(0, learning_bytes(config, corpus), on_bytes))
+    if config.tokenizer == "bpe":
+        return train_bpe(corpus.text(0, learning_bytes(config, corpus), on_bytes), config.vocabulary_size)
+    if not os.path.exists(os.path.expanduser(config.tokenizer)):
+        kinds = ", ".join(TOKENIZERS)
+        raise DataError(f"data.tokenizer={config.tokenizer} is neither {kinds} nor the path of a tokenizer.json.")
+    return read_tokenizer(config.tokenizer)
+
+
+def learning_bytes(config: TextConfig, corpus: Corpus) -> int:
+    """How much of the corpus, from its start, `choose_tokenizer` reads."""
+    if config.tokenizer == "char":
+        return corpus.size
+    return corpus.learning_end(_BPE_BYTES) if config.tokenizer == "bpe" else 0
+
+
+def encode_split(corpus: Corpus, tokenizer: Tokenizer, split: str, on_bytes: OnBytes) -> Iterator[Ids]:
+    """Ids of one split of a corpus, some at a time. No token spans the boundary of the splits."""
+    start, stop = (0, corpus.boundary) if split == "train" else (corpus.boundary, corpus.size)
+    return tokenizer.encode_pieces(corpus.text(start, stop, on_bytes))
+
+
+def describe(corpus: Corpus, tokenizer: Tokenizer, sha256: str) -> dict[str, Any]:
+    """What a run record says of a corpus; `sha256` is that of its bytes, separators included."""
+    return {
+        "source": corpus.source,
+        "files": len(corpus.files),
+        "bytes": {"train": corpus.boundary, "val": corpus.size - corpus.boundary},
+        "sha256": sha256,
+        "tokenizer": tokenizer.description,
+    }
+
+
+def require_context(name: str, sizes: Sizes) -> int:
+    """The length of a training sequence. Raises DataError when the model doesn't take sequences."""
+    if sizes.context is None:
+        raise DataError(f"data={name} gives sequences of tokens, which this model does not take. Use data=regression.")
+    return sizes.context
+
+
+def _gather(parts: Iterator[Ids], tokenizer: Tokenizer) -> Ids:
+    return np.concatenate([np.zeros(0, tokenizer.dtype), *parts])
+
+
+def _require_memory(corpus: Corpus) -> None:
+    available, needed = _available_memory(), corpus.size * _HELD_PER_BYTE
+    if available is not None and needed > available:
+        raise DataError(
+            f"data.path={corpus.source} has {format_bytes(corpus.size)} of text, which needs "
+            f"{format_bytes(needed)} of memory once tokenized, and {format_bytes(available)} are free. "
+            "Make token files of it with task=prepare and train on those with data=tokens, or set data.max_bytes."
+        )
+
+
+def _available_memory() -> int | None:
+    """Bytes that can be taken without swapping; None where the system doesn't tell."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):
+        return None

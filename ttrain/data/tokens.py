@@ -1,0 +1,181 @@
+"""Token ids in files, read through memory maps.
+
+A prepared folder holds `train.bin` and `val.bin` (raw little-endian ids), `tokenizer.json`, and `tokens.json`, which
+tells the type, the vocabulary, and per split the count and the SHA-256. A folder of raw files holds `train.bin` and
+perhaps `val.bin`; a single raw file is split by data.held_out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ttrain.core.errors import DataError
+from ttrain.data.batches import Sizes, TokenDataset, outside_vocabulary
+from ttrain.data.settings import TOKEN_DTYPES, TokensConfig
+from ttrain.data.text import require_context
+from ttrain.data.tokenizer import Ids, Tokenizer, read_tokenizer
+
+TRAIN_FILE, VAL_FILE, HEADER_FILE, TOKENIZER_FILE = "train.bin", "val.bin", "tokens.json", "tokenizer.json"
+HEADER_FORMAT = "ttrain tokens 1"
+
+_VERIFIED_BYTES = 256 << 20  # files up to this size are read whole at the start, in well under a second
+_SCAN_TOKENS = 1 << 22
+
+
+@dataclass(frozen=True)
+class TokenFiles:
+    """Where the ids are and what they mean. `header` is that of a prepared folder."""
+
+    train: Path
+    val: Path | None
+    dtype: np.dtype[Any]
+    vocabulary: int
+    tokenizer: Tokenizer | None
+    header: dict[str, Any] | None
+
+
+def open_tokens(config: TokensConfig, sizes: Sizes) -> TokenDataset:
+    """The dataset of token files. Raises DataError for files that can't be used; see TokenDataset."""
+    context = require_context(config.name, sizes)
+    files = find_token_files(config)
+    train, hashes, whole = _open_file(files, files.train, config.verify)
+    if files.val is not None:
+        val, val_hashes, val_whole = _open_file(files, files.val, config.verify)
+        hashes, whole = {**hashes, **val_hashes}, whole and val_whole
+    else:
+        boundary = round(len(train) * (1 - config.held_out))
+        train, val = train[:boundary], train[boundary:]
+    description: dict[str, Any] = {"source": config.path, "dtype": files.dtype.name, "sha256": hashes}
+    if files.header is not None:
+        description["corpus"] = files.header["corpus"]
+    if files.tokenizer is not None:
+        description["tokenizer"] = files.tokenizer.description
+    return TokenDataset(
+        train,
+        val,
+        context,
+        files.vocabulary,
+        config,
+        tokenizer=files.tokenizer,
+        description=description,
+        check_batches=not whole,
+    )
+
+
+def find_token_files(config: TokensConfig) -> TokenFiles:
+    """The files that a config names. Raises DataError when there are none or it isn't known what their ids mean."""
+    if config.path is None:
+        raise DataError("data=tokens needs data.path, a folder made with task=prepare or a file of raw token ids.")
+    path = Path(config.path).expanduser()
+    if path.is_dir():
+        if (path / HEADER_FILE).is_file():
+            return _prepared(path, config)
+        if not (path / TRAIN_FILE).is_file():
+            raise DataError(f"data.path={config.path} has no {HEADER_FILE} and no {TRAIN_FILE}. Use task=prepare.")
+        val = path / VAL_FILE
+        return _raw(path / TRAIN_FILE, val if val.is_file() else None, config)
+    if not path.is_file():
+        raise DataError(f"data.path={config.path} does not exist. Give a folder made with task=prepare or a raw file.")
+    return _raw(path, None, config)
+
+
+def open_ids(file: Path, dtype: np.dtype[Any]) -> Ids:
+    """A memory map of the ids in a file. Raises DataError when it is empty, unreadable or cut off."""
+    try:
+        size = file.stat().st_size
+        if size == 0:
+            raise DataError(f"{file} is empty. Prepare the tokens again.")
+        if size % dtype.itemsize:
+            raise DataError(
+                f"{file} has {size} bytes, not a multiple of the {dtype.itemsize} of {dtype.name}. "
+                "Give data.dtype as the ids were written, or prepare the tokens again."
+            )
+        return np.memmap(file, dtype=dtype, mode="r")
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error.strerror or error}.") from error
+
+
+def require_ids(ids: Ids, vocabulary: int, file: Path) -> None:
+    """Raises DataError for the first id outside the vocabulary, with its position."""
+    for start in range(0, len(ids), _SCAN_TOKENS):
+        part = ids[start : start + _SCAN_TOKENS]
+        if part.max() >= vocabulary:
+            position = int(np.argmax(part >= vocabulary))
+            raise outside_vocabulary(int(part[position]), vocabulary, f"token {start + position} of {file}")
+
+
+def _prepared(folder: Path, config: TokensConfig) -> TokenFiles:
+    header = _read_header(folder / HEADER_FILE)
+    for key in ("dtype", "vocabulary"):
+        given = getattr(config, key)
+        if given is not None and given != header[key]:
+            raise DataError(f"data.{key}={given}, but {folder / HEADER_FILE} says {header[key]}. Leave data.{key} out.")
+    tokenizer = read_tokenizer(folder / TOKENIZER_FILE, "data.path")
+    if tokenizer.hash != header["tokenizer"]["sha256"]:
+        raise DataError(f"{folder / TOKENIZER_FILE} is not the one that the tokens were made with. Prepare them again.")
+    dtype = np.dtype(header["dtype"]).newbyteorder("<")
+    return TokenFiles(folder / TRAIN_FILE, folder / VAL_FILE, dtype, header["vocabulary"], tokenizer, header)
+
+
+def _raw(train: Path, val: Path | None, config: TokensConfig) -> TokenFiles:
+    if config.dtype is None or config.vocabulary is None:
+        raise DataError(
+            f"data.path={config.path} holds raw token ids, which don't tell their type or their vocabulary. "
+            f"Give data.dtype={'|'.join(TOKEN_DTYPES)} and data.vocabulary=<number of ids>."
+        )
+    tokenizer = None if config.tokenizer is None else read_tokenizer(config.tokenizer)
+    if tokenizer is not None and tokenizer.vocabulary > config.vocabulary:
+        raise DataError(
+            f"data.tokenizer={config.tokenizer} has {tokenizer.vocabulary} ids, more than "
+            f"data.vocabulary={config.vocabulary}. Give the tokenizer that made the ids."
+        )
+    dtype = np.dtype(config.dtype).newbyteorder("<")
+    return TokenFiles(train, val, dtype, config.vocabulary, tokenizer, None)
+
+
+def _read_header(file: Path) -> dict[str, Any]:
+    try:
+        header: Any = json.loads(file.read_text(encoding="utf-8"))
+        splits = header["splits"]
+        complete = (
+            header["format"] == HEADER_FORMAT
+            and header["dtype"] in TOKEN_DTYPES
+            and isinstance(header["vocabulary"], int)
+            and all(isinstance(splits[split]["tokens"], int) for split in ("train", "val"))
+            and all(isinstance(text, str) for text in (header["tokenizer"]["sha256"], splits["val"]["sha256"]))
+            and isinstance(header["corpus"], dict)
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file} is damaged: {error!r}. Prepare the tokens again.") from None
+    if not complete:
+        raise DataError(f"{file} does not describe token files of this version. Prepare the tokens again.")
+    return dict(header)
+
+
+def _open_file(files: TokenFiles, file: Path, verify: bool) -> tuple[Ids, dict[str, str | None], bool]:
+    """The ids of a file, its SHA-256 by name (None when not known), and whether every id was checked."""
+    ids = open_ids(file, files.dtype)
+    split = "val" if file == files.val else "train"
+    known = None if files.header is None else files.header["splits"][split]
+    if known is not None and known["tokens"] != len(ids):
+        raise DataError(f"{file} has {len(ids)} tokens, but {HEADER_FILE} says {known['tokens']}. Prepare them again.")
+    if not verify and ids.nbytes > _VERIFIED_BYTES:
+        return ids, {split: known and known["sha256"]}, False
+    digest = _sha256(ids)
+    if known is not None and known["sha256"] != digest:
+        raise DataError(f"{file} has changed since it was prepared: its SHA-256 differs. Prepare the tokens again.")
+    require_ids(ids, files.vocabulary, file)
+    return ids, {split: digest}, True
+
+
+def _sha256(ids: Ids) -> str:
+    digest = hashlib.sha256()
+    for start in range(0, len(ids), _SCAN_TOKENS):
+        digest.update(ids[start : start + _SCAN_TOKENS])
+    return digest.hexdigest()
