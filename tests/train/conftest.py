@@ -1,0 +1,209 @@
+"""A complete small model in numpy behind the interfaces of an engine, so that the loop is tested without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.train.evaluate import Evaluation
+from ttrain.train.loggers import Console, Loggers
+from ttrain.train.loop import Loop
+from ttrain.train.meter import Meter
+from ttrain.train.metrics import MetricsFile
+from ttrain.train.progress import Progress
+from ttrain.train.run_directory import RunDirectory
+from ttrain.train.settings import TrainConfig
+from ttrain.train.step import TrainStep
+
+VOCABULARY = 11
+
+
+class ArrayState:
+    """Named fp32 arrays with kinds."""
+
+    def __init__(self, arrays: Mapping[str, tuple[str, np.ndarray]]) -> None:
+        self.kinds = {name: kind for name, (kind, _) in arrays.items()}
+        self.arrays = {name: array for name, (_, array) in arrays.items()}
+
+    def names(self) -> list[str]:
+        return list(self.arrays)
+
+    def spec(self, name: str) -> TensorSpec:
+        return TensorSpec(self.arrays[name].shape, DType.FP32)
+
+    def read(self, name: str) -> np.ndarray:
+        return self.arrays[name].copy()
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        assert array.shape == self.arrays[name].shape
+        self.arrays[name] = array.copy()
+
+    def kind(self, name: str) -> str:
+        return self.kinds[name]
+
+
+@dataclass
+class Bigram:
+    """Next-token logits = table[token], with dropout of logits by seed; SGD with momentum and clipping."""
+
+    state: ArrayState = field(default_factory=lambda: ArrayState({}))
+    momentum: float = 0.9
+    clip: float = 1.0
+    poison_step: int | None = None  # the loss of this step is NaN
+
+    def __post_init__(self) -> None:
+        table = np.random.default_rng(0).normal(0, 0.02, (VOCABULARY, VOCABULARY)).astype(np.float32)
+        self.state = ArrayState(
+            {
+                "table.weight": ("parameter", table),
+                "table.weight/velocity": ("optimizer", np.zeros_like(table)),
+            }
+        )
+        self._gradient = np.zeros_like(table)
+
+    def _loss(self, inputs: Mapping[str, Any], masked: bool) -> tuple[float, np.ndarray]:
+        table = self.state.arrays["table.weight"]
+        tokens, targets = inputs["tokens"].reshape(-1), inputs["targets"].reshape(-1)
+        keep = np.ones((len(tokens), VOCABULARY), np.float32)
+        if masked:
+            keep = (np.random.default_rng(inputs["seed"]).random(keep.shape) > 0.1).astype(np.float32)
+        logits = table[tokens] * keep
+        shifted = np.exp(logits - logits.max(1, keepdims=True))
+        probabilities = shifted / shifted.sum(1, keepdims=True)
+        valid = targets >= 0
+        rows = np.arange(len(tokens))
+        picked = -np.log(probabilities[rows, np.where(valid, targets, 0)])
+        loss = float(inputs["weight"] * picked[valid].sum())
+        delta = probabilities
+        delta[rows, np.where(valid, targets, 0)] -= 1
+        delta = delta * keep * valid[:, None] * np.float32(inputs["weight"])
+        gradient = np.zeros_like(table)
+        np.add.at(gradient, tokens, delta.astype(np.float32))
+        return loss, gradient
+
+    def _update(self, inputs: Mapping[str, Any]) -> float:
+        norm = float(np.sqrt((self._gradient.astype(np.float64) ** 2).sum()))
+        factor = np.float32(min(1.0, self.clip / (norm + 1e-6)))
+        velocity = np.float32(self.momentum) * self.state.arrays["table.weight/velocity"] + factor * self._gradient
+        self.state.arrays["table.weight/velocity"] = velocity
+        self.state.arrays["table.weight"] = self.state.arrays["table.weight"] - np.float32(inputs["lr"]) * velocity
+        return norm
+
+    def train(self, inputs: Mapping[str, Any]) -> dict[str, float]:
+        loss, self._gradient = self._loss(inputs, masked=True)
+        if inputs["step"] == self.poison_step:
+            self.state.arrays["table.weight/velocity"][3, 4] = np.nan
+            loss = float("nan")
+        return {"loss": loss, "grad_norm": self._update(inputs)}
+
+    def accumulate_first(self, inputs: Mapping[str, Any]) -> dict[str, float]:
+        loss, self._gradient = self._loss(inputs, masked=True)
+        return {"loss": loss}
+
+    def accumulate_next(self, inputs: Mapping[str, Any]) -> dict[str, float]:
+        loss, gradient = self._loss(inputs, masked=True)
+        self._gradient = self._gradient + gradient
+        return {"loss": loss}
+
+    def update(self, inputs: Mapping[str, Any]) -> dict[str, float]:
+        return {"grad_norm": self._update(inputs)}
+
+    def evaluate(self, inputs: Mapping[str, Any]) -> dict[str, float]:
+        return {"loss": self._loss(inputs, masked=False)[0]}
+
+    def logits(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        return {"logits": self.state.arrays["table.weight"][inputs["tokens"][0, inputs["position"]]]}
+
+    def steps(self) -> dict[str, Callable[[Mapping[str, Any]], dict[str, float]]]:
+        return {name: getattr(self, name) for name in ("train", "accumulate_first", "accumulate_next", "update")}
+
+
+class Cycles:
+    """Sequences that mostly count upwards; a fifth of the targets are missing. Remembers which batches were asked for."""
+
+    context = 8
+
+    def __init__(self) -> None:
+        self.description = {"source": "cycles"}
+        self.asked: list[tuple[str, int]] = []
+
+    def batch(self, split: str, seed: int, index: int, rows: int, rank: int = 0, world: int = 1) -> dict[str, np.ndarray]:
+        self.asked.append((split, index))
+        generator = np.random.default_rng([seed if split == "train" else 99, index, rank])
+        start = generator.integers(0, VOCABULARY, (rows, 1))
+        text = (start + np.arange(self.context + 1)) % VOCABULARY
+        text = np.where(generator.random(text.shape) < 0.1, generator.integers(0, VOCABULARY, text.shape), text)
+        targets = np.where(generator.random((rows, self.context)) < 0.2, -1, text[:, 1:])
+        return {"tokens": text[:, :-1], "targets": targets}
+
+    def val_batches(self, rows: int) -> int:
+        return 3
+
+
+@dataclass
+class Job:
+    """A loop with everything around it."""
+
+    loop: Loop
+    model: Bigram
+    dataset: Cycles
+    run_directory: RunDirectory
+    loggers: Loggers
+
+    def close(self, exit_code: int = 0) -> None:
+        self.loggers.close(exit_code)
+        self.run_directory.close()
+
+
+MakeJob = Callable[..., Job]
+
+
+@pytest.fixture
+def make_job(tmp_path: Path) -> Iterator[MakeJob]:
+    """Builds a job: `make_job(steps=.., ...)`; `resume=True` continues the run in `folder` from its newest checkpoint."""
+    jobs: list[Job] = []
+
+    def make(folder: str = "run", resume: bool = False, views: list[Any] | None = None, **settings: Any) -> Job:
+        from ttrain.train.metrics import cut_metrics
+        from ttrain.train.retention import newest_complete
+
+        chosen = {"steps": 12, "batch_size": 4, "eval_every": 4, "save_every": 4, "log_every": 1, **settings}
+        poison = chosen.pop("poison_step", None)
+        config = TrainConfig(**chosen)
+        model, dataset, progress = Bigram(poison_step=poison), Cycles(), Progress()
+        path = tmp_path / folder
+        run_directory = RunDirectory.open(path) if resume else RunDirectory.claim(str(path), "test")
+        if resume:
+            checkpoint, _ = newest_complete(run_directory.checkpoints)
+            assert checkpoint is not None
+            checkpoint.load(model.state)
+            progress = Progress.from_dict(checkpoint.progress)
+            cut_metrics(run_directory.metrics, progress.step)
+        loggers = Loggers(MetricsFile(run_directory.metrics), Console(bar=False), views or [])
+        loop = Loop(
+            config=config,
+            seed=7,
+            step=TrainStep(model.steps(), config.accumulation, seed=7),
+            evaluation=Evaluation(model.evaluate, dataset, 4, config.eval_batches, seed=7),
+            dataset=dataset,
+            state=model.state,
+            rates=lambda step: {"lr": 0.5 * (1 - step / 100)},
+            run_directory=run_directory,
+            loggers=loggers,
+            meter=Meter(),
+            stored_config={"model": {"name": "bigram"}},
+            tokenizer='{"characters": "ab"}',
+            progress=progress,
+        )
+        jobs.append(Job(loop, model, dataset, run_directory, loggers))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.close()

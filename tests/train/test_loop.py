@@ -1,0 +1,405 @@
+"""The loop: what it feeds, when it evaluates and saves, how it ends, and that a resumed run continues exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ttrain.core.errors import Interrupted, NonFiniteError, TtrainError
+from ttrain.train import loop as module
+from ttrain.train.metrics import read_metrics
+from ttrain.train.retention import list_checkpoints
+from ttrain.train.seeds import step_seed
+from ttrain.train.step import StepResult, TrainStep, micro_batches
+
+MakeJob = Any
+
+
+def lines(job: Any) -> list[dict[str, Any]]:
+    return list(read_metrics(job.run_directory.metrics))
+
+
+def losses(job: Any) -> list[tuple[int, str, float]]:
+    return [(line["step"], key, line[key]) for line in lines(job) for key in ("train/loss", "val/loss") if key in line]
+
+
+def steps_on_disk(job: Any) -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(job.run_directory.checkpoints)[0]]
+
+
+def interrupt_after(job: Any, step: int, number: int = signal.SIGINT) -> None:
+    """Sends the process a signal while the step runs."""
+    original = job.loop.step
+
+    def call(batch: Any, rates: Any, current: int) -> StepResult:
+        if current == step:
+            os.kill(os.getpid(), number)
+        return original(batch, rates, current)
+
+    job.loop.step = call
+
+
+def reference_run(job: Any, steps: int) -> list[float]:
+    """The same training written out plainly: one loss per step."""
+    model, table, velocity = job.model, None, None
+    found = []
+    for step in range(1, steps + 1):
+        batch = job.dataset.batch("train", 7, step - 1, 4)
+        table = model.state.arrays["table.weight"] if table is None else table
+        velocity = np.zeros_like(table) if velocity is None else velocity
+        model.state.arrays["table.weight"] = table
+        weight = 1 / (batch["targets"] >= 0).sum()
+        loss, gradient = model._loss({**batch, "seed": step_seed(7, step), "weight": weight}, masked=True)
+        norm = np.sqrt((gradient.astype(np.float64) ** 2).sum())
+        velocity = np.float32(0.9) * velocity + np.float32(min(1.0, 1.0 / (norm + 1e-6))) * gradient
+        table = table - np.float32(0.5 * (1 - step / 100)) * velocity
+        found.append(loss)
+    model.state.arrays["table.weight"] = table
+    return found
+
+
+def test_equals_a_plain_loop(make_job: MakeJob) -> None:
+    job, plain = make_job(), make_job("plain")
+    job.loop.run()
+    expected = reference_run(plain, 12)
+    assert [line["train/loss"] for line in lines(job) if "train/loss" in line] == expected
+    assert np.array_equal(job.model.state.arrays["table.weight"], plain.model.state.arrays["table.weight"])
+    assert expected[-1] < expected[0]
+
+
+def test_metrics_of_a_step(make_job: MakeJob) -> None:
+    job = make_job(steps=2)
+    job.loop.run()
+    first = lines(job)[0]
+    assert first["step"] == 1 and first["lr"] == pytest.approx(0.495) and first["nonfinite_steps"] == 0
+    assert first.keys() == {"step", "train/loss", "lr", "grad_norm", "tokens_per_s", "step_ms", "tokens", "nonfinite_steps"}
+    assert first["tokens_per_s"] * first["step_ms"] / 1e3 == pytest.approx(first["tokens"], rel=1e-2)
+
+
+def test_log_every(make_job: MakeJob) -> None:
+    job = make_job(steps=11, log_every=4, eval_every=None)
+    job.loop.run()
+    assert [line["step"] for line in lines(job) if "train/loss" in line] == [4, 8, 11]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_accumulation_weighs_by_valid_targets(make_job: MakeJob, accumulation: int) -> None:
+    """Without dropout, the split into micro-batches changes neither losses nor parameters beyond rounding."""
+    results = []
+    for count in (1, accumulation):
+        job = make_job(f"run{count}_{len(results)}", accumulation=count)
+        original = job.model._loss
+        job.model._loss = lambda inputs, masked, loss=original: loss(inputs, masked=False)
+        job.loop.run()
+        results.append((losses(job), job.model.state.arrays["table.weight"]))
+    (expected, table), (found, other) = results
+    assert [entry[:2] for entry in found] == [entry[:2] for entry in expected]
+    np.testing.assert_allclose([entry[2] for entry in found], [entry[2] for entry in expected], rtol=1e-5)
+    np.testing.assert_allclose(other, table, atol=1e-5)
+
+
+def test_inputs_of_accumulation_steps() -> None:
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def record(name: str) -> Any:
+        def call(inputs: Any) -> dict[str, float]:
+            asked.append((name, dict(inputs)))
+            return {"loss": 0.5, "grad_norm": 2.0}
+
+        return call
+
+    step = TrainStep({name: record(name) for name in TrainStep.names(3)}, 3, seed=5, rank=2)
+    tokens = np.arange(6).reshape(6, 1)
+    targets = np.array([[1], [-1], [2], [3], [-1], [-1]])
+    result = step({"tokens": tokens, "targets": targets}, {"lr": 0.1, "lr/head": 0.2}, 9)
+    assert result == StepResult(loss=1.5, grad_norm=2.0, tokens=3)
+    assert [name for name, _ in asked] == ["accumulate_first", "accumulate_next", "accumulate_next", "update"]
+    assert [entry["tokens"].tolist() for _, entry in asked[:3]] == [[[0], [1]], [[2], [3]], [[4], [5]]]
+    assert [entry["weight"] for _, entry in asked[:3]] == [1 / 3] * 3
+    assert [entry["seed"] for _, entry in asked[:3]] == [step_seed(5, 9, micro, 2) for micro in range(3)]
+    assert asked[3][1] == {"lr": 0.1, "lr/head": 0.2, "step": 9}
+
+
+def test_regression_batches_count_elements() -> None:
+    parts = micro_batches({"inputs": np.zeros((4, 3)), "targets": np.zeros((4, 2))}, 2)
+    assert [part["targets"].shape for part in parts] == [(2, 2), (2, 2)]
+    step = TrainStep({"train": lambda inputs: {"loss": inputs["weight"], "grad_norm": 0.0}}, 1, seed=0)
+    assert step({"inputs": np.zeros((4, 3)), "targets": np.zeros((4, 2))}, {"lr": 0.1}, 1).loss == 1 / 8
+
+
+def test_seeds_differ_in_every_argument_and_repeat() -> None:
+    seeds = {step_seed(s, t, m, r) for s in range(4) for t in range(10) for m in range(3) for r in range(3)}
+    assert len(seeds) == 4 * 10 * 3 * 3 and all(0 <= seed < 2**63 for seed in seeds)
+    assert step_seed(1, 2, 3, 4) == step_seed(1, 2, 3, 4) == 7597657864365363701
+
+
+def test_evaluation_uses_held_out_batches_only(make_job: MakeJob) -> None:
+    job = make_job(steps=8, eval_batches=2)
+    job.loop.run()
+    assert [entry for entry in job.dataset.asked if entry[0] == "val"] == [("val", 0), ("val", 1)] * 2
+    assert [entry[1] for entry in job.dataset.asked if entry[0] == "train"] == list(range(8))
+    total, count = 0.0, 0
+    for index in range(2):
+        batch = job.dataset.batch("val", 0, index, 4)
+        tokens, targets = batch["tokens"].reshape(-1), batch["targets"].reshape(-1)
+        logits = job.model.state.arrays["table.weight"].astype(np.float64)[tokens[targets >= 0]]
+        picked = logits[np.arange(len(logits)), targets[targets >= 0]]
+        total += (np.log(np.exp(logits).sum(1)) - picked).sum()
+        count += len(logits)
+    assert job.loop.progress.val_loss == pytest.approx(total / count, rel=1e-6)
+
+
+def test_whole_held_out_split(make_job: MakeJob) -> None:
+    job = make_job(steps=4, eval_batches=None)
+    job.loop.run()
+    assert [index for split, index in job.dataset.asked if split == "val"] == [0, 1, 2]
+
+
+def test_last_step_is_evaluated_and_saved_once(make_job: MakeJob) -> None:
+    job = make_job(steps=5, eval_every=None, save_every=None, save_minutes=None)
+    job.loop.run()
+    assert [line["step"] for line in lines(job) if "val/loss" in line] == [5]
+    assert steps_on_disk(job) == [5]
+    manifest = json.loads((job.run_directory.checkpoints / "step_00000005" / "manifest.json").read_text())
+    assert manifest["val_loss"] == job.loop.progress.val_loss
+
+
+def test_saves_by_steps_keep_the_newest(make_job: MakeJob) -> None:
+    job = make_job(steps=11, save_every=2, keep_last=3, keep_best=False, eval_every=None)
+    job.loop.run()
+    assert steps_on_disk(job) == [8, 10, 11]
+
+
+def test_saves_by_time(make_job: MakeJob) -> None:
+    job = make_job(steps=6, save_every=None, save_minutes=1.0, keep_last=9, eval_every=None)
+    seconds = iter(range(0, 10_000, 25))
+    job.loop.clock = lambda: float(next(seconds))
+    job.loop.__post_init__()
+    job.loop.run()
+    assert 1 < len(steps_on_disk(job)) < 6
+
+
+def test_the_best_is_kept(make_job: MakeJob) -> None:
+    job = make_job(steps=8, eval_every=1, save_every=None, keep_last=1)
+    values = iter([3.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0])
+    job.loop.evaluation = lambda stopped: next(values)
+    progress = job.loop.run()
+    assert (progress.best_step, progress.best_val_loss) == (2, 1.0)
+    assert steps_on_disk(job) == [2, 8]
+
+
+def test_early_stop(make_job: MakeJob) -> None:
+    job = make_job(steps=20, eval_every=2, early_stop=2, min_improvement=0.5)
+    values = iter([3.0, 2.0, 1.8, 1.6, 0.1])
+    job.loop.evaluation = lambda stopped: next(values)
+    progress = job.loop.run()
+    assert (progress.step, progress.best_step, progress.stale_evaluations) == (8, 4, 2)
+    assert steps_on_disk(job)[-1] == 8
+    job.close()
+    again = make_job(resume=True, steps=20, eval_every=2, early_stop=2, min_improvement=0.5)
+    assert again.loop.run().step == 8
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("legs", [(7, 14), (3, 6, 14), (1, 13, 14)])
+def test_resumed_run_is_the_uninterrupted_one(make_job: MakeJob, legs: tuple[int, ...], accumulation: int) -> None:
+    """Batches, dropout seeds, losses, parameters and loop state, over two and three legs, between evaluations."""
+    settings = {"steps": 14, "accumulation": accumulation, "save_every": 5}
+    whole = make_job("whole", **settings)
+    whole.loop.run()
+    for number, leg in enumerate(legs):
+        job = make_job("legs", resume=number > 0, **settings)
+        if leg < 14:
+            interrupt_after(job, leg)
+            with pytest.raises(Interrupted):
+                job.loop.run()
+            job.close()
+        else:
+            job.loop.run()
+    assert losses(job) == losses(whole)
+    for name, array in whole.model.state.arrays.items():
+        assert array.tobytes() == job.model.state.arrays[name].tobytes()
+    ended, expected = job.loop.progress.to_dict(), whole.loop.progress.to_dict()
+    assert ended.pop("seconds") > 0 and expected.pop("seconds") > 0
+    assert ended == expected
+
+
+def test_weights_alone_would_not_continue_the_run(make_job: MakeJob) -> None:
+    """The check above would notice lost optimizer state."""
+    whole = make_job("whole")
+    whole.loop.run()
+    job = make_job("legs")
+    interrupt_after(job, 6)
+    with pytest.raises(Interrupted):
+        job.loop.run()
+    job.close()
+    cold = make_job("legs", resume=True)
+    cold.model.state.arrays["table.weight/velocity"][:] = 0
+    cold.loop.run()
+    assert losses(cold) != losses(whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_signal_finishes_the_step_and_saves(make_job: MakeJob, number: int) -> None:
+    before = signal.getsignal(number)
+    job = make_job()
+    interrupt_after(job, 6, number)
+    with pytest.raises(Interrupted, match="after step 6.*resume=auto") as raised:
+        job.loop.run()
+    assert raised.value.exit_code == 130
+    assert steps_on_disk(job)[-1] == 6
+    assert signal.getsignal(number) == before
+
+
+def test_a_stop_during_an_evaluation_leaves_it_to_the_next_leg(make_job: MakeJob) -> None:
+    whole = make_job("whole")
+    whole.loop.run()
+    job = make_job("legs")
+    original = job.dataset.batch
+
+    def batch(split: str, *arguments: Any, **named: Any) -> Any:
+        if split == "val" and job.loop.progress.step == 8:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(split, *arguments, **named)
+
+    job.dataset.batch = batch
+    with pytest.raises(Interrupted, match="after step 8"):
+        job.loop.run()
+    job.close()
+    again = make_job("legs", resume=True)
+    again.loop.run()
+    assert losses(again) == losses(whole)
+
+
+def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
+    code = (
+        "import os, signal\n"
+        "from ttrain.train.interrupt import StopRequests\n"
+        "with StopRequests() as stop:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    assert stop.requested == signal.SIGINT\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    while True: pass\n"
+    )
+    import subprocess
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    assert done.returncode == -signal.SIGINT
+    assert "once more ends the run at once" in done.stderr
+
+
+def test_outside_the_main_thread_signals_are_left_alone(make_job: MakeJob) -> None:
+    job, failures = make_job(), []
+
+    def run() -> None:
+        try:
+            job.loop.run()
+        except BaseException as error:  # noqa: BLE001 - handed to the main thread
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(20)
+    assert failures == [] and job.loop.progress.step == 12
+
+
+def test_nan_loss_stops_and_names_step_tensor_and_checkpoint(make_job: MakeJob) -> None:
+    job = make_job(poison_step=10)
+    with pytest.raises(NonFiniteError) as raised:
+        job.loop.run()
+    message = str(raised.value)
+    assert "Step 10: train/loss is nan" in message
+    assert "parameter table.weight (1 of 121 elements)" in message
+    assert f"{job.run_directory.checkpoints / 'step_00000008'} (step 8)" in message
+    assert raised.value.exit_code == 1
+    assert steps_on_disk(job) == [4, 8]
+    last = lines(job)[-1]
+    assert (last["step"], last["train/loss"], last["nonfinite_steps"]) == (10, None, 1)
+
+
+def test_nan_before_any_checkpoint(make_job: MakeJob) -> None:
+    job = make_job(poison_step=1)
+    with pytest.raises(NonFiniteError, match="No checkpoint was saved"):
+        job.loop.run()
+
+
+def test_infinite_grad_norm_stops(make_job: MakeJob) -> None:
+    job = make_job()
+    job.model._update = lambda inputs: float("inf")
+    with pytest.raises(NonFiniteError, match=r"Step 1: grad_norm is inf\. Parameters and optimizer state are finite"):
+        job.loop.run()
+
+
+def test_nan_in_the_state_is_not_saved(make_job: MakeJob) -> None:
+    """Where the loss is still finite but the update made an infinity."""
+    job = make_job(keep_best=False, eval_every=None)
+    original = job.model._update
+
+    def update(inputs: Any) -> float:
+        norm = original(inputs)
+        if inputs["step"] == 4:
+            job.model.state.arrays["table.weight/velocity"][0, 0] = np.inf
+        return norm
+
+    job.model._update = update
+    with pytest.raises(NonFiniteError, match=r"Step 4: table\.weight/velocity holds NaN or Inf.*optimizer table"):
+        job.loop.run()
+    assert steps_on_disk(job) == []
+
+
+def test_nan_in_an_evaluation_stops(make_job: MakeJob) -> None:
+    job = make_job()
+    original = job.model._loss
+    job.model._loss = lambda inputs, masked: original(inputs, masked) if masked else (float("nan"), None)
+    with pytest.raises(NonFiniteError, match="Step 4: val/loss is nan"):
+        job.loop.run()
+
+
+def test_a_save_that_fails_stops_the_run_and_leaves_earlier_ones(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job()
+    original = module.save_checkpoint
+
+    def save(folder: Path, state: Any, content: Any) -> Any:
+        if content.step == 8:
+            monkeypatch.setattr(os, "fsync", full)
+        return original(folder, state, content)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "save_checkpoint", save)
+    monkeypatch.setattr(job.loggers.file, "sync", lambda: None)
+    with pytest.raises(TtrainError, match="step 8 could not be saved.*No space left"):
+        job.loop.run()
+    assert steps_on_disk(job) == [4]
+
+
+def test_a_finished_run_does_nothing_when_resumed(make_job: MakeJob) -> None:
+    job = make_job()
+    job.loop.run()
+    before = lines(job)
+    job.close()
+    again = make_job(resume=True)
+    assert again.loop.run().step == 12
+    assert lines(again) == before
+
+
+def test_a_longer_run_continues_a_finished_one(make_job: MakeJob) -> None:
+    whole = make_job("whole", steps=16)
+    whole.loop.run()
+    job = make_job("legs", steps=8)
+    job.loop.run()
+    job.close()
+    again = make_job("legs", resume=True, steps=16)
+    again.loop.run()
+    assert losses(again) == losses(whole)

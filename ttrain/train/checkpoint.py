@@ -1,0 +1,303 @@
+"""Checkpoints: a directory of safetensors and JSON that is written beside, synced, verified, then renamed.
+
+    checkpoints/step_00000100/
+        parameters-00001-of-00001.safetensors   unpadded fp32, by module path
+        optimizer-00001-of-00001.safetensors    moments, by `<parameter>/<name>`
+        config.json  tokenizer.json  progress.json
+        manifest.json                           step, val_loss, and size and SHA-256 of every other file; written last
+
+Only safetensors and JSON are ever read, so a checkpoint can't run code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ttrain.core.errors import CheckpointError, NonFiniteError, TtrainError
+from ttrain.core.units import format_bytes
+from ttrain.train.files import sha256_file, sync_directory, to_json, write_synced
+from ttrain.train.protocols import State
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+SHARD_BYTES = 1 << 29
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+MAX_JSON_BYTES = 1 << 30
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|json)")
+UNFINISHED = ".unfinished_"
+
+
+@dataclass(frozen=True)
+class CheckpointContent:
+    """What a checkpoint holds besides tensors."""
+
+    step: int
+    config: dict[str, Any]
+    progress: dict[str, Any] = field(default_factory=dict)
+    tokenizer: str | None = None  # the tokenizer's JSON
+    val_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on the disk, by its manifest. `verify` has to pass before anything else is read."""
+
+    path: Path
+    step: int
+    val_loss: float | None
+    files: dict[str, dict[str, Any]]
+
+    def verify(self) -> Checkpoint:
+        """Checks names, sizes and SHA-256 of all files. Raises CheckpointError at the first that is wrong."""
+        present = {entry.name for entry in self.path.iterdir()} - {MANIFEST}
+        if extra := sorted(present - self.files.keys()):
+            raise CheckpointError(
+                f"{self.path} holds {extra[0]!r}, which its manifest does not list. A checkpoint holds safetensors and "
+                f"JSON only; remove that file if you put it there."
+            )
+        for name, entry in self.files.items():
+            self._verify_file(self.path / name, entry)
+        return self
+
+    def _verify_file(self, path: Path, entry: dict[str, Any]) -> None:
+        if path.is_symlink() or not path.is_file():
+            raise CheckpointError(f"{path} is missing, though the manifest lists it. Use another checkpoint.")
+        size = path.stat().st_size
+        if size != entry["bytes"]:
+            raise CheckpointError(f"{path} has {size} bytes, the manifest says {entry['bytes']}: the file is truncated.")
+        if sha256_file(path) != entry["sha256"]:
+            raise CheckpointError(f"{path} does not have the SHA-256 of the manifest: the file was changed or damaged.")
+        if path.suffix == ".safetensors":
+            _check_header(path)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved config of the run that wrote it."""
+        return dict(self._json("config.json"))
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        return dict(self._json("progress.json"))
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The tokenizer's JSON; None for a model that has none."""
+        name = "tokenizer.json"
+        return (self.path / name).read_text("utf-8") if name in self.files else None
+
+    def load(self, state: State, *, optimizer: bool = True) -> None:
+        """Copies parameters, and optimizer state if asked, into the state.
+
+        Names and shapes must fit exactly, else CheckpointError, and nothing was copied.
+        """
+        kinds = ("parameter", "optimizer") if optimizer else ("parameter",)
+        wanted = {name: tuple(state.spec(name).shape) for name in state.names() if state.kind(name) in kinds}
+        shards = [name for name in self.files if name.endswith(".safetensors") and (optimizer or name.startswith("parameters"))]
+        stored = {name: shape for shard in shards for name, shape in _shapes(self.path / shard)}
+        if stored != wanted:
+            what = "model and optimizer" if optimizer else "model"
+            raise CheckpointError(f"{self.path} does not fit this {what}: {_state_difference(stored, wanted)}")
+        for shard in sorted(shards):
+            for name, array in _tensors(self.path / shard):
+                state.write(name, array)
+
+    def _json(self, name: str) -> dict[str, Any]:
+        return _read_json(self.path / name)
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in a directory, verified. Raises CheckpointError where it is missing, incomplete or damaged."""
+    return read_manifest(path).verify()
+
+
+def read_manifest(path: Path) -> Checkpoint:
+    """The checkpoint in a directory by its manifest alone, without reading the tensors."""
+    if not (path / MANIFEST).is_file():
+        raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MANIFEST}, which is written last.")
+    manifest = _read_json(path / MANIFEST)
+    try:
+        checkpoint = _parse_manifest(path, manifest)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise CheckpointError(f"{path / MANIFEST} is not a manifest of ttrain: {str(manifest)[:80]!r}.") from None
+    for required in ("config.json", "progress.json"):
+        if required not in checkpoint.files:
+            raise CheckpointError(f"{path / MANIFEST} lists no {required}.")
+    return checkpoint
+
+
+def _parse_manifest(path: Path, manifest: dict[str, Any]) -> Checkpoint:
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(f"{path} has checkpoint format {manifest['format']!r}; this version of ttrain reads {FORMAT}.")
+    files = {}
+    for name, entry in manifest["files"].items():
+        if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
+            raise CheckpointError(
+                f"{path / MANIFEST} lists {name!r}. A checkpoint holds .safetensors and .json files in its own folder only."
+            )
+        files[name] = {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
+    val_loss = None if manifest["val_loss"] is None else float(manifest["val_loss"])
+    return Checkpoint(path, int(manifest["step"]), val_loss, files)
+
+
+def save_checkpoint(folder: Path, state: State, content: CheckpointContent) -> Checkpoint:
+    """Writes `folder/step_<step>` and returns it verified. What was there before stays intact if that fails.
+
+    Raises NonFiniteError where a tensor holds NaN or Inf, and TtrainError where the files can't be written.
+    """
+    target = folder / f"step_{content.step:08d}"
+    beside = folder / f"{UNFINISHED}{target.name}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir()
+        _write_files(beside, state, content)
+        sync_directory(beside)
+        read_checkpoint(beside)
+        _take_place(beside, target)
+        sync_directory(folder)
+    except NonFiniteError:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    except (OSError, CheckpointError) as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise TtrainError(
+            f"The checkpoint of step {content.step} could not be saved in {folder}: {error}. "
+            f"Earlier checkpoints are untouched. Make room or make the folder writable, then resume."
+        ) from error
+    return read_manifest(target)
+
+
+def _write_files(folder: Path, state: State, content: CheckpointContent) -> None:
+    files: dict[str, dict[str, Any]] = {}
+
+    def write(name: str, data: bytes) -> None:
+        files[name] = {"bytes": len(data), "sha256": write_synced(folder / name, data)}
+
+    for kind, stem in (("parameter", "parameters"), ("optimizer", "optimizer")):
+        shards = list(_shards(state, kind))
+        for number, names in enumerate(shards, 1):
+            write(f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors", _serialize(state, names))
+    write("config.json", to_json(content.config).encode())
+    write("progress.json", to_json(content.progress).encode())
+    if content.tokenizer is not None:
+        write("tokenizer.json", content.tokenizer.encode())
+    manifest = {"format": FORMAT, "step": content.step, "val_loss": content.val_loss, "files": files}
+    write_synced(folder / MANIFEST, to_json(manifest).encode())
+
+
+def _shards(state: State, kind: str) -> Iterator[list[str]]:
+    """Names of one kind in groups of at most SHARD_BYTES, so that a save holds one group in memory."""
+    names: list[str] = []
+    filled = 0
+    for name in state.names():
+        if state.kind(name) != kind:
+            continue
+        size = state.spec(name).nbytes
+        if names and filled + size > SHARD_BYTES:
+            yield names
+            names, filled = [], 0
+        names.append(name)
+        filled += size
+    if names:
+        yield names
+
+
+def _serialize(state: State, names: list[str]) -> bytes:
+    from safetensors.numpy import save
+
+    arrays = {}
+    for name in names:
+        arrays[name] = np.ascontiguousarray(state.read(name))
+        if arrays[name].dtype.kind == "f" and not np.isfinite(arrays[name]).all():
+            raise NonFiniteError(f"{name} holds NaN or Inf, so the state is not saved")
+    return save(arrays, metadata={"format": "pt"})
+
+
+def _take_place(beside: Path, target: Path) -> None:
+    """Renames `beside` to `target`. A directory in the way is one that a resume refused or has already replaced."""
+    if not target.exists():
+        os.replace(beside, target)
+        return
+    replaced = target.with_name(f"{UNFINISHED}replaced_{target.name}")
+    shutil.rmtree(replaced, ignore_errors=True)
+    os.replace(target, replaced)
+    try:
+        os.replace(beside, target)
+    except OSError:
+        os.replace(replaced, target)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _check_header(path: Path) -> None:
+    """A safetensors file starts with the length of its JSON header, 8 bytes little-endian."""
+    with open(path, "rb") as file:
+        start = file.read(9)
+    length = struct.unpack("<Q", start[:8])[0] if len(start) == 9 else 0
+    limit = min(MAX_HEADER_BYTES, path.stat().st_size - 8)
+    if not 2 <= length <= limit or start[8:9] != b"{":
+        raise CheckpointError(f"{path} is not a safetensors file: its header should have 2 to {limit} bytes, not {length}.")
+
+
+def _shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor of a shard, from its header alone."""
+    with _open_shard(path) as shard:
+        for name in shard.keys():  # noqa: SIM118 - not a mapping
+            yield name, tuple(shard.get_slice(name).get_shape())
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor of a shard by name, one in memory at a time."""
+    with _open_shard(path) as shard:
+        for name in shard.keys():  # noqa: SIM118 - not a mapping
+            yield name, shard.get_tensor(name)
+
+
+@contextmanager
+def _open_shard(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as shard:
+            yield shard
+    except (SafetensorError, TypeError) as error:  # TypeError: a dtype that numpy does not have
+        raise CheckpointError(f"{path} is not a safetensors file that can be read: {error}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} has {format_bytes(path.stat().st_size)}; at most {format_bytes(MAX_JSON_BYTES)} fit.")
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON that can be read: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds {type(value).__name__}, expected an object.")
+    return value
+
+
+def _state_difference(stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> str:
+    parts = []
+    if missing := sorted(wanted.keys() - stored.keys()):
+        parts.append(f"it lacks {_some(missing)}")
+    if extra := sorted(stored.keys() - wanted.keys()):
+        parts.append(f"it also holds {_some(extra)}")
+    reshaped = [f"{n} {stored[n]} instead of {wanted[n]}" for n in sorted(wanted) if n in stored and stored[n] != wanted[n]]
+    if reshaped:
+        parts.append(f"other shapes: {_some(reshaped)}")
+    return "; ".join(parts) + "."
+
+
+def _some(names: list[str], shown: int = 3) -> str:
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")

@@ -1,0 +1,66 @@
+"""Files that are completely there or not there at all, also after a power cut."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+CHUNK_BYTES = 1 << 22
+
+
+def write_synced(path: Path, data: bytes) -> str:
+    """Writes a new file, waits until it is on the disk, and returns the SHA-256 of what was handed over."""
+    digest, view = hashlib.sha256(), memoryview(data)
+    with open(path, "xb") as file:
+        for start in range(0, len(view), CHUNK_BYTES):
+            chunk = view[start : start + CHUNK_BYTES]
+            digest.update(chunk)
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def replace_file(path: Path, data: bytes | str) -> None:
+    """Replaces a file in one step: readers see the old content or the new one, never a part."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    beside.unlink(missing_ok=True)
+    try:
+        write_synced(beside, data.encode() if isinstance(data, str) else data)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Waits until the names in a directory are on the disk. Where directories can't be opened, does nothing."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def to_json(value: Any) -> str:
+    """Indented JSON that ends with a newline. NaN and infinities are refused: JSON has none."""
+    return json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def sha256_json(value: Any) -> str:
+    """SHA-256 of a value's canonical JSON (sorted keys, no spaces)."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,40 @@
+"""Stop requests: the first Ctrl-C or SIGTERM lets the step finish and saves, the second ends the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequests:
+    """While entered, notes SIGINT and SIGTERM instead of dying of them.
+
+    After the first one the system's own handling is back: a second one ends the process at once, even where Python does
+    not get to run. Files are safe then, because they are written beside and renamed.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        self.requested: signal.Signals | None = None
+
+    def __enter__(self) -> StopRequests:
+        if threading.current_thread() is threading.main_thread():  # only there may handlers be set
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.requested = signal.Signals(number)
+        for other in SIGNALS:
+            signal.signal(other, signal.SIG_DFL)
+        message = f"\n{self.requested.name}: finishing the step and saving; once more ends the run at once.\n"
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, message.encode())  # print is not safe in a handler
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

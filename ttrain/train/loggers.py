@@ -1,0 +1,92 @@
+"""Views of metrics.jsonl: the progress bar, and the list of loggers that a run has."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Protocol
+
+from ttrain.core.units import format_count
+from ttrain.train.metrics import Metrics, MetricsFile
+
+
+class Logger(Protocol):
+    """Receives every line of metrics.jsonl."""
+
+    def log(self, metrics: Metrics) -> None: ...
+    def close(self, exit_code: int) -> None: ...
+
+
+class Console:
+    """What the user sees on stderr: a bar with loss, learning rate, tokens/s and time left, and messages above it."""
+
+    def __init__(self, *, bar: bool = True) -> None:
+        self._wanted = bar
+        self._bar: Any = None
+        self._shown: dict[str, str] = {}
+
+    def start(self, step: int, steps: int) -> None:
+        """Opens the bar at `step` of `steps`."""
+        if self._wanted:
+            from tqdm import tqdm
+
+            # Into a file or pipe, a bar that is redrawn often would fill it.
+            interval = 0.1 if sys.stderr.isatty() else 5.0
+            self._bar = tqdm(total=steps, initial=step, unit="step", dynamic_ncols=True, mininterval=interval)
+
+    def advance(self) -> None:
+        if self._bar is not None:
+            self._bar.update(1)
+
+    def say(self, message: str) -> None:
+        """Prints a line, above the bar where there is one."""
+        if self._bar is not None:
+            self._bar.write(message, file=sys.stderr)
+        else:
+            print(message, file=sys.stderr, flush=True)
+
+    def log(self, metrics: Metrics) -> None:
+        if self._bar is None:
+            return
+        formats = {"train/loss": ("loss", "{:.4f}"), "val/loss": ("val", "{:.4f}"), "lr": ("lr", "{:.2e}")}
+        for key, (label, form) in formats.items():
+            if metrics.get(key) is not None:
+                self._shown[label] = form.format(metrics[key])
+        if metrics.get("tokens_per_s"):
+            self._shown["tok/s"] = format_count(float(metrics["tokens_per_s"] or 0))
+        self._bar.set_postfix(self._shown, refresh=False)
+
+    def close(self, exit_code: int = 0) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class Loggers:
+    """Writes metrics.jsonl first, then tells the views. A view that fails is dropped: it must not end a training run."""
+
+    def __init__(self, file: MetricsFile, console: Console, views: list[Logger]) -> None:
+        self.file, self.console = file, console
+        self._views: list[Logger] = [console, *views]
+
+    def log(self, metrics: Metrics) -> None:
+        self.file.append(metrics)
+        for view in list(self._views):
+            try:
+                view.log(metrics)
+            except Exception as error:
+                self._views.remove(view)
+                self.console.say(f"{type(view).__name__} failed and gets no more metrics ({error}); metrics.jsonl goes on.")
+                self._close(view, 1)
+
+    def close(self, exit_code: int) -> None:
+        """Ends every view, also when another one fails to end."""
+        for view in self._views[::-1]:
+            self._close(view, exit_code)
+        self._views = []
+        self.file.close()
+
+    def _close(self, view: Logger, exit_code: int) -> None:
+        try:
+            view.close(exit_code)
+        except Exception as error:
+            self.console.say(f"{type(view).__name__} could not be closed: {error}")

@@ -1,0 +1,55 @@
+"""Speed of the steps since the last recorded one, and how it compares with the device's peak."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+from ttrain.train.metrics import Metrics
+
+
+class Meter:
+    """Times steps only: evaluations and saves between them do not count."""
+
+    def __init__(
+        self,
+        flops_per_step: float | None = None,
+        peak_flops: float | None = None,
+        memory: Callable[[], int] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`flops_per_step` and `peak_flops` (FLOP/s) give mfu; `memory` tells the bytes in use on the device."""
+        self._flops, self._peak, self._memory, self._clock = flops_per_step, peak_flops, memory, clock
+        self._steps, self._tokens, self._seconds = 0, 0, 0.0
+        self._started = 0.0
+
+    def start(self) -> None:
+        self._started = self._clock()
+
+    def stop(self, tokens: int) -> float:
+        """Ends the timing of one step; its seconds."""
+        seconds = self._clock() - self._started
+        self._steps, self._tokens, self._seconds = self._steps + 1, self._tokens + tokens, self._seconds + seconds
+        return seconds
+
+    def read(self) -> Metrics:
+        """Means over the steps since the last call: tokens/s, ms per step, mfu; and bytes of memory now."""
+        seconds, steps = max(self._seconds, 1e-9), max(self._steps, 1)
+        metrics: Metrics = {"tokens_per_s": round(self._tokens / seconds, 1), "step_ms": round(1e3 * seconds / steps, 4)}
+        if self._flops and self._peak:
+            metrics["mfu"] = round(self._flops * self._steps / seconds / self._peak, 4)
+        if self._memory is not None:
+            metrics["memory_bytes"] = self._memory()
+        self._steps, self._tokens, self._seconds = 0, 0, 0.0
+        return metrics
+
+
+def peak_host_memory() -> int:
+    """Largest resident size of this process so far, in bytes; 0 where the system does not tell."""
+    try:
+        import resource
+    except ImportError:  # not a POSIX system
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB

@@ -1,0 +1,44 @@
+"""Loop state: with the tensors of a checkpoint, all that a resumed run needs to continue exactly."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ttrain.core.errors import CheckpointError
+
+
+@dataclass
+class Progress:
+    """How far a run is. Batches, dropout masks and learning rates are functions of the seed and `step` alone."""
+
+    step: int = 0  # optimizer steps done
+    tokens: int = 0  # tokens (or examples) trained on
+    seconds: float = 0.0  # time spent in the loop, over all legs
+    train_loss: float | None = None  # of the newest step
+    val_loss: float | None = None  # of the newest evaluation
+    evaluated_at: int | None = None  # step of the newest evaluation
+    best_val_loss: float | None = None
+    best_step: int | None = None
+    stale_evaluations: int = 0  # in a row, without a lower val/loss
+    wandb_id: str | None = None
+
+    def evaluated(self, loss: float, min_improvement: float = 0.0) -> bool:
+        """Notes an evaluation after the current step; whether it is the best so far."""
+        self.val_loss, self.evaluated_at = loss, self.step
+        improved = self.best_val_loss is None or loss < self.best_val_loss - min_improvement
+        if improved:
+            self.best_val_loss, self.best_step, self.stale_evaluations = loss, self.step, 0
+        else:
+            self.stale_evaluations += 1
+        return improved
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> Progress:
+        names = {declared.name for declared in fields(cls)}
+        if unknown := sorted(stored.keys() - names):
+            raise CheckpointError(f"progress.json holds {unknown[0]!r}, which this version of ttrain does not know.")
+        return cls(**stored)

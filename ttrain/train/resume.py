@@ -1,0 +1,108 @@
+"""Where a run continues from, and what changed since its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ttrain.core.errors import CheckpointError, UserError
+from ttrain.train.checkpoint import MANIFEST, Checkpoint, read_checkpoint
+from ttrain.train.retention import newest_complete
+from ttrain.train.run_directory import RECORD
+
+# Model keys that change no tensor's shape or meaning.
+_FREE_MODEL_KEYS = ("dropout", "recompute")
+# Keys that say where and how a run is run, not what it computes.
+_UNREPORTED = ("resume", "task", "run.dir", "sample", "plan", "plugins")
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A verified checkpoint, the run that it belongs to (None where it lies alone), and what was passed over."""
+
+    checkpoint: Checkpoint
+    run: Path | None
+    notes: list[str] = field(default_factory=list)
+
+
+def find_resume_point(resume: str, run_dir: str | None) -> ResumePoint | None:
+    """What `resume=` names: none, auto, or the folder of a run or of a checkpoint.
+
+    None where a new run should start: for `none`, and for `auto` where run.dir holds no checkpoint at all yet. Whatever
+    else can't be resumed raises CheckpointError: a requested resume never becomes a fresh start.
+    """
+    if resume == "none":
+        return None
+    if resume == "auto":
+        if run_dir is None:
+            raise UserError("resume=auto continues the run in run.dir, which is not set. Give run.dir=<run> as well.")
+        run = Path(run_dir)
+        return _newest_of(run, must_exist=False) if run.exists() else None
+    path = Path(resume)
+    if not path.is_dir():
+        raise CheckpointError(f"resume={resume}: there is no such folder. Give the folder of a run or of a checkpoint.")
+    if (path / MANIFEST).exists() or path.parent.name == "checkpoints":
+        run = path.absolute().parent.parent
+        return ResumePoint(read_checkpoint(path), run if (run / RECORD).exists() else None)
+    if (path / "checkpoints").is_dir():
+        point = _newest_of(path, must_exist=True)
+        assert point is not None
+        return point
+    raise CheckpointError(
+        f"resume={resume} is neither a run nor a checkpoint: a run has checkpoints/, a checkpoint has {MANIFEST}."
+    )
+
+
+def _newest_of(run: Path, *, must_exist: bool) -> ResumePoint | None:
+    checkpoint, skipped = newest_complete(run / "checkpoints")
+    notes = [f"Skipped {path}: {reason}" for path, reason in skipped]
+    if checkpoint is not None:
+        return ResumePoint(checkpoint, run, notes)
+    if not skipped and not must_exist:
+        if not (run / RECORD).exists() and any(entry.name != ".hydra" for entry in run.iterdir()):
+            raise CheckpointError(f"{run} is not a run of ttrain: it has no {RECORD}. Give the folder of a run.")
+        return None
+    listed = "".join(f"\n  {note}" for note in notes) or " It has none; start anew with resume=none and another run.dir."
+    raise CheckpointError(f"{run} has no checkpoint that can be resumed.{listed}")
+
+
+def check_architecture(stored: dict[str, Any], given: dict[str, Any], path: Path) -> None:
+    """Raises CheckpointError naming every model key that differs, given two whole configs as dicts."""
+    differing = [
+        f"model.{key}: {old!r} in the checkpoint, {new!r} given"
+        for key, old, new in _differences(stored.get("model", {}), given.get("model", {}))
+        if key not in _FREE_MODEL_KEYS
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{path} is of another architecture: {'; '.join(differing)}. Leave these keys as they were, or train anew."
+        )
+
+
+def check_tokenizer(stored: str | None, given: str | None, path: Path) -> None:
+    """Raises CheckpointError where the data's tokenizer is not the one that the checkpoint was trained with."""
+    if stored is not None and given is not None and stored != given:
+        raise CheckpointError(
+            f"{path} was trained with another tokenizer than the data has now, so its token ids would change their "
+            f"meaning. Give the same data.path and data.tokenizer, or train anew."
+        )
+
+
+def config_difference(stored: dict[str, Any], given: dict[str, Any]) -> list[str]:
+    """One `key: old -> new` per setting of the run that changed since the checkpoint."""
+    return [
+        f"{key}: {old} -> {new}"
+        for key, old, new in _differences(stored, given)
+        if not any(key == skipped or key.startswith(f"{skipped}.") for skipped in _UNREPORTED)
+    ]
+
+
+def _differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(key for key in new if key not in old)]:
+            name = f"{prefix}.{key}" if prefix else str(key)
+            yield from _differences(old.get(key), new.get(key), name)
+    elif old != new:
+        yield prefix, old, new

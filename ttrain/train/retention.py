@@ -1,0 +1,100 @@
+"""Which checkpoints of a run exist, which one to resume from, and which ones to keep."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from ttrain.core.errors import CheckpointError
+from ttrain.core.units import format_bytes
+from ttrain.train.checkpoint import UNFINISHED, Checkpoint, read_manifest
+from ttrain.train.protocols import State
+
+_STEP_NAME = re.compile(r"step_\d{8,}")
+
+
+class Skipped(NamedTuple):
+    """A checkpoint that can't be used."""
+
+    path: Path
+    reason: str
+
+
+def list_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Skipped]]:
+    """Checkpoints by ascending step, read from their manifests, and the directories that have no valid one."""
+    found, skipped = [], []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if path.name.startswith(UNFINISHED):
+            skipped.append(Skipped(path, "the save was cut off"))
+        elif _STEP_NAME.fullmatch(path.name):
+            try:
+                found.append(read_manifest(path))
+            except CheckpointError as error:
+                skipped.append(Skipped(path, str(error)))
+    return sorted(found, key=lambda checkpoint: checkpoint.step), skipped
+
+
+def newest_complete(folder: Path) -> tuple[Checkpoint | None, list[Skipped]]:
+    """The checkpoint with the highest step that verifies, and every one that was passed over, with the reason."""
+    found, skipped = list_checkpoints(folder)
+    for checkpoint in reversed(found):
+        try:
+            return checkpoint.verify(), skipped
+        except CheckpointError as error:
+            skipped.append(Skipped(checkpoint.path, str(error)))
+    return None, skipped
+
+
+def best_checkpoint(folder: Path) -> Checkpoint | None:
+    """The checkpoint with the lowest val_loss, by the manifests; the earlier of two equal ones."""
+    scored = [(c.val_loss, c.step, c) for c in list_checkpoints(folder)[0] if c.val_loss is not None]
+    return min(scored, key=lambda entry: entry[:2])[2] if scored else None
+
+
+def prune_checkpoints(folder: Path, keep_last: int, keep_best: bool) -> list[Path]:
+    """Deletes all but the newest `keep_last` and, if asked, the best. Called only after a new one was verified."""
+    found, _ = list_checkpoints(folder)
+    kept = {checkpoint.path for checkpoint in found[-keep_last:]}
+    best = best_checkpoint(folder) if keep_best else None
+    if best is not None:
+        kept.add(best.path)
+    removed = [checkpoint.path for checkpoint in found if checkpoint.path not in kept]
+    for path in removed:
+        doomed = path.with_name(f"{UNFINISHED}removed_{path.name}")
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.replace(path, doomed)  # a deletion that is cut off must not leave half of a checkpoint under its name
+        shutil.rmtree(doomed, ignore_errors=True)
+    return removed
+
+
+def set_aside_after(folder: Path, step: int) -> list[Path]:
+    """Moves checkpoints of later steps to `folder/abandoned_after_<step>`, so that a new history can take their names."""
+    later = [checkpoint.path for checkpoint in list_checkpoints(folder)[0] if checkpoint.step > step]
+    moved = []
+    for path in later:
+        aside = folder / f"abandoned_after_{step:08d}"
+        aside.mkdir(exist_ok=True)
+        number = 1
+        while (target := aside / (path.name if number == 1 else f"{path.name}_{number}")).exists():
+            number += 1
+        os.replace(path, target)
+        moved.append(target)
+    return moved
+
+
+def state_bytes(state: State) -> int:
+    """Size of a checkpoint's tensors in bytes."""
+    return sum(state.spec(name).nbytes for name in state.names() if state.kind(name) in ("parameter", "optimizer"))
+
+
+def check_space(folder: Path, state: State) -> None:
+    """Raises CheckpointError unless two checkpoints fit on the disk: the newest is kept until the next is verified."""
+    needed, free = 2 * state_bytes(state), shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(
+            f"{folder} has {format_bytes(free)} free, and two checkpoints of this model need {format_bytes(needed)}. "
+            f"Make room or give another run.dir."
+        )

@@ -1,0 +1,182 @@
+"""The run directory: claimed by one process, self-contained, and with relative paths only, so that it can be moved.
+
+    config.yaml     the resolved config of the newest leg
+    run.json        one environment record per leg (a leg is one start or resume of the run)
+    metrics.jsonl   one line per recorded step: the truth that loggers are views of
+    checkpoints/    see checkpoint.py
+    plan.txt  summary.json  loss.png
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+from ttrain.core.errors import CheckpointError, UserError
+from ttrain.train.files import replace_file, to_json
+
+RECORD = "run.json"
+LOCK = ".lock"
+_MAX_CLAIMS = 10_000
+
+
+class RunDirectory:
+    """A directory that this process holds until `close`."""
+
+    def __init__(self, path: Path, lock: IO[str]) -> None:
+        self.path = path
+        self._lock: IO[str] | None = lock
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.txt"
+
+    @classmethod
+    def claim(cls, wanted: str | None, label: str, root: Path = Path("outputs"), now: datetime | None = None) -> RunDirectory:
+        """Makes and holds a new run directory. Raises UserError where that can't be done.
+
+        `wanted` is the directory that the user asked for; it may exist if it holds no run. Without it the directory is
+        `root/<date>/<time>_<label>`, with a number appended where another run took that name first.
+        """
+        if wanted is None:
+            return cls._claim_new(root, label, now or datetime.now())
+        path = Path(wanted)
+        run = cls._hold(path, make=True)
+        if (path / RECORD).exists():
+            run.close()
+            raise UserError(
+                f"run.dir={path} already holds a run. Give resume=auto to continue it, or another run.dir for a new one."
+            )
+        return run._start()
+
+    @classmethod
+    def _claim_new(cls, root: Path, label: str, now: datetime) -> RunDirectory:
+        parent = root / now.strftime("%Y-%m-%d")
+        name = f"{now.strftime('%H-%M-%S')}_{label}"
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            for number in range(1, _MAX_CLAIMS):
+                path = parent / (name if number == 1 else f"{name}_{number}")
+                try:
+                    path.mkdir()  # fails where it exists: of many processes exactly one gets it
+                except FileExistsError:
+                    continue
+                return cls._hold(path)._start()
+        except OSError as error:
+            raise _not_writable(parent, error) from None
+        raise UserError(f"{parent} has {_MAX_CLAIMS} runs named {name}. Give run.dir=<a new folder>.")
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """Holds the directory of an existing run, to continue it. Raises CheckpointError where there is none."""
+        if not path.is_dir() or not (path / RECORD).exists():
+            raise CheckpointError(f"{path} is not a run of ttrain: it has no {RECORD}. Give the folder of a run.")
+        return cls._hold(path)
+
+    @classmethod
+    def _hold(cls, path: Path, *, make: bool = False) -> RunDirectory:
+        try:
+            if make:
+                path.mkdir(parents=True, exist_ok=True)
+            lock = open(path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - held for as long as the run
+        except OSError as error:
+            raise _not_writable(path, error) from None
+        if not _lock_file(lock):
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            lock.close()
+            raise UserError(f"{path} is in use by process {holder}. Wait for it, or give another run.dir.")
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        return cls(path, lock)
+
+    def _start(self) -> RunDirectory:
+        try:
+            self.checkpoints.mkdir(exist_ok=True)
+            replace_file(self.path / RECORD, to_json({"legs": []}))
+        except OSError as error:
+            self.close()
+            raise _not_writable(self.path, error) from None
+        return self
+
+    def record(self, config: dict[str, Any], leg: dict[str, Any]) -> None:
+        """Writes the resolved config, and adds the environment record of this leg."""
+        import yaml
+
+        text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=120)
+        replace_file(self.config, text)
+        replace_file(self.path / RECORD, to_json({"legs": [*self.legs(), leg]}))
+
+    def legs(self) -> list[dict[str, Any]]:
+        """The environment record of every leg so far."""
+        try:
+            return list(json.loads((self.path / RECORD).read_text("utf-8"))["legs"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{self.path / RECORD} is damaged ({error}). Put {{\"legs\": []}} there.") from None
+
+    def write_plan(self, text: str) -> None:
+        replace_file(self.plan, text)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        replace_file(self.summary, to_json(summary))
+
+    def close(self) -> None:
+        """Lets go of the directory; calling it twice does nothing."""
+        if self._lock is not None:
+            self._lock.close()  # releases the lock
+            self._lock = None
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """The resolved config of a run. Raises CheckpointError where the folder is not a run or the file is damaged."""
+    import yaml
+
+    try:
+        config = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{run} is not a run of ttrain: it has no config.yaml. Give the folder of a run.") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{run / 'config.yaml'} can't be read: {error}") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{run / 'config.yaml'} holds {type(config).__name__}, expected keys and values.")
+    return config
+
+
+def _lock_file(file: IO[str]) -> bool:
+    """Whether this process now holds the file; the system lets go when the process ends, however it ends."""
+    try:
+        import fcntl
+    except ImportError:  # not a POSIX system: mkdir alone keeps new runs apart
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def _not_writable(path: Path, error: OSError) -> UserError:
+    reason = error.strerror or str(error)
+    return UserError(f"The run directory {path} can't be written: {reason}. Give run.dir=<a folder that can be written>.")

@@ -1,0 +1,15 @@
+"""Seeds as a pure function of where they are used, so that a resumed run draws the numbers it would have drawn."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+
+def step_seed(seed: int, step: int, micro_batch: int = 0, rank: int = 0) -> int:
+    """Seed of one micro-batch's random numbers: 63 bits, so that it is a positive int64.
+
+    `rank` counts data-parallel replicas; replicas of one batch row must share it.
+    """
+    packed = struct.pack("<4q", seed, step, micro_batch, rank)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

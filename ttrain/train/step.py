@@ -1,0 +1,73 @@
+"""One optimizer step on the host's side: the inputs of every micro-batch, and the calls into the built steps.
+
+An engine builds `train` (forward, backward and update in one) where a step is a single micro-batch, and otherwise
+`accumulate_first` (gradients are overwritten), `accumulate_next` (gradients are added to) and `update`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ttrain.train.protocols import Step
+from ttrain.train.seeds import step_seed
+
+Batch = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Numbers of one optimizer step. `loss` is the mean over the valid targets of the whole step."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+
+
+class TrainStep:
+    """Runs one optimizer step over a batch in `accumulation` micro-batches of equal rows.
+
+    Losses are sums weighted by `weight` = 1 / valid targets of the whole step, so micro-batches weigh by their count of
+    valid targets, and the gradient is that of the mean over the step however it is split.
+    """
+
+    def __init__(self, steps: Mapping[str, Step], accumulation: int, seed: int, rank: int = 0) -> None:
+        self._steps, self._accumulation, self._seed, self._rank = steps, accumulation, seed, rank
+
+    @staticmethod
+    def names(accumulation: int) -> tuple[str, ...]:
+        """Names of the steps that have to be built."""
+        return ("train",) if accumulation == 1 else ("accumulate_first", "accumulate_next", "update")
+
+    def __call__(self, batch: Batch, rates: Mapping[str, float], step: int) -> StepResult:
+        """`batch` fields have the rows of the whole step; `rates` are the lr inputs; `step` counts from 1."""
+        valid = valid_targets(batch)
+        weight = 1.0 / max(valid, 1)
+        if self._accumulation == 1:
+            result = self._steps["train"]({**batch, **rates, **self._scalars(step, 0, weight), "step": step})
+            return StepResult(float(result["loss"]), float(result["grad_norm"]), valid)
+        loss = 0.0
+        for number, part in enumerate(micro_batches(batch, self._accumulation)):
+            name = "accumulate_next" if number else "accumulate_first"
+            loss += float(self._steps[name]({**part, **self._scalars(step, number, weight)})["loss"])
+        result = self._steps["update"]({**rates, "step": step})
+        return StepResult(loss, float(result["grad_norm"]), valid)
+
+    def _scalars(self, step: int, micro_batch: int, weight: float) -> dict[str, float | int]:
+        return {"weight": weight, "seed": step_seed(self._seed, step, micro_batch, self._rank)}
+
+
+def micro_batches(batch: Batch, count: int) -> list[dict[str, np.ndarray]]:
+    """The batch's rows in `count` equal parts."""
+    rows = len(next(iter(batch.values())))
+    assert rows % count == 0, f"{rows} rows do not divide into {count} micro-batches"
+    size = rows // count
+    return [{name: array[i * size : (i + 1) * size] for name, array in batch.items()} for i in range(count)]
+
+
+def valid_targets(batch: Batch) -> int:
+    """Targets that count: token ids below zero mark positions without a target; real-valued targets all count."""
+    targets = batch["targets"]
+    return int((targets >= 0).sum()) if targets.dtype.kind == "i" else int(targets.size)

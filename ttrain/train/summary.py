@@ -1,0 +1,135 @@
+"""What a run tells at its end."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ttrain.core.units import format_bytes, format_count, format_duration
+from ttrain.train.metrics import read_metrics
+from ttrain.train.progress import Progress
+
+_RECENT_LINES = 20
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The numbers of a finished run. Losses are in nats per token, or mean squared errors."""
+
+    model: str
+    parameters: int
+    progress: Progress
+    steps: int
+    tokens_per_s: float | None
+    mfu: float | None
+    peak_memory: int
+    baseline: tuple[str, float] | None = None  # name and loss of the best prediction that ignores the input
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values for summary.json."""
+        progress = self.progress
+        return {
+            "model": self.model,
+            "parameters": self.parameters,
+            "step": progress.step,
+            "steps": self.steps,
+            "tokens": progress.tokens,
+            "seconds": round(progress.seconds, 3),
+            "train/loss": progress.train_loss,
+            "val/loss": progress.val_loss,
+            "best_val_loss": progress.best_val_loss,
+            "best_step": progress.best_step,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "peak_memory_bytes": self.peak_memory,
+            "baseline": None if self.baseline is None else {"name": self.baseline[0], "loss": self.baseline[1]},
+        }
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Label and value of every line for people."""
+        progress = self.progress
+        lines = [
+            ("model", f"{self.model}, {format_count(self.parameters)} parameters"),
+            ("steps", f"{progress.step} in {format_duration(progress.seconds)}, {format_count(progress.tokens)} tokens"),
+            ("train loss", _loss(progress.train_loss)),
+            ("val loss", self._val_loss()),
+        ]
+        if self.baseline is not None:
+            lines.append((self.baseline[0], f"{self.baseline[1]:.4f} (what ignoring the input can reach)"))
+        if self.tokens_per_s:
+            mfu = f", mfu {100 * self.mfu:.1f} %" if self.mfu else ""
+            lines.append(("speed", f"{format_count(self.tokens_per_s)} tokens/s{mfu}"))
+        lines.append(("peak memory", format_bytes(self.peak_memory)))
+        return lines
+
+    def _val_loss(self) -> str:
+        progress = self.progress
+        best = progress.best_val_loss
+        better = best is not None and progress.val_loss is not None and best < progress.val_loss
+        return _loss(progress.val_loss) + (f" (best {best:.4f} at step {progress.best_step})" if better else "")
+
+
+def recent_speed(metrics: Path) -> tuple[float | None, float | None]:
+    """Median tokens/s and mfu of the newest recorded steps."""
+    lines = [line for line in read_metrics(metrics) if line.get("tokens_per_s")][-_RECENT_LINES:]
+    return _median([line["tokens_per_s"] for line in lines]), _median([line["mfu"] for line in lines if line.get("mfu")])
+
+
+def print_summary(summary: Summary, run: Path) -> None:
+    """Prints the summary, where the run is, and the commands that go on from it."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    folder = shlex.quote(str(run))
+    rows = [
+        *summary.lines(),
+        ("run", str(run)),
+        ("train on", f"python -m ttrain resume=auto run.dir={folder} train.steps={2 * summary.steps}"),
+        ("sample", f"python -m ttrain task=sample run.dir={folder}"),
+    ]
+    for label, value in rows:
+        table.add_row(Text(label, style="bold"), Text(value, no_wrap=True, overflow="ignore"))
+    Console(soft_wrap=True, highlight=False).print(table)
+
+
+def draw_loss_curve(metrics: Path, image: Path, baseline: tuple[str, float] | None = None) -> bool:
+    """Draws train and held-out loss over steps into a PNG; whether there was something to draw, and matplotlib."""
+    lines = list(read_metrics(metrics))
+    curves = {key: [(line["step"], line[key]) for line in lines if line.get(key) is not None] for key in _CURVES}
+    if not any(len(points) > 1 for points in curves.values()):
+        return False
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for (key, style), points in zip(_CURVES.items(), curves.values(), strict=True):
+        if points:
+            axes.plot(*zip(*points, strict=True), label=key, **style)
+    if baseline is not None:
+        axes.axhline(baseline[1], label=baseline[0], color="gray", linestyle=":")
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend()
+    FigureCanvasAgg(figure)
+    figure.savefig(image, dpi=120)
+    return True
+
+
+_CURVES: dict[str, dict[str, Any]] = {
+    "train/loss": {"linewidth": 0.8, "color": "tab:blue"},
+    "val/loss": {"linewidth": 1.5, "color": "tab:orange", "marker": "o", "markersize": 3},
+}
+
+
+def _loss(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.4f}"
+
+
+def _median(values: list[float]) -> float | None:
+    return sorted(values)[len(values) // 2] if values else None
