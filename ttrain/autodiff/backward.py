@@ -55,11 +55,20 @@ class _Reverse:
             self.gradients[self.loss] = full(self.graph, self.loss.spec, 1.0)
         for node in reversed(self.forward):
             incoming = [self.gradients.pop(output, None) for output in node.outputs]
+            recorded = len(self.graph.nodes)
             if any(gradient is not None for gradient in incoming) and self._differentiate(node):
                 self._apply(node, incoming)
-            # Whoever reads these outputs came later in forward, so its backward has been recorded by now.
-            self.graph.release([output for output in node.outputs if output not in self.keep])
+            self._release(node, incoming, self.graph.nodes[recorded:])
         return self.gradients
+
+    def _release(self, node: Node, incoming: Sequence[Value | None], recorded: Sequence[Node]) -> None:
+        """Whoever reads this node's outputs came later in forward, so its backward has been recorded by now."""
+        if self.graph.on_release is None:
+            return
+        still_read = {*self.gradients.values(), *self.keep, *self.again.values()}
+        parts = [output for part in recorded for output in part.outputs]
+        done = [*node.outputs, *parts, *(gradient for gradient in incoming if gradient is not None)]
+        self.graph.release([value for value in done if value not in still_read])
 
     def _differentiate(self, node: Node) -> bool:
         return any(value in self.needed for value in node.values)

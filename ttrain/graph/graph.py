@@ -22,12 +22,13 @@ class Kind(Enum):
     PARAMETER = "parameter"
     GRADIENT = "gradient"  # of a parameter, kept from backward to update
     OPTIMIZER = "optimizer"  # moments, velocities
+    COPY = "copy"  # a parameter rounded to the compute dtype; derived, never saved
     NODE = "node"  # the output of a node
 
     @property
     def is_state(self) -> bool:
         """Whether the buffer outlives the step."""
-        return self in (Kind.PARAMETER, Kind.GRADIENT, Kind.OPTIMIZER)
+        return self not in (Kind.INPUT, Kind.NODE)
 
 
 class Stage(Enum):

@@ -79,6 +79,14 @@ class Op:
         """Record the same computation with simpler ops on `inputs`; None where the op is a primitive."""
         return None
 
+    def rematerialized(self, node: Node) -> Node | None:
+        """A node on values that backward keeps, whose outputs stand for this node's where named; None: not cheaply."""
+        return node if self.cheap and not self.view else None
+
+    def rematerialized_outputs(self, node: Node) -> Sequence[Value]:
+        """Outputs that `rematerialized` makes again."""
+        return node.outputs[:1] if self.cheap and not self.view else ()
+
     def aliases(self, node: Node) -> dict[int, int]:
         """Output index -> index of the input whose buffer it is (views and in-place updates)."""
         if self.view:

@@ -1,0 +1,7 @@
+"""Graph -> graph. Each pass is a pure function; diffing the printed graph before and after shows what it did."""
+
+from ttrain.graph.passes.cleanup import merge_common_subexpressions, remove_dead_code
+from ttrain.graph.passes.decompose import decompose
+from ttrain.graph.passes.fuse import fuse
+
+__all__ = ["decompose", "fuse", "merge_common_subexpressions", "remove_dead_code"]

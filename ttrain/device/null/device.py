@@ -1,0 +1,143 @@
+"""A device that knows shapes and nothing else: it tests graph, plan and capture rules without arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ttrain.core.errors import CaptureError, ShapeError
+from ttrain.core.spec import TensorSpec
+from ttrain.device.base import NUMPY_DTYPES, Buffer, Delivery, Device, Kernel, Launch
+
+
+@dataclass
+class NullArena:
+    """A range of bytes that does not exist."""
+
+    number: int
+    nbytes: int
+
+
+@dataclass
+class NullBuffer:
+    """Where a tensor would lie."""
+
+    arena: NullArena
+    offset: int
+    spec: TensorSpec
+
+
+class _Table(Mapping[str, Kernel]):
+    """A kernel for every op but those in `without`: it only records that it was launched."""
+
+    def __init__(self, device: NullDevice, without: frozenset[str]) -> None:
+        self._device, self._without = device, without
+
+    def __getitem__(self, name: str) -> Kernel:
+        if name in self._without:
+            raise KeyError(name)
+
+        def bind(
+            inputs: Sequence[Buffer | None], outputs: Sequence[Buffer], attributes: Mapping[str, Any], work: Sequence[Buffer]
+        ) -> Launch:
+            return lambda: self._device.log(name, inputs, outputs)
+
+        return Kernel(bind, self._device.deliveries.get(name, Delivery.INTO), frozen=self._device.frozen_ops.get(name, ()))
+
+    def __contains__(self, name: object) -> bool:
+        return name not in self._without
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+class NullDevice(Device):
+    """Accepts every op, computes nothing, counts everything. All values read as zero."""
+
+    name = "null"
+    computes = False
+    supports_capture = True
+
+    def __init__(self, without: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.deliveries: dict[str, Delivery] = {}  # tests set rows here to play another device
+        self.frozen_ops: dict[str, tuple[str, ...]] = {}
+        self.launched: list[str] = []
+        self.capturing: str | None = None
+        self.closed = False
+        self.graphs = 0
+        self._table = _Table(self, frozenset(without))
+
+    @property
+    def kernels(self) -> Mapping[str, Kernel]:
+        return self._table
+
+    def log(self, name: str, inputs: Sequence[Buffer | None], outputs: Sequence[Buffer]) -> list[Buffer]:
+        if self.closed:
+            raise CaptureError(f"{name} launched on a closed device")
+        self.launched.append(name)
+        return list(outputs)
+
+    def _allocate(self, nbytes: int) -> NullArena:
+        if self.capturing is not None:
+            raise CaptureError(f"{nbytes} bytes allocated while {self.capturing} is being captured")
+        return NullArena(self.counters.allocations, nbytes)
+
+    def place(self, arena: NullArena, offset: int, spec: TensorSpec) -> NullBuffer:
+        if offset + spec.nbytes > max(arena.nbytes, 1):
+            raise ShapeError(f"{spec} at byte {offset} does not fit an arena of {arena.nbytes} bytes")
+        return NullBuffer(arena, offset, spec)
+
+    def upload(self, buffer: NullBuffer, array: np.ndarray) -> None:
+        if self.capturing is not None:
+            raise CaptureError(f"host write while {self.capturing} is being captured")
+        if tuple(array.shape) != buffer.spec.shape:
+            raise ShapeError(f"upload: got {array.shape}, expected {buffer.spec.shape}")
+        self.counters.uploads += 1
+
+    def download(self, buffer: NullBuffer) -> np.ndarray:
+        self.counters.downloads += 1
+        return np.zeros(buffer.spec.shape, NUMPY_DTYPES[buffer.spec.dtype])
+
+    def copy(self, source: NullBuffer, destination: NullBuffer) -> None:
+        self.log("copy", [source], [destination])
+
+    def synchronize(self) -> None:
+        return
+
+    def memory(self) -> dict[str, int]:
+        return {"in_use": self.counters.allocated_bytes, "peak": self.counters.allocated_bytes, "total": 0}
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "null", "computes": False}
+
+    def capture(self, launches: Sequence[Launch], name: str) -> Launch:
+        self.capturing = name
+        try:
+            recorded = len(self.launched)
+            for launch in launches:
+                launch()
+            captured = self.launched[recorded:]
+            del self.launched[recorded:]
+        finally:
+            self.capturing = None
+        self.counters.captures += 1
+        self.graphs += 1
+
+        def replay() -> None:
+            if self.closed:
+                raise CaptureError(f"{name} replayed on a closed device")
+            self.counters.replays += 1
+            self.launched.extend(captured)
+
+        return replay
+
+    def close(self) -> None:
+        self.graphs = 0
+        self.closed = True

@@ -1,0 +1,108 @@
+"""The contract of an engine: it builds steps over one state and runs them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from ttrain.core.errors import GraphError, ShapeError
+from ttrain.core.names import did_you_mean
+from ttrain.core.spec import TensorSpec
+from ttrain.device.base import NUMPY_DTYPES, Buffer, Device
+from ttrain.engine.state import State
+from ttrain.graph.graph import Graph
+from ttrain.plan.plan import Plan
+
+Trace = Callable[[Graph], None]  # records one step: declares inputs and state, marks outputs
+HostValue = np.ndarray | float | int
+
+
+@dataclass
+class EngineCounters:
+    """What people ask of an engine: does it still build, allocate or compile after the first step?
+
+    `allocations_after_first` and `nodes_after_first` count over all calls of all steps but each step's first.
+    """
+
+    steps: int = 0
+    captures: int = 0
+    compilations: int = 0
+    allocations_after_first: int = 0
+    nodes_after_first: int = 0
+    host_writes_in_capture: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+class Step(ABC):
+    """One built step. Calling it runs it once and returns its outputs by name."""
+
+    name: str
+    inputs: dict[str, TensorSpec]
+    plan: Plan | None = None
+
+    @abstractmethod
+    def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
+        """Run on host values; scalar outputs come as float, others as arrays.
+
+        Raises ShapeError naming the first input that is missing, unknown or of another shape.
+        """
+
+
+class Engine(ABC):
+    """Builds steps that share one state on one device."""
+
+    name: str
+
+    def __init__(self, device: Device, state: State) -> None:
+        self.device, self.state = device, state
+        self.counters = EngineCounters()
+
+    @abstractmethod
+    def build(self, name: str, trace: Trace) -> Step:
+        """A step from the function that records it."""
+
+    def close(self) -> None:
+        """Release what was captured or compiled. The device outlives the engine."""
+
+
+def host_arrays(name: str, specs: Mapping[str, TensorSpec], given: Mapping[str, HostValue]) -> dict[str, np.ndarray]:
+    """The inputs of a step as arrays of the declared shape. A changed shape is refused, never rebuilt for."""
+    unknown = sorted(set(given) - set(specs))
+    if unknown:
+        raise ShapeError(f"step {name}: unknown input {unknown[0]!r}. {did_you_mean(unknown[0], specs)}")
+    arrays = {}
+    for key, spec in specs.items():
+        if key not in given:
+            raise ShapeError(f"step {name}: input {key!r} ({spec}) is missing.")
+        array = np.asarray(given[key], dtype=NUMPY_DTYPES[spec.dtype])
+        if array.shape != spec.shape:
+            raise ShapeError(
+                f"step {name}: input {key!r} has shape {list(array.shape)}, expected {list(spec.shape)}. A built step "
+                "has fixed shapes; build another step for another shape."
+            )
+        arrays[key] = array
+    return arrays
+
+
+def host_outputs(device: Device, buffers: Mapping[str, Buffer]) -> dict[str, Any]:
+    """Outputs on the host: scalars as float."""
+    results: dict[str, Any] = {}
+    for name, buffer in buffers.items():
+        array = device.download(buffer)
+        results[name] = float(array) if array.ndim == 0 else array
+    return results
+
+
+def traced_graph(trace: Trace) -> Graph:
+    """The graph that a trace function records."""
+    graph = Graph()
+    trace(graph)
+    if not graph.outputs and not graph.nodes:
+        raise GraphError("the traced step records nothing")
+    return graph

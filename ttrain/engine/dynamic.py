@@ -1,0 +1,117 @@
+"""The reference engine: records the step anew every time and launches each node the moment it is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ttrain.core.errors import GraphError
+from ttrain.core.spec import TensorSpec
+from ttrain.device.base import Arena, Buffer, Delivery
+from ttrain.engine.base import Engine, HostValue, Step, Trace, host_arrays, host_outputs, traced_graph
+from ttrain.graph.graph import Graph, Kind, Node, RecordCounter, Value
+
+Placed = tuple[Arena, int, Buffer]
+
+
+class DynamicEngine(Engine):
+    """A tape: nothing is planned, every value gets memory of its own until backward has passed it."""
+
+    name = "dynamic"
+
+    def build(self, name: str, trace: Trace) -> Step:
+        return DynamicStep(self, name, trace)
+
+
+class DynamicStep(Step):
+    """Runs the trace function itself at every call."""
+
+    def __init__(self, engine: DynamicEngine, name: str, trace: Trace) -> None:
+        self.engine, self.name, self._trace = engine, name, trace
+        # Traced once beforehand without launching: mistakes show now, and the inputs are known.
+        graph = traced_graph(trace)
+        engine.state.check(graph)
+        self.inputs = {key: value.spec for key, value in graph.inputs.items()}
+        self._calls = 0
+
+    def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
+        device, counters = self.engine.device, self.engine.counters
+        arrays = host_arrays(self.name, self.inputs, inputs)
+        allocations, nodes = device.counters.allocations, RecordCounter.nodes
+        tape = _Tape(self.engine)
+        for key, array in arrays.items():
+            tape.inputs[key] = tape.allocate(self.inputs[key], f"input {key}")
+            device.upload(tape.inputs[key][2], array)
+        graph = Graph(on_record=tape.launch, on_release=tape.release)
+        self._trace(graph)
+        outputs = host_outputs(device, {key: tape.placed(value)[2] for key, value in graph.outputs.items()})
+        if self._calls:
+            counters.allocations_after_first += device.counters.allocations - allocations
+            counters.nodes_after_first += RecordCounter.nodes - nodes
+        self._calls += 1
+        counters.steps += 1
+        return outputs
+
+
+class _Tape:
+    """Buffers of one running step, by value."""
+
+    def __init__(self, engine: DynamicEngine) -> None:
+        self.engine, self.device, self.state = engine, engine.device, engine.state
+        self.inputs: dict[str, Placed] = {}
+        self.buffers: dict[Value, Placed] = {}
+
+    def allocate(self, spec: TensorSpec, purpose: str) -> Placed:
+        arena = self.device.allocate_arena(spec.nbytes, purpose)
+        return arena, 0, self.device.place(arena, 0, spec)
+
+    def placed(self, value: Value) -> Placed:
+        if value.kind is Kind.INPUT:
+            return self.inputs[value.name]
+        if value.kind.is_state:
+            return self.state.buffer(value)
+        return self.buffers[value]
+
+    def release(self, values: Sequence[Value]) -> None:
+        for value in values:
+            self.buffers.pop(value, None)
+
+    def launch(self, node: Node) -> None:
+        aliases = node.op.aliases(node)
+        if node.op.view:
+            arena, offset, _ = self.placed(node.values[0])
+            spec = node.outputs[0].spec
+            self.buffers[node.outputs[0]] = (arena, offset, self.device.place(arena, offset, spec))
+            return
+        if node.op.name not in self.device.kernels:
+            self._launch_parts(node)
+            return
+        for index, output in enumerate(node.outputs):
+            shared = node.inputs[aliases[index]] if index in aliases else None
+            self.buffers[output] = (
+                self.allocate(output.spec, node.op.name) if shared is None else self.placed(shared)
+            )
+        self._run(node)
+
+    def _run(self, node: Node) -> None:
+        kernel = self.device.kernels[node.op.name]
+        ins = [None if value is None else self.placed(value)[2] for value in node.inputs]
+        outs = [self.buffers[output][2] for output in node.outputs]
+        specs = kernel.workspace_specs(
+            [None if value is None else value.spec for value in node.inputs],
+            [output.spec for output in node.outputs],
+            node.attributes,
+        )
+        workspace = [self.allocate(spec, f"workspace of {node.op.name}")[2] for spec in specs]
+        results = kernel.bind(ins, outs, node.attributes, workspace)()
+        if kernel.delivery is Delivery.FRESH:
+            for result, out in zip(results, outs, strict=True):
+                self.device.copy(result, out)
+
+    def _launch_parts(self, node: Node) -> None:
+        """Record the op's decomposition right here: its nodes launch as they are recorded."""
+        outputs = node.op.decompose(node, node.inputs)
+        if outputs is None:
+            raise GraphError(f"device {self.device.name} has no kernel for {node.op.name}, and no decomposition.")
+        for mine, part in zip(node.outputs, outputs, strict=False):
+            self.buffers[mine] = self.placed(part)

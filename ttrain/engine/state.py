@@ -1,0 +1,112 @@
+"""Persistent tensors of a run: parameters, gradients, optimizer state and compute-dtype copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ttrain.core.errors import GraphError
+from ttrain.core.names import did_you_mean
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.base import Arena, Buffer, Device
+from ttrain.graph.graph import Graph, Kind, Value
+
+RUN_ALIGNMENT = 64  # elements; gives equal element offsets in every dtype, each a multiple of a cache line
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One persistent tensor. Tensors of one `run` lie side by side, so an update op may treat them as one."""
+
+    name: str
+    spec: TensorSpec
+    kind: Kind
+    run: str = ""
+
+
+class State:
+    """Places persistent tensors and moves their values to and from the host.
+
+    Tensors of one (kind, dtype, run, slot) share an arena in list order at 64-element alignment, where the slot is what
+    follows the last "/" of the name (such as first_moment). Lists that name the same parameters in the same order
+    therefore get the same element offsets in every slot. Gaps stay zero.
+    """
+
+    def __init__(self, device: Device, tensors: Sequence[StateTensor]) -> None:
+        self.device = device
+        self._tensors = {tensor.name: tensor for tensor in tensors}
+        if len(self._tensors) != len(tensors):
+            raise GraphError("two persistent tensors have the same name")
+        self._placed: dict[str, tuple[Arena, int, Buffer]] = {}
+        groups: dict[tuple[Kind, DType, str, str], list[StateTensor]] = {}
+        for tensor in tensors:
+            slot = tensor.name.rpartition("/")[2] if "/" in tensor.name else ""
+            groups.setdefault((tensor.kind, tensor.spec.dtype, tensor.run, slot), []).append(tensor)
+        for (kind, dtype, run, slot), members in groups.items():
+            offsets, end = run_offsets([member.spec.size for member in members])
+            arena = device.allocate_arena(end * dtype.itemsize, " ".join(filter(None, (kind.value, run, slot))))
+            for member, offset in zip(members, offsets, strict=True):
+                byte = offset * dtype.itemsize
+                self._placed[member.name] = (arena, byte, device.place(arena, byte, member.spec))
+
+    def names(self, *kinds: Kind) -> list[str]:
+        """Names of the tensors of these kinds (all kinds where none is given), in order of declaration."""
+        return [name for name, tensor in self._tensors.items() if not kinds or tensor.kind in kinds]
+
+    def tensor(self, name: str) -> StateTensor:
+        """The declaration of one tensor."""
+        if name not in self._tensors:
+            raise GraphError(f"there is no persistent tensor {name!r}. {did_you_mean(name, self._tensors)}")
+        return self._tensors[name]
+
+    def spec(self, name: str) -> TensorSpec:
+        return self.tensor(name).spec
+
+    def kind(self, name: str) -> Kind:
+        return self.tensor(name).kind
+
+    def placed(self, name: str) -> tuple[Arena, int, Buffer]:
+        """Arena, byte offset and buffer of one tensor."""
+        self.tensor(name)
+        return self._placed[name]
+
+    def read(self, name: str) -> np.ndarray:
+        """A host copy; bf16 comes as fp32."""
+        return self.device.download(self.placed(name)[2])
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        """Overwrite one tensor, and the compute-dtype copy that derives from it. Shapes must be equal."""
+        spec = self.spec(name)
+        if tuple(array.shape) != spec.shape:
+            raise GraphError(f"{name}: got an array {list(array.shape)}, expected {spec}.")
+        self.device.upload(self.placed(name)[2], array)
+        copy = f"{name}/compute"
+        if copy in self._placed:
+            self.device.upload(self._placed[copy][2], array)
+
+    def nbytes(self, kind: Kind) -> int:
+        """Bytes of all tensors of one kind."""
+        return sum(tensor.spec.nbytes for tensor in self._tensors.values() if tensor.kind is kind)
+
+    def check(self, graph: Graph) -> None:
+        """Raise GraphError where a graph uses state that was not declared, or declared otherwise."""
+        for name, value in graph.state.items():
+            tensor = self.tensor(name)
+            if tensor.spec != value.spec or tensor.kind is not value.kind:
+                raise GraphError(
+                    f"{name} is placed as {tensor.kind.value} {tensor.spec}, the graph uses {value.kind.value} {value.spec}."
+                )
+
+    def buffer(self, value: Value) -> tuple[Arena, int, Buffer]:
+        return self.placed(value.name)
+
+
+def run_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Element offsets of tensors laid side by side, and the elements they take with gaps."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // RUN_ALIGNMENT) * RUN_ALIGNMENT
+    return offsets, end

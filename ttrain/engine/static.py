@@ -1,0 +1,133 @@
+"""The planned engine: a flat list of kernels bound to persistent buffers, launched in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ttrain.autodiff.rematerialize import rematerialize
+from ttrain.core.spec import TensorSpec
+from ttrain.device.base import Arena, Buffer, Delivery, Device, Launch
+from ttrain.engine.base import Engine, HostValue, Step, Trace, host_arrays, host_outputs, traced_graph
+from ttrain.engine.state import State
+from ttrain.graph.graph import Graph, Node, RecordCounter, Value
+from ttrain.graph.passes import decompose, fuse, merge_common_subexpressions, remove_dead_code
+from ttrain.graph.verify import verify
+from ttrain.plan.plan import Plan, build_plan
+
+
+def prepare(trace: Trace, device: Device, rematerializing: bool) -> Graph:
+    """Trace a step and run every pass, verifying the graph at each border."""
+    graph = verify(traced_graph(trace), "recording")
+    graph = verify(remove_dead_code(graph), "dead code")
+    graph = verify(merge_common_subexpressions(graph), "common subexpressions")
+    graph = verify(fuse(graph), "fusion")
+    graph = verify(decompose(graph, device.kernels, device.name), "decomposition")
+    if rematerializing:
+        graph = verify(rematerialize(graph), "rematerialization")
+    return verify(remove_dead_code(graph), "dead code after the passes")
+
+
+class StaticEngine(Engine):
+    """Plans each step once. All steps share one arena, since only one of them runs at a time."""
+
+    name = "static"
+
+    def __init__(self, device: Device, state: State, rematerialize: bool = True) -> None:
+        super().__init__(device, state)
+        self.rematerialize = rematerialize
+        self._steps: list[StaticStep] = []
+        self._arena: Arena = None
+        self._arena_bytes = -1
+
+    def build(self, name: str, trace: Trace) -> Step:
+        graph = prepare(trace, self.device, self.rematerialize)
+        self.state.check(graph)
+        step = self.make_step(name, build_plan(graph, self.device.kernels))
+        self._steps.append(step)
+        return step
+
+    def make_step(self, name: str, plan: Plan) -> StaticStep:
+        return StaticStep(self, name, plan)
+
+    def shared_arena(self) -> Arena:
+        """The arena of all steps built so far. Steps built later that need more get one of their own."""
+        needed = max(step.plan.arena_bytes for step in self._steps if step.plan is not None)
+        if needed > self._arena_bytes:
+            names = ", ".join(step.name for step in self._steps)
+            self._arena, self._arena_bytes = self.device.allocate_arena(needed, f"activations of {names}"), needed
+        return self._arena
+
+
+class StaticStep(Step):
+    """Bound at its first call, so that every step of a run is built before memory is taken."""
+
+    def __init__(self, engine: StaticEngine, name: str, plan: Plan) -> None:
+        self.engine, self.name, self.plan = engine, name, plan
+        self.inputs: dict[str, TensorSpec] = {key: value.spec for key, value in plan.graph.inputs.items()}
+        self._bound: BoundPlan | None = None
+        self._calls = 0
+
+    def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
+        device, counters = self.engine.device, self.engine.counters
+        arrays = host_arrays(self.name, self.inputs, inputs)
+        allocations, nodes = device.counters.allocations, RecordCounter.nodes
+        if self._bound is None:
+            self._bound = BoundPlan(self.plan, device, self.engine.state, self.engine.shared_arena())
+        for key, array in arrays.items():
+            device.upload(self._bound.inputs[key], array)
+        self.run(self._bound)
+        if self._calls:
+            counters.allocations_after_first += device.counters.allocations - allocations
+            counters.nodes_after_first += RecordCounter.nodes - nodes
+        self._calls += 1
+        counters.steps += 1
+        return host_outputs(device, self._bound.outputs)
+
+    def run(self, bound: BoundPlan) -> None:
+        """Launch everything once."""
+        for launch in bound.launches:
+            launch()
+
+
+class BoundPlan:
+    """A plan with addresses: launches without arguments, and the buffers of inputs and outputs."""
+
+    def __init__(self, plan: Plan, device: Device, state: State, arena: Arena) -> None:
+        self._plan, self._device, self._state, self._arena = plan, device, state, arena
+        self.inputs = {name: self._buffer(value) for name, value in plan.graph.inputs.items()}
+        self.outputs = {name: self._buffer(value) for name, value in plan.graph.outputs.items()}
+        self.nodes = plan.launched
+        self.launches: list[Launch] = [self._bind(node) for node in self.nodes]
+
+    def _buffer(self, value: Value) -> Buffer:
+        owner = self._plan.placement.owner_of(value)
+        if owner.kind.is_state:
+            arena, offset, buffer = self._state.buffer(owner)
+            return buffer if owner is value else self._device.place(arena, offset, value.spec)
+        return self._device.place(self._arena, self._plan.offsets[owner], value.spec)
+
+    def _bind(self, node: Node) -> Launch:
+        device = self._device
+        kernel = device.kernels[node.op.name]
+        ins = [None if value is None else self._buffer(value) for value in node.inputs]
+        outs = [self._buffer(output) for output in node.outputs]
+        specs = kernel.workspace_specs(
+            [None if value is None else value.spec for value in node.inputs],
+            [output.spec for output in node.outputs],
+            node.attributes,
+        )
+        offsets = self._plan.workspace.get(node, [])
+        workspace = [device.place(self._arena, at, spec) for at, spec in zip(offsets, specs, strict=True)]
+        launch = kernel.bind(ins, outs, node.attributes, workspace)
+        return launch if kernel.delivery is not Delivery.FRESH else _delivering(device, launch, outs)
+
+
+def _delivering(device: Device, launch: Launch, outs: Sequence[Buffer]) -> Launch:
+    """A launch that copies what a FRESH kernel returns into its slots."""
+
+    def run() -> None:
+        for result, out in zip(launch(), outs, strict=True):
+            device.copy(result, out)
+
+    return run

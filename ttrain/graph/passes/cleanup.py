@@ -1,0 +1,49 @@
+"""Passes that remove work: dead code, and the same computation done twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ttrain.graph.graph import Graph, Node, Value
+from ttrain.graph.rewrite import Rewriter
+
+
+def remove_dead_code(graph: Graph) -> Graph:
+    """Drop nodes whose outputs reach neither an output of the graph nor a change of state."""
+    live: set[Value] = set(graph.outputs.values())
+    kept: list[Node] = []
+    for node in reversed(graph.nodes):
+        if _overwrites_state(node) or any(output in live for output in node.outputs):
+            live.update(node.values)
+            kept.append(node)
+    rewriter = Rewriter(graph)
+    for node in reversed(kept):
+        rewriter.copy(node)
+    return rewriter.finish()
+
+
+def _overwrites_state(node: Node) -> bool:
+    return not node.op.view and bool(node.op.aliases(node))
+
+
+def merge_common_subexpressions(graph: Graph) -> Graph:
+    """Let equal nodes on equal inputs share one computation.
+
+    Copies that recomputation made on purpose stay apart from their originals.
+    """
+    seen: dict[Any, Sequence[Value]] = {}
+    rewriter = Rewriter(graph)
+    for node in graph.nodes:
+        if _overwrites_state(node):
+            rewriter.copy(node)
+            continue
+        inputs = rewriter.inputs(node)
+        attributes = tuple(sorted(node.attributes.items(), key=lambda item: item[0]))
+        key = (node.op.name, inputs, attributes, node.copy, node.segment)
+        if key in seen:
+            rewriter.replace(node, seen[key])
+        else:
+            rewriter.copy(node, inputs)
+            seen[key] = [rewriter.map[output] for output in node.outputs]
+    return rewriter.finish()

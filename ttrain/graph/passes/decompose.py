@@ -1,0 +1,25 @@
+"""Replacing composite ops by simpler ones where a device has no kernel for them."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+from ttrain.core.errors import GraphError
+from ttrain.graph.graph import Graph, Node, Value
+from ttrain.graph.rewrite import rewrite
+
+
+def decompose(graph: Graph, supported: Container[str], device: str) -> Graph:
+    """Expand every op that is not in `supported`, repeatedly. Raises GraphError naming an op that can't be expanded."""
+
+    def replace(node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value] | None:
+        if node.op.name in supported:
+            return None
+        outputs = node.op.decompose(node, inputs)
+        if outputs is None:
+            raise GraphError(f"device {device} has no kernel for {node.op.name}, and the op has no decomposition.")
+        return outputs
+
+    while any(node.op.name not in supported for node in graph.nodes):
+        graph = rewrite(graph, replace)
+    return graph

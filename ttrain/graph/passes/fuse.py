@@ -1,0 +1,152 @@
+"""Passes that join neighbouring nodes into one fused op: fewer launches, fewer passes over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ttrain.graph.graph import Graph, Node, Value
+from ttrain.graph.op import op
+from ttrain.graph.rewrite import Rewriter, uses
+
+
+class _Matcher:
+    """What the patterns ask: who reads a value, and whether anybody else does."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.readers = uses(graph)
+        self.kept = set(graph.outputs.values())
+
+    def only_reader(self, value: Value) -> Node | None:
+        """The one node that reads a value which nothing else keeps."""
+        readers = self.readers.get(value, [])
+        return readers[0] if len(readers) == 1 and value not in self.kept else None
+
+    def unread(self, values: Sequence[Value]) -> bool:
+        return not any(self.readers.get(value) or value in self.kept for value in values)
+
+
+class Match(NamedTuple):
+    """One place where a pattern applies: which node disappears and what takes its reader's place."""
+
+    absorbed: Node
+    name: str
+    inputs: tuple[Value | None, ...]
+    attributes: dict[str, Any]
+    outputs: list[Value]  # the old values that the fused op's outputs stand for, in order
+
+
+Pattern = Callable[[_Matcher, Node], Match | None]
+
+
+def fuse(graph: Graph) -> Graph:
+    """Join matmul + bias -> linear, linear + activation, residual sum + layer norm, and head + cross-entropy.
+
+    A pattern applies only where no node outside it reads what would disappear.
+    """
+    for pattern in (_bias, _activation, _residual_norm, _softmax_cross_entropy):
+        graph = _apply(graph, pattern)
+    return graph
+
+
+def _apply(graph: Graph, pattern: Pattern) -> Graph:
+    matcher = _Matcher(graph)
+    replaced: dict[Node, Match] = {}
+    absorbed: set[Node] = set()
+    for node in graph.nodes:
+        match = pattern(matcher, node)
+        if match is not None and match.absorbed not in absorbed:
+            absorbed.add(match.absorbed)
+            replaced[node] = match
+    rewriter = Rewriter(graph)
+    for node in graph.nodes:
+        if node in replaced:
+            match = replaced[node]
+            inputs = tuple(None if value is None else rewriter.map[value] for value in match.inputs)
+            with rewriter.at(node):
+                fused = rewriter.new.append(op(match.name), inputs, match.attributes)
+            rewriter.map.update(zip(match.outputs, fused.outputs, strict=False))
+        elif node not in absorbed:
+            rewriter.copy(node)
+    return rewriter.finish()
+
+
+def _bias(matcher: _Matcher, node: Node) -> Match | None:
+    """add(matmul(x, W^T), b) or add(linear(x, W), b) with b [O] -> linear(x, W, b)."""
+    if node.op.name != "add":
+        return None
+    product, bias = node.input("x"), node.input("y")
+    source = product.producer
+    if source is None or matcher.only_reader(product) is not node or bias.shape != product.shape[-1:]:
+        return None
+    if bias.spec.dtype is not product.spec.dtype or (bias.producer is not None and bias.producer is source):
+        return None
+    plain = source.op.name == "linear" and source.inputs[2] is None and source.attributes.get("activation") is None
+    matrix = (
+        source.op.name == "matmul"
+        and product.spec.rank == 2
+        and source.attributes["transpose_b"]
+        and not source.attributes["transpose_a"]
+    )
+    if not (plain or matrix):
+        return None
+    return Match(source, "linear", (source.inputs[0], source.inputs[1], bias), {}, list(node.outputs))
+
+
+def _activation(matcher: _Matcher, node: Node) -> Match | None:
+    """activation(linear(x, W, b)) -> linear with that activation, where backward does not read the sum itself."""
+    if node.op.name not in ("relu", "tanh", "gelu"):
+        return None
+    before = node.input("x")
+    source = before.producer
+    if source is None or source.op.name != "linear" or source.attributes.get("activation") is not None:
+        return None
+    if matcher.only_reader(before) is not node:
+        return None
+    form = node.attributes.get("approximate")
+    name = "gelu_tanh" if form == "tanh" else node.op.name
+    return Match(source, "linear", source.inputs, {"activation": name}, list(node.outputs))
+
+
+def _residual_norm(matcher: _Matcher, node: Node) -> Match | None:
+    """layer_norm(add(x, branch)) -> add_layer_norm; the sum stays readable."""
+    if node.op.name != "layer_norm":
+        return None
+    total = node.input("x")
+    source = total.producer
+    if source is None or source.op.name != "add" or source.stage is not node.stage or source.copy != node.copy:
+        return None
+    x, branch = source.input("x"), source.input("y")
+    if x.spec != branch.spec or not _before_other_readers(matcher, total, node):
+        return None
+    inputs = (x, branch, node.inputs[1], node.inputs[2])
+    return Match(source, "add_layer_norm", inputs, dict(node.attributes), [total, *node.outputs])
+
+
+def _before_other_readers(matcher: _Matcher, value: Value, node: Node) -> bool:
+    """Whether a node is the first to read a value, so that making the value there changes nobody else."""
+    return matcher.readers[value][0] is node
+
+
+def _softmax_cross_entropy(matcher: _Matcher, node: Node) -> Match | None:
+    """cross_entropy(linear(hidden, head)) -> linear_cross_entropy in evaluation, where nothing reads the logits."""
+    if node.op.name != "cross_entropy" or not matcher.unread(node.outputs[1:]):
+        return None
+    logits = node.input("logits")
+    source = logits.producer
+    if source is None or source.op.name != "linear" or matcher.only_reader(logits) is not node:
+        return None
+    hidden, head, bias = source.inputs
+    if bias is not None or source.attributes.get("activation") is not None or hidden is None or hidden.spec.rank != 2:
+        return None
+    inputs = (hidden, head, node.input("targets"), node.input("weight"))
+    attributes = {"chunk": chunk_rows(logits.shape[1]), "gradients": False}
+    return Match(source, "linear_cross_entropy", inputs, attributes, [node.outputs[0]])
+
+
+CHUNK_BYTES = 32 * 2**20  # of fp32 logits: large enough for full-speed products, small enough to matter for memory
+
+
+def chunk_rows(vocabulary: int) -> int:
+    """Rows of logits that linear_cross_entropy holds at a time."""
+    return max(32, CHUNK_BYTES // (4 * vocabulary))

@@ -1,0 +1,84 @@
+"""Copying a graph while changing it: the base of every pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ttrain.graph.graph import Graph, Node, Value
+
+# Records the replacement of one node on the new graph and returns its outputs; None copies the node as it is.
+# A trailing output may be left out where nothing reads it.
+Replace = Callable[[Node, tuple[Value | None, ...]], Sequence[Value] | None]
+
+
+class Rewriter:
+    """A new graph that grows from an old one, with the map from old values to new."""
+
+    def __init__(self, old: Graph) -> None:
+        self.old, self.new = old, Graph()
+        self.map: dict[Value, Value] = {}
+        for name, value in old.inputs.items():
+            self.map[value] = self.new.input(name, value.spec)
+        for name, value in old.state.items():
+            self.map[value] = self.new.state_value(name, value.spec, value.kind)
+
+    def inputs(self, node: Node) -> tuple[Value | None, ...]:
+        """A node's inputs on the new graph."""
+        return tuple(None if value is None else self.map.get(value) for value in node.inputs)
+
+    def at(self, node: Node) -> _Place:
+        """Context in which recorded nodes inherit this node's scope, stage, segment and copy number."""
+        return _Place(self.new, node)
+
+    def copy(self, node: Node, inputs: tuple[Value | None, ...] | None = None) -> None:
+        """Record the same node on the new graph."""
+        with self.at(node):
+            copied = self.new.append(node.op, self.inputs(node) if inputs is None else inputs, node.attributes)
+        self.map.update(zip(node.outputs, copied.outputs, strict=True))
+
+    def replace(self, node: Node, outputs: Sequence[Value]) -> None:
+        """Let values of the new graph stand for a node's outputs."""
+        self.map.update(zip(node.outputs, outputs, strict=False))
+
+    def finish(self) -> Graph:
+        for name, value in self.old.outputs.items():
+            self.new.output(name, self.map[value])
+        return self.new
+
+
+class _Place:
+    def __init__(self, graph: Graph, node: Node) -> None:
+        self.graph, self.node = graph, node
+
+    def __enter__(self) -> None:
+        graph = self.graph
+        self.saved = (graph._scope, graph._stage, graph._segment, graph._copy)
+        graph._scope = [self.node.scope] if self.node.scope else []
+        graph._stage, graph._segment, graph._copy = self.node.stage, self.node.segment, self.node.copy
+
+    def __exit__(self, *_: object) -> None:
+        graph = self.graph
+        graph._scope, graph._stage, graph._segment, graph._copy = self.saved
+
+
+def rewrite(graph: Graph, replace: Replace) -> Graph:
+    """Copy a graph node by node, letting `replace` record something else in a node's place."""
+    rewriter = Rewriter(graph)
+    for node in graph.nodes:
+        inputs = rewriter.inputs(node)
+        with rewriter.at(node):
+            outputs = replace(node, inputs)
+        if outputs is None:
+            rewriter.copy(node, inputs)
+        else:
+            rewriter.replace(node, outputs)
+    return rewriter.finish()
+
+
+def uses(graph: Graph) -> dict[Value, list[Node]]:
+    """Nodes that read each value, in order."""
+    readers: dict[Value, list[Node]] = {}
+    for node in graph.nodes:
+        for value in node.values:
+            readers.setdefault(value, []).append(node)
+    return readers

@@ -1,0 +1,30 @@
+"""A graph as text: one line a node, in order, with stage, place in the model, shapes and attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ttrain.graph.graph import Graph, Node, Stage, Value
+
+
+def show(graph: Graph, stages: Iterable[Stage] = tuple(Stage)) -> str:
+    """Every node of the given stages."""
+    wanted = set(stages)
+    lines = [f"input  {value!r}" for value in graph.inputs.values()]
+    lines += [f"{value.kind.value:9} {value!r}" for value in graph.state.values()]
+    lines += [show_node(node) for node in graph.nodes if node.stage in wanted]
+    lines += [f"output {name} = {_short(value)}" for name, value in graph.outputs.items()]
+    return "\n".join(lines)
+
+
+def show_node(node: Node) -> str:
+    """One node on one line."""
+    outputs = ", ".join(f"{_short(value)}:{value.spec}" for value in node.outputs)
+    inputs = ", ".join("-" if value is None else _short(value) for value in node.inputs)
+    attributes = "".join(f", {key}={value}" for key, value in node.attributes.items())
+    again = f"  (copy {node.copy})" if node.copy else ""
+    return f"{node.stage.value:8} {node.scope:32} {outputs} = {node.op.name}({inputs}{attributes}){again}"
+
+
+def _short(value: Value) -> str:
+    return value.name or f"%{value.number}"

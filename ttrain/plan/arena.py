@@ -1,0 +1,85 @@
+"""Packing buffers with known lifetimes into one range of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ttrain.core.errors import PlanError
+from ttrain.device.base import align
+
+
+@dataclass
+class Block:
+    """A buffer to place: its size in bytes, when it is live (inclusive), and where it came to lie."""
+
+    label: str
+    nbytes: int
+    start: int
+    end: int
+    offset: int = -1
+
+
+def pack(blocks: Sequence[Block]) -> int:
+    """Give every block an offset; returns the bytes of the arena.
+
+    Greedy by size: the largest block first, each at the lowest offset where it overlaps nothing that is live with it
+    (the greedy-by-size strategy of Pisarchyk and Lee, 2020, arXiv:2001.03288).
+    """
+    order = sorted(blocks, key=lambda block: (-block.nbytes, block.start))
+    starts = np.array([block.start for block in order])
+    ends = np.array([block.end for block in order])
+    offsets = np.zeros(len(order), dtype=np.int64)
+    tops = np.zeros(len(order), dtype=np.int64)
+    total = 0
+    for index, block in enumerate(order):
+        size = align(block.nbytes)
+        together = np.flatnonzero((starts[:index] <= block.end) & (ends[:index] >= block.start))
+        block.offset = _lowest_gap(offsets[together], tops[together], size)
+        offsets[index], tops[index] = block.offset, block.offset + size
+        total = max(total, block.offset + size)
+    return total
+
+
+def _lowest_gap(offsets: np.ndarray, tops: np.ndarray, size: int) -> int:
+    """The lowest offset at which `size` bytes fit between ranges that may overlap one another."""
+    by_offset = np.argsort(offsets, kind="stable")
+    reach = 0
+    for offset, top in zip(offsets[by_offset].tolist(), tops[by_offset].tolist(), strict=True):
+        if offset - reach >= size:
+            break
+        reach = max(reach, top)
+    return reach
+
+
+def check_overlap(blocks: Sequence[Block]) -> None:
+    """Raise PlanError naming two blocks that are live together and share bytes."""
+    order = sorted((block for block in blocks if block.nbytes), key=lambda block: block.start)
+    live: list[Block] = []
+    for block in order:
+        if block.offset < 0:
+            raise PlanError(f"{block.label} was given no place in the arena.")
+        live = [other for other in live if other.end >= block.start]
+        for other in live:
+            if block.offset < other.offset + other.nbytes and other.offset < block.offset + block.nbytes:
+                raise PlanError(
+                    f"{block.label} (bytes {block.offset} to {block.offset + block.nbytes}, launches {block.start} to "
+                    f"{block.end}) overlaps {other.label} (bytes {other.offset} to {other.offset + other.nbytes}, "
+                    f"launches {other.start} to {other.end})."
+                )
+        live.append(block)
+
+
+def peak_bytes(blocks: Sequence[Block]) -> int:
+    """The largest number of bytes that are live at once: what no packing can go below."""
+    changes: dict[int, int] = {}
+    for block in blocks:
+        changes[block.start] = changes.get(block.start, 0) + align(block.nbytes)
+        changes[block.end + 1] = changes.get(block.end + 1, 0) - align(block.nbytes)
+    live = peak = 0
+    for time in sorted(changes):
+        live += changes[time]
+        peak = max(peak, live)
+    return peak

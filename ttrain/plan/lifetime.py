@@ -1,0 +1,130 @@
+"""Which buffer each value lives in, and from when to when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ttrain.device.base import Delivery, Kernel
+from ttrain.graph.graph import Graph, Kind, Node, Value
+from ttrain.graph.verify import root_of
+
+BEFORE = -1  # time at which step inputs are uploaded; node k runs at time k
+
+
+@dataclass
+class Lifetime:
+    """A buffer of the arena is live from the launch at `start` to the launch at `end`, both inclusive."""
+
+    start: int
+    end: int
+
+
+@dataclass
+class Placement:
+    """For every value the one whose buffer it shares, and the lifetimes of buffers that lie in the arena."""
+
+    owner: dict[Value, Value] = field(default_factory=dict)
+    lifetimes: dict[Value, Lifetime] = field(default_factory=dict)  # by owner; state is not in here
+    elided: set[Node] = field(default_factory=set)  # nodes with nothing left to launch
+
+    def owner_of(self, value: Value) -> Value:
+        return self.owner.get(value, value)
+
+
+def place(graph: Graph, kernels: Mapping[str, Kernel]) -> Placement:
+    """Decide sharing, then lifetimes. Pure; `kernels` tells how each op delivers."""
+    placement = Placement()
+    for value in (*graph.inputs.values(), *graph.state.values()):
+        placement.owner[value] = value
+    for node in graph.nodes:
+        for output in node.outputs:
+            placement.owner[output] = root_of(output)
+        if node.op.view:
+            placement.elided.add(node)
+    _deliver_into_state(graph, placement)
+    last_read = _last_reads(graph, placement)
+    _reuse_dying_inputs(graph, placement, kernels, last_read)
+    _measure(graph, placement)
+    return placement
+
+
+def _last_reads(graph: Graph, placement: Placement) -> dict[Value, int]:
+    """Per owner, the time of the last launch that touches it; the end of the step for outputs."""
+    last: dict[Value, int] = {}
+    for time, node in enumerate(graph.nodes):
+        for value in (*node.values, *node.outputs):
+            last[placement.owner_of(value)] = time
+    for value in graph.outputs.values():
+        last[placement.owner_of(value)] = len(graph.nodes)
+    return last
+
+
+def _deliver_into_state(graph: Graph, placement: Placement) -> None:
+    """Let the kernel whose result is assigned to state write there itself, and drop the copy."""
+    touched: dict[Value, list[int]] = {}
+    made: dict[Value, int] = {}
+    for time, node in enumerate(graph.nodes):
+        for value in node.values:
+            touched.setdefault(placement.owner_of(value), []).append(time)
+        for output in node.outputs:
+            made.setdefault(placement.owner_of(output), time)
+    moved: dict[Value, Value] = {}
+    for time, node in enumerate(graph.nodes):
+        if node.op.name != "assign" or node in placement.elided:
+            continue
+        state, value = node.input("state"), node.input("value")
+        owner = placement.owner_of(value)
+        free = owner.kind is Kind.NODE and owner not in moved and owner.spec.nbytes == state.spec.nbytes
+        if not free or owner.spec.dtype is not state.spec.dtype or owner in map(placement.owner_of, graph.outputs.values()):
+            continue
+        if any(made[owner] <= when < time for when in touched.get(placement.owner_of(state), [])):
+            continue
+        moved[owner] = placement.owner_of(state)
+        placement.elided.add(node)
+    for value, owner in placement.owner.items():
+        placement.owner[value] = moved.get(owner, owner)
+
+
+def _reuse_dying_inputs(
+    graph: Graph, placement: Placement, kernels: Mapping[str, Kernel], last_read: dict[Value, int]
+) -> None:
+    """Let an elementwise result take over the buffer of an input that nothing reads afterwards."""
+    takes: dict[Value, Value] = {}
+
+    def final(owner: Value) -> Value:
+        while owner in takes:
+            owner = takes[owner]
+        return owner
+
+    for time, node in enumerate(graph.nodes):
+        if not node.op.elementwise or node in placement.elided:
+            continue
+        if kernels[node.op.name].delivery is not Delivery.INTO:
+            continue
+        output = node.outputs[0]
+        own = placement.owner_of(output)
+        if own is not output:
+            continue
+        for value in node.values:
+            owner = final(placement.owner_of(value))
+            if owner.kind is Kind.NODE and value.spec == output.spec and last_read[owner] == time:
+                takes[own] = owner
+                last_read[owner] = max(last_read[owner], last_read[own])
+                break
+    for value, owner in placement.owner.items():
+        placement.owner[value] = final(owner)
+
+
+def _measure(graph: Graph, placement: Placement) -> None:
+    for value in graph.inputs.values():
+        placement.lifetimes[value] = Lifetime(BEFORE, BEFORE)
+    for time, node in enumerate(graph.nodes):
+        for value in (*node.values, *node.outputs):
+            owner = placement.owner_of(value)
+            if not owner.kind.is_state:
+                placement.lifetimes.setdefault(owner, Lifetime(time, time)).end = time
+    for value in graph.outputs.values():
+        owner = placement.owner_of(value)
+        if not owner.kind.is_state:
+            placement.lifetimes[owner].end = len(graph.nodes)
