@@ -16,7 +16,7 @@ _FEISTEL_FACTOR = np.uint64(0xD1342543DE82EF95)
 
 
 def derive_key(*words: int) -> int:
-    """A 64-bit key that depends on every word and on their order; words may be any integers."""
+    """A 64-bit key that depends on every word, taken modulo 2**64, and on their order."""
     key = 0
     for word in words:
         key = _mix((key ^ (word & _MASK)) + _GAMMA & _MASK)

@@ -1,0 +1,193 @@
+"""Reading text: which files, in which order, and what can't be read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ttrain.core.errors import DataError
+from ttrain.data import corpus as corpus_module
+from ttrain.data.corpus import Corpus, cut
+from ttrain.data.settings import TextConfig
+
+MIXED = "plain, é, 中文, 😀\r\n\ttabs\n"
+
+
+def whole(corpus: Corpus) -> str:
+    return "".join(corpus.text(0, corpus.size))
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def test_the_standard_library_is_the_default() -> None:
+    corpus = Corpus(TextConfig())
+    names = [file.as_posix() for file in corpus.files]
+    root = os.path.dirname(os.__file__)
+    assert names == sorted(names) and len(names) > 100
+    assert f"{root}/os.py" in names
+    inside = [os.path.relpath(name, root).split("/") for name in names]
+    assert not any(part in ("test", "tests", "site-packages") for parts in inside for part in parts)
+    assert "import" in next(iter(corpus.text(0, corpus.size)))
+    assert [*Corpus(TextConfig()).files] == [*corpus.files]
+
+
+def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
+    corpus = Corpus(TextConfig(path=str(write(tmp_path / "a.txt", MIXED))))
+    assert whole(corpus) == MIXED
+    assert corpus.size == len(MIXED.encode())
+
+
+def test_a_folder_is_read_in_the_order_of_names_without_hidden_files(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/z.txt", "a/b.md", "c.txt", ".hidden.txt", ".git/config"):
+        write(tmp_path / name, name)
+    corpus = Corpus(TextConfig(path=str(tmp_path), separator="|"))
+    assert whole(corpus) == "a/b.md|a/z.txt|b.txt|c.txt"
+    only = Corpus(TextConfig(path=str(tmp_path), separator="", suffixes=[".md"]))
+    assert whole(only) == "a/b.md"
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", b"\xef\xbb\xbfone")
+    write(tmp_path / "b.txt", b"\xef\xbb\xbftwo")
+    assert whole(Corpus(TextConfig(path=str(tmp_path)))) == "one\ntwo"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    texts=st.lists(st.text("aé中😀\n", max_size=9), min_size=1, max_size=4),
+    separator=st.sampled_from(["", "\n", "é"]),
+    held_out=st.floats(0.05, 0.95),
+    chunk=st.integers(1, 5),
+    cap=st.one_of(st.none(), st.integers(1, 40)),
+)
+def test_the_splits_are_the_text_cut_once_between_characters(
+    tmp_path_factory: Any, texts: list[str], separator: str, held_out: float, chunk: int, cap: int | None
+) -> None:
+    folder = tmp_path_factory.mktemp("texts")
+    for number, text in enumerate(texts):
+        write(folder / f"{number}.txt", text)
+    joined = separator.join(texts)
+    if not joined:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus_module, "READ_BYTES", chunk)
+        corpus = Corpus(TextConfig(path=str(folder), separator=separator, held_out=held_out, max_bytes=cap))
+        train = "".join(corpus.text(0, corpus.boundary))
+        val = "".join(corpus.text(corpus.boundary, corpus.size))
+    raw = joined.encode()
+    size = len(raw) if cap is None else min(cap, len(raw))
+    kept = raw[:size].decode(errors="ignore")
+    assert train + val == kept
+    target = round(len(kept.encode()) * (1 - held_out))
+    assert target - 4 < len(train.encode()) <= target
+
+
+def test_the_bytes_behind_the_text_are_reported_in_order(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", MIXED)
+    write(tmp_path / "b.txt", "end")
+    seen = bytearray()
+    corpus = Corpus(TextConfig(path=str(tmp_path)))
+    list(corpus.text(0, corpus.size, seen.extend))
+    assert bytes(seen) == (MIXED + "\nend").encode()
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1 << 20])
+@pytest.mark.parametrize(
+    ("content", "offset", "byte"),
+    [
+        (b"abc\xffdef", 3, "0xff"),
+        ("é".encode() + b"\xe4\xb8", 2, "0xe4"),
+        (b"ab\x00cd", 2, "0x00"),
+        (b"\xff\xfea\x00b\x00", 0, "0xff"),
+        (b"a\xc3(", 1, "0xc3"),
+    ],
+)
+def test_what_is_not_utf8_text_is_named_with_its_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, offset: int, byte: str, chunk: int
+) -> None:
+    monkeypatch.setattr(corpus_module, "READ_BYTES", chunk)
+    file = write(tmp_path / "data.bin", content)
+    corpus = Corpus(TextConfig(path=str(tmp_path)))
+    with pytest.raises(DataError) as caught:
+        whole(corpus)
+    assert str(file) in str(caught.value)
+    assert f"byte {offset} ({byte}" in str(caught.value)
+
+
+def test_paths_that_hold_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    empty = write(tmp_path / "empty.txt", "")
+    for path, words in (
+        (tmp_path / "absent.txt", "does not exist"),
+        (tmp_path / "folder", "without any file"),
+        (empty, "holds no text"),
+    ):
+        with pytest.raises(DataError, match=words) as caught:
+            Corpus(TextConfig(path=str(path)))
+        assert "data.path" in str(caught.value) and str(path) in str(caught.value)
+    with pytest.raises(DataError, match=r"\.md \(data\.suffixes\)"):
+        Corpus(TextConfig(path=str(tmp_path), suffixes=[".md"]))
+
+
+def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "secret.txt", "text")
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    corpus = Corpus(TextConfig(path=str(file)))
+    monkeypatch.setattr(corpus_module, "open", refuse, raising=False)
+    with pytest.raises(DataError, match=r"secret\.txt: Permission denied"):
+        whole(corpus)
+
+
+def test_a_file_that_shrinks_while_being_read_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.txt", "0123456789")
+    corpus = Corpus(TextConfig(path=str(file)))
+    file.write_bytes(b"0123")
+    with pytest.raises(DataError, match="cut to 4 bytes"):
+        whole(corpus)
+
+
+def test_text_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.txt", MIXED)
+    script = (
+        "import sys; from ttrain.data.corpus import Corpus; from ttrain.data.settings import TextConfig; "
+        "from ttrain.data.batches import Sizes; from ttrain.data.text import open_text; "
+        "corpus = Corpus(TextConfig(path=sys.argv[1])); print(ascii(''.join(corpus.text(0, corpus.size)))); "
+        "print(open_text(TextConfig(path=sys.argv[1], held_out=0.4), Sizes(context=2)).tokenizer.hash)"
+    )
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    found = [
+        subprocess.run([sys.executable, "-c", script, file], env=env, capture_output=True, text=True, check=True).stdout
+        for env in (ascii_only, {**os.environ, "PYTHONUTF8": "1"})
+    ]
+    assert found[0] == found[1]
+    assert found[0].splitlines()[0] == ascii(MIXED)
+
+
+@settings(max_examples=80, deadline=None)
+@given(text=st.text("ab \n", max_size=200), size=st.integers(1, 20), data=st.data())
+def test_pieces_depend_on_the_text_alone(text: str, size: int, data: st.DataObject) -> None:
+    pieces = list(cut([text], size))
+    assert "".join(pieces) == text
+    assert all(size <= len(piece) <= 2 * size for piece in pieces[:-1])
+    edges = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    parts = [text[start:stop] for start, stop in zip([0, *edges], [*edges, len(text)], strict=True)]
+    assert list(cut(parts, size)) == pieces
+
+
+def test_pieces_end_at_line_ends() -> None:
+    text = "a line of text\n" * 40
+    assert all(piece.endswith("\n") for piece in cut([text], 20))

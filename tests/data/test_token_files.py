@@ -1,0 +1,269 @@
+"""Token files: preparing, opening, and what is wrong with damaged ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ttrain.core.errors import DataError
+from ttrain.data import corpus as corpus_module
+from ttrain.data import tokens as tokens_module
+from ttrain.data.batches import Sizes
+from ttrain.data.prepare import prepare
+from ttrain.data.settings import TextConfig, TokensConfig
+from ttrain.data.text import open_text
+from ttrain.data.tokenizer import read_tokenizer
+from ttrain.data.tokens import open_tokens
+
+SIZES = Sizes(context=16)
+TEXT = "".join(f"line {i} of the text, with an é and a 中\n" for i in range(3000))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "corpus.txt"
+    file.write_text(TEXT, encoding="utf-8")
+    return file
+
+
+def raw_file(path: Path, ids: Any, dtype: str = "<u2") -> Path:
+    path.write_bytes(np.asarray(ids).astype(dtype).tobytes())
+    return path
+
+
+def config_of(path: Path, **options: Any) -> TokensConfig:
+    return TokensConfig(path=str(path), **options)
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
+def test_prepared_tokens_train_as_the_text_does(text: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_module, "READ_BYTES", 1000)
+    config = TextConfig(path=str(text), tokenizer=tokenizer, vocabulary_size=300)
+    folder = text.parent / "tokens"
+    header = prepare(config, folder, progress=False)
+    monkeypatch.undo()
+    direct, prepared = open_text(config, SIZES), open_tokens(config_of(folder), SIZES)
+    assert prepared.vocabulary == direct.vocabulary == header["vocabulary"]
+    assert prepared.tokenizer is not None and direct.tokenizer is not None
+    assert prepared.tokenizer.hash == direct.tokenizer.hash == read_tokenizer(folder / "tokenizer.json").hash
+    assert prepared.description["tokens"] == direct.description["tokens"]
+    assert prepared.description["corpus"]["sha256"] == direct.description["sha256"]
+    assert prepared.baseline == direct.baseline
+    for split in ("train", "val"):
+        for index in range(3):
+            expected, given = direct.batch(split, 1, index, 4), prepared.batch(split, 1, index, 4)
+            assert all((expected[name] == given[name]).all() for name in expected)
+    ids = np.fromfile(folder / "train.bin", header["dtype"])
+    assert prepared.tokenizer.decode(ids) == TEXT.encode()[: direct.description["bytes"]["train"]].decode()
+
+
+def test_preparing_holds_little_of_the_text(tmp_path: Path) -> None:
+    file = tmp_path / "long.txt"
+    file.write_text("0123456789 abcdefghijk\n" * 1_000_000, encoding="ascii")
+    assert file.stat().st_size == 23_000_000
+    tracemalloc.start()
+    header = prepare(TextConfig(path=str(file)), tmp_path / "tokens", progress=False)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert header["splits"]["train"]["tokens"] == 20_700_000
+    assert peak < 14_000_000  # the ids alone are 46 MB; a table of all of Unicode takes 4.5
+
+
+def test_preparing_shows_its_progress(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare(TextConfig(path=str(text)), text.parent / "tokens")
+    shown = capsys.readouterr().err
+    assert "learning the tokenizer: 100%" in shown and "writing tokens: 100%" in shown
+
+
+def test_an_unfinished_folder_never_appears(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text.write_bytes(TEXT.encode() + b"\xff")
+    with pytest.raises(DataError, match="0xff is not UTF-8"):
+        prepare(TextConfig(path=str(text), tokenizer="byte"), text.parent / "tokens", progress=False)
+    text.write_text(TEXT, encoding="utf-8")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.rename", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(TextConfig(path=str(text)), text.parent / "tokens", progress=False)
+    assert [path.name for path in text.parent.iterdir()] == ["corpus.txt"]
+
+
+def test_a_destination_is_never_overwritten_and_must_be_writable(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match="exists already"):
+        prepare(TextConfig(path=str(text)), text.parent, progress=False)
+    with pytest.raises(DataError, match=r"cannot write .*Not a directory"):
+        prepare(TextConfig(path=str(text)), text / "inside", progress=False)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(DataError, match=r"cannot write .*No space left on device"):
+        prepare(TextConfig(path=str(text)), text.parent / "tokens", progress=False)
+    assert [path.name for path in text.parent.iterdir()] == ["corpus.txt"]
+
+
+def test_a_held_out_split_without_tokens_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("abc", encoding="ascii")
+    with pytest.raises(DataError, match=r"val split .* has no tokens.*data\.held_out"):
+        prepare(TextConfig(path=str(file)), tmp_path / "tokens", progress=False)
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("uint16", "<u2"), ("uint32", "<u4")])
+def test_raw_files_need_their_type_and_vocabulary(tmp_path: Path, dtype: str, stored: str) -> None:
+    file = raw_file(tmp_path / "all.bin", np.arange(1000), stored)
+    data = open_tokens(config_of(file, dtype=dtype, vocabulary=1000, held_out=0.25), SIZES)
+    assert data.description["tokens"] == {"train": 750, "val": 250}
+    assert data.batch("val", 0, 0, 3)["tokens"].min() >= 750
+    assert data.vocabulary == 1000 and data.tokenizer is None
+    for missing in ({"dtype": dtype}, {"vocabulary": 1000}):
+        with pytest.raises(DataError, match=r"data\.dtype=uint16\|uint32 and data\.vocabulary"):
+            open_tokens(config_of(file, **missing), SIZES)
+
+
+def test_a_folder_of_raw_files_keeps_its_own_splits(tmp_path: Path) -> None:
+    raw_file(tmp_path / "train.bin", np.arange(100))
+    options = {"dtype": "uint16", "vocabulary": 500, "held_out": 0.5}
+    assert open_tokens(config_of(tmp_path, **options), SIZES).description["tokens"] == {"train": 50, "val": 50}
+    raw_file(tmp_path / "val.bin", np.arange(400, 440))
+    data = open_tokens(config_of(tmp_path, **options), SIZES)
+    assert data.description["tokens"] == {"train": 100, "val": 40}
+    assert data.batch("val", 0, 0, 2)["tokens"].min() >= 400
+
+
+def test_a_raw_file_may_name_its_tokenizer(tmp_path: Path, text: Path) -> None:
+    prepare(TextConfig(path=str(text)), tmp_path / "tokens", progress=False)
+    tokenizer = read_tokenizer(tmp_path / "tokens" / "tokenizer.json")
+    options: dict[str, Any] = {"dtype": "uint16", "tokenizer": str(tmp_path / "tokens" / "tokenizer.json")}
+    data = open_tokens(config_of(tmp_path / "tokens" / "train.bin", vocabulary=100, **options), SIZES)
+    assert data.vocabulary == 100  # a padded vocabulary is fine
+    assert data.tokenizer is not None and data.tokenizer.hash == tokenizer.hash
+    with pytest.raises(DataError, match=rf"has {tokenizer.vocabulary} ids, more than data\.vocabulary=5"):
+        open_tokens(config_of(tmp_path / "tokens" / "train.bin", vocabulary=5, **options), SIZES)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_an_id_outside_the_vocabulary_is_named_with_its_position(tmp_path: Path, verify: bool) -> None:
+    ids = np.arange(1000) % 50
+    ids[777] = 50
+    file = raw_file(tmp_path / "all.bin", ids)
+    with pytest.raises(DataError, match=r"token 777 of .*all\.bin has id 50, but the vocabulary has 50 ids"):
+        open_tokens(config_of(file, dtype="uint16", vocabulary=50, verify=verify), SIZES)
+
+
+def test_a_file_too_long_to_read_at_the_start_is_checked_batch_by_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens_module, "_VERIFIED_BYTES", 100)
+    ids = np.arange(200) % 50
+    ids[60:] = 60
+    file = raw_file(tmp_path / "all.bin", ids)
+    data = open_tokens(config_of(file, dtype="uint16", vocabulary=50), SIZES)
+    assert data.description["sha256"] == {"train": None}
+    with pytest.raises(DataError, match=r"of the train split has id 60"):
+        for index in range(20):
+            data.batch("train", 0, index, 8)
+    with pytest.raises(DataError, match=r"token 60 of"):
+        open_tokens(config_of(file, dtype="uint16", vocabulary=50, verify=True), SIZES)
+
+
+def test_a_file_far_larger_than_memory_opens_and_gives_batches(tmp_path: Path) -> None:
+    file = tmp_path / "huge.bin"
+    with open(file, "wb") as stream:
+        stream.truncate(1 << 40)  # sparse: takes no room
+    for order in ("random", "epoch"):
+        data = open_tokens(config_of(file, dtype="uint16", vocabulary=10, order=order), SIZES)
+        assert sum(data.description["tokens"].values()) == 1 << 39
+        assert data.batch("train", 0, 10**7, 8)["tokens"].shape == (8, 16)
+        assert data.batch("val", 0, 10**7, 8)["tokens"].sum() == 0
+
+
+@pytest.fixture
+def prepared(text: Path) -> Path:
+    folder = text.parent / "tokens"
+    prepare(TextConfig(path=str(text)), folder, progress=False)
+    return folder
+
+
+def test_a_prepared_folder_may_be_moved(prepared: Path, text: Path) -> None:
+    text.unlink()
+    moved = prepared.rename(prepared.parent / "elsewhere")
+    assert open_tokens(config_of(moved, verify=True), SIZES).vocabulary
+
+
+def test_changed_files_are_refused(prepared: Path) -> None:
+    for name in ("train.bin", "val.bin"):
+        copy = prepared.parent / f"changed-{name}"
+        shutil.copytree(prepared, copy)
+        content = bytearray((copy / name).read_bytes())
+        content[10] ^= 1
+        (copy / name).write_bytes(content)
+        with pytest.raises(DataError, match=rf"{name} has changed since it was prepared"):
+            open_tokens(config_of(copy), SIZES)
+        (copy / name).write_bytes(content[:-2])
+        with pytest.raises(DataError, match=rf"{name} has \d+ tokens, but tokens\.json says \d+"):
+            open_tokens(config_of(copy), SIZES)
+        (copy / name).write_bytes(content[:-1])
+        with pytest.raises(DataError, match=r"not a multiple of the 2 of uint16"):
+            open_tokens(config_of(copy), SIZES)
+        (copy / name).write_bytes(b"")
+        with pytest.raises(DataError, match=rf"{name} is empty"):
+            open_tokens(config_of(copy), SIZES)
+        (copy / name).unlink()
+        with pytest.raises(DataError, match=rf"cannot read .*{name}"):
+            open_tokens(config_of(copy), SIZES)
+
+
+def test_another_tokenizer_is_refused(prepared: Path) -> None:
+    described = json.loads((prepared / "tokenizer.json").read_text())
+    del described["model"]["vocab"]["x"]
+    (prepared / "tokenizer.json").write_text(json.dumps(described))
+    with pytest.raises(DataError, match="not the one that the tokens were made with"):
+        open_tokens(config_of(prepared), SIZES)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", "nonsense", '{"format": "other"}', '{"splits": {"train": 3}}'])
+def test_a_damaged_header_is_refused(prepared: Path, content: str) -> None:
+    (prepared / "tokens.json").write_text(content)
+    with pytest.raises(DataError, match=r"tokens\.json .*[Pp]repare the tokens again"):
+        open_tokens(config_of(prepared), SIZES)
+    header = {"format": "another version", "dtype": "uint16", "vocabulary": 3}
+    split = {"tokens": 3, "sha256": ""}
+    header |= {"splits": {"train": split, "val": split}, "tokenizer": {"sha256": ""}, "corpus": {}}
+    (prepared / "tokens.json").write_text(json.dumps(header))
+    with pytest.raises(DataError, match="this version"):
+        open_tokens(config_of(prepared), SIZES)
+
+
+def test_a_config_that_contradicts_the_folder_is_refused(prepared: Path) -> None:
+    vocabulary = json.loads((prepared / "tokens.json").read_text())["vocabulary"]
+    assert open_tokens(config_of(prepared, dtype="uint16", vocabulary=vocabulary), SIZES)
+    with pytest.raises(DataError, match=r"data\.dtype=uint32, but .* says uint16"):
+        open_tokens(config_of(prepared, dtype="uint32"), SIZES)
+    with pytest.raises(DataError, match=rf"data\.vocabulary=9, but .* says {vocabulary}"):
+        open_tokens(config_of(prepared, vocabulary=9), SIZES)
+
+
+def test_paths_without_tokens_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data=tokens needs data\.path"):
+        open_tokens(TokensConfig(), SIZES)
+    with pytest.raises(DataError, match="does not exist"):
+        open_tokens(config_of(tmp_path / "absent"), SIZES)
+    with pytest.raises(DataError, match=r"no tokens\.json and no train\.bin"):
+        open_tokens(config_of(tmp_path), SIZES)
+
+
+def test_text_that_does_not_fit_in_memory_is_sent_to_prepare(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ttrain.data.text._available_memory", lambda: 1000)
+    with pytest.raises(DataError, match=r"task=prepare .* data=tokens"):
+        open_text(TextConfig(path=str(text)), SIZES)
+    assert open_text(TextConfig(path=str(text), max_bytes=250), Sizes(context=4)).description["bytes"]["train"] == 225
