@@ -256,7 +256,7 @@ def read_tokenizer(path: Path | str, key: str = "data.tokenizer") -> Tokenizer:
 def unseen(characters: Iterable[str], tokenizer: Tokenizer) -> DataError:
     """The error that names characters a tokenizer has no id for."""
     ordered = sorted(characters)
-    named = ", ".join(f"{ascii(character)} (U+{ord(character):04X})" for character in ordered[:_NAMED_CHARACTERS])
+    named = ", ".join(f"{character!a} (U+{ord(character):04X})" for character in ordered[:_NAMED_CHARACTERS])
     more = f" and {len(ordered) - _NAMED_CHARACTERS} more" if len(ordered) > _NAMED_CHARACTERS else ""
     return DataError(
         f"the {tokenizer.name} tokenizer of {tokenizer.vocabulary} ids never saw {named}{more}. "
