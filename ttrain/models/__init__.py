@@ -1,0 +1,1 @@
+"""Models: one file each, from a small config to a recorded forward pass."""

@@ -31,10 +31,14 @@ class GPTConfig:
     layers: int | None = option(None, "number of transformer blocks", minimum=1)
     heads: int | None = option(None, "attention heads per block; must divide width", minimum=1)
     width: int | None = option(None, "features of the residual stream", minimum=1)
-    context: int | None = option(None, "longest sequence in tokens; training uses sequences of exactly this length", minimum=1)
+    context: int | None = option(
+        None, "longest sequence in tokens; training uses sequences of exactly this length", minimum=1
+    )
     vocabulary: int | None = option(None, "number of token ids; null takes the tokenizer's", minimum=1)
     bias: bool = option(True, "whether linear layers and layer norms have a bias")
-    dropout: float = option(0.0, "probability of zeroing after embedding, attention weights and each branch", minimum=0, below=1)
+    dropout: float = option(
+        0.0, "probability of zeroing after embedding, attention weights and each branch", minimum=0, below=1
+    )
     activation: str = option("gelu_tanh", "function inside the feed-forward branch", choices=ACTIVATIONS)
     tied: bool = option(True, "whether the output head shares the token embedding's weight")
     recompute: str = option("none", "what backward computes again instead of keeping", choices=("none", "block"))

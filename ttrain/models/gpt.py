@@ -1,0 +1,170 @@
+"""The decoder-only transformer of GPT-2 (Radford et al., 2019) in nanoGPT's form: sizes from tiny to 1.5B."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ttrain import ops
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.graph import Graph, Value
+from ttrain.graph.passes.fuse import chunk_rows
+from ttrain.models import gpt_weights
+from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED
+from ttrain.models.presets import required_sizes
+from ttrain.models.settings import GPTConfig
+from ttrain.nn.initialize import Constant, Initializer, Normal
+from ttrain.nn.layers import Dropout, Embedding, LayerNorm, Linear
+from ttrain.nn.module import Module, recomputed, released, use
+
+STD = 0.02  # of every weight at the start; output projections of the two branches start 1/sqrt(2 layers) smaller
+_STREAMS_PER_BLOCK = 3  # dropout masks: attention weights, attention branch, feed-forward branch
+
+
+def _linear(inputs: int, outputs: int, bias: bool, std: float = STD) -> Linear:
+    zeros: Initializer = Constant(0.0)
+    return Linear(inputs, outputs, bias, Normal(std), zeros)
+
+
+class Attention(Module):
+    """Causal multi-head self-attention: y [B, T, C] -> branch [B, T, C]."""
+
+    def __init__(self, width: int, heads: int, config: GPTConfig, residual_std: float, stream: int) -> None:
+        self.qkv = _linear(width, 3 * width, config.bias)
+        self.projection = _linear(width, width, config.bias, residual_std)
+        self._heads, self._p, self._stream = heads, config.dropout, stream
+        self._dropout = Dropout(config.dropout, stream + 1)
+
+    def __call__(self, y: Value, seed: Value | None) -> Value:
+        p = 0.0 if seed is None else self._p
+        mixed = ops.self_attention(self.qkv(y), self._heads, seed, p, self._stream)
+        return self._dropout(self.projection(mixed), seed)
+
+
+class FeedForward(Module):
+    """Two linear layers, four times as wide in between: y [B, T, C] -> branch [B, T, C]."""
+
+    def __init__(self, width: int, config: GPTConfig, residual_std: float, stream: int) -> None:
+        self.up = _linear(width, 4 * width, config.bias)
+        self.down = _linear(4 * width, width, config.bias, residual_std)
+        self._activation = config.activation
+        self._dropout = Dropout(config.dropout, stream)
+
+    def __call__(self, y: Value, seed: Value | None) -> Value:
+        return self._dropout(self.down(ops.activation(self.up(y), self._activation)), seed)
+
+
+class Block(Module):
+    """Two branches around the residual stream, each reading a layer norm of it."""
+
+    def __init__(self, width: int, heads: int, config: GPTConfig, residual_std: float, stream: int) -> None:
+        self.attention_norm = LayerNorm(width, config.bias)
+        self.attention = Attention(width, heads, config, residual_std, stream)
+        self.feed_forward_norm = LayerNorm(width, config.bias)
+        self.feed_forward = FeedForward(width, config, residual_std, stream + 2)
+
+    def __call__(self, x: Value, branch: Value | None, seed: Value | None) -> tuple[Value, Value]:
+        """Residual stream x [B, T, C] and the branch not yet added to it -> the same after this block.
+
+        The sum is left to the norm that reads it: one op, one pass over memory.
+        """
+        x, y = _norm_of_sum(self.attention_norm, x, branch)
+        x, y = self.feed_forward_norm.after_sum(x, self.attention(y, seed))
+        return x, self.feed_forward(y, seed)
+
+
+def _norm_of_sum(norm: LayerNorm, x: Value, branch: Value | None) -> tuple[Value, Value]:
+    return (x, norm(x)) if branch is None else norm.after_sum(x, branch)
+
+
+class GPT(Module):
+    """tokens int64 [B, T] -> loss or logits: learned positions, pre-norm blocks, causal attention.
+
+    Starts as nanoGPT does: weights N(0, 0.02), the branches' output projections N(0, 0.02 / sqrt(2 layers)), biases 0,
+    norms 1. Raises ConfigError where a size or the vocabulary is missing, or heads do not divide width.
+    """
+
+    def __init__(self, config: GPTConfig, compute: DType = DType.FP32) -> None:
+        self.config, self.compute = config, compute
+        self.layers, self.heads, self.width, self.context, self.vocabulary = required_sizes(config)
+        residual_std = STD / math.sqrt(2 * self.layers)
+        self.embedding = Embedding(self.vocabulary, self.width, Normal(STD))
+        self.positions = Embedding(self.context, self.width, Normal(STD))
+        self._dropout = Dropout(config.dropout, stream=0)
+        self.blocks = [
+            Block(self.width, self.heads, config, residual_std, stream=1 + _STREAMS_PER_BLOCK * index)
+            for index in range(self.layers)
+        ]
+        self.norm = LayerNorm(self.width, config.bias)
+        self.head = None if config.tied else _linear(self.width, self.vocabulary, bias=False)
+        self.name_parameters()
+
+    def batch_specs(self, rows: int) -> dict[str, TensorSpec]:
+        """`tokens` and `targets`, int64 [rows, context]; a target below zero counts for nothing."""
+        spec = TensorSpec((rows, self.context), DType.INT64)
+        return {"tokens": spec, "targets": spec}
+
+    def loss(self, graph: Graph, rows: int, training: bool) -> Value:
+        """loss_weight * the sum of the cross-entropies in nats, fp32 []."""
+        hidden = self.hidden(graph, rows, training)
+        targets = ops.reshape(graph.input("targets", self.batch_specs(rows)["targets"]), hidden.shape[:1])
+        weight = graph.input(LOSS_WEIGHT, SCALAR)
+        chunk = min(chunk_rows(self.vocabulary), hidden.shape[0])
+        with graph.scope("loss"):
+            return ops.linear_cross_entropy(hidden, self._head(graph), targets, weight, chunk=chunk, gradients=training)
+
+    def logits(self, graph: Graph, rows: int) -> Value:
+        """Scores of the next token, fp32 [1, vocabulary], at step input `position` int64 [] of the rows end to end."""
+        hidden = self.hidden(graph, rows, training=False)
+        position = ops.reshape(graph.input("position", SEED), (1,))
+        with graph.scope("head"):
+            row = ops.embedding(position, hidden)  # a lookup of one row of the hidden states
+            return ops.cast(ops.linear(row, self._head(graph)), DType.FP32)
+
+    def hidden(self, graph: Graph, rows: int, training: bool) -> Value:
+        """What the head reads: the last norm's output [rows * context, width] in the compute dtype."""
+        seed = graph.input("seed", SEED) if training and self.config.dropout else None
+        tokens = graph.input("tokens", self.batch_specs(rows)["tokens"])
+        with graph.scope("embedding"):
+            positions = use(graph, self.positions.weight, self.compute)
+            x = self._dropout(ops.add(self.embedding(tokens, self.compute), positions), seed)
+        x, branch = self._blocks(x, seed, training)
+        with graph.scope("norm"):
+            _, y = _norm_of_sum(self.norm, x, branch)
+        return ops.reshape(y, (rows * self.context, self.width))
+
+    def _blocks(self, x: Value, seed: Value | None, training: bool) -> tuple[Value, Value | None]:
+        """The residual stream after all blocks, and the branch not yet added to it."""
+        graph, branch = x.graph, None
+        whole = not training or self.config.recompute == "block"
+        for index, block in enumerate(self.blocks):
+            with graph.scope(f"blocks.{index}"):
+                if whole:
+                    x = self._whole_block(block, x, seed, training)
+                else:
+                    x, branch = block(x, branch, seed)
+        return x, branch
+
+    def _whole_block(self, block: Block, x: Value, seed: Value | None, training: bool) -> Value:
+        """One block whose only result is the residual stream, so that one tensor per block is kept, or none."""
+        close = recomputed if training else released
+        y = close(x.graph, lambda: ops.add(*block(x, None, seed)))
+        if not training:
+            x.graph.release([x])
+        return y
+
+    def _head(self, graph: Graph) -> Value:
+        """Weight [vocabulary, width] of the output head."""
+        return use(graph, self.embedding.weight if self.head is None else self.head.weight, self.compute)
+
+    def to_original(self, values: Mapping[str, Any], transposed: bool = False) -> gpt_weights.Weights:
+        """Parameters by path -> weights under nanoGPT's names, or with `transposed` in Hugging Face's form."""
+        return gpt_weights.to_original(values, self._specs(), transposed)
+
+    def from_original(self, weights: Mapping[str, Any]) -> gpt_weights.Weights:
+        """Weights of nanoGPT or of Hugging Face's GPT-2 -> parameters by path. Raises CheckpointError."""
+        return gpt_weights.from_original(weights, self._specs())
+
+    def _specs(self) -> dict[str, TensorSpec]:
+        return {path: parameter.spec for path, parameter in self.parameters().items()}

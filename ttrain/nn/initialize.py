@@ -1,0 +1,69 @@
+"""Initial values as functions of (run seed, parameter path): the order in which layers are built changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float32]
+
+
+class Initializer(Protocol):
+    """A distribution that the first values of a parameter are drawn from."""
+
+    def __call__(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        """Values fp32 of that shape."""
+        ...
+
+
+@dataclass(frozen=True)
+class Normal:
+    """The normal distribution of mean 0."""
+
+    std: float
+
+    def __call__(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        values = generator.standard_normal(shape, dtype=np.float32)
+        values *= np.float32(self.std)
+        return values
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """The uniform distribution over [-bound, bound)."""
+
+    bound: float
+
+    def __call__(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        return (generator.random(shape, dtype=np.float32) * 2 - 1) * np.float32(self.bound)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One number everywhere."""
+
+    value: float
+
+    def __call__(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        return np.full(shape, self.value, np.float32)
+
+
+def generator_of(seed: int, path: str) -> np.random.Generator:
+    """A counter-based generator (Philox) whose key is a hash of the run seed and a parameter's path."""
+    digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+
+
+def initial_value(parameter: Any, seed: int) -> Array:
+    """The first value of one parameter of a model: fp32, of the parameter's shape."""
+    value: Array = parameter.initializer(generator_of(seed, parameter.path), parameter.spec.shape)
+    return value
+
+
+def initial_values(model: Any, seed: int) -> dict[str, Array]:
+    """The first value of every parameter by path. For a model too large to hold twice, call `initial_value` in turn."""
+    return {path: initial_value(parameter, seed) for path, parameter in model.parameters().items()}

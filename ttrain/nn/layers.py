@@ -1,0 +1,81 @@
+"""Layers. Each records its ops into the graph of its input and computes in its input's dtype."""
+
+from __future__ import annotations
+
+import math
+
+from ttrain import ops
+from ttrain.core.spec import DType
+from ttrain.graph import Graph, Value
+from ttrain.nn.initialize import Constant, Initializer, Normal, Uniform
+from ttrain.nn.module import Module, Parameter, use
+
+
+class Linear(Module):
+    """y = x W^T + b: x [..., inputs] -> y [..., outputs], W [outputs, inputs], b [outputs].
+
+    Without initializers both start uniform in +-1/sqrt(inputs), torch.nn.Linear's rule.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool = True,
+        weight_initializer: Initializer | None = None,
+        bias_initializer: Initializer | None = None,
+    ) -> None:
+        default = Uniform(1 / math.sqrt(inputs))
+        self.weight = Parameter((outputs, inputs), weight_initializer or default)
+        self.bias = Parameter((outputs,), bias_initializer or default) if bias else None
+
+    def __call__(self, x: Value) -> Value:
+        compute = x.spec.dtype
+        bias = None if self.bias is None else use(x.graph, self.bias, compute)
+        return ops.linear(x, use(x.graph, self.weight, compute), bias)
+
+
+class LayerNorm(Module):
+    """Layer norm over the last axis of x [..., width]. Weight, bias and statistics are fp32 whatever x is."""
+
+    def __init__(self, width: int, bias: bool = True, eps: float = 1e-5) -> None:
+        self.weight = Parameter((width,), Constant(1.0), follows_compute=False)
+        self.bias = Parameter((width,), Constant(0.0), follows_compute=False) if bias else None
+        self._eps = eps
+
+    def __call__(self, x: Value) -> Value:
+        weight, bias = self._read(x.graph)
+        return ops.layer_norm(x, weight, bias, self._eps)
+
+    def after_sum(self, x: Value, branch: Value) -> tuple[Value, Value]:
+        """(x + branch, its layer norm) as one op."""
+        weight, bias = self._read(x.graph)
+        return ops.add_layer_norm(x, branch, weight, bias, self._eps)
+
+    def _read(self, graph: Graph) -> tuple[Value, Value | None]:
+        bias = None if self.bias is None else use(graph, self.bias, DType.FP32)
+        return use(graph, self.weight, DType.FP32), bias
+
+
+class Embedding(Module):
+    """y[..., :] = weight[ids[...], :]: ids int64 [...] -> y [..., width], weight [count, width]."""
+
+    def __init__(self, count: int, width: int, initializer: Initializer | None = None) -> None:
+        self.weight = Parameter((count, width), initializer or Normal(1.0))
+
+    def __call__(self, ids: Value, compute: DType) -> Value:
+        return ops.embedding(ids, use(ids.graph, self.weight, compute))
+
+
+class Dropout(Module):
+    """Zeroes a share p of the elements and scales the others by 1/(1-p).
+
+    `stream` tells the masks of one model apart: no two dropouts of a model may share it.
+    """
+
+    def __init__(self, p: float, stream: int) -> None:
+        self._p, self._stream = p, stream
+
+    def __call__(self, x: Value, seed: Value | None) -> Value:
+        """`seed` int64 [] of the step; without one, as in evaluation, x itself."""
+        return x if seed is None else ops.dropout(x, seed, self._p, self._stream)

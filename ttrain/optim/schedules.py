@@ -1,0 +1,70 @@
+"""Learning rate over steps, as a factor of the peak.
+
+Steps count from 1. With i = step - 1, W warm-up steps and S steps to the end, every shape starts as nanoGPT's schedule
+does: factor = (i + 1) / (W + 1) for i < W. Then, with the progress r = min(1, (i - W) / (S - W)):
+
+    constant  1
+    linear    1 - r (1 - final)
+    cosine    final + (1 - final) (1 + cos(pi r)) / 2          (Loshchilov and Hutter, 2017)
+    wsd       1 until i = S - decay S, then linear to final at i = S    (warm-up, stable, decay; Hu et al., 2024)
+
+From i = S on the factor is `final`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from ttrain.optim.settings import ScheduleConfig
+
+Schedule = Callable[[int], float]  # step, counted from 1 -> factor
+
+
+def constant(config: ScheduleConfig, steps: int) -> Schedule:
+    """The peak after the warm-up. `steps` is the run's length; no shape needs it if config.steps is given."""
+    return _shaped(config, steps, lambda index, end: 1.0)
+
+
+def linear(config: ScheduleConfig, steps: int) -> Schedule:
+    """A straight line from the peak to `final`."""
+    return _shaped(config, steps, lambda index, end: _line(_progress(index, config.warmup, end), config.final))
+
+
+def cosine(config: ScheduleConfig, steps: int) -> Schedule:
+    """Half a period of the cosine from the peak to `final`."""
+
+    def shape(index: int, end: int) -> float:
+        half = 0.5 * (1 + math.cos(math.pi * _progress(index, config.warmup, end)))
+        return config.final + (1 - config.final) * half
+
+    return _shaped(config, steps, shape)
+
+
+def wsd(config: ScheduleConfig, steps: int) -> Schedule:
+    """The peak, then a straight line to `final` over the last `decay` share of the steps."""
+
+    def shape(index: int, end: int) -> float:
+        start = max(config.warmup, end - config.decay * end)
+        return _line(_progress(index, start, end), config.final)
+
+    return _shaped(config, steps, shape)
+
+
+def _shaped(config: ScheduleConfig, steps: int, shape: Callable[[int, int], float]) -> Schedule:
+    end = config.steps or steps
+
+    def factor(step: int) -> float:
+        index = step - 1
+        return (index + 1) / (config.warmup + 1) if index < config.warmup else shape(index, end)
+
+    return factor
+
+
+def _progress(index: int, start: float, end: int) -> float:
+    """0 up to `start`, 1 from `end` on."""
+    return 1.0 if index >= end else max(0.0, (index - start) / (end - start))
+
+
+def _line(progress: float, final: float) -> float:
+    return 1 - progress * (1 - final)

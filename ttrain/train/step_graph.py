@@ -1,0 +1,166 @@
+"""A model and an optimizer become the steps of a run: functions that record onto a graph, and the state they share.
+
+Names of the state: a parameter's path; `<path>/compute` for its copy in the compute dtype; `<path>/gradient`;
+`<path>/<slot>` for the optimizer's tensors, such as `<path>/first_moment`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from ttrain import ops
+from ttrain.autodiff import backward
+from ttrain.core.errors import ConfigError
+from ttrain.core.spec import TensorSpec
+from ttrain.engine.state import StateTensor
+from ttrain.graph import Graph, Kind, Stage, Value
+from ttrain.graph.op import op
+from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED, LanguageModel, Model
+from ttrain.nn.module import Parameter, use
+from ttrain.optim.base import STEP, Optimizer
+from ttrain.optim.clip import clip_by_global_norm
+from ttrain.optim.groups import ParameterRun, parameter_runs
+
+Trace = Callable[[Graph], None]
+
+
+@dataclass
+class StepGraph:
+    """Records the steps of one run.
+
+    Inputs are declared whether a step reads them or not, so that a run hands over the same record whatever the model:
+        trace_train       batch fields, loss_weight, seed, lr inputs, step   -> outputs loss, grad_norm
+        trace_accumulate  batch fields, loss_weight, seed                    -> loss
+        trace_update      lr inputs, step                                    -> grad_norm
+        trace_evaluate    batch fields, loss_weight                          -> loss
+        trace_logits      tokens [1, context], position                      -> logits [1, vocabulary]
+    `loss` is loss_weight * the sum over the batch; `grad_norm` is the global norm before clipping.
+    """
+
+    model: Model
+    optimizer: Optimizer
+    rows: int  # of one micro-batch
+    accumulation: int = 1
+    eval_rows: int | None = None  # None takes rows
+    runs: list[ParameterRun] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.runs = parameter_runs(self.model.parameters(), self.optimizer.config, self.model.compute)
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """All parameters in the order in which the state lays them out."""
+        return [parameter for run in self.runs for parameter in run.parameters]
+
+    def train_steps(self) -> dict[str, Trace]:
+        """The steps that one optimizer step is made of, by name."""
+        if self.accumulation == 1:
+            return {"train": self.trace_train}
+        return {
+            "accumulate_first": lambda graph: self.trace_accumulate(graph, first=True),
+            "accumulate_next": lambda graph: self.trace_accumulate(graph, first=False),
+            "update": self.trace_update,
+        }
+
+    def trace_train(self, graph: Graph) -> None:
+        """Forward, backward and update of a whole batch."""
+        gradients = self._backward(graph)
+        with graph.stage(Stage.UPDATE), graph.scope("gradients"):
+            stored = [ops.assign(self._gradient(graph, p), g) for p, g in zip(self.parameters, gradients, strict=True)]
+        graph.release(gradients)
+        self._update(graph, stored)
+
+    def trace_accumulate(self, graph: Graph, first: bool) -> None:
+        """Forward and backward of one micro-batch. The first overwrites the gradients, later ones add to them."""
+        store = ops.assign if first else ops.accumulate
+        gradients = self._backward(graph)
+        with graph.stage(Stage.UPDATE), graph.scope("gradients"):
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                store(self._gradient(graph, parameter), gradient)
+
+    def trace_update(self, graph: Graph) -> None:
+        """Clipping and optimizer on accumulated gradients."""
+        self._update(graph, [self._gradient(graph, parameter) for parameter in self.parameters])
+
+    def trace_evaluate(self, graph: Graph) -> None:
+        """The loss without dropout; changes nothing."""
+        graph.output("loss", self._loss(graph, self.eval_rows or self.rows, training=False))
+
+    def trace_logits(self, graph: Graph) -> None:
+        """Scores of the next token after a text. Raises ConfigError for a model without a vocabulary."""
+        if not hasattr(self.model, "logits"):
+            raise ConfigError(f"model.name={self.model.config.name}: has no logits, so there is nothing to sample.")
+        graph.output("logits", cast(LanguageModel, self.model).logits(graph, rows=1))
+
+    def state_tensors(self, training: bool = True) -> list[StateTensor]:
+        """What an engine's State has to place; without `training` neither gradients nor the optimizer's tensors.
+
+        Runs of an update op come out side by side and in the same order in every kind.
+        """
+        members = [(run.name, parameter) for run in self.runs for parameter in run.parameters]
+        compute, slots = self.model.compute, self.optimizer.slots
+        tensors = [StateTensor(p.path, p.spec, Kind.PARAMETER, run) for run, p in members]
+        copied = [(run, p) for run, p in members if p.has_copy(compute)]
+        tensors += [StateTensor(p.copy_name, p.read_spec(compute), Kind.COPY, run) for run, p in copied]
+        if training:
+            tensors += [StateTensor(gradient_name(p), self._gradient_spec(p), Kind.GRADIENT, run) for run, p in members]
+            tensors += [StateTensor(f"{p.path}/{s}", p.spec, Kind.OPTIMIZER, run) for s in slots for run, p in members]
+        return tensors
+
+    def _loss(self, graph: Graph, rows: int, training: bool) -> Value:
+        for name, spec in self.model.batch_specs(rows).items():
+            graph.input(name, spec)
+        graph.input(LOSS_WEIGHT, SCALAR)
+        if training:
+            graph.input("seed", SEED)
+        return self.model.loss(graph, rows, training)
+
+    def _backward(self, graph: Graph) -> list[Value]:
+        """Gradients of the loss in the order of `parameters`."""
+        loss = self._loss(graph, self.rows, training=True)
+        graph.output("loss", loss)
+        return backward(loss, [use(graph, parameter, self.model.compute) for parameter in self.parameters])
+
+    def _gradient(self, graph: Graph, parameter: Parameter) -> Value:
+        return graph.state_value(gradient_name(parameter), self._gradient_spec(parameter), Kind.GRADIENT)
+
+    def _gradient_spec(self, parameter: Parameter) -> TensorSpec:
+        """fp32 where micro-batches are summed, so that rounding does not add up; else as backward makes it."""
+        return parameter.spec if self.accumulation > 1 else parameter.read_spec(self.model.compute)
+
+    def _update(self, graph: Graph, gradients: Sequence[Value]) -> None:
+        """Clip, update every run, and round the new parameters into their copies."""
+        by_path = {p.path: gradient for p, gradient in zip(self.parameters, gradients, strict=True)}
+        with graph.stage(Stage.UPDATE):
+            with graph.scope("clip"):
+                norm, factor = clip_by_global_norm(gradients, self.optimizer.config.clip_norm)
+            graph.output("grad_norm", norm)
+            step = graph.input(STEP, SCALAR)
+            for run in self.runs:
+                with graph.scope(run.name):
+                    new = self._update_run(graph, run, [by_path[p.path] for p in run.parameters], step, factor)
+                    self._refresh(graph, run, new)
+
+    def _update_run(
+        self, graph: Graph, run: ParameterRun, gradients: list[Value], step: Value, factor: Value | None
+    ) -> list[Value]:
+        state = {
+            slot: [graph.state_value(f"{p.path}/{slot}", p.spec, Kind.OPTIMIZER) for p in run.parameters]
+            for slot in self.optimizer.slots
+        }
+        masters = [graph.state_value(p.path, p.spec, Kind.PARAMETER) for p in run.parameters]
+        lr = graph.input(run.lr, SCALAR)
+        return self.optimizer.update(masters, gradients, state, lr=lr, step=step, factor=factor, decays=run.decays)
+
+    def _refresh(self, graph: Graph, run: ParameterRun, new: Sequence[Value]) -> None:
+        compute = self.model.compute
+        if run.parameters[0].has_copy(compute):  # one run has one read dtype
+            copies = [use(graph, parameter, compute) for parameter in run.parameters]
+            op("refresh").record(*copies, *new, count=len(copies))
+
+
+def gradient_name(parameter: Parameter) -> str:
+    """Name of a parameter's gradient in the state."""
+    return f"{parameter.path}/gradient"
