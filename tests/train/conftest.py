@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.graph.graph import Kind
 from ttrain.train.evaluate import Evaluation
 from ttrain.train.loggers import Console, Loggers
 from ttrain.train.loop import Loop
@@ -27,12 +28,12 @@ VOCABULARY = 11
 class ArrayState:
     """Named fp32 arrays with kinds."""
 
-    def __init__(self, arrays: Mapping[str, tuple[str, np.ndarray]]) -> None:
+    def __init__(self, arrays: Mapping[str, tuple[Kind, np.ndarray]]) -> None:
         self.kinds = {name: kind for name, (kind, _) in arrays.items()}
         self.arrays = {name: array for name, (_, array) in arrays.items()}
 
-    def names(self) -> list[str]:
-        return list(self.arrays)
+    def names(self, *kinds: Kind) -> list[str]:
+        return [name for name, kind in self.kinds.items() if not kinds or kind in kinds]
 
     def spec(self, name: str) -> TensorSpec:
         return TensorSpec(self.arrays[name].shape, DType.FP32)
@@ -44,8 +45,16 @@ class ArrayState:
         assert array.shape == self.arrays[name].shape
         self.arrays[name] = array.copy()
 
-    def kind(self, name: str) -> str:
-        return self.kinds[name]
+
+class BuiltStep:
+    """A step that refuses missing and unknown inputs, as an engine's does."""
+
+    def __init__(self, names: tuple[str, ...], run: Callable[[Mapping[str, Any]], dict[str, float]]) -> None:
+        self.inputs, self._run = {name: TensorSpec(()) for name in names}, run
+
+    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, float]:
+        assert inputs.keys() == self.inputs.keys()
+        return self._run(inputs)
 
 
 @dataclass
@@ -61,8 +70,8 @@ class Bigram:
         table = np.random.default_rng(0).normal(0, 0.02, (VOCABULARY, VOCABULARY)).astype(np.float32)
         self.state = ArrayState(
             {
-                "table.weight": ("parameter", table),
-                "table.weight/velocity": ("optimizer", np.zeros_like(table)),
+                "table.weight": (Kind.PARAMETER, table),
+                "table.weight/velocity": (Kind.OPTIMIZER, np.zeros_like(table)),
             }
         )
         self._gradient = np.zeros_like(table)
@@ -79,10 +88,10 @@ class Bigram:
         valid = targets >= 0
         rows = np.arange(len(tokens))
         picked = -np.log(probabilities[rows, np.where(valid, targets, 0)])
-        loss = float(inputs["weight"] * picked[valid].sum())
+        loss = float(inputs["loss_weight"] * picked[valid].sum())
         delta = probabilities
         delta[rows, np.where(valid, targets, 0)] -= 1
-        delta = delta * keep * valid[:, None] * np.float32(inputs["weight"])
+        delta = delta * keep * valid[:, None] * np.float32(inputs["loss_weight"])
         gradient = np.zeros_like(table)
         np.add.at(gradient, tokens, delta.astype(np.float32))
         return loss, gradient
@@ -120,12 +129,18 @@ class Bigram:
     def logits(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
         return {"logits": self.state.arrays["table.weight"][inputs["tokens"][0, inputs["position"]]]}
 
-    def steps(self) -> dict[str, Callable[[Mapping[str, Any]], dict[str, float]]]:
-        return {name: getattr(self, name) for name in ("train", "accumulate_first", "accumulate_next", "update")}
+    def steps(self) -> dict[str, BuiltStep]:
+        micro = ("tokens", "targets", "loss_weight", "seed")
+        inputs = {"train": (*micro, "lr", "step"), "accumulate_first": micro, "accumulate_next": micro}
+        inputs["update"] = ("lr", "step")
+        return {
+            name: BuiltStep(names, lambda given, name=name: getattr(self, name)(given))
+            for name, names in inputs.items()
+        }
 
 
 class Cycles:
-    """Sequences that mostly count upwards; a fifth of the targets are missing. Remembers which batches were asked for."""
+    """Sequences that mostly count upwards; a fifth of the targets are missing. Remembers what it was asked for."""
 
     context = 8
 
@@ -133,7 +148,9 @@ class Cycles:
         self.description = {"source": "cycles"}
         self.asked: list[tuple[str, int]] = []
 
-    def batch(self, split: str, seed: int, index: int, rows: int, rank: int = 0, world: int = 1) -> dict[str, np.ndarray]:
+    def batch(
+        self, split: str, seed: int, index: int, rows: int, rank: int = 0, world: int = 1
+    ) -> dict[str, np.ndarray]:
         self.asked.append((split, index))
         generator = np.random.default_rng([seed if split == "train" else 99, index, rank])
         start = generator.integers(0, VOCABULARY, (rows, 1))
@@ -166,7 +183,7 @@ MakeJob = Callable[..., Job]
 
 @pytest.fixture
 def make_job(tmp_path: Path) -> Iterator[MakeJob]:
-    """Builds a job: `make_job(steps=.., ...)`; `resume=True` continues the run in `folder` from its newest checkpoint."""
+    """Builds a job: `make_job(steps=.., ...)`; `resume=True` continues the run in `folder`."""
     jobs: list[Job] = []
 
     def make(folder: str = "run", resume: bool = False, views: list[Any] | None = None, **settings: Any) -> Job:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -14,6 +15,7 @@ import pytest
 
 from ttrain.core.errors import CheckpointError, NonFiniteError, TtrainError
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.graph.graph import Kind
 from ttrain.train import checkpoint as module
 from ttrain.train.checkpoint import CheckpointContent, read_checkpoint, save_checkpoint
 from ttrain.train.files import sha256_file, to_json
@@ -37,8 +39,9 @@ class State:
             self.arrays[name] = generator.normal(size=shape).astype(np.float32)
             self.arrays[f"{name}/first_moment"] = generator.normal(size=shape).astype(np.float32)
 
-    def names(self) -> list[str]:
-        return list(self.arrays)
+    def names(self, *kinds: Kind) -> list[str]:
+        of = {name: Kind.OPTIMIZER if "/" in name else Kind.PARAMETER for name in self.arrays}
+        return [name for name, kind in of.items() if not kinds or kind in kinds]
 
     def spec(self, name: str) -> TensorSpec:
         return TensorSpec(self.arrays[name].shape, DType.FP32)
@@ -48,9 +51,6 @@ class State:
 
     def write(self, name: str, array: np.ndarray) -> None:
         self.arrays[name] = array
-
-    def kind(self, name: str) -> str:
-        return "optimizer" if "/" in name else "parameter"
 
 
 def content(step: int = 100, val_loss: float | None = None) -> CheckpointContent:
@@ -152,7 +152,9 @@ def test_missing_files(tmp_path: Path) -> None:
         read_checkpoint(path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"format": 1}', '{"format": 9, "files": {}}', "\x00\xff", "[" * 9999])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "null", '{"format": 1}', '{"format": 9, "files": {}}', "\x00\xff", "[" * 9999]
+)
 def test_damaged_manifest(tmp_path: Path, text: str) -> None:
     path = save_checkpoint(tmp_path, State(), content()).path
     (path / "manifest.json").write_text(text)
@@ -188,7 +190,9 @@ def test_a_pickle_in_place_of_a_shard_is_refused_and_never_run(tmp_path: Path) -
     assert not (tmp_path / "exploded").exists()
 
 
-@pytest.mark.parametrize("name", ["../../outside.json", "/etc/passwd", "a/b.json", "..", "weights.pkl", "manifest.json", ".json"])
+@pytest.mark.parametrize(
+    "name", ["../../outside.json", "/etc/passwd", "a/b.json", "..", "weights.pkl", "manifest.json", ".json"]
+)
 def test_names_that_leave_the_folder_or_the_formats_are_refused(tmp_path: Path, name: str) -> None:
     path = save_checkpoint(tmp_path, State(), content()).path
     rewrite_manifest(path, **{name: {"bytes": 1, "sha256": "0"}})
@@ -277,10 +281,8 @@ def test_a_kill_at_any_point_of_a_save_leaves_a_complete_checkpoint(
     with monkeypatch.context() as patch:
         Failure(patch, name, at, KeyboardInterrupt())
         patch.setattr(module.shutil, "rmtree", lambda *_, **__: None)
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             save_checkpoint(tmp_path, State(1), content(100))
-        except KeyboardInterrupt:
-            pass
     newest, skipped = newest_complete(tmp_path)
     assert newest is not None and newest.step in (50, 100)
     assert all("cut off" in reason for _, reason in skipped)

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from ttrain.core.errors import Interrupted, NonFiniteError, TtrainError
+from ttrain.core.spec import TensorSpec
 from ttrain.train import loop as module
 from ttrain.train.metrics import read_metrics
 from ttrain.train.retention import list_checkpoints
 from ttrain.train.seeds import step_seed
-from ttrain.train.step import StepResult, TrainStep, micro_batches
+from ttrain.train.step import StepResult, TrainStep
 
 MakeJob = Any
 
@@ -57,7 +58,7 @@ def reference_run(job: Any, steps: int) -> list[float]:
         velocity = np.zeros_like(table) if velocity is None else velocity
         model.state.arrays["table.weight"] = table
         weight = 1 / (batch["targets"] >= 0).sum()
-        loss, gradient = model._loss({**batch, "seed": step_seed(7, step), "weight": weight}, masked=True)
+        loss, gradient = model._loss({**batch, "seed": step_seed(7, step), "loss_weight": weight}, masked=True)
         norm = np.sqrt((gradient.astype(np.float64) ** 2).sum())
         velocity = np.float32(0.9) * velocity + np.float32(min(1.0, 1.0 / (norm + 1e-6))) * gradient
         table = table - np.float32(0.5 * (1 - step / 100)) * velocity
@@ -80,7 +81,16 @@ def test_metrics_of_a_step(make_job: MakeJob) -> None:
     job.loop.run()
     first = lines(job)[0]
     assert first["step"] == 1 and first["lr"] == pytest.approx(0.495) and first["nonfinite_steps"] == 0
-    assert first.keys() == {"step", "train/loss", "lr", "grad_norm", "tokens_per_s", "step_ms", "tokens", "nonfinite_steps"}
+    assert first.keys() == {
+        "step",
+        "train/loss",
+        "lr",
+        "grad_norm",
+        "tokens_per_s",
+        "step_ms",
+        "tokens",
+        "nonfinite_steps",
+    }
     assert first["tokens_per_s"] * first["step_ms"] / 1e3 == pytest.approx(first["tokens"], rel=1e-2)
 
 
@@ -106,33 +116,41 @@ def test_accumulation_weighs_by_valid_targets(make_job: MakeJob, accumulation: i
     np.testing.assert_allclose(other, table, atol=1e-5)
 
 
+class Recorder:
+    """A step with the given inputs that remembers its calls."""
+
+    def __init__(self, name: str, inputs: str, asked: list[tuple[str, dict[str, Any]]]) -> None:
+        self.name, self.inputs, self.asked = name, dict.fromkeys(inputs.split(), TensorSpec(())), asked
+
+    def __call__(self, inputs: Any) -> dict[str, float]:
+        assert inputs.keys() == self.inputs.keys()
+        self.asked.append((self.name, dict(inputs)))
+        return {"loss": 0.5, "grad_norm": 2.0}
+
+
 def test_inputs_of_accumulation_steps() -> None:
     asked: list[tuple[str, dict[str, Any]]] = []
-
-    def record(name: str) -> Any:
-        def call(inputs: Any) -> dict[str, float]:
-            asked.append((name, dict(inputs)))
-            return {"loss": 0.5, "grad_norm": 2.0}
-
-        return call
-
-    step = TrainStep({name: record(name) for name in TrainStep.names(3)}, 3, seed=5, rank=2)
+    micro = "tokens targets loss_weight seed"
+    inputs = {"accumulate_first": micro, "accumulate_next": micro, "update": "lr lr/head step"}
+    assert inputs.keys() == set(TrainStep.names(3))
+    step = TrainStep({name: Recorder(name, names, asked) for name, names in inputs.items()}, 3, seed=5, rank=2)
     tokens = np.arange(6).reshape(6, 1)
     targets = np.array([[1], [-1], [2], [3], [-1], [-1]])
     result = step({"tokens": tokens, "targets": targets}, {"lr": 0.1, "lr/head": 0.2}, 9)
     assert result == StepResult(loss=1.5, grad_norm=2.0, tokens=3)
     assert [name for name, _ in asked] == ["accumulate_first", "accumulate_next", "accumulate_next", "update"]
     assert [entry["tokens"].tolist() for _, entry in asked[:3]] == [[[0], [1]], [[2], [3]], [[4], [5]]]
-    assert [entry["weight"] for _, entry in asked[:3]] == [1 / 3] * 3
+    assert [entry["loss_weight"] for _, entry in asked[:3]] == [1 / 3] * 3
     assert [entry["seed"] for _, entry in asked[:3]] == [step_seed(5, 9, micro, 2) for micro in range(3)]
     assert asked[3][1] == {"lr": 0.1, "lr/head": 0.2, "step": 9}
 
 
-def test_regression_batches_count_elements() -> None:
-    parts = micro_batches({"inputs": np.zeros((4, 3)), "targets": np.zeros((4, 2))}, 2)
-    assert [part["targets"].shape for part in parts] == [(2, 2), (2, 2)]
-    step = TrainStep({"train": lambda inputs: {"loss": inputs["weight"], "grad_norm": 0.0}}, 1, seed=0)
-    assert step({"inputs": np.zeros((4, 3)), "targets": np.zeros((4, 2))}, {"lr": 0.1}, 1).loss == 1 / 8
+def test_a_step_gets_no_input_that_it_does_not_have() -> None:
+    """Without dropout there is no seed, and plain SGD reads no step number. Real targets count by element."""
+    asked: list[tuple[str, dict[str, Any]]] = []
+    step = TrainStep({"train": Recorder("train", "inputs targets loss_weight lr", asked)}, 1, seed=0)
+    result = step({"inputs": np.zeros((4, 3)), "targets": np.zeros((4, 2))}, {"lr": 0.1}, 1)
+    assert result.tokens == 8 and asked[0][1]["loss_weight"] == 1 / 8
 
 
 def test_seeds_differ_in_every_argument_and_repeat() -> None:
@@ -291,7 +309,7 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
     )
     import subprocess
 
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=20)
     assert done.returncode == -signal.SIGINT
     assert "once more ends the run at once" in done.stderr
 
@@ -302,7 +320,7 @@ def test_outside_the_main_thread_signals_are_left_alone(make_job: MakeJob) -> No
     def run() -> None:
         try:
             job.loop.run()
-        except BaseException as error:  # noqa: BLE001 - handed to the main thread
+        except BaseException as error:
             failures.append(error)
 
     thread = threading.Thread(target=run)

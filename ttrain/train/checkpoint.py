@@ -26,8 +26,9 @@ import numpy as np
 
 from ttrain.core.errors import CheckpointError, NonFiniteError, TtrainError
 from ttrain.core.units import format_bytes
+from ttrain.graph.graph import Kind
 from ttrain.train.files import sha256_file, sync_directory, to_json, write_synced
-from ttrain.train.protocols import State
+from ttrain.train.protocols import SAVED_KINDS, Array, State
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -75,7 +76,9 @@ class Checkpoint:
             raise CheckpointError(f"{path} is missing, though the manifest lists it. Use another checkpoint.")
         size = path.stat().st_size
         if size != entry["bytes"]:
-            raise CheckpointError(f"{path} has {size} bytes, the manifest says {entry['bytes']}: the file is truncated.")
+            raise CheckpointError(
+                f"{path} has {size} bytes, the manifest says {entry['bytes']}: the file is truncated."
+            )
         if sha256_file(path) != entry["sha256"]:
             raise CheckpointError(f"{path} does not have the SHA-256 of the manifest: the file was changed or damaged.")
         if path.suffix == ".safetensors":
@@ -101,9 +104,13 @@ class Checkpoint:
 
         Names and shapes must fit exactly, else CheckpointError, and nothing was copied.
         """
-        kinds = ("parameter", "optimizer") if optimizer else ("parameter",)
-        wanted = {name: tuple(state.spec(name).shape) for name in state.names() if state.kind(name) in kinds}
-        shards = [name for name in self.files if name.endswith(".safetensors") and (optimizer or name.startswith("parameters"))]
+        kinds = SAVED_KINDS if optimizer else (Kind.PARAMETER,)
+        wanted = {name: tuple(state.spec(name).shape) for name in state.names(*kinds)}
+        shards = [
+            name
+            for name in self.files
+            if name.endswith(".safetensors") and (optimizer or name.startswith("parameters"))
+        ]
         stored = {name: shape for shard in shards for name, shape in _shapes(self.path / shard)}
         if stored != wanted:
             what = "model and optimizer" if optimizer else "model"
@@ -138,12 +145,14 @@ def read_manifest(path: Path) -> Checkpoint:
 
 def _parse_manifest(path: Path, manifest: dict[str, Any]) -> Checkpoint:
     if manifest["format"] != FORMAT:
-        raise CheckpointError(f"{path} has checkpoint format {manifest['format']!r}; this version of ttrain reads {FORMAT}.")
+        raise CheckpointError(
+            f"{path} has checkpoint format {manifest['format']!r}; this version of ttrain reads {FORMAT}."
+        )
     files = {}
     for name, entry in manifest["files"].items():
         if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
             raise CheckpointError(
-                f"{path / MANIFEST} lists {name!r}. A checkpoint holds .safetensors and .json files in its own folder only."
+                f"{path / MANIFEST} lists {name!r}. It holds .safetensors and .json files in its own folder only."
             )
         files[name] = {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
     val_loss = None if manifest["val_loss"] is None else float(manifest["val_loss"])
@@ -184,7 +193,7 @@ def _write_files(folder: Path, state: State, content: CheckpointContent) -> None
     def write(name: str, data: bytes) -> None:
         files[name] = {"bytes": len(data), "sha256": write_synced(folder / name, data)}
 
-    for kind, stem in (("parameter", "parameters"), ("optimizer", "optimizer")):
+    for kind, stem in ((Kind.PARAMETER, "parameters"), (Kind.OPTIMIZER, "optimizer")):
         shards = list(_shards(state, kind))
         for number, names in enumerate(shards, 1):
             write(f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors", _serialize(state, names))
@@ -196,13 +205,11 @@ def _write_files(folder: Path, state: State, content: CheckpointContent) -> None
     write_synced(folder / MANIFEST, to_json(manifest).encode())
 
 
-def _shards(state: State, kind: str) -> Iterator[list[str]]:
+def _shards(state: State, kind: Kind) -> Iterator[list[str]]:
     """Names of one kind in groups of at most SHARD_BYTES, so that a save holds one group in memory."""
     names: list[str] = []
     filled = 0
-    for name in state.names():
-        if state.kind(name) != kind:
-            continue
+    for name in state.names(kind):
         size = state.spec(name).nbytes
         if names and filled + size > SHARD_BYTES:
             yield names
@@ -247,7 +254,9 @@ def _check_header(path: Path) -> None:
     length = struct.unpack("<Q", start[:8])[0] if len(start) == 9 else 0
     limit = min(MAX_HEADER_BYTES, path.stat().st_size - 8)
     if not 2 <= length <= limit or start[8:9] != b"{":
-        raise CheckpointError(f"{path} is not a safetensors file: its header should have 2 to {limit} bytes, not {length}.")
+        raise CheckpointError(
+            f"{path} is not a safetensors file: its header should have 2 to {limit} bytes, not {length}."
+        )
 
 
 def _shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -257,7 +266,7 @@ def _shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield name, tuple(shard.get_slice(name).get_shape())
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(path: Path) -> Iterator[tuple[str, Array]]:
     """Every tensor of a shard by name, one in memory at a time."""
     with _open_shard(path) as shard:
         for name in shard.keys():  # noqa: SIM118 - not a mapping
@@ -278,7 +287,9 @@ def _open_shard(path: Path) -> Iterator[Any]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} has {format_bytes(path.stat().st_size)}; at most {format_bytes(MAX_JSON_BYTES)} fit.")
+            raise CheckpointError(
+                f"{path} has {format_bytes(path.stat().st_size)}; at most {format_bytes(MAX_JSON_BYTES)} fit."
+            )
         value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON that can be read: {error}") from None
@@ -293,7 +304,9 @@ def _state_difference(stored: dict[str, tuple[int, ...]], wanted: dict[str, tupl
         parts.append(f"it lacks {_some(missing)}")
     if extra := sorted(stored.keys() - wanted.keys()):
         parts.append(f"it also holds {_some(extra)}")
-    reshaped = [f"{n} {stored[n]} instead of {wanted[n]}" for n in sorted(wanted) if n in stored and stored[n] != wanted[n]]
+    reshaped = [
+        f"{n} {stored[n]} instead of {wanted[n]}" for n in sorted(wanted) if n in stored and stored[n] != wanted[n]
+    ]
     if reshaped:
         parts.append(f"other shapes: {_some(reshaped)}")
     return "; ".join(parts) + "."

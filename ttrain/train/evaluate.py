@@ -27,7 +27,7 @@ class Evaluation:
                 return None
             batch = self._dataset.batch("val", self._seed, index, self._rows)
             valid = valid_targets(batch)
-            total += float(self._step({**batch, "weight": 1.0 / max(valid, 1)})["loss"]) * valid
+            total += float(self._step({**batch, "loss_weight": 1.0 / max(valid, 1)})["loss"]) * valid
             count += valid
         loss = total / max(count, 1)
         if not math.isfinite(loss):

@@ -35,6 +35,8 @@ class StopRequests:
         message = f"\n{self.requested.name}: finishing the step and saving; once more ends the run at once.\n"
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, message.encode())  # print is not safe in a handler
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)

@@ -62,7 +62,7 @@ class Console:
 
 
 class Loggers:
-    """Writes metrics.jsonl first, then tells the views. A view that fails is dropped: it must not end a training run."""
+    """Writes metrics.jsonl first, then tells the views. A view that fails is dropped: it must not end a run."""
 
     def __init__(self, file: MetricsFile, console: Console, views: list[Logger]) -> None:
         self.file, self.console = file, console
@@ -75,7 +75,9 @@ class Loggers:
                 view.log(metrics)
             except Exception as error:
                 self._views.remove(view)
-                self.console.say(f"{type(view).__name__} failed and gets no more metrics ({error}); metrics.jsonl goes on.")
+                self.console.say(
+                    f"{type(view).__name__} failed and gets no more metrics ({error}); metrics.jsonl goes on."
+                )
                 self._close(view, 1)
 
     def close(self, exit_code: int) -> None:

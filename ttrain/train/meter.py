@@ -36,7 +36,10 @@ class Meter:
     def read(self) -> Metrics:
         """Means over the steps since the last call: tokens/s, ms per step, mfu; and bytes of memory now."""
         seconds, steps = max(self._seconds, 1e-9), max(self._steps, 1)
-        metrics: Metrics = {"tokens_per_s": round(self._tokens / seconds, 1), "step_ms": round(1e3 * seconds / steps, 4)}
+        metrics: Metrics = {
+            "tokens_per_s": round(self._tokens / seconds, 1),
+            "step_ms": round(1e3 * seconds / steps, 4),
+        }
         if self._flops and self._peak:
             metrics["mfu"] = round(self._flops * self._steps / seconds / self._peak, 4)
         if self._memory is not None:

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from ttrain.train.files import replace_file
@@ -35,12 +34,6 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> MetricsFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

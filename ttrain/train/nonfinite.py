@@ -6,23 +6,21 @@ from pathlib import Path
 
 import numpy as np
 
+from ttrain.graph.graph import Kind
 from ttrain.train.protocols import State
 from ttrain.train.retention import newest_complete
 
-_KINDS = ("parameter", "gradient", "optimizer")
+_KINDS = (Kind.PARAMETER, Kind.GRADIENT, Kind.OPTIMIZER)
 
 
 def first_nonfinite(state: State) -> str | None:
     """The first tensor with NaN or Inf, with its count: parameters in order, then gradients, then optimizer state."""
-    names = state.names()
     for kind in _KINDS:
-        for name in names:
-            if state.kind(name) != kind:
-                continue
+        for name in state.names(kind):
             array = np.asarray(state.read(name))
             bad = array.size - int(np.isfinite(array).sum())
             if bad:
-                return f"{kind} {name} ({bad} of {array.size} elements)"
+                return f"{kind.value} {name} ({bad} of {array.size} elements)"
     return None
 
 

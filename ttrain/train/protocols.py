@@ -6,27 +6,33 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ttrain.core.spec import TensorSpec
+from ttrain.graph.graph import Kind
 
-Inputs = Mapping[str, "np.ndarray | float | int"]
-Outputs = Mapping[str, "float | np.ndarray"]
+SAVED_KINDS = (Kind.PARAMETER, Kind.OPTIMIZER)  # all else in the state derives from these or lives for one step
+
+Array = NDArray[Any]
+Inputs = Mapping[str, Array | np.generic | float | int]
+Outputs = Mapping[str, Any]  # floats for scalars, arrays otherwise
 
 
 class Step(Protocol):
     """A built step: inputs by name to metrics and outputs by name."""
 
+    inputs: Mapping[str, TensorSpec]
+
     def __call__(self, inputs: Inputs) -> Outputs: ...
 
 
 class State(Protocol):
-    """Parameters by module path, optimizer state by `<parameter path>/<name>`."""
+    """Persistent tensors: parameters by module path, optimizer state by `<parameter path>/<name>`."""
 
-    def names(self) -> list[str]: ...
+    def names(self, *kinds: Kind) -> list[str]: ...
     def spec(self, name: str) -> TensorSpec: ...
-    def read(self, name: str) -> np.ndarray: ...
-    def write(self, name: str, array: np.ndarray) -> None: ...
-    def kind(self, name: str) -> str: ...
+    def read(self, name: str) -> Array: ...
+    def write(self, name: str, array: Array) -> None: ...
 
 
 class Tokenizer(Protocol):
@@ -45,5 +51,5 @@ class Dataset(Protocol):
 
     def batch(
         self, split: Literal["train", "val"], seed: int, index: int, rows: int, rank: int = 0, world: int = 1
-    ) -> dict[str, np.ndarray]: ...
+    ) -> dict[str, Array]: ...
     def val_batches(self, rows: int) -> int: ...

@@ -64,7 +64,9 @@ def _newest_of(run: Path, *, must_exist: bool) -> ResumePoint | None:
         if not (run / RECORD).exists() and any(entry.name != ".hydra" for entry in run.iterdir()):
             raise CheckpointError(f"{run} is not a run of ttrain: it has no {RECORD}. Give the folder of a run.")
         return None
-    listed = "".join(f"\n  {note}" for note in notes) or " It has none; start anew with resume=none and another run.dir."
+    listed = (
+        "".join(f"\n  {note}" for note in notes) or " It has none; start anew with resume=none and another run.dir."
+    )
     raise CheckpointError(f"{run} has no checkpoint that can be resumed.{listed}")
 
 

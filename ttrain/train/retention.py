@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ttrain.core.errors import CheckpointError
 from ttrain.core.units import format_bytes
 from ttrain.train.checkpoint import UNFINISHED, Checkpoint, read_manifest
-from ttrain.train.protocols import State
+from ttrain.train.protocols import SAVED_KINDS, State
 
 _STEP_NAME = re.compile(r"step_\d{8,}")
 
@@ -71,7 +71,7 @@ def prune_checkpoints(folder: Path, keep_last: int, keep_best: bool) -> list[Pat
 
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:
-    """Moves checkpoints of later steps to `folder/abandoned_after_<step>`, so that a new history can take their names."""
+    """Moves later checkpoints to `folder/abandoned_after_<step>`, so that a new history can take their names."""
     later = [checkpoint.path for checkpoint in list_checkpoints(folder)[0] if checkpoint.step > step]
     moved = []
     for path in later:
@@ -87,7 +87,7 @@ def set_aside_after(folder: Path, step: int) -> list[Path]:
 
 def state_bytes(state: State) -> int:
     """Size of a checkpoint's tensors in bytes."""
-    return sum(state.spec(name).nbytes for name in state.names() if state.kind(name) in ("parameter", "optimizer"))
+    return sum(state.spec(name).nbytes for name in state.names(*SAVED_KINDS))
 
 
 def check_space(folder: Path, state: State) -> None:

@@ -1,10 +1,10 @@
 """The run directory: claimed by one process, self-contained, and with relative paths only, so that it can be moved.
 
-    config.yaml     the resolved config of the newest leg
-    run.json        one environment record per leg (a leg is one start or resume of the run)
-    metrics.jsonl   one line per recorded step: the truth that loggers are views of
-    checkpoints/    see checkpoint.py
-    plan.txt  summary.json  loss.png
+config.yaml     the resolved config of the newest leg
+run.json        one environment record per leg (a leg is one start or resume of the run)
+metrics.jsonl   one line per recorded step: the truth that loggers are views of
+checkpoints/    see checkpoint.py
+plan.txt  summary.json  loss.png
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class RunDirectory:
         return self.path / "plan.txt"
 
     @classmethod
-    def claim(cls, wanted: str | None, label: str, root: Path = Path("outputs"), now: datetime | None = None) -> RunDirectory:
+    def claim(
+        cls, wanted: str | None, label: str, root: Path = Path("outputs"), now: datetime | None = None
+    ) -> RunDirectory:
         """Makes and holds a new run directory. Raises UserError where that can't be done.
 
         `wanted` is the directory that the user asked for; it may exist if it holds no run. Without it the directory is
@@ -63,9 +65,7 @@ class RunDirectory:
         run = cls._hold(path, make=True)
         if (path / RECORD).exists():
             run.close()
-            raise UserError(
-                f"run.dir={path} already holds a run. Give resume=auto to continue it, or another run.dir for a new one."
-            )
+            raise UserError(f"run.dir={path} already holds a run. Give resume=auto to continue it, or another run.dir.")
         return run._start()
 
     @classmethod
@@ -132,7 +132,7 @@ class RunDirectory:
         try:
             return list(json.loads((self.path / RECORD).read_text("utf-8"))["legs"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{self.path / RECORD} is damaged ({error}). Put {{\"legs\": []}} there.") from None
+            raise CheckpointError(f'{self.path / RECORD} is damaged ({error}). Put {{"legs": []}} there.') from None
 
     def write_plan(self, text: str) -> None:
         replace_file(self.plan, text)
@@ -154,7 +154,9 @@ def read_config(run: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{run} is not a run of ttrain: it has no config.yaml. Give the folder of a run.") from None
+        raise CheckpointError(
+            f"{run} is not a run of ttrain: it has no config.yaml. Give the folder of a run."
+        ) from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise CheckpointError(f"{run / 'config.yaml'} can't be read: {error}") from None
     if not isinstance(config, dict):
@@ -179,4 +181,6 @@ def _lock_file(file: IO[str]) -> bool:
 
 def _not_writable(path: Path, error: OSError) -> UserError:
     reason = error.strerror or str(error)
-    return UserError(f"The run directory {path} can't be written: {reason}. Give run.dir=<a folder that can be written>.")
+    return UserError(
+        f"The run directory {path} can't be written: {reason}. Give run.dir=<a folder that can be written>."
+    )

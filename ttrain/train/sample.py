@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ttrain.core.errors import NonFiniteError, UserError
-from ttrain.train.protocols import Step, Tokenizer
+from ttrain.train.protocols import Array, Step, Tokenizer
 from ttrain.train.settings import SampleConfig
 
 Probabilities = NDArray[np.float64]
@@ -20,7 +20,7 @@ class Sampler:
     def __init__(self, config: SampleConfig) -> None:
         self._config = config
 
-    def choose(self, logits: np.ndarray, stream: int, position: int) -> int:
+    def choose(self, logits: Array, stream: int, position: int) -> int:
         """logits fp32[V] -> token id. `stream` numbers the sample, `position` the token in it."""
         config = self._config
         if config.temperature == 0:
@@ -33,7 +33,7 @@ class Sampler:
 
 
 def token_probabilities(
-    logits: np.ndarray, temperature: float, top_k: int | None = None, top_p: float | None = None
+    logits: Array, temperature: float, top_k: int | None = None, top_p: float | None = None
 ) -> Probabilities:
     """Distribution that tokens are drawn from: softmax(logits / temperature), cut to the likeliest, and renormalised.
 
@@ -49,16 +49,19 @@ def token_probabilities(
         sorted_probabilities = probabilities[order[:kept]]
         reached = np.cumsum(sorted_probabilities) / sorted_probabilities.sum()
         kept = min(kept, int(np.searchsorted(reached, top_p - 1e-12)) + 1)
-    cut = np.zeros_like(probabilities)
+    cut: Probabilities = np.zeros_like(probabilities)
     cut[order[:kept]] = probabilities[order[:kept]]
-    return cut / cut.sum()
+    cut /= cut.sum()
+    return cut
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """Token ids of the prompt, at least one. Raises UserError (DataError from the tokenizer for unseen characters)."""
     ids = tokenizer.encode(prompt)
     if not ids:
-        raise UserError("sample.prompt is empty, and a model needs a first token. Give a prompt such as sample.prompt='def '.")
+        raise UserError(
+            "sample.prompt is empty, and a model needs a first token. Give a prompt such as sample.prompt='def '."
+        )
     return ids
 
 
@@ -78,7 +81,9 @@ def draw_tokens(
         padded[0, : len(window)] = window
         logits = np.asarray(step({"tokens": padded, "position": len(window) - 1})["logits"]).reshape(-1)[:vocabulary]
         if not np.isfinite(logits).all():
-            raise NonFiniteError("The model's logits hold NaN or Inf, so there is nothing to draw from. Use another checkpoint.")
+            raise NonFiniteError(
+                "The model's logits hold NaN or Inf, so there is nothing to draw from. Use another checkpoint."
+            )
         token = sampler.choose(logits, stream, number)
         history.append(token)
         yield token

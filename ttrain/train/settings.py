@@ -19,7 +19,9 @@ class TrainConfig:
     eval_every: int | None = option(250, "steps between evaluations; null evaluates once, at the end", minimum=1)
     eval_batches: int | None = option(20, "batches per evaluation; null covers the whole held-out split", minimum=1)
     save_every: int | None = option(500, "steps between checkpoints; null saves by time and at the end", minimum=1)
-    save_minutes: float | None = option(10.0, "minutes between checkpoints; null saves by steps and at the end", above=0)
+    save_minutes: float | None = option(
+        10.0, "minutes between checkpoints; null saves by steps and at the end", above=0
+    )
     keep_last: int = option(2, "newest checkpoints that are kept", minimum=1)
     keep_best: bool = option(True, "whether the checkpoint with the lowest val/loss is kept as well")
     log_every: int = option(10, "steps between two lines of metrics.jsonl; 1 records every step", minimum=1)
@@ -71,7 +73,10 @@ class SampleConfig:
     temperature: float = option(0.8, "logits are divided by it; 0 always takes the likeliest token", minimum=0)
     top_k: int | None = option(None, "draw from the k likeliest tokens only; null draws from all", minimum=1)
     top_p: float | None = option(
-        None, "draw from the likeliest tokens that together reach this probability; null draws from all", above=0, maximum=1
+        None,
+        "draw from the likeliest tokens that together reach this probability; null draws from all",
+        above=0,
+        maximum=1,
     )
     seed: int = option(1337, "start of the random numbers that choose tokens", minimum=0, maximum=2**31 - 1)
     count: int = option(1, "number of samples", minimum=1)

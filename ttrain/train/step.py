@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
-from ttrain.train.protocols import Step
+from ttrain.train.protocols import Array, Inputs, Outputs, Step
 from ttrain.train.seeds import step_seed
 
-Batch = Mapping[str, np.ndarray]
+Batch = Mapping[str, Array]
 
 
 @dataclass(frozen=True)
@@ -29,8 +27,8 @@ class StepResult:
 class TrainStep:
     """Runs one optimizer step over a batch in `accumulation` micro-batches of equal rows.
 
-    Losses are sums weighted by `weight` = 1 / valid targets of the whole step, so micro-batches weigh by their count of
-    valid targets, and the gradient is that of the mean over the step however it is split.
+    Losses are sums weighted by `loss_weight` = 1 / valid targets of the whole step, so micro-batches weigh by their
+    count of valid targets, and the gradient is that of the mean over the step however it is split.
     """
 
     def __init__(self, steps: Mapping[str, Step], accumulation: int, seed: int, rank: int = 0) -> None:
@@ -46,20 +44,27 @@ class TrainStep:
         valid = valid_targets(batch)
         weight = 1.0 / max(valid, 1)
         if self._accumulation == 1:
-            result = self._steps["train"]({**batch, **rates, **self._scalars(step, 0, weight), "step": step})
+            result = self._run("train", {**batch, **rates, "loss_weight": weight}, step)
             return StepResult(float(result["loss"]), float(result["grad_norm"]), valid)
         loss = 0.0
         for number, part in enumerate(micro_batches(batch, self._accumulation)):
             name = "accumulate_next" if number else "accumulate_first"
-            loss += float(self._steps[name]({**part, **self._scalars(step, number, weight)})["loss"])
-        result = self._steps["update"]({**rates, "step": step})
+            loss += float(self._run(name, {**part, "loss_weight": weight}, step, number)["loss"])
+        result = self._run("update", rates, step)
         return StepResult(loss, float(result["grad_norm"]), valid)
 
-    def _scalars(self, step: int, micro_batch: int, weight: float) -> dict[str, float | int]:
-        return {"weight": weight, "seed": step_seed(self._seed, step, micro_batch, self._rank)}
+    def _run(self, name: str, inputs: Inputs, step: int, micro_batch: int = 0) -> Outputs:
+        """Adds the seed and the step's number where the built step has such an input."""
+        built = self._steps[name]
+        added: dict[str, int] = {}
+        if "seed" in built.inputs:
+            added["seed"] = step_seed(self._seed, step, micro_batch, self._rank)
+        if "step" in built.inputs:
+            added["step"] = step
+        return built({**inputs, **added})
 
 
-def micro_batches(batch: Batch, count: int) -> list[dict[str, np.ndarray]]:
+def micro_batches(batch: Batch, count: int) -> list[dict[str, Array]]:
     """The batch's rows in `count` equal parts."""
     rows = len(next(iter(batch.values())))
     assert rows % count == 0, f"{rows} rows do not divide into {count} micro-batches"

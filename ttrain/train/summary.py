@@ -52,7 +52,10 @@ class Summary:
         progress = self.progress
         lines = [
             ("model", f"{self.model}, {format_count(self.parameters)} parameters"),
-            ("steps", f"{progress.step} in {format_duration(progress.seconds)}, {format_count(progress.tokens)} tokens"),
+            (
+                "steps",
+                f"{progress.step} in {format_duration(progress.seconds)}, {format_count(progress.tokens)} tokens",
+            ),
             ("train loss", _loss(progress.train_loss)),
             ("val loss", self._val_loss()),
         ]
@@ -74,7 +77,9 @@ class Summary:
 def recent_speed(metrics: Path) -> tuple[float | None, float | None]:
     """Median tokens/s and mfu of the newest recorded steps."""
     lines = [line for line in read_metrics(metrics) if line.get("tokens_per_s")][-_RECENT_LINES:]
-    return _median([line["tokens_per_s"] for line in lines]), _median([line["mfu"] for line in lines if line.get("mfu")])
+    speeds = [line["tokens_per_s"] for line in lines]
+    utilisations = [line["mfu"] for line in lines if line.get("mfu")]
+    return _median(speeds), _median(utilisations)
 
 
 def print_summary(summary: Summary, run: Path) -> None:

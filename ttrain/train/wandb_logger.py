@@ -15,10 +15,15 @@ _INIT_SECONDS = 60
 
 
 class WandbLogger:
-    """One W&B run per job. Never prompts: where no account is logged in, the run is kept offline in the run directory."""
+    """One W&B run per job. Never prompts: where no account is logged in, the run stays offline on the disk."""
 
     def __init__(
-        self, config: WandbConfig, folder: Path, run_config: dict[str, Any], run_id: str | None, say: Callable[[str], None]
+        self,
+        config: WandbConfig,
+        folder: Path,
+        run_config: dict[str, Any],
+        run_id: str | None,
+        say: Callable[[str], None],
     ) -> None:
         """`run_id` continues that run, which an earlier leg began; None begins a new one. Raises UserError."""
         self._wandb = _import_wandb()
