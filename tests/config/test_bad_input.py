@@ -1,0 +1,228 @@
+"""Every wrong input is one clear sentence, all of them at once, and never a traceback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ttrain.config.build import build_dataset
+from ttrain.config.compose import load
+from ttrain.core.errors import EXIT_USER, ConfigError
+from ttrain.core.names import did_you_mean
+
+
+def problems(*words: str, config_dir: Path | None = None, config_name: str = "config") -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(words, config_name, config_dir)
+    assert caught.value.exit_code == EXIT_USER
+    assert all("\n" not in problem for problem in caught.value.problems)
+    return caught.value.problems
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, "utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "nearest"),
+    [
+        ("train.stpes=5", "train.stpes", "'steps'"),
+        ("+train.stpes=5", "train.stpes", "'steps'"),
+        ("++train.stpes=5", "train.stpes", "'steps'"),
+        ("optimzer.lr=1", "optimzer", "'optimizer'"),
+        ("lr=1", "lr", "'optimizer.lr'"),
+        ("+sede=1", "sede", "Valid: "),
+        ("sample.topk=3", "sample.topk", "'top_k'"),
+        ("run.dri=x", "run.dri", "'dir'"),
+        ("optimizer.momentum=0.9", "optimizer.momentum", "optimizer sgd"),
+    ],
+)
+def test_a_misspelt_key_on_the_command_line(word: str, key: str, nearest: str) -> None:
+    (problem,) = problems(word)
+    assert problem.startswith(f"{key}: unknown key")
+    assert nearest in problem
+
+
+def test_a_misspelt_key_in_a_group_file(tmp_path: Path) -> None:
+    write(tmp_path, "optimizer/mine.yaml", "name: adamw\nlearning_rate: 0.1\n")
+    (problem,) = problems("optimizer=mine", config_dir=tmp_path)
+    assert problem.startswith("optimizer.learning_rate: unknown key (set in optimizer/mine.yaml).")
+
+
+def test_a_misspelt_key_in_a_config_and_nested(tmp_path: Path) -> None:
+    write(tmp_path, "mine.yaml", "defaults: [config, _self_]\ntrian: {steps: 3}\ntrain: {steps: {count: 3}}\n")
+    assert problems(config_dir=tmp_path, config_name="mine") == [
+        f"trian: unknown key (set in mine.yaml). {did_you_mean('trian', load().__dict__.keys() - {'source'})}",
+        "train.steps={'count': 3}: must be an integer, got a mapping (set in mine.yaml).",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("word", "problem"),
+    [
+        ("train.steps=abc", "train.steps='abc': must be an integer, got text."),
+        ("train.steps=1.5", "train.steps=1.5: must be an integer, got a number."),
+        ("train.steps=true", "train.steps=True: must be an integer, got true or false."),
+        ("train.steps=null", "train.steps=null: must be an integer, got null."),
+        ("train.keep_best=2", "train.keep_best=2: must be true or false, got an integer."),
+        ("optimizer.lr=[1]", "optimizer.lr=[1]: must be a number, got a list."),
+        ("optimizer.betas=0.9", "optimizer.betas=0.9: must be a list of numbers, got a number."),
+        ("optimizer.group_lr=3", "optimizer.group_lr=3: must be a mapping of names to numbers, got an integer."),
+        ("optimizer.group_lr.a=x", "optimizer.group_lr={'a': 'x'}: must be a mapping of names to numbers, got a mapping."),  # noqa: E501
+        ("sample.top_k=x", "sample.top_k='x': must be an integer or null, got text."),
+        ("data.path=[a]", "data.path=['a']: must be text or null, got a list."),
+        ("train=5", "train=5: must be a group of keys such as train.<key>=<value>."),
+        ("resume=null", "resume=null: must be text, got null."),
+        ("data=text", "data.path: has no value (set in data/text.yaml); give one with data.path=<value>."),
+    ],
+)  # fmt: skip
+def test_a_wrong_type_names_key_value_and_expected_type(word: str, problem: str) -> None:
+    assert problems(word) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["train.steps=0"], "train.steps=0: must be at least 1."),
+        (["optimizer.lr=-1"], "optimizer.lr=-1.0: must be at least 0."),
+        (["optimizer.lr=nan"], "optimizer.lr=nan: must be a number."),
+        (["model.dropout=1"], "model.dropout=1.0: must be less than 1."),
+        (["model.activation=gelo"], "model.activation=gelo: no such choice. Did you mean 'gelu'?"),
+        (["model.heads=3"], "model.heads=3: must divide model.width=128. Nearest that does: 2."),
+        (["model=gpt2", "model.preset=355M", "model.heads=7"], "model.heads=7: must divide model.width=1024."),
+        (["model.preset=125M"], "model.preset=125M: no such preset."),
+        (["model.preset=null"], "model.layers, model.heads, model.width, model.context: no value."),
+        (["train.accumulation=3"], "train.accumulation=3: must divide train.batch_size=16. Nearest that does: 2."),
+        (["train.accumulation=1e9"], "train.accumulation=1000000000: must divide train.batch_size=16."),
+        (["optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=1"], "optimizer.nesterov=true: needs momentum."),
+        (["optimizer.betas=[0.9]"], "optimizer.betas=[0.9]: must hold two numbers, got 1."),
+        (["schedule.warmup=2000"], "schedule.warmup=2000: must be at most train.steps=1000."),
+        (["schedule=wsd", "schedule.warmup=900"], "schedule.decay=0.2: warm-up (900 steps)"),
+        (["model=mlp", "data=stdlib"], "data=text: model=mlp trains on numbers"),
+        (["data=regression"], "data=regression: a language model trains on tokens."),
+        (["model=mlp", "data.inputs=3"], "data.inputs=3: the model has 64 inputs."),
+        (["data=tokens"], "data.path: no value."),
+        (["task=sample"], "task=sample: needs a trained run."),
+        (["task=prepare"], "prepare.dir: no value."),
+        (["resume=auto"], "resume=auto: continues the run in run.dir, which has no value."),
+        (["sample.checkpoint=first"], "sample.checkpoint=first: must be last, best or a step number."),
+    ],
+)  # fmt: skip
+def test_bounds_and_cross_field_checks(words: list[str], part: str) -> None:
+    (problem,) = problems(*words)
+    assert problem.startswith(part)
+
+
+def test_all_problems_come_at_once() -> None:
+    found = problems(
+        "model=gpt3", "model.heads=3", "train.accumulation=3", "optimzer=sgd", "train.eval_every=x", "run.seed=-1",
+        "optimizer.betas=[", "engine=staic",
+    )  # fmt: skip
+    assert [problem.split(":")[0] for problem in found] == [
+        "model=gpt3", "'optimizer.betas=['", "engine=staic", "optimzer", "train.eval_every='x'", "run.seed=-1",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [
+        ("model=gpt3", "model=gpt3: no such option. Did you mean 'gpt2'? Valid: gpt2, mlp, nano-gpt."),
+        ("logger=null", "logger=null: no such option. Valid: console, jsonl, wandb."),
+        ("recipe=none", "recipe=none: no such option."),
+        ("+debug=fats", "debug=fats: no such option. Did you mean 'fast'?"),
+        ("model={layers: 3}", "model={layers: 3}: model takes the name of an option."),
+        ("optimizer.name=sgd", "optimizer.name=sgd: a component is chosen by its group; give optimizer=sgd."),
+        ("~model", "model: nothing is chosen."),
+        ("train.steps=[1,2", "'train.steps=[1,2': the value can't be read."),
+        ("train.steps", "'train.steps': expected key=value."),
+        ("train.steps=1,2", "train.steps=1,2: a comma means a sweep, which needs -m."),
+        ("train.steps=${model.widht}", "train.steps: Interpolation key 'model.widht' not found."),
+        ("hydra.sweep.dri=x", "Could not override 'hydra.sweep.dri'."),
+    ],
+)
+def test_what_hydra_refuses_is_said_in_one_sentence(word: str, part: str) -> None:
+    (problem,) = problems(word)
+    assert problem.startswith(part)
+
+
+@pytest.mark.parametrize("word", ["model._target_=os.system", "+a.b._target_=os.system", "train.steps={_target_: x}"])
+def test_target_is_refused_on_the_command_line(word: str) -> None:
+    assert any("_target_ is refused" in problem for problem in problems(word))
+
+
+def test_target_is_refused_for_hydras_own_part() -> None:
+    assert problems("hydra.launcher._target_=os.system") == [
+        "hydra.launcher._target_=os.system: the key _target_ is refused."
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model: {_target_: os.system}\n",
+        "train: {steps: 3, extra: [{_target_: os.system}]}\n",
+        "hydra: {launcher: {_target_: os.system}}\n",
+        "hydra: {callbacks: {mine: {_target_: os.system}}}\n",
+        "hydra: {job_logging: {handlers: {mine: {(): os.system}}}}\n",
+    ],
+)
+def test_code_in_a_file_is_refused(tmp_path: Path, text: str) -> None:
+    write(tmp_path, "mine.yaml", f"defaults: [config, _self_]\n{text}")
+    assert any("refused" in problem for problem in problems(config_dir=tmp_path, config_name="mine"))
+
+
+def test_a_plugin_can_be_named_on_the_command_line_only(tmp_path: Path) -> None:
+    write(tmp_path, "mine.yaml", "defaults: [config, _self_]\nplugins: [antigravity]\n")
+    (problem,) = problems(config_dir=tmp_path, config_name="mine")
+    assert problem.startswith("plugins=['antigravity']: a config file can't name a plugin (set in mine.yaml).")
+    (problem,) = problems("plugins=[no_such_module]")
+    assert problem.startswith("plugins=[no_such_module]: there is no module 'no_such_module' on Python's path.")
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("train: {steps: 3\n", "expected ',' or '}'"),
+        ("train: {steps: 3, steps: 4}\n", "duplicate"),
+        ("- a\n- b\n", "mine"),
+        ("defaults: [mine]\n", "includes itself"),
+        ("defaults: [modle/x]\n", "there is no config modle/x.yaml."),
+    ],
+)
+def test_a_broken_file(tmp_path: Path, text: str, part: str) -> None:
+    write(tmp_path, "mine.yaml", text)
+    (problem,) = problems(config_dir=tmp_path, config_name="mine")
+    assert part in problem
+
+
+def test_a_file_that_is_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_bytes(b"run: {dir: \xff}\n")
+    assert problems(config_dir=tmp_path, config_name="mine")
+
+
+def test_a_file_that_would_hide_behind_ours(tmp_path: Path) -> None:
+    write(tmp_path, "optimizer/adamw.yaml", "name: adamw\n")
+    (problem,) = problems(config_dir=tmp_path)
+    assert "optimizer/adamw.yaml has the name of a config that ttrain ships" in problem
+    (problem,) = problems(config_dir=tmp_path / "nowhere")
+    assert "there is no such folder" in problem
+
+
+def test_a_file_without_a_name_chooses_nothing(tmp_path: Path) -> None:
+    write(tmp_path, "optimizer/mine.yaml", "lr: 0.1\n")
+    assert problems("optimizer=mine", config_dir=tmp_path) == [
+        "optimizer: has no name, so nothing is chosen. Valid: adamw, sgd."
+    ]
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers(tmp_path: Path) -> None:
+    write(tmp_path, "text.txt", "abcdefgh" * 200)
+    config = load([f"data.path={tmp_path / 'text.txt'}", "model.vocabulary=3"])
+    with pytest.raises(
+        ConfigError, match="model.vocabulary=3: the tokenizer has 8 ids. Give model.vocabulary=8 or more"
+    ):
+        build_dataset(config)

@@ -1,0 +1,244 @@
+"""The command line: flags, exit codes, sweeps. A fake task stands for the real ones."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain import __version__
+from ttrain.cli import main, parse_arguments
+from ttrain.config import registry
+from ttrain.config.components import TaskConfig
+from ttrain.config.schema import Config
+from ttrain.core.errors import ConfigError, DeviceBusy, Interrupted, UserError
+
+REPO = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Config]]:
+    """Every config that task=train is run with. A seed of 1 to 5 makes the task fail in one way each."""
+    configs: list[Config] = []
+
+    def task(config: Config) -> float:
+        configs.append(config)
+        errors = [UserError("no"), DeviceBusy("busy"), RuntimeError("ours"), Interrupted("stop"), KeyboardInterrupt()]
+        if config.run.seed <= len(errors):
+            raise errors[config.run.seed - 1]
+        return 1.0
+
+    fake = registry.Component("task", "train", TaskConfig, task)
+    monkeypatch.setitem(registry._ROWS, ("task", "train"), fake)
+    monkeypatch.chdir(tmp_path)
+    yield configs
+
+
+@pytest.mark.parametrize(
+    ("seed", "code", "said"), [(9, 0, ""), (1, 2, "no"), (2, 75, "busy"), (4, 130, "stop"), (5, 130, "interrupted")]
+)
+def test_exit_codes(ran: list[Config], capsys: Any, seed: int, code: int, said: str) -> None:
+    assert main([f"run.seed={seed}"]) == code
+    errors = capsys.readouterr().err
+    assert errors == (f"ttrain: {said}\n" if said else "")
+
+
+def test_a_failure_of_ours_is_not_hidden(ran: list[Config]) -> None:
+    with pytest.raises(RuntimeError, match="ours"):
+        main(["run.seed=3"])
+
+
+def test_bad_input_exits_with_2_before_any_task_and_without_a_traceback(ran: list[Config], capsys: Any) -> None:
+    assert main(["train.stpes=5", "train.steps=x"]) == 2
+    assert not ran
+    errors = capsys.readouterr().err
+    assert errors.startswith("ttrain: 2 problems in the config:\n  1. train.steps='x': must be an integer, got text.")
+    assert "Traceback" not in errors
+
+
+def test_nothing_is_written_and_the_folder_stays(ran: list[Config], tmp_path: Path) -> None:
+    assert main([]) == 0
+    assert list(tmp_path.iterdir()) == []
+    assert Path.cwd() == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--train.steps=7"], ["train.steps=7"]),
+        (["--train.steps=7", "--model=mlp", "a=b"], ["train.steps=7", "model=mlp", "a=b"]),
+        (["--run.dir=x", "-m", "--optimizer.lr=0.1,0.2"], ["run.dir=x", "optimizer.lr=0.1,0.2"]),
+        (["--sample.prompt=a=b --c"], ["sample.prompt=a=b --c"]),
+        (["a=b", "--cfg=job", "c=d"], ["a=b", "c=d"]),
+        (["--config-dir=conf", "--config-name", "x", "+a=b", "~c"], ["+a=b", "~c"]),
+    ],
+)
+def test_dashes_before_a_key_are_accepted_and_flags_stay_flags(words: list[str], expected: list[str]) -> None:
+    assert parse_arguments(words)[1] == expected
+
+
+def test_flags_keep_their_values() -> None:
+    flags, _ = parse_arguments(["--config-dir=d", "x=1", "--cfg", "job", "--package=model", "-cn", "mine"])
+    assert (flags.config_dir, flags.cfg, flags.package, flags.config_name) == ("d", "job", "model", "mine")
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--multirum"], "--multirum: unknown flag. Did you mean '--multirun'?"),
+        (["--cfg", "jbo"], "invalid choice: 'jbo'"),
+        (["-m", "--cfg", "job"], "only one of"),
+        (["--experimental-rerun", "x.pickle"], "would load a pickle"),
+        (["--config-dir"], "expected one argument"),
+    ],
+)
+def test_a_wrong_flag(words: list[str], part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_arguments(words)
+    assert part in str(caught.value)
+
+
+def test_quoted_values_of_a_wandb_agent(ran: list[Config]) -> None:
+    assert (
+        main(["--train.steps='70'", '--optimizer.lr="0.5"', "--data.path='a b'", "--optimizer.betas=[0.5, 0.6]"]) == 0
+    )
+    assert (ran[0].train.steps, ran[0].optimizer.lr, ran[0].data.path) == (70, 0.5, "a b")
+
+
+def test_help_lists_groups_keys_and_examples(capsys: Any) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for part in ("model      gpt2, mlp, [nano-gpt]", "recipe     char-10.7m", "train.steps=1000", "ttrain task=sample"):
+        assert part in text
+
+
+def test_version(capsys: Any) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ttrain {__version__}\n"
+
+
+def test_cfg_job_prints_the_complete_config(capsys: Any) -> None:
+    assert main(["--cfg", "job", "optimizer=sgd", "-p", "optimizer"]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines() == [
+        "name: sgd", "lr: 0.1", "weight_decay: 0.0", "decay_rule: matrices", "clip_norm: 1.0", "group_lr: {}",
+        "momentum: 0.9", "nesterov: false",
+    ]  # fmt: skip
+    assert main(["--cfg", "job", "train.stpes=1"]) == 2
+    assert main(["--cfg", "job", "-p", "modle"]) == 2
+    assert main(["--cfg", "hydra"]) == 0
+
+
+def test_tab_completion_knows_groups_options_and_every_key(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for line, expected in [
+        ("ttrain device=", "device=auto device=cpu device=cuda device=null"),
+        ("ttrain optimizer.e", "optimizer.eps="),
+        ("ttrain optimizer=sgd optimizer.nes", "optimizer.nesterov="),
+    ]:
+        monkeypatch.setenv("COMP_LINE", line)
+        monkeypatch.setenv("COMP_POINT", str(len(line)))
+        assert main(["-sc", "query=bash"]) == 0
+        assert capsys.readouterr().out.split() == expected.split()
+    assert main(["-sc", "install=bash"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("-F hydra_bash_completion ttrain")
+
+
+def test_a_sweep_runs_every_combination(ran: list[Config], tmp_path: Path) -> None:
+    assert main(["-m", "engine=dynamic,static", "device=null,cpu", "run.dir=out/${hydra:job.num}"]) == 0
+    assert [(config.engine.name, config.device.name, config.run.dir) for config in ran] == [
+        ("dynamic", "null", "out/0"),
+        ("dynamic", "cpu", "out/1"),
+        ("static", "null", "out/2"),
+        ("static", "cpu", "out/3"),
+    ]
+    assert ran[1].source.choices["device"] == "cpu"
+    assert {"engine", "device", "run.dir"} <= ran[1].source.explicit
+    files = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
+    assert [(file.parts[:2], file.name) for file in files] == [(("outputs", "sweeps"), "multirun.yaml")]
+
+
+def test_a_sweep_with_a_bad_job_runs_none(ran: list[Config], capsys: Any) -> None:
+    assert main(["-m", "train.steps=100,x"]) == 2
+    assert main(["-m", "model=nano-gpt,gpt3"]) == 2
+    assert not ran
+    assert "[train.steps=x] train.steps='x': must be an integer" in capsys.readouterr().err
+
+
+def test_a_failing_job_raises_and_lets_the_others_run(ran: list[Config], capsys: Any) -> None:
+    assert main(["-m", "run.seed=2,9,1"]) == 75
+    assert [config.run.seed for config in ran] == [2, 9, 1]
+    assert "job 0 [run.seed=2] failed: busy" in capsys.readouterr().err
+    assert main(["-m", "run.seed=3,9"]) == 1
+
+
+@pytest.mark.parametrize("seed", [4, 5])
+def test_an_interrupt_ends_the_whole_sweep(ran: list[Config], seed: int) -> None:
+    assert main(["-m", f"run.seed={seed},9"]) == 130
+    assert len(ran) == 1
+
+
+def test_a_config_file_may_ask_for_a_sweep(ran: list[Config], tmp_path: Path) -> None:
+    text = "defaults: [config, _self_]\nhydra: {mode: MULTIRUN, sweeper: {params: {engine: 'dynamic,static'}}}\n"
+    (tmp_path / "mine.yaml").write_text(text, "utf-8")
+    assert main(["--config-dir", ".", "--config-name", "mine"]) == 0
+    assert [config.engine.name for config in ran] == ["dynamic", "static"]
+
+
+def test_a_plugin_adds_an_option_without_yaml(
+    ran: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_plugin.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from ttrain.config.registry import register\n"
+        "from ttrain.core.options import option\n"
+        "@dataclass\n"
+        "class MineConfig:\n"
+        "    name: str = option('mine', 'registered name')\n"
+        "    depth: int = option(3, 'how deep', minimum=1)\n"
+        "register('model', 'mine', config=MineConfig, target=lambda config, compute: config)\n",
+        "utf-8",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        assert main(["plugins=[my_plugin]", "model=mine", "model.depth=5"]) == 0
+        assert (ran[0].model.name, ran[0].model.depth) == ("mine", 5)
+        assert main(["plugins=[my_plugin]", "model=mine", "model.depht=5"]) == 2
+    finally:
+        registry._ROWS.pop(("model", "mine"), None)
+        registry._LOADED_PLUGINS.discard("my_plugin")
+
+
+def process(*words: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    given = {**os.environ, "PYTHONPATH": str(REPO), **environment}
+    return subprocess.run([sys.executable, *words], capture_output=True, env=given, timeout=60)
+
+
+def test_composing_and_help_import_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom ttrain.cli import main\n"
+        "assert main(['--cfg', 'job', 'model=gpt2']) == main(['--help']) == 0\n"
+        "heavy = {'torch', 'ttnn', 'wandb', 'matplotlib', 'tokenizers', 'safetensors'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    done = process("-c", code)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_the_module_under_the_c_locale(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\nrun: {dir: données}\n", "utf-8")
+    words = ["-m", "ttrain", "--config-dir", str(tmp_path), "--config-name", "mine", "--cfg", "job", "-p", "run.dir"]
+    assert process(*words, LC_ALL="C").stdout.decode("utf-8") == "données\n"
+    strict = process(*words, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", PYTHONIOENCODING="ascii")
+    assert strict.stdout == b"donn\\xe9es\n"
+
+
+def test_the_module_exits_with_2() -> None:
+    done = process("-m", "ttrain", "train.stpes=1", "data.path=é", LC_ALL="C")
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"ttrain: train.stpes: unknown key. Did you mean 'steps'?")
+    assert not done.stdout

@@ -1,0 +1,176 @@
+"""What composes, and what it composes to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ttrain.config import registry
+from ttrain.config.components import BUILT_IN
+from ttrain.config.compose import load, packaged
+from ttrain.config.saved import continued
+from ttrain.config.schema import Config, to_dict
+from ttrain.config.validate import typed_config
+from ttrain.data.settings import RegressionConfig
+from ttrain.models.settings import GPTConfig, MLPConfig
+from ttrain.optim.settings import AdamWConfig, SGDConfig
+
+# What an option needs beside its own name to be complete.
+NEEDS = {
+    "data=text": ["data.path=x"],
+    "data=tokens": ["data.path=x"],
+    "data=regression": ["model=mlp"],
+    "task=sample": ["run.dir=x"],
+    "task=prepare": ["prepare.dir=x"],
+    "recipe=gpt2-124m": ["data.path=x"],
+}
+
+
+def shipped_options() -> list[str]:
+    """Every YAML under conf/ and recipes/ as the word that chooses it, except the two that are always there."""
+    conf = packaged("conf")
+    found = [f"{path.parent.relative_to(conf)}={path.stem}" for path in sorted(conf.rglob("*.yaml"))]
+    return [*found, *(f"recipe={path.stem}" for path in sorted(packaged("recipes").glob("*.yaml")))]
+
+
+ALWAYS_THERE = (".=config", "hydra=default")
+
+
+@pytest.mark.parametrize("word", [word for word in shipped_options() if word not in ALWAYS_THERE])
+def test_every_shipped_yaml_composes_and_passes_the_checks(word: str) -> None:
+    config = load([word, *NEEDS.get(word, [])])
+    group, _, option = word.partition("=")
+    assert config.source.choices[group] == option
+
+
+def test_the_number_of_shipped_yaml_files_is_known() -> None:
+    assert len(shipped_options()) == 34
+    assert set(ALWAYS_THERE) < set(shipped_options())
+
+
+def test_every_built_in_name_is_chosen_by_some_option() -> None:
+    reached = {(row.group, row.name) for row in registry.rows()} - {
+        (group, getattr(load([word, *NEEDS.get(word, [])]), group).name)
+        for word in shipped_options()
+        if (group := word.partition("=")[0]) in registry.groups()
+    }
+    assert not reached & BUILT_IN
+
+
+def test_defaults() -> None:
+    config = load()
+    assert config.source.choices == {
+        "task": "train", "data": "stdlib", "model": "nano-gpt", "optimizer": "adamw", "schedule": "cosine",
+        "precision": "fp32", "engine": "static", "device": "auto", "logger": "console",
+    }  # fmt: skip
+    assert (config.run.dir, config.resume, config.plugins) == (None, "none", [])
+    assert isinstance(config.model, GPTConfig)
+    assert config.model.preset == "0.8M"
+
+
+def test_a_key_that_no_yaml_mentions_can_be_set_without_plus() -> None:
+    config = load(["optimizer.eps=1e-9", "optimizer.group_lr.head=0.5", "+model.tied=false"])
+    assert isinstance(config.optimizer, AdamWConfig)
+    assert (config.optimizer.eps, config.optimizer.group_lr, config.model.tied) == (1e-9, {"head": 0.5}, False)
+
+
+def test_the_name_of_a_group_decides_its_dataclass() -> None:
+    assert isinstance(load(["optimizer=sgd", "optimizer.momentum=0.5"]).optimizer, SGDConfig)
+
+
+def test_mlp_brings_regression_data() -> None:
+    config = load(["model=mlp"])
+    assert isinstance(config.model, MLPConfig)
+    assert isinstance(config.data, RegressionConfig)
+
+
+def test_gpt2_is_124m_and_its_preset_can_be_changed() -> None:
+    assert load(["model=gpt2"]).model.preset == "124M"
+    assert load(["model=gpt2", "model.preset=1.5B"]).model.preset == "1.5B"
+
+
+def test_null_is_a_device_on_the_command_line() -> None:
+    assert load(["device=null"]).device.name == "null"
+    assert load(["+device=null"]).device.name == "null"
+
+
+@pytest.mark.parametrize("written", ["null", "'null'"])
+def test_null_is_a_device_in_a_yaml_file(tmp_path: Path, written: str) -> None:
+    (tmp_path / "mine.yaml").write_text(f"defaults:\n  - config\n  - override device: {written}\n", "utf-8")
+    assert load(config_name="mine", config_dir=tmp_path).device.name == "null"
+
+
+@pytest.mark.parametrize("word", ["debug=overfit", "+debug=overfit"])
+def test_debug_presets_with_and_without_plus(word: str) -> None:
+    config = load([word, "recipe=char-10.7m"])
+    assert (config.train.batch_size, config.data.limit, config.schedule.warmup) == (8, 8, 0)
+
+
+def test_the_command_line_wins_over_recipe_and_debug() -> None:
+    assert load(["recipe=char-10.7m", "debug=fast", "train.steps=7"]).train.steps == 7
+
+
+def test_whole_floats_are_integers_and_quoted_numbers_are_numbers() -> None:
+    config = load(["train.steps=1e3", 'optimizer.lr="0.5"', "train.batch_size='8'"])
+    assert (config.train.steps, config.optimizer.lr, config.train.batch_size) == (1000, 0.5, 8)
+
+
+def test_interpolation_reaches_keys_of_the_schema() -> None:
+    assert load(["train.batch_size=${data.examples}", "model=mlp"]).train.batch_size == 8192
+
+
+@pytest.mark.parametrize(
+    "prompt", ["def f(x, y):\n    # ${z}", " spaced ", "", "null", "a,b", "[1,", 'say "hi" \\', "é漢"]
+)
+def test_a_prompt_is_taken_as_it_stands(prompt: str) -> None:
+    assert load([f"sample.prompt={prompt}"]).sample.prompt == prompt
+
+
+@pytest.mark.parametrize("path", ["données/texte (1).txt", "a&b;c.txt", "C:\\new", "~/x y.txt"])
+def test_a_path_that_hydras_grammar_cannot_read(path: str) -> None:
+    assert load([f"data.path={path}"]).data.path == path  # type: ignore[attr-defined]
+
+
+def test_options_can_be_chosen_on_top_of_a_config_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\ntrain: {steps: 7}\n", "utf-8")
+    config = load(["engine=dynamic", "+debug=overfit"], "mine", tmp_path)
+    assert (config.engine.name, config.train.steps) == ("dynamic", 7)
+    assert "engine" in config.source.explicit
+    assert "train.steps" not in load(["engine=dynamic"], "mine", tmp_path).source.explicit
+
+
+def test_a_user_folder_adds_options_and_configs(tmp_path: Path) -> None:
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "mine.yaml").write_text("defaults: [adamw]\nlr: 0.25\n", "utf-8")
+    config = load(["optimizer=mine"], config_dir=tmp_path)
+    assert isinstance(config.optimizer, AdamWConfig)
+    assert config.optimizer.lr == 0.25
+
+
+def test_a_config_survives_the_way_through_plain_values() -> None:
+    config = load(["optimizer=sgd", "model=mlp", "optimizer.group_lr={layers.0: 0.1}"])
+    assert typed_config(to_dict(config)) == config
+
+
+def test_explicit_keys_are_known() -> None:
+    assert load().source.explicit == frozenset()
+    assert load(["train.steps=5", "+model.tied=false"]).source.explicit == {"train.steps", "model.tied"}
+    assert "optimizer" in load(["optimizer=adamw"]).source.explicit
+    assert {"train.steps", "model"} <= load(["recipe=gpt2-124m", "data.path=x"]).source.explicit
+
+
+def test_a_continued_run_keeps_what_the_command_line_leaves_alone() -> None:
+    saved = to_dict(load(["optimizer.lr=0.5", "train.steps=70", "schedule=linear", "device=cpu", "run.dir=old"]))
+    given = load(["resume=auto", "run.dir=new", "optimizer.lr=0.25", "train.steps=1000", "schedule=wsd"])
+    config = continued(saved, given)
+    assert (config.optimizer.lr, config.train.steps, config.schedule.name) == (0.25, 1000, "wsd")
+    assert (config.run.dir, config.resume, config.device.name) == ("new", "auto", "cpu")
+    assert continued(saved, load(["task=sample", "run.dir=old"]), ["device"]).device.name == "auto"
+    assert continued(saved, load(["run.dir=old"])).train.steps == 70
+
+
+def test_a_group_chosen_anew_replaces_the_saved_one_and_takes_single_keys() -> None:
+    saved = to_dict(load(["optimizer.betas=[0.1,0.2]"]))
+    config: Config = continued(saved, load(["optimizer.momentum=0.3", "optimizer=sgd"]))
+    assert config.optimizer == SGDConfig(momentum=0.3)

@@ -1,0 +1,51 @@
+"""The wheel and the reference page."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ttrain.config.compose import packaged
+from ttrain.config.help import MAIN_KEYS
+from ttrain.config.reference import reference
+
+REPO = Path(__file__).parents[2]
+
+
+def test_the_wheel_carries_conf_and_recipes_and_works_from_any_folder(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling", reason="building a wheel needs hatchling")
+    build = "import sys, hatchling.build as backend; print(backend.build_wheel(sys.argv[1]))"
+    made = subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)], cwd=REPO, check=True, capture_output=True, text=True, timeout=60
+    )
+    wheel = tmp_path / made.stdout.split()[-1]
+    unpacked = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(unpacked)
+    for folder in ("conf", "recipes"):
+        carried = {
+            path.relative_to(unpacked / "ttrain" / folder) for path in (unpacked / "ttrain" / folder).rglob("*.yaml")
+        }
+        assert carried == {path.relative_to(packaged(folder)) for path in packaged(folder).rglob("*.yaml")}
+    entry_points = next(unpacked.glob("*.dist-info/entry_points.txt")).read_text()
+    assert "ttrain = ttrain.cli:main" in entry_points
+    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from ttrain.cli import main; sys.exit(main())"
+    words = ["recipe=char-10.7m", "--cfg", "job", "-p", "train.batch_size"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(unpacked), *words], cwd=tmp_path, capture_output=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, b"64\n"), done.stderr.decode()
+
+
+def test_the_reference_page_is_current() -> None:
+    page = (REPO / "docs" / "config.md").read_text("utf-8")
+    assert page == reference(), "run: python -m ttrain.config.reference > docs/config.md"
+
+
+def test_the_reference_page_names_every_main_key() -> None:
+    page = reference()
+    assert all(f"`{key}`" in page for key in MAIN_KEYS)

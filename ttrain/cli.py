@@ -1,0 +1,172 @@
+"""The command line: compose the config, check it, run one task (or a sweep of them), turn errors into exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+import ttrain
+from ttrain.config import registry
+from ttrain.config.compose import MAIN_CONFIG, Composer, one_sentence
+from ttrain.config.help import help_text
+from ttrain.config.schema import Config, to_dict
+from ttrain.core.errors import EXIT_DONE, EXIT_FAILURE, EXIT_INTERRUPTED, ConfigError, Interrupted, TtrainError
+from ttrain.core.names import did_you_mean
+
+FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: 1 shows the traceback of every error
+
+
+class Flags(argparse.ArgumentParser):
+    """Hydra's flags, with errors as ours."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"command line: {message}. Flags: {', '.join(sorted(flag_names()))}; all else is key=value.")
+
+
+def flag_names() -> list[str]:
+    """Hydra's real flags, such as --cfg and -m."""
+    return [name for action in get_args_parser()._actions for name in action.option_strings]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code. Both `python -m ttrain` and the script `ttrain` come here."""
+    _print_any_text()
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except TtrainError as error:
+        if os.environ.get(FULL_ERROR) == "1":
+            traceback.print_exc()
+        else:
+            print(f"ttrain: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("ttrain: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output went away, as in `ttrain --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
+
+
+def _run(arguments: list[str]) -> int:
+    flags, words = parse_arguments(arguments)
+    if flags.version:
+        print(f"ttrain {ttrain.__version__}")
+        return EXIT_DONE
+    with Composer(flags.config_name or MAIN_CONFIG, flags.config_dir, flags.config_path) as composer:
+        if flags.help:
+            print(help_text(composer))
+        elif flags.hydra_help:
+            composer.hydra.hydra_help(None, get_args_parser(), argparse.Namespace(overrides=[]))
+        elif flags.shell_completion:
+            sys.argv[0] = "ttrain"  # the command to complete, also when started as python -m ttrain
+            composer.hydra.shell_completion(composer.config_name, words)
+        elif flags.info:
+            with one_sentence(composer.loader):
+                composer.hydra.show_info(flags.info, composer.config_name, words)
+        elif flags.cfg:
+            _show_config(composer, words, flags)
+        else:
+            return _run_or_sweep(composer, words, flags.multirun)
+    return EXIT_DONE
+
+
+def _run_or_sweep(composer: Composer, words: list[str], sweep: bool) -> int:
+    if not sweep:
+        composed = composer.compose(words)
+        if composed.hydra.mode != RunMode.MULTIRUN:  # which a config file may ask for too
+            run_task(composer.check(composed))
+            return EXIT_DONE
+    return _sweep(composer, words)
+
+
+def parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Hydra's flags and the key=value words. `--a=b` means `a=b` unless --a is a flag; W&B agents write it so."""
+    real = set(flag_names())
+    plain = []
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if name.startswith("--") and equals and name not in real:
+            argument = argument[2:]
+        plain.append(argument)
+    parser = Flags(add_help=False, allow_abbrev=False, conflict_handler="resolve", parents=[get_args_parser()])
+    parser.add_argument("--version", action="store_true", help="Show ttrain's version and exit")
+    flags, unknown = parser.parse_known_intermixed_args(plain)
+    if unknown:
+        raise ConfigError(f"{unknown[0]}: unknown flag. {did_you_mean(unknown[0], real)}")
+    if flags.experimental_rerun:
+        raise ConfigError("--experimental-rerun: refused, because it would load a pickle. Use resume=<run>.")
+    if sum(map(bool, (flags.run, flags.multirun, flags.cfg, flags.shell_completion, flags.info))) > 1:
+        raise ConfigError("only one of --run, --multirun, --cfg, --info and --shell-completion can be given.")
+    return flags, flags.overrides
+
+
+def run_task(config: Config) -> Any:
+    """Run `task.name`; what it returns is the value that a sweeper may optimize."""
+    return registry.component("task", config.task.name).load()(config)
+
+
+def _show_config(composer: Composer, words: list[str], flags: argparse.Namespace) -> None:
+    """Print the composed config. What we print is complete and has passed every check."""
+    config = composer.typed(words)
+    if flags.cfg != "job":
+        composer.hydra.show_cfg(composer.config_name, words, flags.cfg, flags.package, flags.resolve)
+        return
+    shown: Any = OmegaConf.create(to_dict(config))
+    if flags.package not in (None, "_global_"):
+        shown = OmegaConf.select(shown, flags.package)
+        if shown is None:
+            raise ConfigError(f"--package {flags.package}: no such key. {did_you_mean(flags.package, to_dict(config))}")
+    print(OmegaConf.to_yaml(shown).rstrip() if OmegaConf.is_config(shown) else shown)
+
+
+def _sweep(composer: Composer, words: list[str]) -> int:
+    """Hydra's sweep. Every job is composed and checked before the first one runs; a failing job lets the others run.
+
+    Returns the exit code of the first job that failed.
+    """
+    composer.compose(words, RunMode.MULTIRUN)
+    if composer.loader.problems:
+        raise ConfigError(composer.loader.problems)
+    failures: list[Exception] = []
+
+    def job(tree: DictConfig) -> Any:
+        context = HydraConfig.get()
+        title = f"job {context.job.num} [{' '.join(context.overrides.task)}]"
+        print(f"ttrain: {title}", file=sys.stderr)
+        try:
+            return run_task(composer.loader.typed(tree))
+        except Interrupted as error:  # asks for the end of the whole sweep, not of one job
+            raise KeyboardInterrupt from error
+        except Exception as error:
+            failures.append(error)
+            print(f"ttrain: {title} failed: {error}", file=sys.stderr)
+            if not isinstance(error, TtrainError) or os.environ.get(FULL_ERROR) == "1":
+                traceback.print_exception(error)
+            raise
+
+    try:
+        with one_sentence(composer.loader):
+            composer.hydra.multirun(composer.config_name, job, words)
+    except Exception:
+        if not failures:
+            raise
+    if not failures:
+        return EXIT_DONE
+    return failures[0].exit_code if isinstance(failures[0], TtrainError) else EXIT_FAILURE
+
+
+def _print_any_text() -> None:
+    """A terminal that can't show a character gets an escape instead of an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

@@ -1,0 +1,147 @@
+"""From small configs to components, by registered name. Nothing else in ttrain looks a name up.
+
+A target takes its own small config first, then what its group hands it; see each function. Only these functions import
+the modules behind the names, when they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ttrain.config.checks import data_problems
+from ttrain.config.registry import component
+from ttrain.config.schema import Config
+from ttrain.core.errors import ConfigError
+from ttrain.device.settings import DeviceConfig
+from ttrain.engine.settings import EngineConfig
+from ttrain.models.presets import resolved
+from ttrain.models.settings import GPTConfig
+from ttrain.optim.settings import OptimizerConfig, ScheduleConfig
+from ttrain.train.settings import LoggerConfig, WandbConfig
+
+if TYPE_CHECKING:
+    from ttrain.data.batches import Dataset, Sizes
+    from ttrain.device.base import Device
+    from ttrain.engine.base import Engine
+    from ttrain.engine.state import State
+    from ttrain.models.base import Model
+    from ttrain.optim.base import Optimizer
+    from ttrain.train.loggers import Console, Logger
+
+
+def build_dataset(config: Config) -> Dataset:
+    """The dataset, with the sizes that the model asks for: target(data config, sizes).
+
+    Raises DataError for data that can't be used, ConfigError with every problem that shows once the data is known.
+    """
+    dataset: Dataset = component("data", config.data.name).load()(config.data, data_sizes(config))
+    problems = data_problems(config, dataset)
+    if problems:
+        raise ConfigError(problems)
+    return dataset
+
+
+def data_sizes(config: Config) -> Sizes:
+    """What the model asks of its data: the context, or the numbers of inputs and outputs."""
+    from ttrain.data.batches import Sizes
+
+    model: Any = resolved(config.model) if isinstance(config.model, GPTConfig) else config.model
+    width = getattr(model, "width", None)
+    if hasattr(model, "inputs"):
+        return Sizes(inputs=model.inputs or width, outputs=model.outputs or width)
+    return Sizes(context=getattr(model, "context", None))
+
+
+def build_model(config: Config, vocabulary: int | None = None) -> Model:
+    """The model on symbolic tensors: target(model config, compute dtype). Sizes of a preset are filled in.
+
+    `vocabulary` is the tokenizer's, taken where model.vocabulary is null.
+    """
+    model: Any = config.model
+    if isinstance(model, GPTConfig):
+        model = resolved(model)
+    if getattr(model, "vocabulary", 0) is None:
+        model = replace(model, vocabulary=vocabulary)
+    built: Model = component("model", model.name).load()(model, config.precision.compute)
+    return built
+
+
+def build_optimizer(config: OptimizerConfig) -> Optimizer:
+    """The optimizer: target(config)."""
+    built: Optimizer = component("optimizer", config.name).load()(config)
+    return built
+
+
+def build_schedule(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
+    """Step, counted from 1, to the factor of the peak learning rate: target(config, steps of the run)."""
+    built: Callable[[int], float] = component("schedule", config.name).load()(config, steps)
+    return built
+
+
+def build_device(config: DeviceConfig) -> Device:
+    """The device, opened: target(config). Raises DeviceUnavailable or DeviceBusy."""
+    built: Device = component("device", config.name).load()(config)
+    return built
+
+
+def build_engine(config: EngineConfig, device: Device, state: State) -> Engine:
+    """The engine over a device and a state: target(config, device, state)."""
+    built: Engine = component("engine", config.name).load()(config, device, state)
+    return built
+
+
+def build_console(config: LoggerConfig) -> Console:
+    """What the user sees; without a progress bar for logger=jsonl."""
+    from ttrain.train.loggers import Console
+
+    return Console(bar=config.name != "jsonl")
+
+
+def build_views(
+    config: LoggerConfig, folder: Path, run_config: dict[str, Any], run_id: str | None, say: Callable[[str], None]
+) -> list[Logger]:
+    """Further views of the metrics beside the console: target(config, folder, run_config, run_id, say).
+
+    `folder` is the run directory, `run_config` the config as plain values, `run_id` the logger's id of an earlier leg,
+    `say` prints a line for the user.
+    """
+    built: list[Logger] = component("logger", config.name).load()(config, folder, run_config, run_id, say)
+    return built
+
+
+def null_device(config: DeviceConfig) -> Device:
+    """Shapes only."""
+    from ttrain.device.null.device import NullDevice
+
+    return NullDevice()
+
+
+def dynamic_engine(config: EngineConfig, device: Device, state: State) -> Engine:
+    """Launches as recorded."""
+    from ttrain.engine.dynamic import DynamicEngine
+
+    return DynamicEngine(device, state)
+
+
+def static_engine(config: EngineConfig, device: Device, state: State) -> Engine:
+    """A flat list of kernels over planned buffers."""
+    from ttrain.engine.static import StaticEngine
+
+    return StaticEngine(device, state, config.rematerialize)
+
+
+def no_views(*_: Any) -> list[Logger]:
+    """The console and metrics.jsonl are enough."""
+    return []
+
+
+def wandb_views(
+    config: WandbConfig, folder: Path, run_config: dict[str, Any], run_id: str | None, say: Callable[[str], None]
+) -> list[Logger]:
+    """Weights & Biases."""
+    from ttrain.train.wandb_logger import WandbLogger
+
+    return [WandbLogger(config, folder, run_config, run_id, say)]

@@ -1,0 +1,165 @@
+"""Checks over several fields. Each yields one sentence per problem: what was given, what is expected, how to fix it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Set
+from typing import Any, Protocol
+
+from ttrain.config.schema import Config
+from ttrain.data.settings import RegressionConfig, TextConfig, TokensConfig
+from ttrain.models.presets import PRESETS, SIZES, resolved
+from ttrain.models.settings import GPTConfig, MLPConfig
+from ttrain.optim.settings import AdamWConfig, SGDConfig
+
+Check = Callable[[Config], Iterator[str]]
+_CHECKS: list[tuple[frozenset[str], Check]] = []
+
+
+class BuiltData(Protocol):
+    """What the checks after building the data look at."""
+
+    vocabulary: int | None
+
+
+def check(*sections: str) -> Callable[[Check], Check]:
+    """Register a check; it runs only if every section it reads holds valid values."""
+
+    def add(function: Check) -> Check:
+        _CHECKS.append((frozenset(sections), function))
+        return function
+
+    return add
+
+
+def cross_field_problems(config: Config, bad_sections: Set[str] = frozenset()) -> list[str]:
+    """Every problem that needs no data, in the order of declaration."""
+    return [problem for needs, run in _CHECKS if not needs & bad_sections for problem in run(config)]
+
+
+def data_problems(config: Config, data: BuiltData) -> list[str]:
+    """Every problem that only shows once the data is built and before a device is touched."""
+    found: list[str] = []
+    vocabulary = getattr(config.model, "vocabulary", None)
+    if vocabulary is not None and data.vocabulary is not None and vocabulary < data.vocabulary:
+        found.append(
+            f"model.vocabulary={vocabulary}: the tokenizer has {data.vocabulary} ids. "
+            f"Give model.vocabulary={data.vocabulary} or more, or null to take the tokenizer's."
+        )
+    return found
+
+
+@check("train")
+def _accumulation_divides_batch(config: Config) -> Iterator[str]:
+    size, parts = config.train.batch_size, config.train.accumulation
+    if size % parts:
+        yield f"train.accumulation={parts}: must divide train.batch_size={size}. {_nearest_divisor(size, parts)}"
+
+
+@check("optimizer")
+def _optimizer(config: Config) -> Iterator[str]:
+    optimizer: Any = config.optimizer
+    if isinstance(optimizer, SGDConfig) and optimizer.nesterov and optimizer.momentum == 0:
+        yield "optimizer.nesterov=true: needs momentum. Give optimizer.momentum=0.9 or optimizer.nesterov=false."
+    if isinstance(optimizer, AdamWConfig) and len(optimizer.betas) != 2:
+        yield f"optimizer.betas={optimizer.betas}: must hold two numbers, got {len(optimizer.betas)}."
+    for prefix, factor in optimizer.group_lr.items():
+        if not factor >= 0:
+            yield f"optimizer.group_lr.{prefix}={factor}: must be at least 0."
+
+
+@check("schedule", "train")
+def _schedule(config: Config) -> Iterator[str]:
+    schedule = config.schedule
+    end, key = (config.train.steps, "train.steps") if schedule.steps is None else (schedule.steps, "schedule.steps")
+    if schedule.warmup > end:
+        yield f"schedule.warmup={schedule.warmup}: must be at most {key}={end}."
+    elif schedule.name == "wsd" and schedule.warmup + schedule.decay * end > end:
+        yield (
+            f"schedule.decay={schedule.decay}: warm-up ({schedule.warmup} steps) and decay "
+            f"({schedule.decay * end:g} steps) together are longer than {key}={end}."
+        )
+
+
+@check("model")
+def _gpt_size(config: Config) -> Iterator[str]:
+    model = config.model
+    if not isinstance(model, GPTConfig):
+        return
+    if model.preset is not None and model.preset not in PRESETS:
+        yield f"model.preset={model.preset}: no such preset. Valid: {', '.join(PRESETS)}."
+        return
+    sized = resolved(model)
+    missing = [f"model.{name}" for name in SIZES if getattr(sized, name) is None]
+    if missing:
+        yield f"{', '.join(missing)}: no value. Give one, or take a model.preset: {', '.join(PRESETS)}."
+    if sized.width is not None and sized.heads is not None and sized.width % sized.heads:
+        hint = _nearest_divisor(sized.width, sized.heads)
+        yield f"model.heads={sized.heads}: must divide model.width={sized.width}. {hint}"
+
+
+@check("model", "data")
+def _data_fits_model(config: Config) -> Iterator[str]:
+    model, data = config.model, config.data
+    numbers = isinstance(data, RegressionConfig)
+    if isinstance(model, MLPConfig) and not numbers:
+        yield f"data={data.name}: model=mlp trains on numbers, not on tokens. Give data=regression."
+    if isinstance(model, GPTConfig) and numbers:
+        yield "data=regression: a language model trains on tokens. Give data=stdlib, data=text or data=tokens."
+    if isinstance(model, MLPConfig) and isinstance(data, RegressionConfig):
+        for key in ("inputs", "outputs"):
+            wanted, given = getattr(model, key) or model.width, getattr(data, key)
+            if given is not None and given != wanted:
+                yield f"data.{key}={given}: the model has {wanted} {key}. Give data.{key}=null to take the model's."
+
+
+@check("data", "task")
+def _data_source(config: Config) -> Iterator[str]:
+    if isinstance(config.data, TokensConfig) and config.data.path is None and config.task.name in ("train", "plan"):
+        yield "data.path: no value. data=tokens needs data.path=<folder or file of token ids>."
+
+
+@check("data", "task", "prepare")
+def _prepare(config: Config) -> Iterator[str]:
+    if config.task.name != "prepare":
+        return
+    if config.prepare.dir is None:
+        yield "prepare.dir: no value. task=prepare needs prepare.dir=<new folder for the token files>."
+    if not isinstance(config.data, TextConfig):
+        yield f"data={config.data.name}: task=prepare reads text. Give data=stdlib, or data=text with data.path."
+
+
+@check("task", "run")
+def _sample_needs_a_run(config: Config) -> Iterator[str]:
+    if config.task.name == "sample" and config.run.dir is None:
+        yield "task=sample: needs a trained run. Give run.dir=<run directory>."
+
+
+@check("resume", "run")
+def _resume(config: Config) -> Iterator[str]:
+    if config.resume == "auto" and config.run.dir is None:
+        yield "resume=auto: continues the run in run.dir, which has no value. Give run.dir=<run directory> as well."
+    if not config.resume:
+        yield "resume='': must be none, auto or the folder of a run or checkpoint."
+
+
+@check("sample")
+def _sample_checkpoint(config: Config) -> Iterator[str]:
+    which = config.sample.checkpoint
+    if which not in ("last", "best") and not which.isdecimal():
+        yield f"sample.checkpoint={which}: must be last, best or a step number."
+
+
+@check("logger")
+def _logger(config: Config) -> Iterator[str]:
+    if getattr(config.logger, "project", "x") == "":
+        yield "logger.project='': must not be empty."
+
+
+def _nearest_divisor(number: int, wanted: int) -> str:
+    """The divisor of `number` that is nearest to `wanted`, as a sentence; empty if none is within reach."""
+    start = min(wanted, number)
+    for distance in range(min(start, 10_000)):
+        for candidate in (start - distance, start + distance):
+            if candidate <= number and number % candidate == 0:
+                return f"Nearest that does: {candidate}."
+    return ""

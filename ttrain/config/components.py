@@ -1,0 +1,60 @@
+"""Our own rows of the registry. Importing this module loads settings only: no torch, no component."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ttrain.config.registry import register, rows
+from ttrain.core.options import option
+from ttrain.data.settings import RegressionConfig, TextConfig, TokensConfig
+from ttrain.device.settings import DeviceConfig
+from ttrain.engine.settings import EngineConfig
+from ttrain.models.settings import GPTConfig, MLPConfig
+from ttrain.nn.precision import PrecisionConfig
+from ttrain.optim.settings import AdamWConfig, ScheduleConfig, SGDConfig
+from ttrain.train.settings import LoggerConfig, WandbConfig
+
+
+@dataclass
+class TaskConfig:
+    """What the command does."""
+
+    name: str = option("train", "registered name of the task: train, sample, plan or prepare")
+
+
+register("task", "train", config=TaskConfig, target="ttrain.tasks.train:run")
+register("task", "sample", config=TaskConfig, target="ttrain.tasks.sample:run")
+register("task", "plan", config=TaskConfig, target="ttrain.tasks.plan:run")
+register("task", "prepare", config=TaskConfig, target="ttrain.tasks.prepare:run")
+
+register("model", "mlp", config=MLPConfig, target="ttrain.models.mlp:MLP")
+register("model", "gpt", config=GPTConfig, target="ttrain.models.gpt:GPT")
+
+register("engine", "dynamic", config=EngineConfig, target="ttrain.config.build:dynamic_engine")
+register("engine", "static", config=EngineConfig, target="ttrain.config.build:static_engine")
+
+register("device", "auto", config=DeviceConfig, target="ttrain.device.torch.device:auto")
+register("device", "cpu", config=DeviceConfig, target="ttrain.device.torch.device:cpu")
+register("device", "cuda", config=DeviceConfig, target="ttrain.device.torch.device:cuda")
+register("device", "null", config=DeviceConfig, target="ttrain.config.build:null_device")
+
+register("optimizer", "sgd", config=SGDConfig, target="ttrain.optim.sgd:SGD")
+register("optimizer", "adamw", config=AdamWConfig, target="ttrain.optim.adamw:AdamW")
+
+register("schedule", "constant", config=ScheduleConfig, target="ttrain.optim.schedules:constant")
+register("schedule", "linear", config=ScheduleConfig, target="ttrain.optim.schedules:linear")
+register("schedule", "cosine", config=ScheduleConfig, target="ttrain.optim.schedules:cosine")
+register("schedule", "wsd", config=ScheduleConfig, target="ttrain.optim.schedules:wsd")
+
+register("data", "text", config=TextConfig, target="ttrain.data.text:open_text")
+register("data", "tokens", config=TokensConfig, target="ttrain.data.tokens:open_tokens")
+register("data", "regression", config=RegressionConfig, target="ttrain.data.regression:open_regression")
+
+register("precision", "fp32", config=PrecisionConfig, target=PrecisionConfig)
+register("precision", "bf16", config=PrecisionConfig, target=PrecisionConfig)
+
+register("logger", "console", config=LoggerConfig, target="ttrain.config.build:no_views")
+register("logger", "jsonl", config=LoggerConfig, target="ttrain.config.build:no_views")
+register("logger", "wandb", config=WandbConfig, target="ttrain.config.build:wandb_views")
+
+BUILT_IN = frozenset((row.group, row.name) for row in rows())

@@ -1,0 +1,80 @@
+"""The whole config as one typed tree, assembled from the small configs that live beside the components."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ttrain.config.components import TaskConfig
+from ttrain.core.options import option
+from ttrain.data.settings import DataConfig, TextConfig
+from ttrain.device.settings import DeviceConfig
+from ttrain.engine.settings import EngineConfig
+from ttrain.models.settings import GPTConfig
+from ttrain.nn.precision import PrecisionConfig
+from ttrain.optim.settings import AdamWConfig, OptimizerConfig, ScheduleConfig
+from ttrain.train.settings import LoggerConfig, RunConfig, SampleConfig, TrainConfig
+
+
+@dataclass
+class PlanConfig:
+    """What task=plan prints after its summary."""
+
+    show: str | None = option(
+        None, "also print the traced graph, the graph with gradients, or the op list with buffers",
+        choices=("graph", "backward", "plan"),
+    )  # fmt: skip
+
+
+@dataclass
+class PrepareConfig:
+    """What task=prepare writes."""
+
+    dir: str | None = option(None, "new folder for the token files, to be read with data=tokens data.path=<folder>")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a config came from; not part of the config itself."""
+
+    choices: dict[str, str] = field(default_factory=dict)  # group -> option, such as model -> nano-gpt
+    overrides: tuple[str, ...] = ()  # the command line's key=value arguments, as given
+    explicit: frozenset[str] = frozenset()  # keys and groups that the command line set; a group stands for all its keys
+
+
+@dataclass
+class Config:
+    """Everything a run is told. A component receives its own part and never this tree."""
+
+    task: TaskConfig = option(TaskConfig, "what the command does")
+    model: Any = option(GPTConfig, "what is trained")
+    data: DataConfig = option(TextConfig, "what it is trained on")
+    train: TrainConfig = option(TrainConfig, "how long, how much per step, and what happens between steps")
+    optimizer: OptimizerConfig = option(AdamWConfig, "how gradients change parameters")
+    schedule: ScheduleConfig = option(ScheduleConfig, "learning rate over steps")
+    precision: PrecisionConfig = option(PrecisionConfig, "dtypes of compute and weights")
+    engine: EngineConfig = option(EngineConfig, "how a derived step is run")
+    device: DeviceConfig = option(DeviceConfig, "where a step runs")
+    logger: LoggerConfig = option(LoggerConfig, "who else sees the metrics")
+    run: RunConfig = option(RunConfig, "where the run lives and its seed")
+    resume: str = option("none", "none, auto (newest complete checkpoint of run.dir) or a run or checkpoint folder")
+    sample: SampleConfig = option(SampleConfig, "how text is drawn from a trained model")
+    plan: PlanConfig = option(PlanConfig, "what task=plan prints")
+    prepare: PrepareConfig = option(PrepareConfig, "what task=prepare writes")
+    plugins: list[str] = option([], "modules that register further components; only the command line may name one")
+    source: Source = field(default_factory=Source, repr=False, compare=False)
+
+
+def sections() -> list[str]:
+    """Root keys in the order they are printed: component groups, plain sections and single options."""
+    return [declared.name for declared in fields(Config) if declared.name != "source"]
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The config as plain nested dicts, for a run record or YAML."""
+    return {name: _plain(getattr(config, name)) for name in sections()}
+
+
+def _plain(value: Any) -> Any:
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value

@@ -1,0 +1,212 @@
+"""Plain nested values to the typed config: every unknown key, wrong type and bound is found and reported together."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from types import NoneType, UnionType
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ttrain.config import registry
+from ttrain.config.checks import cross_field_problems
+from ttrain.config.schema import Config, Source, sections
+from ttrain.core.errors import ConfigError
+from ttrain.core.names import did_you_mean
+from ttrain.core.options import default_of, option_problems
+
+TYPE_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+MANY_WORDS = {int: "integers", float: "numbers", bool: "true or false", str: "texts"}
+
+
+@dataclass
+class Findings:
+    """Problems so far, and the sections that can't be trusted for cross-field checks."""
+
+    problems: list[str] = field(default_factory=list)
+    bad_sections: set[str] = field(default_factory=set)
+    origins: Mapping[str, str] = field(default_factory=dict)  # key -> the file that set it
+
+    def add(self, problem: str, *sections_: str) -> None:
+        self.problems.append(problem)
+        self.bad_sections.update(sections_)
+
+    def origin(self, key: str) -> str:
+        return f" (set in {self.origins[key]})" if key in self.origins else ""
+
+
+def typed_config(values: Mapping[str, Any], source: Source | None = None, findings: Findings | None = None) -> Config:
+    """The typed config of plain nested values, such as a composed tree or the config saved in a checkpoint.
+
+    Keys that are left out take their defaults. Raises ConfigError with all problems, those already in `findings` first.
+    """
+    found = findings or Findings()
+    config = Config(source=source or Source())
+    for key in _target_keys(values, ""):
+        found.add(f"{key}: the key _target_ is refused; components are chosen by registered name only.")
+    for key in values:
+        if key not in sections():
+            found.add(f"{key}: unknown key{found.origin(str(key))}. {_suggest_root(str(key))}")
+    for declared in fields(Config):
+        if declared.name in values and declared.name not in found.bad_sections and declared.name != "source":
+            _fill_section(config, declared.name, values[declared.name], found)
+    for name in sections():
+        part = getattr(config, name)
+        if is_dataclass(part):
+            bounds = list(option_problems(part, name))
+            found.problems += bounds
+            found.bad_sections |= {name} if bounds else set()
+    found.problems += cross_field_problems(config, found.bad_sections)
+    if found.problems:
+        raise ConfigError(list(dict.fromkeys(found.problems)))
+    return config
+
+
+def section_type(section: str, name: Any) -> type[Any] | None:
+    """The dataclass that a section's keys are checked against, None for a single option.
+
+    For a component group it depends on the `name`; an unregistered name gives None too.
+    """
+    if section in registry.groups():
+        row = registry.find(section, name) if isinstance(name, str) else None
+        return row.config if row else None
+    default = default_of(Config.__dataclass_fields__[section])
+    return type(default) if is_dataclass(default) else None
+
+
+def _fill_section(config: Config, section: str, value: Any, found: Findings) -> None:
+    if section not in registry.groups() and section_type(section, None) is None:
+        converted = _convert(Config, section, section, value, found)
+        if converted is not _REFUSED:
+            setattr(config, section, converted)
+        return
+    if value is None and section in registry.groups():
+        found.add(f"{section}: nothing is chosen. Give {section}=<option>; --help lists the options.", section)
+        return
+    if not isinstance(value, Mapping):
+        found.add(f"{section}={value}: must be a group of keys such as {section}.<key>=<value>.", section)
+        return
+    schema = section_type(section, value.get("name"))
+    if schema is None:
+        found.add(_name_problem(section, value.get("name")), section)
+        return
+    setattr(config, section, _fill(schema, section, value, found))
+
+
+def _fill(schema: type[Any], section: str, values: Mapping[str, Any], found: Findings) -> Any:
+    """An instance of the schema with every acceptable value; the others are reported and keep their default."""
+    known = {declared.name for declared in fields(schema)}
+    accepted = {}
+    for key, value in values.items():
+        path = f"{section}.{key}"
+        if key == "_target_":
+            continue
+        if key not in known:
+            found.add(f"{path}: unknown key{found.origin(path)}. {_suggest(section, str(key), known)}")
+            continue
+        converted = _convert(schema, key, path, value, found)
+        if converted is not _REFUSED:
+            accepted[key] = converted
+    return schema(**accepted)
+
+
+_REFUSED = object()
+
+
+def _convert(schema: type[Any], key: str, path: str, value: Any, found: Findings) -> Any:
+    """The value as its declared type, by OmegaConf's rules; whole floats such as 1e3 are integers too."""
+    hint = typing.get_type_hints(schema)[key]
+    section = path.partition(".")[0]
+    if value == "???":
+        found.add(f"{path}: has no value{found.origin(path)}; give one with {path}=<value>.", section)
+        return _REFUSED
+    bare = without_none(hint)
+    if bare is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    try:
+        if bare is bool and isinstance(value, int) and value not in (0, 1):
+            raise ValueError
+        node = OmegaConf.structured(make_dataclass("Value", [("value", hint)]))
+        node.value = value
+        return OmegaConf.to_container(node)["value"]  # type: ignore[call-overload, index]
+    except (OmegaConfBaseException, ValueError):
+        found.add(f"{path}={_shown(value)}: must be {expected(hint)}, got {_kind(value)}{found.origin(path)}.", section)
+        return _REFUSED
+
+
+def expected(hint: Any) -> str:
+    """A type hint in words, such as `an integer or null`."""
+    bare = without_none(hint)
+    origin = typing.get_origin(bare)
+    if origin is list:
+        words = f"a list of {MANY_WORDS[typing.get_args(bare)[0]]}"
+    elif origin is dict:
+        words = f"a mapping of names to {MANY_WORDS[typing.get_args(bare)[1]]}"
+    else:
+        words = TYPE_WORDS.get(bare, getattr(bare, "__name__", str(bare)))
+    return words if bare is hint else f"{words} or null"
+
+
+def without_none(hint: Any) -> Any:
+    """`X` for the type hint `X | None`, any other hint as it is."""
+    if typing.get_origin(hint) in (UnionType, typing.Union):
+        rest = [part for part in typing.get_args(hint) if part is not NoneType]
+        return rest[0] if len(rest) == 1 else hint
+    return hint
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    words = {
+        bool: "true or false",
+        int: "an integer",
+        float: "a number",
+        str: "text",
+        list: "a list",
+        dict: "a mapping",
+    }
+    return words.get(type(value), type(value).__name__)
+
+
+def _shown(value: Any) -> str:
+    text = "null" if value is None else repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _name_problem(section: str, name: Any) -> str:
+    valid = registry.names(section)
+    if name is None:
+        return f"{section}: has no name, so nothing is chosen. {did_you_mean('', valid)}"
+    return f"{section}.name={name}: not registered. {did_you_mean(str(name), valid)}"
+
+
+def _suggest(section: str, key: str, known: set[str]) -> str:
+    for row in registry.rows():
+        if row.group == section and key in row.config.__dataclass_fields__:
+            return f"It belongs to {section} {row.name}; here valid are: {', '.join(sorted(known))}."
+    return did_you_mean(key, known)
+
+
+def _suggest_root(key: str) -> str:
+    """Another section's key of the same name, else the nearest section."""
+    for section in sections():
+        default = default_of(Config.__dataclass_fields__[section])
+        if is_dataclass(default) and key in {declared.name for declared in fields(default)} and key != "name":
+            return f"Did you mean '{section}.{key}'?"
+    return did_you_mean(key, sections())
+
+
+def _target_keys(values: Any, prefix: str) -> Iterator[str]:
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            path = f"{prefix}.{key}" if prefix else str(key)
+            if key == "_target_":
+                yield path
+            yield from _target_keys(value, path)
+    elif isinstance(values, list):
+        for position, value in enumerate(values):
+            yield from _target_keys(value, f"{prefix}[{position}]")
