@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from types import TracebackType
 from typing import Any, Protocol
 
+from ttrain.core.errors import EXIT_DONE, EXIT_FAILURE, EXIT_INTERRUPTED
 from ttrain.core.units import format_count
 from ttrain.train.metrics import Metrics, MetricsFile
 
@@ -12,12 +14,19 @@ from ttrain.train.metrics import Metrics, MetricsFile
 class Logger(Protocol):
     """Receives every line of metrics.jsonl."""
 
+    @property
+    def run_id(self) -> str | None:
+        """What a later leg continues by; None where there is nothing to continue."""
+        ...
+
     def log(self, metrics: Metrics) -> None: ...
     def close(self, exit_code: int) -> None: ...
 
 
 class Console:
     """What the user sees on stderr: a bar with loss, learning rate, tokens/s and time left, and messages above it."""
+
+    run_id = None
 
     def __init__(self, *, bar: bool = True) -> None:
         self._wanted = bar
@@ -79,6 +88,18 @@ class Loggers:
                     f"{type(view).__name__} failed and gets no more metrics ({error}); metrics.jsonl goes on."
                 )
                 self._close(view, 1)
+
+    def __enter__(self) -> Loggers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends every view with the exit code that the error leads to."""
+        if isinstance(error, KeyboardInterrupt):
+            self.close(EXIT_INTERRUPTED)
+        else:
+            self.close(EXIT_DONE if error is None else getattr(error, "exit_code", EXIT_FAILURE))
 
     def close(self, exit_code: int) -> None:
         """Ends every view, also when another one fails to end."""

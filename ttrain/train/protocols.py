@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 from ttrain.core.spec import TensorSpec
@@ -14,14 +13,15 @@ from ttrain.graph.graph import Kind
 SAVED_KINDS = (Kind.PARAMETER, Kind.OPTIMIZER)  # all else in the state derives from these or lives for one step
 
 Array = NDArray[Any]
-Inputs = Mapping[str, Array | np.generic | float | int]
+Inputs = Mapping[str, Array | float | int]
 Outputs = Mapping[str, Any]  # floats for scalars, arrays otherwise
 
 
 class Step(Protocol):
     """A built step: inputs by name to metrics and outputs by name."""
 
-    inputs: Mapping[str, TensorSpec]
+    @property
+    def inputs(self) -> Mapping[str, TensorSpec]: ...
 
     def __call__(self, inputs: Inputs) -> Outputs: ...
 

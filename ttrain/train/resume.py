@@ -44,7 +44,7 @@ def find_resume_point(resume: str, run_dir: str | None) -> ResumePoint | None:
     if not path.is_dir():
         raise CheckpointError(f"resume={resume}: there is no such folder. Give the folder of a run or of a checkpoint.")
     if (path / MANIFEST).exists() or path.parent.name == "checkpoints":
-        run = path.absolute().parent.parent
+        run = path.parent.parent if len(path.parts) > 2 else path.absolute().parent.parent
         return ResumePoint(read_checkpoint(path), run if (run / RECORD).exists() else None)
     if (path / "checkpoints").is_dir():
         point = _newest_of(path, must_exist=True)

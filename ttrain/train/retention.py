@@ -40,12 +40,14 @@ def list_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Skipped]]:
 def newest_complete(folder: Path) -> tuple[Checkpoint | None, list[Skipped]]:
     """The checkpoint with the highest step that verifies, and every one that was passed over, with the reason."""
     found, skipped = list_checkpoints(folder)
+    newest = None
     for checkpoint in reversed(found):
         try:
-            return checkpoint.verify(), skipped
+            newest = checkpoint.verify()
+            break
         except CheckpointError as error:
             skipped.append(Skipped(checkpoint.path, str(error)))
-    return None, skipped
+    return newest, sorted(skipped, key=lambda entry: entry.path.name, reverse=True)
 
 
 def best_checkpoint(folder: Path) -> Checkpoint | None:
@@ -98,3 +100,27 @@ def check_space(folder: Path, state: State) -> None:
             f"{folder} has {format_bytes(free)} free, and two checkpoints of this model need {format_bytes(needed)}. "
             f"Make room or give another run.dir."
         )
+
+
+def find_checkpoint(run: Path, which: str) -> Checkpoint:
+    """The verified checkpoint of a run that `last`, `best` or a step number names. Raises CheckpointError."""
+    folder = run / "checkpoints"
+    if not folder.is_dir():
+        raise CheckpointError(f"{run} is not a run of ttrain: it has no checkpoints/. Give the folder of a run.")
+    if which == "last":
+        checkpoint, skipped = newest_complete(folder)
+        if checkpoint is None:
+            reasons = "".join(f"\n  {path}: {reason}" for path, reason in skipped)
+            raise CheckpointError(f"{run} has no complete checkpoint yet.{reasons}")
+        return checkpoint
+    found, _ = list_checkpoints(folder)
+    if which == "best":
+        best = best_checkpoint(folder)
+        if best is None:
+            raise CheckpointError(f"{run} has no checkpoint with a val/loss. Give sample.checkpoint=last.")
+        return best.verify()
+    for checkpoint in found:
+        if checkpoint.step == int(which):
+            return checkpoint.verify()
+    steps = ", ".join(str(checkpoint.step) for checkpoint in found) or "none"
+    raise CheckpointError(f"{run} has no checkpoint of step {which}. It has: {steps}.")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from ttrain.core.errors import NonFiniteError, UserError
+from ttrain.core.errors import DataError, NonFiniteError, UserError
 from ttrain.train.protocols import Array, Step, Tokenizer
 from ttrain.train.settings import SampleConfig
 
@@ -55,12 +55,20 @@ def token_probabilities(
     return cut
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Token ids of the prompt, at least one. Raises UserError (DataError from the tokenizer for unseen characters)."""
+def encode_prompt(tokenizer: Tokenizer, prompt: str | None) -> list[int]:
+    """Token ids of the prompt, at least one; None stands for a line break, or id 0 where the tokenizer has none.
+
+    Raises UserError for an empty prompt, and DataError, which names them, for characters the tokenizer never saw.
+    """
+    if prompt is None:
+        try:
+            return tokenizer.encode("\n") or [0]
+        except DataError:
+            return [0]
     ids = tokenizer.encode(prompt)
     if not ids:
         raise UserError(
-            "sample.prompt is empty, and a model needs a first token. Give a prompt such as sample.prompt='def '."
+            "sample.prompt is empty, and a model needs a first token. Give a text, or null to start from a line break."
         )
     return ids
 
@@ -109,3 +117,16 @@ def stream_text(tokenizer: Tokenizer, prompt: list[int], drawn: Iterator[int], w
         pieces.append(rest)
         write(rest)
     return "".join(pieces)
+
+
+def print_samples(step: Step, tokenizer: Tokenizer, prompt: list[int], config: SampleConfig) -> list[str]:
+    """Writes `config.count` samples to stdout as their tokens are drawn, and returns them."""
+    context = step.inputs["tokens"].shape[1]
+    sampler, texts = Sampler(config), []
+    for number in range(config.count):
+        if config.count > 1:
+            print(f"--- sample {number + 1} of {config.count} ---")
+        drawn = draw_tokens(step, prompt, context, tokenizer.vocabulary, sampler, config.tokens, number)
+        texts.append(stream_text(tokenizer, prompt, drawn, lambda text: print(text, end="", flush=True)))
+        print(flush=True)
+    return texts

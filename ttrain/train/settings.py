@@ -68,7 +68,9 @@ class WandbConfig(LoggerConfig):
 class SampleConfig:
     """How text is drawn from a trained model."""
 
-    prompt: str = option("\n", "text that the model continues")
+    prompt: str | None = option(
+        None, "text that the model continues; null starts from a line break, or from any token if there is none"
+    )
     tokens: int = option(200, "tokens to draw per sample", minimum=1)
     temperature: float = option(0.8, "logits are divided by it; 0 always takes the likeliest token", minimum=0)
     top_k: int | None = option(None, "draw from the k likeliest tokens only; null draws from all", minimum=1)

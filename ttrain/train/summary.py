@@ -85,10 +85,8 @@ def recent_speed(metrics: Path) -> tuple[float | None, float | None]:
 def print_summary(summary: Summary, run: Path) -> None:
     """Prints the summary, where the run is, and the commands that go on from it."""
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     folder = shlex.quote(str(run))
     rows = [
         *summary.lines(),
@@ -96,9 +94,11 @@ def print_summary(summary: Summary, run: Path) -> None:
         ("train on", f"python -m ttrain resume=auto run.dir={folder} train.steps={2 * summary.steps}"),
         ("sample", f"python -m ttrain task=sample run.dir={folder}"),
     ]
+    width = max(len(label) for label, _ in rows) + 2
+    console = Console(highlight=False, soft_wrap=True)  # a command that is cut at the window's edge can't be copied
+    console.print()
     for label, value in rows:
-        table.add_row(Text(label, style="bold"), Text(value, no_wrap=True, overflow="ignore"))
-    Console(soft_wrap=True, highlight=False).print(table)
+        console.print(Text.assemble((label.ljust(width), "bold"), value))
 
 
 def draw_loss_curve(metrics: Path, image: Path, baseline: tuple[str, float] | None = None) -> bool:

@@ -1,0 +1,146 @@
+"""Where a run continues from, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain.core.errors import CheckpointError, UserError
+from ttrain.train.resume import check_architecture, check_tokenizer, config_difference, find_resume_point
+from ttrain.train.retention import find_checkpoint
+
+
+@pytest.fixture
+def run(make_job: Any, tmp_path: Path) -> Path:
+    job = make_job(keep_last=9)
+    job.loop.run()
+    job.close()
+    return tmp_path / "run"
+
+
+def test_none_and_a_first_auto_start_anew(tmp_path: Path, make_job: Any) -> None:
+    assert find_resume_point("none", None) is None
+    assert find_resume_point("auto", str(tmp_path / "new")) is None
+    (tmp_path / "empty").mkdir()
+    assert find_resume_point("auto", str(tmp_path / "empty")) is None
+    make_job("killed early").close()
+    assert find_resume_point("auto", str(tmp_path / "killed early")) is None
+
+
+def test_auto_takes_the_newest(run: Path) -> None:
+    point = find_resume_point("auto", str(run))
+    assert point is not None and (point.checkpoint.step, point.run, point.notes) == (12, run, [])
+
+
+def test_auto_without_a_run_directory() -> None:
+    with pytest.raises(UserError, match=r"run\.dir"):
+        find_resume_point("auto", None)
+
+
+def test_a_run_and_a_checkpoint_by_path(run: Path, tmp_path: Path) -> None:
+    point = find_resume_point(str(run), None)
+    assert point is not None and point.checkpoint.step == 12 and point.run == run
+    point = find_resume_point(str(run / "checkpoints" / "step_00000004"), None)
+    assert point is not None and point.checkpoint.step == 4 and point.run == run
+    shutil.copytree(run / "checkpoints" / "step_00000004", tmp_path / "alone")
+    point = find_resume_point(str(tmp_path / "alone"), None)
+    assert point is not None and point.checkpoint.step == 4 and point.run is None
+
+
+def test_a_moved_run_is_found(run: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    run.rename(moved)
+    point = find_resume_point("auto", str(moved))
+    assert point is not None and point.checkpoint.path == moved / "checkpoints" / "step_00000012"
+
+
+def test_damaged_ones_are_skipped_and_named(run: Path) -> None:
+    (run / "checkpoints" / "step_00000012" / "manifest.json").unlink()
+    (run / "checkpoints" / "step_00000008" / "config.json").write_text("{}")
+    for resume in ("auto", str(run)):
+        point = find_resume_point(resume, str(run))
+        assert point is not None and point.checkpoint.step == 4
+        assert len(point.notes) == 2
+        assert "step_00000012" in point.notes[0] and "no manifest" in point.notes[0]
+        assert "step_00000008" in point.notes[1] and "truncated" in point.notes[1]
+
+
+def test_when_all_are_damaged_there_is_no_fresh_start(run: Path) -> None:
+    for path in (run / "checkpoints").iterdir():
+        (path / "manifest.json").unlink()
+    for resume in ("auto", str(run)):
+        with pytest.raises(
+            CheckpointError, match=r"no checkpoint that can be resumed[\s\S]*step_00000012[\s\S]*step_00000004"
+        ):
+            find_resume_point(resume, str(run))
+
+
+def test_a_damaged_checkpoint_by_path_is_an_error(run: Path) -> None:
+    path = run / "checkpoints" / "step_00000012"
+    file = path / "parameters-00001-of-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="truncated") as raised:
+        find_resume_point(str(path), None)
+    assert raised.value.exit_code == 2
+
+
+@pytest.mark.parametrize("resume", ["folder", "folder/file", "nowhere", "checkpoints/step_00000001"])
+def test_what_is_neither_run_nor_checkpoint(tmp_path: Path, resume: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_text("x")
+    (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
+    with pytest.raises(CheckpointError):
+        find_resume_point(str(tmp_path / resume), None)
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="no checkpoint that can be resumed"):
+        find_resume_point(str(tmp_path / "run"), None)
+
+
+def test_auto_on_a_folder_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="not a run"):
+        find_resume_point("auto", str(tmp_path))
+
+
+MODEL = {"name": "gpt", "layers": 4, "heads": 4, "dropout": 0.0, "recompute": "none"}
+
+
+def test_another_architecture_names_the_keys() -> None:
+    path = Path("step_00000001")
+    check_architecture({"model": MODEL}, {"model": {**MODEL, "dropout": 0.2, "recompute": "block"}}, path)
+    with pytest.raises(CheckpointError) as raised:
+        check_architecture({"model": MODEL}, {"model": {**MODEL, "layers": 6, "width": 8}}, path)
+    message = str(raised.value)
+    assert "model.layers: 4 in the checkpoint, 6 given" in message
+    assert "model.width: None in the checkpoint, 8 given" in message and "heads" not in message
+
+
+def test_another_tokenizer_is_refused() -> None:
+    check_tokenizer("a", "a", Path("x"))
+    check_tokenizer(None, None, Path("x"))
+    with pytest.raises(CheckpointError, match="another tokenizer"):
+        check_tokenizer("a", "b", Path("x"))
+
+
+def test_changes_are_listed() -> None:
+    optimizer = {"lr": 1e-3, "betas": [0.9, 0.95]}
+    old = {"optimizer": optimizer, "train": {"steps": 10}, "run": {"dir": None, "seed": 1}, "resume": "none"}
+    new = {**old, "optimizer": {**optimizer, "lr": 3e-4, "eps": 1e-8}, "train": {"steps": 20}, "resume": "auto"}
+    new["run"] = {"dir": "x", "seed": 1}
+    expected = ["optimizer.lr: 0.001 -> 0.0003", "optimizer.eps: None -> 1e-08", "train.steps: 10 -> 20"]
+    assert config_difference(old, new) == expected
+    assert config_difference(old, old) == []
+
+
+def test_checkpoints_to_sample_from(run: Path) -> None:
+    assert find_checkpoint(run, "last").step == 12
+    assert find_checkpoint(run, "8").step == 8
+    losses = {step: find_checkpoint(run, str(step)).val_loss for step in (4, 8, 12)}
+    assert find_checkpoint(run, "best").step == min(losses, key=lambda step: losses[step])
+    with pytest.raises(CheckpointError, match="no checkpoint of step 5. It has: 4, 8, 12"):
+        find_checkpoint(run, "5")
+    with pytest.raises(CheckpointError, match="not a run"):
+        find_checkpoint(run / "checkpoints", "last")

@@ -1,0 +1,108 @@
+"""Speed, peak, summary and loss curve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ttrain.train import peak
+from ttrain.train.meter import Meter, peak_host_memory
+from ttrain.train.progress import Progress
+from ttrain.train.summary import Summary, draw_loss_curve, print_summary, recent_speed
+
+
+def test_meter_times_steps_only() -> None:
+    ticks = iter([0.0, 0.5, 10.0, 10.5, 20.0, 22.0])
+    meter = Meter(flops_per_step=1e9, peak_flops=1e10, memory=lambda: 77, clock=lambda: next(ticks))
+    for _ in range(2):
+        meter.start()
+        assert meter.stop(100) == 0.5
+    expected = {"tokens_per_s": 200.0, "step_ms": 500.0, "mfu": 0.2, "memory_bytes": 77}
+    assert meter.read() == expected
+    meter.start()
+    meter.stop(100)
+    assert meter.read() == {"tokens_per_s": 50.0, "step_ms": 2000.0, "mfu": 0.05, "memory_bytes": 77}
+
+
+def test_meter_without_a_peak() -> None:
+    meter = Meter(flops_per_step=1e9)
+    meter.start()
+    meter.stop(1)
+    assert meter.read().keys() == {"tokens_per_s", "step_ms"}
+
+
+def test_peak_is_measured_once_and_survives_a_damaged_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = iter([1e11, 2e11, 3e11])
+    monkeypatch.setattr(peak, "_measure", lambda *_: next(measured))
+    assert [peak.measured_peak("cpu", "fp32") for _ in range(2)] == [1e11, 1e11]
+    assert peak.measured_peak("cpu", "bf16") == 2e11
+    (tmp_path / "ttrain" / "peak.json").write_text("{damaged")
+    assert peak.measured_peak("cpu", "fp32") == 3e11
+    assert peak.measured_peak("null", "fp32") is None
+
+
+def test_peak_where_the_cache_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(peak, "_measure", lambda *_: 5e11)
+    assert peak.measured_peak("cpu", "fp32") == 5e11
+
+
+def test_measured_peak_is_plausible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than one addition per nanosecond, less than any machine of this decade."""
+    import torch
+
+    monkeypatch.setattr(peak, "_SECONDS", 0.02)
+    monkeypatch.setitem(peak._SIZES, "cpu", 256)
+    assert 1e9 < peak._measure(torch, "cpu", "fp32", 0) < 1e15
+
+
+def make_summary(progress: Progress) -> Summary:
+    return Summary("nano-gpt", 1_234_567, progress, 100, 5e4, 0.31, 3 << 30, ("unigram entropy", 3.1))
+
+
+def test_summary_tells_the_numbers_and_the_next_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(100, 6400, 12.0, 1.5, 1.75, 100, 1.625, 80)
+    summary = make_summary(progress)
+    run = tmp_path / "a run"
+    print_summary(summary, run)
+    printed = capsys.readouterr().out
+    for expected in (
+        "nano-gpt, 1.2M parameters",
+        "1.5000",
+        "1.7500 (best 1.6250 at step 80)",
+        "3.1000",
+        "50.0k tokens/s, mfu 31.0 %",
+        "3.0 GiB",
+        f"python -m ttrain resume=auto run.dir='{run}' train.steps=200",
+        f"python -m ttrain task=sample run.dir='{run}'",
+    ):
+        assert expected in printed
+    stored = json.loads(json.dumps(summary.to_dict(), allow_nan=False))
+    assert stored["val/loss"] == 1.75 and stored["best_step"] == 80 and stored["peak_memory_bytes"] == 3 << 30
+    assert "not measured" in dict(make_summary(Progress()).lines())["val loss"]
+
+
+def test_recent_speed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": i, "tokens_per_s": i, "mfu": i / 100}) + "\n" for i in range(1, 101)))
+    assert recent_speed(path) == (91, 0.91)
+    assert recent_speed(tmp_path / "none") == (None, None)
+
+
+def test_loss_curve(tmp_path: Path) -> None:
+    path, image = tmp_path / "metrics.jsonl", tmp_path / "loss.png"
+    path.write_text('{"step": 1, "train/loss": 3}\n')
+    assert not draw_loss_curve(path, image)
+    pytest.importorskip("matplotlib")
+    lines = [{"step": 1, "train/loss": 3}, {"step": 2, "train/loss": None}, {"step": 2, "val/loss": 2}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"step": 3, "train/loss": 1}]))
+    assert draw_loss_curve(path, image, ("unigram entropy", 2.5))
+    assert image.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_peak_host_memory() -> None:
+    assert 1 << 20 < peak_host_memory() < 1 << 40

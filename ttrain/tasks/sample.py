@@ -1,0 +1,40 @@
+"""task=sample: text from the model of a run, `python -m ttrain task=sample run.dir=<run>`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+from ttrain.config import build
+from ttrain.config.saved import continued
+from ttrain.config.schema import Config
+from ttrain.core.errors import CheckpointError
+from ttrain.tasks.train import open_session
+from ttrain.train.checkpoint import Checkpoint
+
+
+def run(config: Config) -> None:
+    """Prints `sample.count` samples. The model is rebuilt from what its checkpoint says; the data is not needed."""
+    from ttrain.data.tokenizer import Tokenizer
+    from ttrain.train.retention import find_checkpoint
+    from ttrain.train.sample import encode_prompt, print_samples
+
+    assert config.run.dir is not None  # the config's checks hold it so
+    checkpoint = find_checkpoint(Path(config.run.dir), config.sample.checkpoint)
+    config = continued(checkpoint.config, config, ("device", "sample", "engine", "logger"))
+    tokenizer = Tokenizer.from_json(_tokenizer(checkpoint))
+    prompt = encode_prompt(tokenizer, config.sample.prompt)
+    model = build.build_model(config, tokenizer.vocabulary)
+    with ExitStack() as stack:
+        device = stack.enter_context(closing(build.build_device(config.device)))
+        session = stack.enter_context(closing(open_session(config, model, device, training=False)))
+        checkpoint.load(session.state, optimizer=False)
+        print_samples(session.build_logits(), tokenizer, prompt, config.sample)
+
+
+def _tokenizer(checkpoint: Checkpoint) -> str:
+    if checkpoint.tokenizer is None:
+        raise CheckpointError(
+            f"{checkpoint.path} has no tokenizer, so its model makes no text. Give a language model's run."
+        )
+    return checkpoint.tokenizer

@@ -1,0 +1,261 @@
+"""task=train: train a model, from its first step or from a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ttrain.config import build
+from ttrain.config.saved import continued
+from ttrain.config.schema import Config, to_dict
+from ttrain.core.units import format_count
+from ttrain.train import resume as resuming
+from ttrain.train.run_directory import RECORD, RunDirectory
+
+if TYPE_CHECKING:
+    from ttrain.data.batches import Dataset
+    from ttrain.device.base import Device
+    from ttrain.engine.base import Step
+    from ttrain.models.base import Model
+    from ttrain.train.loggers import Console, Loggers
+    from ttrain.train.loop import Loop
+    from ttrain.train.progress import Progress
+    from ttrain.train.resume import ResumePoint
+    from ttrain.train.session import Session
+    from ttrain.train.summary import Summary
+
+
+def run(config: Config) -> float | None:
+    """Trains, prints a sample and a summary, and returns the best val/loss, which a sweeper may minimise."""
+    point = resuming.find_resume_point(config.resume, config.run.dir)
+    if point is not None:
+        config = continued(point.checkpoint.config, config)
+    dataset = build.build_dataset(config)
+    model = build.build_model(config, dataset.vocabulary)
+    stored = {**to_dict(config), "model": dataclasses.asdict(model.config)}
+    if point is not None:
+        resuming.check_architecture(point.checkpoint.config, stored, point.checkpoint.path)
+        resuming.check_tokenizer(point.checkpoint.tokenizer, _tokenizer_json(dataset), point.checkpoint.path)
+    prompt = _prompt(config, dataset)
+    with ExitStack() as stack:
+        device = stack.enter_context(closing(build.build_device(config.device)))
+        job = _Job(config, stored, dataset, model, device, build.build_console(config.logger), prompt, point)
+        if device.computes:
+            return job.train(stack)
+        job.dry_run(stack)
+        return None
+
+
+def _tokenizer_json(dataset: Dataset) -> str | None:
+    return None if dataset.tokenizer is None else dataset.tokenizer.to_json()
+
+
+def _prompt(config: Config, dataset: Dataset) -> list[int] | None:
+    """Token ids of the sample's prompt, checked before training starts; None where no text can be made."""
+    from ttrain.train.sample import encode_prompt
+
+    return None if dataset.tokenizer is None else encode_prompt(dataset.tokenizer, config.sample.prompt)
+
+
+def open_session(config: Config, model: Model, device: Device, training: bool) -> Session:
+    """The model on the device, its values still unset."""
+    from ttrain.train.session import Session
+    from ttrain.train.step_graph import StepGraph
+
+    rows = config.train.batch_size // config.train.accumulation
+    graph = StepGraph(model, build.build_optimizer(config.optimizer), rows, config.train.accumulation)
+    return Session.open(graph, device, lambda on, state: build.build_engine(config.engine, on, state), training)
+
+
+@dataclasses.dataclass
+class _Job:
+    """One training run with its parts built. What its methods open, the exit stack closes."""
+
+    config: Config
+    stored: dict[str, Any]  # the config as checkpoints keep it: the model's sizes are filled in
+    dataset: Dataset
+    model: Model
+    device: Device
+    console: Console
+    prompt: list[int] | None
+    point: ResumePoint | None
+
+    def train(self, stack: ExitStack) -> float | None:
+        from ttrain.train.retention import check_space
+
+        run = stack.enter_context(closing(self._run_directory()))
+        session = stack.enter_context(closing(open_session(self.config, self.model, self.device, training=True)))
+        check_space(run.path, session.state)
+        progress, leg = self._start(session, run)
+        steps = session.build_training()
+        self._record(run, leg, steps)
+        loggers = stack.enter_context(self._loggers(run, progress))
+        self._announce(run, progress)
+        self._loop(session, steps, run, loggers, progress).run()
+        self.console.close()
+        self._tell(session, steps, run, progress)
+        return progress.best_val_loss
+
+    def dry_run(self, stack: ExitStack) -> None:
+        """Builds all steps and launches one on a device that computes nothing; leaves nothing behind."""
+        session = stack.enter_context(closing(open_session(self.config, self.model, self.device, training=True)))
+        steps = session.build_training()
+        batch = self.dataset.batch("train", self.config.run.seed, 0, self.config.train.batch_size)
+        self._train_step(steps)(batch, self._rates()(1), 1)
+        self.console.say(
+            f"Dry run: device {self.device.name} computes no values. Every step was built and one was launched; "
+            f"nothing was trained or saved."
+        )
+
+    def _run_directory(self) -> RunDirectory:
+        """The directory that this leg writes to: the resumed run's own, unless run.dir names another."""
+        wanted = self.config.run.dir
+        model = self.config.source.choices.get("model", self.config.model.name)
+        label = f"{model}_{self.device.name}_{self.config.engine.name}"
+        if self.point is None:
+            started = self.config.resume == "auto" and wanted is not None and (Path(wanted) / RECORD).exists()
+            return RunDirectory.open(Path(str(wanted))) if started else RunDirectory.claim(wanted, label)
+        if self.point.run is not None and (wanted is None or Path(wanted).resolve() == self.point.run.resolve()):
+            return RunDirectory.open(self.point.run)
+        return RunDirectory.claim(wanted, label)
+
+    def _start(self, session: Session, run: RunDirectory) -> tuple[Progress, dict[str, Any]]:
+        """Sets the state, and returns how far the run is and what to record of the resume."""
+        from ttrain.train.metrics import cut_metrics
+        from ttrain.train.progress import Progress
+        from ttrain.train.retention import set_aside_after
+
+        if self.point is None:
+            session.initialize(self.config.run.seed)
+            cut_metrics(run.metrics, 0)
+            return Progress(), {}
+        checkpoint = self.point.checkpoint
+        checkpoint.load(session.state)
+        progress = Progress.from_dict(checkpoint.progress)
+        notes = list(self.point.notes)
+        if self.point.run is None or run.path.resolve() != self.point.run.resolve():
+            progress.wandb_id = None  # another run of W&B as well
+            if self.point.run is not None and (self.point.run / run.metrics.name).exists():
+                shutil.copyfile(self.point.run / run.metrics.name, run.metrics)
+        aside = set_aside_after(run.checkpoints, checkpoint.step)
+        notes += [f"Set aside, because it is of a later step: {path}" for path in aside]
+        dropped = cut_metrics(run.metrics, checkpoint.step)
+        if dropped:
+            notes.append(f"Removed {dropped} lines after step {checkpoint.step} from {run.metrics.name}.")
+        changes = resuming.config_difference(checkpoint.config, self.stored)
+        notes += [f"Changed since the checkpoint: {change}" for change in changes]
+        for note in [f"Resuming from {checkpoint.path} (step {checkpoint.step}).", *notes]:
+            self.console.say(note)
+        leg = {"resumed_from": checkpoint.path.name, "dropped_metrics": dropped, "changes": changes}
+        return progress, leg
+
+    def _record(self, run: RunDirectory, leg: dict[str, Any], steps: dict[str, Step]) -> None:
+        from ttrain.train.record import environment_record
+        from ttrain.train.session import plan_text
+
+        tokenizer_hash = None if self.dataset.tokenizer is None else self.dataset.tokenizer.hash
+        arguments = list(self.config.source.overrides)
+        description = self.dataset.description
+        record = environment_record(self.stored, self.device.describe(), description, tokenizer_hash, arguments)
+        run.record(self.stored, {**record, **leg})
+        run.write_plan(plan_text(steps))
+
+    def _loggers(self, run: RunDirectory, progress: Progress) -> Loggers:
+        from ttrain.train.loggers import Loggers
+        from ttrain.train.metrics import MetricsFile
+
+        views = build.build_views(self.config.logger, run.path, self.stored, progress.wandb_id, self.console.say)
+        progress.wandb_id = next((view.run_id for view in views if view.run_id), progress.wandb_id)
+        return Loggers(MetricsFile(run.metrics), self.console, views)
+
+    def _announce(self, run: RunDirectory, progress: Progress) -> None:
+        parts = f"{self.config.model.name} with {format_count(self.model.parameter_count)} parameters"
+        place = f"device {self.device.name}, engine {self.config.engine.name}, {self.config.precision.name}"
+        self.console.say(f"Training {parts} on {place}. Run: {run.path}")
+        if progress.step >= self.config.train.steps:
+            self.console.say(f"All {self.config.train.steps} steps are done; give train.steps=<more> to train on.")
+
+    def _loop(
+        self, session: Session, steps: dict[str, Step], run: RunDirectory, loggers: Loggers, progress: Progress
+    ) -> Loop:
+        from ttrain.train.evaluate import Evaluation
+        from ttrain.train.loop import Loop
+
+        config = self.config.train
+        rows = config.batch_size // config.accumulation
+        return Loop(
+            config=config,
+            seed=self.config.run.seed,
+            step=self._train_step(steps),
+            evaluation=Evaluation(steps["evaluate"], self.dataset, rows, config.eval_batches, self.config.run.seed),
+            dataset=self.dataset,
+            state=session.state,
+            rates=self._rates(),
+            run_directory=run,
+            loggers=loggers,
+            meter=self._meter(session),
+            stored_config=self.stored,
+            tokenizer=_tokenizer_json(self.dataset),
+            progress=progress,
+        )
+
+    def _train_step(self, steps: dict[str, Step]) -> Any:
+        from ttrain.train.step import TrainStep
+
+        return TrainStep(steps, self.config.train.accumulation, self.config.run.seed)
+
+    def _rates(self) -> Any:
+        from ttrain.optim.groups import learning_rates
+
+        schedule = build.build_schedule(self.config.schedule, self.config.train.steps)
+        return learning_rates(self.model.parameters(), self.config.optimizer, schedule)
+
+    def _meter(self, session: Session) -> Any:
+        from ttrain.train.meter import Meter
+        from ttrain.train.peak import measured_peak
+        from ttrain.train.session import flops_per_step
+
+        given = self.config.train.peak_tflops
+        dtype = self.config.precision.name
+        peak = 1e12 * given if given else measured_peak(self.device.name, dtype, self.config.device.index)
+        return Meter(flops_per_step(session.graph), peak, lambda: self.device.memory().get("in_use", 0))
+
+    def _tell(self, session: Session, steps: dict[str, Step], run: RunDirectory, progress: Progress) -> None:
+        """Sample, summary, loss curve."""
+        from ttrain.train import summary as summaries
+
+        if self.prompt is not None and "logits" in steps:
+            self._print_sample(steps["logits"])
+        summary = self._summary(run, progress)
+        run.write_summary({**summary.to_dict(), "engine": session.engine.counters.as_dict()})
+        summaries.draw_loss_curve(run.metrics, run.path / "loss.png", summary.baseline)
+        summaries.print_summary(summary, run.path)
+
+    def _print_sample(self, logits: Step) -> None:
+        from ttrain.train.sample import print_samples
+
+        tokenizer, settings = self.dataset.tokenizer, dataclasses.replace(self.config.sample, count=1)
+        assert tokenizer is not None and self.prompt is not None
+        print("\nA sample of what the model writes:\n", flush=True)
+        print_samples(logits, tokenizer, self.prompt, settings)
+
+    def _summary(self, run: RunDirectory, progress: Progress) -> Summary:
+        from ttrain.train.meter import peak_host_memory
+        from ttrain.train.summary import Summary, recent_speed
+
+        speed, mfu = recent_speed(run.metrics)
+        baseline = self.dataset.baseline
+        memory = peak_host_memory() if self.device.name == "cpu" else self.device.memory().get("peak", 0)
+        return Summary(
+            model=self.config.source.choices.get("model", self.config.model.name),
+            parameters=self.model.parameter_count,
+            progress=progress,
+            steps=self.config.train.steps,
+            tokens_per_s=speed,
+            mfu=mfu,
+            peak_memory=memory,
+            baseline=(baseline.name, baseline.value),
+        )

@@ -1,0 +1,79 @@
+"""A model on a device: its state, an engine over it, and the built steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ttrain.core.units import format_bytes
+from ttrain.device.base import Device
+from ttrain.engine.base import Engine, Step
+from ttrain.engine.state import State
+from ttrain.graph import Graph
+from ttrain.nn.initialize import initial_value
+from ttrain.train.step_graph import StepGraph
+
+
+@dataclass
+class Session:
+    """State, engine and steps of one run. Close it before the device."""
+
+    graph: StepGraph
+    state: State
+    engine: Engine
+
+    @classmethod
+    def open(
+        cls, graph: StepGraph, device: Device, make_engine: Callable[[Device, State], Engine], training: bool = True
+    ) -> Session:
+        """Places the state; without `training` neither gradients nor the optimizer's tensors."""
+        state = State(device, graph.state_tensors(training))
+        return cls(graph, state, make_engine(device, state))
+
+    def initialize(self, seed: int) -> None:
+        """First values of the parameters, one in host memory at a time. The optimizer's tensors start at zero."""
+        for path, parameter in self.graph.model.parameters().items():
+            self.state.write(path, initial_value(parameter, seed))
+
+    def build_training(self) -> dict[str, Step]:
+        """The steps of training, `evaluate`, and `logits` where the model has them; all before the first one runs."""
+        traces = {**self.graph.train_steps(), "evaluate": self.graph.trace_evaluate}
+        if hasattr(self.graph.model, "logits"):
+            traces["logits"] = self.graph.trace_logits
+        return {name: self.engine.build(name, trace) for name, trace in traces.items()}
+
+    def build_logits(self) -> Step:
+        """The step that sampling needs. Raises ConfigError for a model that has no logits."""
+        return self.engine.build("logits", self.graph.trace_logits)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def flops_per_step(graph: StepGraph) -> int:
+    """Floating-point operations of one optimizer step as its ops declare them.
+
+    What a plan computes again to save memory is not counted, so that mfu rates the model and not the plan.
+    """
+    total = 0
+    for name, trace in graph.train_steps().items():
+        recorded = Graph()
+        trace(recorded)
+        repeats = graph.accumulation - 1 if name == "accumulate_next" else 1
+        total += repeats * sum(node.op.flops(node) for node in recorded.nodes if node.copy == 0)
+    return total
+
+
+def plan_text(steps: Mapping[str, Step]) -> str:
+    """Planned memory of every step, for the run record."""
+    lines = []
+    for name, step in steps.items():
+        if step.plan is None:
+            lines.append(f"{name}: not planned; every value gets memory of its own as the step runs")
+            continue
+        plan = step.plan
+        parts = {"activations kept for backward": plan.activation_bytes(), "arena": plan.arena_bytes}
+        parts |= {f"{kind} state": size for kind, size in plan.state_bytes().items() if size}
+        sizes = ", ".join(f"{label} {format_bytes(size)}" for label, size in parts.items())
+        lines.append(f"{name}: {len(plan.launched)} kernels; {sizes}")
+    return "\n".join(lines) + "\n"
