@@ -39,8 +39,13 @@ class _Reverse:
         self.needed = self._dependents(wrt)
         self.gradients: dict[Value, Value] = {}
         self.again: dict[Value, Value] = {}  # value of a recomputed segment -> its second computation
+        self.first_of: dict[int, Node] = {}  # segment -> the node of it that the walk comes to last
+        for node in reversed(self.forward):
+            if node.segment is not None:
+                self.first_of[node.segment] = node
         self.recomputed: set[int] = set()
-        self.keep = {*wrt, *graph.outputs.values()}
+        self.wrt = set(wrt)
+        self.keep = {loss, *wrt, *graph.outputs.values()}
 
     def _dependents(self, wrt: Sequence[Value]) -> set[Value]:
         """Floating-point values that depend on `wrt`."""
@@ -54,21 +59,33 @@ class _Reverse:
         if self.loss in self.needed:
             self.gradients[self.loss] = full(self.graph, self.loss.spec, 1.0)
         for node in reversed(self.forward):
-            incoming = [self.gradients.pop(output, None) for output in node.outputs]
+            incoming = [self._take(output) for output in node.outputs]
             recorded = len(self.graph.nodes)
             if any(gradient is not None for gradient in incoming) and self._differentiate(node):
                 self._apply(node, incoming)
             self._release(node, incoming, self.graph.nodes[recorded:])
         return self.gradients
 
+    def _take(self, output: Value) -> Value | None:
+        """The gradient of a value all of whose readers have been passed."""
+        return self.gradients.get(output) if output in self.wrt else self.gradients.pop(output, None)
+
     def _release(self, node: Node, incoming: Sequence[Value | None], recorded: Sequence[Node]) -> None:
         """Whoever reads this node's outputs came later in forward, so its backward has been recorded by now."""
         if self.graph.on_release is None:
             return
+        done = [*node.outputs, *(gradient for gradient in incoming if gradient is not None)]
+        done += [output for part in recorded for output in part.outputs]
+        done += self._passed_copies(node)
         still_read = {*self.gradients.values(), *self.keep, *self.again.values()}
-        parts = [output for part in recorded for output in part.outputs]
-        done = [*node.outputs, *parts, *(gradient for gradient in incoming if gradient is not None)]
         self.graph.release([value for value in done if value not in still_read])
+
+    def _passed_copies(self, node: Node) -> list[Value]:
+        """The second computation of a segment, once the walk has left it."""
+        if node.segment is None or self.first_of[node.segment] is not node:
+            return []
+        originals = [output for part in self.forward if part.segment == node.segment for output in part.outputs]
+        return [self.again.pop(output) for output in originals if output in self.again]
 
     def _differentiate(self, node: Node) -> bool:
         return any(value in self.needed for value in node.values)
@@ -80,9 +97,9 @@ class _Reverse:
         for value, contribution in zip(node.inputs, contributions, strict=True):
             if value is None or contribution is None or value not in self.needed:
                 continue
-            if contribution.spec.shape != value.spec.shape:
+            if contribution.spec != value.spec:
                 raise GraphError(
-                    f"{node.op.name}: gradient {contribution.spec} for an input {value.spec}; shapes must be equal."
+                    f"{node.op.name}: gradient {contribution.spec} for an input {value.spec}; they must be equal."
                 )
             earlier = self.gradients.get(value)
             self.gradients[value] = contribution if earlier is None else add(earlier, contribution)
@@ -105,5 +122,3 @@ class _Reverse:
         with self.graph.copying(1), self.graph.scope(node.scope):
             copied = self.graph.append(node.op, inputs, node.attributes)
         self.again.update(zip(node.outputs, copied.outputs, strict=True))
-
-

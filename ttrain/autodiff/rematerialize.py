@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ttrain.graph.alias import overwritten, roots_of
 from ttrain.graph.graph import Graph, Kind, Node, Stage, Value
 from ttrain.graph.rewrite import Rewriter
 
@@ -11,25 +12,38 @@ def rematerialize(graph: Graph) -> Graph:
 
     Results are bit-equal: the same kernel runs on the same inputs, later.
     """
-    read_later = {value for node in graph.nodes if node.stage is Stage.BACKWARD for value in node.values}
+    choice = _Choice(graph)
     plans: dict[Value, Node] = {}
     for node in graph.nodes:
-        if node.stage is Stage.FORWARD and any(_worth(node, output, read_later) for output in node.outputs):
-            source = node.op.rematerialized(node)
-            if source is not None and all(_at_hand(value, read_later, plans) for value in source.values):
-                plans.update((output, node) for output in node.outputs if _worth(node, output, read_later))
+        worth = [output for output in node.outputs if node.stage is Stage.FORWARD and choice.worth(node, output)]
+        source = node.op.rematerialized(node) if worth else None
+        if source is not None and all(choice.at_hand(value) and value not in plans for value in source.values):
+            plans.update((output, node) for output in worth)
     return _insert(graph, plans) if plans else graph
 
 
-def _worth(node: Node, output: Value, read_later: set[Value]) -> bool:
-    return output in read_later and output in node.op.rematerialized_outputs(node) and output.spec.rank >= 2
+class _Choice:
+    """Which values are worth computing again, and from what."""
 
+    def __init__(self, graph: Graph) -> None:
+        self.kept = set(graph.outputs.values())
+        self.roots = roots_of(graph)
+        self.read_later: set[Value] = set()
+        self.changed: set[Value] = set()  # state that is overwritten before the update
+        for node in graph.nodes:
+            if node.stage is Stage.BACKWARD:
+                self.read_later.update(node.values)
+            if node.stage is not Stage.UPDATE:
+                self.changed.update(self.roots[value] for value in overwritten(node))
 
-def _at_hand(value: Value, read_later: set[Value], plans: dict[Value, Node]) -> bool:
-    """Whether backward finds a value without keeping anything more."""
-    if value.kind is not Kind.NODE:
-        return True
-    return value in read_later and value not in plans
+    def worth(self, node: Node, output: Value) -> bool:
+        remade = output in node.op.rematerialized_outputs(node) and output not in self.kept
+        return remade and output in self.read_later and output.spec.rank >= 2
+
+    def at_hand(self, value: Value) -> bool:
+        """Whether backward finds a value without keeping anything more."""
+        root = self.roots[value]
+        return root not in self.changed if root.kind is not Kind.NODE else value in self.read_later
 
 
 def _insert(graph: Graph, plans: dict[Value, Node]) -> Graph:

@@ -80,13 +80,15 @@ def host_arrays(name: str, specs: Mapping[str, TensorSpec], given: Mapping[str, 
     for key, spec in specs.items():
         if key not in given:
             raise ShapeError(f"step {name}: input {key!r} ({spec}) is missing.")
-        array = np.asarray(given[key], dtype=NUMPY_DTYPES[spec.dtype])
+        array, dtype = np.asarray(given[key]), np.dtype(NUMPY_DTYPES[spec.dtype])
+        if not np.can_cast(array.dtype, dtype, "same_kind"):
+            raise ShapeError(f"step {name}: input {key!r} has dtype {array.dtype}, expected {dtype}.")
         if array.shape != spec.shape:
             raise ShapeError(
                 f"step {name}: input {key!r} has shape {list(array.shape)}, expected {list(spec.shape)}. A built step "
                 "has fixed shapes; build another step for another shape."
             )
-        arrays[key] = array
+        arrays[key] = array.astype(dtype, copy=False)
     return arrays
 
 

@@ -10,6 +10,7 @@ from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Arena, Buffer, Delivery
 from ttrain.engine.base import Engine, HostValue, Step, Trace, host_arrays, host_outputs, traced_graph
 from ttrain.graph.graph import Graph, Kind, Node, RecordCounter, Value
+from ttrain.graph.verify import verify
 
 Placed = tuple[Arena, int, Buffer]
 
@@ -29,7 +30,7 @@ class DynamicStep(Step):
     def __init__(self, engine: DynamicEngine, name: str, trace: Trace) -> None:
         self.engine, self.name, self._trace = engine, name, trace
         # Traced once beforehand without launching: mistakes show now, and the inputs are known.
-        graph = traced_graph(trace)
+        graph = verify(traced_graph(trace), "recording")
         engine.state.check(graph)
         self.inputs = {key: value.spec for key, value in graph.inputs.items()}
         self._calls = 0
@@ -70,6 +71,8 @@ class _Tape:
             return self.inputs[value.name]
         if value.kind.is_state:
             return self.state.buffer(value)
+        if value not in self.buffers:
+            raise GraphError(f"{value!r} ({value.producer!r}) was released: mark it as an output before backward.")
         return self.buffers[value]
 
     def release(self, values: Sequence[Value]) -> None:
@@ -110,8 +113,12 @@ class _Tape:
 
     def _launch_parts(self, node: Node) -> None:
         """Record the op's decomposition right here: its nodes launch as they are recorded."""
-        outputs = node.op.decompose(node, node.inputs)
+        graph = node.outputs[0].graph
+        recorded = len(graph.nodes)
+        with graph.no_segment():  # recomputing the node records its parts again by itself
+            outputs = node.op.decompose(node, node.inputs)
         if outputs is None:
             raise GraphError(f"device {self.device.name} has no kernel for {node.op.name}, and no decomposition.")
         for mine, part in zip(node.outputs, outputs, strict=False):
             self.buffers[mine] = self.placed(part)
+        self.release([output for part in graph.nodes[recorded:] for output in part.outputs])

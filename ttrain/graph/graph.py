@@ -135,7 +135,9 @@ class Graph:
         if value is None:
             value = table[name] = Value(self, spec, kind, name)
         elif value.spec != spec or value.kind is not kind:
-            raise GraphError(f"{kind.value} {name!r} was declared as {value.spec}, now asked for as {spec}.")
+            raise GraphError(
+                f"{name!r} was declared as {value.kind.value} {value.spec}, now asked for as {kind.value} {spec}."
+            )
         return value
 
     def output(self, name: str, value: Value) -> None:
@@ -185,6 +187,15 @@ class Graph:
         self._segments += 1
         try:
             yield self._segment
+        finally:
+            self._segment = previous
+
+    @contextmanager
+    def no_segment(self) -> Iterator[None]:
+        """Nodes recorded inside belong to no segment, also within one."""
+        previous, self._segment = self._segment, None
+        try:
+            yield
         finally:
             self._segment = previous
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ttrain.core.errors import GraphError
 from ttrain.graph.graph import Graph, Node, Value
 
 # Records the replacement of one node on the new graph and returns its outputs; None copies the node as it is.
@@ -31,14 +32,21 @@ class Rewriter:
         return _Place(self.new, node)
 
     def copy(self, node: Node, inputs: tuple[Value | None, ...] | None = None) -> None:
-        """Record the same node on the new graph."""
+        """Record the same node on the new graph. Raises GraphError where an input was left out by a replacement."""
+        inputs = self.inputs(node) if inputs is None else inputs
+        for old, new in zip(node.inputs, inputs, strict=True):
+            if old is not None and new is None:
+                raise GraphError(f"{node!r} reads {old!r}, which the replacement of {old.producer!r} left out.")
         with self.at(node):
-            copied = self.new.append(node.op, self.inputs(node) if inputs is None else inputs, node.attributes)
+            copied = self.new.append(node.op, inputs, node.attributes)
         self.map.update(zip(node.outputs, copied.outputs, strict=True))
 
-    def replace(self, node: Node, outputs: Sequence[Value]) -> None:
-        """Let values of the new graph stand for a node's outputs."""
-        self.map.update(zip(node.outputs, outputs, strict=False))
+    def replace(self, values: Sequence[Value], replacements: Sequence[Value]) -> None:
+        """Let values of the new graph stand for old ones. Raises GraphError where a spec differs."""
+        for old, new in zip(values, replacements, strict=False):
+            if old.spec != new.spec:
+                raise GraphError(f"{old.producer!r} was replaced by {new!r}; the specs must be equal.")
+            self.map[old] = new
 
     def finish(self) -> Graph:
         for name, value in self.old.outputs.items():
@@ -71,7 +79,7 @@ def rewrite(graph: Graph, replace: Replace) -> Graph:
         if outputs is None:
             rewriter.copy(node, inputs)
         else:
-            rewriter.replace(node, outputs)
+            rewriter.replace(node.outputs, outputs)
     return rewriter.finish()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ttrain.core.errors import GraphError
+from ttrain.graph.alias import overwritten, roots_of
 from ttrain.graph.graph import Graph, Node, Value
 
 
@@ -10,40 +11,46 @@ def verify(graph: Graph, stage: str) -> Graph:
     """Raise GraphError naming the first node that breaks a rule; return the graph.
 
     Rules: every input was made before it is read; every output has the spec that the op infers; a value whose buffer
-    was overwritten is not read afterwards; only state is overwritten.
+    was overwritten is not read afterwards, be it through a view or as an output of the graph; only state is
+    overwritten, and by one node not twice.
     """
-    made: set[Value] = {*graph.inputs.values(), *graph.state.values()}
-    overwritten: dict[Value, Node] = {}
+    checker = _Checker(graph, stage)
     for node in graph.nodes:
-        for value in node.values:
-            if value not in made:
-                raise GraphError(f"after {stage}: {node!r} reads {value!r}, which no earlier node makes.")
-            if value in overwritten:
-                raise GraphError(f"after {stage}: {node!r} reads {value!r}, overwritten by {overwritten[value]!r}.")
-        specs = node.op.infer_outputs([None if v is None else v.spec for v in node.inputs], node.attributes)
-        if specs != [output.spec for output in node.outputs]:
-            raise GraphError(f"after {stage}: {node!r} has outputs that its op does not infer: {specs}.")
-        if not node.op.view:
-            for index in node.op.aliases(node).values():
-                value = node.inputs[index]
-                assert value is not None
-                if not root_of(value).kind.is_state:
-                    raise GraphError(f"after {stage}: {node!r} overwrites {value!r}, which is not state.")
-                overwritten[value] = node
-        made.update(node.outputs)
+        checker.check(node)
     for name, value in graph.outputs.items():
-        if value not in made:
-            raise GraphError(f"after {stage}: output {name!r} is made by no node.")
+        checker.check_read(value, f"output {name}")
     return graph
 
 
-def root_of(value: Value) -> Value:
-    """The value whose buffer this one shares, through views and in-place updates."""
-    while value.producer is not None:
-        index = value.producer.op.aliases(value.producer).get(value.index)
-        if index is None:
-            return value
-        source = value.producer.inputs[index]
-        assert source is not None
-        value = source
-    return value
+class _Checker:
+    def __init__(self, graph: Graph, stage: str) -> None:
+        self.stage, self.roots = stage, roots_of(graph)
+        self.writer: dict[Value, Node] = {}  # root -> the node that overwrote its buffer last
+        # Per value, that node at the time the value was made.
+        self.version: dict[Value, Node | None] = dict.fromkeys((*graph.inputs.values(), *graph.state.values()))
+
+    def check(self, node: Node) -> None:
+        for value in node.values:
+            self.check_read(value, node)
+        specs = node.op.infer_outputs([None if v is None else v.spec for v in node.inputs], node.attributes)
+        if specs != [output.spec for output in node.outputs]:
+            raise self.broken(f"{node!r} has outputs that its op does not infer: {specs}.")
+        for value in overwritten(node):
+            root = self.roots[value]
+            if not root.kind.is_state:
+                raise self.broken(f"{node!r} overwrites {value!r}, which is not state.")
+            if self.writer.get(root) is node:
+                raise self.broken(f"{node!r} overwrites {value!r} twice.")
+            self.writer[root] = node
+        for output in node.outputs:
+            self.version[output] = self.writer.get(self.roots[output])
+
+    def check_read(self, value: Value, reader: Node | str) -> None:
+        if value not in self.version:
+            raise self.broken(f"{reader} reads {value!r}, which no earlier node makes.")
+        writer = self.writer.get(self.roots[value])
+        if writer is not self.version[value]:
+            raise self.broken(f"{reader} reads {value!r}, overwritten by {writer!r}.")
+
+    def broken(self, message: str) -> GraphError:
+        return GraphError(f"after {self.stage}: {message}")

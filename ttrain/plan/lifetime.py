@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ttrain.device.base import Delivery, Kernel
+from ttrain.graph.alias import overwritten, roots_of
 from ttrain.graph.graph import Graph, Kind, Node, Value
-from ttrain.graph.verify import root_of
 
 BEFORE = -1  # time at which step inputs are uploaded; node k runs at time k
 
@@ -34,14 +34,8 @@ class Placement:
 
 def place(graph: Graph, kernels: Mapping[str, Kernel]) -> Placement:
     """Decide sharing, then lifetimes. Pure; `kernels` tells how each op delivers."""
-    placement = Placement()
-    for value in (*graph.inputs.values(), *graph.state.values()):
-        placement.owner[value] = value
-    for node in graph.nodes:
-        for output in node.outputs:
-            placement.owner[output] = root_of(output)
-        if node.op.view:
-            placement.elided.add(node)
+    placement = Placement(roots_of(graph))
+    placement.elided.update(node for node in graph.nodes if node.op.view)
     _deliver_into_state(graph, placement)
     last_read = _last_reads(graph, placement)
     _reuse_dying_inputs(graph, placement, kernels, last_read)
@@ -60,27 +54,51 @@ def _last_reads(graph: Graph, placement: Placement) -> dict[Value, int]:
     return last
 
 
+class _Accesses:
+    """When each buffer is made, touched and overwritten."""
+
+    def __init__(self, graph: Graph, owner: Mapping[Value, Value]) -> None:
+        self.made: dict[Value, int] = {}
+        self.touched: dict[Value, list[int]] = {}
+        self.overwritten: dict[Value, list[int]] = {}
+        for time, node in enumerate(graph.nodes):
+            for output in node.outputs:
+                self.made.setdefault(owner[output], time)
+            for value in (*node.values, *node.outputs):
+                self.touched.setdefault(owner[value], []).append(time)
+            for value in overwritten(node):
+                self.overwritten.setdefault(owner[value], []).append(time)
+
+    def may_share(self, owner: Value, state: Value, assigned: int) -> bool:
+        """Whether a buffer made for the assignment at `assigned` may be the state itself from the start.
+
+        Nobody may touch the state between the making and the assignment, and the buffer must not be read any more once
+        the state is overwritten again.
+        """
+        made, touched = self.made[owner], self.touched[state]
+        again = min((time for time in self.overwritten[state] if time > assigned), default=None)
+        early = any(made <= time < assigned for time in touched)
+        return not early and (again is None or max(self.touched[owner]) < again)
+
+    def share(self, owner: Value, state: Value) -> None:
+        self.touched[state] += self.touched[owner]
+
+
 def _deliver_into_state(graph: Graph, placement: Placement) -> None:
     """Let the kernel whose result is assigned to state write there itself, and drop the copy."""
-    touched: dict[Value, list[int]] = {}
-    made: dict[Value, int] = {}
-    for time, node in enumerate(graph.nodes):
-        for value in node.values:
-            touched.setdefault(placement.owner_of(value), []).append(time)
-        for output in node.outputs:
-            made.setdefault(placement.owner_of(output), time)
+    owner_of, accesses = placement.owner_of, _Accesses(graph, placement.owner)
+    kept = {owner_of(value) for value in graph.outputs.values()}
     moved: dict[Value, Value] = {}
     for time, node in enumerate(graph.nodes):
-        if node.op.name != "assign" or node in placement.elided:
+        if node.op.name != "assign":
             continue
         state, value = node.input("state"), node.input("value")
-        owner = placement.owner_of(value)
-        free = owner.kind is Kind.NODE and owner not in moved and owner.spec.nbytes == state.spec.nbytes
-        if not free or owner.spec.dtype is not state.spec.dtype or owner in map(placement.owner_of, graph.outputs.values()):
+        owner, home = owner_of(value), owner_of(state)
+        free = owner.kind is Kind.NODE and owner not in moved and owner not in kept
+        if not free or value.spec != state.spec or not accesses.may_share(owner, home, time):
             continue
-        if any(made[owner] <= when < time for when in touched.get(placement.owner_of(state), [])):
-            continue
-        moved[owner] = placement.owner_of(state)
+        accesses.share(owner, home)
+        moved[owner] = home
         placement.elided.add(node)
     for value, owner in placement.owner.items():
         placement.owner[value] = moved.get(owner, owner)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ttrain.core.errors import PlanError
-from ttrain.device.base import Delivery, Kernel
+from ttrain.device.base import Kernel
 from ttrain.graph.graph import Graph, Kind, Node, Stage, Value
-from ttrain.plan.arena import Block, check_overlap, pack, peak_bytes
+from ttrain.plan.arena import Block, pack, peak_bytes
+from ttrain.plan.check import check
 from ttrain.plan.lifetime import Placement, place
 
 
@@ -51,7 +51,7 @@ class Plan:
 
 
 def build_plan(graph: Graph, kernels: Mapping[str, Kernel]) -> Plan:
-    """Place every value of a final graph, and prove that no two live buffers overlap."""
+    """Place every value of a final graph, and prove the result (see check.py)."""
     placement = place(graph, kernels)
     blocks: list[Block] = []
     owned: dict[Value, Block] = {}
@@ -70,7 +70,6 @@ def build_plan(graph: Graph, kernels: Mapping[str, Kernel]) -> Plan:
             scratch[node] = [Block(f"workspace of {node.op.name}", spec.nbytes, time, time) for spec in specs]
     blocks = [*owned.values(), *(block for group in scratch.values() for block in group)]
     arena_bytes = pack(blocks)
-    check_overlap(blocks)
     plan = Plan(
         graph,
         placement,
@@ -79,21 +78,5 @@ def build_plan(graph: Graph, kernels: Mapping[str, Kernel]) -> Plan:
         blocks,
         arena_bytes,
     )
-    check_delivery(plan, kernels)
+    check(plan, kernels)
     return plan
-
-
-def check_delivery(plan: Plan, kernels: Mapping[str, Kernel]) -> None:
-    """Raise PlanError where a kernel could not deliver as the plan expects."""
-    owner_of = plan.placement.owner_of
-    for node in plan.launched:
-        delivery = kernels[node.op.name].delivery
-        aliases = node.op.aliases(node)
-        if delivery is Delivery.INPLACE and len(aliases) != len(node.outputs):
-            raise PlanError(f"{node.op.name} delivers in place, but {node!r} has outputs of its own.")
-        for index, output in enumerate(node.outputs):
-            if index in aliases:
-                continue
-            shared = [value for value in node.values if owner_of(value) is owner_of(output)]
-            if shared and not (node.op.elementwise and index == 0 and delivery is Delivery.INTO):
-                raise PlanError(f"{node!r} would write over its own input {shared[0]!r}.")

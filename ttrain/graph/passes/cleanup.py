@@ -42,7 +42,7 @@ def merge_common_subexpressions(graph: Graph) -> Graph:
         attributes = tuple(sorted(node.attributes.items(), key=lambda item: item[0]))
         key = (node.op.name, inputs, attributes, node.copy, node.segment)
         if key in seen:
-            rewriter.replace(node, seen[key])
+            rewriter.replace(node.outputs, seen[key])
         else:
             rewriter.copy(node, inputs)
             seen[key] = [rewriter.map[output] for output in node.outputs]

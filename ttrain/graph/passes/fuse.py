@@ -5,22 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ttrain.graph.alias import overwritten, roots_of
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.op import op
 from ttrain.graph.rewrite import Rewriter, uses
 
 
 class _Matcher:
-    """What the patterns ask: who reads a value, and whether anybody else does."""
+    """What the patterns ask: who reads a value, whether anybody else does, and whether it could be read later."""
 
     def __init__(self, graph: Graph) -> None:
         self.readers = uses(graph)
         self.kept = set(graph.outputs.values())
+        self.roots = roots_of(graph)
+        self.times = {node: time for time, node in enumerate(graph.nodes)}
+        self.writes: dict[Value, list[int]] = {}
+        for node, time in self.times.items():
+            for value in overwritten(node):
+                self.writes.setdefault(self.roots[value], []).append(time)
 
     def only_reader(self, value: Value) -> Node | None:
         """The one node that reads a value which nothing else keeps."""
         readers = self.readers.get(value, [])
         return readers[0] if len(readers) == 1 and value not in self.kept else None
+
+    def unchanged(self, value: Value, start: Node, end: Node) -> bool:
+        """Whether no node between the two overwrites the buffer of a value."""
+        times = self.writes.get(self.roots[value], [])
+        return not any(self.times[start] < time < self.times[end] for time in times)
 
     def unread(self, values: Sequence[Value]) -> bool:
         return not any(self.readers.get(value) or value in self.kept for value in values)
@@ -55,7 +67,7 @@ def _apply(graph: Graph, pattern: Pattern) -> Graph:
     absorbed: set[Node] = set()
     for node in graph.nodes:
         match = pattern(matcher, node)
-        if match is not None and match.absorbed not in absorbed:
+        if match is not None and match.absorbed not in absorbed and _movable(matcher, match, node):
             absorbed.add(match.absorbed)
             replaced[node] = match
     rewriter = Rewriter(graph)
@@ -65,10 +77,15 @@ def _apply(graph: Graph, pattern: Pattern) -> Graph:
             inputs = tuple(None if value is None else rewriter.map[value] for value in match.inputs)
             with rewriter.at(node):
                 fused = rewriter.new.append(op(match.name), inputs, match.attributes)
-            rewriter.map.update(zip(match.outputs, fused.outputs, strict=False))
+            rewriter.replace(match.outputs, fused.outputs)
         elif node not in absorbed:
             rewriter.copy(node)
     return rewriter.finish()
+
+
+def _movable(matcher: _Matcher, match: Match, node: Node) -> bool:
+    """Whether the absorbed node may as well run where its reader does."""
+    return all(matcher.unchanged(value, match.absorbed, node) for value in match.absorbed.values)
 
 
 def _bias(matcher: _Matcher, node: Node) -> Match | None:
