@@ -15,15 +15,16 @@ from ttrain.graph.graph import Graph, Node, Value
 class Case:
     """One test case of an op: input shapes (None for an absent input) and attributes.
 
-    `integers` maps an input's name to the exclusive upper bound of its random int64 values;
-    `positive` names inputs whose values must be above zero; `ones` scalars that are kept at 1.
+    `integers` maps an input's name to the exclusive upper bound of its random int64 values; `holes` names those in
+    which some values are -1 instead (no target there). `positive` names inputs whose values must be above zero. The
+    tensors of a list input are named `<list>.<number>`.
     """
 
     shapes: tuple[tuple[int, ...] | None, ...]
     attributes: Mapping[str, Any] = field(default_factory=dict)
     integers: Mapping[str, int] = field(default_factory=dict)
     positive: tuple[str, ...] = ()
-    label: str = ""
+    holes: tuple[str, ...] = ()
 
 
 class Op:
@@ -38,6 +39,8 @@ class Op:
         cheap: recomputing costs one pass over the input, so backward may do it instead of keeping the output.
         view: output 0 is input 0 under another shape, without a copy.
         mutates: output name -> input name whose buffer it overwrites.
+        wide: floating-point inputs that are fp32 at least even where a step computes in bf16.
+        constants: floating-point inputs that never get a gradient.
         differentiable: False for ops that only occur after backward.
     """
 
@@ -50,6 +53,8 @@ class Op:
     cheap: ClassVar[bool] = False
     view: ClassVar[bool] = False
     mutates: ClassVar[Mapping[str, str]] = {}
+    wide: ClassVar[tuple[str, ...]] = ()
+    constants: ClassVar[tuple[str, ...]] = ()
     differentiable: ClassVar[bool] = True
 
     def infer(self, *specs: Any, **attributes: Any) -> TensorSpec | Sequence[TensorSpec]:
@@ -92,6 +97,10 @@ class Op:
         if self.view:
             return {0: 0}
         return {self.outputs.index(out): self.inputs.index(into) for out, into in self.mutates.items()}
+
+    def derived(self, given: Mapping[str, Any], attributes: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Inputs of a test case that can't be random because they follow from the others, as fp64 tensors by name."""
+        return {}
 
     def cases(self) -> Sequence[Case]:
         """Shapes and attributes that the generated tests run. Must not be empty."""

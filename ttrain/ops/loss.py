@@ -6,7 +6,7 @@ whatever their sizes. A target below zero marks a position without a target: it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
@@ -14,12 +14,15 @@ from ttrain.graph.graph import Node, Value
 from ttrain.graph.op import Case, Op, declare, op
 from ttrain.ops.elementwise import cast, multiply, torch_gradient
 
-_SCALAR = TensorSpec((), DType.FP32)
+
+def _scalar(dtype: DType) -> TensorSpec:
+    """Spec of the loss over tensors of a dtype, and of its weight."""
+    return TensorSpec((), dtype.wide)
 
 
-def _token_check(owner: Op, rows: int, targets: TensorSpec, weight: TensorSpec) -> None:
+def _token_check(owner: Op, rows: int, targets: TensorSpec, weight: TensorSpec, dtype: DType) -> None:
     owner.require(targets == TensorSpec((rows,), DType.INT64), f"targets {targets}", f"int64[{rows}]")
-    owner.require(weight == _SCALAR, f"weight {weight}", str(_SCALAR))
+    owner.require(weight == _scalar(dtype), f"weight {weight}", str(_scalar(dtype)))
 
 
 def _cross_entropy(logits: Any, targets: Any, weight: Any) -> tuple[Any, Any]:
@@ -40,11 +43,13 @@ class CrossEntropy(Op):
     inputs = ("logits", "targets", "weight")
     outputs = ("loss", "log_sum_exp")
     saves = ("logits", "targets", "weight", "log_sum_exp")
+    wide = ("weight",)
+    constants = ("weight",)
 
     def infer(self, logits: TensorSpec, targets: TensorSpec, weight: TensorSpec) -> Sequence[TensorSpec]:
         self.require(logits.rank == 2, f"logits {logits}", "[rows, vocabulary]")
-        _token_check(self, logits.shape[0], targets, weight)
-        return [_SCALAR, TensorSpec(logits.shape[:1], DType.FP32)]
+        _token_check(self, logits.shape[0], targets, weight, logits.dtype)
+        return [_scalar(logits.dtype), TensorSpec(logits.shape[:1], logits.dtype.wide)]
 
     def flops(self, node: Node) -> int:
         return 4 * node.input("logits").spec.size
@@ -61,7 +66,7 @@ class CrossEntropy(Op):
 
     def cases(self) -> Sequence[Case]:
         return [
-            Case(((n, v), (n,), ()), integers={"targets": v}, positive=("weight",))
+            Case(((n, v), (n,), ()), {}, {"targets": v}, ("weight",), ("targets",) if n > 1 else ())
             for n, v in ((6, 5), (33, 65), (1, 2))
         ]
 
@@ -73,6 +78,7 @@ class CrossEntropyGrad(Op):
     name = "cross_entropy_grad"
     family = "loss"
     inputs = ("logits", "targets", "log_sum_exp", "weight")
+    wide = ("log_sum_exp", "weight")
     outputs = ("dlogits",)
     elementwise = True
     differentiable = False
@@ -80,7 +86,7 @@ class CrossEntropyGrad(Op):
     def infer(
         self, logits: TensorSpec, targets: TensorSpec, log_sum_exp: TensorSpec, weight: TensorSpec
     ) -> TensorSpec:
-        _token_check(self, logits.shape[0], targets, weight)
+        _token_check(self, logits.shape[0], targets, weight, logits.dtype)
         return logits
 
     def flops(self, node: Node) -> int:
@@ -91,9 +97,12 @@ class CrossEntropyGrad(Op):
 
     def cases(self) -> Sequence[Case]:
         return [
-            Case(((n, v), (n,), (n,), ()), {}, {"targets": v}, label="log_sum_exp:logits")
+            Case(((n, v), (n,), (n,), ()), {}, {"targets": v}, holes=("targets",) if n > 1 else ())
             for n, v in ((6, 5), (33, 65), (1, 2))
         ]
+
+    def derived(self, given: Mapping[str, Any], attributes: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"log_sum_exp": given["logits"].logsumexp(-1)}
 
 
 @declare
@@ -110,6 +119,8 @@ class LinearCrossEntropy(Op):
     inputs = ("hidden", "head", "targets", "weight")
     outputs = ("loss", "dhidden?", "dhead?")
     saves = ("dhidden", "dhead")
+    wide = ("weight",)
+    constants = ("weight",)
 
     def infer(
         self,
@@ -127,8 +138,9 @@ class LinearCrossEntropy(Op):
         )
         self.require(hidden.dtype is head.dtype, f"hidden {hidden} and head {head}", "equal dtypes")
         self.require(chunk >= 1, f"chunk={chunk}", "at least one row")
-        _token_check(self, hidden.shape[0], targets, weight)
-        return [_SCALAR, hidden, head] if gradients else [_SCALAR]
+        _token_check(self, hidden.shape[0], targets, weight, hidden.dtype)
+        loss = _scalar(hidden.dtype)
+        return [loss, hidden, head] if gradients else [loss]
 
     def flops(self, node: Node) -> int:
         (rows, width), vocabulary = node.input("hidden").shape, node.input("head").shape[0]
@@ -175,6 +187,7 @@ class LinearCrossEntropy(Op):
                 {"chunk": chunk, "gradients": gradients},
                 {"targets": v},
                 positive=("weight",),
+                holes=("targets",),
             )
             for n, c, v, chunk in ((6, 4, 5, 6), (33, 8, 65, 10), (5, 3, 2, 1), (4, 3, 7, 100))
             for gradients in (False, True)
@@ -190,11 +203,14 @@ class MeanSquaredError(Op):
     inputs = ("prediction", "target", "weight")
     outputs = ("loss",)
     saves = ("prediction", "target", "weight")
+    wide = ("weight",)
+    constants = ("target", "weight")
 
     def infer(self, prediction: TensorSpec, target: TensorSpec, weight: TensorSpec) -> TensorSpec:
         self.require(prediction.shape == target.shape, f"{prediction} and {target}", "equal shapes")
-        self.require(weight == _SCALAR, f"weight {weight}", str(_SCALAR))
-        return _SCALAR
+        scalar = _scalar(prediction.dtype)
+        self.require(weight == scalar, f"weight {weight}", str(scalar))
+        return scalar
 
     def flops(self, node: Node) -> int:
         return 3 * node.input("prediction").spec.size
@@ -218,7 +234,7 @@ class MeanSquaredError(Op):
 
         prediction, target, weight = inputs
         assert prediction is not None and target is not None and weight is not None
-        difference = cast(subtract(prediction, target), DType.FP32)
+        difference = cast(subtract(prediction, target), prediction.spec.dtype.wide)
         total = reduce_sum(multiply(difference, difference), range(difference.spec.rank))
         return [op("multiply").record(total, weight)]
 
@@ -233,6 +249,7 @@ class MeanSquaredErrorGrad(Op):
     name = "squared_error_grad"
     family = "loss"
     inputs = ("prediction", "target", "weight")
+    wide = ("weight",)
     outputs = ("dprediction",)
     elementwise = True
     differentiable = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.spec import TensorSpec
 from ttrain.graph.graph import Node, Value
 from ttrain.graph.op import Case, Op, declare, op
 from ttrain.ops.elementwise import add
@@ -14,7 +14,7 @@ _SHAPES = ((4, 8), (2, 3, 32), (1, 1, 33), (5, 257))
 
 
 def _statistics(x: TensorSpec) -> TensorSpec:
-    return TensorSpec(x.shape[:-1], DType.FP32)
+    return TensorSpec(x.shape[:-1], x.dtype.wide)
 
 
 def _check(owner: Op, x: TensorSpec, weight: TensorSpec, bias: TensorSpec | None) -> None:
@@ -26,7 +26,7 @@ def _check(owner: Op, x: TensorSpec, weight: TensorSpec, bias: TensorSpec | None
 
 @declare
 class LayerNorm(Op):
-    """y = (x - mean) rstd * weight + bias over the last axis; mean and rstd = 1/sqrt(var + eps) are fp32 [...]."""
+    """y = (x - mean) rstd * weight + bias over the last axis; mean and rstd = 1/sqrt(var + eps) are fp32 (fp64 for fp64 x) [...]."""
 
     name = "layer_norm"
     family = "norm"
@@ -47,7 +47,7 @@ class LayerNorm(Op):
         assert dy is not None
         bias = node.inputs[2] is not None
         grads = op("layer_norm_grad").record(
-            dy, node.input("x"), node.outputs[1], node.outputs[2], node.input("weight"), bias=bias
+            dy, node.input("x"), node.outputs[1], node.outputs[2], node.input("weight"), None, bias=bias
         )
         return [grads[0], grads[1], grads[2] if bias else None]
 
@@ -67,38 +67,52 @@ class LayerNorm(Op):
 
 @declare
 class LayerNormGrad(Op):
-    """dx, dweight and (if `bias`) dbias of layer_norm from dy and the saved statistics."""
+    """dx, dweight and (if `bias`) dbias of layer_norm from dy and the saved statistics.
+
+    `residual` is a gradient that reaches x beside the norm; dx includes it.
+    """
 
     name = "layer_norm_grad"
     family = "norm"
-    inputs = ("dy", "x", "mean", "rstd", "weight")
+    inputs = ("dy", "x", "mean", "rstd", "weight", "residual?")
+    wide = ("mean", "rstd")
     outputs = ("dx", "dweight", "dbias?")
     differentiable = False
 
     def infer(
-        self, dy: TensorSpec, x: TensorSpec, mean: TensorSpec, rstd: TensorSpec, weight: TensorSpec, bias: bool
+        self,
+        dy: TensorSpec,
+        x: TensorSpec,
+        mean: TensorSpec,
+        rstd: TensorSpec,
+        weight: TensorSpec,
+        residual: TensorSpec | None,
+        bias: bool,
     ) -> Sequence[TensorSpec]:
         self.require(dy == x, f"dy {dy} and x {x}", "equal specs")
+        self.require(mean == rstd == _statistics(x), f"mean {mean} and rstd {rstd}", f"{_statistics(x)} for {x}")
+        self.require(residual is None or residual == x, f"residual {residual} and x {x}", "equal specs")
         return [x, weight, weight] if bias else [x, weight]
 
     def flops(self, node: Node) -> int:
         return 14 * node.input("x").spec.size
 
-    def reference(self, dy: Any, x: Any, mean: Any, rstd: Any, weight: Any, bias: bool) -> Any:
+    def reference(self, dy: Any, x: Any, mean: Any, rstd: Any, weight: Any, residual: Any, bias: bool) -> Any:
         # The statistics are recomputed: the test feeds random ones, which no x could have.
         normal = (x - mean[..., None]) * rstd[..., None]
         lead = tuple(range(x.ndim - 1))
         scaled = dy * weight
         inner = (scaled * normal).mean(-1, keepdim=True)
         dx = rstd[..., None] * (scaled - scaled.mean(-1, keepdim=True) - normal * inner)
+        dx = dx if residual is None else dx + residual
         gradients = (dx, (dy * normal).sum(lead) if lead else dy * normal, dy.sum(lead) if lead else dy)
         return gradients if bias else gradients[:2]
 
     def cases(self) -> Sequence[Case]:
         return [
-            Case((shape, shape, shape[:-1], shape[:-1], shape[-1:]), {"bias": bias}, positive=("rstd",))
-            for shape in _SHAPES
-            for bias in (True, False)
+            Case((s, s, s[:-1], s[:-1], s[-1:], s if residual else None), {"bias": bias}, positive=("rstd",))
+            for s in _SHAPES
+            for bias, residual in ((True, False), (False, True), (True, True))
         ]
 
 
@@ -128,10 +142,9 @@ class AddLayerNorm(Op):
             return [dtotal, dtotal, None, None]
         bias = node.inputs[3] is not None
         grads = op("layer_norm_grad").record(
-            dy, node.outputs[0], node.outputs[2], node.outputs[3], node.input("weight"), bias=bias
+            dy, node.outputs[0], node.outputs[2], node.outputs[3], node.input("weight"), dtotal, bias=bias
         )
-        dx = grads[0] if dtotal is None else add(grads[0], dtotal)
-        return [dx, dx, grads[1], grads[2] if bias else None]
+        return [grads[0], grads[0], grads[1], grads[2] if bias else None]
 
     def reference(self, x: Any, branch: Any, weight: Any, bias: Any, eps: float) -> Any:
         total = x + branch

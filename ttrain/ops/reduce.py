@@ -61,7 +61,8 @@ class GlobalNorm(Op):
     differentiable = False
 
     def infer(self, *tensors: TensorSpec) -> TensorSpec:
-        return TensorSpec((), DType.FP32)
+        self.require(len(tensors) > 0, "no tensors", "at least one")
+        return TensorSpec((), DType.FP64 if any(spec.dtype is DType.FP64 for spec in tensors) else DType.FP32)
 
     def flops(self, node: Node) -> int:
         return 2 * sum(value.spec.size for value in node.values)

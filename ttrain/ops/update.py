@@ -31,6 +31,7 @@ class Assign(_Update):
     name = "assign"
     inputs = ("state", "value")
     outputs = ("new_state",)
+    wide = ("state",)
     mutates = {"new_state": "state"}
 
     def infer(self, state: TensorSpec, value: TensorSpec) -> TensorSpec:
@@ -54,6 +55,7 @@ class Accumulate(_Update):
     name = "accumulate"
     inputs = ("state", "value")
     outputs = ("new_state",)
+    wide = ("state",)
     mutates = {"new_state": "state"}
 
     def infer(self, state: TensorSpec, value: TensorSpec) -> TensorSpec:
@@ -73,10 +75,11 @@ class ClipFactor(_Update):
 
     name = "clip_factor"
     inputs = ("norm",)
+    wide = ("norm",)
     outputs = ("factor",)
 
     def infer(self, norm: TensorSpec, limit: float) -> TensorSpec:
-        self.require(norm == _SCALAR, str(norm), str(_SCALAR))
+        self.require(norm.shape == () and norm.dtype.is_floating, str(norm), "a floating-point scalar")
         return norm
 
     def reference(self, norm: Any, limit: float) -> Any:
@@ -143,6 +146,7 @@ class AdamWUpdate(_Optimizer):
     name = "adamw_update"
     inputs = ("parameters*", "gradients*", "first_moments*", "second_moments*", "lr", "step", "factor?")
     outputs = ("parameters*", "first_moments*", "second_moments*")
+    wide = ("parameters", "first_moments", "second_moments", "lr", "step", "factor")
     slots = ("parameters", "gradients", "first_moments", "second_moments")
     scalars = ("lr", "step", "factor")
 
@@ -209,6 +213,7 @@ class SGDUpdate(_Optimizer):
     name = "sgd_update"
     inputs = ("parameters*", "gradients*", "velocities*", "lr", "factor?")
     outputs = ("parameters*", "velocities*")
+    wide = ("parameters", "velocities", "lr", "factor")
     slots = ("parameters", "gradients", "velocities")
     scalars = ("lr", "factor")
 
@@ -272,6 +277,7 @@ class Refresh(_Update):
     name = "refresh"
     inputs = ("copies*", "parameters*")
     outputs = ("copies*",)
+    wide = ("parameters",)
 
     def infer(self, *specs: TensorSpec, count: int) -> Sequence[TensorSpec]:
         pairs = zip(specs[:count], specs[count:], strict=True)

@@ -1,0 +1,1 @@
+"""CPU and CUDA through torch."""

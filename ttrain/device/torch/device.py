@@ -1,0 +1,225 @@
+"""The CPU and CUDA devices: torch's memory, copies and kernels behind the contract of `device/base.py`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from ttrain.core.errors import CaptureError, DeviceUnavailable, GraphError
+from ttrain.core.spec import TensorSpec
+from ttrain.device.base import Device, Kernel, Launch
+from ttrain.device.settings import DeviceConfig
+from ttrain.device.torch.kernels import kernel_table
+from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context, flat_launches
+
+_PINNED_FROM = 1 << 16  # bytes; below this the driver stages a pageable copy itself
+_CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve", "bf16")
+
+
+def cpu(config: DeviceConfig) -> TorchDevice:
+    """device=cpu."""
+    return TorchDevice("cpu", threads=config.threads)
+
+
+def cuda(config: DeviceConfig) -> TorchDevice:
+    """device=cuda. Raises DeviceUnavailable where there is no such GPU."""
+    return TorchDevice("cuda", threads=config.threads, index=config.index)
+
+
+def auto(config: DeviceConfig) -> TorchDevice:
+    """device=auto: a GPU where torch can use one, else the CPU."""
+    return cuda(config) if torch.cuda.is_available() else cpu(config)
+
+
+class TorchDevice(Device):
+    """Memory and kernels of torch on one CPU or one GPU.
+
+    An arena is a one-dimensional uint8 tensor, a buffer a typed view of it. `threads` is the number of CPU threads a
+    kernel uses: by default OMP_NUM_THREADS where it is set, else the number of physical cores this process may use.
+    """
+
+    def __init__(self, kind: Literal["cpu", "cuda"] = "cpu", threads: int | None = None, index: int = 0) -> None:
+        super().__init__()
+        self.kind, self.name = kind, kind
+        self.supports_capture = kind == "cuda"
+        self.threads = threads or _default_threads()
+        torch.set_num_threads(self.threads)
+        if kind == "cuda":
+            _require_gpu(index)
+            torch.cuda.set_device(index)
+            # Sums of bf16 products stay in fp32 until the end, as on the CPU.
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        self.device = torch.device(kind, index) if kind == "cuda" else torch.device("cpu")
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._closed = False
+
+    @cached_property
+    def _table(self) -> dict[str, Kernel]:
+        return kernel_table(Context(self.kind, self.device))
+
+    @property
+    def kernels(self) -> Mapping[str, Kernel]:
+        return self._table
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        if self._closed:
+            raise GraphError(f"device {self.name} was closed; {nbytes} bytes can't be allocated on it any more.")
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+
+    def place(self, arena: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
+        return arena.narrow(0, offset, spec.nbytes).view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+
+    def upload(self, buffer: torch.Tensor, array: np.ndarray) -> None:
+        self.counters.uploads += 1
+        host = torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else array.copy())
+        if self.kind == "cuda" and array.nbytes >= _PINNED_FROM:
+            buffer.copy_(host.pin_memory(), non_blocking=True)
+        else:
+            buffer.copy_(host)
+
+    def download(self, buffer: torch.Tensor) -> np.ndarray:
+        self.counters.downloads += 1
+        # A copy even on the CPU: the buffer is overwritten by the next step.
+        host = torch.empty(buffer.shape, dtype=torch.float32 if buffer.dtype is torch.bfloat16 else buffer.dtype)
+        return host.copy_(buffer).numpy()
+
+    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        destination.copy_(source)
+
+    def synchronize(self) -> None:
+        if self.kind == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes. On the CPU of the whole process (resident set), on a GPU of torch's allocator."""
+        if self.kind == "cuda":
+            total = torch.cuda.mem_get_info(self.device)[1]
+            return {
+                "in_use": torch.cuda.memory_allocated(self.device),
+                "peak": torch.cuda.max_memory_allocated(self.device),
+                "total": total,
+            }
+        return _process_memory()
+
+    def describe(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {
+            "name": self.name,
+            "hardware": _cpu_name(),
+            "cpu_features": _cpu_features(),
+            "threads": self.threads,
+            "torch": torch.__version__,
+        }
+        if self.kind == "cuda":
+            properties = torch.cuda.get_device_properties(self.device)
+            facts["hardware"] = properties.name
+            facts["index"] = self.device.index
+            facts["memory_bytes"] = properties.total_memory
+            facts["compute_capability"] = f"{properties.major}.{properties.minor}"
+            facts["cuda"] = torch.version.cuda
+        return facts
+
+    def capture(self, launches: Sequence[Launch], name: str) -> Launch:
+        """Record the launches as one CUDA graph.
+
+        Recording runs nothing, so state doesn't change. The launches must have run once before: that first run is
+        the warm-up in which libraries load their kernels and take their own memory.
+        """
+        if self.kind != "cuda":
+            return super().capture(launches, name)
+        flat = list(flat_launches(launches))
+        graph = torch.cuda.CUDAGraph()
+        self.synchronize()
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        try:
+            with torch.cuda.graph(graph, stream=stream):  # takes a private memory pool
+                for launch in flat:
+                    launch()
+        except RuntimeError as error:
+            raise CaptureError(f"{name}: a launch can't be captured as a CUDA graph: {error}") from error
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        self._graphs.append(graph)
+        self.counters.captures += 1
+
+        def replay() -> None:
+            self.counters.replays += 1
+            graph.replay()
+
+        return replay
+
+    def close(self) -> None:
+        """Release captures, then the cached memory. Closing twice does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.kind == "cuda":
+            self.synchronize()
+            for graph in self._graphs:
+                graph.reset()
+            self._graphs.clear()
+            torch.cuda.empty_cache()
+
+
+def _require_gpu(index: int) -> None:
+    if not torch.cuda.is_available():
+        reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU"
+        raise DeviceUnavailable(
+            f"device=cuda: {reason} (torch {torch.__version__}). Use device=cpu, or device=auto to take a GPU only where "
+            "there is one."
+        )
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise DeviceUnavailable(
+            f"device.index={index}: this machine has {count} GPU{'s' if count > 1 else ''}, numbered from 0. "
+            f"Use device.index=0{f' to {count - 1}' if count > 1 else ''}."
+        )
+
+
+def _default_threads() -> int:
+    import psutil
+
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdigit() and int(given) > 0:
+        return int(given)
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(psutil.cpu_count(logical=False) or usable, usable))
+
+
+def _process_memory() -> dict[str, int]:
+    import psutil
+
+    in_use = psutil.Process().memory_info().rss
+    peak = in_use
+    if sys.platform != "win32":
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
+        peak = max(peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    return {"in_use": in_use, "peak": peak, "total": psutil.virtual_memory().total}
+
+
+def _cpu_info(key: str) -> str:
+    """The first value of a field of /proc/cpuinfo, or nothing."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == key), "")
+
+
+def _cpu_name() -> str:
+    return _cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_features() -> list[str]:
+    """Vector and matrix extensions that kernels can use."""
+    flags = set((_cpu_info("flags") or _cpu_info("Features")).split())
+    return [feature for feature in _CPU_FEATURES if feature in flags]

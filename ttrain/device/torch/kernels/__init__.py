@@ -1,0 +1,30 @@
+"""Kernel tables of torch devices, one module a family.
+
+Every row is bound once: `bind` makes the views and constants, and what it returns is a partial of an aten `out=`
+function or a `Chain` of a few. A launch allocates nothing, except where aten has no kernel that writes into a buffer:
+
+- layer_norm, add_layer_norm, layer_norm_grad: `native_layer_norm` and its backward return new tensors, copied out;
+- self_attention and its gradient where flash attention is chosen: the same;
+- embedding_grad on CUDA: `embedding_dense_backward` sums without atomics, into a new tensor;
+- bf16 matrix products on the CPU: oneDNN takes scratch memory of its own;
+- arithmetic on operands of different dtypes: aten casts one of them first.
+
+`tests/ops/test_allocations.py` holds the list exactly.
+"""
+
+from __future__ import annotations
+
+from ttrain.device.base import Kernel
+from ttrain.device.torch.kernels import attention, elementwise, embedding, layout, loss, matmul, norm, random, reduce
+from ttrain.device.torch.kernels import update as update_family
+from ttrain.device.torch.kernels.common import Context
+
+FAMILIES = (elementwise, layout, reduce, matmul, norm, attention, random, embedding, loss, update_family)
+
+
+def kernel_table(context: Context) -> dict[str, Kernel]:
+    """A row for every op."""
+    table: dict[str, Kernel] = {}
+    for family in FAMILIES:
+        table.update(family.table(context))
+    return table

@@ -1,0 +1,169 @@
+"""What the kernel families share: dtypes, chains of launches, flat views over neighbouring tensors, small constants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.base import Delivery, Kernel, Launch
+
+Tensor = torch.Tensor
+Specs = Sequence[TensorSpec]
+Attributes = Mapping[str, Any]
+Bind = Callable[[Sequence[Any], Sequence[Tensor], Attributes, Sequence[Tensor]], Launch]
+Workspace = Callable[[Sequence[Any], Specs, Attributes], list[TensorSpec]]
+
+TORCH_DTYPES = {
+    DType.FP64: torch.float64,
+    DType.FP32: torch.float32,
+    DType.BF16: torch.bfloat16,
+    DType.INT64: torch.int64,
+    DType.INT32: torch.int32,
+    DType.BOOL: torch.bool,
+}
+RUN_GAP = 64  # elements; neighbours of one run lie less than this apart
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a family needs to know of its device when it builds its rows."""
+
+    kind: str  # cpu or cuda
+    device: torch.device
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.kind == "cpu"
+
+    @property
+    def block(self) -> int:
+        """Elements that a chain of passes works on at a time: on the CPU they stay in a core's cache."""
+        return 2**17 if self.on_cpu else 2**25
+
+
+class Chain:
+    """Several launches as one. Whoever runs a list of launches may splice `launches` into it."""
+
+    __slots__ = ("launches",)
+
+    def __init__(self, launches: Sequence[Launch]) -> None:
+        self.launches = tuple(flat_launches(launches))
+
+    def __call__(self) -> None:
+        for launch in self.launches:
+            launch()
+
+
+def flat_launches(launches: Sequence[Launch]) -> Iterator[Launch]:
+    """The launches with every chain spliced in."""
+    for launch in launches:
+        if isinstance(launch, Chain):
+            yield from launch.launches
+        else:
+            yield launch
+
+
+def chain(*launches: Launch) -> Launch:
+    """One launch that runs all of them in order."""
+    flat = list(flat_launches(launches))
+    return flat[0] if len(flat) == 1 else Chain(flat)
+
+
+def into(bind: Bind, workspace: Workspace | None = None, frozen: tuple[str, ...] = ()) -> Kernel:
+    """A row that writes into its output buffers."""
+    return Kernel(bind, Delivery.INTO, workspace, frozen)
+
+
+def inplace(bind: Bind, workspace: Workspace | None = None) -> Kernel:
+    """A row that overwrites its inputs."""
+    return Kernel(bind, Delivery.INPLACE, workspace)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """x [..., C] as [N, C]."""
+    return x.view(-1, x.shape[-1]) if x.numel() else x.reshape(0, x.shape[-1])
+
+
+@lru_cache(maxsize=256)
+def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number as a scalar tensor: aten takes it without making one at every launch."""
+    return torch.tensor(value, dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=8)
+def causal_mask(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[T, T]: 0 on and below the diagonal, -inf above it."""
+    return torch.full((size, size), float("-inf"), dtype=dtype, device=device).triu(1)
+
+
+def copying(destination: Tensor, source: Tensor) -> Launch:
+    """destination <- source, rounded to its dtype."""
+    return partial(destination.copy_, source)
+
+
+def scaling(x: Tensor, factor: float) -> list[Launch]:
+    """x <- factor * x; nothing where the factor is 1."""
+    if factor == 1.0:
+        return []
+    return [partial(torch.mul, x, scalar_like(factor, x), out=x)]
+
+
+def scalar_like(value: float, x: Tensor) -> Tensor:
+    """A scalar tensor to combine with x, in x's dtype where that holds the number exactly, else in fp32."""
+    rounded = torch.tensor(value, dtype=x.dtype)
+    exact = float(rounded) == value or x.dtype is not torch.bfloat16
+    return constant(value, x.dtype if exact else torch.float32, x.device)
+
+
+def flatten(*slots: Sequence[Tensor], gaps: bool = True) -> list[Tensor] | None:
+    """One flat view per slot, or None.
+
+    A slot is a list of tensors. It has a flat view where its tensors lie in one storage, in order, less than 64
+    elements apart; the slots need equal element offsets. With `gaps` the views take in the elements between
+    neighbours: only for kernels that treat every element alike, on slots whose gaps belong to nobody else.
+    """
+    starts = None
+    for slot in slots:
+        offsets = _run_offsets(slot, RUN_GAP if gaps else 1)
+        if offsets is None or (starts is not None and offsets != starts):
+            return None
+        starts = offsets
+    return [_flat_view(slot) for slot in slots]
+
+
+def runs(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Flat views that cover the tensors and nothing else; tensors without a gap between them share one."""
+    groups: list[list[Tensor]] = []
+    for tensor in tensors:
+        if groups and _run_offsets([*groups[-1][-1:], tensor], 1) is not None:
+            groups[-1].append(tensor)
+        else:
+            groups.append([tensor])
+    return [_flat_view(group) for group in groups]
+
+
+def _run_offsets(tensors: Sequence[Tensor], reach: int) -> list[int] | None:
+    """Element offsets from the first tensor, where each begins less than `reach` elements after the last one's end."""
+    if not tensors:
+        return None
+    first = tensors[0]
+    base, end, offsets = first.untyped_storage().data_ptr(), first.storage_offset(), []
+    for tensor in tensors:
+        start = tensor.storage_offset()
+        neighbour = tensor.untyped_storage().data_ptr() == base and tensor.dtype == first.dtype
+        if not (neighbour and tensor.is_contiguous() and 0 <= start - end < reach):
+            return None
+        offsets.append(start - first.storage_offset())
+        end = start + tensor.numel()
+    return offsets
+
+
+def _flat_view(tensors: Sequence[Tensor]) -> Tensor:
+    first, last = tensors[0], tensors[-1]
+    length = last.storage_offset() + last.numel() - first.storage_offset()
+    return first.as_strided((length,), (1,), first.storage_offset())

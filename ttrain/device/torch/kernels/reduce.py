@@ -1,0 +1,73 @@
+"""Sums over axes, and the norm over all gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from ttrain.core.spec import TensorSpec
+from ttrain.device.base import Kernel, Launch
+from ttrain.device.torch.kernels.common import (
+    Attributes,
+    Context,
+    Specs,
+    Tensor,
+    chain,
+    copying,
+    into,
+    runs,
+)
+
+_ROW = 2**14  # elements summed in one go by the norm; sums of sums keep its rounding error small
+
+
+def _reduce_sum(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+    x, y, axes = ins[0], outs[0], attributes["axes"]
+    return partial(torch.sum, x, axes, out=y) if axes else copying(y, x)
+
+
+def _pieces(tensors: Sequence[Tensor], block: int) -> list[Tensor]:
+    """Matrices of rows to take norms of; in bf16 no larger than a block, since they are widened first."""
+    pieces: list[Tensor] = []
+    for run in runs(tensors):
+        limit = max(block // _ROW, 1) * _ROW if run.dtype is torch.bfloat16 else run.numel()
+        for part in run.split(max(limit, 1)):
+            whole = part.numel() // _ROW * _ROW
+            if whole:
+                pieces.append(part[:whole].view(-1, _ROW))
+            if whole < part.numel():
+                pieces.append(part[whole:].view(1, -1))
+    return pieces
+
+
+def _global_norm(context: Context) -> Kernel:
+    def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+        (y,) = outs
+        pieces, launches, start = _pieces(ins, context.block), [], 0
+        partials = work[0]
+        for piece in pieces:
+            if piece.dtype is not y.dtype:
+                widened = work[1][: piece.numel()].view(piece.shape)
+                launches.append(copying(widened, piece))
+                piece = widened
+            end = start + piece.shape[0]
+            launches.append(partial(torch.linalg.vector_norm, piece, 2, 1, out=partials[start:end]))
+            start = end
+        return chain(*launches, partial(torch.linalg.vector_norm, partials[:start], 2, out=y))
+
+    def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+        dtype = outs[0].dtype
+        specs = [TensorSpec((sum(-(-spec.size // _ROW) + 1 for spec in ins) or 1,), dtype)]
+        if any(spec.dtype is not dtype for spec in ins):
+            largest = max(spec.size for spec in ins)
+            total = sum(spec.size for spec in ins)
+            specs.append(TensorSpec((min(max(largest, total), max(context.block, _ROW)),), dtype))
+        return specs
+
+    return into(bind, workspace)
+
+
+def table(context: Context) -> dict[str, Kernel]:
+    return {"reduce_sum": into(_reduce_sum), "global_norm": _global_norm(context)}
