@@ -1,0 +1,69 @@
+"""One matrix product, by the faster of the libraries that torch brings.
+
+On the CPU aten sends fp32 products to MKL, which on some processors (AMD's with AVX-512, for one) runs at half the speed
+of oneDNN. Which one is faster here is measured once per process, on one product per layout; oneDNN must win by a
+clear margin, so that the choice, and with it the rounding of a resumed run, is the same in every process.
+oneDNN's fp32 product can't write into a given buffer: it returns a fresh tensor that is copied.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import lru_cache, partial
+
+import torch
+
+from ttrain.device.base import Launch
+from ttrain.device.torch.kernels.common import Tensor
+
+SMALLEST = 4_000_000  # floating-point operations; below, oneDNN's overhead per call outweighs its speed
+CLEAR_WIN = 1.25  # aten time / oneDNN time from which oneDNN is taken
+_PROBE = 384  # rows, columns and inner size of the measured product: a millisecond
+
+
+def product(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> Launch:
+    """out [M, N] <- a [M, K] b [K, N] + bias [N]. a and b may be transposed views."""
+    if uses_onednn(a, b):
+        return partial(_onednn_into, out, a, b.t(), bias)
+    if bias is None:
+        return partial(torch.mm, a, b, out=out)
+    return partial(torch.addmm, bias, a, b, out=out)
+
+
+def uses_onednn(a: Tensor, b: Tensor) -> bool:
+    """Whether this product goes to oneDNN directly instead of through aten."""
+    if a.device.type != "cpu" or a.dtype is not torch.float32:
+        return False
+    (rows, inner), columns = a.shape, b.shape[1]
+    if 2 * rows * inner * columns < SMALLEST or min(rows, inner, columns) < 16:
+        return False
+    return _onednn_wins(a.is_contiguous(), b.is_contiguous(), torch.get_num_threads())
+
+
+def _onednn_into(out: Tensor, a: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    out.copy_(torch.ops.mkldnn._linear_pointwise.default(a, weight, bias, "none", [], ""))
+
+
+@lru_cache(maxsize=32)
+def _onednn_wins(plain_a: bool, plain_b: bool, threads: int) -> bool:
+    """Measured: is oneDNN clearly faster for operands stored this way on this machine?"""
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    a, b, out = (torch.ones(_PROBE, _PROBE) for _ in range(3))
+    a, b = (a if plain_a else a.t()), (b if plain_b else b.t())
+    try:
+        return _best_of(partial(torch.mm, a, b, out=out)) > CLEAR_WIN * _best_of(partial(_onednn_into, out, a, b.t(), None))
+    except RuntimeError:  # an oneDNN build without this primitive
+        return False
+
+
+def _best_of(launch: Callable[[], object], repeats: int = 7) -> float:
+    """Seconds of the fastest of a few runs: what the machine can do when nothing disturbs it."""
+    launch()
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        launch()
+        best = min(best, time.perf_counter() - start)
+    return best
