@@ -92,15 +92,17 @@ def _turned(name: str, weight: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _fp32(value: Any) -> NDArray[np.float32]:
-    """A contiguous fp32 array from an array or a torch tensor of any floating dtype."""
+    """A contiguous fp32 copy of an array or a torch tensor of any floating dtype."""
     if not isinstance(value, np.ndarray):
         value = value.detach().cpu().float().numpy()
-    return np.ascontiguousarray(value, dtype=np.float32)
+    return np.array(value, dtype=np.float32, order="C")
 
 
 def _refused(problems: list[str]) -> CheckpointError:
     shown = "\n".join(f"  {problem}" for problem in problems[:20])
     more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
     return CheckpointError(
-        "the weights do not fit this model; layers, width, vocabulary, context, bias and tied must agree:\n" + shown + more
+        "the weights do not fit this model; layers, width, vocabulary, context, bias and tied must agree:\n"
+        + shown
+        + more
     )

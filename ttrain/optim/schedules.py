@@ -63,7 +63,9 @@ def _shaped(config: ScheduleConfig, steps: int, shape: Callable[[int, int], floa
 
 def _progress(index: int, start: float, end: int) -> float:
     """0 up to `start`, 1 from `end` on."""
-    return 1.0 if index >= end else max(0.0, (index - start) / (end - start))
+    if index >= end:
+        return 1.0
+    return 0.0 if index <= start else (index - start) / (end - start)
 
 
 def _line(progress: float, final: float) -> float:

@@ -1,0 +1,85 @@
+"""A model, an optimizer and an engine on one CPU thread, as the tests of this folder use them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ttrain.core.spec import DType
+from ttrain.device.settings import DeviceConfig
+from ttrain.engine.dynamic import DynamicEngine
+from ttrain.engine.state import State
+from ttrain.engine.static import StaticEngine
+from ttrain.nn.initialize import initial_values
+from ttrain.train.step_graph import StepGraph
+
+ENGINES = {"dynamic": DynamicEngine, "static": StaticEngine}
+Batch = Mapping[str, np.ndarray]
+
+
+def open_cpu() -> Any:
+    from ttrain.device.torch.device import cpu
+
+    return cpu(DeviceConfig(name="cpu", threads=1))
+
+
+class Session:
+    """Builds the training steps of a run and feeds them."""
+
+    def __init__(
+        self, model: Any, optimizer: Any, rows: int, *, engine: str = "static", accumulation: int = 1,
+        values: Mapping[str, np.ndarray] | None = None,
+    ) -> None:  # fmt: skip
+        self.graph = StepGraph(model, optimizer, rows, accumulation)
+        self.state = State(open_cpu(), self.graph.state_tensors())
+        for name, value in (initial_values(model, seed=7) if values is None else values).items():
+            self.state.write(name, value)
+        self.engine = ENGINES[engine](self.state.device, self.state)
+        self.steps = {name: self.engine.build(name, trace) for name, trace in self.graph.train_steps().items()}
+
+    def run(self, trace: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Build and run a step of its own."""
+        return self.engine.build("other", trace)(inputs)
+
+    def train(self, batch: Batch, step: int, rates: Mapping[str, float], seed: int = 0) -> dict[str, float]:
+        """One optimizer step on a batch of rows * accumulation rows, weighed by its valid targets."""
+        targets = batch["targets"]
+        valid = (targets >= 0).sum() if targets.dtype.kind == "i" else targets.size
+        scalars = {"loss_weight": 1 / valid, "seed": seed}
+        if self.graph.accumulation == 1:
+            return self.steps["train"]({**batch, **scalars, **rates, "step": step})
+        loss = 0.0
+        for part in range(self.graph.accumulation):
+            rows = slice(part * self.graph.rows, (part + 1) * self.graph.rows)
+            name = "accumulate_next" if part else "accumulate_first"
+            inputs = {**{key: array[rows] for key, array in batch.items()}, **scalars}
+            loss += self.steps[name](inputs)["loss"]
+        return {"loss": loss, **self.steps["update"]({**rates, "step": step})}
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        return {parameter.path: self.state.read(parameter.path) for parameter in self.graph.parameters}
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        return {p.path: self.state.read(f"{p.path}/gradient") for p in self.graph.parameters}
+
+
+def token_batch(vocabulary: int, rows: int, context: int, index: int, masked: int = 0) -> dict[str, np.ndarray]:
+    """Random tokens; the first `masked` targets of the first row count for nothing."""
+    generator = np.random.default_rng(index)
+    tokens, targets = generator.integers(0, vocabulary, (2, rows, context))
+    targets[0, :masked] = -1
+    return {"tokens": tokens, "targets": targets}
+
+
+def tensor_by_tensor_equal(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> bool:
+    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
+
+
+def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Largest deviation relative to the largest magnitude expected."""
+    return float(np.abs(actual - expected).max() / max(np.abs(expected).max(), 1e-12))
+
+
+FP32, BF16 = DType.FP32, DType.BF16

@@ -1,0 +1,108 @@
+"""The multilayer perceptron with SGD against torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models.session import BF16, Session, relative_error, tensor_by_tensor_equal
+from ttrain.models.mlp import MLP
+from ttrain.models.settings import MLPConfig
+from ttrain.nn.initialize import initial_values
+from ttrain.optim.groups import learning_rates
+from ttrain.optim.schedules import linear
+from ttrain.optim.settings import ScheduleConfig, SGDConfig
+from ttrain.optim.sgd import SGD
+
+ROWS, STEPS = 8, 20
+FUNCTIONS = {
+    "relu": torch.nn.ReLU(),
+    "tanh": torch.nn.Tanh(),
+    "gelu": torch.nn.GELU(),
+    "gelu_tanh": torch.nn.GELU(approximate="tanh"),
+}
+OPTIMIZERS = {
+    "plain": {},
+    "momentum": {"momentum": 0.9},
+    "nesterov": {"momentum": 0.9, "nesterov": True},
+}
+
+
+def plain_mlp(model: MLP, values: dict[str, np.ndarray]) -> torch.nn.Sequential:
+    layers: list[torch.nn.Module] = []
+    for index, layer in enumerate(model.layers):
+        outputs, inputs = layer.weight.shape
+        linear_layer = torch.nn.Linear(inputs, outputs, bias=model.config.bias)
+        for name, parameter in linear_layer.named_parameters():
+            parameter.data = torch.from_numpy(values[f"layers.{index}.{name}"].copy())
+        layers += [linear_layer, FUNCTIONS[model.config.activation]]
+    return torch.nn.Sequential(*layers[:-1])
+
+
+def batches() -> list[dict[str, np.ndarray]]:
+    generator = np.random.default_rng(0)
+    drawn = [generator.standard_normal((ROWS, 5 + 3)).astype(np.float32) for _ in range(STEPS)]
+    return [{"inputs": both[:, :5].copy(), "targets": both[:, 5:].copy()} for both in drawn]
+
+
+def rate(step: int) -> float:
+    """Linear warm-up over 3 steps, then a line to zero at step index 20."""
+    index = step - 1
+    return 0.1 * (index + 1) / 4 if index < 3 else 0.1 * (1 - (index - 3) / 17)
+
+
+def plain_run(plain: torch.nn.Module, options: dict[str, Any]) -> list[float]:
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, weight_decay=0.01, **options)
+    losses = []
+    for step, batch in enumerate(batches(), 1):
+        optimizer.param_groups[0]["lr"] = rate(step)
+        loss = torch.nn.functional.mse_loss(
+            plain(torch.from_numpy(batch["inputs"])), torch.from_numpy(batch["targets"])
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("options", OPTIMIZERS)
+@pytest.mark.parametrize("activation", FUNCTIONS)
+def test_twenty_sgd_steps_equal_pytorch_on_both_engines(activation: str, options: str) -> None:
+    model = MLP(MLPConfig(inputs=5, outputs=3, width=16, layers=3, activation=activation))
+    values = initial_values(model, seed=2)
+    plain = plain_mlp(model, values)
+    expected = plain_run(plain, OPTIMIZERS[options])
+    config = SGDConfig(lr=0.1, weight_decay=0.01, decay_rule="all", clip_norm=None, **OPTIMIZERS[options])
+    rates = learning_rates(model.parameters(), config, linear(ScheduleConfig(warmup=3, final=0.0), STEPS))
+    runs = {}
+    for engine in ("dynamic", "static"):
+        ours = Session(model, SGD(config), ROWS, engine=engine, values=values)
+        losses = [ours.train(batch, step, rates(step))["loss"] for step, batch in enumerate(batches(), 1)]
+        np.testing.assert_allclose(losses, expected, rtol=1e-5, err_msg=engine)
+        runs[engine] = losses, ours.parameters()
+    wanted = (parameter.detach().numpy() for parameter in plain.parameters())
+    for (path, value), reference in zip(runs["static"][1].items(), wanted, strict=True):
+        assert relative_error(value, reference) < 1e-4, path
+    assert runs["dynamic"][0] == runs["static"][0]
+    assert tensor_by_tensor_equal(runs["dynamic"][1], runs["static"][1])
+
+
+def test_bf16_computes_in_bf16_and_reports_an_fp32_loss() -> None:
+    model = MLP(MLPConfig(width=16, layers=2), BF16)
+    session = Session(model, SGD(SGDConfig()), ROWS)
+    generator = np.random.default_rng(0)
+    batch = {"inputs": generator.standard_normal((ROWS, 16)), "targets": generator.standard_normal((ROWS, 16))}
+    losses = [session.train(batch, step, {"lr": 0.1})["loss"] for step in range(1, 21)]
+    assert losses[-1] < 0.9 * losses[0]
+    fp32 = Session(MLP(MLPConfig(width=16, layers=2)), SGD(SGDConfig()), ROWS)
+    assert losses[0] == pytest.approx(fp32.train(batch, 1, {"lr": 0.1})["loss"], rel=0.02)
+
+
+def test_one_layer_is_a_linear_model() -> None:
+    model = MLP(MLPConfig(layers=1, inputs=2, outputs=3, bias=False))
+    assert list(model.parameters()) == ["layers.0.weight"]
+    assert model.parameter_count == 6

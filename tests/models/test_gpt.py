@@ -1,0 +1,218 @@
+"""Properties of the transformer that need no oracle: counts, dropout, recomputation, accumulation, bf16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.models.session import BF16, FP32, Session, tensor_by_tensor_equal, token_batch
+from ttrain.core.errors import ConfigError, GraphError
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.graph import Graph, Kind
+from ttrain.models.gpt import GPT
+from ttrain.models.presets import PRESETS
+from ttrain.models.settings import GPTConfig
+from ttrain.nn.layers import Linear
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.settings import AdamWConfig
+from ttrain.train.step_graph import StepGraph
+
+SIZE = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocabulary": 37}
+COUNTS = {"124M": 124_439_808, "355M": 354_823_168, "774M": 774_030_080, "1.5B": 1_557_611_200}
+
+
+def small(compute: DType = FP32, **changes: Any) -> GPT:
+    return GPT(GPTConfig(**{**SIZE, **changes}), compute)
+
+
+def batch(rows: int, index: int = 0, masked: int = 0) -> dict[str, np.ndarray]:
+    return token_batch(SIZE["vocabulary"], rows, SIZE["context"], index, masked)
+
+
+def adamw(**changes: Any) -> AdamW:
+    return AdamW(AdamWConfig(**changes))
+
+
+@pytest.mark.parametrize("preset", COUNTS)
+def test_gpt2_presets_have_the_published_number_of_parameters(preset: str) -> None:
+    assert GPT(GPTConfig(preset=preset, vocabulary=50257)).parameter_count == COUNTS[preset]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_named_by_their_parameters(preset: str) -> None:
+    vocabulary = 50257 if preset in COUNTS else 65
+    count = GPT(GPTConfig(preset=preset, vocabulary=vocabulary, bias=preset in COUNTS)).parameter_count
+    named = float(preset[:-1]) * {"M": 1e6, "B": 1e9}[preset[-1]]
+    assert count == pytest.approx(named, rel=0.04)
+
+
+def test_untied_head_and_missing_biases_change_the_count_as_they_should() -> None:
+    tied = small().parameter_count
+    assert small(tied=False).parameter_count - tied == 37 * 32
+    per_block = 2 * 32 + (3 + 1 + 4 + 1) * 32  # two norms; qkv, projection, up, down
+    assert tied - small(bias=False).parameter_count == 2 * per_block + 32
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GPTConfig(preset="125M", vocabulary=9), "model.preset=125M"),
+        (GPTConfig(preset="124M"), "model.vocabulary: no value"),
+        (GPTConfig(layers=1, heads=3, width=32, context=4, vocabulary=9), "model.heads=3: must divide model.width=32"),
+        (GPTConfig(vocabulary=9), "model.layers: no value"),
+    ],
+)
+def test_impossible_sizes_are_refused(config: GPTConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GPT(config)
+
+
+@pytest.mark.parametrize("engine", ["dynamic", "static"])
+def test_dropout_masks_differ_by_seed_and_repeat_for_the_same_seed(engine: str) -> None:
+    session = Session(small(dropout=0.3), adamw(), 2, engine=engine)
+    losses = [session.train(batch(2), 1, {"lr": 0.0}, seed)["loss"] for seed in (1, 2, 1, 3)]
+    assert losses[0] == losses[2]
+    assert len(set(losses)) == 3
+    plain = Session(small(), adamw(), 2, engine=engine)
+    assert plain.train(batch(2), 1, {"lr": 0.0}, 1) == plain.train(batch(2), 1, {"lr": 0.0}, 2)
+
+
+def test_dropout_is_off_in_evaluation() -> None:
+    inputs = {**batch(2), "loss_weight": 1 / 32}
+    losses = []
+    for p in (0.0, 0.3):
+        session = Session(small(dropout=p), adamw(), 2)
+        losses.append(session.run(session.graph.trace_evaluate, inputs)["loss"])
+    assert losses[0] == losses[1]
+
+
+def test_every_dropout_has_a_stream_of_its_own() -> None:
+    graph = Graph()
+    small(dropout=0.1).loss(graph, 2, training=True)
+    streams = [node.attributes["stream"] for node in graph.nodes if node.attributes.get("p")]
+    assert len(streams) == 1 + 3 * SIZE["layers"]
+    assert len(set(streams)) == len(streams)
+
+
+@pytest.mark.parametrize("engine", ["dynamic", "static"])
+@pytest.mark.parametrize("compute", [FP32, BF16], ids=str)
+def test_recomputed_blocks_change_no_bit(engine: str, compute: DType) -> None:
+    results = []
+    for recompute in ("none", "block"):
+        session = Session(small(compute, dropout=0.2, recompute=recompute), adamw(), 2, engine=engine)
+        losses = [session.train(batch(2, step), step, {"lr": 1e-2}, step)["loss"] for step in (1, 2, 3)]
+        results.append((losses, session.parameters()))
+    assert results[0][0] == results[1][0]
+    assert tensor_by_tensor_equal(results[0][1], results[1][1])
+
+
+def test_recomputation_keeps_one_tensor_per_block() -> None:
+    def kept(recompute: str) -> int:
+        session = Session(small(layers=6, recompute=recompute), adamw(), 4)
+        return session.steps["train"].plan.arena_bytes
+
+    assert kept("block") < 0.6 * kept("none")
+
+
+@pytest.mark.parametrize("engine", ["dynamic", "static"])
+def test_accumulation_equals_one_big_batch_whatever_the_split_of_valid_targets(engine: str) -> None:
+    whole = batch(6, masked=13)  # so the first micro-batch has fewer valid targets
+    results = []
+    for parts in (1, 3):
+        session = Session(small(), adamw(), 6 // parts, engine=engine, accumulation=parts)
+        results.append((session.train(whole, 1, {"lr": 1e-2}), session.gradients()))
+    (one, one_gradients), (split, split_gradients) = results
+    assert split["loss"] == pytest.approx(one["loss"], rel=1e-6)
+    assert split["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+    for path, gradient in one_gradients.items():
+        np.testing.assert_allclose(split_gradients[path], gradient, rtol=1e-4, atol=1e-7, err_msg=path)
+
+
+def test_the_first_micro_batch_overwrites_what_the_last_step_left() -> None:
+    session = Session(small(), adamw(), 2, accumulation=2)
+    session.train(batch(4), 1, {"lr": 0.0})
+    first = session.gradients()
+    session.train(batch(4), 2, {"lr": 0.0})
+    assert tensor_by_tensor_equal(first, session.gradients())
+
+
+@pytest.mark.parametrize("engine", ["dynamic", "static"])
+def test_bf16_trains_close_to_fp32_and_its_copies_follow_the_masters(engine: str) -> None:
+    losses = {}
+    for compute in (FP32, BF16):
+        session = Session(small(compute), adamw(), 4, engine=engine)
+        losses[compute] = [session.train(batch(4), step, {"lr": 3e-3})["loss"] for step in range(1, 21)]
+    np.testing.assert_allclose(losses[BF16], losses[FP32], rtol=0.01)  # bf16 keeps 8 bits: steps of 1/256
+    assert losses[BF16][-1] < 0.9 * losses[BF16][0]
+    copies = session.state.names(Kind.COPY)
+    assert copies and not any("norm" in name for name in copies)
+    for name in copies:
+        master = session.state.read(name.removesuffix("/compute"))
+        assert np.array_equal(session.state.read(name), rounded_to_bf16(master)), name
+
+
+@pytest.mark.parametrize("engine", ["dynamic", "static"])
+def test_first_bf16_gradients_equal_fp32_ones_within_rounding(engine: str) -> None:
+    gradients = []
+    for compute in (FP32, BF16):
+        session = Session(small(compute), adamw(), 4, engine=engine)
+        session.train(batch(4), 1, {"lr": 0.0})
+        gradients.append(session.gradients())
+    for path, expected in gradients[0].items():
+        if not path.endswith("qkv.bias"):  # the keys' gradients are zero but for rounding
+            deviation = np.linalg.norm(gradients[1][path] - expected) / np.linalg.norm(expected)
+            assert deviation < 0.02, (path, deviation)
+
+
+def rounded_to_bf16(values: np.ndarray) -> np.ndarray:
+    """fp32 rounded to the nearest bf16, ties to even."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+def test_bf16_state_has_fp32_masters_and_gradients_of_the_compute_dtype() -> None:
+    for parts, dtype in ((1, BF16), (2, FP32)):
+        tensors = StepGraph(small(BF16), adamw(), 2, parts).state_tensors()
+        specs = {tensor.name: tensor.spec for tensor in tensors}
+        path = "blocks.0.attention.qkv.weight"
+        assert specs[path] == TensorSpec((96, 32), FP32)
+        assert specs[f"{path}/compute"].dtype is BF16
+        assert specs[f"{path}/gradient"].dtype is dtype
+        assert specs[f"{path}/first_moment"].dtype is FP32
+        assert specs["norm.weight/gradient"].dtype is FP32
+        assert "norm.weight/compute" not in specs
+
+
+def test_state_for_evaluation_has_neither_gradients_nor_optimizer_tensors() -> None:
+    kinds = {tensor.kind for tensor in StepGraph(small(BF16), adamw(), 2).state_tensors(training=False)}
+    assert kinds == {Kind.PARAMETER, Kind.COPY}
+
+
+def test_sampling_looks_at_one_position_and_not_beyond_it() -> None:
+    session = Session(small(), adamw(), 2)
+    step = session.engine.build("logits", session.graph.trace_logits)
+    tokens = batch(1)["tokens"]
+    changed = tokens.copy()
+    changed[0, 6:] = 0
+    outputs = [step({"tokens": ids, "position": 5})["logits"] for ids in (tokens, changed)]
+    assert outputs[0].shape == (1, SIZE["vocabulary"])
+    assert np.array_equal(*outputs)
+    assert not np.array_equal(outputs[0], step({"tokens": tokens, "position": 6})["logits"])
+
+
+def test_full_logits_of_a_large_vocabulary_never_exist() -> None:
+    graph = Graph()
+    model = GPT(GPTConfig(preset="124M", context=256, vocabulary=50257))
+    model.loss(graph, 4, training=True)
+    largest = max(output.spec.nbytes for node in graph.nodes for output in node.outputs)
+    assert largest <= 4 * 50257 * 768  # the head's gradient, not [1024, 50257] logits
+    (loss,) = (node for node in graph.nodes if node.op.name == "linear_cross_entropy")
+    assert loss.attributes["chunk"] * 50257 * 4 <= 32 * 2**20
+
+
+def test_a_layer_outside_a_model_has_no_parameters_to_read() -> None:
+    graph = Graph()
+    with pytest.raises(GraphError, match="name_parameters"):
+        Linear(3, 4)(graph.input("x", TensorSpec((2, 3))))

@@ -1,0 +1,78 @@
+"""Names and layouts of nanoGPT's and Hugging Face's weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models.plain_gpt import PlainGPT
+from ttrain.core.errors import CheckpointError
+from ttrain.models.gpt import GPT
+from ttrain.models.settings import GPTConfig
+from ttrain.nn.initialize import initial_values
+
+SIZE = {"layers": 2, "heads": 2, "width": 8, "context": 4, "vocabulary": 11}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_there_and_back(tied: bool, bias: bool, transposed: bool) -> None:
+    model = GPT(GPTConfig(**SIZE, tied=tied, bias=bias))
+    values = initial_values(model, seed=3)
+    back = model.from_original(model.to_original(values, transposed))
+    assert back.keys() == values.keys()
+    assert all(np.array_equal(back[path], value) for path, value in values.items())
+
+
+def test_weights_load_into_a_nanogpt_shaped_module() -> None:
+    model = GPT(GPTConfig(**SIZE))
+    weights = model.to_original(initial_values(model, seed=3))
+    missing = PlainGPT(**SIZE).load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()})
+    assert not missing.missing_keys and not missing.unexpected_keys
+
+
+def test_hugging_face_files_keep_projections_as_inputs_by_outputs_and_carry_masks() -> None:
+    model = GPT(GPTConfig(**SIZE))
+    values = initial_values(model, seed=3)
+    weights = model.to_original(values, transposed=True)
+    assert weights["transformer.h.0.attn.c_attn.weight"].shape == (8, 24)
+    bare = {name.removeprefix("transformer."): value for name, value in weights.items() if name != "lm_head.weight"}
+    bare["h.0.attn.bias"] = np.ones((1, 1, 4, 4), np.float32)
+    bare["h.0.attn.masked_bias"] = np.float32(-1e4)
+    back = model.from_original(bare)
+    assert all(np.array_equal(back[path], value) for path, value in values.items())
+
+
+def test_loaded_values_do_not_share_memory_with_the_source() -> None:
+    model = GPT(GPTConfig(**SIZE))
+    weights = model.to_original(initial_values(model, seed=3))
+    values = model.from_original(weights)
+    weights["transformer.wte.weight"][:] = 0
+    assert values["embedding.weight"].any()
+
+
+def test_torch_compile_prefixes_are_understood() -> None:
+    model = GPT(GPTConfig(**SIZE))
+    weights = {f"_orig_mod.{k}": v for k, v in model.to_original(initial_values(model, seed=3)).items()}
+    assert model.from_original(weights).keys() == model.parameters().keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("transformer.wpe.weight", None, "transformer.wpe.weight: missing"),
+        ("transformer.h.9.ln_1.weight", np.ones(8), "transformer.h.9.ln_1.weight: not a weight of this model"),
+        ("transformer.wte.weight", np.ones((12, 8)), r"transformer.wte.weight: got \[12, 8\], expected \[11, 8\]"),
+    ],
+)
+def test_weights_of_another_model_are_refused_by_name(name: str, change: np.ndarray | None, message: str) -> None:
+    model = GPT(GPTConfig(**SIZE))
+    weights = model.to_original(initial_values(model, seed=3))
+    if change is None:
+        del weights[name]
+    else:
+        weights[name] = change
+    with pytest.raises(CheckpointError, match=message):
+        model.from_original(weights)

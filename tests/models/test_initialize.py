@@ -1,0 +1,49 @@
+"""Initial values: distributions, and that they depend on (seed, path) alone."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from ttrain.models.gpt import GPT
+from ttrain.models.mlp import MLP
+from ttrain.models.settings import GPTConfig, MLPConfig
+from ttrain.nn.initialize import initial_values
+
+SIZE = {"heads": 2, "width": 64, "context": 32, "vocabulary": 128}
+
+
+def test_values_depend_on_seed_and_path_alone() -> None:
+    two, three = GPT(GPTConfig(layers=2, tied=False, **SIZE)), GPT(GPTConfig(layers=3, bias=False, **SIZE))
+    first, again, other = initial_values(two, 1), initial_values(two, 1), initial_values(two, 2)
+    assert all(np.array_equal(first[path], again[path]) for path in first)
+    assert not np.array_equal(first["embedding.weight"], other["embedding.weight"])
+    elsewhere = initial_values(three, 1)["blocks.1.attention.qkv.weight"]
+    assert np.array_equal(elsewhere, first["blocks.1.attention.qkv.weight"])
+    assert not np.array_equal(elsewhere, first["blocks.0.attention.qkv.weight"])
+    assert all(value.dtype == np.float32 for value in first.values())
+
+
+def test_gpt_starts_as_nanogpt_does() -> None:
+    values = initial_values(GPT(GPTConfig(layers=8, **SIZE)), 5)
+    for path, value in values.items():
+        if path.endswith("bias"):
+            assert not value.any(), path
+        elif "norm" in path:
+            assert (value == 1).all(), path
+        else:
+            std = 0.02 / 4 if path.endswith(("projection.weight", "down.weight")) else 0.02  # sqrt(2 * 8) = 4
+            assert value.std() == pytest.approx(std, rel=0.1), path
+            assert abs(value.mean()) < 0.1 * std, path
+
+
+def test_mlp_starts_as_torch_linear_does() -> None:
+    values = initial_values(MLP(MLPConfig(layers=2, inputs=100, width=400, outputs=3)), 5)
+    for path, value in values.items():
+        bound = 1 / math.sqrt(100 if path.startswith("layers.0") else 400)
+        assert np.abs(value).max() <= bound
+        if value.size > 100:
+            assert np.abs(value).max() > 0.95 * bound
+            assert value.std() == pytest.approx(bound / math.sqrt(3), rel=0.05), path

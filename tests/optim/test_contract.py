@@ -1,0 +1,180 @@
+"""Every optimizer through one suite: equal to torch.optim on given gradients, whatever the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models.session import BF16, ENGINES, FP32, open_cpu
+from ttrain.core.errors import ConfigError
+from ttrain.core.spec import DType
+from ttrain.engine.state import State
+from ttrain.nn.initialize import Normal
+from ttrain.nn.module import Module, Parameter
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.groups import learning_rates
+from ttrain.optim.settings import AdamWConfig, SGDConfig
+from ttrain.optim.sgd import SGD
+from ttrain.train.step_graph import StepGraph
+
+Optimizer = AdamW | SGD
+STEPS = 6
+
+
+class Parameters(Module):
+    """Tensors without a model: odd sizes, a size of one, and two that belong together."""
+
+    def __init__(self, compute: DType) -> None:
+        self.config, self.compute = None, compute
+        shapes = {"matrix": (4, 33), "vector": (7,), "one": (1,), "cube": (2, 3, 5)}
+        for name, shape in shapes.items():
+            setattr(self, name, Parameter(shape, Normal(1.0)))
+        self.head = Head()
+        self.name_parameters()
+
+
+class Head(Module):
+    def __init__(self) -> None:
+        self.weight = Parameter((70, 3), Normal(1.0))
+        self.bias = Parameter((70,), Normal(1.0), follows_compute=False)
+
+
+def torch_adamw(groups: Any, config: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, betas=tuple(config.betas), eps=config.eps)
+
+
+def torch_sgd(groups: Any, config: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=1.0, momentum=config.momentum, nesterov=config.nesterov)
+
+
+# One row an optimizer setting: how we build it, and what torch calls it.
+TABLE: dict[str, tuple[Callable[[Any], Optimizer], Any, Callable[[Any, Any], torch.optim.Optimizer]]] = {
+    "adamw": (AdamW, AdamWConfig(lr=0.02), torch_adamw),
+    "adamw-no-decay": (AdamW, AdamWConfig(lr=0.02, weight_decay=0.0, betas=[0.8, 0.999], eps=1e-5), torch_adamw),
+    "adamw-beta-zero": (AdamW, AdamWConfig(lr=0.02, betas=[0.0, 0.99]), torch_adamw),
+    "sgd": (SGD, SGDConfig(lr=0.05), torch_sgd),
+    "sgd-decay": (SGD, SGDConfig(lr=0.05, weight_decay=0.1), torch_sgd),
+    "sgd-momentum": (SGD, SGDConfig(lr=0.05, momentum=0.9, weight_decay=0.1), torch_sgd),
+    "sgd-nesterov": (SGD, SGDConfig(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1), torch_sgd),
+}
+
+
+def factor(step: int) -> float:
+    """A learning rate that moves and is zero once."""
+    return [1.0, 0.3, 0.0, 0.7, 2.0, 0.1][step - 1]
+
+
+def gradient(path: str, shape: tuple[int, ...], step: int) -> np.ndarray:
+    generator = np.random.default_rng([step, *path.encode()])
+    return generator.standard_normal(shape).astype(np.float32)
+
+
+class Run:
+    """Updates on gradients that the test writes, with torch.optim beside it."""
+
+    def __init__(self, row: str, changes: dict[str, Any], engine: str, compute: DType = FP32) -> None:
+        build, config, build_torch = TABLE[row]
+        self.config = replace(config, **changes)
+        self.model = Parameters(compute)
+        self.graph = StepGraph(self.model, build(self.config), rows=1, accumulation=2)
+        self.state = State(open_cpu(), self.graph.state_tensors())
+        self.step = ENGINES[engine](self.state.device, self.state).build("update", self.graph.trace_update)
+        self.rates = learning_rates(self.model.parameters(), self.config, factor)
+        self.tensors: dict[str, torch.Tensor] = {}
+        for path, parameter in self.model.parameters().items():
+            value = gradient(path, parameter.shape, 99)
+            self.state.write(path, value)
+            self.tensors[path] = torch.nn.Parameter(torch.from_numpy(value.copy()))
+        self.torch = build_torch([self._group(path, tensor) for path, tensor in self.tensors.items()], self.config)
+
+    def _group(self, path: str, tensor: torch.Tensor) -> dict[str, Any]:
+        rule = self.config.decay_rule
+        decays = rule == "all" or (rule == "matrices" and tensor.dim() >= 2)
+        return {"params": [tensor], "weight_decay": self.config.weight_decay if decays else 0.0, "path": path}
+
+    def advance(self, step: int, own_factor: Callable[[str], float] = lambda path: 1.0) -> dict[str, float]:
+        """One update on both sides. `own_factor` is what the test expects of group_lr."""
+        for path, tensor in self.tensors.items():
+            values = gradient(path, tuple(tensor.shape), step)
+            self.state.write(f"{path}/gradient", values)
+            tensor.grad = torch.from_numpy(values.copy())
+        norm = torch.nn.utils.clip_grad_norm_(self.tensors.values(), self.config.clip_norm or 1e30)
+        for group in self.torch.param_groups:
+            group["lr"] = self.config.lr * factor(step) * own_factor(group["path"])
+        self.torch.step()
+        outputs = self.step({**self.rates(step), "step": step})
+        assert outputs["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+        return outputs
+
+    def check(self) -> None:
+        for path, tensor in self.tensors.items():
+            np.testing.assert_allclose(self.state.read(path), tensor.detach(), rtol=2e-5, atol=2e-6, err_msg=path)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("row", TABLE)
+@pytest.mark.parametrize(
+    "changes", [{"clip_norm": None}, {"clip_norm": 0.5}, {"clip_norm": 1e6, "decay_rule": "all"}], ids=str
+)
+def test_updates_equal_torch(row: str, changes: dict[str, Any], engine: str) -> None:
+    run = Run(row, changes, engine)
+    for step in range(1, STEPS + 1):
+        run.advance(step)
+        run.check()
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_groups_have_learning_rates_of_their_own(row: str) -> None:
+    run = Run(row, {"group_lr": {"head": 0.5, "head.bias": 0.0, "one": 3.0}}, "static")
+    own = {"head.weight": 0.5, "head.bias": 0.0, "one": 3.0}
+    for step in range(1, STEPS + 1):
+        run.advance(step, lambda path: own.get(path, 1.0))
+    run.check()
+    frozen = gradient("head.bias", (70,), 99)
+    assert np.array_equal(run.state.read("head.bias"), frozen)
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_engines_agree_to_the_bit(row: str) -> None:
+    runs = [Run(row, {}, engine) for engine in ENGINES]
+    for step in range(1, STEPS + 1):
+        assert len({run.advance(step)["grad_norm"] for run in runs}) == 1
+    for name in runs[0].state.names():
+        assert np.array_equal(*(run.state.read(name) for run in runs)), name
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_masters_stay_fp32_under_bf16_compute(row: str) -> None:
+    run = Run(row, {}, "static", BF16)
+    for step in range(1, STEPS + 1):
+        run.advance(step)
+    run.check()
+    for path, parameter in run.model.parameters().items():
+        if parameter.has_copy(BF16):
+            copy, master = run.state.read(f"{path}/compute"), run.state.read(path)
+            assert np.array_equal(copy, torch.from_numpy(master).bfloat16().float().numpy()), path
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_state_has_one_zeroed_fp32_tensor_per_slot_and_parameter(row: str) -> None:
+    run = Run(row, {}, "static")
+    for slot in run.graph.optimizer.slots:
+        for path, parameter in run.model.parameters().items():
+            assert run.state.spec(f"{path}/{slot}") == parameter.spec
+            assert not run.state.read(f"{path}/{slot}").any()
+
+
+def test_slots_are_named_as_checkpoints_name_them() -> None:
+    assert AdamW(AdamWConfig()).slots == ("first_moment", "second_moment")
+    assert SGD(SGDConfig()).slots == ()
+    assert SGD(SGDConfig(momentum=0.5)).slots == ("velocity",)
+
+
+def test_nesterov_without_momentum_is_refused() -> None:
+    with pytest.raises(ConfigError, match="optimizer.nesterov=true: needs optimizer.momentum"):
+        SGD(SGDConfig(nesterov=True))

@@ -1,0 +1,75 @@
+"""Which parameters share an update, and what their learning-rate inputs are called."""
+
+from __future__ import annotations
+
+import pytest
+
+from ttrain.core.errors import ConfigError
+from ttrain.core.spec import DType
+from ttrain.models.gpt import GPT
+from ttrain.models.settings import GPTConfig
+from ttrain.optim.groups import learning_rates, parameter_runs
+from ttrain.optim.settings import AdamWConfig
+
+MODEL = GPT(GPTConfig(layers=2, heads=1, width=4, context=4, vocabulary=5, tied=False))
+PARAMETERS = MODEL.parameters()
+
+
+def runs(compute: DType = DType.FP32, **options: object) -> dict[str, list[str]]:
+    found = parameter_runs(PARAMETERS, AdamWConfig(**options), compute)
+    return {run.name: [parameter.path for parameter in run.parameters] for run in found}
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    found = runs()
+    assert found.keys() == {"lr/decay/fp32", "lr/no_decay/fp32"}
+    assert all(PARAMETERS[path].spec.rank == 2 for path in found["lr/decay/fp32"])
+    assert all(PARAMETERS[path].spec.rank == 1 for path in found["lr/no_decay/fp32"])
+
+
+@pytest.mark.parametrize("rule", ["all", "none"])
+def test_one_run_where_all_are_treated_alike(rule: str) -> None:
+    (paths,) = runs(decay_rule=rule).values()
+    assert paths == list(PARAMETERS)
+
+
+def test_norms_are_apart_where_the_rest_is_read_as_bf16() -> None:
+    found = runs(DType.BF16)
+    assert found.keys() == {"lr/decay/bf16", "lr/no_decay/bf16", "lr/no_decay/fp32"}
+    assert all("norm" in path for path in found["lr/no_decay/fp32"])
+
+
+def test_every_parameter_is_in_exactly_one_run() -> None:
+    found = runs(DType.BF16, group_lr={"blocks": 0.5, "blocks.1": 0.1, "head.weight": 2.0})
+    paths = [path for members in found.values() for path in members]
+    assert sorted(paths) == sorted(PARAMETERS)
+
+
+def test_the_longest_prefix_wins_and_prefixes_end_at_dots() -> None:
+    found = runs(decay_rule="none", group_lr={"blocks": 0.5, "blocks.1.attention": 0.1})
+    assert {path.rpartition(".")[0] for path in found["lr/blocks.1.attention/no_decay/fp32"]} == {
+        "blocks.1.attention.qkv",
+        "blocks.1.attention.projection",
+    }
+    assert "blocks.1.attention_norm.weight" in found["lr/blocks/no_decay/fp32"]
+    assert "norm.weight" in found["lr/no_decay/fp32"]
+
+
+def test_rates_are_peak_times_schedule_times_factor_with_lr_first() -> None:
+    config = AdamWConfig(lr=0.1, group_lr={"head": 0.5, "blocks": 3.0})
+    rates = learning_rates(PARAMETERS, config, lambda step: 1 / step)
+    assert rates(2) == pytest.approx({"lr": 0.05, "lr/head": 0.025, "lr/blocks": 0.15})
+    assert next(iter(rates(1))) == "lr"
+
+
+def test_no_lr_input_without_a_parameter_that_reads_it() -> None:
+    tops = {path.split(".")[0] for path in PARAMETERS}
+    config = AdamWConfig(lr=1.0, group_lr=dict.fromkeys(tops, 0.5))
+    assert "lr" not in learning_rates(PARAMETERS, config, lambda step: 1.0)(1)
+    assert learning_rates(PARAMETERS, AdamWConfig(lr=1.0), lambda step: 1.0)(1) == {"lr": 1.0}
+
+
+@pytest.mark.parametrize("prefix", ["haed", "block", "blocks.7", "head.weight.more"])
+def test_a_prefix_of_no_parameter_is_refused(prefix: str) -> None:
+    with pytest.raises(ConfigError, match=f"optimizer.group_lr.{prefix}: no parameter's name begins so"):
+        runs(group_lr={prefix: 0.5})

@@ -1,0 +1,90 @@
+"""Learning-rate schedules against closed forms and their own landmarks."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from ttrain.optim.schedules import Schedule, constant, cosine, linear, wsd
+from ttrain.optim.settings import ScheduleConfig
+
+SHAPES = {"constant": constant, "linear": linear, "cosine": cosine, "wsd": wsd}
+STEPS = 100
+
+
+def build(name: str, **options: float) -> Schedule:
+    return SHAPES[name](ScheduleConfig(name=name, **options), STEPS)
+
+
+def nanogpt_rate(iteration: int, warmup: int, decay_steps: int, lowest: float) -> float:
+    """The rule of nanoGPT's training script for a peak of 1, iterations counted from 0."""
+    if iteration < warmup:
+        return (iteration + 1) / (warmup + 1)
+    if iteration > decay_steps:
+        return lowest
+    share = (iteration - warmup) / (decay_steps - warmup)
+    return lowest + 0.5 * (1 + math.cos(math.pi * share)) * (1 - lowest)
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 10])
+@pytest.mark.parametrize("final", [0.0, 0.1])
+def test_cosine_is_nanogpts_schedule(warmup: int, final: float) -> None:
+    factor = build("cosine", warmup=warmup, final=final)
+    for step in range(1, STEPS + 50):
+        assert factor(step) == pytest.approx(nanogpt_rate(step - 1, warmup, STEPS, final), abs=1e-12)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_warmup_rises_in_equal_steps_and_never_reaches_zero_or_the_peak(name: str) -> None:
+    factor = build(name, warmup=9)
+    assert [factor(step) for step in range(1, 10)] == pytest.approx([step / 10 for step in range(1, 10)])
+    assert factor(10) == 1.0
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_without_warmup_the_first_step_is_at_the_peak(name: str) -> None:
+    assert build(name)(1) == 1.0
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "wsd"])
+def test_the_final_factor_is_reached_at_the_end_and_kept(name: str) -> None:
+    factor = build(name, final=0.25, warmup=5)
+    assert factor(STEPS) > 0.25
+    assert factor(STEPS + 1) == factor(STEPS + 1000) == pytest.approx(0.25)
+    falling = [factor(step) for step in range(6, STEPS + 2)]
+    assert all(later <= earlier for earlier, later in pairwise(falling))
+
+
+def test_linear_falls_in_equal_steps() -> None:
+    factor = build("linear", final=0.0, warmup=20)
+    assert factor(21) == 1.0
+    assert factor(61) == pytest.approx(0.5)
+    assert factor(41) == pytest.approx(0.75)
+
+
+def test_wsd_stays_at_the_peak_until_the_decay() -> None:
+    factor = build("wsd", final=0.0, decay=0.2, warmup=10)
+    assert {factor(step) for step in range(11, 82)} == {1.0}
+    assert factor(91) == pytest.approx(0.5)
+
+
+def test_wsd_without_decay_stays_at_the_peak_to_the_end() -> None:
+    assert build("wsd", decay=0.0)(STEPS) == 1.0
+
+
+def test_constant_stays_at_the_peak() -> None:
+    assert {build("constant", final=0.0)(step) for step in range(1, 500)} == {1.0}
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "wsd"])
+def test_the_config_may_set_an_end_other_than_the_runs(name: str) -> None:
+    assert build(name, steps=10, final=0.5)(11) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_warmup_as_long_as_the_run_divides_by_nothing(name: str) -> None:
+    factor = build(name, warmup=STEPS)
+    assert factor(STEPS) == pytest.approx(STEPS / (STEPS + 1))
+    assert math.isfinite(factor(STEPS + 1))
