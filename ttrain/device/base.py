@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -62,6 +62,23 @@ class DeviceCounters:
     downloads: int = 0
     captures: int = 0
     replays: int = 0
+
+
+class StepCompiler(Protocol):
+    """Turns the nodes of a plan into machine code, where a device is traced by compiling rather than by recording.
+
+    `kernels` is the device's table with compiled rows in place of its own. `prepare(nodes)` compiles, or loads from the
+    cache on disk, everything that these nodes need; only then may their rows be bound. `fuses` tells whether the table
+    has a row for the op `fused`, so that the elementwise chains of a graph may be joined.
+    """
+
+    fuses: bool
+    compilations: int
+
+    @property
+    def kernels(self) -> Mapping[str, Kernel]: ...
+
+    def prepare(self, nodes: Sequence[Any]) -> None: ...
 
 
 class Device(ABC):
@@ -133,6 +150,10 @@ class Device(ABC):
     def capture(self, launches: Sequence[Launch], name: str) -> Launch:
         """Record the launches once; the returned call replays them. Only where `supports_capture`."""
         raise CaptureError(f"device {self.name} can't capture a step. Use engine=static or engine=dynamic.")
+
+    def compiler(self) -> StepCompiler | None:
+        """What `engine=traced` compiles a plan with; None where the device records launches instead."""
+        return None
 
     def close(self) -> None:
         """Release captures, then memory. Using the device afterwards is an error."""

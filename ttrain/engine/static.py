@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from ttrain.autodiff.rematerialize import rematerialize
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Arena, Buffer, Delivery, Device, Launch
+from ttrain.device.base import Arena, Buffer, Delivery, Device, Kernel, Launch
 from ttrain.engine.base import Engine, HostValue, Step, Trace, host_arrays, host_outputs, traced_graph
 from ttrain.engine.state import State
 from ttrain.graph.graph import Graph, Node, RecordCounter, Value
@@ -16,13 +16,13 @@ from ttrain.graph.verify import verify
 from ttrain.plan.plan import Plan, build_plan
 
 
-def prepare(trace: Trace, device: Device, rematerializing: bool) -> Graph:
+def prepare(trace: Trace, kernels: Container[str], device: str, rematerializing: bool) -> Graph:
     """Trace a step and run every pass, verifying the graph at each border."""
     graph = verify(traced_graph(trace), "recording")
     graph = verify(remove_dead_code(graph), "dead code")
     graph = verify(merge_common_subexpressions(graph), "common subexpressions")
     graph = verify(fuse(graph), "fusion")
-    graph = verify(decompose(graph, device.kernels, device.name), "decomposition")
+    graph = verify(decompose(graph, kernels, device), "decomposition")
     if rematerializing:
         graph = verify(rematerialize(graph), "rematerialization")
     return verify(remove_dead_code(graph), "dead code after the passes")
@@ -36,23 +36,37 @@ class StaticEngine(Engine):
     def __init__(self, device: Device, state: State, rematerialize: bool = True) -> None:
         super().__init__(device, state)
         self.rematerialize = rematerialize
+        self.kernels: Mapping[str, Kernel] = device.kernels
         self._steps: list[StaticStep] = []
         self._arena: Arena = None
         self._arena_bytes = -1
 
     def build(self, name: str, trace: Trace) -> Step:
-        graph = prepare(trace, self.device, self.rematerialize)
+        graph = self.derive(trace)
         self.state.check(graph)
-        step = self.make_step(name, build_plan(graph, self.device.kernels))
+        step = self.make_step(name, build_plan(graph, self.kernels))
         self._steps.append(step)
         return step
+
+    def derive(self, trace: Trace) -> Graph:
+        """The final graph of a step."""
+        return prepare(trace, self.kernels, self.device.name, self.rematerialize)
 
     def make_step(self, name: str, plan: Plan) -> StaticStep:
         return StaticStep(self, name, plan)
 
+    def bind(self, plan: Plan) -> BoundPlan:
+        """Give a plan its addresses."""
+        return BoundPlan(plan, self.device, self.kernels, self.state, self.shared_arena())
+
+    def bind_all(self) -> None:
+        """Give every step built so far its addresses."""
+        for step in self._steps:
+            step.take_addresses()
+
     def shared_arena(self) -> Arena:
         """The arena of all steps built so far. Steps built later that need more get one of their own."""
-        needed = max(step.plan.arena_bytes for step in self._steps if step.plan is not None)
+        needed = max(step.plan.arena_bytes for step in self._steps)
         if needed > self._arena_bytes:
             names = ", ".join(step.name for step in self._steps)
             self._arena, self._arena_bytes = self.device.allocate_arena(needed, f"activations of {names}"), needed
@@ -63,7 +77,8 @@ class StaticStep(Step):
     """Bound at its first call, so that every step of a run is built before memory is taken."""
 
     def __init__(self, engine: StaticEngine, name: str, plan: Plan) -> None:
-        self.engine, self.name, self.plan = engine, name, plan
+        self.engine, self.name = engine, name
+        self.plan: Plan = plan
         self.inputs: dict[str, TensorSpec] = {key: value.spec for key, value in plan.graph.inputs.items()}
         self._bound: BoundPlan | None = None
         self._calls = 0
@@ -72,8 +87,8 @@ class StaticStep(Step):
         device, counters = self.engine.device, self.engine.counters
         arrays = host_arrays(self.name, self.inputs, inputs)
         allocations, nodes = device.counters.allocations, RecordCounter.nodes
-        if self._bound is None:
-            self._bound = BoundPlan(self.plan, device, self.engine.state, self.engine.shared_arena())
+        self.take_addresses()
+        assert self._bound is not None
         for key, array in arrays.items():
             device.upload(self._bound.inputs[key], array)
         self.run(self._bound)
@@ -85,20 +100,31 @@ class StaticStep(Step):
         return host_outputs(device, self._bound.outputs)
 
     def run(self, bound: BoundPlan) -> None:
-        """Launch everything once."""
-        for launch in bound.launches:
-            launch()
+        """Run the bound plan once."""
+        bound.run()
+
+    def take_addresses(self) -> None:
+        """Bind now instead of at the first call."""
+        if self._bound is None:
+            self._bound = self.engine.bind(self.plan)
 
 
 class BoundPlan:
     """A plan with addresses: launches without arguments, and the buffers of inputs and outputs."""
 
-    def __init__(self, plan: Plan, device: Device, state: State, arena: Arena) -> None:
-        self._plan, self._device, self._state, self._arena = plan, device, state, arena
+    def __init__(
+        self, plan: Plan, device: Device, kernels: Mapping[str, Kernel], state: State, arena: Arena
+    ) -> None:
+        self._plan, self._device, self._kernels, self._state, self._arena = plan, device, kernels, state, arena
         self.inputs = {name: self._buffer(value) for name, value in plan.graph.inputs.items()}
         self.outputs = {name: self._buffer(value) for name, value in plan.graph.outputs.items()}
         self.nodes = plan.launched
         self.launches: list[Launch] = [self._bind(node) for node in self.nodes]
+
+    def run(self) -> None:
+        """Launch everything once, in order."""
+        for launch in self.launches:
+            launch()
 
     def _buffer(self, value: Value) -> Buffer:
         owner = self._plan.placement.owner_of(value)
@@ -109,7 +135,7 @@ class BoundPlan:
 
     def _bind(self, node: Node) -> Launch:
         device = self._device
-        kernel = device.kernels[node.op.name]
+        kernel = self._kernels[node.op.name]
         ins = [None if value is None else self._buffer(value) for value in node.inputs]
         outs = [self._buffer(output) for output in node.outputs]
         specs = kernel.workspace_specs(
