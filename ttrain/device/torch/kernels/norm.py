@@ -81,27 +81,49 @@ def _layer_norm_grad(
     ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
 ) -> Launch:
     dy, x, mean, rstd, weight, residual = ins
-    (weight,), widening = _widened([weight], work)
-    rows, dy_rows = rows_of(x), rows_of(dy)
-    width, mask = [rows.shape[1]], [True, True, attributes["bias"]]
-    mean, rstd, bias = mean.view(-1, 1), rstd.view(-1, 1), weight if attributes["bias"] else None
-    dx, *small = outs
-    dx = rows_of(dx)
-    keep_dx = dx.copy_ if residual is None else partial(torch.add, rows_of(residual), out=dx)
-    function = aten.native_layer_norm_backward.default
+    dy, x, residual = rows_of(dy), rows_of(x), None if residual is None else rows_of(residual)
+    (weight,), preparing = _widened([weight], work)
+    finish = _finishing(rows_of(outs[0]), residual)
+    if x.dtype is torch.bfloat16:
+        # In bf16 aten adds dweight and dbias up in bf16, which loses most of their digits over many rows.
+        wide_x, wide_dy = (rows_of(scratch) for scratch in work[-2:])
+        preparing += [copying(wide_x, x), copying(wide_dy, dy)]
+        finish = _finishing_wide(rows_of(outs[0]), residual, wide_x)
+        dy, x = wide_dy, wide_x
+    bias = weight if attributes["bias"] else None
+    settings = ([x.shape[1]], mean.view(-1, 1), rstd.view(-1, 1), weight, bias, [True, True, attributes["bias"]])
+    function, small = partial(aten.native_layer_norm_backward.default, dy, x, *settings), outs[1:]
 
     def launch() -> None:
-        results = function(dy_rows, rows, width, mean, rstd, weight, bias, mask)
-        keep_dx(results[0])
-        for out, result in zip(small, results[1:], strict=False):
+        dx, *parameters = function()
+        finish(dx)
+        for out, result in zip(small, parameters, strict=False):
             out.copy_(result)
 
-    return chain(*widening, launch)
+    return chain(*preparing, launch)
+
+
+def _finishing(dx: Tensor, residual: Tensor | None) -> Callable[[Tensor], Any]:
+    """Takes the norm's part of dx to where it belongs, adding the residual."""
+    return dx.copy_ if residual is None else partial(torch.add, residual, out=dx)
+
+
+def _finishing_wide(dx: Tensor, residual: Tensor | None, scratch: Tensor) -> Callable[[Tensor], Any]:
+    """The same where the norm's part is wider than dx: added in full, rounded once."""
+    if residual is None:
+        return dx.copy_
+    return lambda new: dx.copy_(new.add_(scratch.copy_(residual)))
+
+
+def _grad_workspace(ins: Sequence[Any], outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    x = outs[0]
+    rows = [x.with_dtype(x.dtype.wide)] * 2 if x.dtype is not x.dtype.wide else []
+    return [*_widening(4, 1)(ins, outs, attributes), *rows]
 
 
 def table(context: Context) -> dict[str, Kernel]:
     return {
         "layer_norm": into(_layer_norm, _widening(1, 2)),
         "add_layer_norm": into(_add_layer_norm, _widening(2, 2)),
-        "layer_norm_grad": into(_layer_norm_grad, _widening(4, 1)),
+        "layer_norm_grad": into(_layer_norm_grad, _grad_workspace),
     }

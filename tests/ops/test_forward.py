@@ -1,0 +1,69 @@
+"""Every kernel against its op's reference in fp64, for every case, dtype and device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ops.harness import Interpreter, all_cases, as_torch, draw, record, reference
+from tests.ops.tolerances import tolerance
+from tests.ops.ulp import assert_within
+from ttrain.core.spec import DType
+from ttrain.device.base import Device
+from ttrain.graph.op import REGISTRY, Case, Op
+
+DTYPES = (DType.FP64, DType.FP32, DType.BF16)
+
+
+def output_name(op: Op, index: int) -> str:
+    """The declared name of an output; all tensors of a list share its name."""
+    if len(op.outputs) == 1 or op.outputs[0].endswith("*"):
+        return op.outputs[0].rstrip("*?")
+    return op.outputs[index].rstrip("*?")
+
+
+def test_every_op_has_cases() -> None:
+    assert [op.name for op in REGISTRY if not op.cases()] == []
+
+
+def test_every_op_has_a_kernel(device: Device) -> None:
+    assert [op.name for op in REGISTRY if op.name not in device.kernels] == []
+    assert sorted(set(device.kernels) - set(REGISTRY.names())) == []
+
+
+@pytest.mark.parametrize(("op", "case", "dtype"), all_cases(*DTYPES))
+def test_kernel_equals_reference(device: Device, op: Op, case: Case, dtype: DType) -> None:
+    arrays = draw(op, case, dtype)
+    graph, _, outputs = record(op, case, dtype)
+    interpreter = Interpreter(device)
+    interpreter.run(graph, arrays)
+    expected = reference(op, case, [as_torch(array) for array in arrays.values()])
+    assert len(outputs) == len(expected)
+    for index, (output, value) in enumerate(zip(outputs, expected, strict=True)):
+        name = output_name(op, index)
+        unit, allowed = tolerance(op.name, name, output.spec.dtype, dtype)
+        assert_within(interpreter.read(output), value.double().numpy(), unit, allowed, f"{op.name}.{name}")
+
+
+@pytest.mark.parametrize(
+    ("op", "case", "dtype"), all_cases(DType.FP32, DType.BF16, where=lambda op: op.elementwise)
+)
+def test_elementwise_kernel_may_write_over_an_input(device: Device, op: Op, case: Case, dtype: DType) -> None:
+    arrays = draw(op, case, dtype)
+    graph, values, outputs = record(op, case, dtype)
+    apart = Interpreter(device)
+    apart.run(graph, arrays)
+    expected = apart.read(outputs[0])
+    node = graph.nodes[0]
+    for position, value in enumerate(node.inputs):
+        if value is None or value.spec != outputs[0].spec:
+            continue
+        fed = {name: apart.allocate(given.spec) for name, given in values.items()}
+        for name, buffer in fed.items():
+            apart.upload(buffer, np.asarray(arrays[name]))
+        ins = [None if given is None else fed[given.name] for given in node.inputs]
+        shared = ins[position]
+        assert isinstance(shared, torch.Tensor)
+        apart.launch_on(node, ins, [shared])
+        np.testing.assert_array_equal(shared.double().cpu().numpy(), expected, err_msg=f"over {value.name}")
