@@ -20,7 +20,15 @@ from ttrain.config import registry
 from ttrain.config.compose import MAIN_CONFIG, Composer, one_sentence
 from ttrain.config.help import help_text
 from ttrain.config.schema import Config, to_dict
-from ttrain.core.errors import EXIT_DONE, EXIT_FAILURE, EXIT_INTERRUPTED, ConfigError, Interrupted, TtrainError
+from ttrain.core.errors import (
+    EXIT_DONE,
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    ConfigError,
+    Interrupted,
+    TtrainError,
+    UserError,
+)
 from ttrain.core.names import did_you_mean
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: 1 shows the traceback of every error
@@ -157,6 +165,9 @@ def _sweep(composer: Composer, words: list[str]) -> int:
     try:
         with one_sentence(composer.loader):
             composer.hydra.multirun(composer.config_name, job, words)
+    except OSError as error:
+        if not failures:
+            raise UserError(f"the sweep can't write its folder: {error}. Give hydra.sweep.dir=<folder>.") from error
     except Exception:
         if not failures:
             raise

@@ -7,8 +7,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-import pytest
-
 from ttrain.config.compose import packaged
 from ttrain.config.help import MAIN_KEYS
 from ttrain.config.reference import reference
@@ -17,7 +15,6 @@ REPO = Path(__file__).parents[2]
 
 
 def test_the_wheel_carries_conf_and_recipes_and_works_from_any_folder(tmp_path: Path) -> None:
-    pytest.importorskip("hatchling", reason="building a wheel needs hatchling")
     build = "import sys, hatchling.build as backend; print(backend.build_wheel(sys.argv[1]))"
     made = subprocess.run(
         [sys.executable, "-c", build, str(tmp_path)], cwd=REPO, check=True, capture_output=True, text=True, timeout=60

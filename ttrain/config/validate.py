@@ -5,6 +5,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any
 
@@ -129,12 +130,18 @@ def _convert(schema: type[Any], key: str, path: str, value: Any, found: Findings
     try:
         if bare is bool and isinstance(value, int) and value not in (0, 1):
             raise ValueError
-        node = OmegaConf.structured(make_dataclass("Value", [("value", hint)]))
+        node = OmegaConf.structured(_slot(hint))
         node.value = value
         return OmegaConf.to_container(node)["value"]  # type: ignore[call-overload, index]
     except (OmegaConfBaseException, ValueError):
         found.add(f"{path}={_shown(value)}: must be {expected(hint)}, got {_kind(value)}{found.origin(path)}.", section)
         return _REFUSED
+
+
+@cache
+def _slot(hint: Any) -> type[Any]:
+    """A dataclass with one field `value` of the type."""
+    return make_dataclass("Slot", [("value", hint)])
 
 
 def expected(hint: Any) -> str:
