@@ -13,11 +13,37 @@ from ttrain.config.schema import Config, sections
 from ttrain.config.validate import expected
 from ttrain.core.options import default_of
 
-HEAD = """# Config reference
+HEAD = """# Config
 
-Made from the schema by `python -m ttrain.config.reference`; a test holds it current. Set a key on the command line as
-`key=value`, or in a YAML file of your own given with `--config-dir`. The shipped files under `conf/` may set another
-default than the schema's shown here; `ttrain --cfg job` prints what a command would really use.
+A run is described by groups and keys. `group=option` takes a whole file, such as `model=gpt2` for
+`conf/model/gpt2.yaml`; `key=value` sets one value, such as `train.steps=500`. `ttrain --help` lists the groups,
+`ttrain --cfg job` prints everything that a command would use. A key or value that does not fit is refused before
+anything runs.
+
+**Own files.** `--config-dir <folder>` adds a folder of your own: `<folder>/optimizer/mine.yaml` is `optimizer=mine`.
+Such a file may start from ours with `defaults: [adamw]`. A whole experiment is `<folder>/mine.yaml` with
+`defaults: [config, _self_]`, run with `--config-name mine`; to choose options in it, add `override model: gpt2` to its
+defaults. A file holds names and values only: `_target_` and plugins are refused there.
+
+**Text.** A value that only text can be is taken as text, and `sample.prompt` exactly as the shell passes it. Elsewhere
+the rules are Hydra's: a list is `[a,b]`, a mapping `{a: 1}`, and text with commas is quoted twice, as in
+`'run.dir="a,b"'`. `null` as a value means none; `device=null` is the device of that name.
+
+**Sweeps.** `-m engine=dynamic,static run.seed=1,2` runs every combination, one after the other. All of them are checked
+before the first one starts. A job that fails does not stop the others; an interrupt stops them all.
+
+**Plugins.** `plugins=[my_module]` imports a module of yours, on the command line only. It may add components:
+
+    from ttrain.config.registry import register
+    register("model", "mine", config=MineConfig, target="my_module:Mine")
+
+`MineConfig` is a dataclass with a field `name`; `model=mine` then needs no YAML. Installed packages can offer such a
+module under the entry-point group `ttrain.plugins`.
+
+# Reference
+
+Made from the schema by `python -m ttrain.config.reference`. The defaults are the schema's; a file under `conf/` may
+set another one.
 """
 
 
