@@ -168,7 +168,7 @@ class AdamWUpdate(_Optimizer):
         assert lr is not None and step is not None
         settings = node.attributes
         beta1, beta2 = settings["beta1"], settings["beta2"]
-        g = cast(g, DType.FP32)
+        g = cast(g, p.spec.dtype)
         g = g if factor is None else multiply(g, factor)
         m = add_values(scale(m, beta1), scale(g, 1 - beta1))
         v = add_values(scale(v, beta2), scale(multiply(g, g), 1 - beta2))
@@ -250,7 +250,7 @@ class SGDUpdate(_Optimizer):
         lists, (lr, factor) = self.split(inputs, settings["count"])
         parameters, velocities = [], []
         for index, (p, g) in enumerate(zip(lists[0], lists[1], strict=True)):
-            g = cast(g, DType.FP32)
+            g = cast(g, p.spec.dtype)
             g = g if factor is None else multiply(g, factor)
             g = add_values(g, scale(p, settings["weight_decay"])) if settings["weight_decay"] else g
             if len(lists) == 3:

@@ -1,0 +1,67 @@
+"""Composite ops: the decomposition computes what the op's reference and the fused kernel compute."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ops.harness import Interpreter, all_cases, as_torch, draw, record, reference
+from tests.ops.test_forward import output_name
+from tests.ops.tolerances import tolerance
+from tests.ops.ulp import Tolerance, assert_within
+from ttrain.core.spec import DType
+from ttrain.device.base import Device
+from ttrain.graph.op import Case, Op
+
+LOOSER = {DType.FP64: 8, DType.FP32: 4, DType.BF16: 4}
+# A sum of bf16 squares, each rounded, and an update formed step by step: fp32 state, bf16 gradients.
+ROUNDED_TERMS = {("squared_error", "loss"): Tolerance(4, 4)}
+
+
+def decomposes(op: Op) -> bool:
+    graph, _, _ = record(op, op.cases()[0], DType.FP32)
+    return op.decompose(graph.nodes[0], graph.nodes[0].inputs) is not None
+
+
+COMPOSITE = all_cases(DType.FP64, DType.FP32, DType.BF16, where=decomposes)
+
+
+def test_the_composite_ops_are_these() -> None:
+    names = sorted({parameter.values[0].name for parameter in COMPOSITE})
+    assert names == [
+        "adamw_update",
+        "add_layer_norm",
+        "linear",
+        "linear_cross_entropy",
+        "refresh",
+        "self_attention",
+        "self_attention_grad",
+        "sgd_update",
+        "squared_error",
+        "squared_error_grad",
+    ]
+
+
+@pytest.mark.parametrize(("op", "case", "dtype"), COMPOSITE)
+def test_decomposition_equals_reference_and_kernel(device: Device, op: Op, case: Case, dtype: DType) -> None:
+    arrays = draw(op, case, dtype)
+    expected = reference(op, case, [as_torch(array) for array in arrays.values()])
+    fused_graph, _, fused_outputs = record(op, case, dtype)
+    fused = Interpreter(device)
+    fused.run(fused_graph, arrays)
+    graph, _, outputs = record(op, case, dtype)
+    parts = Interpreter(device, decomposing=[op.name])
+    parts.run(graph, arrays)
+    compared = 0
+    for index, output in enumerate(outputs):
+        if output not in parts.buffers:  # a statistic that only the fused backward reads
+            continue
+        compared += 1
+        name = output_name(op, index)
+        unit, allowed = tolerance(op.name, name, output.spec.dtype, dtype)
+        if dtype is DType.BF16 and (op.name, name) in ROUNDED_TERMS:
+            unit, allowed = DType.BF16, ROUNDED_TERMS[op.name, name]
+        allowed = allowed * LOOSER[dtype]
+        got = parts.read(output)
+        assert_within(got, expected[index].double().numpy(), unit, allowed, f"decomposed {op.name}.{name}")
+        assert_within(got, fused.read(fused_outputs[index]), unit, allowed, f"decomposed against fused {op.name}.{name}")
+    assert compared
