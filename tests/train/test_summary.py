@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ttrain.train import peak
-from ttrain.train.meter import Meter, peak_host_memory
+from ttrain.train.meter import Meter
 from ttrain.train.progress import Progress
 from ttrain.train.summary import Summary, draw_loss_curve, print_summary, recent_speed
 
@@ -102,7 +102,3 @@ def test_loss_curve(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"step": 3, "train/loss": 1}]))
     assert draw_loss_curve(path, image, ("unigram entropy", 2.5))
     assert image.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_peak_host_memory() -> None:
-    assert 1 << 20 < peak_host_memory() < 1 << 40

@@ -110,11 +110,15 @@ class _Job:
             f"nothing was trained or saved."
         )
 
+    @property
+    def _model_name(self) -> str:
+        """As the user chose it: nano-gpt rather than gpt."""
+        return str(self.config.source.choices.get("model", self.config.model.name))
+
     def _run_directory(self) -> RunDirectory:
         """The directory that this leg writes to: the resumed run's own, unless run.dir names another."""
         wanted = self.config.run.dir
-        model = self.config.source.choices.get("model", self.config.model.name)
-        label = f"{model}_{self.device.name}_{self.config.engine.name}"
+        label = f"{self._model_name}_{self.device.name}_{self.config.engine.name}"
         if self.point is None:
             started = self.config.resume == "auto" and wanted is not None and (Path(wanted) / RECORD).exists()
             return RunDirectory.open(Path(str(wanted))) if started else RunDirectory.claim(wanted, label)
@@ -172,7 +176,7 @@ class _Job:
         return Loggers(MetricsFile(run.metrics), self.console, views)
 
     def _announce(self, run: RunDirectory, progress: Progress) -> None:
-        parts = f"{self.config.model.name} with {format_count(self.model.parameter_count)} parameters"
+        parts = f"{self._model_name} with {format_count(self.model.parameter_count)} parameters"
         place = f"device {self.device.name}, engine {self.config.engine.name}, {self.config.precision.name}"
         self.console.say(f"Training {parts} on {place}. Run: {run.path}")
         if progress.step >= self.config.train.steps:
@@ -243,19 +247,17 @@ class _Job:
         print_samples(logits, tokenizer, self.prompt, settings)
 
     def _summary(self, run: RunDirectory, progress: Progress) -> Summary:
-        from ttrain.train.meter import peak_host_memory
         from ttrain.train.summary import Summary, recent_speed
 
         speed, mfu = recent_speed(run.metrics)
         baseline = self.dataset.baseline
-        memory = peak_host_memory() if self.device.name == "cpu" else self.device.memory().get("peak", 0)
         return Summary(
-            model=self.config.source.choices.get("model", self.config.model.name),
+            model=self._model_name,
             parameters=self.model.parameter_count,
             progress=progress,
             steps=self.config.train.steps,
             tokens_per_s=speed,
             mfu=mfu,
-            peak_memory=memory,
+            peak_memory=self.device.memory().get("peak", 0),
             baseline=(baseline.name, baseline.value),
         )

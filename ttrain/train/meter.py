@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 
@@ -46,13 +45,3 @@ class Meter:
             metrics["memory_bytes"] = self._memory()
         self._steps, self._tokens, self._seconds = 0, 0, 0.0
         return metrics
-
-
-def peak_host_memory() -> int:
-    """Largest resident size of this process so far, in bytes; 0 where the system does not tell."""
-    try:
-        import resource
-    except ImportError:  # not a POSIX system
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB

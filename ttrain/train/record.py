@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import shlex
 import subprocess
-import sys
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -32,7 +31,6 @@ def environment_record(
         "config_hash": sha256_json(config),
         "tokenizer_hash": tokenizer_hash,
         "git": git_state(Path(ttrain.__file__).parent),
-        "executable": Path(sys.executable).name,
     }
 
 
