@@ -9,12 +9,17 @@ import torch
 
 from ttrain.device.base import Device
 from ttrain.device.torch.device import TorchDevice
+from ttrain.device.torch.kernels.common import Context
 
-KINDS = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+# "other ways": the same kernels with sizes that send small cases down the paths of large ones.
+KINDS = ["cpu", "cpu, other ways", *(["cuda", "cuda, other ways"] if torch.cuda.is_available() else [])]
 
 
 @pytest.fixture(scope="session", params=KINDS)
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    opened = TorchDevice(request.param, threads=1)
+    kind, _, other = request.param.partition(", ")
+    opened = TorchDevice(kind, threads=1)
+    if other:
+        opened.context = Context(opened.device, block=40, norm_row=16, explicit_up_to=0, one_hot_up_to=0)
     yield opened
     opened.close()

@@ -29,7 +29,6 @@ from ttrain.device.torch.kernels.layout import heads_view
 from ttrain.device.torch.kernels.random import mask_workspace, masking
 
 aten = torch.ops.aten
-EXPLICIT_UP_TO = 256  # time steps
 
 
 def softmax_into(x: Tensor, y: Tensor) -> Launch:
@@ -77,7 +76,7 @@ def _softmax_grad(
 
 def explicit_is_chosen(context: Context, qkv: TensorSpec, attributes: Attributes) -> bool:
     """Which way a shape goes; forward and backward of one node agree."""
-    if attributes.get("p", 0.0) or qkv.shape[1] <= EXPLICIT_UP_TO:
+    if attributes.get("p", 0.0) or qkv.shape[1] <= context.explicit_up_to:
         return True
     return not context.on_cpu and qkv.dtype is not DType.BF16
 

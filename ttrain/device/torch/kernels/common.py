@@ -31,19 +31,28 @@ RUN_GAP = 64  # elements; neighbours of one run lie less than this apart
 
 @dataclass(frozen=True)
 class Context:
-    """What a family needs to know of its device when it builds its rows."""
+    """What a family needs to know of its device when it builds its rows: where, and the sizes at which ways change.
 
-    kind: str  # cpu or cuda
+    block: elements that a chain of passes works on at a time; on the CPU they stay in a core's cache.
+    norm_row: elements that the norm sums in one go; sums of such sums keep its rounding error small.
+    explicit_up_to: time steps up to which attention forms its probabilities.
+    one_hot_up_to: elements of [N, V] up to which the embedding's gradient is a product with one-hot rows.
+    """
+
     device: torch.device
+    block: int
+    norm_row: int = 2**14
+    explicit_up_to: int = 256
+    one_hot_up_to: int = 2**20
+
+    @staticmethod
+    def of(device: torch.device) -> Context:
+        """The context of a device, with sizes as measured."""
+        return Context(device, block=2**17 if device.type == "cpu" else 2**25)
 
     @property
     def on_cpu(self) -> bool:
-        return self.kind == "cpu"
-
-    @property
-    def block(self) -> int:
-        """Elements that a chain of passes works on at a time: on the CPU they stay in a core's cache."""
-        return 2**17 if self.on_cpu else 2**25
+        return self.device.type == "cpu"
 
 
 class Chain:

@@ -21,8 +21,6 @@ from ttrain.device.torch.kernels.common import (
     rows_of,
 )
 
-ONE_HOT_LIMIT = 2**20  # elements of [N, V] up to which a product with one-hot rows is formed
-
 
 def _embedding(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
     ids, weight = ins
@@ -71,7 +69,7 @@ def _embedding_grad(context: Context) -> Kernel:
         dy, ids, dweight = rows_of(ins[0]), ins[1].view(-1), outs[0]
         if not context.on_cpu:
             return _aten_grad(ids, dy, dweight)
-        one_hot = ids.numel() * dweight.shape[0] <= ONE_HOT_LIMIT
+        one_hot = ids.numel() * dweight.shape[0] <= context.one_hot_up_to
         return (_one_hot_grad if one_hot else _indexed_grad)(ids, dy, dweight, work)
 
     def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
@@ -79,7 +77,7 @@ def _embedding_grad(context: Context) -> Kernel:
         count, width = ins[1].size, outs[0].shape[1]
         if not context.on_cpu:
             return []
-        if count * vocabulary <= ONE_HOT_LIMIT:
+        if count * vocabulary <= context.one_hot_up_to:
             return [dy.with_shape(count, vocabulary)]
         if dy.dtype.wide is dy.dtype:
             return []

@@ -20,23 +20,21 @@ from ttrain.device.torch.kernels.common import (
     runs,
 )
 
-_ROW = 2**14  # elements summed in one go by the norm; sums of sums keep its rounding error small
-
 
 def _reduce_sum(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
     x, y, axes = ins[0], outs[0], attributes["axes"]
     return partial(torch.sum, x, axes, out=y) if axes else copying(y, x)
 
 
-def _pieces(tensors: Sequence[Tensor], block: int) -> list[Tensor]:
+def _pieces(tensors: Sequence[Tensor], block: int, row: int) -> list[Tensor]:
     """Matrices of rows to take norms of; in bf16 no larger than a block, since they are widened first."""
     pieces: list[Tensor] = []
     for run in runs(tensors):
-        limit = max(block // _ROW, 1) * _ROW if run.dtype is torch.bfloat16 else run.numel()
+        limit = max(block // row, 1) * row if run.dtype is torch.bfloat16 else run.numel()
         for part in run.split(max(limit, 1)):
-            whole = part.numel() // _ROW * _ROW
+            whole = part.numel() // row * row
             if whole:
-                pieces.append(part[:whole].view(-1, _ROW))
+                pieces.append(part[:whole].view(-1, row))
             if whole < part.numel():
                 pieces.append(part[whole:].view(1, -1))
     return pieces
@@ -45,7 +43,7 @@ def _pieces(tensors: Sequence[Tensor], block: int) -> list[Tensor]:
 def _global_norm(context: Context) -> Kernel:
     def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
         (y,) = outs
-        pieces, launches, start = _pieces(ins, context.block), [], 0
+        pieces, launches, start = _pieces(ins, context.block, context.norm_row), [], 0
         partials = work[0]
         for piece in pieces:
             if piece.dtype is not y.dtype:
@@ -59,11 +57,11 @@ def _global_norm(context: Context) -> Kernel:
 
     def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
         dtype = outs[0].dtype
-        specs = [TensorSpec((sum(-(-spec.size // _ROW) + 1 for spec in ins) or 1,), dtype)]
+        specs = [TensorSpec((sum(-(-spec.size // context.norm_row) + 1 for spec in ins) or 1,), dtype)]
         if any(spec.dtype is not dtype for spec in ins):
             largest = max(spec.size for spec in ins)
             total = sum(spec.size for spec in ins)
-            specs.append(TensorSpec((min(max(largest, total), max(context.block, _ROW)),), dtype))
+            specs.append(TensorSpec((min(max(largest, total), max(context.block, context.norm_row)),), dtype))
         return specs
 
     return into(bind, workspace)

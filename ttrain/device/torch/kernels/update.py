@@ -27,8 +27,6 @@ from ttrain.device.torch.kernels.common import (
     into,
 )
 
-_CHUNK = 2**18  # elements of a gradient that is scaled or widened before its update, on the CPU
-
 
 def _assign(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
     return copying(ins[0], ins[1])
@@ -75,17 +73,13 @@ def _aligned_slots(slots: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
     return [[view] for view in flat] if flat is not None else [[tensor.view(-1) for tensor in slot] for slot in slots]
 
 
-def _chunk(context: Context) -> int:
-    return _CHUNK if context.on_cpu else 2**25
-
-
 def _gradient_workspace(context: Context, count: int, scaled: bool, ins: Specs) -> list[TensorSpec]:
     """Room for a chunk of scaled gradients in the parameters' dtype; none where they are used as they are."""
     parameters, gradients = ins[:count], ins[count : 2 * count]
     if not scaled and all(p.dtype is g.dtype for p, g in zip(parameters, gradients, strict=True)):
         return []
     total = sum(-(-spec.size // RUN_GAP) * RUN_GAP for spec in parameters)
-    return [TensorSpec((min(total, _chunk(context)),), parameters[0].dtype)]
+    return [TensorSpec((min(total, context.block),), parameters[0].dtype)]
 
 
 def _prepared(gradient: Tensor, factor: Tensor | None, scratch: Tensor) -> tuple[list[Launch], Tensor]:
