@@ -79,16 +79,17 @@ class Node:
 
     def input(self, name: str) -> Value:
         """An input by its declared name."""
-        value = self.inputs[self.op.inputs.index(name)]
+        names = self.op.inputs
+        value = self.inputs[names.index(name if name in names else f"{name}?")]
         if value is None:
             raise GraphError(f"{self.op.name}: input {name!r} is absent.")
         return value
 
     def __repr__(self) -> str:
         outputs = ", ".join(map(repr, self.outputs))
-        inputs = ", ".join("-" if value is None else repr(value) for value in self.inputs)
-        attributes = "".join(f", {key}={value}" for key, value in self.attributes.items())
-        return f"{outputs} = {self.op.name}({inputs}{attributes})"
+        arguments = ["-" if value is None else repr(value) for value in self.inputs]
+        arguments += [f"{key}={value}" for key, value in self.attributes.items()]
+        return f"{outputs} = {self.op.name}({', '.join(arguments)})"
 
 
 class RecordCounter:

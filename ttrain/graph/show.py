@@ -20,10 +20,10 @@ def show(graph: Graph, stages: Iterable[Stage] = tuple(Stage)) -> str:
 def show_node(node: Node) -> str:
     """One node on one line."""
     outputs = ", ".join(f"{_short(value)}:{value.spec}" for value in node.outputs)
-    inputs = ", ".join("-" if value is None else _short(value) for value in node.inputs)
-    attributes = "".join(f", {key}={value}" for key, value in node.attributes.items())
+    arguments = ["-" if value is None else _short(value) for value in node.inputs]
+    arguments += [f"{key}={value}" for key, value in node.attributes.items()]
     again = f"  (copy {node.copy})" if node.copy else ""
-    return f"{node.stage.value:8} {node.scope:32} {outputs} = {node.op.name}({inputs}{attributes}){again}"
+    return f"{node.stage.value:8} {node.scope:32} {outputs} = {node.op.name}({', '.join(arguments)}){again}"
 
 
 def _short(value: Value) -> str:

@@ -1,0 +1,115 @@
+"""What a graph records: named values, nodes with their place in the model, and whom it tells."""
+
+from __future__ import annotations
+
+import pytest
+
+from ttrain import ops
+from ttrain.core.errors import GraphError, ShapeError
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.graph import Graph, Kind, Node, RecordCounter, Stage, Value
+from ttrain.graph.op import op
+
+PAIR = TensorSpec((2, 3))
+
+
+def test_a_named_value_is_declared_once_and_then_found_again() -> None:
+    graph = Graph()
+    x, weight = graph.input("x", PAIR), graph.state_value("w", PAIR, Kind.PARAMETER)
+    assert graph.input("x", PAIR) is x
+    assert graph.state_value("w", PAIR, Kind.PARAMETER) is weight
+    assert (list(graph.inputs), list(graph.state)) == (["x"], ["w"])
+    assert (x.producer, x.kind.is_state, weight.kind.is_state) == (None, False, True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "said"),
+    [
+        (TensorSpec((3, 2)), Kind.PARAMETER, "'w' was declared as parameter fp32[2, 3], now asked for as parameter fp32[3, 2]"),
+        (PAIR, Kind.GRADIENT, "'w' was declared as parameter fp32[2, 3], now asked for as gradient fp32[2, 3]"),
+    ],
+)
+def test_another_declaration_under_the_same_name_is_refused(spec: TensorSpec, kind: Kind, said: str) -> None:
+    graph = Graph()
+    graph.state_value("w", PAIR, Kind.PARAMETER)
+    with pytest.raises(GraphError) as error:
+        graph.state_value("w", spec, kind)
+    assert said in str(error.value)
+
+
+def test_a_node_knows_its_op_values_and_place() -> None:
+    graph = Graph()
+    x = graph.input("x", PAIR)
+    with graph.scope("blocks.0"), graph.scope("norm"), graph.stage(Stage.BACKWARD), graph.segment() as segment:
+        with graph.copying(1):
+            y = ops.scale(x, 2.0)
+        with graph.no_segment():
+            z = ops.relu(y)
+    first, second = graph.nodes
+    assert first.op is op("scale") and first.inputs == (x,) and first.outputs == (y,) and first.attributes == {"factor": 2.0}
+    assert (first.scope, first.stage, first.segment, first.copy) == ("blocks.0/norm", Stage.BACKWARD, segment, 1)
+    assert (second.segment, second.copy) == (None, 0)
+    assert z.producer is second and z.index == 0 and first.input("x") is x
+    ops.relu(z)
+    assert (graph.nodes[-1].scope, graph.nodes[-1].stage, graph.nodes[-1].segment) == ("", Stage.FORWARD, None)
+
+
+def test_places_are_left_also_after_an_error() -> None:
+    graph = Graph()
+    x = graph.input("x", PAIR)
+    with pytest.raises(ShapeError), graph.scope("block"), graph.stage(Stage.UPDATE), graph.segment(), graph.copying(3):
+        ops.matmul(x, x)
+    ops.relu(x)
+    node = graph.nodes[-1]
+    assert (node.scope, node.stage, node.segment, node.copy) == ("", Stage.FORWARD, None, 0)
+    assert len(graph.nodes) == 1
+
+
+def test_segments_are_numbered() -> None:
+    graph = Graph()
+    with graph.segment() as outer, graph.segment() as inner:
+        assert (outer, inner) == (0, 1)
+        ops.relu(graph.input("x", PAIR))
+    assert graph.nodes[0].segment == inner
+
+
+def test_a_value_of_another_graph_is_refused() -> None:
+    with pytest.raises(GraphError, match="add: input x:fp32.2, 3. belongs to another graph"):
+        ops.add(Graph().input("y", PAIR), Graph().input("x", PAIR))
+
+
+def test_an_absent_input_is_named() -> None:
+    graph = Graph()
+    ops.linear(graph.input("x", PAIR), graph.state_value("w", PAIR, Kind.PARAMETER))
+    with pytest.raises(GraphError, match="linear: input 'bias' is absent"):
+        graph.nodes[0].input("bias")
+
+
+def test_an_op_with_one_output_returns_it_and_with_more_all_of_them() -> None:
+    graph = Graph()
+    x, weight = graph.input("x", PAIR), graph.state_value("w", TensorSpec((3,)), Kind.PARAMETER)
+    assert isinstance(op("relu").record(x), Value)
+    outputs = op("layer_norm").record(x, weight, None, eps=1e-5)
+    assert [output.spec for output in outputs] == [PAIR, TensorSpec((2,)), TensorSpec((2,))]
+    assert isinstance(op("full").record(graph=graph, spec=PAIR, value=0.0), Value)
+
+
+def test_listeners_hear_of_nodes_in_order_and_of_released_values() -> None:
+    heard: list[Node] = []
+    released: list[Value] = []
+    graph = Graph(on_record=heard.append, on_release=released.extend)
+    x = ops.relu(graph.input("x", PAIR))
+    ops.tanh(x)
+    graph.release([x])
+    assert heard == graph.nodes and released == [x]
+    before = RecordCounter.nodes
+    ops.tanh(x)
+    assert RecordCounter.nodes == before + 1
+
+
+def test_literal_no_ops_record_nothing() -> None:
+    graph = Graph()
+    x = graph.input("x", PAIR)
+    same = [ops.scale(x, 1.0), ops.reshape(x, PAIR.shape), ops.cast(x, DType.FP32), ops.expand(x, PAIR.shape)]
+    seed = graph.input("seed", TensorSpec((), DType.INT64))
+    assert all(value is x for value in [*same, ops.dropout(x, seed, 0.0, 0)]) and not graph.nodes
