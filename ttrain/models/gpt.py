@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ttrain import ops
@@ -16,7 +17,7 @@ from ttrain.models.presets import required_sizes
 from ttrain.models.settings import GPTConfig
 from ttrain.nn.initialize import Constant, Initializer, Normal
 from ttrain.nn.layers import Dropout, Embedding, LayerNorm, Linear
-from ttrain.nn.module import Module, recomputed, released, use
+from ttrain.nn.module import Module, Values, kept, recomputed, released, use
 
 STD = 0.02  # of every weight at the start; output projections of the two branches start 1/sqrt(2 layers) smaller
 _STREAMS_PER_BLOCK = 3  # dropout masks: attention weights, attention branch, feed-forward branch
@@ -64,18 +65,14 @@ class Block(Module):
         self.feed_forward_norm = LayerNorm(width, config.bias)
         self.feed_forward = FeedForward(width, config, residual_std, stream + 2)
 
-    def __call__(self, x: Value, branch: Value | None, seed: Value | None) -> tuple[Value, Value]:
-        """Residual stream x [B, T, C] and the branch not yet added to it -> the same after this block.
+    def __call__(self, x: Value, y: Value, seed: Value | None) -> tuple[Value, Value]:
+        """Residual stream x [B, T, C] and its attention norm y -> the stream, and the last branch not yet added to it.
 
-        The sum is left to the norm that reads it: one op, one pass over memory.
+        Every sum is recorded with the norm that reads it, one op for both; so this block's last sum is made together
+        with the next block's first norm.
         """
-        x, y = _norm_of_sum(self.attention_norm, x, branch)
         x, y = self.feed_forward_norm.after_sum(x, self.attention(y, seed))
         return x, self.feed_forward(y, seed)
-
-
-def _norm_of_sum(norm: LayerNorm, x: Value, branch: Value | None) -> tuple[Value, Value]:
-    return (x, norm(x)) if branch is None else norm.after_sum(x, branch)
 
 
 class GPT(Module):
@@ -129,30 +126,32 @@ class GPT(Module):
         with graph.scope("embedding"):
             positions = use(graph, self.positions.weight, self.compute)
             x = self._dropout(ops.add(self.embedding(tokens, self.compute), positions), seed)
-        x, branch = self._blocks(x, seed, training)
-        with graph.scope("norm"):
-            _, y = _norm_of_sum(self.norm, x, branch)
-        return ops.reshape(y, (rows * self.context, self.width))
+        return ops.reshape(self._blocks(x, seed, training), (rows * self.context, self.width))
 
-    def _blocks(self, x: Value, seed: Value | None, training: bool) -> tuple[Value, Value | None]:
-        """The residual stream after all blocks, and the branch not yet added to it."""
-        graph, branch = x.graph, None
-        whole = not training or self.config.recompute == "block"
-        for index, block in enumerate(self.blocks):
+    def _blocks(self, x: Value, seed: Value | None, training: bool) -> Value:
+        """All blocks and the last norm: [B, T, C] -> [B, T, C].
+
+        Whatever is released or computed again, the same ops run in the same order, so the loss has the same bits.
+        """
+        graph, record = x.graph, self._recording(training)
+        norms = [(f"blocks.{index}", block.attention_norm) for index, block in enumerate(self.blocks)]
+        with graph.scope(norms[0][0]):
+            y = norms[0][1](x)
+        for index, (block, (scope, norm)) in enumerate(zip(self.blocks, [*norms[1:], ("norm", self.norm)])):
             with graph.scope(f"blocks.{index}"):
-                if whole:
-                    x = self._whole_block(block, x, seed, training)
-                else:
-                    x, branch = block(x, branch, seed)
-        return x, branch
-
-    def _whole_block(self, block: Block, x: Value, seed: Value | None, training: bool) -> Value:
-        """One block whose only result is the residual stream, so that one tensor per block is kept, or none."""
-        close = recomputed if training else released
-        y = close(x.graph, lambda: ops.add(*block(x, None, seed)))
-        if not training:
-            x.graph.release([x])
+                inner = record(graph, partial(block, x, y, seed))
+            done = [] if record is kept else list(inner)
+            done += [] if training else [x, y]
+            with graph.scope(scope):
+                x, y = norm.after_sum(*inner)
+            graph.release(done)
         return y
+
+    def _recording(self, training: bool) -> Callable[[Graph, Callable[[], Values]], Values]:
+        """What becomes of the values inside a block."""
+        if not training:
+            return released
+        return recomputed if self.config.recompute == "block" else kept
 
     def _head(self, graph: Graph) -> Value:
         """Weight [vocabulary, width] of the output head."""

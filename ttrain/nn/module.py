@@ -93,18 +93,27 @@ def use(graph: Graph, parameter: Parameter, compute: DType) -> Value:
     return graph.state_value(parameter.path, parameter.spec, Kind.PARAMETER)
 
 
-def released(graph: Graph, function: Callable[[], Value]) -> Value:
-    """Record a function, then tell the engine that of all it computed only its result will be read again.
+Values = tuple[Value, ...]
 
-    For a part of the forward pass whose values backward does not read.
+
+def kept(graph: Graph, function: Callable[[], Values]) -> Values:
+    """Record a function whose inner values backward reads as they are."""
+    return function()
+
+
+def released(graph: Graph, function: Callable[[], Values]) -> Values:
+    """Record a function, then tell the engine that of all it computed only its results will be read again.
+
+    For a part of the forward pass whose inner values backward does not read.
     """
     start = len(graph.nodes)
-    result = function()
-    graph.release([output for node in graph.nodes[start:] for output in node.outputs if output is not result])
-    return result
+    results = function()
+    recorded = (output for node in graph.nodes[start:] for output in node.outputs)
+    graph.release([output for output in recorded if output not in results])
+    return results
 
 
-def recomputed(graph: Graph, function: Callable[[], Value]) -> Value:
+def recomputed(graph: Graph, function: Callable[[], Values]) -> Values:
     """Record a function whose inner values backward computes again instead of keeping."""
     with graph.segment():
         return released(graph, function)
