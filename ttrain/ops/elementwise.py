@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.op import Case, Op, declare, op
-from ttrain.ops.common import PLAIN_SHAPES, broadcast_shape, is_full, is_one, sum_to
+from ttrain.ops.common import PLAIN_SHAPES, broadcast_shape, is_one, sum_to
 
 
 class _Binary(Op):
@@ -410,12 +410,8 @@ def activation(x: Value, name: str) -> Value:
 
 
 def cast(x: Value, dtype: DType) -> Value:
-    """x in another floating-point dtype; x itself where it has it already, and a literal constant stays one."""
-    if x.spec.dtype is dtype:
-        return x
-    if is_full(x):
-        return full(x.graph, x.spec.with_dtype(dtype), x.producer.attributes["value"])  # type: ignore[union-attr]
-    return op("cast").record(x, dtype=dtype)
+    """x in another floating-point dtype; x itself where it has it already."""
+    return x if x.spec.dtype is dtype else op("cast").record(x, dtype=dtype)
 
 
 def full(graph: Graph, spec: TensorSpec, value: float) -> Value:

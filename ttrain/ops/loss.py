@@ -12,6 +12,7 @@ from typing import Any
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.graph import Node, Value
 from ttrain.graph.op import Case, Op, declare, op
+from ttrain.ops.common import is_one
 from ttrain.ops.elementwise import cast, multiply, torch_gradient
 
 
@@ -152,7 +153,7 @@ class LinearCrossEntropy(Op):
         assert dloss is not None
         self.require(node.attributes["gradients"], "gradients=False", "gradients=True where a gradient is needed")
         _, dhidden, dhead = node.outputs
-        factor = cast(dloss, dhidden.spec.dtype)
+        factor = dloss if is_one(dloss) else cast(dloss, dhidden.spec.dtype)
         return [multiply(dhidden, factor), multiply(dhead, factor), None, None]
 
     def reference(self, hidden: Any, head: Any, targets: Any, weight: Any, chunk: int, gradients: bool) -> Any:
