@@ -25,7 +25,11 @@ def test_a_named_value_is_declared_once_and_then_found_again() -> None:
 @pytest.mark.parametrize(
     ("spec", "kind", "said"),
     [
-        (TensorSpec((3, 2)), Kind.PARAMETER, "'w' was declared as parameter fp32[2, 3], now asked for as parameter fp32[3, 2]"),
+        (
+            TensorSpec((3, 2)),
+            Kind.PARAMETER,
+            "'w' was declared as parameter fp32[2, 3], now asked for as parameter fp32[3, 2]",
+        ),
         (PAIR, Kind.GRADIENT, "'w' was declared as parameter fp32[2, 3], now asked for as gradient fp32[2, 3]"),
     ],
 )
@@ -46,7 +50,12 @@ def test_a_node_knows_its_op_values_and_place() -> None:
         with graph.no_segment():
             z = ops.relu(y)
     first, second = graph.nodes
-    assert first.op is op("scale") and first.inputs == (x,) and first.outputs == (y,) and first.attributes == {"factor": 2.0}
+    assert (
+        first.op is op("scale")
+        and first.inputs == (x,)
+        and first.outputs == (y,)
+        and first.attributes == {"factor": 2.0}
+    )
     assert (first.scope, first.stage, first.segment, first.copy) == ("blocks.0/norm", Stage.BACKWARD, segment, 1)
     assert (second.segment, second.copy) == (None, 0)
     assert z.producer is second and z.index == 0 and first.input("x") is x

@@ -1,4 +1,4 @@
-"""Random step graphs: elementwise chains with broadcasting, views, reductions, products, and state that is overwritten."""
+"""Random step graphs: elementwise chains, broadcasting, views, sums, products, and state that is overwritten."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ class _Recorder:
         return self.draw(st.sampled_from(self.draw(st.sampled_from((recent, self.readable)))))
 
     def node(self) -> None:
-        kind = self.draw(st.sampled_from(("unary", "binary", "binary", "view", "move", "product", "norm", "store", "store")))
+        kind = self.draw(
+            st.sampled_from(("unary", "binary", "binary", "view", "move", "product", "norm", "store", "store"))
+        )
         getattr(self, f"_{kind}")()
 
     def _unary(self) -> None:
@@ -73,13 +75,23 @@ class _Recorder:
 
     def _product(self) -> None:
         x, y = self.any(), self.any()
-        if x.spec.rank == y.spec.rank == 2 and x.shape[1] == y.shape[0] and x.spec.dtype is y.spec.dtype:
+        if y.spec.rank != 2 or not x.shape or x.spec.dtype is not y.spec.dtype:
+            return
+        if x.shape[-1] == y.shape[1]:
+            y = ops.linear(x, y)
+            biases = [b for b in self.readable if b.shape == y.shape[-1:] and b.spec.dtype is y.spec.dtype]
+            y = ops.add(y, self.draw(st.sampled_from(biases))) if biases else y
+            self.readable.append(ops.tanh(y) if self.draw(st.booleans()) else y)
+        elif x.spec.rank == 2 and x.shape[1] == y.shape[0]:
             self.readable.append(ops.matmul(x, y))
 
     def _norm(self) -> None:
         x = self.any()
         weights = [w for w in self.readable if w.shape == x.shape[-1:] and x.shape]
+        branches = [b for b in self.readable if b.spec == x.spec]
         if weights:
+            x = ops.add(x, self.draw(st.sampled_from(branches))) if self.draw(st.booleans()) else x
+            self.readable.append(x)
             self.readable.append(ops.layer_norm(x, self.draw(st.sampled_from(weights)), None))
 
     def _store(self) -> None:

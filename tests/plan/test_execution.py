@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.plan.interpreter import random_tensors, run_plainly, run_planned, specs
 from tests.plan.random_graphs import kernel_tables, step_graphs
+from ttrain.autodiff.rematerialize import rematerialize
+from ttrain.core.spec import DType
 from ttrain.device.base import Kernel
+from ttrain.device.null import NullDevice
+from ttrain.engine.static import prepare
 from ttrain.graph import Graph
 from ttrain.graph.passes import fuse, merge_common_subexpressions, remove_dead_code
 from ttrain.graph.verify import verify
+from ttrain.models.gpt import GPT
+from ttrain.models.settings import GPTConfig
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.settings import AdamWConfig
 from ttrain.plan import build_plan
+from ttrain.train.step_graph import StepGraph
 
 RELAXED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 
 
-def assert_same(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+def assert_same(
+    actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], compute: DType = DType.FP32
+) -> None:
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        tolerance = 0.05 if tensor.dtype is torch.bfloat16 else 1e-3
+        tolerance = 0.05 if DType.BF16 is compute or tensor.dtype is torch.bfloat16 else 1e-3
         torch.testing.assert_close(
-            actual[name], tensor, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m, name=name: f"{name}: {m}"
+            actual[name],
+            tensor,
+            rtol=tolerance,
+            atol=tolerance,
+            equal_nan=True,
+            msg=lambda m, name=name: f"{name}: {m}",
         )
 
 
@@ -40,3 +57,38 @@ def test_a_plan_followed_to_the_byte_computes_what_the_graph_means(
         run_planned(plan, kernels, inputs, state), run_plainly(graph, inputs, state), strict=True
     ):
         assert_same(planned, plain)
+
+
+@settings(max_examples=150, derandomize=True, **RELAXED)
+@given(graph=step_graphs(), seed=st.integers(0, 99))
+def test_passes_keep_what_a_graph_means(graph: Graph, seed: int) -> None:
+    inputs, state = random_tensors(specs(graph.inputs), seed), random_tensors(specs(graph.state), seed + 1)
+    expected = run_plainly(graph, inputs, state)
+    for rewriting in (remove_dead_code, merge_common_subexpressions, fuse, rematerialize):
+        after = verify(rewriting(graph), rewriting.__name__)
+        for rewritten, plain in zip(run_plainly(after, inputs, state), expected, strict=True):
+            assert_same(rewritten, plain)
+
+
+STEPS = [
+    (DType.FP32, "none", 1), (DType.FP32, "block", 1), (DType.FP32, "none", 2), (DType.BF16, "block", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("compute", "recompute", "accumulation"), STEPS)
+def test_the_planned_training_step_of_a_transformer(compute: DType, recompute: str, accumulation: int) -> None:
+    """From the recorded step through every pass and the plan, against the recorded step value by value."""
+    sizes = {"layers": 2, "heads": 2, "width": 8, "context": 4, "vocabulary": 2}
+    model = GPT(GPTConfig(dropout=0.2, recompute=recompute, **sizes), compute)
+    device = NullDevice()
+    for trace in StepGraph(model, AdamW(AdamWConfig()), 2, accumulation).train_steps().values():
+        recorded = Graph()
+        trace(recorded)
+        inputs, state = random_tensors(specs(recorded.inputs), 0), random_tensors(specs(recorded.state), 1)
+        state = {name: value.abs() if name.endswith("second_moment") else value for name, value in state.items()}
+        inputs["step"] = torch.tensor(3.0)
+        plan = build_plan(prepare(trace, device.kernels, device.name, True), device.kernels)
+        for planned, plain in zip(
+            run_planned(plan, device.kernels, inputs, state), run_plainly(recorded, inputs, state), strict=True
+        ):
+            assert_same(planned, plain, compute)

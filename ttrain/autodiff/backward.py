@@ -74,9 +74,10 @@ class _Reverse:
         """Whoever reads this node's outputs came later in forward, so its backward has been recorded by now."""
         if self.graph.on_release is None:
             return
-        done = [*node.outputs, *(gradient for gradient in incoming if gradient is not None)]
-        done += [output for part in recorded for output in part.outputs]
-        done += self._passed_copies(node)
+        done = dict.fromkeys((*node.outputs, *self._passed_copies(node)))
+        done.update(dict.fromkeys(gradient for gradient in incoming if gradient is not None))
+        for part in recorded:
+            done.update(dict.fromkeys(value for value in (*part.values, *part.outputs) if _made_by_backward(value)))
         still_read = {*self.gradients.values(), *self.keep, *self.again.values()}
         self.graph.release([value for value in done if value not in still_read])
 
@@ -122,3 +123,7 @@ class _Reverse:
         with self.graph.copying(1), self.graph.scope(node.scope):
             copied = self.graph.append(node.op, inputs, node.attributes)
         self.again.update(zip(node.outputs, copied.outputs, strict=True))
+
+
+def _made_by_backward(value: Value) -> bool:
+    return value.producer is not None and value.producer.stage is Stage.BACKWARD

@@ -1,0 +1,129 @@
+"""Cheap activations computed again in backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.graph.tools import names, parameter
+from tests.plan.interpreter import random_tensors, run_plainly, specs
+from ttrain import ops
+from ttrain.autodiff import backward
+from ttrain.autodiff.rematerialize import rematerialize
+from ttrain.core.spec import TensorSpec
+from ttrain.device.null import NullDevice
+from ttrain.graph import Graph, Kind, Stage, Value
+from ttrain.graph.passes import fuse, remove_dead_code
+from ttrain.graph.verify import verify
+from ttrain.plan import build_plan
+
+ROWS = TensorSpec((64, 16))
+
+
+def feed_forward(blocks: int = 3, activation: str = "gelu", residual: bool = True) -> Graph:
+    """x <- x + W2 f(W1 norm(x)), with gradients of every weight."""
+    graph = Graph()
+    x, weights = graph.input("x", ROWS), []
+    for index in range(blocks):
+        up, down = parameter(graph, f"{index}.up", 64, 16), parameter(graph, f"{index}.down", 16, 64)
+        norm = parameter(graph, f"{index}.norm", 16)
+        weights += [norm, up, down]
+        branch = ops.linear(ops.activation(ops.linear(ops.layer_norm(x, norm, None), up), activation), down)
+        x = ops.add(x, branch) if residual else branch
+    loss = ops.mean(ops.multiply(x, x))
+    graph.output("loss", loss)
+    for weight, gradient in zip(weights, backward(loss, weights), strict=True):
+        graph.output(f"{weight.name}/gradient", gradient)
+    return verify(graph, "recording")
+
+
+def read_by_backward(graph: Graph) -> set[str]:
+    """Ops of the forward values that backward reads."""
+    values = [value for node in graph.nodes if node.stage is Stage.BACKWARD for value in node.values]
+    return {v.producer.op.name for v in values if v.producer is not None and v.producer.stage is Stage.FORWARD}
+
+
+def numbers(graph: Graph) -> dict[str, torch.Tensor]:
+    return run_plainly(graph, random_tensors(specs(graph.inputs), 0), random_tensors(specs(graph.state), 1))[0]
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_forward_values_are_dropped_and_the_numbers_stay(activation: str) -> None:
+    graph = feed_forward(activation=activation)
+    again = verify(remove_dead_code(rematerialize(graph)), "rematerialization")
+    expected, actual = numbers(graph), numbers(again)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    if activation == "gelu":
+        assert {"gelu"} <= read_by_backward(graph) and not {"gelu"} & read_by_backward(again)
+        assert [node.copy for node in again.nodes if node.op.name == "gelu"] == [0, 0, 0, 1, 1, 1]
+
+
+def test_the_plan_keeps_less_between_forward_and_backward() -> None:
+    graph = feed_forward()
+    kernels = NullDevice().kernels
+    before, after = build_plan(graph, kernels), build_plan(remove_dead_code(rematerialize(graph)), kernels)
+    hidden, normed = 64 * 64 * 4, ROWS.nbytes  # of one block; the last block's hidden is at hand at the boundary
+    assert before.activation_bytes() - after.activation_bytes() >= 2 * hidden + 2 * normed
+    assert after.arena_bytes < before.arena_bytes
+
+
+def test_a_copy_is_made_right_before_its_first_reader() -> None:
+    graph = remove_dead_code(rematerialize(feed_forward(blocks=1)))
+    copies = [index for index, node in enumerate(graph.nodes) if node.copy]
+    assert copies
+    for index in copies:
+        assert set(graph.nodes[index].outputs) & set(graph.nodes[index + 1].values)
+        assert graph.nodes[index].stage is Stage.BACKWARD
+
+
+def test_a_fused_norm_is_computed_again_from_its_sum() -> None:
+    graph = fuse(feed_forward())
+    assert "add_layer_norm" in names(graph)
+    again = verify(remove_dead_code(rematerialize(graph)), "rematerialization")
+    sources = [node.values[0].producer for node in again.nodes if node.copy and node.op.name == "layer_norm"]
+    assert "add_layer_norm" in {source.op.name for source in sources if source is not None}
+    expected, actual = numbers(graph), numbers(again)
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name])  # the fused reference does not round the sum
+
+
+def chain(changed: bool) -> tuple[Graph, Value]:
+    """y = gelu(scale * state) where the state may change before backward."""
+    graph = Graph()
+    weight, scale = parameter(graph, "w", 4, 4), graph.state_value("scale", TensorSpec((4, 4)), Kind.OPTIMIZER)
+    y = ops.relu(scale)
+    loss = ops.mean(ops.multiply(ops.multiply(y, weight), y))
+    if changed:
+        ops.accumulate(scale, ops.expand(ops.reshape(loss, (1, 1)), (4, 4)))
+    graph.output("loss", loss)
+    graph.output("gradient", backward(loss, [weight])[0])
+    return verify(graph, "recording"), y
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_nothing_is_computed_again_from_a_state_that_changed_meanwhile(changed: bool) -> None:
+    graph, _ = chain(changed)
+    again = verify(remove_dead_code(rematerialize(graph)), "rematerialization")
+    assert ("relu" in read_by_backward(again)) is changed
+    expected, actual = numbers(graph), numbers(again)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def test_an_output_that_is_kept_anyway_is_not_computed_again() -> None:
+    graph, y = chain(False)
+    graph.output("y", y)
+    assert "relu" not in [node.op.name for node in rematerialize(graph).nodes if node.copy]
+
+
+def test_values_of_low_rank_are_kept() -> None:
+    graph = Graph()
+    bias, weight = parameter(graph, "b", 4), parameter(graph, "w", 4)
+    loss = ops.mean(ops.multiply(ops.gelu(bias), weight))
+    graph.output("gradient", backward(loss, [weight])[0])
+    assert rematerialize(graph) is graph
+
+
+def test_a_graph_without_backward_is_left_alone() -> None:
+    graph = Graph()
+    graph.output("y", ops.gelu(graph.input("x", ROWS)))
+    assert rematerialize(graph) is graph
