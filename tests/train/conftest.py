@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -224,3 +226,48 @@ def make_job(tmp_path: Path) -> Iterator[MakeJob]:
     yield make
     for job in jobs:
         job.close()
+
+
+class FakeRun:
+    def __init__(self, id: str) -> None:  # noqa: A002 - wandb's name
+        self.id, self.logged, self.defined, self.exit_codes = id, [], [], []
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.defined.append((name, step_metric))
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        self.logged.append(metrics)
+
+    def finish(self, exit_code: int | None = None) -> None:
+        self.exit_codes.append(exit_code)
+
+
+class FakeWandb(ModuleType):
+    """Records calls; `key` is the account, `online_error` what happens to online runs."""
+
+    def __init__(self, key: str | None = None, online_error: Exception | None = None) -> None:
+        super().__init__("wandb")
+        self.key, self.online_error = key, online_error
+        self.inits: list[dict[str, Any]] = []
+        self.runs: list[FakeRun] = []
+        self.Settings = lambda **settings: settings
+        self.api = SimpleNamespace(api_key=key)
+
+    def login(self, prompt: bool = True, verify: bool = True) -> bool:
+        assert not prompt, "a prompt would hang"
+        return self.key is not None
+
+    def init(self, **arguments: Any) -> FakeRun:
+        if arguments["mode"] == "online" and self.online_error:
+            raise self.online_error
+        self.inits.append(arguments)
+        self.runs.append(FakeRun(arguments["id"] or f"run{len(self.inits)}"))
+        return self.runs[-1]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    return fake

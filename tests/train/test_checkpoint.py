@@ -7,6 +7,9 @@ import json
 import os
 import pickle
 import struct
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +295,52 @@ def test_a_kill_at_any_point_of_a_save_leaves_a_complete_checkpoint(
     assert all(np.array_equal(state.arrays[key], array) for key, array in expected.arrays.items())
     again = save_checkpoint(tmp_path, State(3), content(100))
     assert newest_complete(tmp_path) == (again, [])
+
+
+SAVE_FOREVER = """
+import sys
+from pathlib import Path
+import numpy as np
+from ttrain.core.spec import TensorSpec
+from ttrain.train.checkpoint import CheckpointContent, save_checkpoint
+from ttrain.train.retention import newest_complete, prune_checkpoints
+
+class State:
+    value = 0.0
+    def names(self, *kinds): return ["weight"] if kinds[0].value == "parameter" else ["weight/moment"]
+    def spec(self, name): return TensorSpec((300, 300))
+    def read(self, name): return np.full((300, 300), self.value, np.float32)
+
+folder, state = Path(sys.argv[1]), State()
+newest, _ = newest_complete(folder)
+step = newest.step if newest else 0
+print("ready", flush=True)
+while True:
+    step += 1
+    state.value = float(step)
+    save_checkpoint(folder, state, CheckpointContent(step, {}, {}))
+    prune_checkpoints(folder, keep_last=1, keep_best=False)
+"""
+
+
+def test_kills_at_any_moment_of_a_save_loop_leave_a_checkpoint_that_loads(tmp_path: Path) -> None:
+    """keep_last=1, so that a deletion before its time would show; every leg starts from what the last one left."""
+    from safetensors.numpy import load_file
+
+    generator, steps = np.random.default_rng(0), [0]
+    for _ in range(12):
+        command = [sys.executable, "-c", SAVE_FOREVER, str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            time.sleep(generator.uniform(0.02, 0.12))
+            process.kill()
+        newest, skipped = newest_complete(tmp_path)
+        if newest is not None:
+            steps.append(newest.step)
+            for file in newest.path.glob("*.safetensors"):
+                assert all((array == newest.step).all() for array in load_file(file).values())
+        assert all("cut off" in reason for _, reason in skipped)
+    assert steps == sorted(steps) and steps[-1] > 12
 
 
 def test_a_disk_that_writes_something_else_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

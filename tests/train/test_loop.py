@@ -15,6 +15,7 @@ import pytest
 
 from ttrain.core.errors import Interrupted, NonFiniteError, TtrainError
 from ttrain.core.spec import TensorSpec
+from ttrain.graph.graph import Kind
 from ttrain.train import loop as module
 from ttrain.train.metrics import read_metrics
 from ttrain.train.retention import list_checkpoints
@@ -353,6 +354,23 @@ def test_infinite_grad_norm_stops(make_job: MakeJob) -> None:
     job = make_job()
     job.model._update = lambda inputs: float("inf")
     with pytest.raises(NonFiniteError, match=r"Step 1: grad_norm is inf\. Parameters and optimizer state are finite"):
+        job.loop.run()
+
+
+def test_a_bad_gradient_is_named_where_the_loss_is_finite(make_job: MakeJob) -> None:
+    """The update has spread it over all parameters by then; the stored gradient tells where it began."""
+    job = make_job()
+    state = job.model.state
+    for name in ("a/gradient", "b/gradient"):
+        state.kinds[name], state.arrays[name] = Kind.GRADIENT, np.zeros(3, np.float32)
+
+    def update(inputs: Any) -> float:
+        state.arrays["b/gradient"][1] = np.inf
+        state.arrays["table.weight"][:] = np.nan
+        return float("inf")
+
+    job.model._update = update
+    with pytest.raises(NonFiniteError, match=r"Step 1: grad_norm is inf.*is gradient b/gradient \(1 of 3 elements\)"):
         job.loop.run()
 
 

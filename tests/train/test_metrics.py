@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,56 +97,11 @@ def test_the_bar_shows_loss_rate_speed_and_time_left(capsys: pytest.CaptureFixtu
     assert "val=2.0000" in errors and "a message\n" in errors
 
 
-class FakeRun:
-    def __init__(self, id: str) -> None:  # noqa: A002 - wandb's name
-        self.id, self.logged, self.defined, self.exit_codes = id, [], [], []
-
-    def define_metric(self, name: str, step_metric: str | None = None) -> None:
-        self.defined.append((name, step_metric))
-
-    def log(self, metrics: dict[str, Any]) -> None:
-        self.logged.append(metrics)
-
-    def finish(self, exit_code: int | None = None) -> None:
-        self.exit_codes.append(exit_code)
-
-
-class FakeWandb(ModuleType):
-    """Records calls; `key` is the account, `online_error` what happens to online runs."""
-
-    def __init__(self, key: str | None = None, online_error: Exception | None = None) -> None:
-        super().__init__("wandb")
-        self.key, self.online_error = key, online_error
-        self.inits: list[dict[str, Any]] = []
-        self.runs: list[FakeRun] = []
-        self.Settings = lambda **settings: settings
-        self.api = SimpleNamespace(api_key=key)
-
-    def login(self, prompt: bool = True, verify: bool = True) -> bool:
-        assert not prompt, "a prompt would hang"
-        return self.key is not None
-
-    def init(self, **arguments: Any) -> FakeRun:
-        if arguments["mode"] == "online" and self.online_error:
-            raise self.online_error
-        self.inits.append(arguments)
-        self.runs.append(FakeRun(arguments["id"] or f"run{len(self.inits)}"))
-        return self.runs[-1]
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    return fake
-
-
 def start(tmp_path: Path, said: list[str], run_id: str | None = None, **settings: Any) -> WandbLogger:
     return WandbLogger(WandbConfig(**settings), tmp_path, {"model": "gpt"}, run_id, said.append)
 
 
-def test_online_with_an_account(fake: FakeWandb, tmp_path: Path) -> None:
+def test_online_with_an_account(fake: Any, tmp_path: Path) -> None:
     fake.key, said = "key", []
     logger = start(tmp_path, said, project="p", entity="e", tags=["a"], group="g")
     assert (logger.mode, logger.run_id, said) == ("online", "run1", [])
@@ -161,42 +115,40 @@ def test_online_with_an_account(fake: FakeWandb, tmp_path: Path) -> None:
     assert fake.runs[0].logged == [{"step": 1, "train/loss": 2.0}] and fake.runs[0].exit_codes == [0]
 
 
-def test_without_an_account_the_run_is_offline_and_says_so(fake: FakeWandb, tmp_path: Path) -> None:
+def test_without_an_account_the_run_is_offline_and_says_so(fake: Any, tmp_path: Path) -> None:
     said: list[str] = []
     logger = start(tmp_path, said)
     assert logger.mode == fake.inits[0]["mode"] == "offline"
     assert "no account is logged in" in said[0] and "wandb sync" in said[1]
 
 
-def test_without_a_network_the_run_is_offline_and_says_so(fake: FakeWandb, tmp_path: Path) -> None:
+def test_without_a_network_the_run_is_offline_and_says_so(fake: Any, tmp_path: Path) -> None:
     fake.key, fake.online_error, said = "key", TimeoutError("no answer"), []
     assert start(tmp_path, said).mode == "offline"
     assert "no answer" in said[0] and len(fake.inits) == 1
 
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
-def test_modes_that_need_no_account(fake: FakeWandb, tmp_path: Path, mode: str) -> None:
+def test_modes_that_need_no_account(fake: Any, tmp_path: Path, mode: str) -> None:
     said: list[str] = []
     logger = start(tmp_path, said, mode=mode)
     assert fake.inits[0]["mode"] == mode and said == []
     assert (logger.run_id is None) == (mode == "disabled")
 
 
-def test_the_mode_of_the_environment_is_followed(
-    fake: FakeWandb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_mode_of_the_environment_is_followed(fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert start(tmp_path, []).mode == "disabled"
     monkeypatch.setenv("WANDB_MODE", "online")
     assert start(tmp_path, [], mode="offline").mode == "offline"
 
 
-def test_a_resumed_job_continues_its_run(fake: FakeWandb, tmp_path: Path) -> None:
+def test_a_resumed_job_continues_its_run(fake: Any, tmp_path: Path) -> None:
     logger = start(tmp_path, [], run_id="abc", mode="offline")
     assert (fake.inits[0]["id"], fake.inits[0]["resume"], logger.run_id) == ("abc", "allow", "abc")
 
 
-def test_a_login_without_prompt_argument(fake: FakeWandb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_login_without_prompt_argument(fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake, "login", lambda verify: True)
     assert start(tmp_path, []).mode == "offline"
     fake.api.api_key = "key"
@@ -209,7 +161,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         start(tmp_path, [])
 
 
-def test_one_run_per_job_finished_also_on_failure(fake: FakeWandb, tmp_path: Path, make_job: Any) -> None:
+def test_one_run_per_job_finished_also_on_failure(fake: Any, tmp_path: Path, make_job: Any) -> None:
     fake.key = "key"
     for number, poison in enumerate([None, 3, None]):
         view = start(tmp_path, [])

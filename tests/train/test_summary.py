@@ -33,14 +33,17 @@ def test_meter_without_a_peak() -> None:
     assert meter.read().keys() == {"tokens_per_s", "step_ms"}
 
 
-def test_peak_is_measured_once_and_survives_a_damaged_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_is_the_best_of_the_first_runs_and_survives_a_damaged_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measured = iter([1e11, 2e11, 3e11])
+    measured = iter([1e11, 3e11, 2e11, 5e11, 6e11, 7e11])
     monkeypatch.setattr(peak, "_measure", lambda *_: next(measured))
-    assert [peak.measured_peak("cpu", "fp32") for _ in range(2)] == [1e11, 1e11]
-    assert peak.measured_peak("cpu", "bf16") == 2e11
-    (tmp_path / "ttrain" / "peak.json").write_text("{damaged")
-    assert peak.measured_peak("cpu", "fp32") == 3e11
+    assert [peak.measured_peak("cpu", "fp32") for _ in range(4)] == [1e11, 3e11, 3e11, 3e11]
+    assert peak.measured_peak("cpu", "bf16") == 5e11
+    for number, damage in enumerate(["{damaged", '["list"]']):
+        (tmp_path / "ttrain" / "peak.json").write_text(damage)
+        assert peak.measured_peak("cpu", "fp32") == 6e11 + number * 1e11
     assert peak.measured_peak("null", "fp32") is None
 
 

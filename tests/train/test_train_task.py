@@ -49,6 +49,14 @@ def train(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return call
 
 
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 4 steps; copy it before changing it."""
+    run = tmp_path_factory.mktemp("trained") / "run"
+    assert main(["data=text", f"data.path={corpus}", *MODEL, *TRAIN, *QUIET, f"run.dir={run}", "train.steps=4"]) == 0
+    return run
+
+
 def losses(run: Path) -> list[tuple[int, str, float]]:
     lines = read_metrics(run / "metrics.jsonl")
     return [(line["step"], key, line[key]) for line in lines for key in ("train/loss", "val/loss") if key in line]
@@ -205,10 +213,10 @@ def test_another_device_or_engine_continues_the_same_run(train: Any) -> None:
     ],
 )
 def test_bad_input_is_one_message_and_exit_2(
-    train: Any, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+    train: Any, trained: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     Path("file").write_text("in the way")
-    assert train("run.dir=run", "train.steps=2") == 0
+    shutil.copytree(trained, "run")
     before = losses(Path("run"))
     capsys.readouterr()
     if "resume=auto" in words or "task=sample" in words:
@@ -284,6 +292,34 @@ def test_a_device_that_computes_nothing_is_not_mistaken_for_training(
     assert train("device=null", "run.dir=run") == 0
     assert "Dry run: device null computes no values" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_wandb_has_one_finished_run_per_job_of_a_sweep(train: Any, fake: Any) -> None:
+    assert train("train.steps=3", "logger=wandb", "-m", "optimizer.lr=1e38,0.01", "optimizer.clip_norm=null") == 1
+    assert [run.exit_codes for run in fake.runs] == [[1], [0]]
+    assert len({run.id for run in fake.runs}) == len(fake.inits) == 2
+    assert len({init["name"] for init in fake.inits}) == 2
+    assert fake.runs[1].logged[-1]["step"] == 3 and "val/loss" in fake.runs[1].logged[-1]
+
+
+def test_wandb_continues_its_run(train: Any, fake: Any) -> None:
+    """In the same directory; a copy is a run of its own."""
+    assert train("train.steps=2", "logger=wandb", "logger.mode=offline", "run.dir=run") == 0
+    assert main(["train.steps=3", "resume=auto", "run.dir=run"]) == 0
+    assert main(["train.steps=4", "resume=run", "run.dir=copy"]) == 0
+    assert [init["id"] for init in fake.inits] == [None, "run1", None]
+    assert all(init["mode"] == "offline" for init in fake.inits)
+
+
+def test_changed_data_is_told(train: Any, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Same characters, so the tokenizer fits, but not the text that the run saw."""
+    assert train("train.steps=2", "run.dir=run") == 0
+    text = corpus.read_text()
+    Path("other.txt").write_text(text[1:] + text[0])
+    capsys.readouterr()
+    assert main(["train.steps=3", "resume=auto", "run.dir=run", "data.path=other.txt"]) == 0
+    errors = capsys.readouterr().err
+    assert "data.path:" in errors and "data: sha256:" in errors
 
 
 def test_every_job_of_a_sweep_has_its_own_run(train: Any, tmp_path: Path) -> None:

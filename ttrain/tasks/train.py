@@ -36,6 +36,7 @@ def run(config: Config) -> float | None:
     dataset = build.build_dataset(config)
     model = build.build_model(config, dataset.vocabulary)
     stored = {**to_dict(config), "model": dataclasses.asdict(model.config)}
+    stored["run"]["dir"] = None  # a run does not know where it lies, so it can be moved
     if point is not None:
         resuming.check_architecture(point.checkpoint.config, stored, point.checkpoint.path)
         resuming.check_tokenizer(point.checkpoint.tokenizer, _tokenizer_json(dataset), point.checkpoint.path)
@@ -75,7 +76,7 @@ class _Job:
     """One training run with its parts built. What its methods open, the exit stack closes."""
 
     config: Config
-    stored: dict[str, Any]  # the config as checkpoints keep it: the model's sizes are filled in
+    stored: dict[str, Any]  # the config as checkpoints keep it: sizes of the model filled in
     dataset: Dataset
     model: Model
     device: Device
@@ -150,6 +151,8 @@ class _Job:
         if dropped:
             notes.append(f"Removed {dropped} lines after step {checkpoint.step} from {run.metrics.name}.")
         changes = resuming.config_difference(checkpoint.config, self.stored)
+        if self.point.run is not None:
+            changes += resuming.data_difference(self.point.run, self.dataset.description)
         notes += [f"Changed since the checkpoint: {change}" for change in changes]
         for note in [f"Resuming from {checkpoint.path} (step {checkpoint.step}).", *notes]:
             self.console.say(note)

@@ -174,7 +174,8 @@ class Loop:
     def _nonfinite(self, number: int, result: StepResult) -> NonFiniteError:
         loss_is_bad = not math.isfinite(result.loss)
         what = f"train/loss is {result.loss}" if loss_is_bad else f"grad_norm is {result.grad_norm}"
-        return NonFiniteError(self._message(what, number))
+        return NonFiniteError(self._message(what, number, loss_is_finite=not loss_is_bad))
 
-    def _message(self, what: str, step: int) -> str:
-        return nonfinite_message(what, step, self.state, self.run_directory.checkpoints)
+    def _message(self, what: str, step: int, *, loss_is_finite: bool = False) -> str:
+        folder = self.run_directory.checkpoints
+        return nonfinite_message(what, step, self.state, folder, loss_is_finite=loss_is_finite)

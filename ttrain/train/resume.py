@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,6 +100,18 @@ def config_difference(stored: dict[str, Any], given: dict[str, Any]) -> list[str
         for key, old, new in _differences(stored, given)
         if not any(key == skipped or key.startswith(f"{skipped}.") for skipped in _UNREPORTED)
     ]
+
+
+def data_difference(run: Path, description: dict[str, Any]) -> list[str]:
+    """What the newest leg of a run says of its data, where that is not what the data is now."""
+    try:
+        legs = json.loads((run / RECORD).read_text("utf-8"))["legs"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    if not legs:
+        return []
+    given = json.loads(json.dumps(description))
+    return [f"data: {key}: {old} -> {new}" for key, old, new in _differences(legs[-1].get("data", {}), given)]
 
 
 def _differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -1,4 +1,4 @@
-"""Small config of the training loop, the run directory, the loggers and sampling."""
+"""Small config of the training loop, supervision, guards, the run directory, the loggers and sampling."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ class TrainConfig:
     )
     keep_last: int = option(2, "newest checkpoints that are kept", minimum=1)
     keep_best: bool = option(True, "whether the checkpoint with the lowest val/loss is kept as well")
+    keep_every: int | None = option(None, "checkpoints of every so many steps are kept for ever; null keeps none", minimum=1)
+    keep_hours: float | None = option(
+        None, "one checkpoint of every so many hours is kept for ever; null keeps none", above=0
+    )
+    async_save: bool = option(
+        True, "write checkpoints while training goes on; a step waits for the copy to host memory only"
+    )
     log_every: int = option(10, "steps between two lines of metrics.jsonl; 1 records every step", minimum=1)
     early_stop: int | None = option(
         None, "evaluations without a lower val/loss after which the run stops; null never stops early", minimum=1
@@ -83,3 +90,57 @@ class SampleConfig:
     seed: int = option(1337, "start of the random numbers that choose tokens", minimum=0, maximum=2**31 - 1)
     count: int = option(1, "number of samples", minimum=1)
     checkpoint: str = option("last", "which checkpoint of the run: last, best, or a step number")
+
+
+@dataclass
+class SuperviseConfig:
+    """Training as a child process that is restarted from its newest checkpoint. `supervise=true` turns it on."""
+
+    enabled: bool | None = option(
+        None, "whether a parent process watches training; null: yes where another supervise key is given"
+    )
+    max_restarts: int = option(3, "restarts in a row without a new checkpoint after which it gives up", minimum=0)
+    backoff: float = option(2.0, "seconds before a restart, doubled while there is no progress", minimum=0)
+    max_backoff: float = option(300.0, "longest wait before a restart in seconds", minimum=0)
+    hang_timeout: float | None = option(
+        1800.0, "seconds without a sign of life after which the child is killed; null waits for ever", above=0
+    )
+    on_restart: str | None = option(
+        None, "shell command to run before every restart, such as a card reset; only the command line may give one"
+    )
+    on_restart_timeout: float = option(300.0, "seconds that on_restart may take", above=0)
+
+
+@dataclass
+class GuardConfig:
+    """What happens when numbers go wrong."""
+
+    nonfinite: str = option(
+        "stop",
+        "a loss or gradient norm that is NaN or infinite: stop the run, skip the update, or roll back to the newest "
+        "checkpoint with a lower learning rate",
+        choices=("stop", "skip", "rollback"),
+    )
+    max_skips: int = option(10, "skipped updates in a row after which the run stops", minimum=1)
+    spike: str = option(
+        "ignore", "a loss far above its recent median: ignore it, warn, or roll back", choices=("ignore", "warn", "rollback")
+    )
+    spike_factor: float = option(2.0, "a loss above this times the median is a spike", above=1)
+    spike_window: int = option(50, "steps that the median is taken over; no spike is seen before they are done", minimum=2)
+    lr_factor: float = option(0.5, "what a rollback multiplies the learning rate by from then on", above=0, maximum=1)
+    max_rollbacks: int = option(3, "rollbacks of a run after which it stops", minimum=1)
+    check_learning: int | None = option(
+        3, "steps after which every parameter with a gradient must have moved; null does not check", minimum=1
+    )
+
+
+@dataclass
+class RecoverConfig:
+    """What the run may change by itself to go on."""
+
+    oom: str = option(
+        "stop",
+        "out of memory: stop, or shrink (halve the micro-batch and double train.accumulation, which leaves the "
+        "optimisation problem as it is)",
+        choices=("stop", "shrink"),
+    )
