@@ -12,10 +12,11 @@ from ttrain.device.settings import DeviceConfig
 from ttrain.engine.dynamic import DynamicEngine
 from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine
+from ttrain.engine.traced import TracedEngine
 from ttrain.nn.initialize import initial_values
 from ttrain.train.step_graph import StepGraph
 
-ENGINES = {"dynamic": DynamicEngine, "static": StaticEngine}
+ENGINES = {"dynamic": DynamicEngine, "static": StaticEngine, "traced": TracedEngine}
 Batch = Mapping[str, np.ndarray]
 
 
@@ -30,10 +31,10 @@ class Session:
 
     def __init__(
         self, model: Any, optimizer: Any, rows: int, *, engine: str = "static", accumulation: int = 1,
-        values: Mapping[str, np.ndarray] | None = None,
+        device: Any = None, values: Mapping[str, np.ndarray] | None = None,
     ) -> None:  # fmt: skip
         self.graph = StepGraph(model, optimizer, rows, accumulation)
-        self.state = State(open_cpu(), self.graph.state_tensors())
+        self.state = State(open_cpu() if device is None else device, self.graph.state_tensors())
         for name, value in (initial_values(model, seed=7) if values is None else values).items():
             self.state.write(name, value)
         self.engine = ENGINES[engine](self.state.device, self.state)

@@ -9,7 +9,6 @@ from ttrain.engine.state import State
 from ttrain.engine.static import BoundPlan, StaticEngine, StaticStep
 from ttrain.graph.graph import Graph
 from ttrain.graph.passes import remove_dead_code
-from ttrain.graph.passes.group import group_elementwise
 from ttrain.graph.verify import verify
 from ttrain.plan.plan import Plan
 
@@ -33,6 +32,8 @@ class TracedEngine(StaticEngine):
     def derive(self, trace: Trace) -> Graph:
         graph = super().derive(trace)
         if self.compiler is not None and self.compiler.fuses:
+            from ttrain.graph.passes.group import group_elementwise
+
             graph = verify(remove_dead_code(group_elementwise(graph)), "grouping")
         return graph
 
