@@ -36,9 +36,9 @@ def place(graph: Graph, kernels: Mapping[str, Kernel]) -> Placement:
     """Decide sharing, then lifetimes. Pure; `kernels` tells how each op delivers."""
     placement = Placement(roots_of(graph))
     placement.elided.update(node for node in graph.nodes if node.op.view)
+    # Reuse comes first: a sum that ends up in state then lies there from its first term on.
+    _reuse_dying_inputs(graph, placement, kernels, _last_reads(graph, placement))
     _deliver_into_state(graph, placement)
-    last_read = _last_reads(graph, placement)
-    _reuse_dying_inputs(graph, placement, kernels, last_read)
     _measure(graph, placement)
     return placement
 
