@@ -6,6 +6,7 @@ flash: aten's blockwise attention, which never forms the probabilities.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -81,101 +82,168 @@ def explicit_is_chosen(context: Context, qkv: TensorSpec, attributes: Attributes
     return not context.on_cpu and qkv.dtype is not DType.BF16
 
 
+class _Operand:
+    """Queries, keys, values or output gradients as bmm takes them: [B*H, rows, D].
+
+    oneDNN copies an operand that isn't contiguous, into memory of its own, so in bf16 every range of rows is packed by
+    itself. Other products take slices of one packed tensor.
+    """
+
+    def __init__(self, source: Tensor, scratch: Tensor) -> None:
+        self.source, self.scratch = source, scratch  # [B, H, T, D], strided and packed
+        self.sliced = source.dtype is not torch.bfloat16
+
+    def packing(self) -> list[Launch]:
+        """Once, before the first range."""
+        return [copying(self.scratch, self.source)] if self.sliced else []
+
+    def rows(self, start: int, stop: int) -> tuple[list[Launch], Tensor]:
+        """Launches that make the rows ready, and the rows."""
+        if self.sliced:
+            return [], self.scratch.flatten(0, 1)[:, start:stop]
+        shape = (*self.scratch.shape[:2], stop - start, self.scratch.shape[3])
+        packed = _shaped(self.scratch, shape)
+        return [copying(packed, self.source[:, :, start:stop])], packed.flatten(0, 1)
+
+
+def _shaped(scratch: Tensor, shape: Sequence[int]) -> Tensor:
+    """The first elements of a scratch buffer under another shape."""
+    return scratch.view(-1)[: math.prod(shape)].view(shape)
+
+
 class _Explicit:
-    """Buffers and launches that forward and backward share."""
+    """What forward and backward share: blocks of query rows, each with the keys up to its last row."""
 
     def __init__(self, context: Context, qkv: Tensor, seed: Tensor | None, attributes: Attributes) -> None:
-        self.context, self.seed, self.attributes = context, seed, attributes
-        self.source = heads_view(qkv, 3, attributes["heads"])  # [3, B, H, T, D]
-        self.scale = self.source.shape[-1] ** -0.5
+        self.context, self.seed, self.heads = context, seed, attributes["heads"]
+        self.p, self.stream = attributes.get("p", 0.0), attributes.get("stream", 0)
+        self.parts = heads_view(qkv, 3, self.heads)  # [3, B, H, T, D]
+        self.time, width = self.parts.shape[3:]
+        self.scale = width**-0.5
+        step = _query_rows(context, self.time, qkv.dtype is torch.bfloat16, self.p)
+        self.blocks = [(start, min(start + step, self.time)) for start in range(0, self.time, step)]
 
-    def probabilities(self, packed: Tensor, scores: Tensor) -> list[Launch]:
-        """scores <- softmax(mask + scale q k^T), after q, k, v were packed as [3, B, H, T, D]."""
-        q, k, _ = packed.flatten(1, 2)
-        mask = causal_mask(scores.shape[-1], scores.dtype, scores.device)
-        return [
-            copying(packed, self.source),
-            partial(torch.baddbmm, mask, q, k.mT, beta=1, alpha=self.scale, out=scores),
-            softmax_into(scores, scores),
-        ]
+    def probabilities(self, q: Tensor, k: Tensor, scores: Tensor) -> list[Launch]:
+        """scores <- mask + scale q k^T, then their softmax in place: two launches."""
+        rows, columns = scores.shape[1:]
+        mask = causal_mask(self.time, scores.dtype, scores.device)[columns - rows : columns, :columns]
+        product = partial(torch.baddbmm, mask, q, k.mT, beta=1, alpha=self.scale, out=scores)
+        return [product, softmax_into(scores, scores)]
 
     def drop(self, x: Tensor, y: Tensor, work: Sequence[Tensor]) -> list[Launch]:
-        p, stream = self.attributes.get("p", 0.0), self.attributes.get("stream", 0)
-        if not p:
+        """y <- x with dropout; nothing without. Only where one block holds all rows, whose index the mask hashes."""
+        if not self.p:
             return []
         assert self.seed is not None
-        return [masking(self.context, x, y, self.seed, p, stream, work)]
+        return [masking(self.context, x, y, self.seed, self.p, self.stream, work)]
+
+
+def _query_rows(context: Context, time: int, bf16: bool, p: float) -> int:
+    """Few rows skip more of what the mask hides, many make larger products. Dropout hashes indices of whole rows."""
+    if p or not (context.on_cpu or context.query_rows):
+        return time
+    short, long = (64, 128) if bf16 else (32, 64)
+    return min(time, context.query_rows or (short if time < 512 else long))
+
+
+def _explicit_specs(context: Context, qkv: TensorSpec, attributes: Attributes) -> tuple[TensorSpec, TensorSpec]:
+    """Specs of one tensor by heads and of one block's scores."""
+    heads, (batch, time, packed) = attributes["heads"], qkv.shape
+    rows = _query_rows(context, time, qkv.dtype is DType.BF16, attributes.get("p", 0.0))
+    by_heads = qkv.with_shape(batch, heads, time, packed // (3 * heads))
+    return by_heads, qkv.with_shape(batch * heads, rows, time)
 
 
 def _explicit_forward(context: Context) -> Kernel:
     def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        qkv, seed = ins
-        y, log_sum_exp = outs
-        shared = _Explicit(context, qkv, seed, attributes)
-        packed, scores, results, diagonal, *mask_work = work
-        q, k, v = packed.flatten(1, 2)
-        mask = causal_mask(scores.shape[-1], scores.dtype, scores.device)
-        statistic = log_sum_exp.view(-1, log_sum_exp.shape[-1])
-        return chain(
-            copying(packed, shared.source),
-            partial(torch.baddbmm, mask, q, k.mT, beta=1, alpha=shared.scale, out=scores),
-            # log sum exp of a row = any of its scores less the log of that score's probability; the maximum's never
-            # underflows.
-            partial(torch.amax, scores, -1, out=diagonal[0]),
-            softmax_into(scores, scores),
-            partial(torch.amax, scores, -1, out=diagonal[1]),
-            copying(statistic, diagonal[1]),
-            partial(torch.log, statistic, out=statistic),
-            partial(torch.sub, diagonal[0], statistic, out=statistic),
-            *shared.drop(scores, scores, mask_work),
-            partial(torch.bmm, scores, v, out=results.flatten(0, 1)),
-            copying(heads_view(y, 1, attributes["heads"])[0], results),
-        )
+        shared = _Explicit(context, *ins, attributes)
+        operands = [_Operand(part, scratch) for part, scratch in zip(shared.parts, work[:3], strict=True)]
+        results, all_scores, diagonal, *mask_work = work[3:]
+        y, log_sum_exp = heads_view(outs[0], 1, shared.heads)[0], outs[1].flatten(0, 1)
+        launches = [launch for operand in operands for launch in operand.packing()]
+        for start, stop in shared.blocks:
+            (pack_q, q), (pack_k, k) = operands[0].rows(start, stop), operands[1].rows(0, stop)
+            pack_v, v = operands[2].rows(0, stop)
+            scores = _shaped(all_scores, (q.shape[0], stop - start, stop))
+            result = _shaped(results, (*y.shape[:2], stop - start, y.shape[3]))
+            product, softmax = shared.probabilities(q, k, scores)
+            own = scores.diagonal(start, 1, 2)
+            picked, statistic = _shaped(diagonal, own.shape), log_sum_exp[:, start:stop]
+            launches += [*pack_q, *pack_k, *pack_v, product, copying(statistic, own), softmax]
+            launches += _log_sum_exp(own, picked, statistic)
+            launches += [
+                *shared.drop(scores, scores, mask_work),
+                partial(torch.bmm, scores, v, out=result.flatten(0, 1)),
+                copying(y[:, :, start:stop], result),
+            ]
+        return chain(*launches)
 
     def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        packed, scores, results = _explicit_shapes(ins[0], attributes["heads"])
-        row = scores.with_shape(2, *scores.shape[:2])
+        by_heads, scores = _explicit_specs(context, ins[0], attributes)
+        diagonal = scores.with_shape(scores.shape[0] * scores.shape[1]).with_dtype(scores.dtype.wide)
         masks = mask_workspace(context, scores.size, scores.dtype) if attributes.get("p", 0.0) else []
-        return [packed, scores, results, row, *masks]
+        return [by_heads] * 4 + [scores, diagonal, *masks]
 
     return into(bind, workspace)
 
 
-def _explicit_shapes(qkv: TensorSpec, heads: int) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
-    """Specs of q, k, v packed; of the scores; of one tensor by heads."""
-    batch, time, packed = qkv.shape
-    by_heads = (batch, heads, time, packed // (3 * heads))
-    return qkv.with_shape(3, *by_heads), qkv.with_shape(batch * heads, time, time), qkv.with_shape(*by_heads)
+def _log_sum_exp(own: Tensor, picked: Tensor, statistic: Tensor) -> list[Launch]:
+    """statistic <- log sum exp of a row, which is any score of it less the log of that score's probability.
+
+    The score of a row's own time step is at hand. A probability that underflows is taken as the smallest normal one;
+    backward on this way doesn't read the statistic.
+    """
+    return [
+        copying(picked, own),
+        partial(torch.clamp_min, picked, torch.finfo(picked.dtype).tiny, out=picked),
+        partial(torch.log, picked, out=picked),
+        partial(torch.sub, statistic, picked, out=statistic),
+    ]
 
 
 def _explicit_backward(context: Context) -> Kernel:
     def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
         dy, qkv, _, _, seed = ins
         shared = _Explicit(context, qkv, seed, attributes)
-        packed, gradients, dy_heads, p, dp, *rest = work
-        dropped, mask_work = (rest[0], rest[1:]) if rest else (p, [])
-        (q, k, v), (dq, dk, dv) = packed.flatten(1, 2), gradients.flatten(1, 2)
-        dy_flat = dy_heads.flatten(0, 1)
-        product = partial(torch.baddbmm, beta=0, alpha=shared.scale)
-        return chain(
-            *shared.probabilities(packed, p),
-            copying(dy_heads, heads_view(dy, 1, attributes["heads"])[0]),
-            *shared.drop(p, dropped, mask_work),
-            partial(torch.bmm, dropped.mT, dy_flat, out=dv),
-            partial(torch.bmm, dy_flat, v.mT, out=dp),
-            *shared.drop(dp, dp, mask_work),
-            partial(aten._softmax_backward_data.out, dp, p, -1, p.dtype, grad_input=dp),
-            partial(product, dq, dp, k, out=dq),
-            partial(product, dk, dp.mT, q, out=dk),
-            copying(heads_view(outs[0], 3, attributes["heads"]), gradients),
-        )
+        sources = (*shared.parts, heads_view(dy, 1, shared.heads)[0])
+        operands = [_Operand(source, scratch) for source, scratch in zip(sources, work[:4], strict=True)]
+        dq, dk, dv, all_p, all_dp, *rest = work[4:]
+        all_dropped, mask_work = (rest[0], rest[1:]) if rest else (all_p, [])
+        targets = heads_view(outs[0], 3, shared.heads)
+        launches = [launch for operand in operands for launch in operand.packing()]
+        for start, stop in reversed(shared.blocks):  # the last block writes all of dk and dv, the others add
+            (pack_q, q), (pack_k, k) = operands[0].rows(start, stop), operands[1].rows(0, stop)
+            (pack_v, v), (pack_dy, dy_rows) = operands[2].rows(0, stop), operands[3].rows(start, stop)
+            shape = (q.shape[0], stop - start, stop)
+            p, dp, dropped = (_shaped(scratch, shape) for scratch in (all_p, all_dp, all_dropped))
+            dq_rows = _shaped(dq, (*dq.shape[:2], stop - start, dq.shape[3]))
+            dk_rows, dv_rows = dk.flatten(0, 1)[:, :stop], dv.flatten(0, 1)[:, :stop]
+            beta = 0 if stop == shared.time else 1
+            launches += [
+                *(*pack_q, *pack_k, *pack_v, *pack_dy),
+                *shared.probabilities(q, k, p),
+                *shared.drop(p, dropped, mask_work),
+                partial(torch.baddbmm, dv_rows, dropped.mT, dy_rows, beta=beta, out=dv_rows),
+                partial(torch.bmm, dy_rows, v.mT, out=dp),
+                *shared.drop(dp, dp, mask_work),
+                partial(aten._softmax_backward_data.out, dp, p, -1, p.dtype, grad_input=dp),
+                _scaled_product(dp, k, shared.scale, dq_rows.flatten(0, 1)),
+                partial(torch.baddbmm, dk_rows, dp.mT, q, beta=beta, alpha=shared.scale, out=dk_rows),
+                copying(targets[0][:, :, start:stop], dq_rows),
+            ]
+        return chain(*launches, copying(targets[1], dk), copying(targets[2], dv))
 
     def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        packed, scores, by_heads = _explicit_shapes(ins[1], attributes["heads"])
+        by_heads, scores = _explicit_specs(context, ins[1], attributes)
         masks = [scores, *mask_workspace(context, scores.size, scores.dtype)] if attributes.get("p", 0.0) else []
-        return [packed, packed, by_heads, scores, scores, *masks]
+        return [by_heads] * 7 + [scores, scores, *masks]
 
     return into(bind, workspace)
+
+
+def _scaled_product(a: Tensor, b: Tensor, scale: float, out: Tensor) -> Launch:
+    """out <- scale a b."""
+    return partial(torch.baddbmm, out, a, b, beta=0, alpha=scale, out=out)
 
 
 def _flash_forward(context: Context) -> Kernel:

@@ -36,19 +36,24 @@ class Context:
     block: elements that a chain of passes works on at a time; on the CPU they stay in a core's cache.
     norm_row: elements that the norm sums in one go; sums of such sums keep its rounding error small.
     explicit_up_to: time steps up to which attention forms its probabilities.
+    query_rows: rows of probabilities that it forms at a time, each up to the block's last column; 0 takes what
+        measured fastest.
     one_hot_up_to: elements of [N, V] up to which the embedding's gradient is a product with one-hot rows.
     """
 
     device: torch.device
     block: int
     norm_row: int = 2**14
-    explicit_up_to: int = 256
+    explicit_up_to: int = 2048
+    query_rows: int = 0
     one_hot_up_to: int = 2**20
 
     @staticmethod
     def of(device: torch.device) -> Context:
         """The context of a device, with sizes as measured."""
-        return Context(device, block=2**17 if device.type == "cpu" else 2**25)
+        if device.type == "cpu":
+            return Context(device, block=2**17)
+        return Context(device, block=2**25, explicit_up_to=256)
 
     @property
     def on_cpu(self) -> bool:
