@@ -1,0 +1,240 @@
+"""Loop nests for elementwise programs: one pass over memory however many ops it takes.
+
+A program is a tuple of steps (op name, operands, attributes). Operands count the inputs first, then the steps' results.
+Every result has the shape of the whole loop; inputs are broadcast to it. A lookup of rows (`embedding`) counts as
+elementwise over its result. Values between the steps stay fp32; only what is stored is rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ttrain.core.mask import keep_threshold
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.torch.native.request import STORED, c_float, c_type
+
+Step = tuple[str, tuple[int, ...], tuple[tuple[str, Any], ...]]
+
+# C++ expression per op, {0} {1} ... its operands; words in braces are attributes. `cost` is relative to an addition.
+_EXPRESSIONS = {
+    "add": "{0} + {1}",
+    "subtract": "{0} - {1}",
+    "multiply": "{0} * {1}",
+    "divide": "{0} / {1}",
+    "scale": "{0} * {factor}",
+    "exp": "v_exp({0})",
+    "log": "v_log({0})",
+    "sqrt": "v_sqrt({0})",
+    "relu": "v_relu({0})",
+    "relu_grad": "v_relu_grad({0}, {1})",
+    "tanh": "v_tanh({0})",
+    "tanh_grad": "v_tanh_grad({0}, {1})",
+    "gelu": "v_gelu{form}({0})",
+    "gelu_grad": "v_gelu{form}_grad({0}, {1})",
+    "cast": "{0}",
+    "expand": "{0}",
+    "full": "splat({value})",
+    "accumulate": "{0} + {1}",
+    "assign": "{1}",
+    "squared_error_grad": "2.0f * {2} * ({0} - {1})",
+    "clip_factor": "v_clip({limit} / ({0} + 1e-6f))",
+    "dropout": "mask{step}({0}, {index})",
+    "embedding": "load(row{step} + j, lanes)",
+}
+_COSTS = {"exp": 6, "log": 8, "tanh": 10, "gelu": 10, "gelu_grad": 14, "sqrt": 3, "divide": 3, "dropout": 5}
+_GRAIN = 64  # elements; threads share rows of neighbours in multiples of it, so no cache line has two writers
+_UNREAD = {"assign": (0,)}  # operands that an op does not read
+
+
+def covers(name: str, specs: Sequence[TensorSpec | None], outputs: Sequence[TensorSpec]) -> bool:
+    """Whether a step of these specs can be part of a loop nest."""
+    if name not in _EXPRESSIONS or any(spec is None for spec in specs):
+        return False
+    integers = {"dropout": (1,), "embedding": (0,)}.get(name, ())
+    for position, spec in enumerate(specs):
+        assert spec is not None
+        if spec.dtype is not DType.INT64 if position in integers else spec.dtype not in STORED:
+            return False
+    return all(spec.dtype in STORED and spec.size > 0 for spec in outputs)
+
+
+@dataclass(frozen=True)
+class _Loops:
+    """Sizes of the loops, neighbours joined where all operands allow it, and each operand's stride per loop."""
+
+    sizes: tuple[int, ...]
+    strides: dict[int, tuple[int, ...]]
+
+    @property
+    def width(self) -> int:
+        return self.sizes[-1]
+
+    @property
+    def rows(self) -> int:
+        return prod(self.sizes[:-1])
+
+    def offset(self, operand: int) -> str:
+        """Elements from an operand's start to its part of row i."""
+        sizes, strides = self.sizes[:-1], self.strides[operand][:-1]
+        terms, inner = [], self.rows
+        for size, stride in zip(sizes, strides, strict=True):
+            inner //= size
+            if stride:
+                index = "i" if inner == 1 else f"i / {inner}"
+                index = index if size * inner == self.rows else f"{index} % {size}"
+                terms.append(f"{index} * {stride}")
+        return " + ".join(terms) or "0"
+
+
+def _strides(shape: Sequence[int], whole: Sequence[int]) -> list[int]:
+    """Element strides of a contiguous tensor seen in a larger shape; 0 along broadcast axes."""
+    padded = [1] * (len(whole) - len(shape)) + list(shape)
+    return [0 if size == 1 else prod(padded[axis + 1 :]) for axis, size in enumerate(padded)]
+
+
+def _loops(whole: Sequence[int], operands: dict[int, list[int]], per_row: set[int]) -> _Loops:
+    """Drop axes of size one and join neighbouring axes along which every operand runs on.
+
+    Operands `per_row` hold one element for each row, so they must not advance along the innermost loop.
+    """
+    axes = [axis for axis, size in enumerate(whole) if size != 1]
+    sizes: list[int] = []
+    strides: dict[int, list[int]] = {operand: [] for operand in operands}
+    for axis in axes:
+        size = whole[axis]
+        steps = {operand: all_strides[axis] for operand, all_strides in operands.items()}
+        if sizes and all(strides[operand][-1] == step * size for operand, step in steps.items()):
+            sizes[-1] *= size
+            for operand, step in steps.items():
+                strides[operand][-1] = step
+        else:
+            sizes.append(size)
+            for operand, step in steps.items():
+                strides[operand].append(step)
+    if not sizes or any(strides[operand][-1] for operand in per_row):
+        sizes.append(1)  # scalars, and lookups of rows of one element
+        for steps_so_far in strides.values():
+            steps_so_far.append(0)
+    return _Loops(tuple(sizes), {operand: tuple(steps) for operand, steps in strides.items()})
+
+
+class LoopNest:
+    """C++ of one program over inputs of known specs. `results` tells which steps' values are stored, in order."""
+
+    def __init__(
+        self,
+        inputs: Sequence[TensorSpec | None],
+        program: Sequence[Step],
+        results: Sequence[int],
+        outputs: Sequence[TensorSpec],
+    ) -> None:
+        self.inputs, self.program, self.results, self.outputs = list(inputs), program, results, outputs
+        self.shape = outputs[0].shape
+        self.lookups = {step: operands for step, (name, operands, _) in enumerate(program) if name == "embedding"}
+        self.seeds = {step: operands[1] for step, (name, operands, _) in enumerate(program) if name == "dropout"}
+        self.ids = {operands[0] for operands in self.lookups.values()}
+        self.loops = _loops(self.shape, self._operand_strides(), self.ids)
+
+    @property
+    def cost(self) -> float:
+        """Work, in additions of one element."""
+        each = 1 + sum(_COSTS.get(name, 1) for name, _, _ in self.program)
+        return each * prod(self.shape)
+
+    def _operand_strides(self) -> dict[int, list[int]]:
+        count, found = len(self.inputs), {-1: _strides(self.shape, self.shape)}  # -1 stands for the results
+        special = self.ids | {operands[1] for operands in self.lookups.values()} | set(self.seeds.values())
+        for name, operands, _ in self.program:
+            read = [item for place, item in enumerate(operands) if place not in _UNREAD.get(name, ())]
+            for item in read:
+                if item < count and item not in special:
+                    spec = self.inputs[item]
+                    assert spec is not None
+                    found[item] = _strides(spec.shape, self.shape)
+        for item in self.ids:  # one id per row: no stride along the last axis
+            spec = self.inputs[item]
+            assert spec is not None
+            found[item] = _strides((*spec.shape, 1), self.shape)
+        return found
+
+    def source(self, threads: int) -> str:
+        """The body of a function that takes the addresses of inputs and outputs."""
+        loops = self.loops
+        step = "\n".join(self._step())
+        if loops.rows == 1:
+            opening = f"over_columns<{loops.width}, {threads}>([&](i64 j, auto lanes) {{"
+            body = [*self._row(), "const i64 i = 0; (void)i;", opening, step, "});"]
+        else:
+            body = [
+                f"over_rows<{loops.rows}, {threads}>([&](i64 i) {{",
+                *self._row(),
+                f"over_row<{loops.width}>([&](i64 j, auto lanes) {{",
+                step,
+                "});",
+                "});",
+            ]
+        return "\n".join([*self._pointers(), *body])
+
+    def _pointers(self) -> list[str]:
+        lines = []
+        read = {operand for operand in self.loops.strides if operand >= 0}
+        read |= {operands[1] for operands in self.lookups.values()}
+        for item in sorted(read):
+            spec = self.inputs[item]
+            assert spec is not None
+            lines.append(f"const {c_type(spec)}* x{item} = in<{c_type(spec)}>(a, {item});")
+        for position, spec in enumerate(self.outputs):
+            at = len(self.inputs) + position
+            lines.append(f"{c_type(spec)}* y{position} = out<{c_type(spec)}>(a, {at});")
+        for step, seed in self.seeds.items():
+            settings = dict(self.program[step][2])
+            made = mask(f"*in<i64>(a, {seed})", settings["p"], settings["stream"])
+            lines.append(f"const Mask mask{step} = {made};")
+        return lines
+
+    def _row(self) -> list[str]:
+        """What is the same along a row."""
+        lines = []
+        for item, strides in self.loops.strides.items():
+            offset = self.loops.offset(item) if self.loops.rows > 1 else "0"
+            if item < 0 or item in self.ids:
+                continue
+            if strides[-1] == 0:
+                lines.append(f"const vf v{item} = splat(get(x{item} + ({offset})));")
+            else:
+                lines.append(f"const i64 at{item} = {offset};")
+        for step, (ids, weight, *_) in self.lookups.items():
+            spec = self.inputs[weight]
+            assert spec is not None
+            offset = self.loops.offset(ids) if self.loops.rows > 1 else "0"
+            lines.append(f"const {c_type(spec)}* row{step} = x{weight} + x{ids}[{offset}] * {spec.shape[1]};")
+        return lines
+
+    def _step(self) -> list[str]:
+        """One vector: loads, the program, stores."""
+        count, lines = len(self.inputs), []
+        for item, strides in self.loops.strides.items():
+            if item >= 0 and strides[-1] and not item in self.ids:
+                lines.append(f"const vf v{item} = load(x{item} + at{item} + j, lanes);")
+        index = f"i * {self.loops.width} + j"
+        for number, (name, operands, attributes) in enumerate(self.program):
+            words = {key: c_float(value) for key, value in attributes if isinstance(value, float)}
+            words["form"] = "_tanh" if dict(attributes).get("approximate") == "tanh" else ""
+            values = [f"v{item}" for item in operands]
+            expression = _EXPRESSIONS[name].format(*values, **words, step=number, index=index)
+            lines.append(f"const vf v{count + number} = {expression};")
+        for position, step in enumerate(self.results):
+            lines.append(f"store(y{position} + {index}, v{count + step}, lanes);")
+        return lines
+
+
+def mask(seed: str, p: float, stream: int) -> str:
+    """C++ of a dropout mask (see core/mask.py for its definition)."""
+    key = f"mask_key({seed}, {stream & 0xFFFFFFFF}u)"
+    return f"Mask{{{key}, {keep_threshold(p)}u, {c_float(1 / (1 - p))}}}"
+
+
+NO_MASK = "Mask{}"

@@ -1,0 +1,38 @@
+// The gradient of a lookup: rows of dy added up by id, in fp32, in the order in which they occur.
+#pragma once
+#include "parallel.h"
+
+// dweight [V, C] = the sums of dy [N, C] by id, plus `base` [V, C] where given; dweight may be base. Occurrences are
+// sorted by id first, so that every row is written once; a thread takes a range of columns of all rows.
+template <class T, bool Base, i64 N, i64 V, i64 C, int Threads>
+INLINE void embedding_grad(const T* dy, const i64* ids, const T* base, T* dweight, i32* starts, i32* order) {
+    __builtin_memset(starts, 0, (V + 1) * sizeof(i32));
+    for (i64 i = 0; i < N; ++i) ++starts[ids[i] + 1];
+    for (i64 v = 0; v < V; ++v) starts[v + 1] += starts[v];
+    for (i64 i = 0; i < N; ++i) order[starts[ids[i]]++] = i32(i);  // afterwards starts[v] is where id v ends
+    parallel<Threads>([&](int part) {
+        const i64 left = share(C, part, Threads, 64 / sizeof(T)), right = share(C, part + 1, Threads, 64 / sizeof(T));
+        for (i64 v = 0, k = 0; v < V; ++v) {
+            const i64 end = starts[v];
+            T* row = dweight + v * C;
+            if (k == end) {
+                if (!Base) __builtin_memset(row + left, 0, (right - left) * sizeof(T));
+                else if (base != dweight) __builtin_memcpy(row + left, base + v * C + left, (right - left) * sizeof(T));
+                continue;
+            }
+            i64 j = left;
+            for (; j + W <= right; j += W) {
+                vf sum = {};
+                for (i64 n = k; n < end; ++n) sum += load(dy + order[n] * C + j);
+                if constexpr (Base) sum += load(base + v * C + j);
+                store(row + j, sum);
+            }
+            for (; j < right; ++j) {
+                float sum = 0;
+                for (i64 n = k; n < end; ++n) sum += get(dy + order[n] * C + j);
+                put(row + j, Base ? sum + get(base + v * C + j) : sum);
+            }
+            k = end;
+        }
+    });
+}

@@ -1,0 +1,171 @@
+// Vectors of fp32 lanes on the compiler's own vector extension (gcc and clang): the widest the target has.
+// Tensors are stored as fp32 or bf16; arithmetic is fp32. Loads and stores need no alignment.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+using i64 = int64_t;
+using i32 = int32_t;
+using u64 = uint64_t;
+using u32 = uint32_t;
+using u16 = uint16_t;
+
+#define INLINE inline __attribute__((always_inline))
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(W * 4)));
+typedef i32 vi __attribute__((vector_size(W * 4)));
+typedef u32 vu __attribute__((vector_size(W * 4)));
+typedef u16 vh __attribute__((vector_size(W * 2)));
+
+struct bf16 {
+    u16 bits;
+};
+
+template <class To, class From>
+INLINE To bits_as(From x) {
+    static_assert(sizeof(To) == sizeof(From), "same size");
+    To y;
+    __builtin_memcpy(&y, &x, sizeof y);
+    return y;
+}
+
+INLINE vf splat(float x) { return x - vf{}; }
+INLINE vu splat_u(u32 x) { return x - vu{}; }
+
+// bf16 is the upper half of a fp32; rounding is to nearest even, and a NaN stays one. One instruction each where the
+// compiler would not find it: gcc converts 512-bit vectors in halves. The hardware's rounding takes subnormals for zero.
+INLINE vf widen(vh h) {
+#if defined(__AVX512F__)
+    vu u;
+    asm("vpmovzxwd %1, %0" : "=v"(u) : "vm"(h));
+    return bits_as<vf>(u << 16);
+#else
+    return bits_as<vf>(__builtin_convertvector(h, vu) << 16);
+#endif
+}
+INLINE vh narrow(vf x) {
+#if defined(__AVX512BF16__)
+    vh h;
+    asm("vcvtneps2bf16 %1, %0" : "=v"(h) : "v"(x));
+    return h;
+#else
+    vu u = bits_as<vu>(x);
+    vu rounded = (u + 0x7FFF + ((u >> 16) & 1)) >> 16;
+    vu quiet = (u >> 16) | 0x40;
+    return __builtin_convertvector(x == x ? rounded : quiet, vh);
+#endif
+}
+INLINE float widen(bf16 h) { return bits_as<float>(u32(h.bits) << 16); }
+INLINE bf16 narrow(float x) {
+    u32 u = bits_as<u32>(x);
+    return bf16{u16(x == x ? (u + 0x7FFF + ((u >> 16) & 1)) >> 16 : (u >> 16) | 0x40)};
+}
+
+INLINE float get(const float* p) { return *p; }
+INLINE float get(const bf16* p) { return widen(*p); }
+INLINE void put(float* p, float x) { *p = x; }
+INLINE void put(bf16* p, float x) { *p = narrow(x); }
+
+// Which lanes of a vector a step works on: all, or the first N of the end of a row. Missing lanes load as zero.
+struct Full {
+    static constexpr int count = W;
+};
+template <int N>
+struct Part {
+    static constexpr int count = N;
+};
+
+template <class Lanes>
+INLINE vf load(const float* p, Lanes) {
+    vf v = {};
+    __builtin_memcpy(&v, p, Lanes::count * 4);
+    return v;
+}
+template <class Lanes>
+INLINE vf load(const bf16* p, Lanes) {
+    vh h = {};
+    __builtin_memcpy(&h, p, Lanes::count * 2);
+    return widen(h);
+}
+template <class Lanes>
+INLINE void store(float* p, vf v, Lanes) {
+    __builtin_memcpy(p, &v, Lanes::count * 4);
+}
+template <class Lanes>
+INLINE void store(bf16* p, vf v, Lanes) {
+    vh h = narrow(v);
+    __builtin_memcpy(p, &h, Lanes::count * 2);
+}
+template <class T>
+INLINE vf load(const T* p) {
+    return load(p, Full{});
+}
+template <class T>
+INLINE void store(T* p, vf v) {
+    store(p, v, Full{});
+}
+
+// What a value becomes by being stored as T and loaded again.
+template <class T>
+INLINE vf rounded(vf v) {
+    if constexpr (sizeof(T) == 2) return widen(narrow(v));
+    return v;
+}
+
+INLINE vf lane_numbers() {
+    vf v;
+    for (int i = 0; i < W; ++i) v[i] = float(i);
+    return v;
+}
+INLINE vu lane_indices() {
+    vu v;
+    for (int i = 0; i < W; ++i) v[i] = u32(i);
+    return v;
+}
+
+// The first `count` lanes of v, the others replaced by `other`.
+INLINE vf first_lanes(vf v, int count, vf other) { return bits_as<vi>(lane_indices()) < (count - vi{}) ? v : other; }
+
+INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
+
+// Sum and maximum over the lanes, always in the same order: the upper half onto the lower, until one is left.
+template <int N>
+struct Lanes {
+    typedef float type __attribute__((vector_size(N * 4)));
+};
+template <int N = W>
+INLINE float sum_lanes(typename Lanes<N>::type v) {
+    if constexpr (N == 2) {
+        return v[0] + v[1];
+    } else {
+        typename Lanes<N / 2>::type half[2];
+        __builtin_memcpy(half, &v, sizeof v);
+        return sum_lanes<N / 2>(half[0] + half[1]);
+    }
+}
+template <int N = W>
+INLINE float max_lanes(typename Lanes<N>::type v) {
+    if constexpr (N == 2) {
+        return v[0] > v[1] ? v[0] : v[1];
+    } else {
+        typename Lanes<N / 2>::type half[2];
+        __builtin_memcpy(half, &v, sizeof v);
+        return max_lanes<N / 2>(half[0] > half[1] ? half[0] : half[1]);
+    }
+}
+
+// step(offset, lanes) over a row of N elements: full vectors, then the rest.
+template <i64 N, class Step>
+INLINE void over_row(const Step& step) {
+    for (i64 j = 0; j + W <= N; j += W) step(j, Full{});
+    if constexpr (N % W != 0) step(N / W * W, Part<N % W>{});
+}

@@ -1,0 +1,157 @@
+"""The native rows as a kernel table, and the library of functions behind them.
+
+The order of use: plan with `kernels`, `prepare` the plan's nodes, bind the rows. Planning needs no compiler; binding needs
+the functions of `prepare`, which compiles or loads one library for all nodes together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from ttrain.core.errors import PlanError
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.base import Delivery, Kernel, Launch
+from ttrain.device.torch.native import composites, openmp, rules, updates
+from ttrain.device.torch.native.codegen import function_name, library_source
+from ttrain.device.torch.native.launch import joined
+from ttrain.device.torch.native.native import Native, Sizing
+from ttrain.device.torch.native.request import NodeLike, Request
+from ttrain.device.torch.native.toolchain import Toolchain
+
+RULES = {**rules.RULES, **updates.RULES, **composites.RULES}
+_INPLACE = ("accumulate", "assign", "adamw_update", "adamw_refresh", "sgd_update", "refresh")
+_POINTERS = {
+    "ttrain_fork": openmp.FORK,
+    "ttrain_thread_number": openmp.NUMBER,
+    "ttrain_thread_count": openmp.COUNT,
+}
+
+
+class NativeKernels:
+    """The StepCompiler of the CPU: functions compiled for the requests of a plan.
+
+    `base` are the rows for everything that no rule covers, such as fp64. `sizing` alone may be a number of threads.
+    """
+
+    fuses = True
+
+    def __init__(
+        self, base: Mapping[str, Kernel], sizing: Sizing | int, toolchain: Toolchain | None = None
+    ) -> None:
+        self.sizing = sizing if isinstance(sizing, Sizing) else Sizing(sizing)
+        self.compilations = 0  # how often the compiler ran; libraries from the cache do not count
+        self.kernels: Mapping[str, Kernel] = {
+            **base, **{name: self._row(name, base.get(name)) for name in RULES}
+        }
+        self._toolchain = Toolchain() if toolchain is None else toolchain
+        self._functions: dict[str, int] = {}  # body -> address
+        self._libraries: list[ctypes.CDLL] = []
+        self._native = lru_cache(maxsize=None)(self._make)
+
+    def prepare(self, nodes: Iterable[NodeLike]) -> None:
+        """Compile or load the functions that these nodes need and that are not here yet: one library for all.
+
+        Raises UserError where there is no compiler.
+        """
+        wanted: dict[str, None] = {}
+        for node in nodes:
+            native = self.native(Request.of_node(node))
+            wanted.update(dict.fromkeys(native.bodies if native is not None else ()))
+        missing = [body for body in wanted if body not in self._functions]
+        if missing:
+            self._load(missing)
+
+    def join(self, launches: Iterable[Launch]) -> list[Launch]:
+        """The launches with neighbouring native ones as one foreign call each."""
+        return joined(launches, _address(self._libraries[0], "ttrain_run")) if self._libraries else list(launches)
+
+    def native(self, request: Request) -> Native | None:
+        """How a request runs natively; None where it takes the base's way."""
+        return self._native(request)
+
+    def _make(self, request: Request) -> Native | None:
+        rule = RULES.get(request.op)
+        return None if rule is None else rule(request, self.sizing)
+
+    def _load(self, bodies: Sequence[str]) -> None:
+        library = self._toolchain.load(library_source(bodies))
+        self.compilations = self._toolchain.compilations
+        entry_points = openmp.entry_points() if self.sizing.threads > 1 else {}
+        for pointer, name in _POINTERS.items() if entry_points else ():
+            ctypes.c_void_p.in_dll(library, pointer).value = entry_points[name]
+        self._libraries.append(library)
+        self._functions.update({body: _address(library, function_name(body)) for body in bodies})
+
+    def _function(self, body: str, op: str) -> int:
+        if body not in self._functions:
+            raise PlanError(f"{op} is bound before its kernel was compiled: prepare() must see every node of a plan.")
+        return self._functions[body]
+
+    def _row(self, name: str, base: Kernel | None) -> Kernel:
+        def bind(ins: Sequence[Any], outs: Sequence[Any], attributes: Mapping[str, Any], work: Sequence[Any]) -> Launch:
+            request = Request.make(name, map(_spec, ins), [_spec_of(out) for out in outs], attributes)
+            native = self.native(request)
+            if native is None:
+                return _base_launch(name, base, ins, outs, attributes, work)
+            return native.launch([self._function(body, name) for body in native.bodies], ins, outs, work)
+
+        def workspace(
+            ins: Sequence[TensorSpec | None], outs: Sequence[TensorSpec], attributes: Mapping[str, Any]
+        ) -> list[TensorSpec]:
+            native = self.native(Request.make(name, ins, outs, attributes))
+            if native is not None:
+                return list(native.workspace)
+            return [] if base is None else base.workspace_specs(ins, outs, attributes)
+
+        return Kernel(bind, Delivery.INPLACE if name in _INPLACE else Delivery.INTO, workspace)
+
+
+def _base_launch(
+    name: str,
+    base: Kernel | None,
+    ins: Sequence[Any],
+    outs: Sequence[Any],
+    attributes: Mapping[str, Any],
+    work: Sequence[Any],
+) -> Launch:
+    if base is None:
+        given = ", ".join("-" if tensor is None else str(_spec_of(tensor)) for tensor in ins)
+        raise PlanError(f"{name} of {given} has no native kernel, and the device has no other.")
+    launch = base.bind(ins, outs, attributes, work)
+    if base.delivery is not Delivery.FRESH:
+        return launch
+
+    def run() -> None:
+        for result, out in zip(launch(), outs, strict=True):
+            out.copy_(result)
+
+    return run
+
+
+def _address(library: ctypes.CDLL, symbol: str) -> int:
+    return ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value or 0
+
+
+def _spec(tensor: Any) -> TensorSpec | None:
+    return None if tensor is None else _spec_of(tensor)
+
+
+def _spec_of(tensor: Any) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), _dtypes()[tensor.dtype])
+
+
+@lru_cache(maxsize=1)
+def _dtypes() -> dict[Any, DType]:
+    import torch
+
+    return {
+        torch.float64: DType.FP64,
+        torch.float32: DType.FP32,
+        torch.bfloat16: DType.BF16,
+        torch.int64: DType.INT64,
+        torch.int32: DType.INT32,
+        torch.bool: DType.BOOL,
+    }

@@ -1,0 +1,231 @@
+"""Rules of ops that one generated function runs: elementwise, norm, softmax, sums, lookups, losses, moves."""
+
+from __future__ import annotations
+
+from math import prod
+
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.torch.native.codegen import addresses, call
+from ttrain.device.torch.native.elementwise import NO_MASK, LoopNest, Step, covers
+from ttrain.device.torch.native.native import Native, Rule, Sizing, fp32, int32
+from ttrain.device.torch.native.request import Request, c_float, c_type, rows_and_width, stored, template
+
+_SINGLE = (
+    "add", "subtract", "multiply", "divide", "scale", "exp", "log", "sqrt", "relu", "relu_grad", "tanh", "tanh_grad",
+    "gelu", "gelu_grad", "cast", "expand", "full", "accumulate", "assign", "squared_error_grad", "clip_factor",
+    "dropout", "embedding",
+)  # fmt: skip
+
+
+def _types(*specs: TensorSpec | None) -> list[str]:
+    """Element types; an absent tensor has none and is passed as a null pointer of any type."""
+    return ["float" if spec is None else c_type(spec) for spec in specs]
+
+
+def _elementwise(request: Request, sizing: Sizing) -> Native | None:
+    """One op as a program of one step."""
+    step: Step = (request.op, tuple(range(len(request.inputs))), request.attributes)
+    return _program(request, (step,), (0,), sizing)
+
+
+def _fused(request: Request, sizing: Sizing) -> Native | None:
+    settings = request.settings
+    return _program(request, settings["program"], settings["results"], sizing)
+
+
+def _program(request: Request, program: tuple[Step, ...], results: tuple[int, ...], sizing: Sizing) -> Native | None:
+    known: list[TensorSpec | None] = list(request.inputs)
+    whole = request.outputs[0]
+    for name, operands, _ in program:
+        if not covers(name, [known[item] for item in operands], request.outputs):
+            return None
+        known.append(whole.with_dtype(DType.FP32))
+    nest = LoopNest(request.inputs, program, results, request.outputs)
+    return Native((nest.source(sizing.threads_for(nest.cost)),))
+
+
+def _layer_norm(request: Request, sizing: Sizing) -> Native | None:
+    branch = request.op == "add_layer_norm"
+    if not stored((*request.inputs, *request.outputs)) or request.outputs[0].size == 0:
+        return None
+    x, weight = request.input(0), request.input(2 if branch else 1)
+    bias = request.has(3 if branch else 2)
+    rows, width = rows_and_width(x.shape)
+    if bias and request.input(3 if branch else 2) != weight:
+        return None
+    tensors = [*request.inputs, *request.outputs]
+    given = addresses(_types(*tensors), len(request.inputs))
+    inputs, outputs = given[: len(request.inputs)], given[len(request.inputs) :]
+    if not branch:
+        inputs.insert(1, "nullptr")
+        outputs.insert(0, "nullptr")
+    if not bias:
+        inputs[3] = "nullptr"
+    count = sizing.threads_for(6 * x.size)
+    name = template("layer_norm", c_type(x), c_type(weight), branch, bias, rows, width, count)
+    return Native((call(name, *inputs, c_float(request.settings["eps"]), *outputs),))
+
+
+def _layer_norm_grad(request: Request, sizing: Sizing) -> Native | None:
+    if not stored((*request.inputs, *request.outputs)) or request.outputs[0].size == 0:
+        return None
+    dy, weight, bias = request.input(0), request.input(4), request.settings["bias"]
+    rows, width = rows_and_width(dy.shape)
+    parts = sizing.parts_for(rows, width)
+    sums = fp32(parts, 2 * width)
+    given = addresses(_types(*request.inputs, *request.outputs, sums), len(request.inputs))
+    if not request.has(5):
+        given[5] = "nullptr"
+    if not bias:
+        given.insert(8, "nullptr")
+    count = sizing.threads_for(8 * dy.size, parts)
+    name = template(
+        "layer_norm_grad", c_type(dy), c_type(weight), bias, request.has(5), rows, width, parts, count
+    )
+    return Native((call(name, *given),), (sums,))
+
+
+def _softmax(request: Request, sizing: Sizing) -> Native | None:
+    x = request.input(0)
+    if not stored((x,)) or x.rank == 0 or x.size == 0:
+        return None
+    rows, width = rows_and_width(x.shape)
+    settings = request.settings
+    name = template(
+        "softmax", c_type(x), settings["causal"], False, False, rows, width, sizing.threads_for(10 * x.size)
+    )
+    y, given = addresses(_types(x, x), 1)[1], addresses(_types(x), 1)[0]
+    return Native((call(name, given, y, "nullptr", c_float(settings["scale"]), NO_MASK),))
+
+
+def _softmax_grad(request: Request, sizing: Sizing) -> Native | None:
+    dy = request.input(0)
+    if not stored((dy,)) or dy.rank == 0 or dy.size == 0:
+        return None
+    rows, width = rows_and_width(dy.shape)
+    name = template("softmax_grad", c_type(dy), False, False, rows, width, sizing.threads_for(4 * dy.size))
+    given = addresses(_types(dy, dy, dy), 2)
+    return Native((call(name, *given, c_float(request.settings["scale"]), NO_MASK),))
+
+
+def _reduce_sum(request: Request, sizing: Sizing) -> Native | None:
+    x, y = request.input(0), request.outputs[0]
+    axes = request.settings["axes"]
+    if not stored((x, y)) or x.size == 0 or not axes or axes != tuple(range(axes[0], axes[-1] + 1)):
+        return None
+    before, middle = prod(x.shape[: axes[0]]), prod(x.shape[axes[0] : axes[-1] + 1])
+    after = prod(x.shape[axes[-1] + 1 :])
+    count = sizing.threads_for(2 * x.size)
+    if before == 1 and after > 1:
+        parts = sizing.parts_for(middle, after)
+        sums = fp32(parts, after)
+        name = template("sum_columns", c_type(x), c_type(y), middle, after, parts, min(count, parts))
+        return Native((call(name, *addresses(_types(x, y, sums), 1)),), (sums,))
+    name = template("sum_middle", c_type(x), c_type(y), before, middle, after, min(count, before))
+    return Native((call(name, *addresses(_types(x, y), 1)),))
+
+
+def _cross_entropy(request: Request, sizing: Sizing) -> Native | None:
+    logits = request.input(0)
+    if not stored((logits, request.input(2))) or logits.size == 0:
+        return None
+    rows, width = logits.shape
+    name = template("cross_entropy", c_type(logits), False, width, sizing.threads_for(10 * logits.size))
+    kind = c_type(logits)
+    # The logits are only read here: the template overwrites them where it forms their gradient.
+    body = call(
+        name, str(rows), f"out<{kind}>(a, 0)", "in<i64>(a, 1)", "in<float>(a, 2)", "out<float>(a, 5)", "out<float>(a, 4)"
+    )
+    total = call("sum_losses", str(rows), "in<float>(a, 5)", "in<float>(a, 2)", "out<float>(a, 3)")
+    return Native((f"{body}\n{total}",), (fp32(rows),))
+
+
+def _cross_entropy_grad(request: Request, sizing: Sizing) -> Native | None:
+    logits = request.input(0)
+    if not stored((logits, *request.inputs[2:])) or logits.size == 0:
+        return None
+    rows, width = logits.shape
+    name = template("cross_entropy_grad", c_type(logits), rows, width, sizing.threads_for(10 * logits.size))
+    return Native((call(name, *addresses(_types(*request.inputs, logits), 4)),))
+
+
+def _squared_error(request: Request, sizing: Sizing) -> Native | None:
+    prediction, target = request.input(0), request.input(1)
+    if not stored(request.inputs) or prediction.size == 0:
+        return None
+    partial = fp32(-(-prediction.size // 4096))
+    count = sizing.threads_for(3 * prediction.size)
+    name = template("squared_error", c_type(prediction), c_type(target), prediction.size, count)
+    return Native((call(name, *addresses(_types(*request.inputs, request.outputs[0], partial), 3)),), (partial,))
+
+
+def _embedding_grad(request: Request, sizing: Sizing) -> Native | None:
+    """With three inputs (base, dy, ids) the sums are added to `base`, which they may overwrite."""
+    base = len(request.inputs) == 3
+    dy, ids = request.input(base), request.input(base + 1)
+    if not stored((dy, request.outputs[0])) or dy.size == 0:
+        return None
+    vocabulary, width = request.outputs[0].shape
+    cost = 2 * dy.size + (0 if base else request.outputs[0].size)
+    count = sizing.threads_for(cost, width * dy.dtype.itemsize // 64)
+    name = template("embedding_grad", c_type(dy), base, ids.size, vocabulary, width, count)
+    starts, order = int32(vocabulary + 1), int32(ids.size)
+    given = addresses([*_types(*request.inputs, request.outputs[0]), "i32", "i32"], len(request.inputs))
+    if base:
+        given = [*given[1:3], given[0], *given[3:]]
+    else:
+        given.insert(2, "nullptr")
+    return Native((call(name, *given),), (starts, order))
+
+
+def _transpose(request: Request, sizing: Sizing) -> Native | None:
+    x = request.input(0)
+    if not stored((x,)) or x.size == 0:
+        return None
+    before, (rows, columns) = prod(x.shape[:-2]), x.shape[-2:]
+    name = template("transpose", c_type(x), before, rows, columns, sizing.threads_for(3 * x.size))
+    return Native((call(name, *addresses(_types(x, x), 1)),))
+
+
+def _split_heads(request: Request, sizing: Sizing) -> Native | None:
+    x, part = request.input(0), request.outputs[0]
+    if not stored((x,)) or x.size == 0:
+        return None
+    return Native((heads_body(part, len(request.outputs), True, "a[0]", "a + 1", sizing),))
+
+
+def _merge_heads(request: Request, sizing: Sizing) -> Native | None:
+    count, part = len(request.inputs), request.input(0)
+    if not stored((part,)) or part.size == 0:
+        return None
+    return Native((heads_body(part, count, False, f"a[{count}]", "a", sizing),))
+
+
+def heads_body(part: TensorSpec, count: int, split: bool, packed: str, parts: str, sizing: Sizing) -> str:
+    """Body that moves `count` tensors [B, H, T, D] like `part` out of a packed one, or back."""
+    batch, heads, time, width = part.shape
+    kind = c_type(part)
+    name = template(
+        "move_heads", kind, split, batch, time, count, heads, width, sizing.threads_for(2 * count * part.size)
+    )
+    return call(name, f"({kind}*){packed}", f"({kind}* const*)({parts})")
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_SINGLE, _elementwise),
+    "fused": _fused,
+    "layer_norm": _layer_norm,
+    "add_layer_norm": _layer_norm,
+    "layer_norm_grad": _layer_norm_grad,
+    "softmax": _softmax,
+    "softmax_grad": _softmax_grad,
+    "reduce_sum": _reduce_sum,
+    "cross_entropy": _cross_entropy,
+    "cross_entropy_grad": _cross_entropy_grad,
+    "squared_error": _squared_error,
+    "embedding_grad": _embedding_grad,
+    "add_embedding_grad": _embedding_grad,
+    "transpose": _transpose,
+    "split_heads": _split_heads,
+    "merge_heads": _merge_heads,
+}

@@ -1,0 +1,175 @@
+"""C++ source -> loaded library: finds the machine's compiler, compiles once, and keeps the result on disk.
+
+A cache entry is one file, `<key>.<digest>.so`. The key covers everything that the machine code depends on: the source
+with its headers, the flags, the compiler, and the processor's features. The digest is that of the file itself, so an
+entry that was cut off or changed is noticed before it is loaded, and rebuilt. Entries appear by a rename within the
+folder: processes that build the same one at once do not disturb each other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from ttrain.core.errors import TtrainError, UserError
+
+HEADERS = Path(__file__).parent / "kernels"
+CANDIDATES = ("g++", "c++", "clang++")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fvisibility=hidden",
+    "-fno-math-errno",  # lets square roots be one instruction; NaN and infinity keep their meaning
+    "-fno-trapping-math",
+    "-ffp-contract=fast",  # a multiply-add rounds once
+    "-Wno-psabi",  # vectors are never passed between libraries
+)
+
+
+class CompileError(TtrainError):
+    """The machine's compiler refused the generated source."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """The command of a C++ compiler, and the file that it runs."""
+
+    command: tuple[str, ...]
+    executable: Path
+
+    @property
+    def identity(self) -> str:
+        """Changes when the compiler is exchanged; found without running it."""
+        facts = self.executable.stat()
+        return f"{' '.join(self.command)} {self.executable} {facts.st_size} {facts.st_mtime_ns}"
+
+
+def find_compiler() -> Compiler:
+    """The compiler named by $CXX, else g++, c++ or clang++. Raises UserError where there is none."""
+    given = os.environ.get("CXX", "").strip()
+    for command in [tuple(shlex.split(given))] if given else [(name,) for name in CANDIDATES]:
+        found = shutil.which(command[0])
+        if found:
+            return Compiler(command, Path(found).resolve())
+    looked = f"CXX={given}" if given else f"none of {', '.join(CANDIDATES)}"
+    raise UserError(
+        f"engine=traced compiles its kernels with the machine's C++ compiler, and {looked} can be run. Install g++ or "
+        "clang++ (or set CXX to one), or use engine=static, which needs no compiler."
+    )
+
+
+def cache_folder() -> Path:
+    """$TTRAIN_CACHE, else `ttrain` in the user's cache folder, with `native` below it."""
+    given = os.environ.get("TTRAIN_CACHE")
+    if given:
+        return Path(given).expanduser() / "native"
+    if sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "ttrain" / "native"
+
+
+@lru_cache(maxsize=1)
+def processor_features() -> str:
+    """What -march=native depends on: architecture, model and feature flags."""
+    names = ("vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU part")
+    try:
+        first = Path("/proc/cpuinfo").read_text("utf-8").partition("\n\n")[0]
+        facts = [line for line in first.splitlines() if line.partition(":")[0].strip() in names]
+    except OSError:
+        facts = [platform.processor()]
+    return "\n".join([platform.machine(), *facts])
+
+
+@lru_cache(maxsize=1)
+def _headers() -> bytes:
+    return b"".join(path.name.encode() + path.read_bytes() for path in sorted(HEADERS.glob("*.h")))
+
+
+class Toolchain:
+    """Builds libraries, or takes them from the cache. `compilations` counts how often the compiler ran."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = cache_folder() if folder is None else folder
+        self.compilations = 0
+
+    def load(self, source: str) -> ctypes.CDLL:
+        """The library of a source text.
+
+        Raises UserError where there is no compiler or the cache can't be written, CompileError where it fails.
+        """
+        compiler = find_compiler()
+        command = [*compiler.command, *FLAGS, _machine_flag()]
+        key = _digest("\n".join([source, *command, compiler.identity, processor_features()]).encode() + _headers())
+        found = self._cached(key)
+        return ctypes.CDLL(str(found if found is not None else self._build(command, key, source)))
+
+    def _cached(self, key: str) -> Path | None:
+        """The entry of a key, if it is whole; damaged ones are removed."""
+        for path in sorted(self.folder.glob(f"{key}.*.so")):
+            try:
+                if path.name == f"{key}.{_digest(path.read_bytes())}.so":
+                    return path
+                path.unlink()
+            except OSError:  # another process has just removed or replaced it
+                continue
+        return None
+
+    def _build(self, command: Sequence[str], key: str, source: str) -> Path:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            work = Path(tempfile.mkdtemp(prefix="build-", dir=self.folder))
+        except OSError as error:
+            raise UserError(
+                f"compiled kernels can't be kept in {self.folder}: {error.strerror}. Set TTRAIN_CACHE to a folder that "
+                "can be written, or use engine=static."
+            ) from None
+        try:
+            return self._build_in(work, command, key, source)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+    def _build_in(self, work: Path, command: Sequence[str], key: str, source: str) -> Path:
+        text, built = work / "kernels.cpp", work / "kernels.so"
+        text.write_text(source, "utf-8")
+        self.compilations += 1
+        arguments = [*command, f"-I{HEADERS}", str(text), "-o", str(built)]
+        result = subprocess.run(arguments, capture_output=True, text=True, check=False)
+        if result.returncode or not built.exists():
+            raise CompileError(self._failure(key, arguments, source, result.stderr))
+        path = self.folder / f"{key}.{_digest(built.read_bytes())}.so"
+        os.replace(built, path)
+        return path
+
+    def _failure(self, key: str, arguments: Sequence[str], source: str, messages: str) -> str:
+        log = self.folder / f"{key[:16]}.log"
+        log.write_text("\n".join([shlex.join(arguments), messages, source]), "utf-8")
+        first = next((line for line in messages.splitlines() if "error" in line), messages.strip()[:200])
+        return (
+            f"{arguments[0]} could not compile the generated kernels: {first}\nCommand, messages and source are in {log}. "
+            "Another compiler can be named by CXX; engine=static needs none."
+        )
+
+
+def _machine_flag() -> str:
+    return "-march=native" if platform.machine().lower() in ("x86_64", "amd64", "i686") else "-mcpu=native"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
