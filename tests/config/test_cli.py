@@ -117,6 +117,16 @@ def test_help_lists_groups_keys_and_examples(capsys: Any) -> None:
         assert part in text
 
 
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_tables_of_the_help_fit_the_window(capsys: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["--help"]) == 0
+    tables = capsys.readouterr().out.partition("Groups")[2].partition("Examples")[0]
+    rows = [line for line in tables.splitlines() if line.startswith("  ")]
+    assert max(map(len, rows)) <= columns
+    assert "optimizer steps of the whole run" in " ".join(tables.split())
+
+
 def test_version(capsys: Any) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"ttrain {__version__}\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from typing import Any
 
 import ttrain
@@ -16,6 +18,8 @@ MAIN_KEYS = (
     "data.path", "data.tokenizer",
     "sample.prompt", "sample.tokens", "sample.temperature", "sample.top_k", "sample.top_p", "sample.seed",
 )  # fmt: skip
+
+WIDTH = 120  # columns where no window tells its own, as in a pipe
 
 EXAMPLES = (
     ("ttrain", "train a small model on text that every machine has, in about a minute"),
@@ -81,5 +85,13 @@ def shown(value: Any) -> str:
 
 
 def _table(rows: list[tuple[str, str]]) -> str:
+    """Two columns that fit the window; in a narrow one the meaning goes below the name."""
+    window = max(shutil.get_terminal_size((WIDTH, 24)).columns, 20)
     width = max(len(left) for left, _ in rows)
-    return "\n".join(f"  {left:<{width}}  {right}" for left, right in rows)
+    beside = window - width - 4 >= 48  # room for a path
+    indent = " " * (width + 4 if beside else 6)
+    lines = []
+    for left, right in rows:
+        wrapped = textwrap.fill(right, window, initial_indent=indent, subsequent_indent=indent, break_long_words=False)
+        lines.append(f"  {left:<{width}}  {wrapped.strip()}" if beside else f"  {left}\n{wrapped}")
+    return "\n".join(lines)

@@ -234,12 +234,13 @@ class _Job:
         """Sample, summary, loss curve."""
         from ttrain.train import summary as summaries
 
-        if self.prompt is not None and "logits" in steps:
+        writes_text = self.prompt is not None and "logits" in steps
+        if writes_text:
             self._print_sample(steps["logits"])
         summary = self._summary(run, progress)
         run.write_summary({**summary.to_dict(), "engine": session.engine.counters.as_dict()})
         summaries.draw_loss_curve(run.metrics, run.path / "loss.png", summary.baseline)
-        summaries.print_summary(summary, run.path)
+        summaries.print_summary(summary, run.path, writes_text=writes_text)
 
     def _print_sample(self, logits: Step) -> None:
         from ttrain.train.sample import print_samples

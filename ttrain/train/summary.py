@@ -82,8 +82,8 @@ def recent_speed(metrics: Path) -> tuple[float | None, float | None]:
     return _median(speeds), _median(utilisations)
 
 
-def print_summary(summary: Summary, run: Path) -> None:
-    """Prints the summary, where the run is, and the commands that go on from it."""
+def print_summary(summary: Summary, run: Path, *, writes_text: bool = True) -> None:
+    """Prints the summary, where the run is, and the commands that go on from it; `writes_text`: it can be sampled."""
     from rich.console import Console
     from rich.text import Text
 
@@ -92,8 +92,9 @@ def print_summary(summary: Summary, run: Path) -> None:
         *summary.lines(),
         ("run", str(run)),
         ("train on", f"python -m ttrain resume=auto run.dir={folder} train.steps={2 * summary.steps}"),
-        ("sample", f"python -m ttrain task=sample run.dir={folder}"),
     ]
+    if writes_text:
+        rows.append(("sample", f"python -m ttrain task=sample run.dir={folder}"))
     width = max(len(label) for label, _ in rows) + 2
     console = Console(highlight=False, soft_wrap=True)  # a command that is cut at the window's edge can't be copied
     console.print()
