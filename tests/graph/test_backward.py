@@ -10,13 +10,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.graph.tools import assert_same_meaning, names, parameter, tokens
+from tests.graph.tools import names, parameter, tokens
 from tests.plan.interpreter import random_tensors, run_plainly, specs
 from ttrain import ops
 from ttrain.autodiff import backward
 from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.spec import TensorSpec
 from ttrain.graph import Graph, Stage, Value
+from ttrain.graph.op import op
 from ttrain.graph.verify import verify
 
 ROWS = TensorSpec((4, 3))
@@ -93,8 +94,6 @@ def test_an_op_without_gradient_on_the_way_is_named() -> None:
 
 
 def test_a_fused_activation_without_gradient_is_refused() -> None:
-    from ttrain.graph.op import op
-
     graph = Graph()
     weight = parameter(graph, "w", 5, 3)
     y = op("linear").record(graph.input("x", ROWS), weight, None, activation="gelu")

@@ -140,6 +140,13 @@ def test_a_sum_with_broadcasting_is_no_residual() -> None:
     assert fused(graph) == ["add", "layer_norm"]
 
 
+def test_a_sum_that_is_its_own_norms_weight_stays() -> None:
+    graph = Graph()
+    total = ops.add(parameter(graph, "a", 3), parameter(graph, "b", 3))
+    graph.output("y", ops.layer_norm(total, total, None))
+    assert fused(graph) == ["add", "layer_norm"]
+
+
 def test_one_sum_under_two_norms_is_joined_once() -> None:
     graph = Graph()
     total = ops.add(*residual(graph))

@@ -89,7 +89,7 @@ def run_planned(
         if node.op.elementwise and kernel.delivery is Delivery.INTO:
             _element_by_element(node, ins, outs[0])
             continue
-        if kernel.delivery is Delivery.FRESH or node.op.aliases(node):
+        if kernel.delivery is Delivery.FRESH or kernel.overwrites or node.op.aliases(node):
             results = reference(node, ins)
         else:
             _scribble([*outs, *work])

@@ -87,7 +87,7 @@ def test_the_planned_training_step_of_a_transformer(compute: DType, recompute: s
         inputs, state = random_tensors(specs(recorded.inputs), 0), random_tensors(specs(recorded.state), 1)
         state = {name: value.abs() if name.endswith("second_moment") else value for name, value in state.items()}
         inputs["step"] = torch.tensor(3.0)
-        plan = build_plan(prepare(trace, device.kernels, device.name, True), device.kernels)
+        plan = build_plan(prepare(trace, device.kernels, device, True), device.kernels)
         for planned, plain in zip(
             run_planned(plan, device.kernels, inputs, state), run_plainly(recorded, inputs, state), strict=True
         ):

@@ -134,7 +134,7 @@ def _residual_norm(matcher: _Matcher, node: Node) -> Match | None:
     if source is None or source.op.name != "add" or source.stage is not node.stage or source.copy != node.copy:
         return None
     x, branch = source.input("x"), source.input("y")
-    if x.spec != branch.spec or not _before_other_readers(matcher, total, node):
+    if x.spec != branch.spec or total in node.inputs[1:] or not _before_other_readers(matcher, total, node):
         return None
     inputs = (x, branch, node.inputs[1], node.inputs[2])
     return Match(source, "add_layer_norm", inputs, dict(node.attributes), [total, *node.outputs])
