@@ -58,7 +58,7 @@ class TorchDevice(Device):
             # Sums of bf16 products stay in fp32 until the end, as on the CPU.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.device = torch.device(kind, index) if kind == "cuda" else torch.device("cpu")
-        self.context = Context.of(self.device)
+        self.context = Context.of(self.device, self.threads)
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._closed = False
 

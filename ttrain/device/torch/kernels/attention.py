@@ -77,9 +77,11 @@ def _softmax_grad(
 
 def explicit_is_chosen(context: Context, qkv: TensorSpec, attributes: Attributes) -> bool:
     """Which way a shape goes; forward and backward of one node agree."""
-    if attributes.get("p", 0.0) or qkv.shape[1] <= context.explicit_up_to:
+    bf16, time = qkv.dtype is DType.BF16, qkv.shape[1]
+    if attributes.get("p", 0.0) or not (context.on_cpu or bf16):
         return True
-    return not context.on_cpu and qkv.dtype is not DType.BF16
+    # On the CPU the matrix units put bf16 products ahead of aten's blockwise attention for longer.
+    return time <= context.explicit_up_to * (4 if bf16 and context.on_cpu else 1)
 
 
 class _Operand:

@@ -49,10 +49,10 @@ class Context:
     one_hot_up_to: int = 2**20
 
     @staticmethod
-    def of(device: torch.device) -> Context:
-        """The context of a device, with sizes as measured."""
+    def of(device: torch.device, threads: int = 1) -> Context:
+        """The context of a device whose kernels use that many CPU threads, with sizes as measured."""
         if device.type == "cpu":
-            return Context(device, block=2**17)
+            return Context(device, block=2**17 * threads)
         return Context(device, block=2**25, explicit_up_to=256)
 
     @property
@@ -132,6 +132,11 @@ def scalar_like(value: float, x: Tensor) -> Tensor:
     rounded = torch.tensor(value, dtype=x.dtype)
     exact = float(rounded) == value or x.dtype is not torch.bfloat16
     return constant(value, x.dtype if exact else torch.float32, x.device)
+
+
+def blocks(x: Tensor, size: int) -> list[Tensor]:
+    """x as vectors of `size` elements, the last one shorter."""
+    return list(x.view(-1).split(size)) if x.numel() else []
 
 
 def flatten(*slots: Sequence[Tensor], gaps: bool = True) -> list[Tensor] | None:

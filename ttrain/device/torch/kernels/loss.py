@@ -68,6 +68,26 @@ class _Rows:
             partial(torch.gather, wide_logits, 1, self.targets[rows], out=self.logs[rows]),
         ]
 
+    def probabilities(self, logits: Tensor, wide_logits: Tensor, rows: slice) -> list[Launch]:
+        """wide_logits <- softmax of the block's logits; logs <- log-probabilities of the targets.
+
+        A log-probability is logit - max logit + log max probability: the largest probability never underflows. Two
+        maxima cost less than a log-softmax and its exponential.
+        """
+        logs, maxima = self.logs[rows], self.shifted[rows]
+        launches = [] if logits.dtype is wide_logits.dtype else [copying(wide_logits, logits)]
+        maximum = partial(torch.amax, wide_logits, 1, True, out=maxima)
+        return [
+            *launches,
+            partial(torch.gather, wide_logits, 1, self.targets[rows], out=logs),
+            maximum,
+            partial(torch.sub, logs, maxima, out=logs),
+            partial(aten._softmax.out, wide_logits, -1, False, out=wide_logits),
+            maximum,
+            partial(torch.log, maxima, out=maxima),
+            partial(torch.add, logs, maxima, out=logs),
+        ]
+
     def subtract_one_hot(self, probabilities: Tensor, rows: slice) -> list[Launch]:
         """probabilities <- probabilities - onehot(target)."""
         picked = self.shifted[rows]
@@ -156,11 +176,12 @@ def _linear_cross_entropy(context: Context) -> Kernel:
             for block in _blocks(part.shape[0], step):
                 at = slice(chunk.start + block.start, chunk.start + block.stop)
                 target = part[block] if wide_logits is None else wide_logits[: block.stop - block.start]
-                launches += rows.log_probabilities(part[block], target, at)
-                if gradients is not None:
-                    launches += [partial(torch.exp, target, out=target), *rows.subtract_one_hot(target, at)]
-                    if wide_logits is not None:
-                        launches.append(copying(part[block], target))
+                if gradients is None:
+                    launches += rows.log_probabilities(part[block], target, at)
+                    continue
+                launches += [*rows.probabilities(part[block], target, at), *rows.subtract_one_hot(target, at)]
+                if wide_logits is not None:
+                    launches.append(copying(part[block], target))
             if gradients is not None:
                 launches += gradients.products(part, hidden, rows, chunk)
         finish = gradients.finishing() if gradients is not None else []
