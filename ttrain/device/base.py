@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from ttrain.core.spec import DType, TensorSpec
 
 Buffer = Any  # a device's own handle of one placed tensor
 Arena = Any  # a device's own handle of a range of bytes
+Form = Hashable  # how a device holds a tensor: its shape with padding, dtype and layout
 Launch = Callable[[], Any]
 
 ALIGNMENT = 64  # bytes; a cache line, and what vector loads of 512 bits want
@@ -36,7 +37,9 @@ class Kernel:
     buffers; everything that can be worked out beforehand is worked out in `bind`. A FRESH kernel's call returns the
     list of its outputs. `workspace(inputs, outputs, attributes)` lists specs of scratch buffers that the plan
     provides for the time of the launch. `frozen` names attributes or inputs that the kernel turns into host numbers:
-    a captured step refuses such a kernel.
+    a captured step refuses such a kernel. `overwrites` numbers inputs whose buffer the first output may take over where
+    nothing reads them afterwards; the kernel then finds the same buffer on both sides. `forms(inputs, outputs,
+    attributes)` gives the forms (see `Device.form`) of outputs that are held otherwise than usual, None for the others.
     """
 
     bind: Callable[[Sequence[Buffer | None], Sequence[Buffer], Mapping[str, Any], Sequence[Buffer]], Launch]
@@ -45,6 +48,10 @@ class Kernel:
         None
     )
     frozen: tuple[str, ...] = ()
+    overwrites: tuple[int, ...] = ()
+    forms: Callable[[Sequence[TensorSpec | None], Sequence[TensorSpec], Mapping[str, Any]], list[Form | None]] | None = (
+        None
+    )
 
     def workspace_specs(
         self, inputs: Sequence[TensorSpec | None], outputs: Sequence[TensorSpec], attributes: Mapping[str, Any]
@@ -87,6 +94,9 @@ class Device(ABC):
     name: str
     computes = True  # False where values are not computed (null, mock): such a run must never look like training
     supports_capture = False
+    arenas = True  # False where memory comes in whole tensors: values of equal form then take turns in one tensor
+    rematerializes = True  # False where a launch costs more than the memory that computing again would save
+    uniform_compute = False  # True where norms want their weights in the compute dtype as well
 
     def __init__(self) -> None:
         self.counters = DeviceCounters()
@@ -111,6 +121,28 @@ class Device(ABC):
     @abstractmethod
     def download(self, buffer: Buffer) -> np.ndarray:
         """A copy of a buffer's values on the host, bf16 as fp32. Waits for pending work."""
+
+    def upload_inputs(self, buffers: Mapping[str, Buffer], arrays: Mapping[str, np.ndarray]) -> None:
+        """Upload the inputs of one step, by name."""
+        for name, array in arrays.items():
+            self.upload(buffers[name], array)
+
+    def deliver(self, launch: Launch, outputs: Sequence[Buffer]) -> None:
+        """Run the launch of a FRESH kernel, and bring what it returns into the output buffers."""
+        for result, output in zip(launch(), outputs, strict=True):
+            self.copy(result, output)
+
+    def form(self, spec: TensorSpec) -> Form:
+        """How a tensor is held, where `arenas` is False."""
+        return spec
+
+    def form_bytes(self, form: Form) -> int:
+        """Bytes of device memory that a tensor of this form takes."""
+        return spec_bytes(form)
+
+    def shares(self, spec: TensorSpec, other: TensorSpec) -> bool:
+        """Whether a tensor can be seen under another shape without a copy."""
+        return True
 
     @abstractmethod
     def copy(self, source: Buffer, destination: Buffer) -> None:
@@ -157,6 +189,12 @@ class Device(ABC):
 
     def close(self) -> None:
         """Release captures, then memory. Using the device afterwards is an error."""
+
+
+def spec_bytes(form: Form) -> int:
+    """Bytes of a form that is a plain spec."""
+    assert isinstance(form, TensorSpec)
+    return form.nbytes
 
 
 def align(nbytes: int) -> int:

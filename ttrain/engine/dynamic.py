@@ -7,7 +7,7 @@ from typing import Any
 
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Arena, Buffer, Delivery
+from ttrain.device.base import Arena, Buffer, Delivery, Kernel
 from ttrain.engine.base import Engine, HostValue, Step, Trace, host_arrays, host_outputs, traced_graph
 from ttrain.graph.graph import Graph, Kind, Node, RecordCounter, Value
 from ttrain.graph.verify import verify
@@ -40,9 +40,9 @@ class DynamicStep(Step):
         arrays = host_arrays(self.name, self.inputs, inputs)
         allocations, nodes = device.counters.allocations, RecordCounter.nodes
         tape = _Tape(self.engine)
-        for key, array in arrays.items():
+        for key in arrays:
             tape.inputs[key] = tape.allocate(self.inputs[key], f"input {key}")
-            device.upload(tape.inputs[key][2], array)
+        device.upload_inputs({key: buffer for key, (_, _, buffer) in tape.inputs.items()}, arrays)
         graph = Graph(on_record=tape.launch, on_release=tape.release)
         self._trace(graph)
         outputs = host_outputs(device, {key: tape.placed(value)[2] for key, value in graph.outputs.items()})
@@ -81,23 +81,23 @@ class _Tape:
 
     def launch(self, node: Node) -> None:
         aliases = node.op.aliases(node)
-        if node.op.view:
+        if node.op.view and self.device.shares(node.values[0].spec, node.outputs[0].spec):
             arena, offset, _ = self.placed(node.values[0])
             spec = node.outputs[0].spec
             self.buffers[node.outputs[0]] = (arena, offset, self.device.place(arena, offset, spec))
             return
-        if node.op.name not in self.device.kernels:
+        kernel = "copy_reshape" if node.op.view else node.op.name
+        if kernel not in self.device.kernels:
             self._launch_parts(node)
             return
         for index, output in enumerate(node.outputs):
-            shared = node.inputs[aliases[index]] if index in aliases else None
+            shared = node.inputs[aliases[index]] if index in aliases and not node.op.view else None
             self.buffers[output] = (
                 self.allocate(output.spec, node.op.name) if shared is None else self.placed(shared)
             )
-        self._run(node)
+        self._run(node, self.device.kernels[kernel])
 
-    def _run(self, node: Node) -> None:
-        kernel = self.device.kernels[node.op.name]
+    def _run(self, node: Node, kernel: Kernel) -> None:
         ins = [None if value is None else self.placed(value)[2] for value in node.inputs]
         outs = [self.buffers[output][2] for output in node.outputs]
         specs = kernel.workspace_specs(
@@ -106,10 +106,11 @@ class _Tape:
             node.attributes,
         )
         workspace = [self.allocate(spec, f"workspace of {node.op.name}")[2] for spec in specs]
-        results = kernel.bind(ins, outs, node.attributes, workspace)()
+        launch = kernel.bind(ins, outs, node.attributes, workspace)
         if kernel.delivery is Delivery.FRESH:
-            for result, out in zip(results, outs, strict=True):
-                self.device.copy(result, out)
+            self.device.deliver(launch, outs)
+        else:
+            launch()
 
     def _launch_parts(self, node: Node) -> None:
         """Record the op's decomposition right here: its nodes launch as they are recorded."""

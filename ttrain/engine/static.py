@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
+from functools import partial
 from typing import Any
 
 from ttrain.autodiff.rematerialize import rematerialize
@@ -11,19 +12,21 @@ from ttrain.device.base import Arena, Buffer, Delivery, Device, Kernel, Launch
 from ttrain.engine.base import Engine, HostValue, Step, Trace, host_arrays, host_outputs, traced_graph
 from ttrain.engine.state import State
 from ttrain.graph.graph import Graph, Node, RecordCounter, Value
-from ttrain.graph.passes import decompose, fuse, merge_common_subexpressions, remove_dead_code
+from ttrain.graph.passes import copy_reshapes, decompose, fuse, merge_common_subexpressions, remove_dead_code
 from ttrain.graph.verify import verify
 from ttrain.plan.plan import Plan, build_plan
 
 
-def prepare(trace: Trace, kernels: Container[str], device: str, rematerializing: bool) -> Graph:
+def prepare(trace: Trace, kernels: Container[str], device: Device, rematerializing: bool) -> Graph:
     """Trace a step and run every pass, verifying the graph at each border."""
     graph = verify(traced_graph(trace), "recording")
     graph = verify(remove_dead_code(graph), "dead code")
     graph = verify(merge_common_subexpressions(graph), "common subexpressions")
     graph = verify(fuse(graph), "fusion")
-    graph = verify(decompose(graph, kernels, device), "decomposition")
-    if rematerializing:
+    graph = verify(decompose(graph, kernels, device.name), "decomposition")
+    graph = verify(merge_common_subexpressions(graph), "common subexpressions of the parts")
+    graph = verify(copy_reshapes(graph, device.shares), "reshapes that copy")
+    if rematerializing and device.rematerializes:
         graph = verify(rematerialize(graph), "rematerialization")
     return verify(remove_dead_code(graph), "dead code after the passes")
 
@@ -44,13 +47,13 @@ class StaticEngine(Engine):
     def build(self, name: str, trace: Trace) -> Step:
         graph = self.derive(trace)
         self.state.check(graph)
-        step = self.make_step(name, build_plan(graph, self.kernels))
+        step = self.make_step(name, build_plan(graph, self.kernels, self.device))
         self._steps.append(step)
         return step
 
     def derive(self, trace: Trace) -> Graph:
         """The final graph of a step."""
-        return prepare(trace, self.kernels, self.device.name, self.rematerialize)
+        return prepare(trace, self.kernels, self.device, self.rematerialize)
 
     def make_step(self, name: str, plan: Plan) -> StaticStep:
         return StaticStep(self, name, plan)
@@ -89,8 +92,7 @@ class StaticStep(Step):
         allocations, nodes = device.counters.allocations, RecordCounter.nodes
         self.take_addresses()
         assert self._bound is not None
-        for key, array in arrays.items():
-            device.upload(self._bound.inputs[key], array)
+        device.upload_inputs(self._bound.inputs, arrays)
         self.run(self._bound)
         if self._calls:
             counters.allocations_after_first += device.counters.allocations - allocations
@@ -146,14 +148,4 @@ class BoundPlan:
         offsets = self._plan.workspace.get(node, [])
         workspace = [device.place(self._arena, at, spec) for at, spec in zip(offsets, specs, strict=True)]
         launch = kernel.bind(ins, outs, node.attributes, workspace)
-        return launch if kernel.delivery is not Delivery.FRESH else _delivering(device, launch, outs)
-
-
-def _delivering(device: Device, launch: Launch, outs: Sequence[Buffer]) -> Launch:
-    """A launch that copies what a FRESH kernel returns into its slots."""
-
-    def run() -> None:
-        for result, out in zip(launch(), outs, strict=True):
-            device.copy(result, out)
-
-    return run
+        return launch if kernel.delivery is not Delivery.FRESH else partial(device.deliver, launch, outs)

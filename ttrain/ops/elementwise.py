@@ -410,7 +410,10 @@ def activation(x: Value, name: str) -> Value:
 
 
 def cast(x: Value, dtype: DType) -> Value:
-    """x in another floating-point dtype; x itself where it has it already."""
+    """x in another floating-point dtype; x itself where it has it already. A literal constant is made anew."""
+    node = x.producer
+    if node is not None and node.op.name == "full" and x.spec.dtype is not dtype:
+        return full(x.graph, x.spec.with_dtype(dtype), node.attributes["value"])
     return x if x.spec.dtype is dtype else op("cast").record(x, dtype=dtype)
 
 

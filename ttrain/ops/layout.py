@@ -44,6 +44,29 @@ class Reshape(_Move):
 
 
 @declare
+class CopyReshape(_Move):
+    """Reshape with a copy: on a device that pads tensors to tiles, where the new shape pads otherwise."""
+
+    name = "copy_reshape"
+    differentiable = False
+
+    def infer(self, x: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
+        self.require(math.prod(shape) == x.size, f"{x} to {list(shape)}", f"a shape of {x.size} elements")
+        return x.with_shape(*shape)
+
+    def reference(self, x: Any, shape: tuple[int, ...]) -> Any:
+        return x.reshape(shape)
+
+    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
+        x = inputs[0]
+        assert x is not None
+        return [op("reshape").record(x, shape=node.attributes["shape"])]
+
+    def cases(self) -> Sequence[Case]:
+        return [Case(((2, 3, 4),), {"shape": (6, 4)}), Case(((33, 5),), {"shape": (5, 33)})]
+
+
+@declare
 class Expand(_Move):
     """Axes of size one repeated to `shape`."""
 

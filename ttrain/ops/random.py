@@ -12,6 +12,7 @@ from ttrain.core.mask import keep_threshold, mask_key, mix
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.graph import Node, Value
 from ttrain.graph.op import Case, Op, declare, op
+from ttrain.ops.elementwise import full, multiply
 
 
 @declare
@@ -44,10 +45,50 @@ class Dropout(Op):
         kept = [mix(index + key & 0xFFFFFFFF) >= threshold for index in range(x.numel())]
         return x * torch.tensor(kept, dtype=x.dtype).reshape(x.shape) / (1 - p)
 
+    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
+        x, seed = inputs
+        assert x is not None and seed is not None
+        return [multiply(x, op("dropout_mask").record(seed, spec=x.spec, **node.attributes))]
+
     def cases(self) -> Sequence[Case]:
         return [
             Case((shape, ()), {"p": p, "stream": stream}, integers={"seed": 2**62})
             for shape, p, stream in (((4, 8), 0.5, 0), ((2, 3, 33), 0.1, 7), ((257,), 0.0, 3))
+        ]
+
+
+@declare
+class DropoutMask(Op):
+    """What dropout multiplies by: 1 / (1 - p) where an element is kept, else 0."""
+
+    name = "dropout_mask"
+    family = "random"
+    inputs = ("seed",)
+    outputs = ("mask",)
+    differentiable = False
+
+    def infer(self, seed: TensorSpec, spec: TensorSpec, p: float, stream: int) -> TensorSpec:
+        self.require(seed == TensorSpec((), DType.INT64), f"seed {seed}", "int64[]")
+        return spec
+
+    def flops(self, node: Node) -> int:
+        return 9 * node.outputs[0].spec.size
+
+    def reference(self, seed: Any, spec: TensorSpec, p: float, stream: int) -> Any:
+        import torch
+
+        return op("dropout").reference(torch.ones(spec.shape, dtype=torch.float64), seed, p, stream)
+
+    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
+        (seed,) = inputs
+        assert seed is not None
+        ones = full(seed.graph, node.outputs[0].spec, 1.0)
+        return [dropout(ones, seed, node.attributes["p"], node.attributes["stream"])]
+
+    def cases(self) -> Sequence[Case]:
+        return [
+            Case(((),), {"spec": TensorSpec(shape), "p": p, "stream": stream}, integers={"seed": 2**62})
+            for shape, p, stream in (((4, 8), 0.5, 0), ((2, 3, 33), 0.1, 7))
         ]
 
 

@@ -8,18 +8,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from ttrain.core.errors import PlanError
-from ttrain.device.base import align
+from ttrain.device.base import Form, align
 
 
 @dataclass
 class Block:
-    """A buffer to place: its size in bytes, when it is live (inclusive), and where it came to lie."""
+    """A buffer to place: its size in bytes, when it is live (inclusive), and where it came to lie.
+
+    `form` is for devices without arenas: only blocks of equal form may lie at the same offset.
+    """
 
     label: str
     nbytes: int
     start: int
     end: int
     offset: int = -1
+    form: Form | None = None
 
 
 def pack(blocks: Sequence[Block]) -> int:
@@ -40,6 +44,27 @@ def pack(blocks: Sequence[Block]) -> int:
         block.offset = _lowest_gap(offsets[together], tops[together], size)
         offsets[index], tops[index] = block.offset, block.offset + size
         total = max(total, block.offset + size)
+    return total
+
+
+def take_turns(blocks: Sequence[Block]) -> int:
+    """Give every block an offset that stands for one tensor; returns the bytes of all tensors.
+
+    Blocks of equal form share a tensor where they are not live together. First come, first served is optimal here:
+    per form it needs as many tensors as blocks are live at once (colouring of an interval graph).
+    """
+    free: dict[Form | None, list[tuple[int, int]]] = {}  # per form: (live until, offset) of its tensors
+    total = 0
+    for block in sorted(blocks, key=lambda block: block.start):
+        tensors = free.setdefault(block.form, [])
+        reusable = [tensor for tensor in tensors if tensor[0] < block.start]
+        if reusable:
+            taken = max(reusable)
+            tensors.remove(taken)
+            block.offset = taken[1]
+        else:
+            block.offset, total = total, total + align(max(block.nbytes, 1))
+        tensors.append((block.end, block.offset))
     return total
 
 

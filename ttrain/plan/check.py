@@ -9,6 +9,7 @@ from ttrain.core.errors import PlanError
 from ttrain.device.base import Delivery, Kernel
 from ttrain.graph.graph import Node, Value
 from ttrain.plan.arena import check_overlap
+from ttrain.plan.lifetime import overwritable
 
 if TYPE_CHECKING:
     from ttrain.plan.plan import Plan
@@ -29,6 +30,7 @@ def check(plan: Plan, kernels: Mapping[str, Kernel]) -> None:
 def check_contents(plan: Plan) -> None:
     """Follow what every buffer holds, launch by launch."""
     contents = _Contents(plan)
+    newest = {value: value for value in plan.graph.state.values()}
     for time, node in enumerate(plan.graph.nodes):
         if node.op.view:
             contents.same(node.outputs[0], node.values[0])
@@ -40,6 +42,10 @@ def check_contents(plan: Plan) -> None:
                 contents.expect(value, value, time, node)
             for output in node.outputs:
                 contents.write(output, time, node)
+        changed = [] if node.op.view else [node.outputs[index] for index in node.op.aliases(node)]
+        newest.update((contents.owner(output), output) for output in changed)
+    for state, value in newest.items():
+        contents.expect(value, state, len(plan.graph.nodes), f"the next step's {state.name}")
     for name, value in plan.graph.outputs.items():
         contents.expect(value, value, len(plan.graph.nodes), f"output {name}")
 
@@ -52,6 +58,9 @@ class _Contents:
         entering = (*plan.graph.inputs.values(), *plan.graph.state.values())
         self.meant: dict[Value, Value] = {value: value for value in entering}  # a view means the value it shows
         self.held: dict[Value, Value] = dict(self.meant)  # by buffer
+
+    def owner(self, value: Value) -> Value:
+        return self.placement.owner_of(value)
 
     def same(self, value: Value, source: Value) -> None:
         self.meant[value] = self.meant[source]
@@ -70,7 +79,7 @@ class _Contents:
             raise PlanError(f"{reader} reads {value!r}, but its buffer holds {held!r} by then.")
 
     def _live(self, value: Value, time: int, reader: Node | str) -> Value:
-        owner = self.placement.owner_of(value)
+        owner = self.owner(value)
         if not owner.kind.is_state:
             lifetime = self.placement.lifetimes[owner]
             if not lifetime.start <= time <= lifetime.end:
@@ -90,5 +99,5 @@ def check_delivery(plan: Plan, kernels: Mapping[str, Kernel]) -> None:
         for index, output in enumerate(node.outputs):
             if index in aliases or owner_of(output) not in inputs:
                 continue
-            if not (node.op.elementwise and index == 0 and delivery is Delivery.INTO):
+            if index or inputs[owner_of(output)] not in overwritable(node, kernels[node.op.name]):
                 raise PlanError(f"{node!r} would write over its own input {inputs[owner_of(output)]!r}.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 from ttrain.device.base import Delivery, Kernel
@@ -32,13 +32,13 @@ class Placement:
         return self.owner.get(value, value)
 
 
-def place(graph: Graph, kernels: Mapping[str, Kernel]) -> Placement:
-    """Decide sharing, then lifetimes. Pure; `kernels` tells how each op delivers."""
+def place(graph: Graph, kernels: Mapping[str, Kernel], apart: Container[Value] = frozenset()) -> Placement:
+    """Decide sharing, then lifetimes. Pure; `kernels` tells how each op delivers. Values of `apart` share with none."""
     placement = Placement(roots_of(graph))
     placement.elided.update(node for node in graph.nodes if node.op.view)
     # Reuse comes first: a sum that ends up in state then lies there from its first term on.
-    _reuse_dying_inputs(graph, placement, kernels, _last_reads(graph, placement))
-    _deliver_into_state(graph, placement)
+    _reuse_dying_inputs(graph, placement, kernels, _last_reads(graph, placement), apart)
+    _deliver_into_state(graph, placement, apart)
     _measure(graph, placement)
     return placement
 
@@ -58,33 +58,33 @@ class _Accesses:
     """When each buffer is made, touched and overwritten."""
 
     def __init__(self, graph: Graph, owner: Mapping[Value, Value]) -> None:
-        self.made: dict[Value, int] = {}
+        self.written: dict[Value, list[int]] = {}
         self.touched: dict[Value, list[int]] = {}
         self.overwritten: dict[Value, list[int]] = {}
         for time, node in enumerate(graph.nodes):
             for output in node.outputs:
-                self.made.setdefault(owner[output], time)
+                self.written.setdefault(owner[output], []).append(time)
             for value in (*node.values, *node.outputs):
                 self.touched.setdefault(owner[value], []).append(time)
             for value in overwritten(node):
                 self.overwritten.setdefault(owner[value], []).append(time)
 
     def may_share(self, owner: Value, state: Value, assigned: int) -> bool:
-        """Whether a buffer made for the assignment at `assigned` may be the state itself from the start.
+        """Whether the buffer whose value is assigned at `assigned` may be the state itself from the start.
 
-        Nobody may touch the state between the making and the assignment, and the buffer must not be read any more once
-        the state is overwritten again.
+        Nobody may touch the state between the buffer's first use and the assignment. Afterwards the buffer must not
+        hold anything else, and must not be read any more once the state is overwritten again.
         """
-        made, touched = self.made[owner], self.touched[state]
+        written = self.written[owner]
         again = min((time for time in self.overwritten[state] if time > assigned), default=None)
-        early = any(made <= time < assigned for time in touched)
-        return not early and (again is None or max(self.touched[owner]) < again)
+        early = any(written[0] <= time < assigned for time in self.touched[state])
+        return not early and written[-1] < assigned and (again is None or max(self.touched[owner]) < again)
 
     def share(self, owner: Value, state: Value) -> None:
         self.touched[state] += self.touched[owner]
 
 
-def _deliver_into_state(graph: Graph, placement: Placement) -> None:
+def _deliver_into_state(graph: Graph, placement: Placement, apart: Container[Value]) -> None:
     """Let the kernel whose result is assigned to state write there itself, and drop the copy."""
     owner_of, accesses = placement.owner_of, _Accesses(graph, placement.owner)
     kept = {owner_of(value) for value in graph.outputs.values()}
@@ -94,7 +94,7 @@ def _deliver_into_state(graph: Graph, placement: Placement) -> None:
             continue
         state, value = node.input("state"), node.input("value")
         owner, home = owner_of(value), owner_of(state)
-        free = owner.kind is Kind.NODE and owner not in moved and owner not in kept
+        free = owner.kind is Kind.NODE and owner not in moved and owner not in kept and owner not in apart
         if not free or value.spec != state.spec or not accesses.may_share(owner, home, time):
             continue
         accesses.share(owner, home)
@@ -104,11 +104,25 @@ def _deliver_into_state(graph: Graph, placement: Placement) -> None:
         placement.owner[value] = moved.get(owner, owner)
 
 
+def overwritable(node: Node, kernel: Kernel) -> list[Value]:
+    """Inputs whose buffer the node's first output may take over, if nothing reads them afterwards."""
+    if kernel.delivery is not Delivery.INTO:
+        return []
+    if node.op.elementwise:
+        return node.values
+    return [value for index in kernel.overwrites if (value := node.inputs[index]) is not None]
+
+
 def _reuse_dying_inputs(
-    graph: Graph, placement: Placement, kernels: Mapping[str, Kernel], last_read: dict[Value, int]
+    graph: Graph,
+    placement: Placement,
+    kernels: Mapping[str, Kernel],
+    last_read: dict[Value, int],
+    apart: Container[Value],
 ) -> None:
     """Let an elementwise result take over the buffer of an input that nothing reads afterwards."""
     takes: dict[Value, Value] = {}
+    assigned: set[Value] = set()  # buffers that may become state and must keep their value
 
     def final(owner: Value) -> Value:
         while owner in takes:
@@ -116,17 +130,18 @@ def _reuse_dying_inputs(
         return owner
 
     for time, node in enumerate(graph.nodes):
-        if not node.op.elementwise or node in placement.elided:
+        if node in placement.elided:
             continue
-        if kernels[node.op.name].delivery is not Delivery.INTO:
-            continue
+        if node.op.name == "assign" and node.input("value").spec == node.input("state").spec:
+            assigned.add(final(placement.owner_of(node.input("value"))))
         output = node.outputs[0]
         own = placement.owner_of(output)
-        if own is not output:
+        if own is not output or output in apart:
             continue
-        for value in node.values:
+        for value in overwritable(node, kernels[node.op.name]):
             owner = final(placement.owner_of(value))
-            if owner.kind is Kind.NODE and value.spec == output.spec and last_read[owner] == time:
+            dies = owner.kind is Kind.NODE and last_read[owner] == time
+            if dies and value.spec == output.spec and owner not in assigned and owner not in apart:
                 takes[own] = owner
                 last_read[owner] = max(last_read[owner], last_read[own])
                 break

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ttrain.device.base import Kernel
+from ttrain.core.spec import TensorSpec
+from ttrain.device.base import Device, Form, Kernel
 from ttrain.graph.graph import Graph, Kind, Node, Stage, Value
-from ttrain.plan.arena import Block, pack, peak_bytes
+from ttrain.plan.arena import Block, pack, peak_bytes, take_turns
 from ttrain.plan.check import check
 from ttrain.plan.lifetime import Placement, place
 
@@ -50,26 +51,22 @@ class Plan:
         return peak_bytes(self.blocks)
 
 
-def build_plan(graph: Graph, kernels: Mapping[str, Kernel]) -> Plan:
-    """Place every value of a final graph, and prove the result (see check.py)."""
-    placement = place(graph, kernels)
-    blocks: list[Block] = []
+def build_plan(graph: Graph, kernels: Mapping[str, Kernel], device: Device | None = None) -> Plan:
+    """Place every value of a final graph, and prove the result (see check.py).
+
+    Without arenas on the device, an offset stands for one tensor, and values take turns in it by form.
+    """
+    forms = None if device is None or device.arenas else _Forms(graph, kernels, device)
+    placement = place(graph, kernels, frozenset() if forms is None else forms.special)
     owned: dict[Value, Block] = {}
     for owner, lifetime in placement.lifetimes.items():
         owned[owner] = Block(owner.name or repr(owner), owner.spec.nbytes, lifetime.start, lifetime.end)
-    scratch: dict[Node, list[Block]] = {}
-    for time, node in enumerate(graph.nodes):
-        if node in placement.elided:
-            continue
-        specs = kernels[node.op.name].workspace_specs(
-            [None if value is None else value.spec for value in node.inputs],
-            [output.spec for output in node.outputs],
-            node.attributes,
-        )
-        if specs:
-            scratch[node] = [Block(f"workspace of {node.op.name}", spec.nbytes, time, time) for spec in specs]
+    scratch = _scratch(graph, kernels, placement)
+    if forms is not None:
+        forms.give(owned)
+        forms.give_scratch(block for group in scratch.values() for block in group)
     blocks = [*owned.values(), *(block for group in scratch.values() for block in group)]
-    arena_bytes = pack(blocks)
+    arena_bytes = pack(blocks) if forms is None else take_turns(blocks)
     plan = Plan(
         graph,
         placement,
@@ -80,3 +77,51 @@ def build_plan(graph: Graph, kernels: Mapping[str, Kernel]) -> Plan:
     )
     check(plan, kernels)
     return plan
+
+
+def _scratch(graph: Graph, kernels: Mapping[str, Kernel], placement: Placement) -> dict[Node, list[Block]]:
+    """Scratch buffers of every node whose kernel asks for some."""
+    scratch: dict[Node, list[Block]] = {}
+    for time, node in enumerate(graph.nodes):
+        if node in placement.elided:
+            continue
+        specs = kernels[node.op.name].workspace_specs(*_specs(node), node.attributes)
+        if specs:
+            scratch[node] = [Block(f"workspace of {node.op.name}", spec.nbytes, time, time, form=spec) for spec in specs]
+    return scratch
+
+
+def _specs(node: Node) -> tuple[list[TensorSpec | None], list[TensorSpec]]:
+    return [None if value is None else value.spec for value in node.inputs], [output.spec for output in node.outputs]
+
+
+class _Forms:
+    """How a device without arenas holds each value."""
+
+    def __init__(self, graph: Graph, kernels: Mapping[str, Kernel], device: Device) -> None:
+        self._device = device
+        self._of: dict[Value, Form] = {}
+        for node in graph.nodes:
+            forms = None if node.op.view else kernels[node.op.name].forms
+            if forms is not None:
+                given = zip(node.outputs, forms(*_specs(node), node.attributes), strict=True)
+                self._of.update((output, form) for output, form in given if form is not None)
+
+    @property
+    def special(self) -> frozenset[Value]:
+        """Values that their kernels hold in a form of their own: they share a buffer with nothing else."""
+        return frozenset(self._of)
+
+    def give(self, blocks: Mapping[Value, Block]) -> None:
+        """Sets form and bytes of each block. A step input keeps its tensor to itself: the next batch is written early."""
+        for owner, block in blocks.items():
+            form = self._of.get(owner, self._device.form(owner.spec))
+            block.nbytes = self._device.form_bytes(form)
+            block.form = (owner.name, form) if owner.kind is Kind.INPUT else form
+
+    def give_scratch(self, blocks: Iterable[Block]) -> None:
+        """The same for scratch buffers, whose form is still their spec."""
+        for block in blocks:
+            assert isinstance(block.form, TensorSpec)
+            block.form = self._device.form(block.form)
+            block.nbytes = self._device.form_bytes(block.form)

@@ -39,6 +39,7 @@ def _merge_heads(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attr
 def table(context: Context) -> dict[str, Kernel]:
     return {
         "reshape": into(_reshape),
+        "copy_reshape": into(_reshape),
         "expand": into(_expand),
         "transpose": into(_transpose),
         "split_heads": into(_split_heads),

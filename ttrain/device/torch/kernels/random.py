@@ -114,5 +114,16 @@ def _dropout(context: Context) -> Kernel:
     return into(bind, workspace)
 
 
+def _dropout_mask(context: Context) -> Kernel:
+    def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+        (mask,), p, stream = outs, attributes["p"], attributes["stream"]
+        return chain(partial(mask.fill_, 1), masking(context, mask, mask, ins[0], p, stream, work))
+
+    def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+        return mask_workspace(context, outs[0].size, outs[0].dtype)
+
+    return into(bind, workspace)
+
+
 def table(context: Context) -> dict[str, Kernel]:
-    return {"dropout": _dropout(context)}
+    return {"dropout": _dropout(context), "dropout_mask": _dropout_mask(context)}
