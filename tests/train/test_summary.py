@@ -67,6 +67,13 @@ def make_summary(progress: Progress) -> Summary:
     return Summary("nano-gpt", 1_234_567, progress, 100, 5e4, 0.31, 3 << 30, ("unigram entropy", 3.1))
 
 
+def test_commands_of_a_run_with_plugins_name_them_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(make_summary(Progress(100)), tmp_path, writes_text=False, plugins=["my_parts", "mine"])
+    printed = capsys.readouterr().out
+    assert "python -m ttrain 'plugins=[my_parts,mine]' resume=auto" in printed
+    assert "task=sample" not in printed
+
+
 def test_summary_tells_the_numbers_and_the_next_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(100, 6400, 12.0, 1.5, 1.75, 100, 1.625, 80)
     summary = make_summary(progress)

@@ -188,7 +188,8 @@ def _name_problem(section: str, name: Any) -> str:
     valid = registry.names(section)
     if name is None:
         return f"{section}: has no name, so nothing is chosen. {did_you_mean('', valid)}"
-    return f"{section}.name={name}: not registered. {did_you_mean(str(name), valid)}"
+    hint = "If a plugin adds it, give plugins=[<its module>] again."  # a run remembers names, never modules
+    return f"{section}.name={name}: not registered. {did_you_mean(str(name), valid)} {hint}"
 
 
 def _suggest(section: str, key: str, known: set[str]) -> str:

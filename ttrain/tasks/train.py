@@ -240,7 +240,7 @@ class _Job:
         summary = self._summary(run, progress)
         run.write_summary({**summary.to_dict(), "engine": session.engine.counters.as_dict()})
         summaries.draw_loss_curve(run.metrics, run.path / "loss.png", summary.baseline)
-        summaries.print_summary(summary, run.path, writes_text=writes_text)
+        summaries.print_summary(summary, run.path, writes_text=writes_text, plugins=self.config.plugins)
 
     def _print_sample(self, logits: Step) -> None:
         from ttrain.train.sample import print_samples

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,19 +83,23 @@ def recent_speed(metrics: Path) -> tuple[float | None, float | None]:
     return _median(speeds), _median(utilisations)
 
 
-def print_summary(summary: Summary, run: Path, *, writes_text: bool = True) -> None:
-    """Prints the summary, where the run is, and the commands that go on from it; `writes_text`: it can be sampled."""
+def print_summary(summary: Summary, run: Path, *, writes_text: bool = True, plugins: Sequence[str] = ()) -> None:
+    """Prints the summary, where the run is, and the commands that go on from it.
+
+    `writes_text` tells that the model can be sampled, `plugins` which modules a command has to name again.
+    """
     from rich.console import Console
     from rich.text import Text
 
+    command = "python -m ttrain" + (f" {shlex.quote('plugins=[' + ','.join(plugins) + ']')}" if plugins else "")
     folder = shlex.quote(str(run))
     rows = [
         *summary.lines(),
         ("run", str(run)),
-        ("train on", f"python -m ttrain resume=auto run.dir={folder} train.steps={2 * summary.steps}"),
+        ("train on", f"{command} resume=auto run.dir={folder} train.steps={2 * summary.steps}"),
     ]
     if writes_text:
-        rows.append(("sample", f"python -m ttrain task=sample run.dir={folder}"))
+        rows.append(("sample", f"{command} task=sample run.dir={folder}"))
     width = max(len(label) for label, _ in rows) + 2
     console = Console(highlight=False, soft_wrap=True)  # a command that is cut at the window's edge can't be copied
     console.print()
