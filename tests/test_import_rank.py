@@ -21,7 +21,7 @@ ROWS = [
     ("models",),
     ("train",),
     ("config",),
-    ("cli", "tasks", "__main__"),
+    ("cli", "sweep", "tasks", "__main__"),
 ]
 RANK = {folder: rank for rank, row in enumerate(ROWS) for folder in row}
 FREE = {"__init__"}  # holds the version only

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from hydra._internal.utils import get_args_parser
-from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 import ttrain
 from ttrain.config import registry
@@ -25,9 +24,7 @@ from ttrain.core.errors import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
     ConfigError,
-    Interrupted,
     TtrainError,
-    UserError,
 )
 from ttrain.core.names import did_you_mean
 
@@ -84,17 +81,17 @@ def _run(arguments: list[str]) -> int:
         elif flags.cfg:
             _show_config(composer, words, flags)
         else:
-            return _run_or_sweep(composer, words, flags.multirun)
+            return _run_or_sweep(composer, words, flags)
     return EXIT_DONE
 
 
-def _run_or_sweep(composer: Composer, words: list[str], sweep: bool) -> int:
-    if not sweep:
+def _run_or_sweep(composer: Composer, words: list[str], flags: argparse.Namespace) -> int:
+    if not flags.multirun:
         composed = composer.compose(words)
         if composed.hydra.mode != RunMode.MULTIRUN:  # which a config file may ask for too
             run_task(composer.check(composed))
             return EXIT_DONE
-    return _sweep(composer, words)
+    return _sweep(composer, words, flags)
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -137,43 +134,13 @@ def _show_config(composer: Composer, words: list[str], flags: argparse.Namespace
     print(OmegaConf.to_yaml(shown).rstrip() if OmegaConf.is_config(shown) else shown)
 
 
-def _sweep(composer: Composer, words: list[str]) -> int:
-    """Hydra's sweep. Every job is composed and checked before the first one runs; a failing job lets the others run.
+def _sweep(composer: Composer, words: list[str], flags: argparse.Namespace) -> int:
+    """Every job in a process of its own, with the same flags as this one."""
+    from ttrain.sweep import command
 
-    Returns the exit code of the first job that failed.
-    """
-    composer.compose(words, RunMode.MULTIRUN)
-    if composer.loader.problems:
-        raise ConfigError(composer.loader.problems)
-    failures: list[Exception] = []
-
-    def job(tree: DictConfig) -> Any:
-        context = HydraConfig.get()
-        title = f"job {context.job.num} [{' '.join(context.overrides.task)}]"
-        print(f"ttrain: {title}", file=sys.stderr)
-        try:
-            return run_task(composer.loader.typed(tree))
-        except Interrupted as error:  # asks for the end of the whole sweep, not of one job
-            raise KeyboardInterrupt from error
-        except Exception as error:
-            failures.append(error)
-            print(f"ttrain: {title} failed: {error}", file=sys.stderr)
-            if not isinstance(error, TtrainError) or os.environ.get(FULL_ERROR) == "1":
-                traceback.print_exception(error)
-            raise
-
-    try:
-        with one_sentence(composer.loader):
-            composer.hydra.multirun(composer.config_name, job, words)
-    except OSError as error:
-        if not failures:
-            raise UserError(f"the sweep can't write its folder: {error}. Give hydra.sweep.dir=<folder>.") from error
-    except Exception:
-        if not failures:
-            raise
-    if not failures:
-        return EXIT_DONE
-    return failures[0].exit_code if isinstance(failures[0], TtrainError) else EXIT_FAILURE
+    names = {"--config-dir": flags.config_dir, "--config-name": flags.config_name, "--config-path": flags.config_path}
+    given = [word for name, value in names.items() if value is not None for word in (name, value)]
+    return command.run(composer, words, given)
 
 
 def _print_any_text() -> None:

@@ -17,6 +17,7 @@ from ttrain.config import registry
 from ttrain.config.components import TaskConfig
 from ttrain.config.schema import Config
 from ttrain.core.errors import ConfigError, DeviceBusy, Interrupted, UserError
+from ttrain.sweep import command
 
 REPO = Path(__file__).parents[2]
 
@@ -158,45 +159,15 @@ def test_tab_completion_knows_groups_options_and_every_key(capsys: Any, monkeypa
     assert capsys.readouterr().out.rstrip().endswith("-F hydra_bash_completion ttrain")
 
 
-def test_a_sweep_runs_every_combination(ran: list[Config], tmp_path: Path) -> None:
-    assert main(["-m", "engine=dynamic,static", "device=null,cpu", "run.dir=out/${hydra:job.num}"]) == 0
-    assert [(config.engine.name, config.device.name, config.run.dir) for config in ran] == [
-        ("dynamic", "null", "out/0"),
-        ("dynamic", "cpu", "out/1"),
-        ("static", "null", "out/2"),
-        ("static", "cpu", "out/3"),
-    ]
-    assert ran[1].source.choices["device"] == "cpu"
-    assert {"engine", "device", "run.dir"} <= ran[1].source.explicit
-    files = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
-    assert [(file.parts[:2], file.name) for file in files] == [(("outputs", "sweeps"), "multirun.yaml")]
-
-
-def test_a_sweep_with_a_bad_job_runs_none(ran: list[Config], capsys: Any) -> None:
-    assert main(["-m", "train.steps=100,x"]) == 2
-    assert main(["-m", "model=nano-gpt,gpt3"]) == 2
-    assert not ran
-    assert "[train.steps=x] train.steps='x': must be an integer" in capsys.readouterr().err
-
-
-def test_a_failing_job_raises_and_lets_the_others_run(ran: list[Config], capsys: Any) -> None:
-    assert main(["-m", "run.seed=2,9,1"]) == 75
-    assert [config.run.seed for config in ran] == [2, 9, 1]
-    assert "job 0 [run.seed=2] failed: busy" in capsys.readouterr().err
-    assert main(["-m", "run.seed=3,9"]) == 1
-
-
-@pytest.mark.parametrize("seed", [4, 5])
-def test_an_interrupt_ends_the_whole_sweep(ran: list[Config], seed: int) -> None:
-    assert main(["-m", f"run.seed={seed},9"]) == 130
-    assert len(ran) == 1
-
-
-def test_a_config_file_may_ask_for_a_sweep(ran: list[Config], tmp_path: Path) -> None:
+def test_a_sweep_is_handed_on_with_the_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text = "defaults: [config, _self_]\nhydra: {mode: MULTIRUN, sweeper: {params: {engine: 'dynamic,static'}}}\n"
     (tmp_path / "mine.yaml").write_text(text, "utf-8")
-    assert main(["--config-dir", ".", "--config-name", "mine"]) == 0
-    assert [config.engine.name for config in ran] == ["dynamic", "static"]
+    given: list[Any] = []
+    monkeypatch.setattr(command, "run", lambda composer, words, flags: given.append((words, flags)) or 75)
+    assert main(["-m", "run.seed=1,2"]) == 75
+    assert main(["--config-dir", str(tmp_path), "--config-name", "mine", "run.seed=3"]) == 75  # a file may ask for it
+    expected = ["--config-dir", str(tmp_path), "--config-name", "mine"]
+    assert given == [(["run.seed=1,2"], []), (["run.seed=3"], expected)]
 
 
 def test_a_plugin_adds_an_option_without_yaml(

@@ -7,7 +7,6 @@ has is not refused by Hydra one at a time, but kept for `validate`, which report
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository, IConfigRepository
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.default_element import ConfigDefault, GroupDefault, InputDefault, ResultDefault
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -74,19 +72,6 @@ class SchemaLoader(ConfigLoaderImpl):
         self.config_name = composed.hydra.job.config_name
         for key in {override.key_or_group for override in self.parsed} - self.choices.keys():
             self.origins = {k: file for k, file in self.origins.items() if k != key and not k.startswith(f"{key}.")}
-        return composed
-
-    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        """One job of a sweep. Hydra composes all of them before it runs one, so a bad job stops the sweep at once."""
-        composed = super().load_sweep_config(master_config, sweep_overrides)
-        if OmegaConf.is_missing(composed.hydra.job, "num"):  # the launcher numbers the job later
-            composed.hydra.job.num, composed.hydra.job.id = 0, "0"
-        HydraConfig.instance().set_config(copy.deepcopy(composed))  # it makes what it is given read-only
-        try:
-            self.typed(composed)
-        except ConfigError as error:
-            job = " ".join(sweep_overrides)
-            raise ConfigError([f"[{job}] {problem}" for problem in error.problems]) from None
         return composed
 
     def typed(self, composed: DictConfig) -> Config:

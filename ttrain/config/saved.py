@@ -10,7 +10,9 @@ from ttrain.config.schema import Config, to_dict
 from ttrain.config.validate import typed_config
 
 # What a command is asked to do is never remembered from the run that it works on.
-ALWAYS_GIVEN = ("task", "resume", "run.dir", "plugins", "plan", "prepare")
+ALWAYS_GIVEN = (
+    "task", "resume", "run.dir", "plugins", "plan", "prepare", "bench", "supervise", "sweep", "runs", "report",
+)  # fmt: skip
 
 
 def continued(saved: Mapping[str, Any], given: Config, always_given: Iterable[str] = ()) -> Config:

@@ -14,7 +14,15 @@ from ttrain.engine.settings import EngineConfig
 from ttrain.models.settings import GPTConfig
 from ttrain.nn.precision import PrecisionConfig
 from ttrain.optim.settings import AdamWConfig, OptimizerConfig, ScheduleConfig
-from ttrain.train.settings import LoggerConfig, RunConfig, SampleConfig, TrainConfig
+from ttrain.train.settings import (
+    GuardConfig,
+    LoggerConfig,
+    RecoverConfig,
+    RunConfig,
+    SampleConfig,
+    SuperviseConfig,
+    TrainConfig,
+)
 
 
 @dataclass
@@ -32,6 +40,44 @@ class PrepareConfig:
     """What task=prepare writes."""
 
     dir: str | None = option(None, "new folder for the token files, to be read with data=tokens data.path=<folder>")
+
+
+@dataclass
+class SweepConfig:
+    """How the jobs of `-m` are run, and what they are judged by."""
+
+    dir: str | None = option(
+        None, "folder of the sweep; null continues the newest unfinished sweep of the same jobs, else claims a new one"
+    )
+    parallel: int = option(1, "jobs on the CPU that run at once and share its threads; a card takes one job", minimum=1)
+    fail_fast: bool = option(False, "whether the first job that fails ends the sweep")
+    objective: str = option("best_val_loss", "key of a job's summary.json that the table and a search go by")
+    direction: str = option("minimize", "whether low or high is good", choices=("minimize", "maximize"))
+    search: str | None = option(
+        None, "let Optuna choose the values of interval(..), choice(..) and range(..); null runs every combination",
+        choices=("tpe", "random", "cmaes", "gp", "qmc"),
+    )  # fmt: skip
+    trials: int = option(20, "jobs of a search", minimum=1)
+
+
+@dataclass
+class RunsConfig:
+    """What task=runs lists."""
+
+    root: str = option("outputs", "folder that is searched for runs and sweeps")
+    state: str | None = option(
+        None, "list runs in this state only", choices=("running", "finished", "failed", "resumable", "new")
+    )
+
+
+@dataclass
+class ReportConfig:
+    """What task=report writes. `run=<folder>` is short for report.run=[<folder>]."""
+
+    run: list[str] = option([], "runs to report on; several are compared side by side")
+    out: str | None = option(
+        None, "HTML file to write; null takes report.html in the run, for several runs in this folder"
+    )
 
 
 @dataclass(frozen=True)
@@ -62,6 +108,12 @@ class Config:
     sample: SampleConfig = option(SampleConfig, "how text is drawn from a trained model")
     plan: PlanConfig = option(PlanConfig, "what task=plan prints")
     prepare: PrepareConfig = option(PrepareConfig, "what task=prepare writes")
+    supervise: SuperviseConfig = option(SuperviseConfig, "restart training when it crashes or hangs")
+    guard: GuardConfig = option(GuardConfig, "what happens when numbers go wrong")
+    recover: RecoverConfig = option(RecoverConfig, "what a run may change to go on")
+    sweep: SweepConfig = option(SweepConfig, "how the jobs of -m are run")
+    runs: RunsConfig = option(RunsConfig, "what task=runs lists")
+    report: ReportConfig = option(ReportConfig, "what task=report writes")
     plugins: list[str] = option([], "modules that register further components; only the command line may name one")
     source: Source = field(default_factory=Source, repr=False, compare=False)
 

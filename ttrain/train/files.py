@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 CHUNK_BYTES = 1 << 22
 
@@ -45,6 +45,21 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def lock_file(file: IO[str]) -> bool:
+    """Whether this process now holds the file; the system lets go when the process ends, however it ends."""
+    try:
+        import fcntl
+    except ImportError:  # not a POSIX system
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 def sha256_file(path: Path) -> str:

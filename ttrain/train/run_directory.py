@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ttrain.core.errors import CheckpointError, UserError
-from ttrain.train.files import replace_file, to_json
+from ttrain.train.files import lock_file, replace_file, to_json
 
 RECORD = "run.json"
 LOCK = ".lock"
@@ -100,7 +100,7 @@ class RunDirectory:
             lock = open(path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - held for as long as the run
         except OSError as error:
             raise _not_writable(path, error) from None
-        if not _lock_file(lock):
+        if not lock_file(lock):
             lock.seek(0)
             holder = lock.read().strip() or "unknown"
             lock.close()
@@ -162,21 +162,6 @@ def read_config(run: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CheckpointError(f"{run / 'config.yaml'} holds {type(config).__name__}, expected keys and values.")
     return config
-
-
-def _lock_file(file: IO[str]) -> bool:
-    """Whether this process now holds the file; the system lets go when the process ends, however it ends."""
-    try:
-        import fcntl
-    except ImportError:  # not a POSIX system: mkdir alone keeps new runs apart
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
 
 
 def _not_writable(path: Path, error: OSError) -> UserError:

@@ -24,7 +24,9 @@ class TrainConfig:
     )
     keep_last: int = option(2, "newest checkpoints that are kept", minimum=1)
     keep_best: bool = option(True, "whether the checkpoint with the lowest val/loss is kept as well")
-    keep_every: int | None = option(None, "checkpoints of every so many steps are kept for ever; null keeps none", minimum=1)
+    keep_every: int | None = option(
+        None, "checkpoints of every so many steps are kept for ever; null keeps none", minimum=1
+    )
     keep_hours: float | None = option(
         None, "one checkpoint of every so many hours is kept for ever; null keeps none", above=0
     )
@@ -123,10 +125,14 @@ class GuardConfig:
     )
     max_skips: int = option(10, "skipped updates in a row after which the run stops", minimum=1)
     spike: str = option(
-        "ignore", "a loss far above its recent median: ignore it, warn, or roll back", choices=("ignore", "warn", "rollback")
+        "ignore",
+        "a loss far above its recent median: ignore it, warn, or roll back",
+        choices=("ignore", "warn", "rollback"),
     )
     spike_factor: float = option(2.0, "a loss above this times the median is a spike", above=1)
-    spike_window: int = option(50, "steps that the median is taken over; no spike is seen before they are done", minimum=2)
+    spike_window: int = option(
+        50, "steps that the median is taken over; no spike is seen before they are done", minimum=2
+    )
     lr_factor: float = option(0.5, "what a rollback multiplies the learning rate by from then on", above=0, maximum=1)
     max_rollbacks: int = option(3, "rollbacks of a run after which it stops", minimum=1)
     check_learning: int | None = option(

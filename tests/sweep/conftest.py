@@ -1,0 +1,59 @@
+"""Sweeps over a stand-in for `python -m ttrain` that starts in a moment and does what its words say."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ttrain.config.compose import Composer
+from ttrain.sweep import command, run
+
+# What a job does follows from run.seed; the rest of a job is checked where real processes run.
+STAND_IN = """
+import json, os, pathlib, signal, sys, time
+words = dict(w.split("=", 1) for w in sys.argv[1:] if "=" in w)
+folder = pathlib.Path(words.get("run.dir", "elsewhere").strip("'"))
+folder.mkdir(exist_ok=True)
+seed = int(words.get("run.seed", 0))
+with open("started.jsonl", "a") as file:
+    record = {"words": sys.argv[1:], "threads": os.environ.get("OMP_NUM_THREADS"), "time": time.time()}
+    file.write(json.dumps({**record, "group": os.environ.get("WANDB_RUN_GROUP"), "seed": seed}) + "\\n")
+print("job speaks")
+fixed = os.path.exists("fixed")
+if seed == 101 and not fixed: raise RuntimeError("a bug")
+if seed == 102 and not fixed: os._exit(7)
+if seed == 103 and not fixed: os.kill(os.getpid(), signal.SIGKILL)
+if seed == 104 and not fixed: sys.exit(print("ttrain: Step 3: train/loss is nan.\\n  more", file=sys.stderr) or 1)
+if seed == 105 and not fixed: sys.exit(print("ttrain: no such corpus", file=sys.stderr) or 2)
+if seed in (106, 108) and not fixed:  # the user interrupts; 108 does not stop for it
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130) if seed == 106 else None)
+    (folder / "run.json").write_text("{}")
+    os.kill(os.getppid(), signal.SIGINT)
+    for _ in range(100): time.sleep(0.1); _ == 3 and os.kill(os.getppid(), signal.SIGINT)
+if seed == 107: time.sleep(0.5)
+value = float(words.get("optimizer.lr", 1)) + seed
+(folder / "summary.json").write_text(json.dumps({"best_val_loss": value, "step": 4, "tokens_per_s": 1000.0}))
+"""
+
+Sweep = Callable[..., int]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sweep]:
+    """Runs a sweep with the stand-in in a folder of its own: `sweep("run.seed=1,2")` -> exit code."""
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN)
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(run, "PROGRAM", (sys.executable, "-S", "-E", "-u", str(script)))
+    monkeypatch.setattr(run, "_POLL_SECONDS", 0.005)
+
+    def start(*words: str, flags: tuple[str, ...] = ()) -> int:
+        with Composer() as composer:
+            return command.run(composer, list(words), flags)
+
+    yield start

@@ -1,0 +1,221 @@
+"""Sweeps: each job in its own process and folder, failures that stop nothing, reruns, parallel jobs, tables."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain.config.compose import Composer
+from ttrain.core.errors import ConfigError, UserError
+from ttrain.sweep import command, run
+from ttrain.sweep.folder import SweepFolder, read_status, read_sweep
+
+Sweep = Any
+
+
+def started() -> list[dict[str, Any]]:
+    path = Path("started.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def only_sweep() -> Path:
+    (path,) = Path("outputs/sweeps").glob("*/*")
+    return path
+
+
+def statuses(sweep: Path) -> dict[str, dict[str, Any]]:
+    return {path.name[:3]: read_status(path) for path in sorted(sweep.iterdir()) if path.is_dir()}
+
+
+def table(sweep: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader((sweep / "sweep.csv").open()))
+
+
+def test_every_combination_has_a_process_a_folder_a_log_and_a_status(sweep: Sweep) -> None:
+    assert sweep("engine=dynamic,static", "optimizer.lr=0.1,0.2", "train.steps=5") == 0
+    path = only_sweep()
+    names = ["000_engine=dynamic,lr=0.1", "001_engine=dynamic,lr=0.2", "002_engine=static,lr=0.1"]
+    assert sorted(entry.name for entry in path.iterdir() if entry.is_dir())[:3] == names
+    words = [entry["words"] for entry in started()]
+    assert len(words) == 4
+    assert words[1][:4] == ["engine=dynamic", "optimizer.lr=0.2", "train.steps=5", f"run.dir='{path / names[1]}'"]
+    assert words[1][4:] == ["hydra.mode=RUN", "hydra.job.num=1", "hydra.job.id=1"]
+    assert (path / names[0] / "log.txt").read_text() == "job speaks\n"
+    status = statuses(path)["001"]
+    assert (status["state"], status["exit_code"], status["objective"], status["attempts"]) == ("finished", 0, 0.2, 1)
+    assert status["run"] == names[1]
+    rows = table(path)
+    assert [(row["engine"], row["optimizer.lr"], row["objective"]) for row in rows][-1] == ("static", "0.2", "0.2")
+    assert (path / "engine.svg").read_text().startswith("<svg") and (path / "optimizer.lr.svg").exists()
+    assert read_sweep(path)["done"]  # type: ignore[index]
+
+
+def test_one_failure_of_each_kind_stops_nothing_and_a_rerun_does_exactly_the_rest(sweep: Sweep, capfd: Any) -> None:
+    """Exception, exit, kill, NaN, data error and config error; two that work."""
+    words = ("run.seed=1,101,102,103,104,105,x,2", "device=cpu")
+    assert sweep(*words) == 1
+    path = only_sweep()
+    found = statuses(path)
+    states = [found[number]["state"] for number in sorted(found)]
+    assert states == ["finished", *["failed"] * 6, "finished"]
+    assert [found[f"00{n}"]["exit_code"] for n in range(1, 7)] == [1, 7, -9, 1, 2, 2]
+    assert found["001"]["reason"] == "RuntimeError: a bug" and "Traceback (most recent" in found["001"]["traceback"]
+    assert found["002"]["reason"] == "exit code 7" and "killed by SIGKILL" in found["003"]["reason"]
+    assert found["004"]["reason"] == "Step 3: train/loss is nan.\n  more" and found["004"]["traceback"] is None
+    assert found["005"]["reason"] == "no such corpus"
+    assert found["006"]["reason"] == "run.seed='x': must be an integer, got text."
+    printed = capfd.readouterr()
+    assert printed.err.count(" failed: ") == 6 and "Step 3: train/loss is nan." in printed.out
+    assert len(started()) == 7 and not read_sweep(path)["done"]  # type: ignore[index]
+
+    Path("fixed").touch()
+    Path("started.jsonl").unlink()
+    assert sweep(*words) == 2  # the config error stays one
+    assert [entry["seed"] for entry in started()] == [101, 102, 103, 104, 105]
+    assert only_sweep() == path
+    found = statuses(path)
+    assert [found[number]["state"] for number in sorted(found)] == [*["finished"] * 6, "failed", "finished"]
+    assert found["001"]["attempts"] == 2 and found["000"]["attempts"] == 1
+
+
+def test_a_finished_sweep_is_followed_by_a_new_one(sweep: Sweep) -> None:
+    assert sweep("run.seed=1,2") == sweep("run.seed=1,2") == 0
+    assert len(list(Path("outputs/sweeps").glob("*/*"))) == 2 and len(started()) == 4
+
+
+def test_a_named_sweep_is_continued_and_extended(sweep: Sweep) -> None:
+    assert sweep("run.seed=1,2", "sweep.dir=mine") == 0
+    assert sweep("run.seed=1,2,3", "sweep.dir=mine") == 0
+    assert [entry["seed"] for entry in started()] == [1, 2, 3]
+    assert sorted(path.name for path in Path("mine").iterdir() if path.is_dir()) == [
+        "000_seed=1", "001_seed=2", "002_seed=3",
+    ]  # fmt: skip
+
+
+def test_an_unstarted_run_starts_and_a_started_one_resumes(sweep: Sweep) -> None:
+    assert sweep("run.seed=106,1") == 130
+    found = statuses(only_sweep())
+    assert found["000"]["state"] == "interrupted" and found["001"] == {}
+    Path("fixed").touch()
+    assert sweep("run.seed=106,1") == 0
+    words = [entry["words"] for entry in started()]
+    assert "resume=auto" not in words[0] and "resume=auto" in words[1] and "resume=auto" not in words[2]
+
+
+def test_a_second_interrupt_kills(sweep: Sweep) -> None:
+    assert sweep("run.seed=108,1") == 130
+    assert statuses(only_sweep())["000"]["exit_code"] == -signal.SIGKILL
+
+
+def test_fail_fast(sweep: Sweep) -> None:
+    assert sweep("run.seed=1,102,2", "sweep.fail_fast=true") == 1
+    assert [entry["seed"] for entry in started()] == [1, 102]
+    assert [row["state"] for row in table(only_sweep())] == ["finished", "failed", "missing"]
+
+
+def test_parallel_jobs_share_the_threads(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert sweep("run.seed=107", "optimizer.lr=0.1,0.2,0.3,0.4", "device=cpu", "sweep.parallel=4") == 0
+    entries = started()
+    assert [entry["threads"] for entry in entries] == ["2"] * 4
+    assert max(entry["time"] for entry in entries) - min(entry["time"] for entry in entries) < 0.5
+    assert {entry["group"] for entry in entries} == {only_sweep().name}
+
+
+def test_a_card_takes_one_job_at_a_time(sweep: Sweep) -> None:
+    assert sweep("run.seed=107", "optimizer.lr=0.1,0.2", "device=cuda", "sweep.parallel=4") == 0
+    first, second = (entry["time"] for entry in started())
+    assert second - first >= 0.5
+
+
+def test_nothing_is_left_behind_where_no_job_can_run(sweep: Sweep) -> None:
+    for words in (["train.steps=x,y"], ["train.stpes=1,2"], ["model=nano-gpt,gpt3"], ["optimizer.lr=interval(0,1)"]):
+        with pytest.raises(ConfigError):
+            sweep(*words)
+    with pytest.raises(ConfigError, match=r"\[train.steps=x\] train.steps='x': must be an integer"):
+        sweep("train.steps=x,y")
+    with pytest.raises(ConfigError, match=r"run.dir=same: two jobs"):
+        sweep("run.dir=same", "run.seed=1,2")
+    assert list(Path().iterdir()) == []
+
+
+def test_run_dir_by_job_number(sweep: Sweep) -> None:
+    assert sweep("run.seed=1,2", "run.dir=out_${hydra:job.num}") == 0
+    words = [word for entry in started() for word in entry["words"]]
+    assert [word for word in words if word.startswith("run.dir")] == ["run.dir='out_0'", "run.dir='out_1'"]
+    assert statuses(only_sweep())["001"]["objective"] == 3.0
+
+
+def test_ten_sweeps_in_one_second_get_ten_folders(sweep: Sweep) -> None:
+    with ThreadPoolExecutor(10) as pool:
+        folders = list(pool.map(lambda number: SweepFolder.open(None, f"sweep {number}", []), range(10)))
+    assert len({folder.path for folder in folders}) == 10
+    for folder in folders:
+        folder.close()
+
+
+def test_a_sweep_that_runs_is_not_started_twice(sweep: Sweep) -> None:
+    held = SweepFolder.open("mine", "x", [])
+    with pytest.raises(UserError, match="another process runs this sweep"):
+        sweep("run.seed=1,2", "sweep.dir=mine")
+    held.close()
+
+
+def test_a_folder_that_cannot_be_written(sweep: Sweep) -> None:
+    Path("file").touch()
+    with pytest.raises(UserError, match=r"can't write file/sweep.*sweep\.dir"):
+        sweep("run.seed=1,2", "sweep.dir=file/sweep")
+
+
+def test_a_search_learns_from_its_jobs_and_is_continued(sweep: Sweep) -> None:
+    pytest.importorskip("optuna", reason="sweep.search needs the package optuna")
+    words = ("optimizer.lr=tag(log,interval(0.001,1))", "run.seed=choice(1,101)", "sweep.search=tpe")
+    assert sweep(*words, "sweep.trials=6") == 1
+    path = only_sweep()
+    entries = started()
+    assert len(entries) == 6
+    tried = [next(word for word in entry["words"] if word.startswith("optimizer.lr=")) for entry in entries]
+    assert len(set(tried)) == 6 and all(0.001 <= float(word.partition("=")[2]) <= 1 for word in tried)
+    failed = sum(entry["seed"] == 101 for entry in entries)
+    assert failed
+    Path("fixed").touch()
+    Path("started.jsonl").unlink()
+    assert sweep(*words, "sweep.trials=8") == 0
+    assert only_sweep() == path and len(started()) == failed + 2
+    assert [row["state"] for row in table(path)] == ["finished"] * 8
+    assert (path / "optimizer.lr.svg").exists()
+
+
+def test_an_interrupted_search_repeats_nothing_it_knows(sweep: Sweep) -> None:
+    pytest.importorskip("optuna", reason="sweep.search needs the package optuna")
+    words = ("engine=dynamic,static", "sweep.search=random", "sweep.trials=5")
+    assert sweep(*words) == 0  # two values only: proposals that are known are not run again
+    assert len(started()) == 2
+
+
+def test_words_of_a_weights_and_biases_agent(tmp_path: Path) -> None:
+    """An agent starts `python -m ttrain --key=value ...`; the config that this composes is the run's."""
+    words = ["--optimizer.lr=0.02", "--train.steps=3", "--model=mlp", "--data=regression"]
+    command = [sys.executable, "-m", "ttrain", *words, "--cfg=job", "--package=optimizer.lr"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(run.__file__).parents[2]), "WANDB_SWEEP_ID": "x"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stdout) == (0, "0.02\n"), done.stderr
+
+
+def test_a_config_file_may_name_the_axes(sweep: Sweep, tmp_path: Path) -> None:
+    text = "defaults: [config, _self_]\nhydra: {mode: MULTIRUN, sweeper: {params: {run.seed: '3,4'}}}\n"
+    (tmp_path / "mine.yaml").write_text(text, "utf-8")
+    with Composer("mine", tmp_path) as composer:
+        assert command.run(composer, ["train.steps=2"], ["--config-name", "mine"]) == 0
+    assert [(entry["words"][:2], entry["seed"]) for entry in started()] == [
+        (["--config-name", "mine"], 3), (["--config-name", "mine"], 4),
+    ]  # fmt: skip

@@ -1,0 +1,124 @@
+"""`ttrain -m ...` from its words to its exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from ttrain.config.compose import Composer
+from ttrain.config.schema import SweepConfig
+from ttrain.core.errors import ConfigError, UserError
+from ttrain.sweep import outcome
+from ttrain.sweep.folder import FINISHED, SweepFolder, read_sweep
+from ttrain.sweep.jobs import Job, SweepWords, check_directories, compose_job
+from ttrain.sweep.run import Queue, Runner
+
+
+def run(composer: Composer, words: Sequence[str], flags: Sequence[str] = ()) -> int:
+    """Runs the sweep and returns its exit code. `flags` are Hydra's, for the command line of every job.
+
+    Raises ConfigError, and leaves no folder behind, where no job can be composed.
+    """
+    master = composer.compose(words, RunMode.MULTIRUN)
+    if composer.loader.problems:
+        raise ConfigError(composer.loader.problems)
+    sweep = SweepWords.read(composer, master)
+    if sweep.setting("search", master) is not None:
+        return _search(composer, master, sweep, words, flags)
+    jobs = [compose_job(composer, master, job, sweep.own) for job in sweep.combinations()]
+    settings = _settings(jobs)
+    check_directories(jobs)
+    folder = SweepFolder.open(_directory(settings, master), _identity([job.key for job in jobs]), words)
+    try:
+        before = [job.number for job in jobs]
+        folder.adopt(jobs)
+        for job, number in zip(jobs, before, strict=True):
+            if job.number != number and job.config is not None:
+                compose_job(composer, master, job, sweep.own)  # ${hydra:job.num} is another one now
+        remaining = [job for job in jobs if folder.status(job).get("state") != FINISHED]
+        _say(f"sweep {folder.path}: {len(jobs)} jobs, {len(jobs) - len(remaining)} done before")
+        for job in remaining:
+            if job.problem is not None:
+                _say(f"job {job.name} can't run: {job.problem}")
+        runner = Runner(folder, settings, flags, _say)
+        runner.run(Queue(remaining))
+        return _finish(folder, jobs, settings, runner)
+    finally:
+        folder.close()
+
+
+def _search(
+    composer: Composer, master: DictConfig, sweep: SweepWords, words: Sequence[str], flags: Sequence[str]
+) -> int:
+    from ttrain.sweep.search import Search, example
+
+    if not sweep.swept:
+        raise ConfigError("sweep.search: nothing to search. Give ranges, such as optimizer.lr=interval(1e-4,1e-2).")
+    first = compose_job(composer, master, example(sweep), sweep.own)
+    settings = _settings([first])
+    assert first.config is not None
+    ranges = [str(override.input_line) for override in sweep.swept]
+    identity = _identity([*sweep.fixed, *ranges, str(settings.search)])
+    directory = _directory(settings, master)
+    earlier = read_sweep(Path(directory)) if directory else None
+    if earlier and earlier.get("identity") != identity:
+        raise UserError(f"sweep.dir={directory} holds another search. Give its own words again, or another sweep.dir.")
+    folder = SweepFolder.open(directory, identity, words)
+    try:
+        seed = first.config.run.seed
+        search = Search(sweep, settings, folder, seed, lambda job: compose_job(composer, master, job, sweep.own))
+        _say(f"sweep {folder.path}: search by {settings.search}, {len(search.jobs)} of {settings.trials} jobs known")
+        runner = Runner(folder, settings, flags, _say)
+        runner.run(search)
+        return _finish(folder, search.jobs, settings, runner)
+    finally:
+        folder.close()
+
+
+def _settings(jobs: Sequence[Job]) -> SweepConfig:
+    """The section `sweep`, which all jobs share. Raises ConfigError where every job has a problem."""
+    for job in jobs:
+        if job.config is not None:
+            return job.config.sweep
+    problems = []
+    for job in jobs:
+        label = " ".join(f"{key}={value}" for key, value in job.axes.items())
+        problems.append(f"[{label}] {job.problem}" if label else str(job.problem))
+    raise ConfigError(problems)
+
+
+def _directory(settings: SweepConfig, master: DictConfig) -> str | None:
+    """sweep.dir, or Hydra's own name for it where the command line gives that."""
+    if settings.dir is None and any(str(word).startswith("hydra.sweep.dir=") for word in master.hydra.overrides.hydra):
+        return str(master.hydra.sweep.dir)
+    return settings.dir
+
+
+def _identity(parts: Sequence[str]) -> str:
+    return json.dumps(sorted(parts))
+
+
+def _finish(folder: SweepFolder, jobs: Sequence[Job], settings: SweepConfig, runner: Runner) -> int:
+    """Table, CSV and plots, whatever happened."""
+    records = outcome.rows(folder, jobs)
+    outcome.write_table(folder.path / "sweep.csv", records)
+    axes = list(dict.fromkeys(key for job in jobs for key in job.axes))
+    outcome.draw_axes(folder.path, records, axes, settings.objective)
+    if records:
+        outcome.print_table(records, settings.objective)
+    finished = sum(record["state"] == FINISHED for record in records)
+    done = finished == len(records) and not runner.interrupted
+    folder.finish(done)
+    _say(f"sweep {folder.path}: {finished} of {len(records)} jobs finished; table in {folder.path / 'sweep.csv'}")
+    if not done:
+        _say("the same command again runs the jobs that are missing or failed")
+    return runner.exit_code
+
+
+def _say(text: str) -> None:
+    print(f"ttrain: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,234 @@
+"""Running a sweep: which jobs are left, a fresh process for each, and what became of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Protocol
+
+from ttrain.config.schema import SweepConfig
+from ttrain.core.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER
+from ttrain.core.units import format_duration
+from ttrain.sweep.folder import FINISHED, LOG, Status, SweepFolder, relative
+from ttrain.sweep.jobs import Job
+from ttrain.sweep.outcome import failure_text, objective_of
+from ttrain.train.child import Child, PassOn, describe_exit
+from ttrain.train.run_directory import RECORD
+
+_POLL_SECONDS = 0.05
+_ON_CPU = ("cpu", "null")
+PROGRAM = (sys.executable, "-m", "ttrain")
+
+
+class Source(Protocol):
+    """Where the next job comes from."""
+
+    def next(self) -> Job | None:
+        """A job to start now; None where there is none, now or ever."""
+        ...
+
+    def tell(self, job: Job, status: Status) -> None:
+        """A job that `next` gave has ended."""
+        ...
+
+
+class Queue:
+    """Jobs in a fixed order."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._jobs = list(jobs)
+
+    def next(self) -> Job | None:
+        return self._jobs.pop(0) if self._jobs else None
+
+    def tell(self, job: Job, status: Status) -> None:
+        return
+
+
+@dataclass
+class _Running:
+    job: Job
+    child: Child
+    status: Status
+    log_start: int  # bytes of the log before this start
+    started: float
+    on_card: bool
+
+
+class Runner:
+    """Starts jobs, at most `settings.parallel` at once and one on a card, and records how they end."""
+
+    def __init__(
+        self, folder: SweepFolder, settings: SweepConfig, flags: Sequence[str], say: Callable[[str], None]
+    ) -> None:
+        """`flags` come before the words of every job, such as --config-dir."""
+        self.folder, self.settings, self._flags, self._say = folder, settings, list(flags), say
+        self._running: list[_Running] = []
+        self._waiting: Job | None = None  # taken from the source, but there is no room on the card yet
+        self.failed: list[int] = []  # exit codes
+        self.interrupted = False
+
+    def run(self, source: Source) -> None:
+        """Runs until the source has no more, a job fails under fail_fast, or a signal comes."""
+        with PassOn(lambda: [running.child for running in self._running]) as signals:
+            while True:
+                stopping = signals.received > 0 or (self.settings.fail_fast and bool(self.failed))
+                if not stopping:
+                    self._start_jobs(source)
+                if not self._running:
+                    break
+                time.sleep(_POLL_SECONDS)
+                self._collect(source)
+                if self.settings.fail_fast and self.failed and not signals.received:
+                    signals.received = 1
+                    for running in self._running:
+                        running.child.send(signal.SIGTERM)
+            self.interrupted = signals.number is not None
+
+    def refuse(self, job: Job) -> None:
+        """Records a job whose config is wrong."""
+        self.failed.append(EXIT_USER)
+        status = self._status(job, [])
+        self.folder.write_status(job, {**status, "state": "failed", "exit_code": EXIT_USER, "reason": job.problem})
+        self._say(f"job {job.name} failed: {job.problem}")
+
+    def _start_jobs(self, source: Source) -> None:
+        while len(self._running) < self.settings.parallel:
+            job = self._waiting or source.next()
+            self._waiting = None
+            if job is None:
+                return
+            if job.problem is not None:
+                self.refuse(job)
+                source.tell(job, self.folder.status(job))
+                if self.settings.fail_fast:
+                    return
+                continue
+            on_card = _on_card(job)
+            if on_card and any(running.on_card for running in self._running):
+                self._waiting = job
+                return
+            self._start(job, on_card)
+
+    def _start(self, job: Job, on_card: bool) -> None:
+        words = self._words(job)
+        status = {**self._status(job, words), "state": "running", "pid": None}
+        path = self.folder.job_folder(job)
+        log = path / LOG
+        size = log.stat().st_size if log.exists() else 0
+        command = [*PROGRAM, *self._flags, *words, "hydra.mode=RUN", *_numbered(job)]
+        child = Child(command, self._environment(), log)
+        self.folder.write_status(job, {**status, "pid": child.pid})
+        self._running.append(_Running(job, child, status, size, time.monotonic(), on_card))
+        self._say(f"job {job.name} started: {path}")
+
+    def _words(self, job: Job) -> list[str]:
+        """The words of the job; a training job gets a run directory, and continues the run that it has there."""
+        words = [word for word in job.overrides if not word.startswith("hydra.")]
+        assert job.config is not None
+        if job.config.task.name != "train":
+            return words
+        run = self._run_directory(job)
+        words = [word for word in words if not word.startswith("run.dir=")] + [f"run.dir={_quoted(run)}"]
+        if (run / RECORD).exists():
+            words = [word for word in words if not word.startswith("resume=")] + ["resume=auto"]
+        return words
+
+    def _run_directory(self, job: Job) -> Path:
+        given = None if job.config is None or job.config.task.name != "train" else job.config.run.dir
+        return self.folder.job_folder(job) if given is None else Path(given)
+
+    def _status(self, job: Job, words: Sequence[str]) -> Status:
+        before = self.folder.status(job)
+        return {
+            "job": job.number,
+            "axes": job.axes,
+            "words": list(words) or list(job.overrides),
+            "run": relative(self._run_directory(job), self.folder.path),
+            "attempts": before.get("attempts", 0) + 1,
+            "started": _now(),
+        }
+
+    def _environment(self) -> dict[str, str]:
+        """CPU jobs that run at once share the threads; runs of one sweep are one group of W&B."""
+        environment = {"PYTHONUNBUFFERED": "1"}  # so that a log has lines in the order in which they were printed
+        environment |= {"WANDB_RUN_GROUP": os.environ.get("WANDB_RUN_GROUP", self.folder.path.name)}
+        if self.settings.parallel > 1:
+            environment["OMP_NUM_THREADS"] = str(max(1, available_threads() // self.settings.parallel))
+        return environment
+
+    def _collect(self, source: Source) -> None:
+        for running in list(self._running):
+            code = running.child.poll()
+            if code is None:
+                continue
+            self._running.remove(running)
+            status = self._ended(running, code)
+            self.folder.write_status(running.job, status)
+            source.tell(running.job, status)
+
+    def _ended(self, running: _Running, code: int) -> Status:
+        job, status = running.job, dict(running.status)
+        seconds = time.monotonic() - running.started
+        run = self._run_directory(job)
+        status |= {"exit_code": code, "ended": _now(), "seconds": round(seconds, 3)}
+        status["objective"] = objective_of(run, self.settings.objective)
+        reached = "" if status["objective"] is None else f", {self.settings.objective} {status['objective']:.6g}"
+        if code == 0:
+            self._say(f"job {job.name} finished in {format_duration(seconds)}{reached}")
+            return {**status, "state": FINISHED}
+        if code == EXIT_INTERRUPTED:
+            self._say(f"job {job.name} was interrupted; its state is saved")
+            return {**status, "state": "interrupted", "reason": "interrupted"}
+        reason, trace = failure_text(self.folder.job_folder(job) / LOG, running.log_start)
+        reason = f"{describe_exit(code)}{': ' if reason else ''}{reason}" if code < 0 or not reason else reason
+        self.failed.append(code)
+        self._say(f"job {job.name} failed: {reason.splitlines()[0]}")
+        return {**status, "state": "failed", "reason": reason, "traceback": trace}
+
+    @property
+    def exit_code(self) -> int:
+        """0 where every job is done; else that of the first failure, as a shell can tell it."""
+        if self.interrupted:
+            return EXIT_INTERRUPTED
+        if not self.failed:
+            return 0
+        return self.failed[0] if self.failed[0] in (EXIT_USER, 75) else EXIT_FAILURE
+
+
+def _numbered(job: Job) -> list[str]:
+    """So that ${hydra:job.num} means the same in the job's own process."""
+    return [f"hydra.job.num={job.number}", f"hydra.job.id={job.number}"]
+
+
+def _quoted(path: Path) -> str:
+    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{text}'"
+
+
+def _on_card(job: Job) -> bool:
+    """Whether the job holds a device that takes one process at a time."""
+    if job.config is None:
+        return False
+    name = job.config.device.name
+    return name not in _ON_CPU and (name != "auto" or Path("/dev/nvidiactl").exists())
+
+
+def available_threads(environment: Mapping[str, str] = os.environ) -> int:
+    """OMP_NUM_THREADS where it is set, else the physical cores."""
+    import psutil
+
+    given = environment.get("OMP_NUM_THREADS", "")
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
+    return psutil.cpu_count(logical=False) or os.cpu_count() or 1
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")

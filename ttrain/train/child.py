@@ -1,0 +1,132 @@
+"""Child processes: in a session of their own, ended with their parent, and told of its signals."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import IO, Any
+
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a child gets when its parent dies
+
+
+class Child:
+    """A running process. Its output goes to ours, or to the end of a file.
+
+    It leads a session, so a terminal's Ctrl-C reaches it only as its parent passes it on.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str] | None = None, log: Path | None = None
+    ) -> None:
+        """`environment` is added to ours. Raises OSError where the process or the file can't be made."""
+        self.command = list(command)
+        self._file: IO[bytes] | None = None if log is None else open(log, "ab")  # noqa: SIM115 - held while it runs
+        try:
+            self._process = subprocess.Popen(
+                self.command,
+                env={**os.environ, **(environment or {})},
+                stdin=subprocess.DEVNULL if log is not None else None,
+                stdout=self._file,
+                stderr=None if self._file is None else subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            )
+        except OSError:
+            self._close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs; below zero is the number of the signal that ended it."""
+        code = self._process.poll()
+        if code is not None:
+            self._close()
+        return code
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """The exit code, None where it still runs after `seconds`."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        return self.poll()
+
+    def send(self, number: int) -> None:
+        """Sends a signal to the process, if it still runs."""
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Ends the process and all that it started, at once."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            self.send(signal.SIGKILL)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _end_with_parent() -> None:
+    """Runs in the child: where the parent is killed, the child is told to stop and saves its state."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+class PassOn:
+    """While entered, SIGINT and SIGTERM go to the children; a second one kills them. SIGUSR1 goes to them as well."""
+
+    def __init__(self, children: Callable[[], Iterable[Child]]) -> None:
+        self._children = children
+        self._before: dict[int, Any] = {}
+        self.received = 0
+        self.number: signal.Signals | None = None
+
+    def __enter__(self) -> PassOn:
+        if threading.current_thread() is threading.main_thread():  # only there may handlers be set
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._stop)
+            if hasattr(signal, "SIGUSR1"):
+                self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._tell)
+        return self
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self.received, self.number = self.received + 1, signal.Signals(number)
+        for child in self._children():
+            if self.received == 1:
+                child.send(number)
+            else:
+                child.kill()
+
+    def _tell(self, number: int, frame: FrameType | None) -> None:
+        for child in self._children():
+            child.send(number)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = "; by hand, or by the system when memory ran out" if -code == signal.SIGKILL else ""
+    return f"killed by {name}{hint}"
