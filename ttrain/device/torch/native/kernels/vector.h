@@ -163,6 +163,40 @@ INLINE float max_lanes(typename Lanes<N>::type v) {
     }
 }
 
+// rows[i][j] <-> rows[j][i] for a square of W rows: blocks of half the size change places, down to single lanes.
+#if __has_builtin(__builtin_shufflevector)
+template <int... I>
+struct Indices {};
+template <int N, int... I>
+struct CountTo : CountTo<N - 1, N - 1, I...> {};
+template <int... I>
+struct CountTo<0, I...> {
+    using type = Indices<I...>;
+};
+template <int Half, int... I>
+INLINE void exchange(vf& a, vf& b, Indices<I...>) {
+    const vf first = a, second = b;
+    a = __builtin_shufflevector(first, second, (I & Half ? W + I - Half : I)...);
+    b = __builtin_shufflevector(first, second, (I & Half ? W + I : I + Half)...);
+}
+template <int Half = W / 2>
+INLINE void transpose_square(vf (&rows)[W]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i)
+        if (!(i & Half)) exchange<Half>(rows[i], rows[i + Half], typename CountTo<W>::type{});
+    if constexpr (Half > 1) transpose_square<Half / 2>(rows);
+}
+#else
+INLINE void transpose_square(vf (&rows)[W]) {
+    for (int i = 0; i < W; ++i)
+        for (int j = 0; j < i; ++j) {
+            const float kept = rows[i][j];
+            rows[i][j] = rows[j][i];
+            rows[j][i] = kept;
+        }
+}
+#endif
+
 // step(offset, lanes) over a row of N elements: full vectors, then the rest.
 template <i64 N, class Step>
 INLINE void over_row(const Step& step) {

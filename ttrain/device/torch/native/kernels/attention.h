@@ -1,0 +1,159 @@
+// Causal self-attention of one head at a time, in a core's own caches: what the mask hides is never computed, and no
+// matrix of all scores exists. Everything is widened to fp32 on the way in and rounded once on the way out.
+#pragma once
+#include "gemm.h"
+#include "softmax.h"
+
+// Sizes of one head, padded so that products run in whole tiles; the padding holds zeros.
+template <i64 T, i64 D>
+struct HeadSizes {
+    static constexpr i64 times = round_up(T, TILE_COLUMNS), width = round_up(D, TILE_COLUMNS);
+    static constexpr i64 block = T < 32 ? round_up(T, TILE_ROWS) : 32;  // queries treated together
+    static constexpr i64 queries = round_up(T, block);
+    static constexpr i64 longest = times > queries ? times : queries;
+    static constexpr i64 matrix = longest * width, scores = block * longest;
+    static constexpr bool padded = longest != T || width != D;
+    static constexpr i64 forward = 3 * matrix + scores + block * width;
+    static constexpr i64 backward = 9 * matrix + 2 * scores;
+    // Columns that queries first .. first + block - 1 can see, in whole tiles.
+    static INLINE i64 seen(i64 first) {
+        const i64 last = first + block < T ? first + block : T;
+        return round_up(last, TILE_COLUMNS);
+    }
+};
+
+// matrix [T, width] <- factor * the rows x[t * stride ..][0 .. D).
+template <i64 T, i64 D, class X>
+INLINE void widen_rows(const X* x, i64 stride, float factor, float* matrix) {
+    constexpr i64 width = HeadSizes<T, D>::width;
+    for (i64 t = 0; t < T; ++t)
+        over_row<D>([&](i64 j, auto lanes) { store(matrix + t * width + j, load(x + t * stride + j, lanes) * factor); });
+}
+// transposed [width, times] <- matrix [longest, width], padding included.
+template <i64 T, i64 D>
+INLINE void transpose_rows(const float* matrix, float* transposed) {
+    constexpr i64 width = HeadSizes<T, D>::width, times = HeadSizes<T, D>::times;
+    for (i64 t = 0; t < times; t += W)
+        for (i64 j = 0; j < width; j += W) {
+            vf rows[W];
+#pragma GCC unroll 16
+            for (int i = 0; i < W; ++i) rows[i] = load(matrix + (t + i) * width + j);
+            transpose_square(rows);
+#pragma GCC unroll 16
+            for (int i = 0; i < W; ++i) store(transposed + (j + i) * times + t, rows[i]);
+        }
+}
+template <i64 T, i64 D, class Y>
+INLINE void round_rows(const float* matrix, Y* y, i64 stride) {
+    constexpr i64 width = HeadSizes<T, D>::width;
+    for (i64 t = 0; t < T; ++t)
+        over_row<D>([&](i64 j, auto lanes) { store(y + t * stride + j, load(matrix + t * width + j), lanes); });
+}
+
+// y [B, T, H * D] and log_sum_exp [B, H, T] from qkv [B, T, 3, H, D]. Scratch: HeadSizes::forward floats a thread.
+template <class X, bool Drop, i64 B, i64 H, i64 T, i64 D, int Threads>
+INLINE void attention(const X* qkv, X* y, float* log_sum_exp, float scale, Mask mask, float* scratch) {
+    using S = HeadSizes<T, D>;
+    parallel<Threads>([&](int part) {
+        float* q = scratch + part * S::forward;
+        float *k = q + S::matrix, *v = k + S::matrix, *scores = v + S::matrix, *out = scores + S::scores;
+        if (S::padded) __builtin_memset(q, 0, 3 * S::matrix * sizeof(float));
+        for (i64 head = share(B * H, part, Threads); head < share(B * H, part + 1, Threads); ++head) {
+            const X* x = qkv + (head / H * T * 3 * H + head % H) * D;
+            widen_rows<T, D>(x + H * D, 3 * H * D, 1.0f, v);  // v holds k for a moment
+            transpose_rows<T, D>(v, k);
+            widen_rows<T, D>(x, 3 * H * D, scale, q);
+            widen_rows<T, D>(x + 2 * H * D, 3 * H * D, 1.0f, v);
+            for (i64 first = 0; first < T; first += S::block) {
+                const i64 columns = S::seen(first), end = first + S::block < T ? first + S::block : T;
+                multiply<false>(S::block, columns, D, q + first * S::width, S::width, 1, k, S::times, scores, S::longest);
+                alignas(64) float sums[S::block];
+                for (i64 t = first; t < end; ++t) {
+                    float* row = scores + (t - first) * S::longest;
+                    const vf lowest = splat(-3.4e38f);
+                    vf highest = lowest, sum = {};
+                    over_prefix<S::longest>(
+                        t + 1, [&](i64 j, auto, auto keep) { highest = vmax(highest, keep(load(row + j), lowest)); });
+                    const float most = max_lanes(highest);
+                    over_prefix<S::longest>(t + 1, [&](i64 j, auto, auto keep) {
+                        vf e = keep(v_exp(load(row + j) - most), vf{});
+                        sum += e;
+                        store(row + j, Drop ? mask(e, (head * T + t) * T + j) : e);
+                    });
+                    for (i64 j = round_up(t + 1, W); j < columns; j += W) store(row + j, vf{});
+                    sums[t - first] = sum_lanes(sum);
+                    log_sum_exp[head * T + t] = most + v_log(splat(sums[t - first]))[0];
+                }
+                multiply<false>(S::block, S::width, end, scores, S::longest, 1, v, S::width, out, S::width);
+                for (i64 t = first; t < end; ++t) {
+                    X* row = y + ((head / H * T + t) * H + head % H) * D;
+                    const float share_of_one = 1.0f / sums[t - first];
+                    over_row<D>([&](i64 j, auto lanes) {
+                        store(row + j, load(out + (t - first) * S::width + j) * share_of_one, lanes);
+                    });
+                }
+            }
+        }
+    });
+}
+
+// dqkv [B, T, 3, H, D] from dy, qkv, y and log_sum_exp. Scratch: HeadSizes::backward floats a thread.
+template <class X, bool Drop, i64 B, i64 H, i64 T, i64 D, int Threads>
+INLINE void attention_grad(
+    const X* dy, const X* qkv, const X* y, const float* log_sum_exp, X* dqkv, float scale, Mask mask, float* scratch) {
+    using S = HeadSizes<T, D>;
+    parallel<Threads>([&](int part) {
+        float* q = scratch + part * S::backward;
+        float *k = q + S::matrix, *k_turned = k + S::matrix, *v = k_turned + S::matrix, *v_turned = v + S::matrix;
+        float *g = v_turned + S::matrix, *dq = g + S::matrix, *dk = dq + S::matrix, *dv = dk + S::matrix;
+        float *p = dv + S::matrix, *ds = p + S::scores;
+        if (S::padded) __builtin_memset(q, 0, 6 * S::matrix * sizeof(float));
+        for (i64 head = share(B * H, part, Threads); head < share(B * H, part + 1, Threads); ++head) {
+            const i64 at = (head / H * T * H + head % H) * D, packed = (head / H * T * 3 * H + head % H) * D;
+            const X* x = qkv + packed;
+            widen_rows<T, D>(x, 3 * H * D, scale, q);
+            widen_rows<T, D>(x + H * D, 3 * H * D, 1.0f, k);
+            widen_rows<T, D>(x + 2 * H * D, 3 * H * D, 1.0f, v);
+            widen_rows<T, D>(dy + at, H * D, 1.0f, g);
+            transpose_rows<T, D>(k, k_turned);
+            transpose_rows<T, D>(v, v_turned);
+            __builtin_memset(dk, 0, 2 * S::matrix * sizeof(float));
+            for (i64 first = 0; first < T; first += S::block) {
+                const i64 columns = S::seen(first), end = first + S::block < T ? first + S::block : T;
+                const float *q_block = q + first * S::width, *g_block = g + first * S::width;
+                multiply<false>(S::block, columns, D, q_block, S::width, 1, k_turned, S::times, p, S::longest);
+                multiply<false>(S::block, columns, D, g_block, S::width, 1, v_turned, S::times, ds, S::longest);
+                for (i64 t = first; t < end; ++t) {
+                    float *p_row = p + (t - first) * S::longest, *ds_row = ds + (t - first) * S::longest;
+                    vf product = {};
+                    over_row<D>([&](i64 j, auto lanes) {
+                        product += load(dy + at + t * H * D + j, lanes) * load(y + at + t * H * D + j, lanes);
+                    });
+                    const float inner = sum_lanes(product), shift = log_sum_exp[head * T + t];
+                    over_prefix<S::longest>(t + 1, [&](i64 j, auto, auto keep) {
+                        vf probability = keep(v_exp(load(p_row + j) - shift), vf{}), dp = load(ds_row + j);
+                        const i64 index = (head * T + t) * T + j;
+                        if constexpr (Drop) dp = mask(dp, index);
+                        store(ds_row + j, keep(probability * (dp - inner), vf{}));
+                        store(p_row + j, Drop ? mask(probability, index) : probability);
+                    });
+                    for (i64 j = round_up(t + 1, W); j < columns; j += W) {
+                        store(p_row + j, vf{});
+                        store(ds_row + j, vf{});
+                    }
+                }
+                const i64 count = end - first;
+                multiply<false>(S::block, S::width, end, ds, S::longest, 1, k, S::width, dq + first * S::width, S::width);
+                multiply<true>(columns, S::width, count, p, 1, S::longest, g_block, S::width, dv, S::width);
+                multiply<true>(columns, S::width, count, ds, 1, S::longest, q_block, S::width, dk, S::width);
+            }
+            // q carried the scale, so dk has it already.
+            for (i64 t = 0; t < T; ++t)
+                over_row<D>([&](i64 j, auto) { store(dq + t * S::width + j, load(dq + t * S::width + j) * scale); });
+            X* dx = dqkv + packed;
+            round_rows<T, D>(dq, dx, 3 * H * D);
+            round_rows<T, D>(dk, dx + H * D, 3 * H * D);
+            round_rows<T, D>(dv, dx + 2 * H * D, 3 * H * D);
+        }
+    });
+}
