@@ -12,7 +12,7 @@ from ttrain.core.mask import keep_threshold, mask_key, mix
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.graph import Node, Value
 from ttrain.graph.op import Case, Op, declare, op
-from ttrain.ops.elementwise import full, multiply
+from ttrain.ops.elementwise import multiply
 
 
 @declare
@@ -78,12 +78,6 @@ class DropoutMask(Op):
         import torch
 
         return op("dropout").reference(torch.ones(spec.shape, dtype=torch.float64), seed, p, stream)
-
-    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
-        (seed,) = inputs
-        assert seed is not None
-        ones = full(seed.graph, node.outputs[0].spec, 1.0)
-        return [dropout(ones, seed, node.attributes["p"], node.attributes["stream"])]
 
     def cases(self) -> Sequence[Case]:
         return [
