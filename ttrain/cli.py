@@ -18,6 +18,7 @@ import ttrain
 from ttrain.config import registry
 from ttrain.config.compose import MAIN_CONFIG, Composer, one_sentence
 from ttrain.config.help import help_text
+from ttrain.config.help import shown as as_word
 from ttrain.config.schema import Config, to_dict
 from ttrain.core.errors import (
     EXIT_DONE,
@@ -28,6 +29,7 @@ from ttrain.core.errors import (
 )
 from ttrain.core.names import did_you_mean
 
+_ABSENT = object()
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: 1 shows the traceback of every error
 
 
@@ -128,10 +130,10 @@ def _show_config(composer: Composer, words: list[str], flags: argparse.Namespace
         return
     shown: Any = OmegaConf.create(to_dict(config))
     if flags.package not in (None, "_global_"):
-        shown = OmegaConf.select(shown, flags.package)
-        if shown is None:
+        shown = OmegaConf.select(shown, flags.package, default=_ABSENT)
+        if shown is _ABSENT:
             raise ConfigError(f"--package {flags.package}: no such key. {did_you_mean(flags.package, to_dict(config))}")
-    print(OmegaConf.to_yaml(shown).rstrip() if OmegaConf.is_config(shown) else shown)
+    print(OmegaConf.to_yaml(shown).rstrip() if OmegaConf.is_config(shown) else as_word(shown))
 
 
 def _sweep(composer: Composer, words: list[str], flags: argparse.Namespace) -> int:

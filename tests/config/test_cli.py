@@ -140,6 +140,9 @@ def test_cfg_job_prints_the_complete_config(capsys: Any) -> None:
         "name: sgd", "lr: 0.1", "weight_decay: 0.0", "decay_rule: matrices", "clip_norm: 1.0", "group_lr: {}",
         "momentum: 0.9", "nesterov: false",
     ]  # fmt: skip
+    for key, expected in [("run.dir", "null"), ("train.steps", "1000"), ("model.tied", "true")]:
+        assert main(["--cfg", "job", "-p", key]) == 0
+        assert capsys.readouterr().out == f"{expected}\n"
     assert main(["--cfg", "job", "train.stpes=1"]) == 2
     assert main(["--cfg", "job", "-p", "modle"]) == 2
     assert main(["--cfg", "hydra"]) == 0
