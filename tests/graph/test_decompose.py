@@ -101,3 +101,25 @@ def test_a_decomposition_keeps_the_specs() -> None:
     graph.output("y", Widened().record(graph.input("x", TensorSpec((2,)))))
     with pytest.raises(GraphError, match="the specs must be equal"):
         decompose(graph, {"cast"}, "simple")
+
+
+def test_ops_that_decompose_into_each_other_are_named() -> None:
+    class Left(Op):
+        name, family, inputs = "left", "test", ("x",)
+
+        def infer(self, x: TensorSpec) -> TensorSpec:
+            return x
+
+        def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
+            return [Right().record(*inputs)]
+
+    class Right(Left):
+        name = "right"
+
+        def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
+            return [Left().record(*inputs)]
+
+    graph = Graph()
+    Left().record(graph.input("x", TensorSpec((2,))))
+    with pytest.raises(GraphError, match="the decompositions of (left|right) lead back to themselves"):
+        decompose(graph, {"add"}, "simple")

@@ -15,7 +15,8 @@ from ttrain.autodiff.rematerialize import rematerialize
 from ttrain.core.spec import DType
 from ttrain.device.base import Kernel
 from ttrain.device.null import NullDevice
-from ttrain.engine.static import prepare
+from ttrain.engine.state import State
+from ttrain.engine.static import StaticEngine
 from ttrain.graph import Graph
 from ttrain.graph.passes import fuse, merge_common_subexpressions, remove_dead_code
 from ttrain.graph.verify import verify
@@ -80,14 +81,15 @@ def test_the_planned_training_step_of_a_transformer(compute: DType, recompute: s
     """From the recorded step through every pass and the plan, against the recorded step value by value."""
     sizes = {"layers": 2, "heads": 2, "width": 8, "context": 4, "vocabulary": 2}
     model = GPT(GPTConfig(dropout=0.2, recompute=recompute, **sizes), compute)
-    device = NullDevice()
-    for trace in StepGraph(model, AdamW(AdamWConfig()), 2, accumulation).train_steps().values():
+    device, steps = NullDevice(), StepGraph(model, AdamW(AdamWConfig()), 2, accumulation)
+    engine = StaticEngine(device, State(device, steps.state_tensors()))
+    for trace in steps.train_steps().values():
         recorded = Graph()
         trace(recorded)
         inputs, state = random_tensors(specs(recorded.inputs), 0), random_tensors(specs(recorded.state), 1)
         state = {name: value.abs() if name.endswith("second_moment") else value for name, value in state.items()}
         inputs["step"] = torch.tensor(3.0)
-        plan = build_plan(prepare(trace, device.kernels, device, True), device.kernels)
+        plan = build_plan(engine.derive(trace), device.kernels)
         for planned, plain in zip(
             run_planned(plan, device.kernels, inputs, state), run_plainly(recorded, inputs, state), strict=True
         ):

@@ -44,8 +44,11 @@ class DynamicStep(Step):
             tape.inputs[key] = tape.allocate(self.inputs[key], f"input {key}")
         device.upload_inputs({key: buffer for key, (_, _, buffer) in tape.inputs.items()}, arrays)
         graph = Graph(on_record=tape.launch, on_release=tape.release)
-        self._trace(graph)
-        outputs = host_outputs(device, {key: tape.placed(value)[2] for key, value in graph.outputs.items()})
+        try:
+            self._trace(graph)
+            outputs = host_outputs(device, {key: tape.placed(value)[2] for key, value in graph.outputs.items()})
+        finally:
+            tape.close()
         if self._calls:
             counters.allocations_after_first += device.counters.allocations - allocations
             counters.nodes_after_first += RecordCounter.nodes - nodes
@@ -74,6 +77,11 @@ class _Tape:
         if value not in self.buffers:
             raise GraphError(f"{value!r} ({value.producer!r}) was released: mark it as an output before backward.")
         return self.buffers[value]
+
+    def close(self) -> None:
+        """Drop every buffer now; the graph and its values refer to each other and live until they are collected."""
+        self.inputs.clear()
+        self.buffers.clear()
 
     def release(self, values: Sequence[Value]) -> None:
         for value in values:

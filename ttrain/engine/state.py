@@ -95,9 +95,8 @@ class State:
         for name, value in graph.state.items():
             tensor = self.tensor(name)
             if tensor.spec != value.spec or tensor.kind is not value.kind:
-                raise GraphError(
-                    f"{name} is placed as {tensor.kind.value} {tensor.spec}, the graph uses {value.kind.value} {value.spec}."
-                )
+                placed, used = f"{tensor.kind.value} {tensor.spec}", f"{value.kind.value} {value.spec}"
+                raise GraphError(f"{name} is placed as {placed}, the graph uses {used}.")
 
     def buffer(self, value: Value) -> tuple[Arena, int, Buffer]:
         return self.placed(value.name)

@@ -87,7 +87,8 @@ def _scratch(graph: Graph, kernels: Mapping[str, Kernel], placement: Placement) 
             continue
         specs = kernels[node.op.name].workspace_specs(*_specs(node), node.attributes)
         if specs:
-            scratch[node] = [Block(f"workspace of {node.op.name}", spec.nbytes, time, time, form=spec) for spec in specs]
+            label = f"workspace of {node.op.name}"
+            scratch[node] = [Block(label, spec.nbytes, time, time, form=spec) for spec in specs]
     return scratch
 
 
@@ -113,7 +114,7 @@ class _Forms:
         return frozenset(self._of)
 
     def give(self, blocks: Mapping[Value, Block]) -> None:
-        """Sets form and bytes of each block. A step input keeps its tensor to itself: the next batch is written early."""
+        """Set form and bytes of each block. A step input keeps its tensor to itself: the next batch is written early."""
         for owner, block in blocks.items():
             form = self._of.get(owner, self._device.form(owner.spec))
             block.nbytes = self._device.form_bytes(form)

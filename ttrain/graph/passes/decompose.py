@@ -8,11 +8,13 @@ from ttrain.core.errors import GraphError
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.rewrite import rewrite
 
+DEEPEST = 16  # ops within ops
+
 
 def decompose(graph: Graph, supported: Container[str], device: str) -> Graph:
     """Expand every op that is not in `supported`, repeatedly. Views need no kernel.
 
-    Raises GraphError naming an op that can't be expanded.
+    Raises GraphError naming an op that can't be expanded, or ops that expand into each other.
     """
 
     def missing(node: Node) -> bool:
@@ -26,6 +28,9 @@ def decompose(graph: Graph, supported: Container[str], device: str) -> Graph:
             raise GraphError(f"device {device} has no kernel for {node.op.name}, and the op has no decomposition.")
         return outputs
 
-    while any(map(missing, graph.nodes)):
+    for _ in range(DEEPEST):
+        left = {node.op.name for node in graph.nodes if missing(node)}
+        if not left:
+            return graph
         graph = rewrite(graph, replace)
-    return graph
+    raise GraphError(f"device {device}: the decompositions of {', '.join(sorted(left))} lead back to themselves.")

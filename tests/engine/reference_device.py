@@ -1,0 +1,93 @@
+"""A device that computes with the references of the ops: an engine runs on it without any other kernel of ours.
+
+Its kernels are as unkind as the contract allows: outputs and workspace are overwritten with garbage before an input is
+read, but for elementwise ops, and every arena starts as garbage where the contract does not promise zeros.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.plan.interpreter import DTYPES, GARBAGE
+from ttrain.core.spec import TensorSpec
+from ttrain.device.base import Buffer, Delivery, Device, Kernel, Launch
+from ttrain.graph import REGISTRY, Op
+
+
+class ReferenceDevice(Device):
+    """Every op but those in `without`; those in `fresh` return new tensors instead of writing into given ones."""
+
+    name = "reference"
+
+    def __init__(self, without: Sequence[str] = (), fresh: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.live_bytes = self.peak_bytes = 0
+        self._kernels = {op.name: self._row(op, op.name in fresh) for op in REGISTRY if op.name not in without}
+
+    @property
+    def kernels(self) -> Mapping[str, Kernel]:
+        return self._kernels
+
+    def _row(self, op: Op, fresh: bool) -> Kernel:
+        def bind(
+            ins: Sequence[Buffer | None], outs: Sequence[Buffer], attributes: Mapping[str, Any], work: Sequence[Buffer]
+        ) -> Launch:
+            overwrites = op.elementwise or bool(op.mutates) or op.name.endswith("_update") or op.name == "refresh"
+
+            def launch() -> list[torch.Tensor] | None:
+                for buffer in (*work, *([] if fresh or overwrites else outs)):
+                    buffer.view(-1).view(torch.uint8).fill_(GARBAGE)
+                wide = [x.double() if x is not None and x.is_floating_point() else x for x in ins]
+                results = op.reference(*wide, **attributes)
+                results = [results] if isinstance(results, torch.Tensor) else list(results)
+                if fresh:
+                    return [result.reshape(out.shape).to(out.dtype) for result, out in zip(results, outs, strict=True)]
+                for result, out in zip(results, outs, strict=True):
+                    out.copy_(result.reshape(out.shape))
+                return None
+
+            return launch
+
+        return Kernel(bind, Delivery.FRESH if fresh else Delivery.INTO, workspace=_workspace)
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        arena = torch.zeros(nbytes, dtype=torch.uint8)
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(arena, self._freed, nbytes)
+        return arena
+
+    def _freed(self, nbytes: int) -> None:
+        self.live_bytes -= nbytes
+
+    def place(self, arena: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
+        return arena[offset : offset + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
+
+    def upload(self, buffer: torch.Tensor, array: np.ndarray) -> None:
+        self.counters.uploads += 1
+        buffer.copy_(torch.tensor(array))
+
+    def download(self, buffer: torch.Tensor) -> np.ndarray:
+        self.counters.downloads += 1
+        return (buffer.float() if buffer.dtype is torch.bfloat16 else buffer).numpy().copy()
+
+    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        destination.copy_(source)
+
+    def synchronize(self) -> None:
+        return
+
+    def memory(self) -> dict[str, int]:
+        return {"in_use": self.live_bytes, "peak": self.peak_bytes, "total": 0}
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+
+def _workspace(inputs: Any, outputs: Any, attributes: Any) -> list[TensorSpec]:
+    return [TensorSpec((3,)), outputs[0]] if outputs[0].rank == 2 else []

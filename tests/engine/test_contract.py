@@ -1,0 +1,240 @@
+"""What every engine promises, on the device without arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ttrain import ops
+from ttrain.autodiff import backward
+from ttrain.core.errors import GraphError, ShapeError
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.base import Delivery
+from ttrain.device.null import NullDevice
+from ttrain.engine.base import Engine
+from ttrain.engine.dynamic import DynamicEngine
+from ttrain.engine.state import State, StateTensor
+from ttrain.engine.static import StaticEngine, StaticStep
+from ttrain.graph import Graph, Kind, Stage
+
+ENGINES = {"dynamic": DynamicEngine, "static": StaticEngine}
+ROWS, WEIGHT = TensorSpec((4, 3)), TensorSpec((5, 3))
+STATE = [StateTensor("w", WEIGHT, Kind.PARAMETER), StateTensor("w/gradient", WEIGHT, Kind.GRADIENT)]
+INPUTS = {"x": np.zeros((4, 3), np.float32), "lr": 0.1}
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> Engine:
+    return open_engine(request.param)
+
+
+def open_engine(name: str, device: NullDevice | None = None, state: list[StateTensor] = STATE) -> Engine:
+    device = device or NullDevice()
+    return ENGINES[name](device, State(device, state))
+
+
+def train(graph: Graph) -> None:
+    """loss = mean(gelu(x W^T)^2), its gradient, and W <- W - lr dW."""
+    weight = graph.state_value("w", WEIGHT, Kind.PARAMETER)
+    y = ops.gelu(ops.linear(graph.input("x", ROWS), weight))
+    loss = ops.mean(ops.multiply(y, y))
+    graph.output("loss", loss)
+    (gradient,) = backward(loss, [weight])
+    with graph.stage(Stage.UPDATE):
+        stored = ops.assign(graph.state_value("w/gradient", WEIGHT, Kind.GRADIENT), gradient)
+        ops.assign(weight, ops.subtract(weight, ops.multiply(stored, graph.input("lr", TensorSpec(())))))
+
+
+def predict(graph: Graph) -> None:
+    y = ops.linear(graph.input("x", ROWS), graph.state_value("w", WEIGHT, Kind.PARAMETER))
+    graph.output("y", ops.relu(y))
+
+
+def test_a_step_hands_out_scalars_as_float_and_the_rest_as_arrays(engine: Engine) -> None:
+    assert engine.build("train", train)(INPUTS) == {"loss": 0.0}
+    y = engine.build("predict", predict)({"x": INPUTS["x"]})["y"]
+    assert y.shape == (4, 5) and y.dtype == np.float32
+
+
+def test_a_step_knows_its_inputs(engine: Engine) -> None:
+    assert engine.build("train", train).inputs == {"x": ROWS, "lr": TensorSpec(())}
+
+
+def test_after_the_first_call_static_neither_allocates_nor_records() -> None:
+    engine = open_engine("static")
+    step = engine.build("train", train)
+    step(INPUTS)
+    before = engine.device.counters.allocations
+    for _ in range(5):
+        step(INPUTS)
+    assert engine.device.counters.allocations == before
+    assert (engine.counters.allocations_after_first, engine.counters.nodes_after_first) == (0, 0)
+    assert engine.counters.steps == 6
+
+
+def test_dynamic_records_and_allocates_every_time_and_says_so() -> None:
+    engine = open_engine("dynamic")
+    step = engine.build("train", train)
+    for _ in range(3):
+        step(INPUTS)
+    graph = Graph()
+    train(graph)
+    assert engine.counters.nodes_after_first == 2 * len(graph.nodes)
+    assert engine.counters.allocations_after_first > 0
+
+
+def test_both_engines_launch_a_kernel_for_what_is_no_view() -> None:
+    dynamic, static = open_engine("dynamic"), open_engine("static")
+    for engine in (dynamic, static):
+        engine.build("train", train)(INPUTS)
+    assert isinstance(dynamic.device, NullDevice) and isinstance(static.device, NullDevice)
+    assert "reshape" not in dynamic.device.launched + static.device.launched
+    assert {"linear", "gelu", "gelu_grad"} <= set(dynamic.device.launched) & set(static.device.launched)
+    assert dynamic.device.launched.count("assign") == 2
+    assert static.device.launched.count("assign") == 1  # the gradient is delivered; the parameter is read while made
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"x": np.zeros((8, 3), np.float32)},
+            "input 'x' has shape [8, 3], expected [4, 3]. A built step has fixed shapes",
+        ),
+        ({"x": np.zeros((3,), np.float32)}, "input 'x' has shape [3], expected [4, 3]"),
+        ({"lr": np.zeros((1,), np.float32)}, "input 'lr' has shape [1], expected []"),
+        ({"xs": 1.0}, "unknown input 'xs'. Did you mean 'x'?"),
+        ({"x": None}, "input 'x' (fp32[4, 3]) is missing"),
+        ({"x": np.zeros((4, 3), complex)}, "input 'x' has dtype complex128, expected float32"),
+    ],
+)
+def test_another_input_than_declared_is_refused_by_name(engine: Engine, given: dict[str, Any], said: str) -> None:
+    step = engine.build("train", train)
+    step(INPUTS)
+    inputs = {key: value for key, value in {**INPUTS, **given}.items() if value is not None}
+    with pytest.raises(ShapeError) as error:
+        step(inputs)
+    assert said in str(error.value) and "step train" in str(error.value)
+    step(INPUTS)  # and the step still works
+
+
+@pytest.mark.parametrize(("value", "fits"), [(3, True), (np.int32(3), True), (3.5, False), (np.float32(3), False)])
+def test_an_integer_input_takes_no_float(engine: Engine, value: Any, fits: bool) -> None:
+    def trace(graph: Graph) -> None:
+        seed = graph.input("seed", TensorSpec((), DType.INT64))
+        graph.output("y", ops.dropout(graph.input("x", ROWS), seed, 0.5, 0))
+
+    step = engine.build("dropout", trace)
+    if fits:
+        step({"x": INPUTS["x"], "seed": value})
+    else:
+        with pytest.raises(ShapeError, match="input 'seed' has dtype float.*, expected int64"):
+            step({"x": INPUTS["x"], "seed": value})
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ([], "there is no persistent tensor 'w'"),
+        ([StateTensor("w", TensorSpec((3, 5)), Kind.PARAMETER)], "the graph uses parameter fp32[5, 3]"),
+        ([StateTensor("w", WEIGHT, Kind.COPY)], "w is placed as copy fp32[5, 3], the graph uses parameter fp32[5, 3]"),
+    ],
+)
+def test_a_step_on_other_state_is_refused_when_built(state: list[StateTensor], said: str) -> None:
+    for name in ENGINES:
+        with pytest.raises(GraphError) as error:
+            open_engine(name, state=state).build("predict", predict)
+        assert said in str(error.value)
+
+
+def test_a_step_that_records_nothing_is_refused(engine: Engine) -> None:
+    with pytest.raises(GraphError, match="records nothing"):
+        engine.build("empty", lambda graph: None)
+
+
+def test_a_step_that_reads_what_it_overwrote_is_refused(engine: Engine) -> None:
+    def trace(graph: Graph) -> None:
+        weight = graph.state_value("w", WEIGHT, Kind.PARAMETER)
+        ops.assign(weight, ops.scale(weight, 0.5))
+        graph.output("y", ops.relu(weight))
+
+    with pytest.raises(GraphError, match="after recording: .*relu.* reads w"):
+        engine.build("stale", trace)
+
+
+def test_a_fresh_result_is_copied_into_its_slot(engine: Engine) -> None:
+    assert isinstance(engine.device, NullDevice)
+    engine.device.deliveries["linear"] = Delivery.FRESH
+    engine.build("predict", predict)({"x": INPUTS["x"]})
+    launched = engine.device.launched
+    # The static engine has joined the activation to the product.
+    assert launched == (["linear", "copy"] if isinstance(engine, StaticEngine) else ["linear", "copy", "relu"])
+
+
+@pytest.mark.parametrize("without", [("linear",), ("linear", "mean")])
+def test_a_device_without_a_kernel_gets_the_parts(engine: Engine, without: tuple[str, ...]) -> None:
+    device = NullDevice(without)
+    other = type(engine)(device, State(device, STATE))
+    other.build("train", train)(INPUTS)
+    assert "linear" not in device.launched and "matmul" in device.launched
+
+
+def test_a_device_without_kernel_for_a_primitive_is_named(engine: Engine) -> None:
+    device = NullDevice(["gelu"])
+    other = type(engine)(device, State(device, STATE))
+    with pytest.raises(GraphError, match="null has no kernel for gelu"):
+        other.build("train", train)(INPUTS)
+
+
+def wide(rows: int) -> Callable[[Graph], None]:
+    def trace(graph: Graph) -> None:
+        graph.output("y", ops.transpose(graph.input("x", TensorSpec((rows, 64)))))
+
+    return trace
+
+
+def test_steps_take_memory_at_the_first_call_and_share_it() -> None:
+    engine = open_engine("static")
+    steps = {rows: engine.build(f"wide{rows}", wide(rows)) for rows in (8, 64, 16)}
+    allocated = engine.device.counters.allocated_bytes
+    assert engine.device.counters.allocations == 2  # the state's
+    for rows, step in steps.items():
+        step({"x": np.zeros((rows, 64), np.float32)})
+    assert isinstance(steps[64], StaticStep)
+    assert engine.device.counters.allocations == 3
+    assert engine.device.counters.allocated_bytes - allocated == steps[64].plan.arena_bytes
+
+
+def test_a_later_step_takes_memory_only_where_it_needs_more() -> None:
+    engine = open_engine("static")
+    engine.build("first", wide(16))({"x": np.zeros((16, 64), np.float32)})
+    before = engine.device.counters.allocations
+    engine.build("smaller", wide(8))({"x": np.zeros((8, 64), np.float32)})
+    assert engine.device.counters.allocations == before
+    engine.build("larger", wide(32))({"x": np.zeros((32, 64), np.float32)})
+    assert engine.device.counters.allocations == before + 1
+
+
+def test_dynamic_tells_which_value_is_gone() -> None:
+    def trace(graph: Graph) -> None:
+        weight = graph.state_value("w", WEIGHT, Kind.PARAMETER)
+        hidden = ops.linear(graph.input("x", ROWS), weight)
+        backward(ops.mean(ops.multiply(hidden, hidden)), [weight])
+        graph.output("hidden", hidden)
+
+    with pytest.raises(GraphError, match="linear.*was released: mark it as an output before backward"):
+        open_engine("dynamic").build("late", trace)({"x": INPUTS["x"]})
+
+
+def test_the_loss_may_be_marked_after_backward(engine: Engine) -> None:
+    def trace(graph: Graph) -> None:
+        weight = graph.state_value("w", WEIGHT, Kind.PARAMETER)
+        loss = ops.mean(ops.linear(graph.input("x", ROWS), weight))
+        (gradient,) = backward(loss, [weight])
+        graph.output("loss", loss)
+        graph.output("gradient", gradient)
+
+    assert set(engine.build("late", trace)({"x": INPUTS["x"]})) == {"loss", "gradient"}

@@ -1,0 +1,87 @@
+"""Persistent tensors: names, layout in memory, and the way to and from the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.engine.reference_device import ReferenceDevice
+from ttrain.core.errors import GraphError
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.null import NullDevice
+from ttrain.engine.state import RUN_ALIGNMENT, State, StateTensor
+from ttrain.graph import Kind
+
+SHAPES = {"norm.weight": (5,), "up.weight": (7, 3), "up.bias": (7,)}
+
+
+def tensors(dtype: DType = DType.FP32) -> list[StateTensor]:
+    listed = [StateTensor(path, TensorSpec(shape), Kind.PARAMETER, "run") for path, shape in SHAPES.items()]
+    listed += [StateTensor(f"{p}/compute", TensorSpec(s, dtype), Kind.COPY, "run") for p, s in SHAPES.items()]
+    for slot in ("first_moment", "second_moment"):
+        listed += [StateTensor(f"{p}/{slot}", TensorSpec(s), Kind.OPTIMIZER, "run") for p, s in SHAPES.items()]
+    return listed
+
+
+def test_names_come_in_order_and_by_kind() -> None:
+    state = State(NullDevice(), tensors())
+    assert state.names(Kind.PARAMETER) == list(SHAPES)
+    assert state.names()[:3] == list(SHAPES) and len(state.names()) == 12
+    assert state.names(Kind.COPY, Kind.PARAMETER) == [*SHAPES, *(f"{path}/compute" for path in SHAPES)]
+    assert state.spec("up.weight") == TensorSpec((7, 3)) and state.kind("up.weight/first_moment") is Kind.OPTIMIZER
+    assert state.nbytes(Kind.OPTIMIZER) == 2 * 4 * (5 + 21 + 7)
+
+
+def test_an_unknown_name_gets_the_nearest() -> None:
+    with pytest.raises(GraphError, match="no persistent tensor 'up.wieght'. Did you mean 'up.weight'"):
+        State(NullDevice(), tensors()).read("up.wieght")
+
+
+def test_a_name_is_given_once() -> None:
+    with pytest.raises(GraphError, match="two persistent tensors have the same name"):
+        State(NullDevice(), [tensors()[0], tensors()[0]])
+
+
+def test_slots_of_a_run_lie_side_by_side_at_equal_element_offsets() -> None:
+    state = State(NullDevice(), tensors(DType.BF16))
+    offsets = {}
+    for slot, itemsize in (("", 4), ("/compute", 2), ("/first_moment", 4), ("/second_moment", 4)):
+        placed = [state.placed(f"{path}{slot}") for path in SHAPES]
+        assert len({arena.number for arena, _, _ in placed}) == 1
+        offsets[slot] = [byte // itemsize for _, byte, _ in placed]
+    assert len(set(map(tuple, offsets.values()))) == 1
+    assert offsets[""] == [0, RUN_ALIGNMENT, 2 * RUN_ALIGNMENT]
+
+
+def test_runs_kinds_and_dtypes_have_memory_of_their_own() -> None:
+    device = NullDevice()
+    spec = TensorSpec((4,))
+    State(
+        device,
+        [
+            StateTensor("a", spec, Kind.PARAMETER, "one"),
+            StateTensor("b", spec, Kind.PARAMETER, "two"),
+            StateTensor("c", spec, Kind.OPTIMIZER, "one"),
+            StateTensor("d", spec.with_dtype(DType.BF16), Kind.PARAMETER, "one"),
+        ],
+    )
+    assert device.counters.allocations == 4
+
+
+@pytest.mark.parametrize("dtype", [DType.FP32, DType.BF16])
+def test_a_written_parameter_reads_back_and_its_copy_follows(dtype: DType) -> None:
+    state = State(ReferenceDevice(), tensors(dtype))
+    values = np.linspace(-1, 1, 21, dtype=np.float32).reshape(7, 3)
+    state.write("up.weight", values)
+    assert np.array_equal(state.read("up.weight"), values)
+    copy = state.read("up.weight/compute")
+    assert copy.dtype == np.float32
+    assert np.array_equal(copy, values) if dtype is DType.FP32 else np.abs(copy - values).max() <= 2**-8
+    assert not state.read("up.bias").any()  # the neighbours stay as they were
+    copy[:] = 9
+    assert np.array_equal(state.read("up.weight"), values)  # what was read is the reader's own
+
+
+def test_another_shape_is_refused() -> None:
+    with pytest.raises(GraphError, match=r"up.weight: got an array \[3, 7\], expected fp32\[7, 3\]"):
+        State(NullDevice(), tensors()).write("up.weight", np.zeros((3, 7), np.float32))
