@@ -114,7 +114,7 @@ class _Forms:
         return frozenset(self._of)
 
     def give(self, blocks: Mapping[Value, Block]) -> None:
-        """Set form and bytes of each block. A step input keeps its tensor to itself: the next batch is written early."""
+        """Set form and bytes of each block. A step input shares with nothing: the next batch is written early."""
         for owner, block in blocks.items():
             form = self._of.get(owner, self._device.form(owner.spec))
             block.nbytes = self._device.form_bytes(form)
