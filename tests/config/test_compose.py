@@ -23,6 +23,7 @@ NEEDS = {
     "data=regression": ["model=mlp"],
     "task=sample": ["run.dir=x"],
     "task=prepare": ["prepare.dir=x"],
+    "task=report": ["run=x"],
     "recipe=gpt2-124m": ["data.path=x"],
 }
 
@@ -45,7 +46,7 @@ def test_every_shipped_yaml_composes_and_passes_the_checks(word: str) -> None:
 
 
 def test_the_number_of_shipped_yaml_files_is_known() -> None:
-    assert len(shipped_options()) == 34
+    assert len(shipped_options()) == 36
     assert set(ALWAYS_THERE) < set(shipped_options())
 
 

@@ -134,6 +134,12 @@ def _sample_needs_a_run(config: Config) -> Iterator[str]:
         yield "task=sample: needs a trained run. Give run.dir=<run directory>."
 
 
+@check("task", "report")
+def _report(config: Config) -> Iterator[str]:
+    if config.task.name == "report" and not config.report.run:
+        yield "task=report: needs a run. Give run=<run directory>, or run=<one>,<another> to compare."
+
+
 @check("resume", "run")
 def _resume(config: Config) -> Iterator[str]:
     if config.resume == "auto" and config.run.dir is None:

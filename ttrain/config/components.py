@@ -19,13 +19,15 @@ from ttrain.train.settings import LoggerConfig, WandbConfig
 class TaskConfig:
     """What the command does."""
 
-    name: str = option("train", "registered name of the task: train, sample, plan or prepare")
+    name: str = option("train", "registered name of the task, such as train, sample or plan")
 
 
 register("task", "train", config=TaskConfig, target="ttrain.tasks.train:run")
 register("task", "sample", config=TaskConfig, target="ttrain.tasks.sample:run")
 register("task", "plan", config=TaskConfig, target="ttrain.tasks.plan:run")
 register("task", "prepare", config=TaskConfig, target="ttrain.tasks.prepare:run")
+register("task", "runs", config=TaskConfig, target="ttrain.tasks.runs:run")
+register("task", "report", config=TaskConfig, target="ttrain.tasks.report:run")
 
 register("model", "mlp", config=MLPConfig, target="ttrain.models.mlp:MLP")
 register("model", "gpt", config=GPTConfig, target="ttrain.models.gpt:GPT")
@@ -56,5 +58,6 @@ register("precision", "bf16", config=PrecisionConfig, target=PrecisionConfig)
 register("logger", "console", config=LoggerConfig, target="ttrain.config.build:no_views")
 register("logger", "jsonl", config=LoggerConfig, target="ttrain.config.build:no_views")
 register("logger", "wandb", config=WandbConfig, target="ttrain.config.build:wandb_views")
+
 
 BUILT_IN = frozenset((row.group, row.name) for row in rows())

@@ -24,6 +24,7 @@ def parse(word: str, sweep: bool = False) -> Override:
     Free text, such as a prompt, is taken as it stands unless it is quoted. So is the value of any other text key that
     the grammar has no way to read, such as a path with an accent or a bracket. With `sweep` a comma separates values.
     """
+    word = _spelt_out(word)
     text_key = _wants_text(word)
     if text_key and not sweep and _key(word) in FREE_TEXT and not _is_quoted(word):
         word = _quoted(word)
@@ -34,6 +35,18 @@ def parse(word: str, sweep: bool = False) -> Override:
         if text_key and not (sweep and "," in word):
             return parser.parse_overrides([_quoted(word)])[0]
         raise ConfigError(_syntax_problem(word)) from None
+
+
+def _spelt_out(word: str) -> str:
+    """`supervise=true` and `run=<folder>,<folder>` as the keys that they are short for."""
+    key, _, value = word.partition("=")
+    if key == "supervise" and value.lower() in ("true", "false", "null"):
+        return f"supervise.enabled={value}"
+    if key == "run" and value and value[0] not in "{[":
+        words = [f"run={part}" for part in value.split(",")]
+        parts = [(each if _is_quoted(each) else _quoted(each)).partition("=")[2] for each in words]
+        return f"report.run=[{','.join(parts)}]"
+    return f"report.run={value}" if key == "run" and value.startswith("[") else word
 
 
 def _key(word: str) -> str:

@@ -1,0 +1,55 @@
+"""task=runs: which runs there are and how they are doing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ttrain.config.schema import Config
+from ttrain.core.errors import UserError
+from ttrain.train.inspect import RunInfo, find_runs, read_run
+
+_PLAIN_WIDTH = 240
+
+
+def run(config: Config) -> None:
+    """Prints one line per run below `runs.root`, the newest last. Raises UserError where there is no such folder."""
+    root = Path(config.runs.root)
+    if not root.is_dir():
+        raise UserError(f"runs.root={root}: there is no such folder. Give the folder that holds your runs.")
+    found = [read_run(path) for path in find_runs(root)]
+    wanted = config.runs.state
+    shown = [info for info in found if wanted in (None, info.state)]
+    if not shown:
+        print(f"No {wanted or ''} runs below {root}.".replace("  ", " "))
+        return
+    _print(shown)
+
+
+def _print(runs: list[RunInfo]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("run", "state", "model", "step", "train/loss", "val/loss", "checkpoint", "updated", "note"):
+        table.add_column(name, no_wrap=True)
+    for info in runs:
+        updated = info.updated
+        cells = [
+            str(info.path),
+            info.state,
+            info.model,
+            f"{info.step}/{info.steps}" if info.steps else str(info.step),
+            _loss(info.newest("train/loss")),
+            _loss(info.newest("val/loss")),
+            "none" if info.checkpoint is None else str(info.checkpoint),
+            "" if updated is None else updated.strftime("%Y-%m-%d %H:%M:%S"),
+            (info.reason.splitlines() or [""])[0],
+        ]
+        table.add_row(*map(Text, cells))
+    Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(table)
+
+
+def _loss(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"

@@ -1,0 +1,49 @@
+"""events.jsonl: what happened to a run, one JSON object per line, appended and never rewritten.
+
+Every leg, restart, failed save, skipped step and rollback has a line with the time, the kind, a message for people, and
+the step where there is one. The processes that watch a run append to the same file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+EVENTS = "events.jsonl"
+
+Event = dict[str, Any]
+
+
+class Events:
+    """Appends to the events of a run. A line that can't be written is lost, never the run."""
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / EVENTS
+
+    def add(self, kind: str, message: str, step: int | None = None, **facts: Any) -> None:
+        """Adds a line; `facts` are further JSON values."""
+        event: Event = {"time": datetime.now().astimezone().isoformat(timespec="seconds"), "kind": kind}
+        event |= ({} if step is None else {"step": step}) | {"message": message} | facts
+        try:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(event, ensure_ascii=False) + "\n")
+        except OSError:
+            return
+
+
+def read_events(run: Path) -> Iterator[Event]:
+    """Every complete line of a run's events."""
+    path = run / EVENTS
+    if not path.exists():
+        return
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                event = json.loads(line)
+            except ValueError:  # cut off by a kill
+                continue
+            if isinstance(event, dict) and isinstance(event.get("kind"), str):
+                yield event
