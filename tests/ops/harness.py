@@ -83,7 +83,9 @@ def draw(op: Op, case: Case, dtype: DType) -> Arrays:
                 values.reshape(-1)[::3] = -1
             arrays[name] = values
         else:
-            values = generator.uniform(0.5, 1.5, spec.shape) if name in case.positive else generator.normal(size=spec.shape)
+            values = (
+                generator.uniform(0.5, 1.5, spec.shape) if name in case.positive else generator.normal(size=spec.shape)
+            )
             arrays[name] = rounded(np.asarray(values), spec.dtype)
     given = {name: as_torch(array) for name, array in arrays.items()}
     for name, value in op.derived(given, case.attributes).items():
@@ -106,9 +108,7 @@ def reference(op: Op, case: Case, tensors: Sequence[torch.Tensor | None]) -> lis
 def record(op: Op, case: Case, dtype: DType) -> tuple[Graph, dict[str, Value], tuple[Value, ...]]:
     """A graph that applies the op to step inputs named as the op names them."""
     graph = Graph()
-    values = {
-        name: graph.input(name, spec) for name, spec in input_specs(op, case, dtype).items() if spec is not None
-    }
+    values = {name: graph.input(name, spec) for name, spec in input_specs(op, case, dtype).items() if spec is not None}
     ordered = [values.get(name) for name in input_names(op, case)]
     outputs = op.record(*ordered, graph=graph, **case.attributes)
     return graph, values, outputs if isinstance(outputs, tuple) else (outputs,)
@@ -148,7 +148,9 @@ class Interpreter:
 
     def read(self, value: Value) -> np.ndarray:
         buffer = self.buffers[value]
-        return buffer.detach().cpu().double().numpy() if buffer.dtype.is_floating_point else self.device.download(buffer)
+        return (
+            buffer.detach().cpu().double().numpy() if buffer.dtype.is_floating_point else self.device.download(buffer)
+        )
 
     def _node(self, graph: Graph, node: Node) -> None:
         if all(output in self.buffers for output in node.outputs):

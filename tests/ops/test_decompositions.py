@@ -53,5 +53,7 @@ def test_decomposition_equals_reference_and_kernel(device: Device, op: Op, case:
         allowed = allowed * LOOSER[dtype]
         got = parts.read(output)
         assert_within(got, expected[index].double().numpy(), unit, allowed, f"decomposed {op.name}.{name}")
-        assert_within(got, fused.read(fused_outputs[index]), unit, allowed, f"decomposed against fused {op.name}.{name}")
+        assert_within(
+            got, fused.read(fused_outputs[index]), unit, allowed, f"decomposed against fused {op.name}.{name}"
+        )
     assert compared

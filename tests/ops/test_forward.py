@@ -46,9 +46,7 @@ def test_kernel_equals_reference(device: Device, op: Op, case: Case, dtype: DTyp
         assert_within(interpreter.read(output), value.double().numpy(), unit, allowed, f"{op.name}.{name}")
 
 
-@pytest.mark.parametrize(
-    ("op", "case", "dtype"), all_cases(DType.FP32, DType.BF16, where=lambda op: op.elementwise)
-)
+@pytest.mark.parametrize(("op", "case", "dtype"), all_cases(DType.FP32, DType.BF16, where=lambda op: op.elementwise))
 def test_elementwise_kernel_may_write_over_an_input(device: Device, op: Op, case: Case, dtype: DType) -> None:
     arrays = draw(op, case, dtype)
     graph, values, outputs = record(op, case, dtype)

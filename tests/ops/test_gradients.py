@@ -100,9 +100,7 @@ def test_gradient_equals_autograd(device: Device, op: Op, case: Case, dtype: DTy
             assert_within(gradient, expected[name], dtype, TOLERANCES[dtype], what)
 
 
-@pytest.mark.parametrize(
-    ("op", "case", "dtype"), all_cases(DType.FP64, where=lambda op: op.name in COMPOSITE)
-)
+@pytest.mark.parametrize(("op", "case", "dtype"), all_cases(DType.FP64, where=lambda op: op.name in COMPOSITE))
 def test_gradient_equals_finite_differences_of_the_kernel(device: Device, op: Op, case: Case, dtype: DType) -> None:
     if not trainable(op, case):
         return

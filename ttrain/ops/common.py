@@ -24,15 +24,13 @@ def broadcast_shape(owner: Op, x: TensorSpec, y: TensorSpec) -> tuple[int, ...]:
 def sum_to(gradient: Value, target: Value) -> Value:
     """The gradient summed over the axes along which `target` was broadcast, in target's dtype."""
     from ttrain.ops.elementwise import cast
-    from ttrain.ops.reduce import reduce_sum
     from ttrain.ops.layout import reshape
+    from ttrain.ops.reduce import reduce_sum
 
     if gradient.shape != target.shape:
         lead = len(gradient.shape) - len(target.shape)
         stretched = [
-            lead + axis
-            for axis, size in enumerate(target.shape)
-            if size == 1 and gradient.shape[lead + axis] != 1
+            lead + axis for axis, size in enumerate(target.shape) if size == 1 and gradient.shape[lead + axis] != 1
         ]
         axes = (*range(lead), *stretched)
         if axes:

@@ -75,6 +75,7 @@ class EmbeddingGrad(Op):
             Case(((3, 5, 4), (3, 5)), {"vocabulary": 7}, integers={"ids": 7}),
             Case(((33, 12), (33,)), {"vocabulary": 65}, integers={"ids": 65}),
             Case(((6, 3), (6,)), {"vocabulary": 1}, integers={"ids": 1}),
+            Case(((5, 3), (5,)), {"vocabulary": 33}, integers={"ids": 3}),
         ]
 
 

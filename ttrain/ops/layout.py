@@ -40,7 +40,11 @@ class Reshape(_Move):
         return x.reshape(shape)
 
     def cases(self) -> Sequence[Case]:
-        return [Case(((2, 3, 4),), {"shape": (6, 4)}), Case(((6,),), {"shape": (2, 3, 1)}), Case(((),), {"shape": (1,)})]
+        return [
+            Case(((2, 3, 4),), {"shape": (6, 4)}),
+            Case(((6,),), {"shape": (2, 3, 1)}),
+            Case(((),), {"shape": (1,)}),
+        ]
 
 
 @declare

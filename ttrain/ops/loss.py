@@ -84,9 +84,7 @@ class CrossEntropyGrad(Op):
     elementwise = True
     differentiable = False
 
-    def infer(
-        self, logits: TensorSpec, targets: TensorSpec, log_sum_exp: TensorSpec, weight: TensorSpec
-    ) -> TensorSpec:
+    def infer(self, logits: TensorSpec, targets: TensorSpec, log_sum_exp: TensorSpec, weight: TensorSpec) -> TensorSpec:
         _token_check(self, logits.shape[0], targets, weight, logits.dtype)
         return logits
 

@@ -26,7 +26,10 @@ def _check(owner: Op, x: TensorSpec, weight: TensorSpec, bias: TensorSpec | None
 
 @declare
 class LayerNorm(Op):
-    """y = (x - mean) rstd * weight + bias over the last axis; mean and rstd = 1/sqrt(var + eps) are fp32 (fp64 for fp64 x) [...]."""
+    """y = (x - mean) rstd * weight + bias over the last axis.
+
+    mean and rstd = 1/sqrt(var + eps) have the shape of the other axes and are fp32 at least.
+    """
 
     name = "layer_norm"
     family = "norm"

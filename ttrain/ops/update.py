@@ -12,9 +12,8 @@ from typing import Any
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.graph import Node, Value
 from ttrain.graph.op import Case, Op, declare, op
-from ttrain.ops.elementwise import cast, divide, multiply, scale, sqrt, subtract
 from ttrain.ops.elementwise import add as add_values
-from ttrain.ops.elementwise import full
+from ttrain.ops.elementwise import cast, divide, full, multiply, scale, sqrt, subtract
 
 _SCALAR = TensorSpec((), DType.FP32)
 
@@ -197,8 +196,10 @@ def _bias_correction(beta: float, step: Value) -> Value:
 
     from ttrain.ops.elementwise import exp
 
-    return subtract(full(step.graph, _SCALAR, 1.0), exp(scale(step, log(beta)))) if beta else full(
-        step.graph, _SCALAR, 1.0
+    return (
+        subtract(full(step.graph, _SCALAR, 1.0), exp(scale(step, log(beta))))
+        if beta
+        else full(step.graph, _SCALAR, 1.0)
     )
 
 
@@ -262,7 +263,10 @@ class SGDUpdate(_Optimizer):
 
     def cases(self) -> Sequence[Case]:
         shapes = ((4, 8), (257,))
-        cases = [Case((*shapes * 2, (), ()), _sgd(0.0, False, 0.1)), Case((*shapes * 2, (), None), _sgd(0.0, False, 0.0))]
+        cases = [
+            Case((*shapes * 2, (), ()), _sgd(0.0, False, 0.1)),
+            Case((*shapes * 2, (), None), _sgd(0.0, False, 0.0)),
+        ]
         return cases + [Case((*shapes * 3, (), ()), _sgd(0.9, nesterov, 0.1)) for nesterov in (False, True)]
 
 
@@ -295,7 +299,10 @@ class Refresh(_Update):
 
     def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
         count = node.attributes["count"]
-        return [op("assign").record(copy, cast(p, copy.spec.dtype)) for copy, p in zip(inputs[:count], inputs[count:], strict=True)]  # type: ignore[union-attr,arg-type]
+        return [
+            op("assign").record(copy, cast(p, copy.spec.dtype))
+            for copy, p in zip(inputs[:count], inputs[count:], strict=True)
+        ]  # type: ignore[union-attr,arg-type]
 
     def cases(self) -> Sequence[Case]:
         return [Case(((4, 8), (257,), (4, 8), (257,)), {"count": 2}), Case(((3,), (3,)), {"count": 1})]

@@ -173,8 +173,8 @@ def _require_gpu(index: int) -> None:
     if not torch.cuda.is_available():
         reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU"
         raise DeviceUnavailable(
-            f"device=cuda: {reason} (torch {torch.__version__}). Use device=cpu, or device=auto to take a GPU only where "
-            "there is one."
+            f"device=cuda: {reason} (torch {torch.__version__}). Use device=cpu, or device=auto to take a GPU only "
+            "where there is one."
         )
     count = torch.cuda.device_count()
     if index >= count:

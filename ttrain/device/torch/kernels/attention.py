@@ -46,7 +46,9 @@ def _softmax(context: Context) -> Kernel:
             if factor == 1.0:
                 return softmax_into(x, y)
             return chain(copying(y, x), *scaling(y, factor), softmax_into(y, y))
-        return chain(copying(work[0], x), *scaling(work[0], factor), softmax_into(work[0], work[0]), copying(y, work[0]))
+        return chain(
+            copying(work[0], x), *scaling(work[0], factor), softmax_into(work[0], work[0]), copying(y, work[0])
+        )
 
     def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
         x = outs[0]

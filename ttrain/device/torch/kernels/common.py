@@ -38,7 +38,6 @@ class Context:
     explicit_up_to: time steps up to which attention forms its probabilities.
     query_rows: rows of probabilities that it forms at a time, each up to the block's last column; 0 takes what
         measured fastest.
-    one_hot_up_to: elements of [N, V] up to which the embedding's gradient is a product with one-hot rows.
     """
 
     device: torch.device
@@ -46,13 +45,12 @@ class Context:
     norm_row: int = 2**14
     explicit_up_to: int = 2048
     query_rows: int = 0
-    one_hot_up_to: int = 2**20
 
     @staticmethod
     def of(device: torch.device, threads: int = 1) -> Context:
         """The context of a device whose kernels use that many CPU threads, with sizes as measured."""
         if device.type == "cpu":
-            return Context(device, block=2**17 * threads)
+            return Context(device, block=2**18 * threads)
         return Context(device, block=2**25, explicit_up_to=256)
 
     @property

@@ -15,7 +15,6 @@ from ttrain.device.torch.kernels.common import (
     Specs,
     Tensor,
     chain,
-    constant,
     copying,
     into,
     rows_of,
@@ -27,28 +26,28 @@ def _embedding(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attrib
     return partial(torch.index_select, weight, 0, ids.view(-1), out=rows_of(outs[0]))
 
 
-def _one_hot_grad(ids: Tensor, dy: Tensor, dweight: Tensor, work: Sequence[Tensor]) -> Launch:
-    """dweight <- onehot^T dy. One-hot rows are exact in bf16 and the product adds in fp32."""
-    one_hot = work[0]
-    one = constant(1.0, dy.dtype, dy.device).expand(ids.numel(), 1)
+def _added_rows(ids: Tensor, dy: Tensor, dweight: Tensor, work: Sequence[Tensor]) -> Launch:
+    """dweight <- 0, then the rows of dy added one by one, for bf16 in a fp32 table of the vocabulary."""
+    if not work:
+        return chain(dweight.zero_, partial(torch.index_add, dweight, 0, ids, dy, out=dweight))
+    table, wide_dy = work
     return chain(
-        one_hot.zero_,
-        partial(torch.scatter, one_hot, 1, ids[:, None], one, out=one_hot),
-        partial(torch.mm, one_hot.t(), dy, out=dweight),
+        copying(wide_dy, dy),
+        table.zero_,
+        partial(torch.index_add, table, 0, ids, wide_dy, out=table),
+        copying(dweight, table),
     )
 
 
-def _indexed_grad(ids: Tensor, dy: Tensor, dweight: Tensor, work: Sequence[Tensor]) -> Launch:
-    """dweight <- 0, then rows added one by one; in bf16 they are added in a fp32 buffer of N rows first."""
-    if not work:
-        return chain(dweight.zero_, partial(torch.index_add, dweight, 0, ids, dy, out=dweight))
-    table, positions, place, wide_dy, sums, rounded = work
+def _few_rows(ids: Tensor, dy: Tensor, dweight: Tensor, work: Sequence[Tensor]) -> Launch:
+    """The same where a fp32 table of the vocabulary would be large: sums of N rows, then copied to their ids."""
+    positions_by_id, positions, place, wide_dy, sums, rounded = work
     index = torch.arange(ids.numel(), dtype=torch.int64, device=ids.device)
     return chain(
         copying(positions, index),
         # Equal ids agree on one of their positions, which stands for all of them.
-        partial(torch.scatter, table, 0, ids, positions, out=table),
-        partial(torch.index_select, table, 0, ids, out=place),
+        partial(torch.scatter, positions_by_id, 0, ids, positions, out=positions_by_id),
+        partial(torch.index_select, positions_by_id, 0, ids, out=place),
         copying(wide_dy, dy),
         sums.zero_,
         partial(torch.index_add, sums, 0, place, wide_dy, out=sums),
@@ -69,20 +68,17 @@ def _embedding_grad(context: Context) -> Kernel:
         dy, ids, dweight = rows_of(ins[0]), ins[1].view(-1), outs[0]
         if not context.on_cpu:
             return _aten_grad(ids, dy, dweight)
-        one_hot = ids.numel() * dweight.shape[0] <= context.one_hot_up_to
-        return (_one_hot_grad if one_hot else _indexed_grad)(ids, dy, dweight, work)
+        return (_added_rows if len(work) < 6 else _few_rows)(ids, dy, dweight, work)
 
     def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        dy, vocabulary = outs[0], outs[0].shape[0]
-        count, width = ins[1].size, outs[0].shape[1]
-        if not context.on_cpu:
+        dweight, count = outs[0], ins[1].size
+        vocabulary, width = dweight.shape
+        if not context.on_cpu or dweight.dtype.wide is dweight.dtype:
             return []
-        if count * vocabulary <= context.one_hot_up_to:
-            return [dy.with_shape(count, vocabulary)]
-        if dy.dtype.wide is dy.dtype:
-            return []
-        rows, ids = TensorSpec((count, width), dy.dtype.wide), TensorSpec((count,), DType.INT64)
-        return [TensorSpec((vocabulary,), DType.INT64), ids, ids, rows, rows, rows.with_dtype(dy.dtype)]
+        rows, ids = TensorSpec((count, width), dweight.dtype.wide), TensorSpec((count,), DType.INT64)
+        if vocabulary <= 2 * count:
+            return [TensorSpec((vocabulary, width), dweight.dtype.wide), rows]
+        return [TensorSpec((vocabulary,), DType.INT64), ids, ids, rows, rows, rows.with_dtype(dweight.dtype)]
 
     return into(bind, workspace)
 

@@ -26,12 +26,16 @@ def _transpose(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attrib
     return copying(outs[0], ins[0].mT)
 
 
-def _split_heads(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+def _split_heads(
+    ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
+) -> Launch:
     parts = heads_view(ins[0], attributes["parts"], attributes["heads"])
     return chain(*(copying(out, part) for out, part in zip(outs, parts, strict=True)))
 
 
-def _merge_heads(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+def _merge_heads(
+    ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
+) -> Launch:
     parts = heads_view(outs[0], len(ins), ins[0].shape[1])
     return chain(*(copying(part, given) for part, given in zip(parts, ins, strict=True)))
 

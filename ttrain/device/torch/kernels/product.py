@@ -53,7 +53,9 @@ def _onednn_wins(plain_a: bool, plain_b: bool, threads: int) -> bool:
     a, b, out = (torch.ones(_PROBE, _PROBE) for _ in range(3))
     a, b = (a if plain_a else a.t()), (b if plain_b else b.t())
     try:
-        return _best_of(partial(torch.mm, a, b, out=out)) > CLEAR_WIN * _best_of(partial(_onednn_into, out, a, b.t(), None))
+        return _best_of(partial(torch.mm, a, b, out=out)) > CLEAR_WIN * _best_of(
+            partial(_onednn_into, out, a, b.t(), None)
+        )
     except RuntimeError:  # an oneDNN build without this primitive
         return False
 

@@ -7,6 +7,7 @@ from functools import lru_cache, partial
 
 import torch
 
+from ttrain.core.mask import MIX_MULTIPLIERS, MIX_SHIFTS, keep_threshold, mask_key, mix
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.torch.kernels.common import (
@@ -20,7 +21,6 @@ from ttrain.device.torch.kernels.common import (
     into,
     scalar_like,
 )
-from ttrain.core.mask import MIX_MULTIPLIERS, MIX_SHIFTS, keep_threshold, mask_key, mix
 
 _SIGN = 1 << 31
 

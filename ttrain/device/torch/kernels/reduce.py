@@ -21,7 +21,9 @@ from ttrain.device.torch.kernels.common import (
 )
 
 
-def _reduce_sum(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+def _reduce_sum(
+    ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
+) -> Launch:
     x, y, axes = ins[0], outs[0], attributes["axes"]
     return partial(torch.sum, x, axes, out=y) if axes else copying(y, x)
 

@@ -51,7 +51,9 @@ def _accumulate(context: Context) -> Kernel:
     return inplace(bind, workspace)
 
 
-def _clip_factor(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+def _clip_factor(
+    ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
+) -> Launch:
     norm, factor = ins[0], outs[0]
     number = partial(constant, dtype=norm.dtype, device=norm.device)
     return chain(
