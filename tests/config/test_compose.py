@@ -25,6 +25,7 @@ NEEDS = {
     "task=prepare": ["prepare.dir=x"],
     "task=report": ["run=x"],
     "recipe=gpt2-124m": ["data.path=x"],
+    "recipe=char-0.8m": ["data.path=x"],
 }
 
 
@@ -46,7 +47,7 @@ def test_every_shipped_yaml_composes_and_passes_the_checks(word: str) -> None:
 
 
 def test_the_number_of_shipped_yaml_files_is_known() -> None:
-    assert len(shipped_options()) == 36
+    assert len(shipped_options()) == 39
     assert set(ALWAYS_THERE) < set(shipped_options())
 
 
@@ -63,6 +64,7 @@ def test_defaults() -> None:
     assert config.source.choices == {
         "task": "train", "data": "stdlib", "model": "nano-gpt", "optimizer": "adamw", "schedule": "cosine",
         "precision": "fp32", "engine": "static", "device": "auto", "logger": "console",
+        "bench": "gpt",
     }  # fmt: skip
     assert (config.run.dir, config.resume, config.plugins) == (None, "none", [])
     assert isinstance(config.model, GPTConfig)

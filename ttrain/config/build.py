@@ -23,6 +23,7 @@ from ttrain.optim.settings import OptimizerConfig, ScheduleConfig
 from ttrain.train.settings import LoggerConfig, WandbConfig
 
 if TYPE_CHECKING:
+    from ttrain.bench.studies import Study
     from ttrain.data.batches import Dataset, Sizes
     from ttrain.device.base import Device
     from ttrain.engine.base import Engine
@@ -93,6 +94,12 @@ def build_engine(config: EngineConfig, device: Device, state: State) -> Engine:
     return built
 
 
+def build_study(config: Config) -> Study:
+    """What task=bench measures: target(bench config, seed of weights and batches)."""
+    built: Study = component("bench", config.bench.name).load()(config.bench, config.run.seed)
+    return built
+
+
 def build_console(config: LoggerConfig) -> Console:
     """What the user sees; without a progress bar for logger=jsonl."""
     from ttrain.train.loggers import Console
@@ -131,6 +138,13 @@ def static_engine(config: EngineConfig, device: Device, state: State) -> Engine:
     from ttrain.engine.static import StaticEngine
 
     return StaticEngine(device, state, config.rematerialize)
+
+
+def traced_engine(config: EngineConfig, device: Device, state: State) -> Engine:
+    """Replays of what the device captured or compiled."""
+    from ttrain.engine.traced import TracedEngine
+
+    return TracedEngine(device, state, config.rematerialize)
 
 
 def no_views(*_: Any) -> list[Logger]:

@@ -155,6 +155,25 @@ def _sample_checkpoint(config: Config) -> Iterator[str]:
         yield f"sample.checkpoint={which}: must be last, best or a step number."
 
 
+@check("task", "bench", "device")
+def _bench(config: Config) -> Iterator[str]:
+    if config.task.name != "bench":
+        return
+    bench = config.bench
+    if not bench.engines and not bench.baselines:
+        yield "bench.engines=[] and bench.baselines=[]: nobody takes part. Name at least one."
+    if not bench.precision:
+        yield "bench.precision=[]: name at least one, such as [fp32]."
+    if config.device.name == "null":
+        yield "device=null: computes nothing, so there is nothing to time. Give device=cpu or device=cuda."
+    unread = ("model", "data", "train", "optimizer", "schedule", "precision")
+    for key in sorted(config.source.explicit):
+        if key.partition(".")[0] in unread:
+            yield f"{key}: task=bench does not read it; bench.size and bench.precision decide what is measured."
+        elif key == "engine.name":
+            yield f"engine={config.engine.name}: task=bench takes its engines from bench.engines."
+
+
 @check("logger")
 def _logger(config: Config) -> Iterator[str]:
     if getattr(config.logger, "project", "x") == "":

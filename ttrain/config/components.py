@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ttrain.bench.settings import GPTBenchConfig, MLPBenchConfig
 from ttrain.config.registry import register, rows
 from ttrain.core.options import option
 from ttrain.data.settings import RegressionConfig, TextConfig, TokensConfig
@@ -28,12 +29,14 @@ register("task", "plan", config=TaskConfig, target="ttrain.tasks.plan:run")
 register("task", "prepare", config=TaskConfig, target="ttrain.tasks.prepare:run")
 register("task", "runs", config=TaskConfig, target="ttrain.tasks.runs:run")
 register("task", "report", config=TaskConfig, target="ttrain.tasks.report:run")
+register("task", "bench", config=TaskConfig, target="ttrain.tasks.bench:run")
 
 register("model", "mlp", config=MLPConfig, target="ttrain.models.mlp:MLP")
 register("model", "gpt", config=GPTConfig, target="ttrain.models.gpt:GPT")
 
 register("engine", "dynamic", config=EngineConfig, target="ttrain.config.build:dynamic_engine")
 register("engine", "static", config=EngineConfig, target="ttrain.config.build:static_engine")
+register("engine", "traced", config=EngineConfig, target="ttrain.config.build:traced_engine")
 
 register("device", "auto", config=DeviceConfig, target="ttrain.device.torch.device:auto")
 register("device", "cpu", config=DeviceConfig, target="ttrain.device.torch.device:cpu")
@@ -59,5 +62,7 @@ register("logger", "console", config=LoggerConfig, target="ttrain.config.build:n
 register("logger", "jsonl", config=LoggerConfig, target="ttrain.config.build:no_views")
 register("logger", "wandb", config=WandbConfig, target="ttrain.config.build:wandb_views")
 
+register("bench", "gpt", config=GPTBenchConfig, target="ttrain.bench.studies:gpt")
+register("bench", "mlp", config=MLPBenchConfig, target="ttrain.bench.studies:mlp")
 
 BUILT_IN = frozenset((row.group, row.name) for row in rows())

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ttrain.bench.settings import BenchConfig, GPTBenchConfig
 from ttrain.config.components import TaskConfig
 from ttrain.core.options import option
 from ttrain.data.settings import DataConfig, TextConfig
@@ -108,6 +109,7 @@ class Config:
     sample: SampleConfig = option(SampleConfig, "how text is drawn from a trained model")
     plan: PlanConfig = option(PlanConfig, "what task=plan prints")
     prepare: PrepareConfig = option(PrepareConfig, "what task=prepare writes")
+    bench: BenchConfig = option(GPTBenchConfig, "what task=bench measures")
     supervise: SuperviseConfig = option(SuperviseConfig, "restart training when it crashes or hangs")
     guard: GuardConfig = option(GuardConfig, "what happens when numbers go wrong")
     recover: RecoverConfig = option(RecoverConfig, "what a run may change to go on")

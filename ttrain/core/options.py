@@ -46,9 +46,11 @@ def option_problems(config: Any, prefix: str) -> Iterable[str]:
         key = f"{prefix}.{declared.name}" if prefix else declared.name
         if value is None or not rules:
             continue
-        if rules.get("choices") and value not in rules["choices"]:
-            yield f"{key}={value}: no such choice. {did_you_mean(str(value), rules['choices'])}"
-        for number in value if isinstance(value, list) else [value]:
+        items = value if isinstance(value, list) else [value]
+        for item in items if rules.get("choices") else []:
+            if item not in rules["choices"]:
+                yield f"{key}={item}: no such choice. {did_you_mean(str(item), rules['choices'])}"
+        for number in items:
             if isinstance(number, bool) or not isinstance(number, int | float):
                 continue
             yield from _bound_problems(key, number, rules)

@@ -1,0 +1,97 @@
+"""PyTorch as contenders: what a user would pick, with the settings that PyTorch itself recommends for speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ttrain.bench.contender import Contender
+from ttrain.bench.workload import Job
+from ttrain.config import build
+from ttrain.device.settings import DeviceConfig
+from ttrain.optim.settings import AdamWConfig, OptimizerConfig, SGDConfig
+
+_DESCRIPTIONS = {
+    "eager": "eager model, fused optimizer",
+    "compile": "torch.compile(model), fused optimizer",
+    "compile_all": "torch.compile(model), torch.compile of clipping and optimizer step",
+}
+
+
+class PyTorchContender(Contender):
+    """Forward under autocast where the precision is bf16, backward, clip_grad_norm_, optimizer step, zero_grad."""
+
+    side = "PyTorch"
+
+    def __init__(self, name: str, job: Job, device: DeviceConfig) -> None:
+        self.name, self._job, self._device_config = name, job, device
+        self.description = _DESCRIPTIONS[name]
+
+    def build(self) -> None:
+        job = self._job
+        # The device sets the same number of threads as for our engines.
+        device = build.build_device(self._device_config)
+        self._device: torch.device = getattr(device, "device", torch.device("cpu"))
+        model = job.work.reference().to(self._device)
+        self._parameters = dict(model.named_parameters())
+        self._load()
+        self._model: Callable[..., torch.Tensor] = model if self.name == "eager" else torch.compile(model)
+        fused = self.name != "compile_all"  # the fused update is one kernel already, and nothing that can be compiled
+        self._optimizer = make_optimizer(list(self._parameters.values()), job.work.optimizer, fused)
+        self._update = torch.compile(self._clip_and_step) if self.name == "compile_all" else self._clip_and_step
+        self._batches = [
+            [torch.from_numpy(array).to(self._device) for array in batch.values()] for batch in job.batches
+        ]
+
+    def _load(self) -> None:
+        """The same first weights as ours; every parameter must get one."""
+        missing = set(self._parameters)
+        for path, values in self._job.first_weights():
+            name = self._job.work.reference_name(path)
+            with torch.no_grad():
+                self._parameters[name].copy_(torch.from_numpy(values))
+            missing.remove(name)
+        assert not missing, f"the reference has parameters of its own: {missing}"
+
+    def _clip_and_step(self) -> None:
+        limit = self._job.work.optimizer.clip_norm
+        if limit is not None:
+            torch.nn.utils.clip_grad_norm_(self._parameters.values(), limit)
+        self._optimizer.step()
+
+    def step(self, number: int) -> torch.Tensor:
+        batch = self._batches[number % len(self._batches)]
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._job.precision == "bf16"):
+            loss = self._model(*batch)
+        loss.backward()
+        self._update()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def loss(self, handle: torch.Tensor) -> float:
+        return float(handle)
+
+    def weight(self, path: str) -> np.ndarray:
+        return self._parameters[self._job.work.reference_name(path)].detach().float().cpu().numpy().copy()
+
+    def synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def make_optimizer(parameters: list[torch.nn.Parameter], config: OptimizerConfig, fused: bool) -> torch.optim.Optimizer:
+    """torch's optimizer for our config; weight decay for matrices only, as decay_rule=matrices says."""
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    how: dict[str, Any] = {"fused": True} if fused else {}
+    if isinstance(config, AdamWConfig):
+        beta1, beta2 = config.betas
+        return torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, **how)
+    assert isinstance(config, SGDConfig)
+    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, **how)

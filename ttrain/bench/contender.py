@@ -1,0 +1,61 @@
+"""What takes part in a benchmark: something that can be built and then does one optimizer step after the other."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+
+from ttrain.bench.workload import Job
+from ttrain.device.settings import DeviceConfig
+from ttrain.engine.settings import EngineConfig
+
+
+class Contender(ABC):
+    """One way to do the job. `build` is everything before the first step except what a first step does lazily."""
+
+    name: str
+    side: str  # "ttrain" or "PyTorch"
+    description: str  # what exactly runs, for the result file
+
+    @abstractmethod
+    def build(self) -> None: ...
+
+    @abstractmethod
+    def step(self, number: int) -> Any:
+        """One optimizer step, numbered from 1. Returns a handle of its loss; may return before the device is done."""
+
+    @abstractmethod
+    def loss(self, handle: Any) -> float:
+        """The loss behind a handle, waiting for it."""
+
+    @abstractmethod
+    def weight(self, path: str) -> np.ndarray:
+        """A copy of one parameter by our path, fp32."""
+
+    def synchronize(self) -> None:
+        """Wait until all steps are done."""
+
+    def facts(self) -> dict[str, Any]:
+        """What else it tells about itself, such as counters."""
+        return {}
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
+def compiles(name: str) -> bool:
+    """Whether a contender makes machine code that is cached on disk, so that a cold start differs from a warm one."""
+    return name in ("traced", "compile", "compile_all")
+
+
+def make_contender(name: str, job: Job, device: DeviceConfig, engine: EngineConfig) -> Contender:
+    """A contender by its name in the config. `engine` gives the options that all engines of ours take."""
+    if name in ("eager", "compile", "compile_all"):
+        from ttrain.bench.baselines import PyTorchContender
+
+        return PyTorchContender(name, job, device)
+    from ttrain.bench.engines import EngineContender
+
+    return EngineContender(name, job, device, engine)

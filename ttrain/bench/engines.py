@@ -1,0 +1,75 @@
+"""The engines of ttrain as contenders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ttrain.bench.contender import Contender
+from ttrain.bench.workload import Job
+from ttrain.config import build
+from ttrain.device.settings import DeviceConfig
+from ttrain.engine.settings import EngineConfig
+
+if TYPE_CHECKING:
+    from ttrain.device.base import Device
+    from ttrain.engine.base import HostValue, Step
+    from ttrain.train.session import Session
+
+
+class EngineContender(Contender):
+    """A training step as `task=train` builds it: batch, learning rate, step number and seed are uploaded every step."""
+
+    side = "ttrain"
+    device: Device
+    session: Session
+    built: Step
+
+    def __init__(self, name: str, job: Job, device: DeviceConfig, engine: EngineConfig) -> None:
+        self.name, self._job = name, job
+        self._device_config, self._engine_config = device, replace(engine, name=name)
+        self.description = f"engine={name}, rematerialize={str(engine.rematerialize).lower()}"
+
+    def build(self) -> None:
+        from ttrain.train.session import Session
+        from ttrain.train.step_graph import StepGraph
+
+        job = self._job
+        self.device = build.build_device(self._device_config)
+        graph = StepGraph(job.model, build.build_optimizer(job.work.optimizer), job.work.rows)
+        self.session = Session.open(
+            graph, self.device, lambda device, state: build.build_engine(self._engine_config, device, state)
+        )
+        for path, values in job.first_weights():
+            self.session.state.write(path, values)
+        self.built = self.session.engine.build("train", graph.trace_train)
+        lr = job.work.optimizer.lr
+        self._inputs: list[dict[str, HostValue]] = [
+            {**batch, "loss_weight": 1 / batch["targets"].size, "lr": lr, "seed": 0} for batch in job.batches
+        ]
+
+    def step(self, number: int) -> float:
+        inputs = self._inputs[number % len(self._inputs)]
+        return float(self.built({**inputs, "step": number})["loss"])
+
+    def loss(self, handle: float) -> float:
+        return handle
+
+    def weight(self, path: str) -> np.ndarray:
+        return self.session.state.read(path)
+
+    def synchronize(self) -> None:
+        self.device.synchronize()
+
+    def facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {"counters": self.session.engine.counters.as_dict()}
+        if self.built.plan is not None:
+            facts["kernels"] = len(self.built.plan.launched)
+            facts["arena_bytes"] = self.built.plan.arena_bytes
+        return facts
+
+    def close(self) -> None:
+        self.session.close()
+        self.device.close()

@@ -1,0 +1,89 @@
+"""Turns: every contender in every round, in random order, several steps at a time."""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ttrain.bench.contender import Contender
+
+Clock = Callable[[], float]
+LEAST_ROUNDS = 3
+MOST_STEPS = 2000  # per turn
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one contender did in one round: seconds per timed step."""
+
+    contender: str
+    round: int
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+@dataclass
+class Seat:
+    """A contender with its place in the stream of steps and the size of its turns."""
+
+    contender: Contender
+    step: int  # last step done
+    settle: int = 1  # steps that warm the caches up again and are not timed
+    timed: int = 1
+
+    def size(self, step_seconds: float, turn_seconds: float) -> None:
+        """Fit a turn into `turn_seconds`: at least one untimed and one timed step."""
+        steps = min(max(round(turn_seconds / max(step_seconds, 1e-9)), 2), MOST_STEPS)
+        self.settle = max(1, steps // 5)
+        self.timed = steps - self.settle
+
+
+def take_turn(seat: Seat, number: int, each: bool, clock: Clock = time.perf_counter) -> Turn:
+    """Settle, then time: every step by itself, or without `each` the whole turn, so that a device can run ahead."""
+    contender, handle = seat.contender, None
+    for _ in range(seat.settle):
+        seat.step += 1
+        handle = contender.step(seat.step)
+    if handle is not None:
+        contender.loss(handle)
+    contender.synchronize()
+    marks = [clock()]
+    for _ in range(seat.timed):
+        seat.step += 1
+        handle = contender.step(seat.step)
+        if each:
+            marks.append(clock())
+    if not each:
+        contender.synchronize()
+        marks.append(clock())
+        return Turn(contender.name, number, ((marks[1] - marks[0]) / seat.timed,))
+    return Turn(contender.name, number, tuple(after - before for before, after in pairwise(marks)))
+
+
+def interleave(
+    seats: Sequence[Seat],
+    rounds: int,
+    seconds: float,
+    *,
+    each: bool = True,
+    seed: int = 0,
+    clock: Clock = time.perf_counter,
+) -> Iterator[list[Turn]]:
+    """The turns of one round after the other, until all rounds are done or the time is up after LEAST_ROUNDS."""
+    order = random.Random(seed)
+    stop = clock() + seconds
+    for number in range(rounds):
+        if number >= LEAST_ROUNDS and clock() >= stop:
+            return
+        gc.collect()  # so that no contender pays for what another one left behind
+        shuffled = list(seats)
+        order.shuffle(shuffled)
+        yield [take_turn(seat, number, each, clock) for seat in shuffled]

@@ -1,0 +1,178 @@
+"""The work that all contenders of a benchmark do: sizes, batches, first weights, optimizer. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ttrain.core.spec import DType
+from ttrain.models.settings import GPTConfig, MLPConfig
+from ttrain.nn.initialize import generator_of, initial_value
+from ttrain.optim.settings import AdamWConfig, OptimizerConfig, SGDConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ttrain.models.base import Model
+
+Batch = dict[str, np.ndarray]
+BATCHES = 8  # distinct ones; steps take them in turn
+
+
+@dataclass(frozen=True)
+class GPTWork:
+    """Next-token prediction by GPT-2's architecture: tokens and targets int64 [rows, context]."""
+
+    layers: int
+    heads: int
+    width: int
+    context: int
+    rows: int
+    vocabulary: int
+    bias: bool
+    kind: str = "gpt"
+
+    item = "token"
+    item_plural = "tokens"
+
+    @property
+    def title(self) -> str:
+        sizes = f"{self.layers} layers, {self.width} wide, {self.heads} heads, vocabulary {self.vocabulary}"
+        return f"gpt: {sizes}, {self.rows} x {self.context} tokens"
+
+    @property
+    def items_per_step(self) -> int:
+        return self.rows * self.context
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """nanoGPT's settings for a small transformer."""
+        return AdamWConfig(lr=1e-3, betas=[0.9, 0.99], weight_decay=0.1, clip_norm=1.0)
+
+    def model(self, compute: DType) -> Model:
+        """Ours."""
+        from ttrain.models.gpt import GPT
+
+        sizes = {name: getattr(self, name) for name in ("layers", "heads", "width", "context", "vocabulary", "bias")}
+        return GPT(GPTConfig(**sizes), compute)
+
+    def reference(self) -> nn.Module:
+        """The same in plain PyTorch."""
+        from ttrain.bench.reference import PlainGPT
+
+        return PlainGPT(self.layers, self.heads, self.width, self.context, self.vocabulary, self.bias)
+
+    def reference_name(self, path: str) -> str:
+        """Our parameter path -> the reference's parameter."""
+        from ttrain.models.gpt_weights import original_name
+
+        return original_name(path)
+
+    def batches(self, seed: int) -> list[Batch]:
+        """Tokens by Zipf's law, so that there is something to learn and a wrong update shows in the losses."""
+        generator = generator_of(seed, "bench tokens")
+        shares = 1 / np.arange(1, self.vocabulary + 1)
+        drawn = generator.choice(self.vocabulary, (BATCHES, self.rows, self.context + 1), p=shares / shares.sum())
+        return [{"tokens": rows[:, :-1].copy(), "targets": rows[:, 1:].copy()} for rows in drawn]
+
+
+@dataclass(frozen=True)
+class MLPWork:
+    """Regression on mean squared error: inputs and targets fp32 [rows, width], linear layers with a ReLU between."""
+
+    layers: int
+    width: int
+    rows: int
+    kind: str = "mlp"
+
+    item = "example"
+    item_plural = "examples"
+
+    @property
+    def title(self) -> str:
+        return f"mlp: {self.layers} layers, {self.width} wide, batch {self.rows}"
+
+    @property
+    def items_per_step(self) -> int:
+        return self.rows
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        return SGDConfig(lr=0.1, momentum=0.0, clip_norm=None)
+
+    def model(self, compute: DType) -> Model:
+        """Ours."""
+        from ttrain.models.mlp import MLP
+
+        return MLP(MLPConfig(layers=self.layers, width=self.width), compute)
+
+    def reference(self) -> nn.Module:
+        """The same in plain PyTorch."""
+        from ttrain.bench.reference import PlainMLP
+
+        return PlainMLP(self.layers, self.width)
+
+    def reference_name(self, path: str) -> str:
+        """Our parameter path -> the reference's parameter: both call the list of linear layers `layers`."""
+        return path
+
+    def batches(self, seed: int) -> list[Batch]:
+        """Normal inputs and a random linear map of them."""
+        generator = generator_of(seed, "bench examples")
+        teacher = generator.standard_normal((self.width, self.width), dtype=np.float32) / np.float32(self.width**0.5)
+        inputs = generator.standard_normal((BATCHES, self.rows, self.width), dtype=np.float32)
+        return [{"inputs": x, "targets": x @ teacher} for x in inputs]
+
+
+Work = GPTWork | MLPWork
+KINDS: dict[str, type[GPTWork] | type[MLPWork]] = {"gpt": GPTWork, "mlp": MLPWork}
+
+GPT_WORK = {
+    "char": GPTWork(layers=4, heads=4, width=128, context=64, rows=12, vocabulary=65, bias=False),
+    "nano": GPTWork(layers=6, heads=6, width=384, context=256, rows=8, vocabulary=65, bias=False),
+    "gpt2": GPTWork(layers=12, heads=12, width=768, context=256, rows=2, vocabulary=50257, bias=True),
+}
+MLP_WORK = {
+    "tiny": MLPWork(layers=2, width=64, rows=32),
+    "256": MLPWork(layers=2, width=256, rows=256),
+    "1024x512": MLPWork(layers=2, width=512, rows=1024),
+}
+
+
+def work_of(values: dict[str, Any]) -> Work:
+    """The work whose `asdict` these values are."""
+    return KINDS[values["kind"]](**values)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One work at one precision from one seed: what a contender is built for."""
+
+    work: Work
+    precision: str
+    seed: int
+
+    @cached_property
+    def model(self) -> Model:
+        """Ours, on symbolic tensors: the list of parameters, whoever computes."""
+        return self.work.model(DType.parse(self.precision))
+
+    @cached_property
+    def batches(self) -> list[Batch]:
+        return self.work.batches(self.seed)
+
+    def first_weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        """(our parameter path, first values fp32), one parameter in memory at a time."""
+        for path, parameter in self.model.parameters().items():
+            yield path, initial_value(parameter, self.seed)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"work": asdict(self.work), "precision": self.precision, "seed": self.seed}
+
+    @staticmethod
+    def of(values: dict[str, Any]) -> Job:
+        return Job(work_of(values["work"]), values["precision"], values["seed"])
