@@ -1,0 +1,59 @@
+"""What backward reads of forward: planned bytes against what PyTorch's autograd holds for the same model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ttrain.bench.reference import PlainGPT
+from ttrain.device.settings import DeviceConfig
+from ttrain.device.torch.device import cpu
+from ttrain.engine.static import prepare
+from ttrain.models.gpt import GPT
+from ttrain.models.settings import GPTConfig
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.settings import AdamWConfig
+from ttrain.plan import Plan, build_plan
+from ttrain.train.step_graph import StepGraph
+
+ROWS, CONTEXT, VOCABULARY = 4, 256, 50257
+LAYERS, HEADS, WIDTH = 12, 12, 768
+
+
+def held_by_autograd() -> int:
+    """Bytes of the distinct storages, parameters aside, that autograd keeps from forward. Nothing is computed."""
+    with FakeTensorMode():
+        model = PlainGPT(LAYERS, HEADS, WIDTH, CONTEXT, VOCABULARY, bias=True)
+        parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        kept: dict[int, torch.UntypedStorage] = {}  # the storages themselves, so that none is freed and counted twice
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in parameters:
+                kept[storage._cdata] = storage
+            return tensor
+
+        tokens = torch.zeros(ROWS, CONTEXT, dtype=torch.int64)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(tokens, tokens)
+        assert loss.ndim == 0
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def planned() -> Plan:
+    model = GPT(GPTConfig(preset="124M", vocabulary=VOCABULARY, context=CONTEXT))
+    device = cpu(DeviceConfig(name="cpu"))
+    steps = StepGraph(model, AdamW(AdamWConfig()), ROWS)
+    return build_plan(prepare(steps.trace_train, device.kernels, device, True), device.kernels, device)
+
+
+def test_gpt2_activations_take_at_most_half_of_what_autograd_holds() -> None:
+    ours, theirs = planned().activation_bytes(), held_by_autograd()
+    print(f"gpt2-124M, {ROWS} x {CONTEXT} tokens, fp32: plan {ours / 2**20:.0f} MiB, autograd {theirs / 2**20:.0f} MiB")
+    assert 0 < ours <= theirs / 2
+
+
+def test_packing_wastes_little() -> None:
+    plan = planned()
+    assert plan.arena_bytes <= 1.05 * plan.peak_bytes()
