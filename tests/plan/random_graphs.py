@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -23,8 +23,8 @@ BINARY: tuple[Callable[[Value, Value], Value], ...] = (ops.add, ops.subtract, op
 class _Recorder:
     """Draws one node after the other; `readable` are the values whose buffers nobody has overwritten since."""
 
-    def __init__(self, draw: Any, graph: Graph) -> None:
-        self.draw, self.graph = draw, graph
+    def __init__(self, draw: Any, graph: Graph, floats: Sequence[DType]) -> None:
+        self.draw, self.graph, self.floats = draw, graph, floats
         self.readable: list[Value] = []
         self.state: list[Value] = []  # newest version of each
 
@@ -37,7 +37,7 @@ class _Recorder:
         self.readable += self.state
 
     def _spec(self) -> TensorSpec:
-        return TensorSpec(self.draw(st.sampled_from(LIKELY)), self.draw(st.sampled_from(FLOATS)))
+        return TensorSpec(self.draw(st.sampled_from(LIKELY)), self.draw(st.sampled_from(self.floats)))
 
     def any(self) -> Value:
         """Mostly recent values, so that chains grow."""
@@ -72,7 +72,7 @@ class _Recorder:
         elif choice == "transpose" and x.spec.rank == 2:
             self.readable.append(ops.transpose(x))
         else:
-            self.readable.append(ops.cast(x, self.draw(st.sampled_from(FLOATS))))
+            self.readable.append(ops.cast(x, self.draw(st.sampled_from(self.floats))))
 
     def _product(self) -> None:
         x, y = self.any(), self.any()
@@ -111,10 +111,10 @@ class _Recorder:
 
 
 @st.composite
-def step_graphs(draw: Any, nodes: int = 14) -> Graph:
+def step_graphs(draw: Any, nodes: int = 14, floats: Sequence[DType] = FLOATS) -> Graph:
     """A graph that passes the stage verifier."""
     graph = Graph()
-    recorder = _Recorder(draw, graph)
+    recorder = _Recorder(draw, graph, floats)
     recorder.enter()
     for _ in range(draw(st.integers(1, nodes))):
         with graph.stage(draw(st.sampled_from((Stage.FORWARD, Stage.FORWARD, Stage.BACKWARD)))):

@@ -61,7 +61,7 @@ def test_a_plan_followed_to_the_byte_computes_what_the_graph_means(
 
 
 @settings(max_examples=150, derandomize=True, **RELAXED)
-@given(graph=step_graphs(), seed=st.integers(0, 99))
+@given(graph=step_graphs(floats=(DType.FP32, DType.FP64)), seed=st.integers(0, 99))
 def test_passes_keep_what_a_graph_means(graph: Graph, seed: int) -> None:
     inputs, state = random_tensors(specs(graph.inputs), seed), random_tensors(specs(graph.state), seed + 1)
     expected = run_plainly(graph, inputs, state)
