@@ -28,6 +28,7 @@ EXAMPLES = (
     ("ttrain run.dir=outputs/a resume=auto", "continue where that run stopped"),
     ("ttrain task=sample run.dir=outputs/a sample.prompt='def '", "write text with a trained model"),
     ("ttrain task=plan model=gpt2", "parameters, FLOPs and memory of a step, without touching a device"),
+    ("ttrain task=bench bench=gpt", "time the engines against PyTorch, eager and compiled, at the same work"),
     ("ttrain -m engine=dynamic,static run.seed=1,2", "a sweep: one run per combination"),
     ("ttrain --cfg job", "print the complete config instead of running"),
     ("ttrain --config-dir my_conf model=mine", "use your own YAML files beside those of ttrain"),
