@@ -18,7 +18,7 @@ from ttrain.device.null import NullDevice
 from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine
 from ttrain.graph import Graph
-from ttrain.graph.passes import fuse, merge_common_subexpressions, remove_dead_code
+from ttrain.graph.passes import fuse, merge_common_subexpressions, remove_dead_code, store_early
 from ttrain.graph.verify import verify
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
@@ -65,7 +65,7 @@ def test_a_plan_followed_to_the_byte_computes_what_the_graph_means(
 def test_passes_keep_what_a_graph_means(graph: Graph, seed: int) -> None:
     inputs, state = random_tensors(specs(graph.inputs), seed), random_tensors(specs(graph.state), seed + 1)
     expected = run_plainly(graph, inputs, state)
-    for rewriting in (remove_dead_code, merge_common_subexpressions, fuse, rematerialize):
+    for rewriting in (remove_dead_code, merge_common_subexpressions, fuse, rematerialize, store_early):
         after = verify(rewriting(graph), rewriting.__name__)
         for rewritten, plain in zip(run_plainly(after, inputs, state), expected, strict=True):
             assert_same(rewritten, plain)

@@ -12,7 +12,14 @@ from ttrain.device.base import Arena, Buffer, Delivery, Device, Kernel, Launch
 from ttrain.engine.base import Engine, HostValue, Step, Trace, host_arrays, host_outputs, traced_graph
 from ttrain.engine.state import State
 from ttrain.graph.graph import Graph, Node, RecordCounter, Value
-from ttrain.graph.passes import copy_reshapes, decompose, fuse, merge_common_subexpressions, remove_dead_code
+from ttrain.graph.passes import (
+    copy_reshapes,
+    decompose,
+    fuse,
+    merge_common_subexpressions,
+    remove_dead_code,
+    store_early,
+)
 from ttrain.graph.verify import verify
 from ttrain.plan.plan import Plan, build_plan
 
@@ -28,7 +35,7 @@ def prepare(trace: Trace, kernels: Container[str], device: Device, rematerializi
     graph = verify(copy_reshapes(graph, device.shares), "reshapes that copy")
     if rematerializing and device.rematerializes:
         graph = verify(rematerialize(graph), "rematerialization")
-    return verify(remove_dead_code(graph), "dead code after the passes")
+    return verify(store_early(remove_dead_code(graph)), "ordering")
 
 
 class StaticEngine(Engine):

@@ -1,0 +1,79 @@
+"""Values that end up in state go there as soon as they are made."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.graph.tools import assert_same_meaning, names, parameter
+from ttrain import ops
+from ttrain.core.spec import TensorSpec
+from ttrain.device.null import NullDevice
+from ttrain.graph import Graph, Kind, Value
+from ttrain.graph.passes import store_early
+from ttrain.graph.verify import verify
+from ttrain.plan import build_plan
+
+PAIR = TensorSpec((2, 3))
+
+
+def start() -> tuple[Graph, Value, Value]:
+    graph = Graph()
+    return graph, graph.input("x", PAIR), graph.state_value("s", PAIR, Kind.GRADIENT)
+
+
+def ordered(graph: Graph) -> list[str]:
+    after = verify(store_early(verify(graph, "recording")), "ordering")
+    assert_same_meaning(graph, after)
+    return names(after)
+
+
+@pytest.mark.parametrize("store", [ops.assign, ops.accumulate])
+def test_a_value_is_stored_right_behind_its_maker(store: object) -> None:
+    graph, x, state = start()
+    y = ops.relu(x)
+    graph.output("z", ops.tanh(x))
+    assert callable(store)
+    store(state, y)
+    assert ordered(graph) == ["relu", store.__name__, "tanh"]
+
+
+@pytest.mark.parametrize("touch", ["read", "overwritten"])
+def test_a_state_that_is_used_meanwhile_changes_when_it_did(touch: str) -> None:
+    graph, x, state = start()
+    y = ops.relu(x)
+    if touch == "read":
+        graph.output("z", ops.tanh(state))
+    else:
+        state = ops.accumulate(state, x)
+    ops.accumulate(state, y)
+    assert ordered(graph) == ["relu", "tanh" if touch == "read" else "accumulate", "accumulate"]
+
+
+def test_a_step_input_is_stored_when_it_was() -> None:
+    graph, x, state = start()
+    graph.output("z", ops.tanh(x))
+    ops.accumulate(state, x)
+    assert ordered(graph) == ["tanh", "accumulate"]
+
+
+def test_a_state_that_depends_on_another_store_stays_behind_it() -> None:
+    graph, x, state = start()
+    other = graph.state_value("t", PAIR, Kind.OPTIMIZER)
+    y = ops.relu(x)
+    graph.output("z", ops.tanh(other))
+    ops.assign(other, ops.accumulate(state, y))
+    assert ordered(graph) == ["relu", "accumulate", "tanh", "assign"]
+
+
+def test_gradients_are_not_all_live_at_once() -> None:
+    graph = Graph()
+    y, count = graph.input("x", TensorSpec((64, 64))), 10
+    values = []
+    for _ in range(count):
+        y = ops.matmul(y, y)
+        values.append(y)
+    for index, value in enumerate(values):
+        ops.accumulate(parameter(graph, f"p{index}", 64, 64), value)
+    kernels, size = NullDevice().kernels, 64 * 64 * 4
+    assert build_plan(graph, kernels).peak_bytes() == count * size
+    assert build_plan(store_early(graph), kernels).peak_bytes() == 2 * size
