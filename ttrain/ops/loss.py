@@ -254,6 +254,7 @@ class MeanSquaredErrorGrad(Op):
     differentiable = False
 
     def infer(self, prediction: TensorSpec, target: TensorSpec, weight: TensorSpec) -> TensorSpec:
+        self.require(prediction.shape == target.shape, f"{prediction} and {target}", "equal shapes")
         return prediction
 
     def flops(self, node: Node) -> int:

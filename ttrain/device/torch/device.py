@@ -50,7 +50,7 @@ class TorchDevice(Device):
         super().__init__()
         self.kind, self.name = kind, kind
         self.supports_capture = kind == "cuda"
-        self.threads = threads or _default_threads()
+        self.threads = threads or default_threads()
         torch.set_num_threads(self.threads)
         if kind == "cuda":
             _require_gpu(index)
@@ -184,7 +184,7 @@ def _require_gpu(index: int) -> None:
         )
 
 
-def _default_threads() -> int:
+def default_threads() -> int:
     import psutil
 
     given = os.environ.get("OMP_NUM_THREADS", "")

@@ -6,7 +6,7 @@ function or a `Chain` of a few. A launch allocates nothing, except where aten ha
 - layer_norm, add_layer_norm, layer_norm_grad: `native_layer_norm` and its backward return new tensors, copied out;
 - self_attention and its gradient where flash attention is chosen: the same;
 - embedding_grad on CUDA: `embedding_dense_backward` sums without atomics, into a new tensor;
-- bf16 matrix products on the CPU: oneDNN takes scratch memory of its own;
+- bf16 matrix products on the CPU, and large fp32 ones where oneDNN is the faster (product.py): scratch memory;
 - arithmetic on operands of different dtypes: aten casts one of them first.
 
 `tests/ops/test_allocations.py` holds the list exactly.

@@ -160,7 +160,7 @@ def _explicit_specs(context: Context, qkv: TensorSpec, attributes: Attributes) -
 
 def _explicit_forward(context: Context) -> Kernel:
     def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        shared = _Explicit(context, *ins, attributes)
+        shared = _Explicit(context, ins[0], ins[1], attributes)
         operands = [_Operand(part, scratch) for part, scratch in zip(shared.parts, work[:3], strict=True)]
         results, all_scores, diagonal, *mask_work = work[3:]
         y, log_sum_exp = heads_view(outs[0], 1, shared.heads)[0], outs[1].flatten(0, 1)

@@ -169,13 +169,14 @@ def _run_offsets(tensors: Sequence[Tensor], reach: int) -> list[int] | None:
     if not tensors:
         return None
     first = tensors[0]
-    base, end, offsets = first.untyped_storage().data_ptr(), first.storage_offset(), []
+    base, end = first.untyped_storage().data_ptr(), int(first.storage_offset())
+    offsets: list[int] = []
     for tensor in tensors:
-        start = tensor.storage_offset()
+        start = int(tensor.storage_offset())
         neighbour = tensor.untyped_storage().data_ptr() == base and tensor.dtype == first.dtype
         if not (neighbour and tensor.is_contiguous() and 0 <= start - end < reach):
             return None
-        offsets.append(start - first.storage_offset())
+        offsets.append(start - int(first.storage_offset()))
         end = start + tensor.numel()
     return offsets
 

@@ -158,7 +158,7 @@ def _full(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes,
 
 
 def table(context: Context) -> dict[str, Kernel]:
-    functions = {
+    functions: dict[str, Callable[..., Any]] = {
         "add": torch.add,
         "subtract": torch.sub,
         "multiply": torch.mul,

@@ -277,8 +277,21 @@ def _squared_error_grad(
     ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
 ) -> Launch:
     prediction, target, weight = ins
-    gradient = partial(aten.mse_loss_backward.grad_input, grad_input=outs[0])
-    return partial(gradient, weight.expand(prediction.shape), prediction, target, 0)
+    (result,) = outs
+    launches: list[Launch] = []
+    if work:  # the weight is fp32: its product with bf16 differences is formed in fp32
+        launches = [copying(work[0], prediction), copying(work[1], target)]
+        prediction, target = work
+        result = work[0]
+    gradient = partial(aten.mse_loss_backward.grad_input, grad_input=result)
+    launches.append(partial(gradient, weight.expand(prediction.shape), prediction, target, 0))
+    return chain(*launches, *([copying(outs[0], result)] if work else []))
+
+
+def _squared_error_grad_workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    prediction, target, weight = ins
+    same = prediction.dtype is target.dtype is weight.dtype
+    return [] if same else [TensorSpec(prediction.shape, weight.dtype)] * 2
 
 
 def table(context: Context) -> dict[str, Kernel]:
@@ -290,5 +303,5 @@ def table(context: Context) -> dict[str, Kernel]:
     return {
         **{name: build(context) for name, build in rows.items()},
         "squared_error": _squared_error(),
-        "squared_error_grad": into(_squared_error_grad),
+        "squared_error_grad": into(_squared_error_grad, _squared_error_grad_workspace),
     }

@@ -1,6 +1,6 @@
 """One matrix product, by the faster of the libraries that torch brings.
 
-On the CPU aten sends fp32 products to MKL, which on some processors (AMD's with AVX-512, for one) runs at half the speed
+On the CPU aten sends fp32 products to MKL, which on some processors (such as AMD with AVX-512) runs at half the speed
 of oneDNN. Which one is faster here is measured once per process, on one product per layout; oneDNN must win by a
 clear margin, so that the choice, and with it the rounding of a resumed run, is the same in every process.
 oneDNN's fp32 product can't write into a given buffer: it returns a fresh tensor that is copied.

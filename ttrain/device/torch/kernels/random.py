@@ -19,7 +19,6 @@ from ttrain.device.torch.kernels.common import (
     constant,
     copying,
     into,
-    scalar_like,
 )
 
 _SIGN = 1 << 31
@@ -50,7 +49,7 @@ def masking(
     launches = [_keying(context, seed, stream, keys)]
     flat_x, flat_y = x.view(-1), y.view(-1)
     counter = _counter(hashes.numel(), x.device)
-    factor = scalar_like(1 / (1 - p), x)
+    zero = constant(0.0, x.dtype, x.device)
     for start in range(0, flat_x.numel(), hashes.numel()):
         part_x, part_y = flat_x[start : start + hashes.numel()], flat_y[start : start + hashes.numel()]
         n = part_x.numel()
@@ -61,8 +60,7 @@ def masking(
             # The hash has its top bit flipped, so a signed comparison orders it as unsigned.
             partial(torch.ge, hashes[:n], _int(signed(keep_threshold(p) ^ _SIGN), x), out=hashes[:n]),
             copying(mask[:n], hashes[:n]),
-            partial(torch.mul, part_x, mask[:n], out=part_y),
-            partial(torch.mul, part_y, factor, out=part_y),
+            partial(torch.addcmul, zero, part_x, mask[:n], value=1 / (1 - p), out=part_y),
         ]
     return chain(*launches)
 

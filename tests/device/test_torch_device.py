@@ -1,0 +1,257 @@
+"""The CPU device's contract: memory, copies, threads, description, and what it refuses. CUDA where there is a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from ttrain.core.errors import CaptureError, DeviceUnavailable, TtrainError
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.settings import DeviceConfig
+from ttrain.device.torch import device as module
+from ttrain.device.torch.device import TorchDevice
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+KINDS = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@pytest.fixture(params=KINDS)
+def device(request: pytest.FixtureRequest) -> TorchDevice:
+    return TorchDevice(request.param, threads=1)
+
+
+HOST = {
+    DType.FP64: np.array([[1.1, -2.2, 3.3]]),
+    DType.FP32: np.array([[1.1, -2.2, 3.3]], np.float32),
+    DType.INT64: np.array([[1, -2, 2**40]]),
+    DType.INT32: np.array([[1, -2, 2**30]], np.int32),
+    DType.BOOL: np.array([[True, False, True]]),
+}
+
+
+@pytest.mark.parametrize("dtype", HOST, ids=str)
+def test_values_come_back_as_they_went(device: TorchDevice, dtype: DType) -> None:
+    buffer = device.allocate(TensorSpec((1, 3), dtype))
+    assert not device.download(buffer).any()
+    device.upload(buffer, HOST[dtype])
+    back = device.download(buffer)
+    assert back.dtype == HOST[dtype].dtype
+    assert np.array_equal(back, HOST[dtype])
+
+
+def test_bf16_is_rounded_to_nearest_even_and_comes_back_as_fp32(device: TorchDevice) -> None:
+    buffer = device.allocate(TensorSpec((3,), DType.BF16))
+    device.upload(buffer, np.array([1 + 2**-8, 1 + 3 * 2**-8, 1e-3], np.float32))
+    back = device.download(buffer)
+    assert back.dtype == np.float32
+    assert back.tolist()[:2] == [1.0, 1 + 2**-6]
+
+
+def test_upload_takes_read_only_strided_scalar_and_large_arrays(device: TorchDevice) -> None:
+    array = np.arange(12, dtype=np.float32).reshape(3, 4)
+    array.flags.writeable = False
+    for given in (array, array.T, np.asarray(3.5, np.float32), np.ones((200, 300), np.float32)):
+        buffer = device.allocate(TensorSpec(given.shape))
+        device.upload(buffer, given)
+        assert np.array_equal(device.download(buffer), given)
+
+
+def test_a_download_is_a_copy(device: TorchDevice) -> None:
+    buffer = device.allocate(TensorSpec((4,)))
+    before = device.download(buffer)
+    buffer.fill_(1)
+    assert not before.any()
+
+
+def test_buffers_are_views_of_their_arena(device: TorchDevice) -> None:
+    arena = device.allocate_arena(1024, "a test")
+    first = device.place(arena, 0, TensorSpec((4, 8)))
+    second = device.place(arena, 128, TensorSpec((2, 4), DType.INT64))
+    empty = device.place(arena, 192, TensorSpec((0, 3)))
+    assert device.counters.allocations == 1
+    assert second.data_ptr() - first.data_ptr() == 128
+    assert empty.shape == (0, 3)
+    first.fill_(1)
+    assert not device.download(second).any()
+
+
+def test_copies_round_to_the_destination(device: TorchDevice) -> None:
+    source, destination = device.allocate(TensorSpec((2,))), device.allocate(TensorSpec((2,), DType.BF16))
+    device.upload(source, np.array([1 + 2**-9, 2], np.float32))
+    device.copy(source, destination)
+    device.synchronize()
+    assert device.download(destination).tolist() == [1, 2]
+
+
+def test_a_frozen_device_names_who_froze_it(device: TorchDevice) -> None:
+    device.freeze("step train")
+    with pytest.raises(CaptureError, match="after step train was captured"):
+        device.allocate_arena(64, "a moment")
+    device.freeze(None)
+    device.allocate_arena(64, "a moment")
+
+
+def test_a_closed_device_gives_no_memory(device: TorchDevice) -> None:
+    device.close()
+    device.close()
+    with pytest.raises(TtrainError, match="was closed"):
+        device.allocate_arena(64, "a moment")
+
+
+def test_memory_grows_with_what_is_allocated(device: TorchDevice) -> None:
+    before = device.memory()
+    arena = device.allocate_arena(64 << 20, "a large arena")
+    arena.fill_(1)
+    after = device.memory()
+    assert after["in_use"] - before["in_use"] > 32 << 20
+    assert after["peak"] >= after["in_use"] > 0
+    assert after["total"] > after["in_use"]
+
+
+def test_description_has_what_a_run_record_needs(device: TorchDevice) -> None:
+    facts = device.describe()
+    assert facts["threads"] == 1
+    assert facts["torch"] == torch.__version__
+    assert facts["hardware"]
+    assert isinstance(facts["cpu_features"], list)
+
+
+def test_cpu_cannot_capture() -> None:
+    device = TorchDevice("cpu", threads=1)
+    assert not device.supports_capture
+    with pytest.raises(CaptureError, match="engine=static"):
+        device.capture([], "step train")
+
+
+class TestThreads:
+    """How many threads a kernel uses."""
+
+    def test_the_config_decides(self) -> None:
+        assert module.cpu(DeviceConfig(threads=1)).threads == 1
+        assert torch.get_num_threads() == 1
+
+    def test_then_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        assert module.cpu(DeviceConfig()).threads == 1
+
+    def test_then_the_physical_cores_this_process_may_use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import psutil
+
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        monkeypatch.setattr(psutil, "cpu_count", lambda logical: 64)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
+        assert module.default_threads() == 3
+        monkeypatch.setattr(psutil, "cpu_count", lambda logical: 2)
+        assert module.default_threads() == 2
+        monkeypatch.setattr(psutil, "cpu_count", lambda logical: None)
+        assert module.default_threads() == 3
+
+
+class TestWithoutGPU:
+    """What device=cuda and device=auto do where torch finds no GPU."""
+
+    @pytest.fixture(autouse=True)
+    def no_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def test_cuda_is_refused_with_a_way_out(self) -> None:
+        with pytest.raises(DeviceUnavailable, match=r"device=cuda: .*Use device=cpu, or device=auto"):
+            module.cuda(DeviceConfig(name="cuda"))
+
+    def test_auto_takes_the_cpu(self) -> None:
+        assert module.auto(DeviceConfig(threads=1)).kind == "cpu"
+
+
+def test_a_gpu_that_is_not_there_is_refused_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(DeviceUnavailable, match=r"device.index=3: this machine has 1 GPU, numbered from 0"):
+        module.cuda(DeviceConfig(name="cuda", index=3))
+
+
+def test_a_cpu_run_never_touches_cuda() -> None:
+    """In a process of its own, in which asking torch about CUDA is an error."""
+    program = """
+import numpy as np, torch
+def touched(*a, **k): raise SystemExit("CUDA was touched")
+for name in ("is_available", "device_count", "init", "_lazy_init", "current_device", "synchronize"):
+    setattr(torch.cuda, name, touched)
+from ttrain.core.spec import TensorSpec
+from ttrain.device.settings import DeviceConfig
+from ttrain.device.torch.device import cpu
+device = cpu(DeviceConfig(threads=1))
+x = device.allocate(TensorSpec((4, 4)))
+device.upload(x, np.ones((4, 4), np.float32))
+device.kernels["relu"].bind([x], [x], {}, [])()
+device.memory(), device.describe(), device.synchronize(), device.download(x)
+device.close()
+assert not torch.cuda.is_initialized()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_bf16_products_use_the_matrix_units(capfd: pytest.CaptureFixture[str]) -> None:
+    """oneDNN says which implementation it chose; a machine without bf16 instructions has nothing to show."""
+    device = TorchDevice("cpu", threads=1)
+    features = set(device.describe()["cpu_features"])
+    units = [
+        unit for feature, unit in (("amx_bf16", "amx"), ("avx512_bf16", "avx512_core_bf16")) if feature in features
+    ]
+    if not units:
+        pytest.skip("this CPU has neither amx_bf16 nor avx512_bf16")
+    spec = TensorSpec((64, 64), DType.BF16)
+    a, b, c = (device.allocate(spec) for _ in range(3))
+    launches = [
+        device.kernels["linear"].bind([a, b, None], [c], {}, []),
+        device.kernels["matmul"].bind([a, b], [c], {"transpose_a": True, "transpose_b": False}, []),
+    ]
+    for launch in launches:
+        capfd.readouterr()
+        with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+            launch()
+        sys.stdout.flush()
+        lines = [line for line in capfd.readouterr().out.splitlines() if "exec" in line and "matmul" in line]
+        assert any(unit in line for unit in units for line in lines), lines
+
+
+@pytest.mark.cuda
+@needs_gpu
+class TestCapture:
+    """A captured list of launches is replayed on the buffers as they then are."""
+
+    def test_replays_read_new_inputs(self) -> None:
+        device = TorchDevice("cuda", threads=1)
+        x, y = (device.allocate(TensorSpec((4,))) for _ in range(2))
+        launch = device.kernels["scale"].bind([x], [y], {"factor": 2.0}, [])
+        launch()
+        replay = device.capture([launch], "step double")
+        for value in (1.0, 5.0):
+            device.upload(x, np.full(4, value, np.float32))
+            replay()
+            assert device.download(y).tolist() == [2 * value] * 4
+        assert (device.counters.captures, device.counters.replays) == (1, 2)
+        device.close()
+
+    def test_recording_runs_nothing(self) -> None:
+        device = TorchDevice("cuda", threads=1)
+        total, one = (device.allocate(TensorSpec(())) for _ in range(2))
+        device.upload(one, np.asarray(1, np.float32))
+        launch = device.kernels["accumulate"].bind([total, one], [total], {}, [])
+        launch()
+        replay = device.capture([launch], "step count")
+        assert device.download(total) == 1
+        replay()
+        assert device.download(total) == 2
+        device.close()
+
+    def test_a_host_read_inside_is_refused_by_name(self) -> None:
+        device = TorchDevice("cuda", threads=1)
+        x = device.allocate(TensorSpec(()))
+        with pytest.raises(CaptureError, match="step bad"):
+            device.capture([lambda: x.item()], "step bad")

@@ -1,0 +1,55 @@
+"""Which launches take memory: the list in the kernels' documentation, held exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch.profiler import ProfilerActivity, profile
+
+from tests.ops.harness import Interpreter, bound, draw, record
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.base import Device
+from ttrain.device.torch.device import TorchDevice
+from ttrain.graph.op import REGISTRY, Case, Op
+
+FRESH = {"layer_norm", "add_layer_norm", "layer_norm_grad"}  # aten returns new tensors
+ONEDNN = {"matmul", "linear", "linear_cross_entropy", "self_attention", "self_attention_grad"}  # scratch in bf16
+EXPECTED = {DType.FP32: FRESH, DType.BF16: FRESH | ONEDNN}
+
+
+@pytest.fixture(scope="module")
+def cpu() -> Device:
+    return TorchDevice("cpu", threads=1)
+
+
+def allocates(launch: Callable[[], Any]) -> bool:
+    """Whether a warm launch takes memory from torch's allocator."""
+    launch()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        launch()
+    results = trace.profiler.kineto_results  # type: ignore[union-attr]
+    return any(event.name() == "[memory]" for event in results.events())
+
+
+def takes_memory(device: Device, op: Op, case: Case, dtype: DType) -> bool:
+    graph, _, outputs = record(op, case, dtype)
+    node, interpreter = graph.nodes[0], Interpreter(device)
+    interpreter.run(graph, draw(op, case, dtype))
+    ins = [None if value is None else interpreter.buffers[value] for value in node.inputs]
+    return allocates(bound(interpreter, node, ins, [interpreter.buffers[output] for output in outputs]))
+
+
+@pytest.mark.parametrize("dtype", [DType.FP32, DType.BF16])
+def test_only_the_listed_kernels_allocate(cpu: Device, dtype: DType) -> None:
+    found = {op.name for op in REGISTRY for case in op.cases() if takes_memory(cpu, op, case, dtype)}
+    assert found == EXPECTED[dtype]
+
+
+def test_operands_of_two_dtypes_are_cast_first(cpu: Device) -> None:
+    """The case that the registry's cases don't show."""
+    full, half = TensorSpec((4, 8), DType.FP32), TensorSpec((4, 8), DType.BF16)
+    kernel, result = cpu.kernels["multiply"], cpu.allocate(full)
+    assert allocates(kernel.bind([cpu.allocate(full), cpu.allocate(half)], [result], {}, []))
+    assert not allocates(kernel.bind([cpu.allocate(full), cpu.allocate(full)], [result], {}, []))

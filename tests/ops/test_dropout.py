@@ -1,0 +1,97 @@
+"""Dropout masks: the hash bit for bit, on any size, and what training needs of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+import ttrain.ops  # noqa: F401 - fills the registry
+from ttrain.core.mask import keep_threshold, mask_key
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.torch.device import TorchDevice
+from ttrain.graph.op import REGISTRY
+
+
+def expected_mask(size: int, seed: int, stream: int, p: float) -> np.ndarray:
+    """The mask in numpy's unsigned arithmetic, which wraps by itself."""
+    x = np.arange(size, dtype=np.uint32) + np.uint32(mask_key(seed, stream))
+    x ^= x >> np.uint32(16)
+    x *= np.uint32(0x7FEB352D)
+    x ^= x >> np.uint32(15)
+    x *= np.uint32(0x846CA68B)
+    x ^= x >> np.uint32(16)
+    return x >= np.uint32(keep_threshold(p))
+
+
+def dropped(
+    device: TorchDevice, size: int, seed: int, stream: int, p: float, dtype: DType = DType.FP32, times: int = 1
+) -> np.ndarray:
+    """A vector of ones after dropout, launched `times` times."""
+    spec, kernel = TensorSpec((size,), dtype), device.kernels["dropout"]
+    attributes = {"p": p, "stream": stream}
+    x, y, held = device.allocate(spec), device.allocate(spec), device.allocate(TensorSpec((), DType.INT64))
+    x.fill_(1)
+    device.upload(held, np.asarray(seed, np.int64))
+    specs = [spec, TensorSpec((), DType.INT64)]
+    work = [device.allocate(scratch) for scratch in kernel.workspace_specs(specs, [spec], attributes)]
+    launch = kernel.bind([x, held], [y], attributes, work)
+    for _ in range(times):
+        launch()
+    return device.download(y)
+
+
+SEEDS = [0, 1, 2**31, 2**32 - 1, 2**32, 2**62 - 1, 2**63 - 1, -1, -(2**63)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_mask_is_the_hash_bit_for_bit(device: TorchDevice, seed: int) -> None:
+    for stream, p in ((0, 0.5), (7, 0.1), (2**31 + 5, 0.999), (3, 0.001)):
+        got = dropped(device, 1009, seed, stream, p)
+        assert np.array_equal(got != 0, expected_mask(1009, seed, stream, p))
+
+
+def test_blocks_of_a_large_tensor_go_on_counting() -> None:
+    device = TorchDevice("cpu", threads=1)
+    device.context = dataclasses.replace(device.context, block=1000)
+    got = dropped(device, 4567, seed=12345678901, stream=2, p=0.3)
+    assert np.array_equal(got != 0, expected_mask(4567, 12345678901, 2, 0.3))
+
+
+@pytest.mark.parametrize("dtype", [DType.FP64, DType.FP32, DType.BF16])
+def test_kept_elements_are_scaled_once(device: TorchDevice, dtype: DType) -> None:
+    got = dropped(device, 999, seed=5, stream=1, p=0.1, dtype=dtype)
+    scale = torch.tensor(1 / 0.9, dtype=torch.float64).to(
+        {DType.FP64: torch.float64, DType.FP32: torch.float32, DType.BF16: torch.bfloat16}[dtype]
+    )
+    assert set(np.unique(got.astype(np.float64))) == {0.0, float(scale)}
+
+
+def test_rate_is_p_and_neighbours_are_independent() -> None:
+    mask = expected_mask(1_000_000, seed=9, stream=4, p=0.2)
+    device = TorchDevice("cpu", threads=1)
+    assert np.array_equal(dropped(device, 1_000_000, 9, 4, 0.2) != 0, mask)
+    # Four standard deviations of a binomial share, and of a correlation of independent signs.
+    assert abs(mask.mean() - 0.8) < 4 * np.sqrt(0.2 * 0.8 / mask.size)
+    signs = (mask - mask.mean()) / mask.std()
+    for lag in (1, 2, 64, 1024):
+        assert abs((signs[:-lag] * signs[lag:]).mean()) < 4 / np.sqrt(mask.size - lag)
+
+
+def test_mask_moves_with_seed_and_stream_and_repeats_otherwise(device: TorchDevice) -> None:
+    masks = {(seed, stream): dropped(device, 500, seed, stream, 0.5).tobytes() for seed in (1, 2) for stream in (0, 1)}
+    assert len(set(masks.values())) == 4
+    assert dropped(device, 500, 1, 0, 0.5, times=3).tobytes() == masks[1, 0]
+
+
+def test_p_zero_keeps_everything(device: TorchDevice) -> None:
+    assert np.array_equal(dropped(device, 100, 3, 0, 0.0), np.ones(100, np.float32))
+
+
+def test_the_op_hashes_as_numpy_does() -> None:
+    """The op's reference is plain Python integers; the fast oracle above has to agree with it."""
+    op = REGISTRY["dropout"]
+    kept = op.reference(torch.ones(300, dtype=torch.float64), torch.tensor(77), 0.4, 3) != 0
+    assert np.array_equal(kept.numpy(), expected_mask(300, 77, 3, 0.4))

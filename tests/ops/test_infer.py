@@ -1,0 +1,127 @@
+"""Shape rules: what each op refuses, and that the message says what was given and what was expected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import ttrain.ops  # noqa: F401 - fills the registry
+from ttrain.core.errors import ShapeError
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.graph.op import REGISTRY, Op
+
+
+def fp32(*shape: int) -> TensorSpec:
+    return TensorSpec(shape, DType.FP32)
+
+
+def bf16(*shape: int) -> TensorSpec:
+    return TensorSpec(shape, DType.BF16)
+
+
+def int64(*shape: int) -> TensorSpec:
+    return TensorSpec(shape, DType.INT64)
+
+
+ADAMW = {"count": 1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0}
+SGD = {"count": 1, "momentum": 0.9, "nesterov": False, "weight_decay": 0.0}
+HEAD = {"chunk": 2, "gradients": True}
+# (op, inputs, attributes, what the message has to name)
+REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
+    *((name, [fp32(4, 8), fp32(4, 7)], {}, "broadcast") for name in ("add", "subtract", "multiply", "divide")),
+    ("add", [fp32(4), int64(4)], {}, "floating-point"),
+    *((name, [int64(4)], {}, "floating-point") for name in ("exp", "log", "sqrt", "relu", "tanh")),
+    ("scale", [int64(4)], {"factor": 2.0}, "floating-point"),
+    ("gelu", [int64(4)], {"approximate": "none"}, "floating-point"),
+    *((name, [fp32(4), fp32(5)], {}, "equal shapes") for name in ("relu_grad", "tanh_grad")),
+    ("gelu_grad", [fp32(4), fp32(5)], {"approximate": "none"}, "equal shapes"),
+    ("cast", [fp32(4)], {"dtype": DType.INT64}, "floating-point"),
+    ("reshape", [fp32(4, 3)], {"shape": (5, 2)}, "12 elements"),
+    ("copy_reshape", [fp32(4, 3)], {"shape": (5, 2)}, "12 elements"),
+    ("expand", [fp32(2, 3)], {"shape": (4, 3)}, "growing only axes of size one"),
+    ("expand", [fp32(1, 3)], {"shape": (3,)}, "same rank"),
+    ("transpose", [fp32(4)], {}, "rank 2"),
+    ("split_heads", [fp32(4, 6)], {"parts": 3, "heads": 2}, "[batch, time, features]"),
+    ("split_heads", [fp32(2, 4, 7)], {"parts": 3, "heads": 2}, "multiple of 3 parts x 2 heads"),
+    ("merge_heads", [fp32(2, 3, 4)], {}, "[batch, heads, time, head width]"),
+    ("merge_heads", [fp32(2, 3, 4, 5), fp32(2, 3, 4, 6)], {}, "equal specs"),
+    ("reduce_sum", [fp32(2, 3)], {"axes": (2,)}, "axes from 0 to 1"),
+    ("reduce_sum", [fp32(2, 3)], {"axes": (0, 0)}, "different axes"),
+    ("global_norm", [], {}, "at least one"),
+    ("matmul", [fp32(2, 3), fp32(2, 3)], {"transpose_a": False, "transpose_b": False}, "inner sizes, not 3 and 2"),
+    ("matmul", [fp32(2, 3), bf16(3, 2)], {"transpose_a": False, "transpose_b": False}, "equal dtypes"),
+    ("matmul", [fp32(2, 2, 3), fp32(3, 3, 2)], {"transpose_a": False, "transpose_b": False}, "leading axes"),
+    ("matmul", [fp32(3), fp32(3)], {"transpose_a": False, "transpose_b": False}, "rank"),
+    ("linear", [fp32(5, 7), fp32(3, 8), None], {}, "8 features"),
+    ("linear", [fp32(5, 7), fp32(3, 7), fp32(4)], {}, "fp32[3]"),
+    ("linear", [fp32(5, 7), bf16(3, 7), None], {}, "equal dtypes"),
+    ("linear", [fp32(5, 7), fp32(7), None], {}, "[outputs, inputs]"),
+    ("layer_norm", [fp32(5, 7), fp32(8), None], {"eps": 1e-5}, "[7], the last axis"),
+    ("layer_norm", [fp32(5, 7), fp32(7), fp32(5)], {"eps": 1e-5}, "bias"),
+    ("layer_norm_grad", [fp32(5, 6), fp32(5, 7), fp32(5), fp32(5), fp32(7), None], {"bias": True}, "equal specs"),
+    ("layer_norm_grad", [bf16(5, 7), bf16(5, 7), bf16(5), bf16(5), fp32(7), None], {"bias": True}, "fp32[5]"),
+    ("layer_norm_grad", [fp32(5, 7), fp32(5, 7), fp32(5), fp32(5), fp32(7), fp32(5)], {"bias": True}, "residual"),
+    ("add_layer_norm", [fp32(5, 7), fp32(5, 8), fp32(7), None], {"eps": 1e-5}, "equal specs"),
+    ("softmax", [fp32(4, 5)], {"scale": 1.0, "causal": True}, "[..., T, T]"),
+    ("softmax", [int64(4, 5)], {"scale": 1.0, "causal": False}, "floating-point"),
+    ("softmax_grad", [fp32(4, 5), bf16(4, 5)], {"scale": 1.0}, "equal specs"),
+    ("self_attention", [fp32(2, 5, 25), None], {"heads": 2}, "multiple of 3 x 2 heads"),
+    ("self_attention", [fp32(2, 5, 24), None], {"heads": 2, "p": 0.1}, "a seed"),
+    ("self_attention", [fp32(5, 24), None], {"heads": 2}, "[batch, time, 3 * width]"),
+    (
+        "self_attention_grad",
+        [fp32(2, 5, 8), fp32(2, 5, 24), fp32(2, 5, 4), fp32(2, 2, 5), None],
+        {"heads": 2},
+        "equal specs",
+    ),
+    ("dropout", [fp32(4), fp32()], {"p": 0.1, "stream": 0}, "int64[]"),
+    ("dropout", [fp32(4), int64()], {"p": 1.0, "stream": 0}, "below 1"),
+    ("dropout", [int64(4), int64()], {"p": 0.1, "stream": 0}, "floating-point"),
+    ("dropout_mask", [fp32()], {"spec": fp32(4), "p": 0.1, "stream": 0}, "int64[]"),
+    ("embedding", [fp32(4), fp32(7, 3)], {}, "int64 ids"),
+    ("embedding", [int64(4), fp32(7)], {}, "[vocabulary, width]"),
+    ("embedding_grad", [fp32(4, 3), int64(5)], {"vocabulary": 7}, "equal leading axes"),
+    ("cross_entropy", [fp32(4, 7), int64(5), fp32()], {}, "int64[4]"),
+    ("cross_entropy", [fp32(4, 7), int64(4), bf16()], {}, "fp32[]"),
+    ("cross_entropy", [fp32(2, 4, 7), int64(4), fp32()], {}, "[rows, vocabulary]"),
+    ("cross_entropy_grad", [fp32(4, 7), int64(4), fp32(4), fp32(1)], {}, "fp32[]"),
+    ("linear_cross_entropy", [fp32(4, 3), fp32(7, 2), int64(4), fp32()], HEAD, "[vocabulary, width]"),
+    ("linear_cross_entropy", [fp32(4, 3), bf16(7, 3), int64(4), fp32()], HEAD, "equal dtypes"),
+    ("linear_cross_entropy", [fp32(4, 3), fp32(7, 3), int64(4), fp32()], {**HEAD, "chunk": 0}, "at least one row"),
+    ("squared_error", [fp32(4, 3), fp32(4, 2), fp32()], {}, "equal shapes"),
+    ("squared_error", [fp32(4, 3), fp32(4, 3), bf16()], {}, "fp32[]"),
+    ("squared_error_grad", [fp32(4, 3), fp32(4, 2), fp32()], {}, "equal shapes"),
+    *((name, [fp32(4), fp32(5)], {}, "equal shapes") for name in ("assign", "accumulate")),
+    ("clip_factor", [fp32(1)], {"limit": 1.0}, "scalar"),
+    ("adamw_update", [fp32(4), fp32(4), fp32(4), fp32(5), fp32(), fp32(), None], ADAMW, "one shape per parameter"),
+    ("adamw_update", [fp32(4), fp32(4), fp32(4), fp32(4), fp32(), None], ADAMW, "3"),
+    ("sgd_update", [fp32(4), fp32(5), fp32(4), fp32(), None], SGD, "one shape per parameter"),
+    ("refresh", [bf16(4), fp32(5)], {"count": 1}, "equal shapes"),
+]
+ANYTHING_GOES = {"full"}
+
+
+def test_every_op_with_a_rule_is_listed() -> None:
+    assert {name for name, *_ in REFUSED} | ANYTHING_GOES >= set(REGISTRY.names())
+
+
+@pytest.mark.parametrize(("name", "specs", "attributes", "expected"), REFUSED)
+def test_bad_shapes_are_refused_with_what_was_expected(
+    name: str, specs: list[Any], attributes: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ShapeError) as refused:
+        REGISTRY[name].infer_outputs(specs, attributes)
+    message = str(refused.value)
+    assert message.startswith(f"{name}: got ")
+    assert "expected" in message
+    assert expected in message
+
+
+@pytest.mark.parametrize("op", REGISTRY, ids=lambda op: op.name)
+def test_every_case_infers(op: Op) -> None:
+    from tests.ops.harness import input_specs
+
+    for case in op.cases():
+        specs = list(input_specs(op, case, DType.FP32).values())
+        assert all(isinstance(spec, TensorSpec) for spec in op.infer_outputs(specs, case.attributes))

@@ -1,0 +1,199 @@
+"""Optimizers against torch.optim over several steps, and one vector for tensors that lie side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.torch.device import TorchDevice
+from ttrain.device.torch.kernels.common import Chain, flatten, runs
+
+SHAPES = [(4, 8), (257,), (3, 5, 7), (), (64,)]  # gaps after most of them
+SCALAR = TensorSpec((), DType.FP32)
+
+
+def spaced(device: TorchDevice, shapes: Sequence[tuple[int, ...]], dtype: DType, unit: int = 64) -> list[torch.Tensor]:
+    """Tensors of one arena, each at a multiple of `unit` elements."""
+    specs = [TensorSpec(shape, dtype) for shape in shapes]
+    starts = np.concatenate([[0], np.cumsum([-(-spec.size // unit) * unit for spec in specs])])
+    arena = device.allocate_arena(int(starts[-1]) * dtype.itemsize, "a run")
+    return [device.place(arena, int(start) * dtype.itemsize, spec) for start, spec in zip(starts, specs, strict=False)]
+
+
+def apart(device: TorchDevice, shapes: Sequence[tuple[int, ...]], dtype: DType) -> list[torch.Tensor]:
+    return [device.allocate(TensorSpec(shape, dtype)) for shape in shapes]
+
+
+PLACED = {"side by side": spaced, "apart": apart}
+
+
+class Update:
+    """One optimizer kernel on tensors filled with the same numbers every time."""
+
+    def __init__(self, device: TorchDevice, name: str, place: Any, slots: int, gradients: DType, clipped: bool) -> None:
+        self.device, self.name, self.place = device, name, place
+        self.gradient_dtype, self.clipped = gradients, clipped
+        dtypes = [DType.FP32, gradients, *[DType.FP32] * (slots - 2)]
+        self.slots = [place(device, SHAPES, dtype) for dtype in dtypes]
+        self.scalars = {key: device.allocate(SCALAR) for key in ("lr", "step", "factor")}
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.slots[0]:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+    def bind(self, scalars: Sequence[str], attributes: dict[str, Any]) -> Any:
+        count = len(SHAPES)
+        given = [*(tensor for slot in self.slots for tensor in slot)]
+        numbers: list[Any] = [self.scalars[key] if key != "factor" or self.clipped else None for key in scalars]
+        specs = [TensorSpec(tuple(t.shape), self._dtype(t)) for t in given]
+        specs += [None if number is None else SCALAR for number in numbers]  # type: ignore[list-item]
+        kernel = self.device.kernels[self.name]
+        settings = {"count": count, **attributes}
+        work = [self.device.allocate(spec) for spec in kernel.workspace_specs(specs, [], settings)]
+        outs = [t for index, slot in enumerate(self.slots) if index != 1 for t in slot]
+        return kernel.bind([*given, *numbers], outs, settings, work)
+
+    def _dtype(self, tensor: torch.Tensor) -> DType:
+        return DType.BF16 if tensor.dtype is torch.bfloat16 else DType.FP32
+
+    def feed(self, step: int, lr: float, factor: float) -> list[torch.Tensor]:
+        """New gradients and scalars; returns what the optimizer should see, in fp32 on the host."""
+        generator = torch.Generator().manual_seed(step)
+        seen = []
+        for gradient in self.slots[1]:
+            gradient.copy_(torch.randn(gradient.shape, generator=generator))
+            seen.append(gradient.float().cpu() * (factor if self.clipped else 1.0))
+        for key, value in (("lr", lr), ("step", step), ("factor", factor)):
+            self.device.upload(self.scalars[key], np.asarray(value, np.float32))
+        return seen
+
+
+def follow(update: Update, launch: Any, optimizer: torch.optim.Optimizer, leaves: list[torch.Tensor]) -> None:
+    """Five steps of both; every parameter equal to fp32 rounding after each."""
+    for step in range(1, 6):
+        lr, factor = 0.1 / step, 0.3 + 0.1 * step
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        for leaf, gradient in zip(leaves, update.feed(step, lr, factor), strict=True):
+            leaf.grad = gradient
+        optimizer.step()
+        launch()
+        for leaf, parameter in zip(leaves, update.slots[0], strict=True):
+            torch.testing.assert_close(parameter.cpu(), leaf.detach(), rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("gradients", [DType.FP32, DType.BF16])
+@pytest.mark.parametrize("place", PLACED.values(), ids=PLACED)
+def test_adamw_follows_torch(device: TorchDevice, place: Any, gradients: DType, clipped: bool) -> None:
+    update = Update(device, "adamw_update", place, 4, gradients, clipped)
+    leaves = [torch.nn.Parameter(p.detach().cpu().clone()) for p in update.slots[0]]
+    optimizer = torch.optim.AdamW(leaves, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
+    settings = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    follow(update, update.bind(("lr", "step", "factor"), settings), optimizer, leaves)
+
+
+@pytest.mark.parametrize(("momentum", "nesterov", "decay"), [(0.0, False, 0.0), (0.9, False, 0.1), (0.9, True, 0.1)])
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("gradients", [DType.FP32, DType.BF16])
+@pytest.mark.parametrize("place", PLACED.values(), ids=PLACED)
+def test_sgd_follows_torch(
+    device: TorchDevice, place: Any, gradients: DType, clipped: bool, momentum: float, nesterov: bool, decay: float
+) -> None:
+    update = Update(device, "sgd_update", place, 3 if momentum else 2, gradients, clipped)
+    leaves = [torch.nn.Parameter(p.detach().cpu().clone()) for p in update.slots[0]]
+    optimizer = torch.optim.SGD(leaves, lr=0.1, momentum=momentum, nesterov=nesterov, weight_decay=decay, foreach=False)
+    settings = {"momentum": momentum, "nesterov": nesterov, "weight_decay": decay}
+    follow(update, update.bind(("lr", "factor"), settings), optimizer, leaves)
+
+
+def test_gradients_are_left_as_they_were(device: TorchDevice) -> None:
+    update = Update(device, "adamw_update", spaced, 4, DType.FP32, clipped=True)
+    launch = update.bind(("lr", "step", "factor"), {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1})
+    update.feed(1, 0.1, 0.5)
+    before = [gradient.clone() for gradient in update.slots[1]]
+    launch()
+    assert all(torch.equal(gradient, old) for gradient, old in zip(update.slots[1], before, strict=True))
+
+
+def test_tensors_side_by_side_are_updated_in_one_call() -> None:
+    device = TorchDevice("cpu", threads=1)
+    settings = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    together = Update(device, "adamw_update", spaced, 4, DType.FP32, clipped=False)
+    launch = together.bind(("lr", "step", "factor"), settings)
+    assert not isinstance(launch, Chain)
+    assert len(launch.args[0]) == 1 and launch.args[0][0].numel() > sum(t.numel() for t in together.slots[0])
+    scattered = Update(device, "adamw_update", apart, 4, DType.FP32, clipped=False)
+    assert len(scattered.bind(("lr", "step", "factor"), settings).args[0]) == len(SHAPES)
+
+
+def test_gaps_stay_zero() -> None:
+    device = TorchDevice("cpu", threads=1)
+    update = Update(device, "adamw_update", spaced, 4, DType.FP32, clipped=True)
+    launch = update.bind(("lr", "step", "factor"), {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1})
+    for step in (1, 2):
+        update.feed(step, 0.1, 0.5)
+        launch()
+    for slot in update.slots:
+        (whole,) = flatten(slot) or [None]
+        assert whole is not None
+        inside = torch.zeros_like(whole, dtype=torch.bool)
+        for tensor in slot:
+            start = tensor.storage_offset() - slot[0].storage_offset()
+            inside[start : start + tensor.numel()] = True
+        assert not whole[~inside].any()
+
+
+def test_refresh_rounds_all_copies(device: TorchDevice) -> None:
+    for place in PLACED.values():
+        parameters, copies = place(device, SHAPES, DType.FP32), place(device, SHAPES, DType.BF16)
+        for parameter in parameters:
+            parameter.normal_()
+        device.kernels["refresh"].bind([*copies, *parameters], copies, {"count": len(SHAPES)}, [])()
+        for copy, parameter in zip(copies, parameters, strict=True):
+            assert torch.equal(copy, parameter.to(torch.bfloat16))
+
+
+class TestFlatten:
+    """When several tensors may be taken as one vector."""
+
+    def test_equal_offsets_in_every_slot(self) -> None:
+        device = TorchDevice("cpu", threads=1)
+        wide, narrow = spaced(device, SHAPES, DType.FP32), spaced(device, SHAPES, DType.BF16)
+        flat = flatten(wide, narrow)
+        assert flat is not None
+        assert flat[0].numel() == flat[1].numel()
+        assert flat[0].data_ptr() == wide[0].data_ptr()
+
+    def test_not_where_offsets_differ(self) -> None:
+        device = TorchDevice("cpu", threads=1)
+        assert flatten(spaced(device, SHAPES, DType.FP32, 64), spaced(device, SHAPES, DType.FP32, 32)) is None
+
+    def test_not_in_another_order_storage_or_far_apart(self) -> None:
+        device = TorchDevice("cpu", threads=1)
+        placed = spaced(device, SHAPES, DType.FP32)
+        assert flatten(placed[::-1]) is None
+        assert flatten([placed[0], placed[2]]) is None
+        assert flatten(apart(device, SHAPES, DType.FP32)) is None
+        assert flatten([]) is None
+
+    def test_views_that_are_not_contiguous_are_refused(self) -> None:
+        base = torch.zeros(8, 8)
+        assert flatten([base.t(), base.t()]) is None
+
+    def test_runs_never_cover_a_gap(self) -> None:
+        """A norm over them must not read what lies between two tensors."""
+        device = TorchDevice("cpu", threads=1)
+        placed = spaced(device, [(64,), (2, 64), (3,), (64,), (64,)], DType.FP32)
+        flat = flatten(placed)
+        assert flat is not None
+        flat[0].fill_(float("nan"))
+        for tensor in placed:
+            tensor.fill_(1.0)
+        covering = runs(placed)
+        assert [run.numel() for run in covering] == [195, 128]
+        assert not any(run.isnan().any() for run in covering)
