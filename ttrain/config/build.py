@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +88,20 @@ def build_device(config: DeviceConfig) -> Device:
     """The device, opened: target(config). Raises DeviceUnavailable or DeviceBusy."""
     built: Device = component("device", config.name).load()(config)
     return built
+
+
+def planned_device(config: DeviceConfig) -> Device:
+    """A device that plans as the named one does and touches no hardware.
+
+    The package of a device offers it as `planned(config)` in a module `planned` beside its target. Without one the plan
+    is that of a device with a kernel for every op.
+    """
+    target = component("device", config.name).target
+    beside = target.partition(":")[0].rpartition(".")[0] + ".planned" if isinstance(target, str) else ""
+    if beside and find_spec(beside) is not None:
+        planned: Device = import_module(beside).planned(config)
+        return planned
+    return null_device(config)
 
 
 def build_engine(config: EngineConfig, device: Device, state: State) -> Engine:

@@ -34,6 +34,7 @@ class PlanConfig:
         None, "also print the traced graph, the graph with gradients, or the op list with buffers",
         choices=("graph", "backward", "plan"),
     )  # fmt: skip
+    json: str | None = option(None, "file to write the same numbers into, in bytes and operations")
 
 
 @dataclass

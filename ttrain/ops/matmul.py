@@ -101,9 +101,10 @@ class Linear(Op):
             dy = op(f"{activation}_grad").record(dy, node.outputs[0])
         dy = reshape(dy, (rows(dy.spec), dy.shape[-1]))  # [N, O]
         x_rows = reshape(x, (rows(x.spec), x.shape[-1]))  # [N, I]
-        dx = reshape(matmul(dy, weight), x.shape)
+        # The gradients of weight and bias come first: x is free before dx needs memory.
         dweight = matmul(dy, x_rows, transpose_a=True)  # [O, I]
         dbias = None if node.inputs[2] is None else reduce_sum(dy, (0,))
+        dx = reshape(matmul(dy, weight), x.shape)
         return [dx, dweight, dbias]
 
     def reference(self, x: Any, weight: Any, bias: Any, activation: str | None = None) -> Any:

@@ -17,15 +17,22 @@ from ttrain.plan.lifetime import Placement, place
 class Plan:
     """The nodes of one step in order, with an arena slot per value that does not outlive the step.
 
-    `offsets` gives the byte offset per owning value, `workspace` those of a node's scratch buffers.
+    `offsets` gives the byte offset per owning value, `workspace` those of a node's scratch buffers; `owned` and
+    `scratch` are the same with sizes and lifetimes.
     """
 
     graph: Graph
     placement: Placement
     offsets: dict[Value, int]
     workspace: dict[Node, list[int]]
-    blocks: list[Block]
+    owned: dict[Value, Block]
+    scratch: dict[Node, list[Block]]
     arena_bytes: int
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Every buffer of the arena."""
+        return [*self.owned.values(), *(block for group in self.scratch.values() for block in group)]
 
     @property
     def launched(self) -> list[Node]:
@@ -72,7 +79,8 @@ def build_plan(graph: Graph, kernels: Mapping[str, Kernel], device: Device | Non
         placement,
         {owner: block.offset for owner, block in owned.items()},
         {node: [block.offset for block in group] for node, group in scratch.items()},
-        blocks,
+        owned,
+        scratch,
         arena_bytes,
     )
     check(plan, kernels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import shutil
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -11,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 from ttrain.config import build
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config, to_dict
+from ttrain.core.errors import Interrupted, OutOfMemory, TtrainError
 from ttrain.core.units import format_count
 from ttrain.train import resume as resuming
+from ttrain.train.events import Events
+from ttrain.train.heartbeat import Heartbeat
 from ttrain.train.run_directory import RECORD, RunDirectory
 
 if TYPE_CHECKING:
@@ -29,7 +33,49 @@ if TYPE_CHECKING:
 
 
 def run(config: Config) -> float | None:
-    """Trains, prints a sample and a summary, and returns the best val/loss, which a sweeper may minimise."""
+    """Trains, prints a sample and a summary, and returns the best val/loss.
+
+    Where memory runs out and recover.oom=shrink, trains on with half the micro-batch and twice the accumulation.
+    """
+    while True:
+        try:
+            return _run(config)
+        except OutOfMemory as error:
+            smaller = _shrunk(config, error)
+            if smaller is None:
+                raise
+        config = smaller
+        gc.collect()  # what the failed try still holds
+
+
+def _shrunk(config: Config, error: OutOfMemory) -> Config | None:
+    """The config that continues the run with less memory; None where the run has to stop."""
+    from ttrain.train.memory import shrunk
+
+    if config.recover.oom != "shrink" or error.train is None or error.run is None:
+        return None
+    train = shrunk(error.train)
+    if train is None:
+        return None
+    note = (
+        f"{error} Going on with train.accumulation={train.accumulation} instead of {error.train.accumulation}: "
+        f"micro-batches of {train.batch_size // train.accumulation}, the same batch of {train.batch_size}."
+    )
+    Events(error.run).add("shrunk", note, accumulation=train.accumulation)
+    build.build_console(config.logger).say(f"WARNING: {note}")
+    explicit = config.source.explicit | {"train.accumulation", "train.eval_batches"}
+    return dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, accumulation=train.accumulation, eval_batches=train.eval_batches),
+        run=dataclasses.replace(config.run, dir=str(error.run)),
+        resume="auto",
+        source=dataclasses.replace(config.source, explicit=explicit),
+    )
+
+
+def _run(config: Config) -> float | None:
+    heartbeat = Heartbeat.of_process()
+    heartbeat.beat()
     point = resuming.find_resume_point(config.resume, config.run.dir)
     if point is not None:
         config = continued(point.checkpoint.config, config)
@@ -43,9 +89,10 @@ def run(config: Config) -> float | None:
     prompt = _prompt(config, dataset)
     with ExitStack() as stack:
         device = stack.enter_context(closing(build.build_device(config.device)))
-        job = _Job(config, stored, dataset, model, device, build.build_console(config.logger), prompt, point)
+        console = build.build_console(config.logger)
+        job = _Job(config, stored, dataset, model, device, console, prompt, point, heartbeat)
         if device.computes:
-            return job.train(stack)
+            return job.recorded(stack)
         job.dry_run(stack)
         return None
 
@@ -67,7 +114,13 @@ def open_session(config: Config, model: Model, device: Device, training: bool) -
     from ttrain.train.step_graph import StepGraph
 
     rows = config.train.batch_size // config.train.accumulation
-    graph = StepGraph(model, build.build_optimizer(config.optimizer), rows, config.train.accumulation)
+    graph = StepGraph(
+        model,
+        build.build_optimizer(config.optimizer),
+        rows,
+        config.train.accumulation,
+        guarded=config.guard.nonfinite == "skip",
+    )
     return Session.open(graph, device, lambda on, state: build.build_engine(config.engine, on, state), training)
 
 
@@ -83,16 +136,51 @@ class _Job:
     console: Console
     prompt: list[int] | None
     point: ResumePoint | None
+    heartbeat: Heartbeat
+    steps: dict[str, Step] = dataclasses.field(default_factory=dict)
 
-    def train(self, stack: ExitStack) -> float | None:
-        from ttrain.train.retention import check_space
+    def recorded(self, stack: ExitStack) -> float | None:
+        """Trains, and notes in the run's events how that began and ended. Raises OutOfMemory where memory runs out."""
+        from ttrain.train.memory import is_out_of_memory
 
         run = stack.enter_context(closing(self._run_directory()))
+        events = Events(run.path)
+        self.heartbeat.tell(run=str(run.path.resolve()))
+        events.add("started", f"A leg starts on {self.device.name}.")
+        try:
+            loss = self.train(stack, run, events)
+        except Interrupted as error:
+            events.add("interrupted", str(error))
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            if not isinstance(error, TtrainError) and is_out_of_memory(error):
+                failure = self._out_of_memory(error, run)
+                events.add("failed", str(failure))
+                raise failure from error
+            step = getattr(error, "step", None)
+            events.add("failed", str(error) or type(error).__name__, step, error=type(error).__name__)
+            raise
+        events.add("finished", "All steps are done.")
+        return loss
+
+    def _out_of_memory(self, error: BaseException, run: RunDirectory) -> OutOfMemory:
+        from ttrain.train.memory import memory_message, shrinking_keys
+
+        config = self.config
+        keys = shrinking_keys(config.train, self.model.config, config.precision.name, config.engine.name)
+        message = memory_message(error, self.device.name, self.steps, keys)
+        return OutOfMemory(message, config.train, run.path)
+
+    def train(self, stack: ExitStack, run: RunDirectory, events: Events) -> float | None:
+        from ttrain.train.retention import check_space
+
         session = stack.enter_context(closing(open_session(self.config, self.model, self.device, training=True)))
         check_space(run.path, session.state)
         progress, leg = self._start(session, run)
-        steps = session.build_training()
-        self._record(run, leg, steps)
+        self.heartbeat.beat()
+        steps = self.steps = session.build_training()
+        self.heartbeat.beat()
+        self._record(session, run, leg, steps)
         loggers = stack.enter_context(self._loggers(run, progress))
         self._announce(run, progress)
         self._loop(session, steps, run, loggers, progress).run()
@@ -159,16 +247,16 @@ class _Job:
         leg = {"resumed_from": checkpoint.path.name, "dropped_metrics": dropped, "changes": changes}
         return progress, leg
 
-    def _record(self, run: RunDirectory, leg: dict[str, Any], steps: dict[str, Step]) -> None:
+    def _record(self, session: Session, run: RunDirectory, leg: dict[str, Any], steps: dict[str, Step]) -> None:
+        from ttrain.train.plan_report import plan_report
         from ttrain.train.record import environment_record
-        from ttrain.train.session import plan_text
 
         tokenizer_hash = None if self.dataset.tokenizer is None else self.dataset.tokenizer.hash
         arguments = list(self.config.source.overrides)
         description = self.dataset.description
         record = environment_record(self.stored, self.device.describe(), description, tokenizer_hash, arguments)
         run.record(self.stored, {**record, **leg})
-        run.write_plan(plan_text(steps))
+        run.write_plan(plan_report(session.graph, session.state, steps).text())
 
     def _loggers(self, run: RunDirectory, progress: Progress) -> Loggers:
         from ttrain.train.loggers import Loggers
@@ -207,6 +295,8 @@ class _Job:
             stored_config=self.stored,
             tokenizer=_tokenizer_json(self.dataset),
             progress=progress,
+            guard=self.config.guard,
+            heartbeat=self.heartbeat.beat,
         )
 
     def _train_step(self, steps: dict[str, Step]) -> Any:

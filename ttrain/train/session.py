@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from ttrain.core.units import format_bytes
 from ttrain.device.base import Device
 from ttrain.engine.base import Engine, Step
 from ttrain.engine.state import State
@@ -62,18 +61,3 @@ def flops_per_step(graph: StepGraph) -> int:
         repeats = graph.accumulation - 1 if name == "accumulate_next" else 1
         total += repeats * sum(node.op.flops(node) for node in recorded.nodes if node.copy == 0)
     return total
-
-
-def plan_text(steps: Mapping[str, Step]) -> str:
-    """Planned memory of every step, for the run record."""
-    lines = []
-    for name, step in steps.items():
-        if step.plan is None:
-            lines.append(f"{name}: not planned; every value gets memory of its own as the step runs")
-            continue
-        plan = step.plan
-        parts = {"activations kept for backward": plan.activation_bytes(), "arena": plan.arena_bytes}
-        parts |= {f"{kind} state": size for kind, size in plan.state_bytes().items() if size}
-        sizes = ", ".join(f"{label} {format_bytes(size)}" for label, size in parts.items())
-        lines.append(f"{name}: {len(plan.launched)} kernels; {sizes}")
-    return "\n".join(lines) + "\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,8 @@ import numpy as np
 from ttrain.core.errors import CaptureError, ShapeError
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import NUMPY_DTYPES, Buffer, Delivery, Device, Kernel, Launch
+
+Buffers = Sequence[Buffer | None]
 
 
 @dataclass
@@ -31,40 +33,46 @@ class NullBuffer:
 
 
 class _Table(Mapping[str, Kernel]):
-    """A kernel for every op but those in `without`: it only records that it was launched."""
+    """A kernel for every op of `rows`, or where there are none for every op at all; it only records its launches."""
 
-    def __init__(self, device: NullDevice, without: frozenset[str]) -> None:
-        self._device, self._without = device, without
+    def __init__(self, device: NullDevice, without: frozenset[str], rows: Mapping[str, Kernel] | None) -> None:
+        self._device, self._without, self._rows = device, without, rows
 
     def __getitem__(self, name: str) -> Kernel:
-        if name in self._without:
+        if name not in self:
             raise KeyError(name)
 
-        def bind(
-            inputs: Sequence[Buffer | None], outputs: Sequence[Buffer], attributes: Mapping[str, Any], work: Sequence[Buffer]
-        ) -> Launch:
-            return lambda: self._device.log(name, inputs, outputs)
+        device = self._device
 
-        return Kernel(bind, self._device.deliveries.get(name, Delivery.INTO), frozen=self._device.frozen_ops.get(name, ()))
+        def bind(ins: Buffers, outs: Buffers, attributes: Mapping[str, Any], work: Buffers) -> Launch:
+            return lambda: device.log(name, ins, outs)
+
+        if self._rows is not None:
+            return replace(self._rows[name], bind=bind)
+        return Kernel(bind, device.deliveries.get(name, Delivery.INTO), frozen=device.frozen_ops.get(name, ()))
 
     def __contains__(self, name: object) -> bool:
-        return name not in self._without
+        return name not in self._without and (self._rows is None or name in self._rows)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(())
+        return iter(name for name in self._rows or () if name not in self._without)
 
     def __len__(self) -> int:
-        return 0
+        return sum(1 for _ in self)
 
 
 class NullDevice(Device):
-    """Accepts every op, computes nothing, counts everything. All values read as zero."""
+    """Computes nothing, counts everything. All values read as zero.
+
+    Accepts every op but those in `without`. With the `rows` of another device's table it plans as that device does: by
+    the ops it has kernels for, how they deliver, and the workspace they want.
+    """
 
     name = "null"
     computes = False
     supports_capture = True
 
-    def __init__(self, without: Sequence[str] = ()) -> None:
+    def __init__(self, without: Sequence[str] = (), rows: Mapping[str, Kernel] | None = None) -> None:
         super().__init__()
         self.deliveries: dict[str, Delivery] = {}  # tests set rows here to play another device
         self.frozen_ops: dict[str, tuple[str, ...]] = {}
@@ -72,13 +80,13 @@ class NullDevice(Device):
         self.capturing: str | None = None
         self.closed = False
         self.graphs = 0
-        self._table = _Table(self, frozenset(without))
+        self._table = _Table(self, frozenset(without), rows)
 
     @property
     def kernels(self) -> Mapping[str, Kernel]:
         return self._table
 
-    def log(self, name: str, inputs: Sequence[Buffer | None], outputs: Sequence[Buffer]) -> list[Buffer]:
+    def log(self, name: str, inputs: Buffers, outputs: Buffers) -> list[Buffer]:
         if self.closed:
             raise CaptureError(f"{name} launched on a closed device")
         self.launched.append(name)

@@ -1,0 +1,154 @@
+"""What a step costs, read from its graph and its plan: operations, bytes moved, and what holds memory when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ttrain.device.base import align
+from ttrain.graph.graph import Graph, Kind, Node, Stage, Value
+from ttrain.plan.arena import Block
+from ttrain.plan.lifetime import BEFORE
+from ttrain.plan.plan import Plan
+
+CLASSES = ("inputs", "activations", "gradients", "update", "workspace")  # of what lies in an arena
+_CLASS_OF = {Stage.FORWARD: "activations", Stage.BACKWARD: "gradients", Stage.UPDATE: "update"}
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A range of bytes of the arena and the launches, both inclusive, between which it is live."""
+
+    label: str
+    group: str  # one of CLASSES
+    nbytes: int
+    offset: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Of one run of one step. Keys are stages (forward, backward, update) or CLASSES; sizes are bytes.
+
+    `flops` counts what the model asks for; `executed_flops` also what the plan computes again to save memory.
+    `memory` splits `peak`, the most bytes live at once, which no packing can go below; `arena` is what packing took.
+    `kept` are the bytes that lie from forward to backward, if there is one. Without a plan, as the dynamic engine runs,
+    memory is not known and its numbers are 0.
+    """
+
+    planned: bool
+    launches: int
+    flops: dict[str, int]
+    executed_flops: dict[str, int]
+    moved: dict[str, int]
+    memory: dict[str, int]
+    kept: int | None
+    peak: int
+    arena: int
+    largest: list[Buffer]  # of those live at the peak
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**vars(self), "largest": [vars(buffer) for buffer in self.largest]}
+
+
+def step_cost(recorded: Graph, plan: Plan | None, largest: int = 5) -> StepCost:
+    """What a step costs, from the graph as recorded and from its plan; lists so many of its `largest` buffers."""
+    buffers = [] if plan is None else list(arena_buffers(plan))
+    time = _peak_time(buffers)
+    live = sorted((buffer for buffer in buffers if buffer.start <= time <= buffer.end), key=lambda b: -b.nbytes)
+    memory = dict.fromkeys(CLASSES, 0)
+    for buffer in live:
+        memory[buffer.group] += align(buffer.nbytes)
+    launched = [node for node in recorded.nodes if not node.op.view] if plan is None else plan.launched
+    return StepCost(
+        planned=plan is not None,
+        launches=len(launched),
+        flops=_by_stage((node, node.op.flops(node)) for node in recorded.nodes if not node.copy),
+        executed_flops=_by_stage((node, node.op.flops(node)) for node in launched),
+        moved=_by_stage((node, node.op.nbytes(node)) for node in launched),
+        memory=memory,
+        kept=_kept(plan),
+        peak=0 if plan is None else plan.peak_bytes(),
+        arena=0 if plan is None else plan.arena_bytes,
+        largest=live[:largest],
+    )
+
+
+def _kept(plan: Plan | None) -> int | None:
+    trained = plan is not None and any(node.stage is Stage.BACKWARD for node in plan.graph.nodes)
+    return plan.activation_bytes() if plan is not None and trained else None
+
+
+def arena_buffers(plan: Plan) -> Iterator[Buffer]:
+    """Every buffer of the arena with what it is for."""
+    for owner, block in plan.owned.items():
+        if owner.kind is Kind.INPUT:
+            yield _buffer(f"input {owner.name}", "inputs", block)
+        else:
+            assert owner.producer is not None
+            yield _buffer(_label(owner), _CLASS_OF[owner.producer.stage], block)
+    for blocks in plan.scratch.values():
+        for block in blocks:
+            yield _buffer(block.label, "workspace", block)
+
+
+def _buffer(label: str, group: str, block: Block) -> Buffer:
+    return Buffer(label, group, block.nbytes, block.offset, block.start, block.end)
+
+
+def _label(value: Value) -> str:
+    node = value.producer
+    assert node is not None
+    name = node.op.outputs[value.index].rstrip("?*") if value.index < len(node.op.outputs) else str(value.index)
+    output = f".{name}" if len(node.outputs) > 1 else ""
+    return " ".join(filter(None, (node.scope, f"{node.op.name}{output}", str(value.spec))))
+
+
+def _peak_time(buffers: list[Buffer]) -> int:
+    """A launch at which most bytes are live."""
+    starts = {buffer.start for buffer in buffers}
+    totals = {t: sum(align(b.nbytes) for b in buffers if b.start <= t <= b.end) for t in starts}
+    return max(totals, key=lambda time: totals[time], default=0)
+
+
+def _by_stage(counted: Iterator[tuple[Node, int]]) -> dict[str, int]:
+    totals = {stage.value: 0 for stage in Stage}
+    for node, count in counted:
+        totals[node.stage.value] += count
+    return totals
+
+
+def show_plan(plan: Plan) -> str:
+    """The op list with buffers: one line a node, then one line a buffer.
+
+    A value is shown where it lies: `@<offset>+<bytes>` in the arena, `=<name>` in state. A node without a number is not
+    launched: a view, or a copy that the kernel before it made unnecessary.
+    """
+    lines, launch = [f"arena: {plan.arena_bytes} bytes"], 0
+    for time, node in enumerate(plan.graph.nodes):
+        elided = node in plan.placement.elided
+        number = "-" if elided else str(launch)
+        launch += not elided
+        inputs = ", ".join("-" if value is None else _place(plan, value) for value in node.inputs)
+        outputs = ", ".join(f"{_place(plan, value)}:{value.spec}" for value in node.outputs)
+        work = "".join(f" workspace @{block.offset}+{block.nbytes}" for block in plan.scratch.get(node, []))
+        lines.append(
+            f"{time:5} {number:>5} {node.stage.value:8} {node.scope:28} {outputs} = {node.op.name}({inputs}){work}"
+        )
+    lines.append("")
+    lines.append(f"{'offset':>12} {'bytes':>12} {'live':>11}  what")
+    for buffer in sorted(arena_buffers(plan), key=lambda b: (b.offset, b.start)):
+        live = f"{'in' if buffer.start == BEFORE else buffer.start}..{buffer.end}"
+        lines.append(f"{buffer.offset:12} {buffer.nbytes:12} {live:>11}  {buffer.group}: {buffer.label}")
+    return "\n".join(lines)
+
+
+def _place(plan: Plan, value: Value) -> str:
+    owner = plan.placement.owner_of(value)
+    if owner.kind.is_state:
+        return f"={owner.name}"
+    block = plan.owned[owner]
+    return f"@{block.offset}+{block.nbytes}"
