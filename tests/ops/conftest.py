@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from ttrain.device.base import Device
 from ttrain.device.torch.device import TorchDevice
-from ttrain.device.torch.kernels.common import Context
 
-# "other ways": the same kernels with sizes that send small cases down the paths of large ones.
-KINDS = [
-    "cpu",
-    "cpu, other ways",
-    "cpu, blocks",
-    *(["cuda", "cuda, other ways", "cuda, blocks"] if torch.cuda.is_available() else []),
-]
+GPU = torch.cuda.is_available()
+# The same kernels with sizes that send small cases down the paths of large ones, and those of CUDA on the CPU.
+WAYS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "other ways": {"block": 40, "norm_row": 16, "explicit_up_to": 0},
+    "blocks": {"block": 40, "query_rows": 3, "explicit_up_to": 10**6},
+}
+CUDA_ON_CPU = {"block": 10**6, "kind": "cuda", "explicit_up_to": 10**6}
+KINDS = [(kind, WAYS[way], f"{kind}, {way}") for kind in ("cpu", *(["cuda"] if GPU else [])) for way in WAYS]
+KINDS.append(("cpu", CUDA_ON_CPU, "cpu, as on cuda"))
 
 
-@pytest.fixture(scope="session", params=KINDS)
+@pytest.fixture(scope="session", params=KINDS, ids=[name for _, _, name in KINDS])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    kind, _, other = request.param.partition(", ")
+    kind, changed, _ = request.param
     opened = TorchDevice(kind, threads=1)
-    if other == "other ways":
-        opened.context = Context(opened.device, block=40, norm_row=16, explicit_up_to=0)
-    elif other == "blocks":
-        opened.context = Context(opened.device, block=40, query_rows=3)
+    opened.context = dataclasses.replace(opened.context, **changed)
     yield opened
     opened.close()

@@ -80,10 +80,13 @@ def _softmax_grad(
 def explicit_is_chosen(context: Context, qkv: TensorSpec, attributes: Attributes) -> bool:
     """Which way a shape goes; forward and backward of one node agree."""
     bf16, time = qkv.dtype is DType.BF16, qkv.shape[1]
-    if attributes.get("p", 0.0) or not (context.on_cpu or bf16):
+    if attributes.get("p", 0.0):
         return True
+    if not context.on_cpu:
+        width = qkv.shape[2] // (3 * attributes["heads"])
+        return not (bf16 and width % 8 == 0 and width <= 256) or time <= context.explicit_up_to
     # On the CPU the matrix units put bf16 products ahead of aten's blockwise attention for longer.
-    return time <= context.explicit_up_to * (4 if bf16 and context.on_cpu else 1)
+    return time <= context.explicit_up_to * (4 if bf16 else 1)
 
 
 class _Operand:
@@ -305,7 +308,7 @@ def _choosing(context: Context, explicit: Kernel, flash: Kernel, position: int) 
 
     def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
         qkv = ins[position]
-        dtype = DType.BF16 if qkv.dtype is torch.bfloat16 else DType.FP32
+        dtype = DType.BF16 if qkv.dtype is torch.bfloat16 else DType.FP32  # all that the choice asks
         return chosen(TensorSpec(tuple(qkv.shape), dtype), attributes).bind(ins, outs, attributes, work)
 
     def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:

@@ -1,4 +1,7 @@
-"""Layer norm. Statistics are fp32 at least: weight and bias are widened first, which makes aten keep them so."""
+"""Layer norm. Statistics are fp32 at least: weight and bias are widened first, which makes aten keep them so.
+
+On CUDA aten wants x and its weight in one dtype, so there x is widened too.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from ttrain.device.torch.kernels.common import (
     Context,
     Specs,
     Tensor,
+    Workspace,
     chain,
     copying,
     into,
@@ -36,26 +40,26 @@ def _widened(parameters: Sequence[Tensor | None], work: Sequence[Tensor]) -> tup
     return wide_ones, launches
 
 
-def _widening(position: int, count: int) -> Callable[[Sequence[Any], Specs, Attributes], list[TensorSpec]]:
-    """Workspace for `count` parameters from input `position` on."""
+def _widening(context: Context, position: int, count: int) -> Workspace:
+    """Workspace for x, where it is widened too, and for `count` parameters from input `position` on."""
 
     def workspace(ins: Sequence[Any], outs: Specs, attributes: Attributes) -> list[TensorSpec]:
         given = [spec for spec in ins[position : position + count] if spec is not None]
-        return [spec.with_dtype(spec.dtype.wide) for spec in given if spec.dtype.wide is not spec.dtype]
+        rows = [] if context.on_cpu else [ins[0]]
+        return [s.with_dtype(s.dtype.wide) for s in (*rows, *given) if s.dtype.wide is not s.dtype]
 
     return workspace
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, results: Sequence[Tensor]) -> Launch:
     """y, mean, rstd <- layer norm of the rows of x."""
-    rows = rows_of(x)
-    width = [rows.shape[1]]
-    y, mean, rstd = rows_of(results[0]), results[1].view(-1, 1), results[2].view(-1, 1)
-    function = aten.native_layer_norm.default
-    copy_y, copy_mean, copy_rstd = y.copy_, mean.copy_, rstd.copy_
+    y, *statistics = results
+    mean, rstd = (statistic.view(-1, 1) for statistic in statistics)
+    function = partial(aten.native_layer_norm.default, x, [x.shape[1]], weight, bias, eps)
+    copy_y, copy_mean, copy_rstd = rows_of(y).copy_, mean.copy_, rstd.copy_
 
     def launch() -> None:
-        new_y, new_mean, new_rstd = function(rows, width, weight, bias, eps)
+        new_y, new_mean, new_rstd = function()
         copy_y(new_y)
         copy_mean(new_mean)
         copy_rstd(new_rstd)
@@ -63,18 +67,31 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, results
     return launch
 
 
-def _layer_norm(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-    (weight, bias), widening = _widened(ins[1:3], work)
-    return chain(*widening, _forward(ins[0], weight, bias, attributes["eps"], outs))
-
-
-def _add_layer_norm(
-    ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
+def _norm_of(
+    context: Context, x: Tensor, parameters: Sequence[Tensor | None], eps: float, outs: Sequence[Tensor], work: Any
 ) -> Launch:
-    x, branch, *_ = ins
-    (weight, bias), widening = _widened(ins[2:4], work)
-    total = partial(torch.add, x, branch, out=outs[0])
-    return chain(total, *widening, _forward(outs[0], weight, bias, attributes["eps"], outs[1:]))
+    """The norm of x, with everything widened that has to be. CUDA wants x in the dtype of its weight."""
+    rows, free, launches = rows_of(x), list(work), []
+    if not context.on_cpu and x.dtype is torch.bfloat16:
+        wide_rows = rows_of(free.pop(0))
+        launches, rows = [copying(wide_rows, rows)], wide_rows
+    (weight, bias), widening = _widened(parameters, free)
+    return chain(*launches, *widening, _forward(rows, weight, bias, eps, outs))
+
+
+def _layer_norm(context: Context) -> Kernel:
+    def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+        return _norm_of(context, ins[0], ins[1:3], attributes["eps"], outs, work)
+
+    return into(bind, _widening(context, 1, 2))
+
+
+def _add_layer_norm(context: Context) -> Kernel:
+    def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+        total = partial(torch.add, ins[0], ins[1], out=outs[0])
+        return chain(total, _norm_of(context, outs[0], ins[2:4], attributes["eps"], outs[1:], work))
+
+    return into(bind, _widening(context, 2, 2))
 
 
 def _layer_norm_grad(
@@ -116,14 +133,14 @@ def _finishing_wide(dx: Tensor, residual: Tensor | None, scratch: Tensor) -> Cal
 
 
 def _grad_workspace(ins: Sequence[Any], outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-    x = outs[0]
-    rows = [x.with_dtype(x.dtype.wide)] * 2 if x.dtype is not x.dtype.wide else []
-    return [*_widening(4, 1)(ins, outs, attributes), *rows]
+    x, weight = outs[0], ins[4]
+    narrow = [spec for spec in (weight, x, x) if spec.dtype.wide is not spec.dtype]
+    return [spec.with_dtype(spec.dtype.wide) for spec in narrow]
 
 
 def table(context: Context) -> dict[str, Kernel]:
     return {
-        "layer_norm": into(_layer_norm, _widening(1, 2)),
-        "add_layer_norm": into(_add_layer_norm, _widening(2, 2)),
+        "layer_norm": _layer_norm(context),
+        "add_layer_norm": _add_layer_norm(context),
         "layer_norm_grad": into(_layer_norm_grad, _grad_workspace),
     }
