@@ -6,7 +6,7 @@ import math
 
 from ttrain import ops
 from ttrain.core.spec import DType
-from ttrain.graph import Graph, Value
+from ttrain.graph import Value
 from ttrain.nn.initialize import Constant, Initializer, Normal, Uniform
 from ttrain.nn.module import Module, Parameter, use
 
@@ -36,7 +36,10 @@ class Linear(Module):
 
 
 class LayerNorm(Module):
-    """Layer norm over the last axis of x [..., width]. Weight, bias and statistics are fp32 whatever x is."""
+    """Layer norm over the last axis of x [..., width].
+
+    Weight and bias are fp32 whatever x is, unless the parameters were told to follow the compute dtype; statistics are.
+    """
 
     def __init__(self, width: int, bias: bool = True, eps: float = 1e-5) -> None:
         self.weight = Parameter((width,), Constant(1.0), follows_compute=False)
@@ -44,17 +47,18 @@ class LayerNorm(Module):
         self._eps = eps
 
     def __call__(self, x: Value) -> Value:
-        weight, bias = self._read(x.graph)
+        weight, bias = self._read(x)
         return ops.layer_norm(x, weight, bias, self._eps)
 
     def after_sum(self, x: Value, branch: Value) -> tuple[Value, Value]:
         """(x + branch, its layer norm) as one op."""
-        weight, bias = self._read(x.graph)
+        weight, bias = self._read(x)
         return ops.add_layer_norm(x, branch, weight, bias, self._eps)
 
-    def _read(self, graph: Graph) -> tuple[Value, Value | None]:
-        bias = None if self.bias is None else use(graph, self.bias, DType.FP32)
-        return use(graph, self.weight, DType.FP32), bias
+    def _read(self, x: Value) -> tuple[Value, Value | None]:
+        graph, compute = x.graph, x.spec.dtype
+        bias = None if self.bias is None else use(graph, self.bias, compute)
+        return use(graph, self.weight, compute), bias
 
 
 class Embedding(Module):

@@ -75,6 +75,11 @@ class Module:
         for path, parameter in self.parameters().items():
             parameter.path = path
 
+    def follow_compute(self) -> None:
+        """Let layers read every parameter in the compute dtype, for devices whose norms want that."""
+        for parameter in self.parameters().values():
+            parameter.follows_compute = True
+
     @property
     def parameter_count(self) -> int:
         """Number of trained elements; tied parameters count once."""

@@ -1,0 +1,117 @@
+"""Training steps on the golden runtime and on the CPU, from the same start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ttrain.core.spec import DType
+from ttrain.device.base import Device
+from ttrain.device.settings import DeviceConfig
+from ttrain.engine.dynamic import DynamicEngine
+from ttrain.engine.state import State
+from ttrain.engine.static import StaticEngine
+from ttrain.engine.traced import TracedEngine
+from ttrain.graph import Kind
+from ttrain.models.gpt import GPT
+from ttrain.models.mlp import MLP
+from ttrain.models.settings import GPTConfig, MLPConfig
+from ttrain.nn.initialize import initial_values
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.settings import AdamWConfig, SGDConfig
+from ttrain.optim.sgd import SGD
+from ttrain.train.step_graph import StepGraph
+
+ENGINES = {"dynamic": DynamicEngine, "static": StaticEngine, "traced": TracedEngine}
+
+
+def golden(fused: bool = True) -> Device:
+    """The Tenstorrent device on ttnn's reference functions."""
+    from ttrain.device.ttnn.device import TenstorrentDevice
+    from ttrain.device.ttnn.golden import GoldenMesh
+    from ttrain.device.ttnn.settings import TenstorrentConfig
+
+    return TenstorrentDevice(GoldenMesh(), TenstorrentConfig(fused_kernels=fused))  # type: ignore[arg-type]
+
+
+def cpu() -> Device:
+    from ttrain.device.torch.device import cpu as open_cpu
+
+    return open_cpu(DeviceConfig(name="cpu", threads=1))
+
+
+def mlp(compute: DType = DType.FP32, **sizes: Any) -> MLP:
+    return MLP(MLPConfig(**{"width": 64, "inputs": 33, "outputs": 40, **sizes}), compute)
+
+
+def gpt(compute: DType = DType.FP32, **sizes: Any) -> GPT:
+    usual = {"layers": 2, "heads": 2, "width": 64, "context": 32, "vocabulary": 65}
+    return GPT(GPTConfig(**{**usual, **sizes}), compute)
+
+
+def adamw(**settings: Any) -> AdamW:
+    return AdamW(AdamWConfig(**settings))
+
+
+def sgd(**settings: Any) -> SGD:
+    return SGD(SGDConfig(**settings))
+
+
+def batch(model: Any, rows: int, index: int) -> dict[str, np.ndarray]:
+    """Random tokens with some targets missing, or random numbers."""
+    generator = np.random.default_rng(index)
+    fields = {}
+    for name, spec in model.batch_specs(rows).items():
+        if spec.dtype is DType.INT64:
+            fields[name] = generator.integers(0, model.vocabulary, spec.shape)
+        else:
+            fields[name] = generator.standard_normal(spec.shape).astype(np.float32)
+    if fields["targets"].dtype.kind == "i":
+        fields["targets"][0, :3] = -1
+    return fields
+
+
+@dataclass
+class Outcome:
+    """What a run of a few steps leaves."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, np.ndarray]  # of the last step
+    state: dict[str, np.ndarray]
+    device: Device
+    engine: Any
+    steps: Mapping[str, Any]
+
+
+def run(model: Any, optimizer: Any, device: Device, *, engine: str = "static", rows: int = 2, steps: int = 3) -> Outcome:
+    """`steps` optimizer steps at a learning rate that falls, with a seed that changes."""
+    if device.uniform_compute:
+        model.follow_compute()
+    graph = StepGraph(model, optimizer, rows)
+    state = State(device, graph.state_tensors())
+    for path, value in initial_values(model, 7).items():
+        state.write(path, value)
+    runner = ENGINES[engine](device, state)
+    built = {name: runner.build(name, trace) for name, trace in graph.train_steps().items()}
+    losses, norms = [], []
+    for step in range(1, steps + 1):
+        given = batch(model, rows, step)
+        valid = (given["targets"] >= 0).sum() if given["targets"].dtype.kind == "i" else given["targets"].size
+        inputs = {**given, "loss_weight": 1 / valid, "seed": 1000 + step, "lr": 0.01 / step, "step": step}
+        result = built["train"](inputs)
+        losses.append(result["loss"])
+        norms.append(result["grad_norm"])
+    gradients = {p.path: state.read(f"{p.path}/gradient") for p in graph.parameters}
+    kept = {name: state.read(name) for name in state.names(Kind.PARAMETER, Kind.OPTIMIZER)}
+    return Outcome(losses, norms, gradients, kept, device, runner, built)
+
+
+def cosine(left: np.ndarray, right: np.ndarray) -> float:
+    """Of the angle between two tensors; 1 where both are zero."""
+    one, two = left.astype(np.float64).ravel(), right.astype(np.float64).ravel()
+    norms = np.linalg.norm(one) * np.linalg.norm(two)
+    return 1.0 if not norms and np.array_equal(one, two) else float(one @ two / max(norms, 1e-300))

@@ -1,0 +1,164 @@
+"""Tenstorrent devices behind the contract of device/base.py: whole padded tensors, traces, command queues."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ttrain.core.errors import CaptureError, GraphError
+from ttrain.core.spec import TensorSpec
+from ttrain.device.base import Device, Form, Kernel, Launch
+from ttrain.device.ttnn.form import TileForm, shares_memory, usual_form
+from ttrain.device.ttnn.kernels import kernel_table
+from ttrain.device.ttnn.kernels.common import Context
+from ttrain.device.ttnn.mesh import Mesh
+from ttrain.device.ttnn.settings import TenstorrentConfig
+from ttrain.device.ttnn.store import Store
+from ttrain.device.ttnn.tensors import Held, IntegerInput
+
+ShelfKey = tuple[int, TensorSpec]
+
+
+class Shelf:
+    """What stands for an arena: tensors by offset. An offset means one tensor, which values take turns in."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._held: dict[int, Held] = {}
+        self._views: dict[ShelfKey, Held] = {}
+
+    def at(self, offset: int, spec: TensorSpec) -> Held:
+        """The tensor of an offset, seen as `spec`."""
+        if offset not in self._held:
+            self._held[offset] = Held(self._store, spec) if spec.dtype.is_floating else IntegerInput(self._store, spec)
+        held = self._held[offset]
+        if held.spec == spec:
+            return held
+        if (offset, spec) not in self._views:
+            self._views[offset, spec] = held.view(spec)
+        return self._views[offset, spec]
+
+
+def open_device(config: TenstorrentConfig) -> TenstorrentDevice:
+    """device=tt|n150|n300|t3000|p150. Raises DeviceUnavailable or DeviceBusy."""
+    return TenstorrentDevice(Mesh.open(config), config)
+
+
+class TenstorrentDevice(Device):
+    """One mesh of chips. Values are computed unless it is a mocked board."""
+
+    arenas = False
+    rematerializes = False
+    uniform_compute = True
+
+    def __init__(self, mesh: Mesh, config: TenstorrentConfig) -> None:
+        super().__init__()
+        self.mesh, self.config, self.name = mesh, config, config.name
+        self.computes = config.mode != "mock"
+        self.supports_capture = mesh.can_trace
+        self.store = Store(mesh.tt, mesh.handle, mesh.chips, self._count)
+        self._capturing = False
+        self._closed = False
+
+    def _count(self, nbytes: int) -> None:
+        """Told of every tensor that is about to be made."""
+        if self._frozen_by is not None or self._capturing:
+            raise CaptureError(
+                f"a tensor of {nbytes} bytes asked for after {self._frozen_by} was captured. All device memory is "
+                "allocated before a capture; build every step before the first one runs."
+            )
+        self.counters.allocations += 1
+        self.counters.allocated_bytes += nbytes
+
+    @cached_property
+    def context(self) -> Context:
+        """What kernel rows are built for."""
+        fused = self.config.mode != "simulator" if self.config.fused_kernels is None else self.config.fused_kernels
+        return Context(self.store, self.mesh.precision, self.mesh.grid, self.mesh.whole_grid, fused)
+
+    @cached_property
+    def _table(self) -> dict[str, Kernel]:
+        return kernel_table(self.context)
+
+    @property
+    def kernels(self) -> Mapping[str, Kernel]:
+        return self._table
+
+    def form(self, spec: TensorSpec) -> Form:
+        return usual_form(spec)
+
+    def form_bytes(self, form: Form) -> int:
+        assert isinstance(form, TileForm)
+        return form.nbytes
+
+    def shares(self, spec: TensorSpec, other: TensorSpec) -> bool:
+        return shares_memory(spec, other)
+
+    def allocate_arena(self, nbytes: int, purpose: str) -> Shelf:
+        """A shelf takes no memory; its tensors do, when they are made."""
+        return self._allocate(nbytes)
+
+    def _allocate(self, nbytes: int) -> Shelf:
+        if self._closed:
+            raise GraphError(f"device {self.name} was closed; nothing can be allocated on it any more.")
+        return Shelf(self.store)
+
+    def place(self, arena: Shelf, offset: int, spec: TensorSpec) -> Held:
+        return arena.at(offset, spec)
+
+    def upload(self, buffer: Held, array: np.ndarray) -> None:
+        self.counters.uploads += 1
+        buffer.upload(array)
+
+    def upload_inputs(self, buffers: Mapping[str, Held], arrays: Mapping[str, np.ndarray]) -> None:
+        """All inputs, then what the host derives from them. On two queues the second one writes."""
+        with self.mesh.writing(self.store):
+            super().upload_inputs(buffers, arrays)
+            self.store.refresh()
+        self.store.generation += 1
+
+    def download(self, buffer: Held) -> np.ndarray:
+        self.counters.downloads += 1
+        return buffer.download()
+
+    def deliver(self, launch: Launch, outputs: Sequence[Held]) -> None:
+        for result, output in zip(launch(), outputs, strict=True):
+            if result is None:
+                continue
+            if output.adopts and result.dtype == getattr(self.store.tt, output.form.dtype):
+                output.adopt(result)
+            else:
+                self.store.tt.copy(result, output.t)
+
+    def copy(self, source: Held, destination: Held) -> None:
+        self.store.tt.copy(source.t, destination.t)
+
+    def synchronize(self) -> None:
+        self.mesh.synchronize()
+
+    def memory(self) -> dict[str, int]:
+        return self.mesh.memory()
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "computes": self.computes, **self.mesh.describe()}
+
+    def capture(self, launches: Sequence[Launch], name: str) -> Launch:
+        """Record the launches as one trace. A mocked board rehearses it: it captures nothing and runs them one by one."""
+        self.counters.captures += 1
+        self.store.refresh()
+        replay = self.mesh.capture(launches, name)
+
+        def run() -> None:
+            self.counters.replays += 1
+            replay()
+
+        return run
+
+    def close(self) -> None:
+        """Release captures, then the device. Closing twice does nothing."""
+        if not self._closed:
+            self._closed = True
+            self.mesh.close()

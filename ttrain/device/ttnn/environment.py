@@ -1,0 +1,126 @@
+"""Environment variables that ttnn reads at its first import, per mode, and how the import fails.
+
+Kernels of a mocked board or a simulator must never be loaded by a card: each mode has a runtime root and a kernel cache
+of its own, and a process whose ttnn was imported for one mode refuses another.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from ttrain.core.errors import ConfigError, DeviceUnavailable
+from ttrain.device.ttnn.settings import TenstorrentConfig
+from ttrain.device.ttnn.standin import MOCK_VARIABLE, installed_ttnn, missing_ttnn, runtime_root
+
+SIMULATOR_VARIABLE = "TT_METAL_SIMULATOR"
+BOARD_FOLDER = Path(__file__).parent / "boards"
+DEVICE_NODES = Path("/dev/tenstorrent")
+MODE_VARIABLE = "TTRAIN_TTNN_MODE"  # what this process imported ttnn for
+
+
+def cache_folder() -> Path:
+    """Where stand-in roots and kernel caches of mocked boards and simulators live."""
+    given = os.environ.get("TTRAIN_CACHE")
+    base = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ttrain"
+    return base / "ttnn"
+
+
+def quiet(verbose: bool) -> dict[str, str]:
+    """Logging off unless asked for; and no file left behind in shared memory by Open MPI."""
+    level = {} if verbose else {"TT_METAL_LOGGER_LEVEL": "off", "LOGURU_LEVEL": "ERROR", "TT_METAL_DISABLE_BACKTRACE": "1"}
+    return {**level, "OMPI_MCA_btl": "^sm"}
+
+
+def variables(config: TenstorrentConfig) -> dict[str, str]:
+    """What must be in the environment before ttnn is imported. Raises DeviceUnavailable or ConfigError."""
+    wheel = installed_ttnn()
+    common = quiet(config.verbose)
+    if config.mode == "mock":
+        return {**common, **_mock(config, wheel)}
+    if config.mode == "simulator":
+        return {**common, **_simulator(config)}
+    if not any(DEVICE_NODES.glob("*")):
+        raise DeviceUnavailable(
+            f"device={config.name}: this machine has no Tenstorrent card (nothing in {DEVICE_NODES}). Use device=cpu, or "
+            f"device.mode=mock to check a run on a mocked board. task=doctor tells more."
+        )
+    for key in (MOCK_VARIABLE, SIMULATOR_VARIABLE):
+        if os.environ.get(key):
+            raise DeviceUnavailable(f"{key} is set, but device.mode=silicon runs on a card. Unset it or choose its mode.")
+    return common
+
+
+def board_of(config: TenstorrentConfig) -> str:
+    """The board that a mocked run plays; `tt` plays an N150."""
+    return "n150" if config.name == "tt" else config.name
+
+
+def _mock(config: TenstorrentConfig, wheel: Path) -> dict[str, str]:
+    base = cache_folder() / f"mock-{_wheel_version()}"
+    runtime_root(base / "root", wheel)
+    return {
+        MOCK_VARIABLE: str(BOARD_FOLDER / f"{board_of(config)}.yaml"),
+        "TT_METAL_RUNTIME_ROOT": str(base / "root"),
+        "TT_METAL_CACHE": str(base / "kernels"),
+        "TT_METAL_LOGS_PATH": str(base / "logs"),
+    }
+
+
+def _simulator(config: TenstorrentConfig) -> dict[str, str]:
+    """The user's library; its root, cache and dispatch settings may come from the environment."""
+    if config.simulator is None:
+        raise ConfigError("device.mode=simulator: needs device.simulator=<path of the simulator library>.")
+    library = Path(config.simulator).expanduser()
+    if not library.exists():
+        raise DeviceUnavailable(f"device.simulator={library}: there is no such file.")
+    base = cache_folder() / f"simulator-{_wheel_version()}"
+    found = {
+        SIMULATOR_VARIABLE: str(library.resolve()),
+        "TT_METAL_CACHE": os.environ.get("TT_METAL_CACHE", str(base / "kernels")),
+        "TT_METAL_LOGS_PATH": os.environ.get("TT_METAL_LOGS_PATH", str(base / "logs")),
+        "TT_METAL_DISABLE_SFPLOADMACRO": os.environ.get("TT_METAL_DISABLE_SFPLOADMACRO", "1"),
+    }
+    # Captured steps and a second queue need the dispatch that cards use, with its queue in simulated DRAM.
+    fast = {"TT_METAL_DRAM_BACKED_CQ": "1"}
+    return found | (fast if os.environ.get("TT_METAL_SLOW_DISPATCH_MODE") != "1" else {})
+
+
+def _wheel_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("ttnn")
+    except PackageNotFoundError:
+        return "local"
+
+
+def import_ttnn(config: TenstorrentConfig) -> Any:
+    """The module ttnn, imported with the environment of the config's mode. Raises DeviceUnavailable."""
+    wanted = variables(config)
+    mode = f"{config.mode}:{wanted.get(MOCK_VARIABLE) or wanted.get(SIMULATOR_VARIABLE) or ''}"
+    if "ttnn" in sys.modules:
+        # Without a mode this is an import by somebody else, such as a test of reference functions.
+        imported = os.environ.get(MODE_VARIABLE)
+        if imported != mode and not (imported is None and config.mode == "silicon"):
+            raise DeviceUnavailable(
+                f"device.mode={config.mode}: ttnn was already imported in this process"
+                f"{f' for {imported}' if imported else ''}; its mode can't change any more. Use a fresh process."
+            )
+    os.environ.update(wanted)
+    os.environ[MODE_VARIABLE] = mode
+    try:
+        import ttnn
+    except ImportError as error:
+        raise DeviceUnavailable(f"{missing_ttnn() if error.name == 'ttnn' else f'ttnn can not be imported: {error}'}") from error
+    return ttnn
+
+
+def reason(error: BaseException) -> str:
+    """What a ttnn error says, without its stack."""
+    text = str(error)
+    if "info:" in text:
+        text = text.partition("info:")[2]
+    return text.partition("backtrace:")[0].strip() or type(error).__name__

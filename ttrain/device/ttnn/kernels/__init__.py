@@ -1,0 +1,18 @@
+"""Kernel tables of the Tenstorrent device, one module a family. An op without a row runs as its decomposition."""
+
+from __future__ import annotations
+
+from ttrain.device.base import Kernel
+from ttrain.device.ttnn.kernels import attention, elementwise, embedding, layout, loss, matmul, norm, random, reduce
+from ttrain.device.ttnn.kernels import update as update_family
+from ttrain.device.ttnn.kernels.common import Context
+
+FAMILIES = (elementwise, layout, reduce, matmul, norm, attention, random, embedding, loss, update_family)
+
+
+def kernel_table(context: Context) -> dict[str, Kernel]:
+    """All rows, bound to one device."""
+    table: dict[str, Kernel] = {}
+    for family in FAMILIES:
+        table.update(family.table(context))
+    return table

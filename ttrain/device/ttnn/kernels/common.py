@@ -1,0 +1,119 @@
+"""What the kernel families share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ttrain.core.errors import GraphError
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.base import Delivery, Form, Kernel, Launch
+from ttrain.device.ttnn.form import TILE, TileForm, device_shape, dtype_name
+from ttrain.device.ttnn.store import Store
+from ttrain.device.ttnn.tensors import Derived, Held
+
+Attributes = Mapping[str, Any]
+Specs = Sequence[Any]
+Build = Callable[[Sequence[Any], Sequence[Held], Attributes, Sequence[Held]], Launch]
+Forms = Callable[[Specs, Specs, Attributes], list[Form | None]]
+
+
+@dataclass
+class Context:
+    """What rows are built for.
+
+    config: precision of the matrix unit. grid: cores that matrix products may use, None for all. fused: whether to take
+    ttnn's fused training kernels (moreh), which compute in bf16, where there are some.
+    """
+
+    store: Store
+    config: Any = None
+    grid: Any = None
+    whole_grid: Any = None
+    fused: bool = True
+    constants: dict[Any, Held] = field(default_factory=dict)
+
+    @property
+    def tt(self) -> Any:
+        return self.store.tt
+
+    @property
+    def exact(self) -> dict[str, Any]:
+        """Keywords of reductions and fused kernels."""
+        return {"compute_kernel_config": self.config}
+
+    @property
+    def product(self) -> dict[str, Any]:
+        """Keywords of matrix products."""
+        return {"compute_kernel_config": self.config, **({} if self.grid is None else {"core_grid": self.grid})}
+
+    def constant(self, key: Any, form: TileForm, values: Callable[[], np.ndarray]) -> Held:
+        """A tensor of fixed values, made once."""
+        if (key, form) not in self.constants:
+            held = Held(self.store, TensorSpec(form.shape, DType.FP32))
+            held.form, held.pending = form, values()
+            held.t  # noqa: B018 - it must exist before a capture
+            self.constants[key, form] = held
+        return self.constants[key, form]
+
+    def ones_row(self, length: int, dtype: DType) -> Held:
+        """[1, length] of ones: a product with it sums columns."""
+        return self.constant("ones", TileForm((1, length), dtype_name(dtype)), lambda: np.ones((1, length), np.float32))
+
+    def derived(self, sources: Sequence[Held], function: Callable[..., float]) -> Held:
+        """A scalar tensor that the host works out from scalar step inputs."""
+        if any(source.value is None and not isinstance(source, Derived) for source in sources):
+            unknown = [source for source in sources if not hasattr(source, "watchers")]
+            if unknown:
+                raise GraphError(f"{unknown[0].spec} must be a step input, because the host works with its value.")
+        scalar = Derived(self.store, TensorSpec((), DType.FP32), sources, function)
+        scalar.t  # noqa: B018
+        scalar.refresh()
+        return scalar
+
+
+def into(build: Build, forms: Forms | None = None, overwrites: tuple[int, ...] = (), workspace: Any = None) -> Kernel:
+    """A row that writes into its output buffers."""
+    return Kernel(build, Delivery.INTO, workspace, (), overwrites, forms)
+
+
+def fresh(build: Build, forms: Forms | None = None) -> Kernel:
+    """A row whose launch returns tensors of its own, one an output; None for an output that it does not form."""
+    return Kernel(build, Delivery.FRESH, None, (), (), forms)
+
+
+def inplace(build: Build) -> Kernel:
+    """A row that overwrites its inputs."""
+    return Kernel(build, Delivery.INPLACE)
+
+
+def is_bf16(held: Held) -> bool:
+    return held.spec.dtype is DType.BF16
+
+
+def rows_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """All axes but the last as one."""
+    shape = device_shape(tuple(shape))
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows, shape[-1]
+
+
+def flattens(shape: Sequence[int]) -> bool:
+    """Whether the rows of a tensor can be seen as one axis for free."""
+    shape = device_shape(tuple(shape))
+    return all(size == 1 for size in shape[:-2]) or shape[-2] % TILE == 0
+
+
+def column_sum(c: Context, tensor: Any, shape: Sequence[int], dtype: DType) -> Any:
+    """The sum over all axes but the last, [1, C]."""
+    rows, columns = rows_shape(shape)
+    if flattens(shape):
+        flat = c.tt.reshape(tensor, (rows, columns))
+        return c.tt.matmul(c.ones_row(rows, dtype).t, flat, **c.product)
+    axes = list(range(len(shape) - 1))
+    return c.tt.reshape(c.tt.sum(tensor, dim=axes, keepdim=True, **c.exact), (1, columns))

@@ -1,0 +1,81 @@
+"""Lookup of rows, and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ttrain.core.spec import DType
+from ttrain.device.base import Kernel, Launch
+from ttrain.device.ttnn.form import ROWS, TILE, TileForm, device_shape, dtype_name
+from ttrain.device.ttnn.kernels.common import Attributes, Context, fresh, is_bf16
+from ttrain.device.ttnn.tensors import Held, IntegerInput
+
+ONE_HOT_UP_TO = 2048  # ids: a product with one-hot rows sums in fp32, where embedding_bw sums in bf16
+
+
+def one_hot(c: Context, ids: IntegerInput, count: int, dtype: DType) -> Launch:
+    """A launch that returns [N, count]: 1 where a column's number is the row's id, else 0."""
+    rows = ids.spec.size
+    column = ids.in_form(TileForm((rows, 1), "int32"))
+    numbers = c.constant("numbers", TileForm((1, count), "int32"), lambda: np.arange(count, dtype=np.int32)[None])
+    kind = getattr(c.tt, dtype_name(dtype))
+    return lambda: c.tt.eq(column(), numbers.t, dtype=kind)
+
+
+def _embedding(c: Context) -> Kernel:
+    """ttnn looks up in bf16 only; an fp32 weight goes in three bf16 parts, which together hold its 24 bits."""
+
+    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+        ids, weight = ins
+        tt, shape = c.tt, device_shape(outs[0].spec.shape)
+        rows = ids.in_form(TileForm(device_shape(ids.spec.shape), "uint32", ROWS))
+        aligned = device_shape(ids.spec.shape)[-1] % TILE == 0
+
+        def look_up(table: Any) -> Any:
+            if aligned:
+                return tt.embedding(rows(), table, layout=tt.TILE_LAYOUT)
+            table = tt.to_layout(table, tt.ROW_MAJOR_LAYOUT)
+            return tt.to_layout(tt.embedding(rows(), table, layout=tt.ROW_MAJOR_LAYOUT), tt.TILE_LAYOUT)
+
+        def narrow() -> list[Any]:
+            return [tt.reshape(look_up(weight.t), shape)]
+
+        def wide() -> list[Any]:
+            rest, total = weight.t, None
+            for last in (False, False, True):
+                part = tt.typecast(rest, tt.bfloat16)
+                found = tt.typecast(look_up(part), tt.float32)
+                total = found if total is None else tt.add(total, found)
+                rest = rest if last else tt.subtract(rest, part)
+            return [tt.reshape(total, shape)]
+
+        return narrow if is_bf16(weight) else wide
+
+    return fresh(build)
+
+
+def _embedding_grad(c: Context) -> Kernel:
+    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+        (dy, ids), vocabulary, tt = ins, attributes["vocabulary"], c.tt
+        count, width = ids.spec.size, dy.spec.shape[-1]
+        shape = device_shape(ids.spec.shape)
+        if vocabulary > ONE_HOT_UP_TO and is_bf16(dy) and shape[-1] % TILE == 0:
+            rows = ids.in_form(TileForm(shape, "uint32", ROWS))
+            weight = c.constant("table", TileForm((vocabulary, width), "bfloat16"), lambda: np.zeros((vocabulary, width)))
+
+            def summed() -> list[Any]:
+                flat = tt.reshape(dy.t, (1, 1, count, width))
+                return [tt.reshape(tt.embedding_bw(rows(), weight.t, flat), (vocabulary, width))]
+
+            return summed
+        hot = one_hot(c, ids, vocabulary, dy.spec.dtype)
+        return lambda: [tt.matmul(hot(), tt.reshape(dy.t, (count, width)), transpose_a=True, **c.product)]
+
+    return fresh(build)
+
+
+def table(c: Context) -> dict[str, Kernel]:
+    return {"embedding": _embedding(c), "embedding_grad": _embedding_grad(c)}

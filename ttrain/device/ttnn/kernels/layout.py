@@ -1,0 +1,99 @@
+"""Rows that move elements. A head of whole tiles moves in one launch; others go through unpadded shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ttrain.device.base import Kernel, Launch
+from ttrain.device.ttnn.form import TILE, device_shape
+from ttrain.device.ttnn.kernels.common import Attributes, Context, fresh, into
+from ttrain.device.ttnn.tensors import Held
+
+
+def _copy_reshape(c: Context) -> Kernel:
+    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+        (x,), (y,) = ins, outs
+        shape = device_shape(y.spec.shape)
+        return lambda: [c.tt.reshape(x.t, shape)]
+
+    return fresh(build)
+
+
+def _expand(c: Context) -> Kernel:
+    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+        (x,), (y,) = ins, outs
+
+        def run() -> None:
+            c.tt.fill(y.t, 0.0, output_tensor=y.t)
+            c.tt.add(y.t, x.t, output_tensor=y.t)
+
+        return run
+
+    return into(build)
+
+
+def _transpose(c: Context) -> Kernel:
+    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+        (x,) = ins
+        rank = x.spec.rank
+        order = (*range(rank - 2), rank - 1, rank - 2)
+        return lambda: [c.tt.permute(x.t, order)]
+
+    return fresh(build)
+
+
+def whole_tiles(time: int, head_width: int) -> bool:
+    return time % TILE == 0 and head_width % TILE == 0
+
+
+def _split_heads(c: Context) -> Kernel:
+    """[B, T, parts*H*D] -> parts x [B, H, T, D]."""
+
+    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+        (x,), parts, heads = ins, attributes["parts"], attributes["heads"]
+        batch, _, time, width = outs[0].spec.shape
+        if parts == 3 and whole_tiles(time, width):
+            split = c.tt.transformer.split_query_key_value_and_split_heads
+            return lambda: list(split(x.t, num_heads=heads, transpose_key=False))
+        features = heads * width
+
+        def one(part: int) -> Any:
+            bounds = [0, 0, part * features], [batch, time, (part + 1) * features]
+            piece = x.t if parts == 1 else c.tt.slice(x.t, *bounds)
+            return c.tt.permute(c.tt.reshape(piece, (batch, time, heads, width)), (0, 2, 1, 3))
+
+        return lambda: [one(part) for part in range(parts)]
+
+    return fresh(build)
+
+
+def _merge_heads(c: Context) -> Kernel:
+    """Several [B, H, T, D] -> [B, T, parts*H*D]."""
+
+    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+        batch, heads, time, width = ins[0].spec.shape
+
+        def whole() -> list[Any]:
+            joined = ins[0].t if len(ins) == 1 else c.tt.concat([part.t for part in ins], dim=1)
+            return [c.tt.transformer.concatenate_heads(joined)]
+
+        def apart() -> list[Any]:
+            rows = [c.tt.reshape(c.tt.permute(part.t, (0, 2, 1, 3)), (batch, time, heads * width)) for part in ins]
+            return [rows[0] if len(rows) == 1 else c.tt.concat(rows, dim=2)]
+
+        return whole if whole_tiles(time, width) else apart
+
+    return fresh(build)
+
+
+
+
+def table(c: Context) -> dict[str, Kernel]:
+    return {
+        "copy_reshape": _copy_reshape(c),
+        "expand": _expand(c),
+        "transpose": _transpose(c),
+        "split_heads": _split_heads(c),
+        "merge_heads": _merge_heads(c),
+    }

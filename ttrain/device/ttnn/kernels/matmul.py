@@ -1,0 +1,54 @@
+"""Matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ttrain.device.base import Kernel, Launch
+from ttrain.device.ttnn.kernels.common import Attributes, Context, into
+from ttrain.device.ttnn.tensors import Held
+
+
+def _matmul(c: Context) -> Kernel:
+    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+        (a, b), (y,) = ins, outs
+        options = {"transpose_a": attributes["transpose_a"], "transpose_b": attributes["transpose_b"], **c.product}
+        return lambda: c.tt.matmul(a.t, b.t, optional_output_tensor=y.t, **options)
+
+    return into(build)
+
+
+def _linear(c: Context) -> Kernel:
+    """relu fuses into the product; other activations follow in place."""
+
+    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+        (x, weight, bias), (y,), activation = ins, outs, attributes.get("activation")
+        options: dict[str, Any] = {"transpose_b": True, **c.product}
+        if activation == "relu":
+            options |= {"activation": "relu", "core_grid": c.grid or c.whole_grid}
+
+        def product() -> Any:
+            row = None if bias is None else bias.t
+            return c.tt.linear(x.t, weight.t, bias=row, optional_output_tensor=y.t, **options)
+
+        return product if activation in (None, "relu") else _then(c, product, activation)
+
+    return into(build)
+
+
+def _then(c: Context, product: Launch, activation: str) -> Launch:
+    variants = {"gelu": c.tt.GeluVariant.Accurate, "gelu_tanh": c.tt.GeluVariant.Tanh}
+
+    def run() -> None:
+        y = product()
+        if activation in variants:
+            c.tt.gelu(y, variant=variants[activation], output_tensor=y)
+        else:
+            getattr(c.tt, activation)(y, output_tensor=y)
+
+    return run
+
+
+def table(c: Context) -> dict[str, Kernel]:
+    return {"matmul": _matmul(c), "linear": _linear(c)}

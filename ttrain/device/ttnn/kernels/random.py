@@ -1,0 +1,67 @@
+"""Dropout masks: the hash of core/mask.py in int32 arithmetic on the device, keyed by a tensor.
+
+ttnn's own dropout takes its seed as a number, which a captured step would repeat for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ttrain.core.mask import MIX_MULTIPLIERS, MIX_SHIFTS, keep_threshold, mask_key
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.base import Kernel, Launch
+from ttrain.device.ttnn.form import TileForm, device_shape, dtype_name
+from ttrain.device.ttnn.kernels.common import Attributes, Context, into
+from ttrain.device.ttnn.tensors import Held, IntegerInput, Key
+
+_SIGN = 1 << 31
+
+
+def signed(number: int) -> int:
+    """The int32 that has the same bits as a 32-bit unsigned number."""
+    return number - (1 << 32) if number >= _SIGN else number
+
+
+def _key(c: Context, seed: IntegerInput, stream: int) -> Held:
+    """The key of a mask as an int32 tensor that follows the seed."""
+    source = seed.source
+    if stream not in source.keys:
+        source.keys[stream] = Key(c.store, TensorSpec((1, 1), DType.INT32), source, partial(_signed_key, stream))
+        source.keys[stream].refresh()
+    return source.keys[stream]
+
+
+def _signed_key(stream: int, seed: int) -> int:
+    return signed(mask_key(seed, stream))
+
+
+def _dropout_mask(c: Context) -> Kernel:
+    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+        (mask,), key = outs, _key(c, ins[0], attributes["stream"])
+        shape, tt = device_shape(mask.spec.shape), c.tt
+        size, p = mask.spec.size, attributes["p"]
+        index = c.constant("index", TileForm(shape, "int32"), lambda: np.arange(size, dtype=np.int32).reshape(shape))
+        least, dtype = signed(keep_threshold(p) ^ _SIGN), getattr(tt, dtype_name(mask.spec.dtype))
+        factors = [*map(signed, MIX_MULTIPLIERS), None]
+
+        def run() -> None:
+            x = tt.add(index.t, key.t)
+            for shift, factor in zip(MIX_SHIFTS, factors, strict=True):
+                tt.bitwise_xor(x, tt.logical_right_shift(x, shift), output_tensor=x)
+                if factor is not None:
+                    tt.multiply(x, factor, output_tensor=x)
+            # With the top bit flipped, the signed comparison orders the hash as unsigned.
+            tt.bitwise_xor(x, -_SIGN, output_tensor=x)
+            tt.multiply(tt.ge(x, least, dtype=dtype), 1 / (1 - p), output_tensor=mask.t)
+
+        return run
+
+    return into(build)
+
+
+def table(c: Context) -> dict[str, Kernel]:
+    return {"dropout_mask": _dropout_mask(c)}

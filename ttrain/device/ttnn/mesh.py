@@ -1,0 +1,186 @@
+"""An open mesh of chips: opening under a time-out, traces, queues, memory, description, and closing in every case."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ttrain.core.errors import CaptureError, DeviceBusy, DeviceUnavailable
+from ttrain.device.base import Launch
+from ttrain.device.ttnn.environment import import_ttnn, reason
+from ttrain.device.ttnn.holders import holders_text
+from ttrain.device.ttnn.settings import TenstorrentConfig
+from ttrain.device.ttnn.store import Store
+
+MIB = 1 << 20
+
+
+class Mesh:
+    """The runtime `tt` and the handle of its open chips."""
+
+    def __init__(self, tt: Any, handle: Any, config: TenstorrentConfig) -> None:
+        self.tt, self.handle, self.config = tt, handle, config
+        rows, columns = config.mesh
+        self.chips = rows * columns
+        self.mocked = config.mode == "mock"
+        self.queues = config.command_queues
+        self.can_trace = True
+        self._traces: list[Any] = []
+        self._consumed: Any = None  # event after which the inputs of the last step may be overwritten
+        fidelity = getattr(tt.MathFidelity, config.math_fidelity)
+        self.precision = tt.init_device_compute_kernel_config(
+            handle.arch(), math_fidelity=fidelity, math_approx_mode=False,
+            fp32_dest_acc_en=config.fp32_accumulate, packer_l1_acc=True,
+        )  # fmt: skip
+        size = handle.compute_with_storage_grid_size()
+        self.cores = (size.y, size.x)
+        self.whole_grid = tt.CoreGrid(y=size.y, x=size.x)
+        self.grid = None if config.core_grid is None else tt.CoreGrid(y=config.core_grid[0], x=config.core_grid[1])
+
+    @classmethod
+    def open(cls, config: TenstorrentConfig) -> Mesh:
+        """Raises DeviceUnavailable, or DeviceBusy where another process holds a card for too long."""
+        tt = import_ttnn(config)
+        return cls(tt, _opened(tt, config), config)
+
+    @contextmanager
+    def writing(self, store: Store) -> Iterator[None]:
+        """Host writes inside go through the second queue where there is one, ordered by events.
+
+        A mocked board crashes on waiting for an event, so its queues are not ordered.
+        """
+        tt = self.tt
+        if self.queues == 1:
+            yield
+            return
+        if self._consumed is not None and not self.mocked:
+            tt.wait_for_event(1, self._consumed)
+        store.queue = 1
+        try:
+            yield
+        finally:
+            store.queue = 0
+        written = tt.record_event(self.handle, 1)
+        if not self.mocked:
+            tt.wait_for_event(0, written)
+
+    def consumed(self) -> None:
+        """The step that reads the inputs has been launched."""
+        if self.queues == 2:
+            self._consumed = self.tt.record_event(self.handle, 0)
+
+    def synchronize(self) -> None:
+        self.tt.synchronize_device(self.handle)
+
+    def capture(self, launches: Sequence[Launch], name: str) -> Launch:
+        tt = self.tt
+
+        def run() -> None:
+            for launch in launches:
+                launch()
+            self.consumed()
+
+        if self.mocked:
+            self._rehearse(launches)
+            return run
+        trace = tt.begin_trace_capture(self.handle, cq_id=0)
+        try:
+            for launch in launches:
+                launch()
+        except BaseException as error:  # also Ctrl-C: an open capture would keep the device from closing
+            tt.end_trace_capture(self.handle, trace, cq_id=0)
+            tt.release_trace(self.handle, trace)
+            if isinstance(error, RuntimeError):
+                raise CaptureError(f"{name}: a launch can't be captured: {reason(error)}") from error
+            raise
+        tt.end_trace_capture(self.handle, trace, cq_id=0)
+        self._traces.append(trace)
+
+        def replay() -> None:
+            tt.execute_trace(self.handle, trace, cq_id=0, blocking=False)
+            self.consumed()
+
+        return replay
+
+    def _rehearse(self, launches: Sequence[Launch]) -> None:
+        """Begin and end a capture on a mocked board, which can't hold ops: as far as a rehearsal goes."""
+        trace = self.tt.begin_trace_capture(self.handle, cq_id=0)
+        self.tt.end_trace_capture(self.handle, trace, cq_id=0)
+        self.tt.release_trace(self.handle, trace)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of DRAM over all banks of one chip; the peak is not known to ttnn."""
+        view = self.tt.get_memory_view(self.handle, self.tt.BufferType.DRAM)
+        used, total = view.total_bytes_allocated_per_bank, view.total_bytes_per_bank
+        return {"in_use": used * view.num_banks, "peak": used * view.num_banks, "total": total * view.num_banks}
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for the run record."""
+        from importlib.metadata import version
+
+        return {
+            "mode": self.config.mode,
+            "arch": str(self.handle.arch()).rpartition(".")[2].lower(),
+            "cores": list(self.cores),
+            "mesh": list(self.config.mesh),
+            "queues": self.queues,
+            "math_fidelity": self.config.math_fidelity,
+            "fp32_accumulate": self.config.fp32_accumulate,
+            "ttnn": version("ttnn"),
+            "memory_bytes": self.memory()["total"],
+        } | ({} if self.config.mode == "silicon" else {"note": NOTES[self.config.mode]})
+
+    def close(self) -> None:
+        """Releases traces, then the chips."""
+        for trace in self._traces:
+            self.tt.release_trace(self.handle, trace)
+        self._traces.clear()
+        self.tt.close_mesh_device(self.handle)
+        if self.chips > 1:
+            self.tt.set_fabric_config(self.tt.FabricConfig.DISABLED)
+
+
+NOTES = {
+    "mock": "a mocked board: shapes, memory and dispatch are real, values are not computed",
+    "simulator": "the numbers come from a simulator, not from a card; its times say nothing about speed",
+}
+
+
+def _opened(tt: Any, config: TenstorrentConfig) -> Any:
+    """The handle of an open mesh, by a thread that is waited for only so long."""
+    rows, columns = config.mesh
+    kinds = {"worker": tt.DispatchCoreType.WORKER, "eth": tt.DispatchCoreType.ETH}
+    # Newer ops place programs on cores that a mocked board gives to its dispatch unless workers dispatch.
+    dispatch = "worker" if config.dispatch == "auto" and config.mode != "silicon" else config.dispatch
+    options: dict[str, Any] = {
+        "l1_small_size": config.l1_small_kb * 1024,
+        "trace_region_size": config.trace_region_mb * MIB,
+        "num_command_queues": config.command_queues,
+    }
+    if dispatch != "auto":
+        options["dispatch_core_config"] = tt.DispatchCoreConfig(kinds[dispatch])
+    result: dict[str, Any] = {}
+
+    def work() -> None:
+        try:
+            if rows * columns > 1:
+                tt.set_fabric_config(tt.FabricConfig.FABRIC_1D)
+            result["handle"] = tt.open_mesh_device(tt.MeshShape(rows, columns), **options)
+        except BaseException as error:
+            result["error"] = error
+
+    thread = threading.Thread(target=work, name="open ttnn device", daemon=True)
+    thread.start()
+    thread.join(config.open_timeout_s)
+    if thread.is_alive():
+        raise DeviceBusy(
+            f"device={config.name}: the card did not open within {config.open_timeout_s} s. {holders_text()} "
+            "Try again later, or give device.open_timeout_s more seconds."
+        )
+    if "error" in result:
+        raise DeviceUnavailable(f"device={config.name}: {reason(result['error'])}") from result["error"]
+    return result["handle"]
+
+

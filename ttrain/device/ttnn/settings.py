@@ -1,0 +1,38 @@
+"""Small config of the Tenstorrent devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ttrain.core.options import option
+from ttrain.device.settings import DeviceConfig
+
+BOARDS = ("n150", "n300", "t3000", "p150")
+FIDELITIES = ("LoFi", "HiFi2", "HiFi3", "HiFi4")
+
+
+@dataclass
+class TenstorrentConfig(DeviceConfig):
+    """A Tenstorrent card through ttnn, a simulator of one, or a mocked board."""
+
+    name: str = option("tt", "tt takes the card that is there; n150, n300, t3000 and p150 name a board")
+    mode: str = option(
+        "silicon",
+        "silicon runs on a card, simulator on a simulator library, mock opens ttnn on a board that computes nothing",
+        choices=("silicon", "simulator", "mock"),
+    )
+    simulator: str | None = option(None, "mode=simulator: path of the simulator library")
+    dispatch: str = option("auto", "cores that start programs; auto is ttnn's choice", choices=("auto", "worker", "eth"))
+    command_queues: int = option(1, "2 writes the next batch on a queue of its own", minimum=1, maximum=2)
+    subdevices: int = option(1, "parts of the chip that train independent replicas side by side", minimum=1, maximum=2)
+    core_grid: list[int] | None = option(None, "[rows, columns] of cores that matrix products use; null takes all")
+    trace_region_mb: int = option(64, "device memory for captured steps, in MiB", minimum=0)
+    l1_small_kb: int = option(0, "part of every core's memory kept for small buffers, in KiB", minimum=0)
+    math_fidelity: str = option("HiFi4", "precision of the matrix unit", choices=FIDELITIES)
+    fp32_accumulate: bool = option(True, "whether the matrix unit sums in fp32 instead of bf16")
+    mesh: list[int] = option([1, 1], "[rows, columns] of chips that share the batch")
+    fused_kernels: bool | None = option(
+        None, "bf16 training kernels of ttnn (moreh) instead of fp32 sums; null: yes, but not on a simulator"
+    )
+    open_timeout_s: int = option(60, "seconds to wait for a card that another process holds", minimum=1)
+    verbose: bool = option(False, "let ttnn write its log")

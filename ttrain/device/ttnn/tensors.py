@@ -1,0 +1,214 @@
+"""Buffers of the device: tensors that exist once somebody needs them, views, stacks and step inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ttrain.core.errors import GraphError, ShapeError
+from ttrain.core.spec import TensorSpec
+from ttrain.device.ttnn.form import TileForm, device_shape, usual_form
+
+if TYPE_CHECKING:
+    from ttrain.device.ttnn.stack import Stack
+    from ttrain.device.ttnn.store import Store
+
+
+class Held:
+    """One tensor on the device, made when it is first needed.
+
+    Until then `upload` only keeps the values on the host, so that whoever needs the tensor first may decide how it is
+    held. `t` is the ttnn tensor; it can change between launches where a kernel returns a tensor of its own.
+    """
+
+    def __init__(self, store: Store, spec: TensorSpec) -> None:
+        self.store, self.spec = store, spec
+        self.form: TileForm = usual_form(spec)
+        self.tensor: Any = None
+        self.pending: np.ndarray | None = None
+        self.value: float | None = None  # of a scalar that was uploaded
+        self.watchers: list[Derived] = []
+        self.stack: Stack | None = None
+        self._views: list[View] = []
+
+    @property
+    def t(self) -> Any:
+        """The ttnn tensor."""
+        if self.tensor is None:
+            self._make()
+        return self.tensor
+
+    def hold_as(self, form: TileForm) -> None:
+        """Decide the form; only before the tensor exists."""
+        if form != self.form and self.tensor is not None:
+            raise GraphError(f"{self.spec} is already held as {self.form}, now asked for as {form}.")
+        self.form = form
+
+    def _make(self) -> None:
+        if self.stack is not None:
+            self.tensor = self.stack.publish_to(self)
+        elif self.pending is not None:
+            self.tensor, self.pending = self.store.filled(self.form, self.pending), None
+        else:
+            self.tensor = self.store.empty(self.form)
+
+    def upload(self, array: np.ndarray) -> None:
+        """Host values, now or when the tensor is made."""
+        if tuple(array.shape) != self.spec.shape and array.size != self.spec.size * self.store.chips:
+            raise ShapeError(f"upload: got {list(array.shape)}, expected {self.spec}")
+        if self.spec.size == 1 and array.size == 1:
+            self.value = float(array.reshape(()))
+        if self.stack is not None:
+            self.stack.write(self, array)
+        elif self.tensor is None:
+            self.pending = array.copy()
+        else:
+            self.store.write(self.tensor, self.form, array)
+        for watcher in self.watchers:
+            self.store.stale.add(watcher)
+
+    def download(self) -> np.ndarray:
+        """The values, as the spec's shape."""
+        if self.stack is not None:
+            return self.stack.read(self)
+        if self.tensor is None:
+            values = np.zeros(self.spec.shape, np.float32) if self.pending is None else self.pending
+            return values.reshape(self.spec.shape).copy()
+        return self.store.read(self.t).reshape(self.spec.shape)
+
+    def adopt(self, tensor: Any) -> None:
+        """Take a tensor that a kernel returned as this buffer's own."""
+        self.tensor = tensor
+
+    def release(self) -> None:
+        """Let the tensor go; the next one comes with `adopt` or when it is needed."""
+        self.tensor = None
+        for view in self._views:
+            view.forget()
+
+    @property
+    def adopts(self) -> bool:
+        """Whether the buffer may take another tensor than the one it has."""
+        return self.stack is None
+
+    def view(self, spec: TensorSpec) -> View:
+        view = View(self, spec)
+        self._views.append(view)
+        return view
+
+
+class View(Held):
+    """Another shape over a buffer's tensor."""
+
+    def __init__(self, base: Held, spec: TensorSpec) -> None:
+        super().__init__(base.store, spec)
+        self.base = base
+        self._of: Any = None
+
+    @property
+    def t(self) -> Any:
+        whole = self.base.t
+        if self._of is not whole:
+            self.tensor, self._of = self.store.tt.reshape(whole, device_shape(self.spec.shape)), whole
+        return self.tensor
+
+    def forget(self) -> None:
+        self.tensor = self._of = None
+
+    def upload(self, array: np.ndarray) -> None:
+        self.base.upload(array.reshape(self.base.spec.shape))
+
+    def download(self) -> np.ndarray:
+        return self.base.download().reshape(self.spec.shape)
+
+    def release(self) -> None:
+        self.base.release()
+
+    @property
+    def adopts(self) -> bool:
+        return False
+
+
+class IntegerInput(Held):
+    """Token ids, targets, positions or a seed: the host lays them out for every reader."""
+
+    def __init__(self, store: Store, spec: TensorSpec) -> None:
+        super().__init__(store, spec)
+        self.array: np.ndarray | None = None
+        self.forms: dict[TileForm, Any] = {}
+        self.keys: dict[int, Key] = {}
+
+    @property
+    def source(self) -> IntegerInput:
+        return self
+
+    def in_form(self, form: TileForm) -> Callable[[], Any]:
+        """A function that returns the tensor in this form; the tensor exists from now on."""
+        source = self.source
+        if form not in source.forms:
+            given = np.zeros(source.spec.shape, np.int64) if source.array is None else source.array
+            source.forms[form] = source.store.filled(form, given)
+        tensor = source.forms[form]
+        return lambda: tensor
+
+    def upload(self, array: np.ndarray) -> None:
+        self.array = array.copy()
+        for form, tensor in self.forms.items():
+            self.store.write(tensor, form, self.array)
+        for key in self.keys.values():
+            self.store.stale.add(key)
+
+    def download(self) -> np.ndarray:
+        assert self.source.array is not None
+        return self.source.array.reshape(self.spec.shape)
+
+    def view(self, spec: TensorSpec) -> View:
+        return IntegerView(self, spec)  # type: ignore[return-value]
+
+
+class IntegerView(IntegerInput):
+    """An integer input under another shape."""
+
+    def __init__(self, base: IntegerInput, spec: TensorSpec) -> None:
+        super().__init__(base.store, spec)
+        self._base = base
+
+    @property
+    def source(self) -> IntegerInput:
+        return self._base.source
+
+
+class Derived(Held):
+    """A scalar that the host works out from scalar step inputs whenever one of them changes.
+
+    It has to be a tensor: a number given to a kernel would be frozen into a captured step.
+    """
+
+    def __init__(self, store: Store, spec: TensorSpec, sources: Sequence[Held], function: Callable[..., float]) -> None:
+        super().__init__(store, spec)
+        self._sources, self._function = sources, function
+        for source in sources:
+            source.watchers.append(self)
+
+    def refresh(self) -> None:
+        """Work it out again."""
+        values = [source.value for source in self._sources]
+        if all(value is not None for value in values):
+            self.upload(np.asarray(self._function(*values), np.float32))
+
+
+class Key(Held):
+    """The key of one dropout mask, int32 [1, 1]: from the seed and the mask's stream, another one on every chip."""
+
+    def __init__(self, store: Store, spec: TensorSpec, seed: IntegerInput, key_of: Callable[[int], int]) -> None:
+        super().__init__(store, spec)
+        self._seed, self._key_of = seed, key_of
+        self.form = TileForm((1, 1), "int32")
+
+    def refresh(self) -> None:
+        if self._seed.array is not None:
+            seed = int(self._seed.array.reshape(()))
+            keys = [self._key_of(seed + chip) for chip in range(self.store.chips)]
+            self.upload(np.asarray(keys, np.int32).reshape(-1, 1))
