@@ -8,6 +8,7 @@ from typing import Any
 
 from ttrain.device.base import align
 from ttrain.graph.graph import Graph, Kind, Node, Stage, Value
+from ttrain.graph.passes import remove_dead_code
 from ttrain.plan.arena import Block
 from ttrain.plan.lifetime import BEFORE
 from ttrain.plan.plan import Plan
@@ -66,7 +67,7 @@ def step_cost(recorded: Graph, plan: Plan | None, largest: int = 5) -> StepCost:
     return StepCost(
         planned=plan is not None,
         launches=len(launched),
-        flops=_by_stage((node, node.op.flops(node)) for node in recorded.nodes if not node.copy),
+        flops=model_flops(recorded),
         executed_flops=_by_stage((node, node.op.flops(node)) for node in launched),
         moved=_by_stage((node, node.op.nbytes(node)) for node in launched),
         memory=memory,
@@ -75,6 +76,12 @@ def step_cost(recorded: Graph, plan: Plan | None, largest: int = 5) -> StepCost:
         arena=0 if plan is None else plan.arena_bytes,
         largest=live[:largest],
     )
+
+
+def model_flops(recorded: Graph) -> dict[str, int]:
+    """Operations that a recorded step needs, by stage: without copies that save memory and without unread values."""
+    needed = remove_dead_code(recorded).nodes
+    return _by_stage((node, node.op.flops(node)) for node in needed if not node.copy)
 
 
 def _kept(plan: Plan | None) -> int | None:

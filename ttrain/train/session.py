@@ -10,6 +10,7 @@ from ttrain.engine.base import Engine, Step
 from ttrain.engine.state import State
 from ttrain.graph import Graph
 from ttrain.nn.initialize import initial_value
+from ttrain.plan.report import model_flops
 from ttrain.train.step_graph import StepGraph
 
 
@@ -59,5 +60,5 @@ def flops_per_step(graph: StepGraph) -> int:
         recorded = Graph()
         trace(recorded)
         repeats = graph.accumulation - 1 if name == "accumulate_next" else 1
-        total += repeats * sum(node.op.flops(node) for node in recorded.nodes if node.copy == 0)
+        total += repeats * sum(model_flops(recorded).values())
     return total
