@@ -1,0 +1,206 @@
+"""The numbers of a plan's report against counts made by hand or by other means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ttrain import ops
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.base import NUMPY_DTYPES, Device
+from ttrain.device.null import NullDevice
+from ttrain.device.settings import DeviceConfig
+from ttrain.device.torch.planned import planned
+from ttrain.engine.dynamic import DynamicEngine
+from ttrain.engine.static import StaticEngine
+from ttrain.graph import Graph, Kind, Stage
+from ttrain.models.gpt import GPT
+from ttrain.models.mlp import MLP
+from ttrain.models.settings import GPTConfig, MLPConfig
+from ttrain.nn.initialize import initial_values
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.settings import AdamWConfig, SGDConfig
+from ttrain.optim.sgd import SGD
+from ttrain.plan import build_plan
+from ttrain.plan.report import CLASSES, arena_buffers, show_plan, step_cost
+from ttrain.train.plan_report import PlanReport, Table, parameter_groups, plain_table, plan_report
+from ttrain.train.session import Session, flops_per_step
+from ttrain.train.step_graph import StepGraph
+
+SIZES = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocabulary": 29}
+
+
+def session(
+    device: Device, model: Any = None, optimizer: Any = None, accumulation: int = 1, engine: Any = StaticEngine
+) -> Session:
+    graph = StepGraph(model or GPT(GPTConfig(**SIZES)), optimizer or AdamW(AdamWConfig()), 4, accumulation)
+    return Session.open(graph, device, engine)
+
+
+def report(device: Device, **options: Any) -> PlanReport:
+    opened = session(device, **options)
+    return plan_report(opened.graph, opened.state, opened.build_training())
+
+
+def test_operations_of_a_linear_model_by_hand() -> None:
+    rows, width = 4, 8
+    opened = session(NullDevice(), MLP(MLPConfig(layers=1, width=width, bias=False)), SGD(SGDConfig()))
+    graph, cost = opened.graph, plan_report(opened.graph, opened.state, opened.build_training())
+    product, weight = 2 * rows * width * width, width * width
+    squared_error = 3 * rows * width
+    assert cost.flops["forward"] == product + squared_error
+    # Backward: the gradient of the loss at 2 an element, and that of W; x is no parameter.
+    assert cost.flops["backward"] == product + 2 * rows * width
+    assert cost.flops["update"] == 2 * weight + 1 + 12 * weight  # norm, clip factor, update
+    assert sum(cost.flops.values()) == flops_per_step(graph)
+
+
+def test_bytes_moved_by_hand() -> None:
+    graph = Graph()
+    x, weight = graph.input("x", TensorSpec((4, 3))), graph.state_value("w", TensorSpec((5, 3)), Kind.PARAMETER)
+    y = ops.linear(x, weight)
+    with graph.stage(Stage.BACKWARD):
+        graph.output("y", ops.multiply(y, y))
+    cost = step_cost(graph, build_plan(graph, NullDevice().kernels))
+    assert cost.moved == {"forward": 4 * (12 + 15 + 20), "backward": 4 * (20 + 20), "update": 0}
+    assert cost.flops == cost.executed_flops == {"forward": 2 * 20 * 3, "backward": 20, "update": 0}
+
+
+def test_micro_batches_count_as_often_as_they_run() -> None:
+    whole = report(NullDevice(), accumulation=3)
+    assert whole.per_step == {"accumulate_first": 1, "accumulate_next": 2, "update": 1}
+    parts = {name: sum(cost.flops.values()) for name, cost in whole.costs.items()}
+    expected = parts["accumulate_first"] + 2 * parts["accumulate_next"] + parts["update"]
+    assert sum(whole.flops.values()) == expected
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_recomputation_is_told_apart_from_what_the_model_needs(recompute: str) -> None:
+    device = NullDevice()
+    model = GPT(GPTConfig(recompute=recompute, **SIZES))
+    kept, again = report(device), report(device, model=model)
+    assert again.flops == kept.flops
+    executed = sum(again.costs["train"].executed_flops.values())
+    assert (executed > 1.2 * sum(again.flops.values())) is (recompute == "block")
+
+
+def test_the_peak_is_split_into_classes_without_remainder() -> None:
+    opened = session(NullDevice())
+    for name, step in opened.build_training().items():
+        assert step.plan is not None
+        cost = step_cost(step.plan.graph, step.plan)
+        assert set(cost.memory) == set(CLASSES)
+        assert sum(cost.memory.values()) == cost.peak <= cost.arena
+        assert (cost.kept is None) is (name != "train")
+
+
+def test_every_buffer_is_listed_with_what_it_is() -> None:
+    plan = session(NullDevice()).build_training()["train"].plan
+    assert plan is not None
+    buffers = list(arena_buffers(plan))
+    assert len(buffers) == len(plan.blocks)
+    assert {buffer.label for buffer in buffers if buffer.group == "inputs"} == {
+        "input tokens", "input targets", "input loss_weight", "input seed", "input lr", "input step",
+    }  # fmt: skip
+    labels = {buffer.label: buffer for buffer in buffers}
+    kept = labels["blocks.0 self_attention.log_sum_exp fp32[4, 2, 16]"]
+    assert kept.group == "activations" and kept.nbytes == 4 * 4 * 2 * 16 and kept.end > kept.start + 10
+
+
+def test_parameters_are_counted_by_modules() -> None:
+    model = GPT(GPTConfig(**SIZES))
+    groups = parameter_groups(model)
+    assert list(groups) == [
+        "embedding", "positions", "blocks.*.attention_norm", "blocks.*.attention", "blocks.*.feed_forward_norm",
+        "blocks.*.feed_forward", "norm",
+    ]  # fmt: skip
+    assert sum(groups.values()) == model.parameter_count
+    assert groups["blocks.*.attention"] == 2 * (32 * 96 + 96 + 32 * 32 + 32)
+
+
+@pytest.mark.parametrize("compute", [DType.FP32, DType.BF16])
+def test_persistent_bytes_by_kind(compute: DType) -> None:
+    model = GPT(GPTConfig(**SIZES), compute)
+    found, count = report(NullDevice(), model=model).placed, model.parameter_count
+    assert found["parameter"] == 4 * count and found["optimizer"] == 8 * count
+    norms = sum(p.spec.size for p in model.parameters().values() if not p.follows_compute)
+    assert found.get("copy", 0) == (0 if compute is DType.FP32 else 2 * (count - norms))
+
+
+def test_a_checkpoint_takes_as_many_bytes_on_disk_as_planned(tmp_path: Any) -> None:
+    from ttrain.train.checkpoint import CheckpointContent, save_checkpoint
+
+    opened = session(NullDevice())
+    saved = save_checkpoint(tmp_path, opened.state, CheckpointContent(step=1, config={}))
+    tensors = sum(entry["bytes"] for name, entry in saved.files.items() if name.endswith(".safetensors"))
+    planned_bytes = plan_report(opened.graph, opened.state, {}).checkpoint
+    names = len(opened.state.names(Kind.PARAMETER, Kind.OPTIMIZER))
+    assert planned_bytes < tensors < planned_bytes + 200 * names  # names, shapes and offsets in the header
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("compute", [DType.FP32, DType.BF16])
+def test_planned_without_the_device_is_what_the_device_takes(compute: DType, accumulation: int) -> None:
+    """The CPU as planned against the CPU after one step of each kind: equal but for the gaps between tensors."""
+    from ttrain.device.torch.device import cpu
+
+    config = DeviceConfig(name="cpu", threads=1)
+    model = GPT(GPTConfig(**SIZES), compute)
+    foreseen = report(planned(config), model=model, accumulation=accumulation)
+    device = cpu(config)
+    opened = session(device, model=model, accumulation=accumulation)
+    steps = opened.build_training()
+    measured = plan_report(opened.graph, opened.state, steps)
+    assert measured == foreseen
+    for name, value in initial_values(model, 0).items():
+        opened.state.write(name, value)
+    for step in steps.values():
+        step({key: np.zeros(spec.shape, NUMPY_DTYPES[spec.dtype]) for key, spec in step.inputs.items()})
+    assert foreseen.memory <= device.counters.allocated_bytes <= 1.1 * foreseen.memory
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu", "cuda"])
+def test_planning_touches_no_gpu(name: str) -> None:
+    import torch
+
+    device = planned(DeviceConfig(name=name))
+    assert report(device).memory > 0
+    assert device.name in ("cpu", "cuda") and not device.computes
+    assert not torch.cuda.is_initialized()
+
+
+def test_without_a_plan_operations_are_known_and_memory_is_not() -> None:
+    dynamic, static = report(NullDevice(), engine=DynamicEngine), report(NullDevice())
+    assert dynamic.flops == static.flops and dynamic.placed == static.placed
+    assert not dynamic.planned and dynamic.arena == 0
+    assert "not planned" in dynamic.text() and "Arena of each step" not in dynamic.text()
+
+
+def test_the_op_list_tells_where_every_value_lies() -> None:
+    graph = Graph()
+    x, state = graph.input("x", TensorSpec((2, 3))), graph.state_value("s", TensorSpec((3, 2)), Kind.GRADIENT)
+    with graph.scope("up"):
+        y = ops.relu(ops.transpose(x))
+    ops.assign(state, y)
+    graph.output("z", ops.reshape(ops.tanh(y), (6,)))
+    assert show_plan(build_plan(graph, NullDevice().kernels)) == TEXT
+
+
+TEXT = """\
+arena: 64 bytes
+    0     0 forward  up                           =s:fp32[3, 2] = transpose(@0+24)
+    1     1 forward  up                           =s:fp32[3, 2] = relu(=s)
+    2     - forward                               =s:fp32[3, 2] = assign(=s, =s)
+    3     2 forward                               @0+24:fp32[3, 2] = tanh(=s)
+    4     - forward                               @0+24:fp32[6] = reshape(@0+24)
+
+      offset        bytes        live  what
+           0           24       in..0  inputs: input x
+           0           24        3..5  activations: tanh fp32[3, 2]"""
+
+
+def test_a_plain_table_aligns_names_left_and_numbers_right() -> None:
+    table = Table("Sizes", ("what", "bytes"), [("a", "1"), ("longer", "1,000")], ("A note.",))
+    assert plain_table(table) == "Sizes\n  what    bytes\n  a           1\n  longer  1,000\nA note.\n"
