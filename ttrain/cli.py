@@ -91,9 +91,26 @@ def _run_or_sweep(composer: Composer, words: list[str], flags: argparse.Namespac
     if not flags.multirun:
         composed = composer.compose(words)
         if composed.hydra.mode != RunMode.MULTIRUN:  # which a config file may ask for too
-            run_task(composer.check(composed))
-            return EXIT_DONE
-    return _sweep(composer, words, flags)
+            return _run_one(composer.check(composed), words, _given(flags))
+    from ttrain.sweep import command
+
+    return command.run(composer, words, _given(flags))
+
+
+def _run_one(config: Config, words: list[str], flags: list[str]) -> int:
+    from ttrain.tasks import supervised
+    from ttrain.train.heartbeat import Heartbeat
+
+    if supervised.wanted(config):
+        return supervised.run(config, words, flags)
+    heartbeat = Heartbeat.of_process()
+    try:
+        run_task(config)
+    except Exception as error:  # a supervisor decides by this whether another start can help
+        step = getattr(error, "step", None)
+        heartbeat.tell(error=type(error).__name__, message=str(error), step=step)
+        raise
+    return EXIT_DONE
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -136,13 +153,10 @@ def _show_config(composer: Composer, words: list[str], flags: argparse.Namespace
     print(OmegaConf.to_yaml(shown).rstrip() if OmegaConf.is_config(shown) else as_word(shown))
 
 
-def _sweep(composer: Composer, words: list[str], flags: argparse.Namespace) -> int:
-    """Every job in a process of its own, with the same flags as this one."""
-    from ttrain.sweep import command
-
+def _given(flags: argparse.Namespace) -> list[str]:
+    """The flags that a process started with the same words needs as well."""
     names = {"--config-dir": flags.config_dir, "--config-name": flags.config_name, "--config-path": flags.config_path}
-    given = [word for name, value in names.items() if value is not None for word in (name, value)]
-    return command.run(composer, words, given)
+    return [word for name, value in names.items() if value is not None for word in (name, value)]
 
 
 def _print_any_text() -> None:

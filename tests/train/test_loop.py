@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -16,7 +17,8 @@ import pytest
 from ttrain.core.errors import Interrupted, NonFiniteError, TtrainError
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.graph import Kind
-from ttrain.train import loop as module
+from ttrain.train import saver
+from ttrain.train.events import read_events
 from ttrain.train.metrics import read_metrics
 from ttrain.train.retention import list_checkpoints
 from ttrain.train.seeds import step_seed
@@ -386,7 +388,7 @@ def test_nan_in_the_state_is_not_saved(make_job: MakeJob) -> None:
         return norm
 
     job.model._update = update
-    with pytest.raises(NonFiniteError, match=r"Step 4: table\.weight/velocity holds NaN or Inf.*optimizer table"):
+    with pytest.raises(NonFiniteError, match=r"Step 4: table\.weight/velocity holds NaN or Inf"):
         job.loop.run()
     assert steps_on_disk(job) == []
 
@@ -399,25 +401,61 @@ def test_nan_in_an_evaluation_stops(make_job: MakeJob) -> None:
         job.loop.run()
 
 
-def test_a_save_that_fails_stops_the_run_and_leaves_earlier_ones(
-    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_one_failed_save_is_reported_and_a_second_stops_the_run(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, capsys: Any, asynchronous: bool
 ) -> None:
-    job = make_job()
-    original = module.save_checkpoint
+    job = make_job(async_save=asynchronous, steps=16)
+    original, fails = saver.save_checkpoint, [8, 12]
 
     def save(folder: Path, state: Any, content: Any) -> Any:
-        if content.step == 8:
-            monkeypatch.setattr(os, "fsync", full)
+        if content.step in fails:
+            raise TtrainError(f"step {content.step} could not be saved: No space left on device")
         return original(folder, state, content)
 
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module, "save_checkpoint", save)
-    monkeypatch.setattr(job.loggers.file, "sync", lambda: None)
-    with pytest.raises(TtrainError, match="step 8 could not be saved.*No space left"):
+    monkeypatch.setattr(saver, "save_checkpoint", save)
+    with pytest.raises(TtrainError, match="step 12 could not be saved.*No space left"):
         job.loop.run()
     assert steps_on_disk(job) == [4]
+    assert "WARNING: step 8 could not be saved" in capsys.readouterr().err
+    assert [event["kind"] for event in read_events(job.run_directory.path)][1:] == ["save_failed"] * 2
+    job.close()
+
+    again = make_job(resume=True, async_save=asynchronous, steps=16)
+    fails[:] = [8]
+    again.loop.run()
+    assert steps_on_disk(again)[-1] == 16
+
+
+def test_a_last_save_that_fails_is_tried_once_more(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job()
+    original, tries = saver.save_checkpoint, []
+
+    def save(folder: Path, state: Any, content: Any) -> Any:
+        tries.append(content.step)
+        if tries.count(12) == 1 and content.step == 12:
+            raise TtrainError("no room")
+        return original(folder, state, content)
+
+    monkeypatch.setattr(saver, "save_checkpoint", save)
+    job.loop.run()
+    assert tries == [4, 8, 12, 12] and steps_on_disk(job)[-1] == 12
+
+
+def test_a_full_disk_is_seen_before_a_save(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job()
+    usage = shutil.disk_usage(job.run_directory.path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
+    with pytest.raises(TtrainError, match=r"step 8 could not be saved in .*: 1\.0 MiB are free, 4\.0 MiB are needed"):
+        job.loop.run()
+    assert list(job.run_directory.checkpoints.iterdir()) == []
+
+
+def test_sigusr1_saves_and_goes_on(make_job: MakeJob) -> None:
+    job = make_job(save_every=None, eval_every=None, keep_last=9)
+    interrupt_after(job, 5, signal.SIGUSR1)
+    assert job.loop.run().step == 12
+    assert steps_on_disk(job) == [5, 12]
 
 
 def test_a_finished_run_does_nothing_when_resumed(make_job: MakeJob) -> None:

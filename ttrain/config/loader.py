@@ -151,6 +151,12 @@ class SchemaLoader(ConfigLoaderImpl):
         for key in keys:
             if key.startswith("hydra.") and key.rpartition(".")[2] in ("_target_", "()", "class"):
                 self.problems.append(f"{key}: refused (set in {self.reading}.yaml); a config file can't name code.")
+        supervise = values.get("supervise")
+        if isinstance(supervise, dict) and supervise.get("on_restart"):
+            self.problems.append(
+                f"supervise.on_restart={supervise['on_restart']!r}: a config file can't name a command to run (set in "
+                f"{self.reading}.yaml). Give it on the command line."
+            )
         if values.get("plugins"):
             self.problems.append(
                 f"plugins={values['plugins']}: a config file can't name a plugin (set in {self.reading}.yaml). "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 EXIT_DONE = 0
 EXIT_FAILURE = 1
 EXIT_USER = 2
@@ -53,7 +56,22 @@ class DeviceBusy(TtrainError):
 
 
 class NonFiniteError(TtrainError):
-    """A loss, gradient or activation became NaN or infinite."""
+    """A loss, gradient or activation became NaN or infinite, at `step` where that is known."""
+
+    def __init__(self, message: str, step: int | None = None) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+class OutOfMemory(TtrainError):
+    """The device or the host has no memory left for what a step needs.
+
+    `train` is the section of the config that did not fit, `run` the folder of the run that it belongs to.
+    """
+
+    def __init__(self, message: str, train: Any = None, run: Path | None = None) -> None:
+        super().__init__(message)
+        self.train, self.run = train, run
 
 
 class Interrupted(TtrainError):

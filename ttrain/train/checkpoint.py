@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ class Checkpoint:
     step: int
     val_loss: float | None
     files: dict[str, dict[str, Any]]
+    saved_at: float | None = None  # seconds since 1970
 
     def verify(self) -> Checkpoint:
         """Checks names, sizes and SHA-256 of all files. Raises CheckpointError at the first that is wrong."""
@@ -156,7 +158,8 @@ def _parse_manifest(path: Path, manifest: dict[str, Any]) -> Checkpoint:
             )
         files[name] = {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
     val_loss = None if manifest["val_loss"] is None else float(manifest["val_loss"])
-    return Checkpoint(path, int(manifest["step"]), val_loss, files)
+    saved_at = manifest.get("saved_at")
+    return Checkpoint(path, int(manifest["step"]), val_loss, files, None if saved_at is None else float(saved_at))
 
 
 def save_checkpoint(folder: Path, state: State, content: CheckpointContent) -> Checkpoint:
@@ -201,7 +204,9 @@ def _write_files(folder: Path, state: State, content: CheckpointContent) -> None
     write("progress.json", to_json(content.progress).encode())
     if content.tokenizer is not None:
         write("tokenizer.json", content.tokenizer.encode())
-    manifest = {"format": FORMAT, "step": content.step, "val_loss": content.val_loss, "files": files}
+    manifest: dict[str, Any] = {"format": FORMAT, "step": content.step, "val_loss": content.val_loss}
+    manifest["saved_at"] = round(time.time(), 3)
+    manifest["files"] = files
     write_synced(folder / MANIFEST, to_json(manifest).encode())
 
 

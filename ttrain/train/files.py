@@ -36,6 +36,15 @@ def replace_file(path: Path, data: bytes | str) -> None:
     sync_directory(path.parent)
 
 
+def sync_file(path: Path) -> None:
+    """Waits until what was written to a file, by whatever handle, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def sync_directory(path: Path) -> None:
     """Waits until the names in a directory are on the disk. Where directories can't be opened, does nothing."""
     if os.name != "posix":

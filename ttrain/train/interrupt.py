@@ -1,4 +1,5 @@
-"""Stop requests: the first Ctrl-C or SIGTERM lets the step finish and saves, the second ends the process."""
+"""Requests by signal: SIGUSR1 saves and goes on; the first Ctrl-C or SIGTERM lets the step finish, saves and stops, the
+second ends the process."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequests:
-    """While entered, notes SIGINT and SIGTERM instead of dying of them.
+    """While entered, notes SIGINT, SIGTERM and SIGUSR1 instead of dying of them.
 
     After the first one the system's own handling is back: a second one ends the process at once, even where Python does
     not get to run. Files are safe then, because they are written beside and renamed.
@@ -22,10 +23,13 @@ class StopRequests:
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
         self.requested: signal.Signals | None = None
+        self._save = False
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():  # only there may handlers be set
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            if hasattr(signal, "SIGUSR1"):
+                self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._note_save)
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -34,6 +38,14 @@ class StopRequests:
             signal.signal(other, signal.SIG_DFL)
         message = f"\n{self.requested.name}: finishing the step and saving; once more ends the run at once.\n"
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, message.encode())  # print is not safe in a handler
+
+    def _note_save(self, number: int, frame: FrameType | None) -> None:
+        self._save = True
+
+    def take_save(self) -> bool:
+        """Whether a save was asked for since the last call."""
+        asked, self._save = self._save, False
+        return asked
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

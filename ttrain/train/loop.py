@@ -9,19 +9,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ttrain.core.errors import Interrupted, NonFiniteError
-from ttrain.train.checkpoint import CheckpointContent, save_checkpoint
+from ttrain.core.errors import Interrupted, NonFiniteError, TtrainError
+from ttrain.graph.graph import Kind
+from ttrain.train.checkpoint import CheckpointContent
 from ttrain.train.evaluate import Evaluation
+from ttrain.train.events import Events
+from ttrain.train.guards import LearningCheck, SpikeDetector
+from ttrain.train.heartbeat import seconds_since_start
 from ttrain.train.interrupt import StopRequests
 from ttrain.train.loggers import Loggers
 from ttrain.train.meter import Meter
 from ttrain.train.metrics import Metrics
-from ttrain.train.nonfinite import nonfinite_message
+from ttrain.train.nonfinite import first_nonfinite, nonfinite_message
 from ttrain.train.progress import Progress
 from ttrain.train.protocols import Dataset, State
-from ttrain.train.retention import prune_checkpoints
+from ttrain.train.retention import newest_complete
 from ttrain.train.run_directory import RunDirectory
-from ttrain.train.settings import TrainConfig
+from ttrain.train.saver import Saver
+from ttrain.train.settings import GuardConfig, TrainConfig
 from ttrain.train.step import StepResult, TrainStep
 
 
@@ -46,27 +51,44 @@ class Loop:
     stored_config: dict[str, Any]
     tokenizer: str | None = None  # the tokenizer's JSON
     progress: Progress = field(default_factory=Progress)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    heartbeat: Callable[[], None] = lambda: None  # tells whoever watches that this process is alive
     rank: int = 0
     world: int = 1
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self._stop = StopRequests()
+        self.events = Events(self.run_directory.path)
+        self._say = self.loggers.console.say
+        self.saver = Saver(self.run_directory, self.state, self.config, self.events, self._say)
         self._last_save = self.clock()
         self._saved = self._save_key()  # a resumed run starts from a checkpoint of its current step
+        self._spikes = SpikeDetector(self.guard)
+        self._started = False
+        self._skips = 0  # in a row
+        self._learning: LearningCheck | None = None
+        self._check_after = self.guard.check_learning
 
     def run(self) -> Progress:
-        """Runs to the end. Raises NonFiniteError, Interrupted (the state is saved), TtrainError when a save fails."""
+        """Runs to the end.
+
+        Raises NonFiniteError, Interrupted (the state is saved), and TtrainError where saves fail repeatedly or updates
+        change nothing.
+        """
         self.loggers.console.start(self.progress.step, self.config.steps)
-        with self._stop:
-            while True:
-                self._evaluate_and_save()
-                if self._stop.requested is not None:
-                    raise self._interrupted(self._stop.requested.name)
-                if self._done():
-                    break
-                self._train_step()
-            self._finish()
+        try:
+            with self._stop:
+                while True:
+                    self._evaluate_and_save()
+                    if self._stop.requested is not None:
+                        raise self._interrupted(self._stop.requested.name)
+                    if self._done():
+                        break
+                    self._train_step()
+                self._finish()
+        finally:
+            self.saver.join()
         return self.progress
 
     def _done(self) -> bool:
@@ -83,23 +105,121 @@ class Loop:
 
     def _train_step(self) -> None:
         progress, number = self.progress, self.progress.step + 1
+        self.heartbeat()
+        if self._check_after is not None and self._learning is None:
+            self._learning = LearningCheck(self.state)
         self.meter.start()
         batch = self.dataset.batch("train", self.seed, number - 1, self.config.batch_size, self.rank, self.world)
-        rates = self.rates(number)
+        rates = {name: rate * progress.lr_factor for name, rate in self.rates(number).items()}
         result = self.step(batch, rates, number)
         progress.seconds += self.meter.stop(result.tokens)
         progress.tokens += result.tokens
         progress.train_loss = result.loss
-        finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
-        if not finite or number % self.config.log_every == 0 or number == self.config.steps:
-            self.loggers.log(self._step_metrics(number, result, next(iter(rates.values()))))
-        if not finite:
-            raise self._nonfinite(number, result)
+        rate = next(iter(rates.values()))
+        if not result.finite or number % self.config.log_every == 0 or number == self.config.steps:
+            self.loggers.log(self._step_metrics(number, result, rate))
+        if not result.finite:
+            if self._recovered(number, result):
+                return
+        elif self._spiked(number, result.loss):
+            return
+        else:
+            self._skips = 0
         progress.step = number
         self.loggers.console.advance()
+        if not self._started:
+            self._started = True
+            seconds = seconds_since_start()
+            self.events.add(
+                "first_step",
+                f"The first step of the leg was done after {seconds:.1f} s.",
+                number,
+                seconds=round(seconds, 3),
+            )
+        self._check_learning(number, rate, result)
+
+    def _recovered(self, number: int, result: StepResult) -> bool:
+        """What the guard does about a step that is not finite: True after a rollback, False after a skipped update.
+
+        Raises NonFiniteError where the run has to stop.
+        """
+        loss_is_bad = not math.isfinite(result.loss)
+        what = f"train/loss is {result.loss}" if loss_is_bad else f"grad_norm is {result.grad_norm}"
+        message = self._message(what, number, loss_is_finite=not loss_is_bad)
+        if self.guard.nonfinite == "rollback" and self._roll_back(number, message):
+            return True
+        if result.applied or self.guard.nonfinite != "skip":
+            raise NonFiniteError(message, step=number)
+        self._skips += 1
+        self.progress.skipped_steps += 1
+        tensor = first_nonfinite(self.state, (Kind.GRADIENT,))
+        found = "" if tensor is None else f" The first tensor with NaN or Inf is {tensor}."
+        note = f"Step {number}: {what}; its update is skipped.{found}"
+        self.events.add("skipped", note, number, tensor=tensor)
+        self._say(f"WARNING: {note}")
+        if self._skips >= self.guard.max_skips:
+            raise NonFiniteError(f"{self._skips} updates in a row were skipped. {message}", step=number)
+        return False
+
+    def _spiked(self, number: int, loss: float) -> bool:
+        """Looks for a spike of the loss; whether the run was rolled back for it."""
+        if self.guard.spike == "ignore" or not self._spikes.is_spike(loss):
+            return False
+        note = f"Step {number}: train/loss {loss:.4f} is a spike; its recent median is {self._spikes.usual():.4f}."
+        if self.guard.spike == "rollback" and self._roll_back(number, note):
+            return True
+        self.events.add("spike", note, number)
+        self._say(f"WARNING: {note}")
+        return False
+
+    def _roll_back(self, number: int, why: str) -> bool:
+        """Goes back to the newest checkpoint with a lower learning rate; False where there is none to go back to."""
+        self.saver.join()
+        checkpoint, _ = newest_complete(self.run_directory.checkpoints)
+        factor, rollbacks = self.progress.lr_factor * self.guard.lr_factor, self.progress.rollbacks + 1
+        if checkpoint is None or rollbacks > self.guard.max_rollbacks:
+            return False
+        checkpoint.load(self.state)
+        stored = Progress.from_dict(checkpoint.progress).to_dict()
+        stored |= {"lr_factor": factor, "rollbacks": rollbacks, "wandb_id": self.progress.wandb_id}
+        for name, value in stored.items():
+            setattr(self.progress, name, value)
+        dropped = self.loggers.file.cut(checkpoint.step)
+        note = (
+            f"{why} Rolled back to step {checkpoint.step} with {factor:g} times the learning rate; {dropped} lines "
+            f"after it were removed from {self.run_directory.metrics.name}."
+        )
+        self.events.add("rollback", note, number, to=checkpoint.step, lr_factor=factor)
+        self._say(f"WARNING: {note}")
+        self._saved, self._skips, self._learning, self._check_after = self._save_key(), 0, None, None
+        self._spikes.forget()
+        self.loggers.console.close()
+        self.loggers.console.start(self.progress.step, self.config.steps)
+        return True
+
+    def _check_learning(self, number: int, rate: float, result: StepResult) -> None:
+        """After the first steps of a leg: have the updates reached the parameters? Raises TtrainError if not."""
+        if self._learning is None or self._check_after is None:
+            return
+        if result.finite:
+            self._learning.add(rate)
+        self._check_after -= 1
+        if self._check_after > 0:
+            return
+        problems, doubts = self._learning.ask()
+        self._learning = self._check_after = None
+        for doubt in doubts[:3]:
+            note = f"Step {number}: {doubt}; its updates may be lost in rounding."
+            self.events.add("not_moving", note, number)
+            self._say(f"WARNING: {note}")
+        if problems:
+            more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+            raise TtrainError(
+                f"Step {number}: the updates do not reach the model: {'; '.join(problems[:3])}{more}. This is a fault "
+                f"of the device or engine; try engine=dynamic, or guard.check_learning=null to train on regardless."
+            )
 
     def _step_metrics(self, number: int, result: StepResult, lr: float) -> Metrics:
-        finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
         return {
             "step": number,
             "train/loss": result.loss,
@@ -107,12 +227,13 @@ class Loop:
             "grad_norm": result.grad_norm,
             **self.meter.read(),
             "tokens": self.progress.tokens,
-            "nonfinite_steps": 0 if finite else 1,
+            "nonfinite_steps": 0 if result.finite else 1,
         }
 
     def _evaluate_and_save(self) -> None:
         """After a step, or after a resume that left this undone: what is due at the current step."""
         step, config = self.progress.step, self.config
+        self._poll_save()
         if step == 0:
             return
         improved = False
@@ -120,7 +241,7 @@ class Loop:
             improved = self._evaluate()
         by_step = config.save_every is not None and step % config.save_every == 0
         by_time = config.save_minutes is not None and self.clock() - self._last_save >= 60 * config.save_minutes
-        if by_step or by_time or (improved and config.keep_best):
+        if by_step or by_time or (improved and config.keep_best) or self._stop.take_save():
             self._save()
 
     def _evaluate(self) -> bool:
@@ -129,29 +250,49 @@ class Loop:
         if progress.evaluated_at == progress.step:
             return False
         try:
-            loss = self.evaluation(lambda: self._stop.requested is not None)
+            loss = self.evaluation(self._stopped)
         except NonFiniteError as error:
-            raise NonFiniteError(self._message(str(error), progress.step)) from None
+            raise NonFiniteError(self._message(str(error), progress.step), step=progress.step) from None
         if loss is None:
             return False
         self.loggers.log({"step": progress.step, "val/loss": loss})
         return progress.evaluated(loss, self.config.min_improvement)
 
-    def _save(self) -> None:
-        """Saves unless the disk already has this, and only then lets older checkpoints go."""
-        if self._saved == self._save_key():
+    def _stopped(self) -> bool:
+        """Asked between the batches of an evaluation."""
+        self.heartbeat()
+        return self._stop.requested is not None
+
+    def _save(self, *, wait: bool = False) -> None:
+        """Starts a save unless the disk already has this; with `wait` it is done on return."""
+        if wait:
+            self._finish_save()
+        if self._saved == self._save_key() and not self.saver.failed:
             return
-        progress, folder = self.progress, self.run_directory.checkpoints
-        content = CheckpointContent(
-            progress.step, self.stored_config, progress.to_dict(), self.tokenizer, self._save_key()[1]
-        )
-        self.loggers.file.sync()
+        progress = self.progress
+        config, key = self.stored_config, self._save_key()
+        content = CheckpointContent(progress.step, config, progress.to_dict(), self.tokenizer, key[1])
         try:
-            save_checkpoint(folder, self.state, content)
+            self.saver.save(content, wait=wait)
         except NonFiniteError as error:
-            raise NonFiniteError(self._message(str(error), progress.step)) from None
-        prune_checkpoints(folder, self.config.keep_last, self.config.keep_best)
-        self._saved, self._last_save = self._save_key(), self.clock()
+            raise self._nonfinite_save(error) from None
+        self._saved, self._last_save = key, self.clock()
+
+    def _poll_save(self) -> None:
+        try:
+            self.saver.poll()
+        except NonFiniteError as error:
+            raise self._nonfinite_save(error) from None
+
+    def _finish_save(self) -> None:
+        try:
+            self.saver.finish()
+        except NonFiniteError as error:
+            raise self._nonfinite_save(error) from None
+
+    def _nonfinite_save(self, error: NonFiniteError) -> NonFiniteError:
+        step = self.progress.step if error.step is None else error.step
+        return NonFiniteError(self._message(str(error), step), step=step)
 
     def _save_key(self) -> tuple[int, float | None]:
         """Step, and its val/loss where it was evaluated."""
@@ -160,22 +301,18 @@ class Loop:
 
     def _finish(self) -> None:
         self._evaluate()
-        self._save()
+        self._save(wait=True)
 
     def _interrupted(self, signal_name: str) -> Interrupted:
         if self.progress.step == 0:
             return Interrupted(f"Stopped by {signal_name} before the first step was done; there is nothing to save.")
-        self._save()
+        self._save(wait=True)
         command = f"python -m ttrain resume=auto run.dir={shlex.quote(str(self.run_directory.path))}"
         return Interrupted(
             f"Stopped by {signal_name} after step {self.progress.step}; the state is saved. Continue with: {command}"
         )
 
-    def _nonfinite(self, number: int, result: StepResult) -> NonFiniteError:
-        loss_is_bad = not math.isfinite(result.loss)
-        what = f"train/loss is {result.loss}" if loss_is_bad else f"grad_norm is {result.grad_norm}"
-        return NonFiniteError(self._message(what, number, loss_is_finite=not loss_is_bad))
-
     def _message(self, what: str, step: int, *, loss_is_finite: bool = False) -> str:
+        self.saver.join()  # so that the newest checkpoint is there
         folder = self.run_directory.checkpoints
         return nonfinite_message(what, step, self.state, folder, loss_is_finite=loss_is_finite)

@@ -32,6 +32,13 @@ class MetricsFile:
         self._file.flush()
         os.fsync(self._file.fileno())
 
+    def cut(self, step: int) -> int:
+        """Removes the lines of steps after `step` and goes on appending; how many there were."""
+        self._file.close()
+        removed = cut_metrics(self.path, step)
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - held for as long as the run
+        return removed
+
     def close(self) -> None:
         self._file.close()
 

@@ -22,6 +22,9 @@ class Progress:
     best_step: int | None = None
     stale_evaluations: int = 0  # in a row, without a lower val/loss
     wandb_id: str | None = None
+    lr_factor: float = 1.0  # what rollbacks have left of the learning rate
+    skipped_steps: int = 0  # whose update was not applied
+    rollbacks: int = 0
 
     def evaluated(self, loss: float, min_improvement: float = 0.0) -> bool:
         """Notes an evaluation after the current step; whether it is the best so far."""

@@ -10,13 +10,13 @@ from typing import Any
 
 from ttrain.core.errors import CheckpointError, UserError
 from ttrain.train.checkpoint import MANIFEST, Checkpoint, read_checkpoint
-from ttrain.train.retention import newest_complete
+from ttrain.train.retention import newest_complete, put_back_replaced
 from ttrain.train.run_directory import RECORD
 
 # Model keys that change no tensor's shape or meaning.
 _FREE_MODEL_KEYS = ("dropout", "recompute")
 # Keys that say where and how a run is run, not what it computes.
-_UNREPORTED = ("resume", "task", "run.dir", "sample", "plan", "plugins")
+_UNREPORTED = ("resume", "task", "run.dir", "sample", "plan", "plugins", "supervise", "sweep", "runs", "report")
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ def find_resume_point(resume: str, run_dir: str | None) -> ResumePoint | None:
 
 
 def _newest_of(run: Path, *, must_exist: bool) -> ResumePoint | None:
+    put_back_replaced(run / "checkpoints")
     checkpoint, skipped = newest_complete(run / "checkpoints")
     notes = [f"Skipped {path}: {reason}" for path, reason in skipped]
     if checkpoint is not None:

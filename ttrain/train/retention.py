@@ -56,13 +56,21 @@ def best_checkpoint(folder: Path) -> Checkpoint | None:
     return min(scored, key=lambda entry: entry[:2])[2] if scored else None
 
 
-def prune_checkpoints(folder: Path, keep_last: int, keep_best: bool) -> list[Path]:
-    """Deletes all but the newest `keep_last` and, if asked, the best. Called only after a new one was verified."""
+def prune_checkpoints(
+    folder: Path, keep_last: int, keep_best: bool, keep_every: int | None = None, keep_hours: float | None = None
+) -> list[Path]:
+    """Deletes all but the newest `keep_last`, the best if asked, those of every `keep_every` steps, and one of every
+    `keep_hours` hours. Called only after a new one was verified.
+    """
     found, _ = list_checkpoints(folder)
     kept = {checkpoint.path for checkpoint in found[-keep_last:]}
     best = best_checkpoint(folder) if keep_best else None
     if best is not None:
         kept.add(best.path)
+    if keep_every is not None:
+        kept |= {checkpoint.path for checkpoint in found if checkpoint.step % keep_every == 0}
+    if keep_hours is not None:
+        kept |= {checkpoint.path for checkpoint in _spaced(found, 3600 * keep_hours)}
     removed = [checkpoint.path for checkpoint in found if checkpoint.path not in kept]
     for path in removed:
         doomed = path.with_name(f"{UNFINISHED}removed_{path.name}")
@@ -70,6 +78,24 @@ def prune_checkpoints(folder: Path, keep_last: int, keep_best: bool) -> list[Pat
         os.replace(path, doomed)  # a deletion that is cut off must not leave half of a checkpoint under its name
         shutil.rmtree(doomed, ignore_errors=True)
     return removed
+
+
+def _spaced(found: list[Checkpoint], seconds: float) -> list[Checkpoint]:
+    """The first checkpoint, and each that was saved at least so long after the one chosen before."""
+    chosen: list[Checkpoint] = []
+    for checkpoint in found:
+        before = chosen[-1].saved_at if chosen else None
+        if checkpoint.saved_at is not None and (before is None or checkpoint.saved_at - before >= seconds):
+            chosen.append(checkpoint)
+    return chosen
+
+
+def put_back_replaced(folder: Path) -> None:
+    """Gives a checkpoint its name back where a kill came after it was moved aside and before its successor came."""
+    for path in folder.glob(f"{UNFINISHED}replaced_*") if folder.is_dir() else []:
+        target = folder / path.name.removeprefix(f"{UNFINISHED}replaced_")
+        if not target.exists():
+            os.replace(path, target)
 
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:

@@ -2,10 +2,15 @@
 
 An engine builds `train` (forward, backward and update in one) where a step is a single micro-batch, and otherwise
 `accumulate_first` (gradients are overwritten), `accumulate_next` (gradients are added to) and `update`.
+
+A guarded step is built in parts too, with `norm` before `update`: the host looks at the loss and at the gradient norm,
+and does not run the update where one of them is not finite. Parameters and optimizer tensors are untouched then, on
+every engine and device.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,6 +27,11 @@ class StepResult:
     loss: float
     grad_norm: float
     tokens: int
+    applied: bool = True  # whether the parameters were updated
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class TrainStep:
@@ -32,26 +42,36 @@ class TrainStep:
     """
 
     def __init__(self, steps: Mapping[str, Step], accumulation: int, seed: int, rank: int = 0) -> None:
+        """`steps` holds those of `names`; a step `norm` among them makes the update guarded."""
         self._steps, self._accumulation, self._seed, self._rank = steps, accumulation, seed, rank
+        self._guarded = "norm" in steps
 
     @staticmethod
-    def names(accumulation: int) -> tuple[str, ...]:
+    def names(accumulation: int, guarded: bool = False) -> tuple[str, ...]:
         """Names of the steps that have to be built."""
-        return ("train",) if accumulation == 1 else ("accumulate_first", "accumulate_next", "update")
+        if accumulation == 1 and not guarded:
+            return ("train",)
+        later = ("accumulate_next",) if accumulation > 1 else ()
+        return ("accumulate_first", *later, *(("norm",) if guarded else ()), "update")
 
     def __call__(self, batch: Batch, rates: Mapping[str, float], step: int) -> StepResult:
         """`batch` fields have the rows of the whole step; `rates` are the lr inputs; `step` counts from 1."""
         valid = valid_targets(batch)
         weight = 1.0 / max(valid, 1)
-        if self._accumulation == 1:
+        if self._accumulation == 1 and not self._guarded:
             result = self._run("train", {**batch, **rates, "loss_weight": weight}, step)
             return StepResult(float(result["loss"]), float(result["grad_norm"]), valid)
         loss = 0.0
         for number, part in enumerate(micro_batches(batch, self._accumulation)):
             name = "accumulate_next" if number else "accumulate_first"
             loss += float(self._run(name, {**part, "loss_weight": weight}, step, number)["loss"])
-        result = self._run("update", rates, step)
-        return StepResult(loss, float(result["grad_norm"]), valid)
+        if not self._guarded:
+            return StepResult(loss, float(self._run("update", rates, step)["grad_norm"]), valid)
+        norm = float(self._run("norm", {}, step)["grad_norm"])
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if finite:
+            self._run("update", {**rates, "grad_norm": norm}, step)
+        return StepResult(loss, norm, valid, applied=finite)
 
     def _run(self, name: str, inputs: Inputs, step: int, micro_batch: int = 0) -> Outputs:
         """Adds the seed and the step's number where the built step has such an input."""

@@ -24,6 +24,7 @@ from ttrain.optim.clip import clip_by_global_norm
 from ttrain.optim.groups import ParameterRun, parameter_runs
 
 Trace = Callable[[Graph], None]
+GRAD_NORM = "grad_norm"
 
 
 @dataclass
@@ -34,9 +35,11 @@ class StepGraph:
         trace_train       batch fields, loss_weight, seed, lr inputs, step   -> outputs loss, grad_norm
         trace_accumulate  batch fields, loss_weight, seed                    -> loss
         trace_update      lr inputs, step                                    -> grad_norm
+        trace_norm        nothing                                            -> grad_norm
         trace_evaluate    batch fields, loss_weight                          -> loss
         trace_logits      tokens [1, context], position                      -> logits [1, vocabulary]
-    `loss` is loss_weight * the sum over the batch; `grad_norm` is the global norm before clipping.
+    `loss` is loss_weight * the sum over the batch; `grad_norm` is the global norm before clipping. Where the step is
+    guarded, trace_update takes grad_norm as an input instead.
     """
 
     model: Model
@@ -44,6 +47,7 @@ class StepGraph:
     rows: int  # of one micro-batch
     accumulation: int = 1
     eval_rows: int | None = None  # None takes rows
+    guarded: bool = False  # the update is a step of its own, which runs only where the gradients are finite
     runs: list[ParameterRun] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,13 +60,14 @@ class StepGraph:
 
     def train_steps(self) -> dict[str, Trace]:
         """The steps that one optimizer step is made of, by name."""
-        if self.accumulation == 1:
+        if self.accumulation == 1 and not self.guarded:
             return {"train": self.trace_train}
-        return {
-            "accumulate_first": lambda graph: self.trace_accumulate(graph, first=True),
-            "accumulate_next": lambda graph: self.trace_accumulate(graph, first=False),
-            "update": self.trace_update,
-        }
+        steps: dict[str, Trace] = {"accumulate_first": lambda graph: self.trace_accumulate(graph, first=True)}
+        if self.accumulation > 1:
+            steps["accumulate_next"] = lambda graph: self.trace_accumulate(graph, first=False)
+        if self.guarded:
+            steps["norm"] = self.trace_norm
+        return {**steps, "update": self.trace_update}
 
     def trace_train(self, graph: Graph) -> None:
         """Forward, backward and update of a whole batch."""
@@ -82,7 +87,14 @@ class StepGraph:
 
     def trace_update(self, graph: Graph) -> None:
         """Clipping and optimizer on accumulated gradients."""
-        self._update(graph, [self._gradient(graph, parameter) for parameter in self.parameters])
+        norm = graph.input(GRAD_NORM, SCALAR) if self.guarded else None
+        self._update(graph, [self._gradient(graph, parameter) for parameter in self.parameters], norm)
+
+    def trace_norm(self, graph: Graph) -> None:
+        """The global norm of the accumulated gradients; changes nothing."""
+        with graph.stage(Stage.UPDATE), graph.scope("clip"):
+            gradients = [self._gradient(graph, parameter) for parameter in self.parameters]
+            graph.output(GRAD_NORM, ops.global_norm(gradients))
 
     def trace_evaluate(self, graph: Graph) -> None:
         """The loss without dropout; changes nothing."""
@@ -130,13 +142,17 @@ class StepGraph:
         """fp32 where micro-batches are summed, so that rounding does not add up; else as backward makes it."""
         return parameter.spec if self.accumulation > 1 else parameter.read_spec(self.model.compute)
 
-    def _update(self, graph: Graph, gradients: Sequence[Value]) -> None:
-        """Clip, update every run, and round the new parameters into their copies."""
+    def _update(self, graph: Graph, gradients: Sequence[Value], norm: Value | None = None) -> None:
+        """Clip, update every run, and round the new parameters into their copies. A `norm` given is that of before."""
         by_path = {p.path: gradient for p, gradient in zip(self.parameters, gradients, strict=True)}
         with graph.stage(Stage.UPDATE):
             with graph.scope("clip"):
-                norm, factor = clip_by_global_norm(gradients, self.optimizer.config.clip_norm)
-            graph.output("grad_norm", norm)
+                limit = self.optimizer.config.clip_norm
+                if norm is None:
+                    norm, factor = clip_by_global_norm(gradients, limit)
+                    graph.output(GRAD_NORM, norm)
+                else:
+                    factor = None if limit is None else ops.clip_factor(norm, limit)
             step = graph.input(STEP, SCALAR)
             for run in self.runs:
                 with graph.scope(run.name):

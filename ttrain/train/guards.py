@@ -1,0 +1,101 @@
+"""Guards against numbers that go wrong: spikes of the loss, and updates that change nothing."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import deque
+from statistics import median
+
+import numpy as np
+
+from ttrain.core.spec import DType
+from ttrain.graph.graph import Kind
+from ttrain.train.protocols import Array, State
+from ttrain.train.settings import GuardConfig
+
+_FEWEST_MOVED = 0.05  # share of a bf16 parameter's elements that a healthy update moves
+_MARGIN = 16.0  # a step this many times larger than the spacing of the numbers can't be lost in rounding
+
+
+class SpikeDetector:
+    """Compares each loss with the median of those before. A spike does not enter the median."""
+
+    def __init__(self, config: GuardConfig) -> None:
+        self._factor = config.spike_factor
+        self._losses: deque[float] = deque(maxlen=config.spike_window)
+
+    def is_spike(self, loss: float) -> bool:
+        """Whether the loss is above spike_factor times the median of a full window; only losses above 0 can be."""
+        full = len(self._losses) == self._losses.maxlen
+        if full and loss > self._factor * median(self._losses) > 0:
+            return True
+        self._losses.append(loss)
+        return False
+
+    def usual(self) -> float:
+        """The median that spikes are measured by."""
+        return median(self._losses) if self._losses else math.nan
+
+    def forget(self) -> None:
+        """After a rollback the losses start anew."""
+        self._losses.clear()
+
+
+class LearningCheck:
+    """Whether the first updates of a leg reach the parameters and the optimizer's tensors.
+
+    Made before the first step, asked after the last: `problems` are certain faults, `doubts` may be rounding.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._before = {name: _checksum(state.read(name)) for name in state.names(Kind.PARAMETER)}
+        narrow = [name for name in self._before if state.spec(name).dtype is DType.BF16]
+        self._narrow = {name: state.read(name) for name in narrow}  # bf16 without master weights
+        self._rate = 0.0
+
+    def add(self, rate: float) -> None:
+        """Notes the learning rate of a step that was taken."""
+        self._rate += rate
+
+    def ask(self) -> tuple[list[str], list[str]]:
+        """(problems, doubts), one sentence per tensor. Nothing is said where the learning rate was 0."""
+        problems: list[str] = []
+        doubts: list[str] = []
+        if self._rate == 0:
+            return problems, doubts
+        slots = self._state.names(Kind.OPTIMIZER)
+        for name, before in self._before.items():
+            largest = self._largest_gradient(name)
+            if largest == 0:
+                continue
+            values = self._state.read(name)
+            if _checksum(values) == before:
+                step = self._rate * (1.0 if f"{name}/second_moment" in slots else largest)
+                spacing = float(np.spacing(np.float32(np.abs(values).max(initial=0.0))))
+                certain = step > _MARGIN * spacing
+                (problems if certain else doubts).append(f"{name} has a gradient but did not move")
+            for slot in (slot for slot in slots if slot.startswith(f"{name}/")):
+                if not np.any(self._state.read(slot)):
+                    problems.append(f"{slot} is still all zero")
+            doubts += self._lost_in_rounding(name, values)
+        return problems, doubts
+
+    def _largest_gradient(self, name: str) -> float:
+        gradient = f"{name}/gradient"
+        if gradient not in self._state.names(Kind.GRADIENT):
+            return math.inf  # not kept: assume that there is one
+        return float(np.abs(self._state.read(gradient)).max(initial=0.0))
+
+    def _lost_in_rounding(self, name: str, values: Array) -> list[str]:
+        if name not in self._narrow:
+            return []
+        moved = float(np.mean(values != self._narrow[name]))
+        if moved >= _FEWEST_MOVED:
+            return []
+        return [f"{name} is bf16 without a master copy, and {100 * (1 - moved):.0f} % of its elements did not move"]
+
+
+def _checksum(array: Array) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).reshape(-1))

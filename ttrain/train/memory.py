@@ -1,0 +1,74 @@
+"""Out of memory: what a step needs by class, which keys shrink it, and the config with half the micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ttrain.core.units import format_bytes
+from ttrain.train.settings import TrainConfig
+
+# What torch (CPU and CUDA), ttnn and the C++ runtime say where an allocation fails.
+_SAYINGS = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc", "cannot allocate memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or what it was raised from, tells that memory ran out."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, MemoryError) or type(seen).__name__ == "OutOfMemoryError":
+            return True
+        if isinstance(seen, RuntimeError | OSError) and any(words in str(seen).lower() for words in _SAYINGS):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def memory_message(error: BaseException, device: str, steps: Mapping[str, Any], keys: list[str]) -> str:
+    """What ran out, the peak of the plan by class, and `keys` that shrink it."""
+    said = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    plans = [step.plan for step in steps.values() if getattr(step, "plan", None) is not None]
+    if plans:
+        peak = max(plans, key=lambda plan: plan.arena_bytes)
+        classes = {str(kind): size for kind, size in peak.state_bytes().items() if size}
+        activations = peak.activation_bytes()
+        classes |= {
+            "activations kept for backward": activations,
+            "other values of a step": peak.arena_bytes - activations,
+        }
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in classes.items())
+        need = f"The plan needs {format_bytes(sum(classes.values()))}: {listed}."
+    else:
+        need = "How much the step needs was not planned; task=plan tells it."
+    return f"Out of memory on {device}: {said}. {need} To need less, give {', or '.join(keys)}."
+
+
+def shrinking_keys(train: TrainConfig, model: Any, precision: str, engine: str) -> list[str]:
+    """Words for the command line, the one that changes least first."""
+    keys = []
+    smaller = shrunk(train)
+    if smaller is not None:
+        rows = smaller.batch_size // smaller.accumulation
+        keys.append(f"train.accumulation={smaller.accumulation} (a micro-batch of {rows})")
+    if engine == "dynamic":
+        keys.append("engine=static")
+    if getattr(model, "recompute", None) == "none":
+        keys.append("model.recompute=block")
+    if precision == "fp32":
+        keys.append("precision=bf16")
+    if getattr(model, "context", None):
+        keys.append("a smaller model.context")
+    return [*keys, "a smaller model"]
+
+
+def shrunk(train: TrainConfig) -> TrainConfig | None:
+    """Half the micro-batch and twice the accumulation: the same sum of gradients. None where it can't be halved.
+
+    As many held-out sequences are evaluated as before, in twice as many batches.
+    """
+    accumulation = 2 * train.accumulation
+    if train.batch_size % accumulation:
+        return None
+    batches = None if train.eval_batches is None else 2 * train.eval_batches
+    return replace(train, accumulation=accumulation, eval_batches=batches)
