@@ -1,0 +1,98 @@
+"""Contenders that do the same work agree; one that does any other work is found out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.bench.pretend import ONE_THREAD, SMALL_GPT, SMALL_MLP, job
+from ttrain.bench.baselines import PyTorchContender
+from ttrain.bench.check import STEPS, Agreement, agreement, first_steps
+from ttrain.bench.contender import Contender, make_contender
+from ttrain.bench.workload import GPT_WORK, MLP_WORK, GPTWork, Job
+from ttrain.engine.settings import EngineConfig
+from ttrain.optim.settings import AdamWConfig
+
+
+def compared(given: Job, contender: Contender, reference: Contender | None = None) -> Agreement:
+    reference = reference or PyTorchContender("eager", given, ONE_THREAD)
+    losses = []
+    for entry in (contender, reference):
+        entry.build()
+        losses.append(first_steps(entry).losses)
+    return agreement(given, contender, losses[0], reference, losses[1])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("engine", ["dynamic", "static"])
+@pytest.mark.parametrize("work", [SMALL_GPT, SMALL_MLP, replace(SMALL_GPT, bias=True)], ids=["gpt", "mlp", "gpt-bias"])
+def test_our_engines_do_what_plain_pytorch_does(work: Any, engine: str, precision: str) -> None:
+    given = Job(work, precision, seed=3)
+    found = compared(given, make_contender(engine, given, ONE_THREAD, EngineConfig()))
+    assert found.problem(precision, "eager") is None
+    assert found.loss < (1e-6 if precision == "fp32" else 2e-3)
+
+
+class OtherOptimizer(GPTWork):
+    """The same work with another optimizer setting."""
+
+    changes: dict[str, Any] = {}
+
+    @property
+    def optimizer(self) -> AdamWConfig:
+        return replace(super().optimizer, **self.changes)
+
+
+def with_optimizer(**changes: Any) -> Callable[[Job], Job]:
+    kind = type("Changed", (OtherOptimizer,), {"changes": changes})
+    values = {name: getattr(SMALL_GPT, name) for name in SMALL_GPT.__dataclass_fields__}
+    return lambda given: replace(given, work=kind(**values))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_optimizer(clip_norm=None),
+        with_optimizer(weight_decay=0.0),
+        with_optimizer(lr=1.01e-3),
+        with_optimizer(betas=[0.9, 0.95]),
+        lambda given: replace(given, seed=4),
+        lambda given: replace(given, work=replace(SMALL_GPT, rows=5)),
+    ],
+    ids=["no clipping", "no decay", "lr", "betas", "other batches", "more rows"],
+)
+def test_other_work_is_found_out(change: Callable[[Job], Job]) -> None:
+    given = job()
+    found = compared(given, PyTorchContender("eager", change(given), ONE_THREAD))
+    assert found.problem("fp32", "eager") is not None
+
+
+def test_problems_are_told_with_their_bounds() -> None:
+    assert Agreement(0.0, 0.0).problem("fp32", "eager") is None
+    assert "losses differ from eager's by up to 0.1" in str(Agreement(0.1, 0.0).problem("fp32", "eager"))
+    assert "the weights' way differs from eager's by 0.5" in str(Agreement(0.0, 0.5).problem("fp32", "eager"))
+    assert Agreement(float("nan"), 0.0).problem("bf16", "eager") is not None
+    assert Agreement(0.0, float("nan")).problem("bf16", "eager") is not None
+
+
+def test_losses_of_earlier_steps_are_not_run_again() -> None:
+    contender = PyTorchContender("eager", job(), ONE_THREAD)
+    contender.build()
+    first = contender.loss(contender.step(1))
+    losses = first_steps(contender, [first]).losses
+    again = PyTorchContender("eager", job(), ONE_THREAD)
+    again.build()
+    assert losses == first_steps(again).losses
+    assert len(losses) == STEPS
+
+
+def test_sizes_are_those_that_are_named() -> None:
+    parameters = {size: Job(work, "fp32", 0).model.parameter_count for size, work in GPT_WORK.items()}
+    assert parameters["char"] == 65 * 128 + 64 * 128 + 4 * (12 * 128**2 + 2 * 128) + 128
+    assert parameters["gpt2"] == 124_439_808 - (1024 - 256) * 768  # GPT-2's own count, with 256 positions
+    assert {size: (work.rows, work.width) for size, work in MLP_WORK.items()} == {
+        "tiny": (32, 64), "256": (256, 256), "1024x512": (1024, 512),
+    }  # fmt: skip

@@ -1,0 +1,133 @@
+"""Files and tables, and comparison with an earlier file."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain.bench import folder as folders
+from ttrain.bench.report import draw, markdown, notes, print_result, speed_table
+from ttrain.bench.results import JobResult, Result, Row, read_earlier
+from ttrain.cli import main
+from ttrain.core.errors import UserError
+
+
+def result(static_ms: float = 0.5, threads: int = 2) -> Result:
+    rows = {
+        "eager": Row("eager", "PyTorch", status="ok", round_ms=[1.0, 1.1, 1.2], fastest_ms=0.9, peak_bytes=2**30, base_bytes=2**29, warm_s=1.5),  # noqa: E501
+        "static": Row("static", "ttrain", status="ok", round_ms=[static_ms] * 3, fastest_ms=static_ms),
+        "traced": Row("traced", "ttrain", status="failed", reason="no [bold] compiler | here."),
+    }  # fmt: skip
+    device = {"name": "cpu", "hardware": "a processor", "threads": threads, "torch": "2"}
+    job = JobResult("gpt: small", "fp32", "tokens", 100, {}, rows, device, others_cpu=0.5)
+    environment = {"command": "python -m ttrain task=bench", "platform": "here", "versions": {}, "device": device}
+    return Result("gpt", "gpt_char", {}, environment, [job], complete=True)
+
+
+def test_files_say_the_same(tmp_path: Path) -> None:
+    folders.save(result(), tmp_path)
+    values = json.loads((tmp_path / "results.json").read_text("utf-8"))
+    lines = list(csv.DictReader(io.StringIO((tmp_path / "results.csv").read_text("utf-8"))))
+    for row, line in zip(values["jobs"][0]["rows"], lines, strict=True):
+        assert row["contender"] == line["contender"]
+        median = None if row["step_ms"] is None else str(row["step_ms"]["median"])
+        assert (median or "") == line["median_ms"]
+    assert lines[1]["times_as_fast"] == str(2.2)
+    text = (tmp_path / "results.md").read_text("utf-8")
+    assert "| static | 0.5 | 0.5 – 0.5 | 2.20 | 2.00 – 2.40 |" in text
+    assert text.startswith("    python -m ttrain task=bench\n")
+
+
+def test_a_reader_is_told_what_to_make_of_it(capsys: Any, tmp_path: Path) -> None:
+    print_result(result(), None, tmp_path)
+    shown = capsys.readouterr().out
+    assert "cpu: a processor, 2 threads, torch 2." in shown
+    assert "Other processes used 50 % of the CPU cores" in shown
+    assert "traced: failed, no [bold] compiler | here." in shown
+    assert "bench.compare=" in shown
+
+
+def test_a_comparison_shows_both_and_names_what_else_changed(tmp_path: Path) -> None:
+    folders.save(result(), tmp_path)
+    earlier = read_earlier(str(tmp_path / "results.json"), "gpt")
+    now = result(static_ms=0.25, threads=1)
+    table = speed_table(now.jobs[0], earlier)
+    places = {title: number for number, title in enumerate(table[0])}
+    assert [line[places["earlier ms"]] for line in table[1:]] == ["1.1", "0.5", ""]
+    assert [line[places["x earlier"]] for line in table[1:]] == ["1.00", "2.00", ""]
+    assert any("threads differ: 2 earlier, 1 now." in note for note in notes(now, now.jobs[0], earlier))
+    assert "earlier ms" in markdown(now, earlier)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda values: {"format": 2}, "has format 2, this ttrain reads format 1."),
+        (lambda values: [], "is not a results.json of task=bench."),
+        (lambda values: {**values, "jobs": 3}, "is not a results.json of task=bench."),
+        (lambda values: {**values, "bench": "mlp"}, "holds bench=mlp, this is bench=gpt."),
+    ],
+)
+def test_a_file_that_cannot_be_compared_with(tmp_path: Path, change: Callable[[Any], Any], said: str) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(change(result().to_dict())), "utf-8")
+    with pytest.raises(UserError, match=r"^bench.compare=") as caught:
+        read_earlier(str(path), "gpt")
+    assert said in str(caught.value)
+
+
+def test_folders_are_never_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    now = datetime(2030, 1, 2, 3, 4, 5)
+    made = [folders.claim(None, "gpt_char", now) for _ in range(2)]
+    assert [str(path) for path in made] == [f"outputs/bench/2030-01-02/03-04-05_gpt_char{end}" for end in ("", "_2")]
+    folders.save(result(), folders.claim("mine", "x", now))
+    with pytest.raises(UserError, match="holds results already"):
+        folders.claim("mine", "x", now)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"can't be written"):
+        folders.claim("file/inside", "x", now)
+
+
+def test_a_plot_of_what_was_timed(tmp_path: Path) -> None:
+    assert draw(result(), tmp_path / "plot.png") is None
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    nothing = result()
+    nothing.jobs[0].rows = {"traced": Row("traced", status="failed")}
+    assert draw(nothing, tmp_path / "none.png") == "nothing was timed"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["bench=gtp"], "bench=gtp: no such option. Did you mean 'gpt'? Valid: gpt, mlp."),
+        (["bench.size=chra"], "bench.size=chra: no such choice. Did you mean 'char'?"),
+        (["bench=mlp", "bench.size=char"], "bench.size=char: no such choice. Valid: 1024x512, 256, tiny."),
+        (["bench.engines=[statik]"], "bench.engines=statik: no such choice. Did you mean 'static'?"),
+        (["bench.precision=[fp16]"], "bench.precision=fp16: no such choice."),
+        (["bench.precision=[]"], "bench.precision=[]: name at least one"),
+        (["bench.engines=[]", "bench.baselines=[]"], "bench.engines=[] and bench.baselines=[]: nobody takes part."),
+        (["bench.compare=missing.json"], "bench.compare=missing.json: can't be read (No such file or directory)."),
+        (["device=null"], "device=null: computes nothing"),
+        (["model.width=64"], "model.width: task=bench does not read it; bench.size"),
+        (["engine=traced"], "engine=traced: task=bench takes its engines from bench.engines."),
+        (["bench.rounds=2"], "bench.rounds=2: must be at least 3."),
+    ],
+)
+def test_a_bad_request_is_one_line_and_exit_code_2(
+    words: list[str], said: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["task=bench", *words]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"ttrain: {said}")
+    assert shown.err.count("\n") == 1
+    assert not shown.out
+    assert not list(tmp_path.iterdir())
