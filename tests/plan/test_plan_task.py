@@ -1,0 +1,104 @@
+"""task=plan through the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ttrain.cli import main
+
+SMALL = ["task=plan", "model.layers=1", "model.width=32", "model.heads=2", "model.context=16", "model.vocabulary=29"]
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main([*SMALL, *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_summary_is_plain_text_where_nobody_looks_at_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    text = planned(capsys, "device=cpu", "train.batch_size=4")
+    assert text.startswith("Plan of nano-gpt on cpu, engine static, fp32; 4 examples per optimizer step.\n")
+    for title in (
+        "Parameters",
+        "One optimizer step",
+        "Memory",
+        "Arena of each step",
+        "Largest buffers at the peak of train",
+    ):
+        assert f"\n{title}\n" in text
+    assert "\x1b" not in text and "A checkpoint takes" in text
+
+
+def test_gpt2_has_as_many_parameters_as_published(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    words = [
+        "task=plan",
+        "model=gpt2",
+        "model.vocabulary=50257",
+        "device=cpu",
+        "train.batch_size=4",
+        f"plan.json={file}",
+    ]
+    assert main(words) == 0
+    assert "124,439,808" in capsys.readouterr().out
+    found = json.loads(file.read_text("utf-8"))
+    assert found["parameters"]["total"] == 124_439_808
+    # Weights in products take 2 operations a token forward and 4 backward (Kaplan et al., 2020); the rest is attention.
+    products = sum(count for name, count in found["parameters"]["groups"].items() if name != "positions")
+    tokens, context, width, layers = 4 * 1024, 1024, 768, 12
+    attention = 12 * layers * width * context * tokens
+    assert found["flops_per_step"]["total"] == pytest.approx(6 * products * tokens + attention, rel=0.04)
+    assert found["memory"]["parameter"] == 4 * 124_439_808 and found["checkpoint_bytes"] == 12 * 124_439_808
+    parts = ("parameter", "gradient", "optimizer", "arena")
+    assert found["memory"]["total"] == sum(found["memory"][part] for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("show", "present", "absent"),
+    [
+        ("graph", ["input  tokens", "linear_cross_entropy("], ["backward", "adamw_update("]),
+        ("backward", ["self_attention_grad(", "adamw_update(", "output loss"], ["@0+"]),
+        ("plan", ["arena: ", "@0+", "=embedding.weight/gradient", "in..", "workspace"], ["input  tokens"]),
+    ],
+)
+def test_what_lies_behind_can_be_shown(
+    capsys: pytest.CaptureFixture[str], show: str, present: list[str], absent: list[str]
+) -> None:
+    text = planned(capsys, f"plan.show={show}", "device=cpu").partition("\nstep train\n")[2]
+    assert all(part in text for part in present)
+    assert not [part for part in absent if part in text]
+
+
+def test_every_step_of_an_accumulated_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    text = planned(capsys, "train.accumulation=2", "plan.show=plan")
+    assert [line for line in text.splitlines() if line.startswith("step ")] == [
+        "step accumulate_first", "step accumulate_next", "step update",
+    ]  # fmt: skip
+    assert "in 2 micro-batches" in text
+
+
+def test_the_dynamic_engine_is_planned_as_static_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    text = planned(capsys, "engine=dynamic")
+    assert "engine dynamic plans nothing: this is what engine static would take" in text
+    assert text.splitlines()[2:] == planned(capsys, "engine=static").splitlines()[2:]
+
+
+@pytest.mark.parametrize("words", [["device=cuda", "precision=bf16"], ["device=null"], ["model.recompute=block"]])
+def test_other_devices_and_models_plan_without_being_there(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert "Arena of each step" in planned(capsys, *words)
+
+
+def test_an_mlp_plans_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["task=plan", "model=mlp"]) == 0
+    assert "layers.*" in capsys.readouterr().out
+
+
+def test_a_file_that_can_not_be_written_is_the_users_to_change(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main([*SMALL, f"plan.json={tmp_path}/missing/plan.json"]) == 2
+    assert "plan.json=" in capsys.readouterr().err
