@@ -1,0 +1,377 @@
+"""README.md and docs/: every command is checked, and run where this machine can; names, paths and links exist.
+
+A page is run from top to bottom in an empty folder. Files that it shows, which begin with a comment that names them,
+are written there first. Commands of ttrain run in this process with sizes made small; those in NOT_RUN are composed and
+checked instead, and those of other programs are in OTHER_PROGRAMS, each with its reason.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.types import RunMode
+
+from ttrain.cli import main, parse_arguments, run_task
+from ttrain.config import registry
+from ttrain.config.compose import MAIN_CONFIG, Composer
+from ttrain.config.help import EXAMPLES
+from ttrain.config.schema import Config, sections
+from ttrain.config.validate import section_type
+from ttrain.core.errors import ConfigError
+from ttrain.graph.op import REGISTRY
+
+REPO = Path(__file__).parents[1]
+PAGES = [REPO / "README.md", REPO / "outputs" / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+SHELL = ("sh", "bash", "shell", "console")
+FILES = (".json", ".jsonl", ".yaml", ".bin", ".md", ".txt", ".png", ".py", ".html")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+ANYWHERE = ("auto", "cpu", "null", "my-cpu")  # devices
+
+OTHER_PROGRAMS = {
+    "pip install -e .": "installs for minutes; .ci/run does it in a fresh environment",
+    "pip install -e .[test]": "as above",
+    "pip install -e .[wandb]": "as above",
+    "python -m pytest": "runs this test",
+    "python3.12 -m venv .venv": "makes an environment; .ci/run does it",
+    ". .venv/bin/activate": "as above",
+    "wandb login": "asks for an account",
+    "wandb sync": "sends a run to an account",
+    "wandb sweep": "needs an account",
+    "wandb agent": "needs an account",
+    'eval "$(ttrain -sc install=bash)"': "changes the shell; tests/config/test_cli.py asks for the completions",
+}
+NOT_RUN: dict[str, Callable[[Config], bool]] = {
+    "needs a card that this machine may not have": lambda config: (
+        config.device.name not in ("auto", "cpu", "null", "my-cpu")
+    ),
+    "measures for minutes; tests/bench does it at a small size": lambda config: config.task.name == "bench",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A line of a page, and what the page shows below it."""
+
+    line: str
+    shown: str = ""
+
+    @property
+    def words(self) -> list[str] | None:
+        """Arguments of ttrain; None for another program."""
+        words = [word for word in shlex.split(self.line) if not re.fullmatch(r"[A-Z_]+=\S*", word)]
+        if words[:3] == ["python", "-m", "ttrain"]:
+            return words[3:]
+        return words[1:] if words[0] == "ttrain" else None
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Language and text of every fenced block."""
+    return [(match[1], match[2]) for match in FENCE.finditer(page.read_text("utf-8"))]
+
+
+def commands(page: Path) -> list[Command]:
+    """Every command of the shell blocks, in order. `a && b` is two; in a console block commands begin with `$ `."""
+    found: list[Command] = []
+    for language, text in blocks(page):
+        if language not in SHELL:
+            continue
+        text = text.replace("\\\n", " ")
+        if language != "console":
+            text = "".join(f"$ {line}\n" for line in text.splitlines() if line and not line.startswith("#"))
+        for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+            line, _, shown = part.partition("\n")
+            *before, last = line.split(" && ")
+            found += [*map(Command, before), Command(last.strip(), shown)]
+    return found
+
+
+def spans(page: Path) -> list[str]:
+    """Every `code span` outside fenced blocks."""
+    return re.findall(r"`([^`\n]+)`", FENCE.sub("", page.read_text("utf-8")))
+
+
+def inline_commands() -> Iterator[str]:
+    """Commands in running text and in the comments of recipes."""
+    for page in PAGES:
+        yield from (span for span in spans(page) if re.match(r"(python -m )?ttrain \S", span))
+    for recipe in sorted((REPO / "recipes").glob("*.yaml")):
+        yield from re.findall(r"^#\s+(python -m ttrain .*)$", recipe.read_text("utf-8"), re.MULTILINE)
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(REPO))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty current folder with some text in it. What plugins register is taken back."""
+    words = ["The", "cat", "def", "return", "a", "box", "of", "old", "maps", "\n"]
+    text = " ".join(random.Random(0).choices(words, k=8000))
+    (tmp_path / "books").mkdir()
+    for name in ("book.txt", "books/one.txt", "books/two.md"):
+        (tmp_path / name).write_text(text, "utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    rows, plugins = dict(registry._ROWS), set(registry._LOADED_PLUGINS)
+    yield tmp_path
+    ours = {
+        name for name, module in sys.modules.items() if str(getattr(module, "__file__", "")).startswith(str(tmp_path))
+    }
+    for name in [op.name for op in REGISTRY if type(op).__module__ in ours]:
+        del REGISTRY._ops[name]
+    for group, name in registry._ROWS.keys() - rows.keys():
+        del registry._ROWS[group, name]
+        ConfigStore.instance().repo.get(group, {}).pop(f"{name}.yaml", None)
+    registry._LOADED_PLUGINS.intersection_update(plugins)
+    for name in ours:
+        del sys.modules[name]
+
+
+def write_files(page: Path, place: Path) -> None:
+    """The blocks that begin with the name of a file."""
+    for _, text in blocks(page):
+        if named := re.match(r"# ([\w./-]+\.(?:py|yaml))\n", text):
+            path = place / named[1]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, "utf-8")
+
+
+def composed(words: list[str]) -> list[Config]:
+    """The checked config of a command, of every job where it is a sweep."""
+    from ttrain.sweep.jobs import SweepWords, compose_job
+
+    flags, overrides = parse_arguments(words)
+    with Composer(flags.config_name or MAIN_CONFIG, flags.config_dir) as composer:
+        if not flags.multirun:
+            return [composer.typed(overrides)]
+        master = composer.compose(overrides, RunMode.MULTIRUN)
+        assert not composer.loader.problems
+        jobs = [compose_job(composer, master, job) for job in SweepWords.read(composer, master).combinations()]
+    assert not [job.problem for job in jobs if job.problem]
+    return [job.config for job in jobs if job.config is not None]
+
+
+def smaller(config: Config, steps: int) -> Config:
+    """The same command with a run that is cheap, as if these keys were on the command line too."""
+    small: dict[str, Any] = {"train.steps": steps, "train.batch_size": 2 * config.train.accumulation}
+    small |= {"train.eval_batches": 1, "train.peak_tflops": 1.0, "train.log_every": 1, "schedule.warmup": 0}
+    small |= {"sample.tokens": 4, "device.threads": 1}
+    if config.device.name == "auto":
+        small["device.name"] = "cpu"
+    sizes = {"preset": None, "layers": 1, "heads": 1, "width": 16, "context": 16}
+    known = {declared.name for declared in fields(config.model)}
+    small |= {f"model.{name}": size for name, size in sizes.items() if name in known}
+    if config.data.name == "text":
+        small["data.max_bytes"] = 20_000
+        if config.source.overrides:  # only the bare command reads the whole standard library
+            small["data.path"] = config.data.path or "book.txt"
+    if config.data.name == "regression":
+        small["data.examples"] = 64
+    if config.task.name == "sample":  # the rest is that of the run
+        small = {key: value for key, value in small.items() if key.startswith(("sample.", "device."))}
+    for key, value in small.items():
+        section, _, name = key.partition(".")
+        setattr(getattr(config, section), name, value)
+    source = replace(config.source, explicit=config.source.explicit | small.keys())
+    return replace(config, source=source)
+
+
+def existing(word: str) -> str:
+    """The word, with a checkpoint of ours in place of one that only a whole run would have."""
+    named = re.fullmatch(r"(.*=)(.*/checkpoints)/step_\d+", word)
+    return word if named is None else f"{named[1]}{max(Path(named[2]).glob('step_*'))}"
+
+
+def run(command: Command, number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """One command of a page; `number` grows from one to the next, so that a resumed run has steps to do."""
+    words = command.words
+    if words is None:
+        plain = " ".join(shlex.split(command.line))
+        assert any(plain.startswith(known) or command.line == known for known in OTHER_PROGRAMS), (
+            f"{command.line}: add it to OTHER_PROGRAMS with a reason"
+        )
+        return
+    capsys.readouterr()
+    if command.shown.startswith("ttrain: "):
+        assert main(words) == 2
+        pattern = re.escape(command.shown.strip()).replace(re.escape("..."), ".*")
+        assert re.fullmatch(pattern, capsys.readouterr().err.strip()), "the page shows another message"
+        return
+    flags, _ = parse_arguments(words)
+    if flags.help or flags.cfg or flags.version:
+        assert main(words) == 0
+        return
+    words = [existing(word) for word in words]
+    try:
+        configs = composed(words)
+    except ConfigError as error:
+        raise AssertionError(f"{command.line}: {error}") from None
+    if flags.multirun or any(excluded(configs[0]) for excluded in NOT_RUN.values()):
+        return  # the jobs of a sweep are processes: tests/sweep runs some
+    run_task(smaller(configs[0], 2 * number))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=name_of)
+def test_every_command_of_a_page(page: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_files(page, folder)
+    for number, command in enumerate(commands(page), 1):
+        run(command, number, capsys)
+    if page.name == "extending.md":
+        check_the_plugin()
+
+
+def test_every_command_of_the_help(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "my_conf" / "model").mkdir(parents=True)
+    (folder / "my_conf" / "model" / "mine.yaml").write_text("defaults: [nano-gpt]\ndropout: 0.1\n", "utf-8")
+    lines = [line for line, _ in EXAMPLES]
+    first = "ttrain run.dir=outputs/a"  # the run that others go on from
+    for number, line in enumerate([first, *lines], 1):
+        run(Command(line), number, capsys)
+
+
+@pytest.mark.parametrize("line", sorted(set(inline_commands())))
+def test_a_command_in_running_text_composes(line: str, folder: Path) -> None:
+    words = Command(re.sub(r"<[\w ]+>", "book.txt", re.sub(r"\[(\w+=\S+)\]", r"\1", line))).words
+    assert words is not None
+    flags, _ = parse_arguments(words)
+    assert flags.help or flags.version or flags.shell_completion or composed(words)
+
+
+def check_the_plugin() -> None:
+    """The example of docs/extending.md against the same model in plain torch, with its own kernel and without."""
+    import torch
+
+    from ttrain.config import build
+
+    words = ["plugins=[my_parts]", "model=bigram", "optimizer=adagrad", "data.path=book.txt", "train.steps=5"]
+    words += ["train.batch_size=4", "model.context=16", "model.width=8", "train.log_every=1", "optimizer.clip_norm=0.5"]
+    losses = {}
+    for device in ("cpu", "my-cpu"):
+        assert main([*words, f"device={device}", f"run.dir=outputs/{device}", "optimizer.weight_decay=0.01"]) == 0
+        lines = [json.loads(line) for line in Path("outputs", device, "metrics.jsonl").read_text("utf-8").splitlines()]
+        losses[device] = [line["train/loss"] for line in lines if "train/loss" in line]
+    assert losses["cpu"] == losses["my-cpu"]
+
+    config = composed(words)[0]
+    dataset = build.build_dataset(config)
+    model = build.build_model(config, dataset.vocabulary)
+    from ttrain.nn.initialize import initial_values
+
+    start = initial_values(model, config.run.seed)
+    weights = {path: torch.nn.Parameter(torch.tensor(value)) for path, value in start.items()}
+    matrices = [weight for weight in weights.values() if weight.ndim == 2]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": [weights["head.bias"]], "weight_decay": 0.0}]
+    optimizer = torch.optim.Adagrad(groups, lr=config.optimizer.lr)
+    rate = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: build.build_schedule(config.schedule, config.train.steps)(step + 1)
+    )
+    expected = []
+    for step in range(config.train.steps):
+        batch = dataset.batch("train", config.run.seed, step, 4)
+        hidden = torch.relu(weights["embedding.weight"][torch.from_numpy(batch["tokens"])]) ** 2
+        scores = hidden @ weights["head.weight"].T + weights["head.bias"]
+        loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), torch.from_numpy(batch["targets"]).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights.values(), 0.5)
+        optimizer.step()
+        rate.step()
+        expected.append(loss.item())
+    np.testing.assert_allclose(losses["cpu"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_command_hides_outside_a_shell_block(page: Path) -> None:
+    text = page.read_text("utf-8")
+    outside = FENCE.sub(lambda match: "" if match[1] in SHELL else match[2], text)
+    hidden = [line for line in outside.splitlines() if re.match(r"\s*(\$ |python -m ttrain|ttrain .*=)", line)]
+    assert not hidden, f"put these into a ```sh block: {hidden}"
+
+
+def test_reasons_are_needed() -> None:
+    """Every row of the two tables speaks of a command that some page has."""
+    lines = [command.line for page in PAGES for command in commands(page)] + [line for line, _ in EXAMPLES]
+    plain = [" ".join(shlex.split(line)) for line in lines]
+    unused = [known for known in OTHER_PROGRAMS if not any(line.startswith(known) for line in [*plain, *lines])]
+    assert not unused
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_and_paths_exist(page: Path) -> None:
+    text = FENCE.sub("", page.read_text("utf-8"))
+    targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+    for target in targets:
+        name, _, anchor = target.partition("#")
+        linked = (page.parent / name).resolve() if name else page
+        assert linked.exists(), f"{name_of(page)} links to {target}"
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", linked.read_text("utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
+    folders = tuple(f"{name}/" for name in ("conf", "docs", "recipes", "tests", "ttrain", ".ci"))
+    for span in spans(page):
+        if span.startswith(folders) and not re.search(r"[<*{ ]|\.\.\.", span):
+            assert (REPO / span).exists(), f"{name_of(page)} names {span}"
+        if re.fullmatch(r"ttrain(\.\w+)+", span) and span != "ttrain.plugins":
+            assert find_spec(span) is not None, f"{name_of(page)} names {span}"
+
+
+def known_keys() -> set[str]:
+    found = set(sections())
+    for section in sections():
+        schemas = [row.config for row in registry.rows() if row.group == section] or [section_type(section, None)]
+        found |= {f"{section}.{declared.name}" for schema in schemas if schema for declared in fields(schema)}
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_keys_and_options_exist(page: Path) -> None:
+    keys = known_keys()
+    with Composer() as composer:
+        options = composer.groups()
+    for span in spans(page):
+        key, equals, value = span.partition("=")
+        section = key.partition(".")[0]
+        if re.fullmatch(r"[a-z_]+\.[a-z_]+", key) and section in sections() and Path(key).suffix not in FILES:
+            assert key in keys, f"{name_of(page)} names the key {key}"
+        if equals and key in options and re.fullmatch(r"[\w.,-]+", value) and "mine" not in value:
+            plugin = {"bigram", "adagrad", "my-cpu"}
+            assert set(value.split(",")) <= {*options[key], *plugin}, f"{name_of(page)} names {span}"
+
+
+def test_the_readme_lists_every_option() -> None:
+    """In the table of choices; an option that is added belongs there too."""
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", (REPO / "README.md").read_text("utf-8"), re.MULTILINE)
+    with Composer() as composer:
+        options = composer.groups()
+    assert len(rows) >= 8
+    for group, listed in rows:
+        assert sorted(re.findall(r"`([\w-]+)`", listed)) == sorted(options[group]), f"the README's row of {group}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_blocks_of_code_are_valid(page: Path) -> None:
+    for language, text in blocks(page):
+        if language == "python":
+            compile(text, name_of(page), "exec")
+        elif language == "yaml":
+            assert yaml.safe_load(text)
+        elif language == "json":
+            json.loads(text)
