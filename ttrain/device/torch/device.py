@@ -80,6 +80,10 @@ class TorchDevice(Device):
 
     def upload(self, buffer: torch.Tensor, array: np.ndarray) -> None:
         self.counters.uploads += 1
+        view = _host_view(buffer)
+        if view is not None:
+            view[...] = array
+            return
         host = torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else array.copy())
         if self.kind == "cuda" and array.nbytes >= _PINNED_FROM:
             buffer.copy_(host.pin_memory(), non_blocking=True)
@@ -88,7 +92,9 @@ class TorchDevice(Device):
 
     def download(self, buffer: torch.Tensor) -> np.ndarray:
         self.counters.downloads += 1
-        # A copy even on the CPU: the buffer is overwritten by the next step.
+        view = _host_view(buffer)
+        if view is not None:
+            return np.array(view)  # a copy: the buffer is overwritten by the next step
         host = torch.empty(buffer.shape, dtype=torch.float32 if buffer.dtype is torch.bfloat16 else buffer.dtype)
         return host.copy_(buffer).numpy()
 
@@ -167,6 +173,18 @@ class TorchDevice(Device):
                 graph.reset()
             self._graphs.clear()
             torch.cuda.empty_cache()
+
+
+def _host_view(buffer: torch.Tensor) -> np.ndarray | None:
+    """The buffer as a numpy array on the same memory; None on a GPU, and in bf16, which numpy lacks.
+
+    Made once per buffer and kept on it: making it costs more than copying a scalar through it.
+    """
+    view: np.ndarray | None = getattr(buffer, "host_view", None)
+    if view is None and buffer.device.type == "cpu" and buffer.dtype is not torch.bfloat16:
+        view = buffer.detach().numpy()
+        buffer.host_view = view  # type: ignore[attr-defined]
+    return view
 
 
 def _require_gpu(index: int) -> None:
