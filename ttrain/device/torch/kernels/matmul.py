@@ -7,9 +7,10 @@ from functools import partial
 
 import torch
 
+from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Kernel, Launch
-from ttrain.device.torch.kernels.common import Attributes, Context, Tensor, chain, into, rows_of
-from ttrain.device.torch.kernels.elementwise import activation
+from ttrain.device.torch.kernels import elementwise
+from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, chain, into, rows_of
 from ttrain.device.torch.kernels.product import product
 
 
@@ -21,13 +22,33 @@ def _matmul(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attribute
     return partial(torch.bmm, a.flatten(0, -3), b.flatten(0, -3), out=c.flatten(0, -3))
 
 
-def _linear(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-    x, weight, bias = ins
-    rows, y = rows_of(x), rows_of(outs[0])
-    linear = product(rows, weight.t(), y, bias)
-    name = attributes.get("activation")
-    return linear if name is None else chain(linear, activation(name, y, y))
+def _linear(context: Context) -> Kernel:
+    """A product, then the activation's own row in place: fused or not, the bits are the same."""
+    activations = elementwise.table(context)
+
+    def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+        x, weight, bias = ins
+        rows, y = rows_of(x), rows_of(outs[0])
+        linear = product(rows, weight.t(), y, bias)
+        if attributes.get("activation") is None:
+            return linear
+        name, settings = _activation(attributes["activation"])
+        return chain(linear, activations[name].bind([y], [y], settings, work))
+
+    def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+        if attributes.get("activation") is None:
+            return []
+        name, settings = _activation(attributes["activation"])
+        return activations[name].workspace_specs(outs, outs, settings)
+
+    return into(bind, workspace)
+
+
+def _activation(name: str) -> tuple[str, Attributes]:
+    """The op of an activation by its config name, and the op's attributes."""
+    forms = {"gelu": "none", "gelu_tanh": "tanh"}
+    return ("gelu", {"approximate": forms[name]}) if name in forms else (name, {})
 
 
 def table(context: Context) -> dict[str, Kernel]:
-    return {"matmul": into(_matmul), "linear": into(_linear)}
+    return {"matmul": into(_matmul), "linear": _linear(context)}

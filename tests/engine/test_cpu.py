@@ -1,0 +1,164 @@
+"""What the plan takes for granted of a device's kernels, held against the kernels of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models.session import token_batch
+from ttrain import ops
+from ttrain.core.errors import ShapeError
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.base import Device
+from ttrain.device.settings import DeviceConfig
+from ttrain.engine.dynamic import DynamicEngine
+from ttrain.engine.state import State, StateTensor
+from ttrain.engine.static import StaticEngine
+from ttrain.graph import REGISTRY, Case, Graph, Kind, Node, Op
+from ttrain.models.gpt import GPT
+from ttrain.models.settings import GPTConfig
+from ttrain.nn.initialize import initial_values
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.settings import AdamWConfig
+from ttrain.plan.lifetime import overwritable
+from ttrain.train.step_graph import StepGraph
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[Device]:
+    from ttrain.device.torch.device import cpu
+
+    opened = cpu(DeviceConfig(name="cpu", threads=1))
+    yield opened
+    opened.close()
+
+
+def recorded(op: Op, case: Case, dtype: DType) -> Node:
+    graph = Graph()
+    inputs = []
+    for index, shape in enumerate(case.shapes):
+        name = op.inputs[index].rstrip("?*") if index < len(op.inputs) else ""
+        kind = DType.INT64 if name in case.integers else DType.FP32 if shape == () else dtype
+        inputs.append(None if shape is None else graph.input(f"{index}", TensorSpec(shape, kind)))
+    return graph.append(op, tuple(inputs), case.attributes)
+
+
+def aliasing_cases(device: Device) -> Iterator[tuple[Node, int]]:
+    """Every case of every op and each input whose buffer the plan may let its result take over."""
+    for op in REGISTRY:
+        if op.view or op.name not in device.kernels:
+            continue
+        for case in op.cases():
+            for dtype in (DType.FP32, DType.BF16):
+                try:
+                    node = recorded(op, case, dtype)
+                except ShapeError:  # an op that wants a fp32 input here
+                    continue
+                taken = overwritable(node, device.kernels[op.name])
+                for value in taken:
+                    if value.spec == node.outputs[0].spec:
+                        yield node, node.inputs.index(value)
+
+
+def run(device: Device, node: Node, arrays: Mapping[int, torch.Tensor], taken: int | None) -> np.ndarray:
+    ins = [None if value is None else device.allocate(value.spec) for value in node.inputs]
+    for index, array in arrays.items():
+        ins[index].copy_(array)
+    outs = [device.allocate(output.spec) for output in node.outputs]
+    if taken is not None:
+        outs[0] = ins[taken]
+    kernel = device.kernels[node.op.name]
+    specs = kernel.workspace_specs([None if v is None else v.spec for v in node.inputs],
+                                   [o.spec for o in node.outputs], node.attributes)  # fmt: skip
+    launch = kernel.bind(ins, outs, node.attributes, [device.allocate(spec) for spec in specs])
+    launch()
+    return device.download(outs[0])
+
+
+def test_a_result_in_an_inputs_buffer_is_the_same_to_the_bit(device: Device) -> None:
+    tried: dict[str, int] = {}
+    for node, taken in aliasing_cases(device):
+        generator = torch.Generator().manual_seed(len(tried))
+        arrays = {
+            index: torch.rand(value.shape, generator=generator) + 0.5
+            if value.spec.dtype.is_floating
+            else torch.randint(0, 2, value.shape, generator=generator)
+            for index, value in enumerate(node.inputs)
+            if value is not None
+        }
+        apart, in_place = run(device, node, arrays, None), run(device, node, arrays, taken)
+        assert np.array_equal(apart, in_place), (node, taken)
+        tried[node.op.name] = tried.get(node.op.name, 0) + 1
+    assert {op.name for op in REGISTRY if op.elementwise} <= tried.keys()
+
+
+SIZES = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocabulary": 29}
+
+
+def trained(device: Device, model: GPT, kind: Any, accumulation: int = 1, **options: Any) -> dict[str, np.ndarray]:
+    """State after three optimizer steps."""
+    graph = StepGraph(model, AdamW(AdamWConfig()), 2, accumulation)
+    state = State(device, graph.state_tensors())
+    for name, value in initial_values(model, 1).items():
+        state.write(name, value)
+    engine = kind(device, state, **options)
+    steps = {name: engine.build(name, trace) for name, trace in graph.train_steps().items()}
+    order = ["train"] if accumulation == 1 else ["accumulate_first", "accumulate_next", "update"]
+    for index in range(1, 4):
+        for part, name in enumerate(order):
+            given: dict[str, Any] = {**token_batch(29, 2, 16, 9 * index + part), "loss_weight": 0.02}
+            given |= {"lr": 1e-3 * index, "step": index, "seed": 5 * index + part}
+            steps[name]({key: given[key] for key in steps[name].inputs})
+    return {name: state.read(name) for name in state.names()}
+
+
+@pytest.mark.parametrize("compute", [DType.FP32, DType.BF16])
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "relu"])
+def test_engines_and_rematerialization_agree_to_the_bit(
+    device: Device, compute: DType, recompute: str, activation: str
+) -> None:
+    model = GPT(GPTConfig(dropout=0.1, recompute=recompute, activation=activation, **SIZES), compute)
+    static = trained(device, model, StaticEngine, rematerialize=False)
+    again = trained(device, model, StaticEngine, rematerialize=True)
+    assert not [name for name, value in static.items() if not np.array_equal(value, again[name])]
+    dynamic = trained(device, model, DynamicEngine)
+    assert not [name for name, value in static.items() if not np.array_equal(value, dynamic[name])]
+
+
+def test_micro_batches_agree_to_the_bit(device: Device) -> None:
+    model = GPT(GPTConfig(**SIZES), DType.BF16)
+    static, dynamic = (trained(device, model, kind, accumulation=2) for kind in (StaticEngine, DynamicEngine))
+    assert not [name for name, value in static.items() if not np.array_equal(value, dynamic[name])]
+
+
+def test_fused_forms_agree_with_their_parts(device: Device) -> None:
+    def trace(graph: Graph) -> None:
+        x = graph.input("x", TensorSpec((6, 8)))
+        up = graph.state_value("up", TensorSpec((16, 8)), Kind.PARAMETER)
+        down = graph.state_value("down", TensorSpec((8, 16)), Kind.PARAMETER)
+        bias = graph.state_value("bias", TensorSpec((16,)), Kind.PARAMETER)
+        norm = graph.state_value("norm", TensorSpec((8,)), Kind.PARAMETER)
+        hidden = ops.gelu(ops.add(ops.linear(x, up), bias))
+        total = ops.add(x, ops.linear(hidden, down))
+        graph.output("y", ops.layer_norm(total, norm, None))
+        graph.output("total", total)
+
+    probe = Graph()
+    trace(probe)
+    results = []
+    for kind in (DynamicEngine, StaticEngine):
+        state = State(device, [StateTensor(name, value.spec, value.kind) for name, value in probe.state.items()])
+        generator = np.random.default_rng(0)
+        for name in state.names():
+            state.write(name, generator.standard_normal(state.spec(name).shape).astype(np.float32))
+        step = kind(device, state).build("forms", trace)
+        results.append(step({"x": generator.standard_normal((6, 8)).astype(np.float32)}))
+        if kind is StaticEngine:
+            assert [node.op.name for node in step.plan.launched] == ["linear", "linear", "add_layer_norm"]
+    for name, value in results[0].items():
+        np.testing.assert_allclose(results[1][name], value, rtol=1e-5, atol=1e-5)
