@@ -40,7 +40,7 @@ def speed_table(job: JobResult, earlier: Earlier | None) -> list[list[str]]:
 
 def start_table(job: JobResult) -> list[list[str]]:
     """Starts and memory, from a process per contender; empty where that was left out."""
-    lines = [["contender", "cold start", "warm start", "peak memory", "of it training", "while stepping"]]
+    lines = [["contender", "cold start", "warm start", "peak memory", "above imports", "after first step"]]
     for row in job.rows.values():
         if row.peak_bytes is None or row.base_bytes is None:
             continue

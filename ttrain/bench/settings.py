@@ -26,7 +26,7 @@ class BenchConfig:
         choices=BASELINES,
     )
     seconds: float = option(
-        20.0, "time for the interleaved steps of one precision, in s; building and compiling come on top", above=0
+        15.0, "time for the interleaved steps of one precision, in s; building and compiling come on top", above=0
     )
     rounds: int = option(20, "how often every contender has its turn, in random order; fewer if time is up", minimum=3)
     startup: bool = option(
