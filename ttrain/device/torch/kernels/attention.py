@@ -55,7 +55,7 @@ def _softmax(context: Context) -> Kernel:
         plain = attributes["scale"] == 1.0 and not attributes["causal"]
         return [] if x.dtype.wide is x.dtype or plain else [x.with_dtype(x.dtype.wide)]
 
-    return into(bind, workspace)
+    return into(bind, workspace, overwrites=(0,))
 
 
 def _masked_softmax(x: Tensor, y: Tensor, factor: float, work: Sequence[Tensor]) -> list[Launch]:
@@ -329,7 +329,7 @@ def table(context: Context) -> dict[str, Kernel]:
     ways = attention_rows(context)
     return {
         "softmax": _softmax(context),
-        "softmax_grad": into(_softmax_grad),
+        "softmax_grad": into(_softmax_grad, overwrites=(0, 1)),
         "self_attention": _choosing(context, ways["explicit"][0], ways["flash"][0], 0),
         "self_attention_grad": _choosing(context, ways["explicit"][1], ways["flash"][1], 1),
     }

@@ -87,9 +87,9 @@ def chain(*launches: Launch) -> Launch:
     return flat[0] if len(flat) == 1 else Chain(flat)
 
 
-def into(bind: Bind, workspace: Workspace | None = None, frozen: tuple[str, ...] = ()) -> Kernel:
-    """A row that writes into its output buffers."""
-    return Kernel(bind, Delivery.INTO, workspace, frozen)
+def into(bind: Bind, workspace: Workspace | None = None, overwrites: tuple[int, ...] = ()) -> Kernel:
+    """A row that writes into its output buffers; output 0 may be the buffer of an input in `overwrites`."""
+    return Kernel(bind, Delivery.INTO, workspace, overwrites=overwrites)
 
 
 def inplace(bind: Bind, workspace: Workspace | None = None) -> Kernel:

@@ -83,7 +83,7 @@ def _layer_norm(context: Context) -> Kernel:
     def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
         return _norm_of(context, ins[0], ins[1:3], attributes["eps"], outs, work)
 
-    return into(bind, _widening(context, 1, 2))
+    return into(bind, _widening(context, 1, 2), overwrites=(0,))
 
 
 def _add_layer_norm(context: Context) -> Kernel:
@@ -91,7 +91,7 @@ def _add_layer_norm(context: Context) -> Kernel:
         total = partial(torch.add, ins[0], ins[1], out=outs[0])
         return chain(total, _norm_of(context, outs[0], ins[2:4], attributes["eps"], outs[1:], work))
 
-    return into(bind, _widening(context, 2, 2))
+    return into(bind, _widening(context, 2, 2), overwrites=(0, 1))
 
 
 def _layer_norm_grad(
@@ -142,5 +142,5 @@ def table(context: Context) -> dict[str, Kernel]:
     return {
         "layer_norm": _layer_norm(context),
         "add_layer_norm": _add_layer_norm(context),
-        "layer_norm_grad": into(_layer_norm_grad, _grad_workspace),
+        "layer_norm_grad": into(_layer_norm_grad, _grad_workspace, overwrites=(0, 1, 5)),
     }

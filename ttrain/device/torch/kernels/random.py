@@ -109,7 +109,7 @@ def _dropout(context: Context) -> Kernel:
     def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
         return mask_workspace(context, outs[0].size, outs[0].dtype)
 
-    return into(bind, workspace)
+    return into(bind, workspace, overwrites=(0,))
 
 
 def _dropout_mask(context: Context) -> Kernel:
