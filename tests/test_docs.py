@@ -172,7 +172,7 @@ def composed(words: list[str]) -> list[Config]:
 def smaller(config: Config, steps: int) -> Config:
     """The same command with a run that is cheap, as if these keys were on the command line too."""
     small: dict[str, Any] = {"train.steps": steps, "train.batch_size": 2 * config.train.accumulation}
-    small |= {"train.eval_batches": 1, "train.peak_tflops": 1.0, "train.log_every": 1, "schedule.warmup": 0}
+    small |= {"train.eval_batches": 1, "train.peak_tflops": 1.0, "schedule.warmup": 0}
     small |= {"sample.tokens": 4, "device.threads": 1}
     if config.device.name == "auto":
         small["device.name"] = "cpu"
@@ -181,8 +181,9 @@ def smaller(config: Config, steps: int) -> Config:
     small |= {f"model.{name}": size for name, size in sizes.items() if name in known}
     if config.data.name == "text":
         small["data.max_bytes"] = 20_000
-        if config.source.overrides:  # only the bare command reads the whole standard library
-            small["data.path"] = config.data.path or "book.txt"
+    if config.source.overrides:  # only the bare command looks through the standard library, and draws its loss
+        small["train.log_every"] = steps
+        small |= {"data.path": config.data.path or "book.txt"} if config.data.name == "text" else {}
     if config.data.name == "regression":
         small["data.examples"] = 64
     if config.task.name == "sample":  # the rest is that of the run
