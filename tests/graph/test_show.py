@@ -12,16 +12,16 @@ TEXT = """\
 input  x:fp32[2, 3]
 parameter weight:fp32[4, 3]
 gradient  weight/gradient:fp32[4, 3]
-forward  up                               %2:fp32[2, 4] = linear(x, weight, -)
-forward  up                               %3:fp32[2, 4] = relu(%2)
-forward                                   %4:fp32[] = reduce_sum(%3, axes=(0, 1))
-backward                                  %5:fp32[] = full(spec=fp32[], value=1.0)
-backward reduce_sum                       %6:fp32[1, 1] = reshape(%5, shape=(1, 1))
-backward reduce_sum                       %7:fp32[2, 4] = expand(%6, shape=(2, 4))
-backward up                               %8:fp32[2, 4] = relu_grad(%7, %3)
-backward up                               %9:fp32[4, 3] = matmul(%8, x, transpose_a=True, transpose_b=False)
-backward up                               %10:fp32[2, 3] = matmul(%8, weight, transpose_a=False, transpose_b=False)
-update                                    %12:fp32[4, 3] = assign(weight/gradient, %9)
+forward  up          %2:fp32[2, 4] = linear(x, weight, -)
+forward  up          %3:fp32[2, 4] = relu(%2)
+forward              %4:fp32[] = reduce_sum(%3, axes=(0, 1))
+backward             %5:fp32[] = full(spec=fp32[], value=1.0)
+backward reduce_sum  %6:fp32[1, 1] = reshape(%5, shape=(1, 1))
+backward reduce_sum  %7:fp32[2, 4] = expand(%6, shape=(2, 4))
+backward up          %8:fp32[2, 4] = relu_grad(%7, %3)
+backward up          %9:fp32[4, 3] = matmul(%8, x, transpose_a=True, transpose_b=False)
+backward up          %10:fp32[2, 3] = matmul(%8, weight, transpose_a=False, transpose_b=False)
+update               %12:fp32[4, 3] = assign(weight/gradient, %9)
 output loss = %4"""
 
 

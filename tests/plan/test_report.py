@@ -190,11 +190,12 @@ def test_the_op_list_tells_where_every_value_lies() -> None:
 
 TEXT = """\
 arena: 64 bytes
-    0     0 forward  up                           =s:fp32[3, 2] = transpose(@0+24)
-    1     1 forward  up                           =s:fp32[3, 2] = relu(=s)
-    2     - forward                               =s:fp32[3, 2] = assign(=s, =s)
-    3     2 forward                               @0+24:fp32[3, 2] = tanh(=s)
-    4     - forward                               @0+24:fp32[6] = reshape(@0+24)
+ node launch stage    scope  outputs = op(inputs)
+    0      0 forward  up  =s:fp32[3, 2] = transpose(@0+24)
+    1      1 forward  up  =s:fp32[3, 2] = relu(=s)
+    2      - forward      =s:fp32[3, 2] = assign(=s, =s)
+    3      2 forward      @0+24:fp32[3, 2] = tanh(=s)
+    4      - forward      @0+24:fp32[6] = reshape(@0+24, shape=(6,))
 
       offset        bytes        live  what
            0           24       in..0  inputs: input x

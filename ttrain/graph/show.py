@@ -10,20 +10,27 @@ from ttrain.graph.graph import Graph, Node, Stage, Value
 def show(graph: Graph, stages: Iterable[Stage] = tuple(Stage)) -> str:
     """Every node of the given stages."""
     wanted = set(stages)
+    nodes = [node for node in graph.nodes if node.stage in wanted]
+    width = scope_width(nodes)
     lines = [f"input  {value!r}" for value in graph.inputs.values()]
     lines += [f"{value.kind.value:9} {value!r}" for value in graph.state.values()]
-    lines += [show_node(node) for node in graph.nodes if node.stage in wanted]
+    lines += [show_node(node, width) for node in nodes]
     lines += [f"output {name} = {_short(value)}" for name, value in graph.outputs.items()]
     return "\n".join(lines)
 
 
-def show_node(node: Node) -> str:
-    """One node on one line."""
+def scope_width(nodes: Iterable[Node]) -> int:
+    """Characters of the longest scope."""
+    return max((len(node.scope) for node in nodes), default=0)
+
+
+def show_node(node: Node, width: int = 0) -> str:
+    """One node on one line, its scope padded to `width`."""
     outputs = ", ".join(f"{_short(value)}:{value.spec}" for value in node.outputs)
     arguments = ["-" if value is None else _short(value) for value in node.inputs]
     arguments += [f"{key}={value}" for key, value in node.attributes.items()]
     again = f"  (copy {node.copy})" if node.copy else ""
-    return f"{node.stage.value:8} {node.scope:32} {outputs} = {node.op.name}({', '.join(arguments)}){again}"
+    return f"{node.stage.value:8} {node.scope:{width}}  {outputs} = {node.op.name}({', '.join(arguments)}){again}"
 
 
 def _short(value: Value) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from ttrain.device.base import align
 from ttrain.graph.graph import Graph, Kind, Node, Stage, Value
 from ttrain.graph.passes import remove_dead_code
+from ttrain.graph.show import scope_width
 from ttrain.plan.arena import Block
 from ttrain.plan.lifetime import BEFORE
 from ttrain.plan.plan import Plan
@@ -99,7 +100,7 @@ def arena_buffers(plan: Plan) -> Iterator[Buffer]:
             yield _buffer(_label(owner), _CLASS_OF[owner.producer.stage], block)
     for blocks in plan.scratch.values():
         for block in blocks:
-            yield _buffer(block.label, "workspace", block)
+            yield _buffer(block.label.removeprefix("workspace of "), "workspace", block)
 
 
 def _buffer(label: str, group: str, block: Block) -> Buffer:
@@ -134,21 +135,22 @@ def show_plan(plan: Plan) -> str:
     A value is shown where it lies: `@<offset>+<bytes>` in the arena, `=<name>` in state. A node without a number is not
     launched: a view, or a copy that the kernel before it made unnecessary.
     """
-    lines, launch = [f"arena: {plan.arena_bytes} bytes"], 0
+    lines, launch, width = [f"arena: {plan.arena_bytes} bytes"], 0, scope_width(plan.graph.nodes)
+    lines.append(f" node launch stage    {'scope':{width}}  outputs = op(inputs)")
     for time, node in enumerate(plan.graph.nodes):
         elided = node in plan.placement.elided
         number = "-" if elided else str(launch)
         launch += not elided
-        inputs = ", ".join("-" if value is None else _place(plan, value) for value in node.inputs)
+        arguments = ["-" if value is None else _place(plan, value) for value in node.inputs]
+        arguments += [f"{key}={value}" for key, value in node.attributes.items()]
         outputs = ", ".join(f"{_place(plan, value)}:{value.spec}" for value in node.outputs)
         work = "".join(f" workspace @{block.offset}+{block.nbytes}" for block in plan.scratch.get(node, []))
-        lines.append(
-            f"{time:5} {number:>5} {node.stage.value:8} {node.scope:28} {outputs} = {node.op.name}({inputs}){work}"
-        )
+        place = f"{time:5} {number:>6} {node.stage.value:8} {node.scope:{width}}"
+        lines.append(f"{place}  {outputs} = {node.op.name}({', '.join(arguments)}){work}")
     lines.append("")
     lines.append(f"{'offset':>12} {'bytes':>12} {'live':>11}  what")
     for buffer in sorted(arena_buffers(plan), key=lambda b: (b.offset, b.start)):
-        live = f"{'in' if buffer.start == BEFORE else buffer.start}..{buffer.end}"
+        live = "..".join("in" if time == BEFORE else str(time) for time in dict.fromkeys((buffer.start, buffer.end)))
         lines.append(f"{buffer.offset:12} {buffer.nbytes:12} {live:>11}  {buffer.group}: {buffer.label}")
     return "\n".join(lines)
 
