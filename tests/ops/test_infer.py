@@ -118,7 +118,7 @@ def test_bad_shapes_are_refused_with_what_was_expected(
     assert expected in message
 
 
-@pytest.mark.parametrize("op", REGISTRY, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", list(REGISTRY), ids=lambda op: op.name)
 def test_every_case_infers(op: Op) -> None:
     from tests.ops.harness import input_specs
 
