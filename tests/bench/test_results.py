@@ -42,6 +42,7 @@ def test_files_say_the_same(tmp_path: Path) -> None:
     assert lines[1]["times_as_fast"] == str(2.2)
     text = (tmp_path / "results.md").read_text("utf-8")
     assert "| static | 0.5 | 0.5 – 0.5 | 2.20 | 2.00 – 2.40 |" in text
+    assert "| static | 2.20 (2.00 – 2.40) |  |" in text
     assert text.startswith("    python -m ttrain task=bench\n")
 
 

@@ -38,6 +38,18 @@ def speed_table(job: JobResult, earlier: Earlier | None) -> list[list[str]]:
     return lines
 
 
+def ratio_table(job: JobResult) -> list[list[str]]:
+    """Ours in lines, everybody in columns: how many times as fast, with the interval of 95 %."""
+    timed = [row for row in job.rows.values() if row.timed]
+    ours = [row for row in timed if row.side != BASELINE_SIDE]
+    lines = [["times as fast as", *(row.contender for row in timed)]]
+    for row in ours:
+        found = [None if other is row else job.ratio(row, other) for other in timed]
+        cells = [f"{times.ratio:.2f} ({times.low:.2f} – {times.high:.2f})" if times else "" for times in found]
+        lines.append([row.contender, *cells])
+    return lines if ours and len(timed) > 1 else []
+
+
 def start_table(job: JobResult) -> list[list[str]]:
     """Starts and memory, from a process per contender; empty where that was left out."""
     lines = [["contender", "cold start", "warm start", "peak memory", "above imports", "after first step"]]
@@ -105,14 +117,20 @@ def print_result(result: Result, earlier: Earlier | None, folder: Path) -> None:
         console = Console(highlight=False, width=_WIDTH)
     for job in result.jobs:
         console.print(escape(f"{job.title}, {job.precision}"), style="bold", soft_wrap=True)
-        for lines in filter(None, (speed_table(job, earlier), start_table(job))):
+        for lines in _tables(job, earlier):
             console.print(_rich_table(lines, job))
+            console.print()
         for note in notes(result, job, earlier):
             console.print(escape(note), soft_wrap=True)
         console.print()
     console.print(f"results: {escape(str(folder))}", soft_wrap=True)
     file = escape(shlex.quote(str(folder / "results.json")))
     console.print(f"compare a later run with it: bench.compare={file}", soft_wrap=True)
+
+
+def _tables(job: JobResult, earlier: Earlier | None) -> list[list[list[str]]]:
+    """Those that have something to say."""
+    return [lines for lines in (speed_table(job, earlier), ratio_table(job), start_table(job)) if lines]
 
 
 def _rich_table(lines: Sequence[Sequence[str]], job: JobResult) -> Any:
@@ -122,7 +140,8 @@ def _rich_table(lines: Sequence[Sequence[str]], job: JobResult) -> Any:
 
     table = Table(box=box.SIMPLE, padding=(0, 1), show_edge=False)
     for number, title in enumerate(lines[0]):
-        table.add_column(escape(title), justify="left" if number == 0 or title == "same work" else "right")
+        left = number == 0 or title == "same work"
+        table.add_column(escape(title), justify="left" if left else "right", no_wrap=number == 0)
     for line in lines[1:]:
         table.add_row(*map(escape, line), style="bold" if job.rows[line[0]].side == "ttrain" else None)
     return table
@@ -133,7 +152,7 @@ def markdown(result: Result, earlier: Earlier | None) -> str:
     parts = [f"    {result.environment['command']}"]
     for job in result.jobs:
         parts.append(f"**{job.title}, {job.precision}**")
-        parts += [_markdown_table(lines) for lines in (speed_table(job, earlier), start_table(job)) if lines]
+        parts += map(_markdown_table, _tables(job, earlier))
         parts.append("\n".join(f"- {note}" for note in notes(result, job, earlier)))
     return "\n\n".join(filter(None, parts)) + "\n"
 
