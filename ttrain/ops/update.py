@@ -299,10 +299,11 @@ class Refresh(_Update):
 
     def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
         count = node.attributes["count"]
-        return [
-            op("assign").record(copy, cast(p, copy.spec.dtype))
-            for copy, p in zip(inputs[:count], inputs[count:], strict=True)
-        ]  # type: ignore[union-attr,arg-type]
+        new = []
+        for copy, parameter in zip(inputs[:count], inputs[count:], strict=True):
+            assert copy is not None and parameter is not None
+            new.append(op("assign").record(copy, cast(parameter, copy.spec.dtype)))
+        return new
 
     def cases(self) -> Sequence[Case]:
         return [Case(((4, 8), (257,), (4, 8), (257,)), {"count": 2}), Case(((3,), (3,)), {"count": 1})]
