@@ -76,7 +76,8 @@ class StepCompiler(Protocol):
 
     `kernels` is the device's table with compiled rows in place of its own. `prepare(nodes)` compiles, or loads from the
     cache on disk, everything that these nodes need; only then may their rows be bound. `fuses` tells whether the table
-    has a row for the op `fused`, so that the elementwise chains of a graph may be joined.
+    has a row for the op `fused`, so that the elementwise chains of a graph may be joined. `join(launches)` makes the
+    calls of one run as few as it can.
     """
 
     fuses: bool
@@ -86,6 +87,8 @@ class StepCompiler(Protocol):
     def kernels(self) -> Mapping[str, Kernel]: ...
 
     def prepare(self, nodes: Sequence[Any]) -> None: ...
+
+    def join(self, launches: Sequence[Launch]) -> list[Launch]: ...
 
 
 class Device(ABC):

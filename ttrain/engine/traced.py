@@ -32,8 +32,10 @@ class TracedEngine(StaticEngine):
     def derive(self, trace: Trace) -> Graph:
         graph = super().derive(trace)
         if self.compiler is not None and self.compiler.fuses:
-            from ttrain.graph.passes.group import group_elementwise
-
+            try:
+                from ttrain.graph.passes.group import group_elementwise
+            except ModuleNotFoundError:
+                return graph
             graph = verify(remove_dead_code(group_elementwise(graph)), "grouping")
         return graph
 
@@ -56,7 +58,10 @@ class TracedEngine(StaticEngine):
             before = self.compiler.compilations
             self.compiler.prepare(plan.launched)
             self.counters.compilations += self.compiler.compilations - before
-        return super().bind(plan)
+        bound = super().bind(plan)
+        if self.compiler is not None:
+            bound.launches = self.compiler.join(bound.launches)
+        return bound
 
     def close(self) -> None:
         for step in self._steps:

@@ -15,7 +15,7 @@ import torch
 
 from ttrain.core.errors import CaptureError, DeviceUnavailable, GraphError
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Device, Kernel, Launch
+from ttrain.device.base import Device, Kernel, Launch, StepCompiler
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch.kernels import kernel_table
 from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context, flat_launches
@@ -132,6 +132,14 @@ class TorchDevice(Device):
             facts["compute_capability"] = f"{properties.major}.{properties.minor}"
             facts["cuda"] = torch.version.cuda
         return facts
+
+    def compiler(self) -> StepCompiler | None:
+        """On the CPU a step is traced by compiling its plan; on a GPU by recording its launches."""
+        if self.kind != "cpu":
+            return None
+        from ttrain.device.torch.native import NativeKernels
+
+        return NativeKernels(self.kernels, self.threads)
 
     def capture(self, launches: Sequence[Launch], name: str) -> Launch:
         """Record the launches as one CUDA graph.
