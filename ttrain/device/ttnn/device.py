@@ -59,7 +59,7 @@ class TenstorrentDevice(Device):
         self.mesh, self.config, self.name = mesh, config, config.name
         self.computes = config.mode != "mock"
         self.supports_capture = mesh.can_trace
-        self.store = Store(mesh.tt, mesh.handle, mesh.chips, self._count)
+        self.store = Store(mesh.tt, mesh.handle, mesh.chips, mesh.banks, self._count)
         self._capturing = False
         self._closed = False
 
@@ -118,7 +118,6 @@ class TenstorrentDevice(Device):
         with self.mesh.writing(self.store):
             super().upload_inputs(buffers, arrays)
             self.store.refresh()
-        self.store.generation += 1
 
     def download(self, buffer: Held) -> np.ndarray:
         self.counters.downloads += 1

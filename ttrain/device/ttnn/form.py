@@ -30,6 +30,11 @@ class TileForm:
         return (*self.shape[:-2], up_to_tile(self.shape[-2]), up_to_tile(self.shape[-1]))
 
     @property
+    def tiles(self) -> int:
+        """Number of tiles, which are the pages of its buffer."""
+        return math.prod(self.padded) // (TILE * TILE)
+
+    @property
     def nbytes(self) -> int:
         return int(math.prod(self.padded) * _BYTES[self.dtype])
 

@@ -63,6 +63,7 @@ class GoldenRuntime:
         self.operations = SimpleNamespace(
             moreh=SimpleNamespace(**{name: self._op(f"moreh.{name}", getattr(ttnn.operations.moreh, name)) for name in moreh})
         )
+        self.experimental = SimpleNamespace(view=self.view)
         heads = ("split_query_key_value_and_split_heads", "concatenate_heads")
         self.transformer = SimpleNamespace(
             **{name: self._op(name, getattr(ttnn.transformer, name)) for name in heads}
@@ -93,8 +94,22 @@ class GoldenRuntime:
     def to_torch(self, tensor: GoldenTensor) -> torch.Tensor:
         return tensor.data.clone()
 
-    def reshape(self, tensor: GoldenTensor, shape: Sequence[int]) -> GoldenTensor:
-        """A view where ttnn gives one, else a copy."""
+    def narrow(self, tensor: GoldenTensor, axis: int, start: int, length: int) -> GoldenTensor:
+        """A view of rows."""
+        assert axis == 0 and start % (12 * 32) == 0, "a view has to start at the first bank"
+        return GoldenTensor(tensor.data[start : start + length], tensor.dtype, tensor.layout)
+
+    def view(self, tensor: GoldenTensor, shape: Sequence[int]) -> GoldenTensor:
+        """The tiles in another arrangement; their order is all that elementwise ops see of it."""
+        return GoldenTensor(tensor.data.view(tuple(shape)), tensor.dtype, tensor.layout)
+
+    def reshape(
+        self, tensor: GoldenTensor, shape: Sequence[int], padded: Sequence[int] | None = None
+    ) -> GoldenTensor:
+        """A view where ttnn gives one, else a copy. With the padded shape, a view of what is not padding."""
+        if padded is not None:
+            assert tuple(shape)[:-1] == (1,), "only vectors lie in tiles that they do not fill"
+            return GoldenTensor(tensor.data[:1].view(tuple(shape)), tensor.dtype, tensor.layout)
         shares = shares_memory(TensorSpec(tensor.shape), TensorSpec(tuple(shape)))
         if not shares:
             self._count("reshape")
@@ -208,7 +223,7 @@ class GoldenMesh:
 
     def __init__(self) -> None:
         self.tt = GoldenRuntime()
-        self.handle, self.chips, self.can_trace = None, 1, True
+        self.handle, self.chips, self.banks, self.can_trace = None, 1, 12, True
         self.precision = self.grid = self.whole_grid = None
 
     def writing(self, store: Any) -> Any:

@@ -36,6 +36,7 @@ class Mesh:
         )  # fmt: skip
         size = handle.compute_with_storage_grid_size()
         self.cores = (size.y, size.x)
+        self.banks = tt.get_memory_view(handle, tt.BufferType.DRAM).num_banks
         self.whole_grid = tt.CoreGrid(y=size.y, x=size.x)
         self.grid = None if config.core_grid is None else tt.CoreGrid(y=config.core_grid[0], x=config.core_grid[1])
 

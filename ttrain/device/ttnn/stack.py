@@ -1,135 +1,77 @@
-"""Tensors of one update joined into one, so that an optimizer needs a few launches for all of them.
+"""State tensors side by side in one buffer of tiles, so that an optimizer needs a few launches for all of them.
 
-Matrices with rows of equal length lie below one another, vectors side by side. Only whole tiles are joined: a slice of a
-stack then needs no shifting.
+A buffer in DRAM is a row of tiles, dealt out to the banks in turn. A run of tiles that starts at the first bank can be
+seen as a tensor of its own without a copy (`ttnn.narrow`), so every member has a view that kernels read and write, and
+an elementwise launch over the whole buffer updates all members at once. Members are padded with zeros, and only tensors
+that fill their tiles take part, or vectors, which lie in the first row of theirs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ttrain.device.ttnn.form import TILE, TileForm, device_shape
+from ttrain.device.ttnn.form import TILE, TileForm
 
 if TYPE_CHECKING:
     from ttrain.device.ttnn.store import Store
     from ttrain.device.ttnn.tensors import Held
 
-CONCAT_LIMIT = 48  # tensors that ttnn.concat takes in one launch
 
-
-def stackable(shapes: Sequence[tuple[int, ...]], least: int) -> list[list[int]]:
-    """Positions of the shapes in groups that may be joined; a group of fewer than `least` is taken apart."""
-    groups: dict[object, list[int]] = {}
-    for position, shape in enumerate(shapes):
-        rows, columns = device_shape(shape)[-2:]
-        if len(shape) <= 1 and columns % TILE == 0:
-            key: object = "vectors"
-        elif len(shape) == 2 and rows % TILE == 0:
-            key = columns
-        else:
-            key = (position,)
-        groups.setdefault(key, []).append(position)
-    found: list[list[int]] = []
-    for members in groups.values():
-        parts = [members[i : i + CONCAT_LIMIT] for i in range(0, len(members), CONCAT_LIMIT)]
-        for part in parts:
-            found += [part] if len(part) >= least else [[position] for position in part]
-    return found
+def joinable(shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape may be a member of a stack."""
+    if len(shape) == 1:
+        return shape[0] % TILE == 0
+    return len(shape) == 2 and shape[0] % TILE == 0 and shape[1] % TILE == 0
 
 
 class Stack:
-    """One tensor that holds the values of several buffers, which become parts of it."""
+    """One buffer that holds the values of several tensors, which become views of it."""
 
     def __init__(self, store: Store, members: Sequence[Held]) -> None:
         self.store, self.members = store, list(members)
-        shapes = [device_shape(member.spec.shape) for member in members]
-        self.axis = 1 if len(members[0].spec.shape) <= 1 and len(members) > 1 else 0
-        self.ends = list(accumulate(shape[self.axis] for shape in shapes))
-        other = shapes[0][1 - self.axis]
-        shape = (self.ends[-1], other) if self.axis == 0 else (other, self.ends[-1])
-        self.form = TileForm(shape, members[0].form.dtype)
-        self._staged = [member.download() for member in members]
-        self._dirty, self._tensor = True, None
-        self._published: list[Held] = []
-        self._read_at, self._copy = -1, np.empty(0)
+        values = [member.download() for member in members]
+        starts, end = [], 0
+        for member in members:
+            starts.append(end)
+            tiles = member.form.tiles
+            end += -(-tiles // store.banks) * store.banks
+        self.form = TileForm((end * TILE, TILE), members[0].form.dtype)
         for member in members:
             member.release()
             member.stack = self
+        self.t = store.empty(self.form)  # views do not keep their buffer alive, so nobody may let it go
+        for member, start, array in zip(members, starts, values, strict=True):
+            member.tensor = self._view(member.form, start)
+            if np.any(array):
+                store.write(member.tensor, member.form, array)
 
-    @property
-    def t(self) -> Any:
-        """The joined tensor."""
-        if self._dirty:
-            self._flush()
-        return self._tensor
+    def _view(self, form: TileForm, start: int) -> Any:
+        tt, padded = self.store.tt, form.padded
+        run = tt.experimental.view(tt.narrow(self.t, 0, start * TILE, form.tiles * TILE), padded)
+        return run if padded == form.shape else tt.reshape(run, form.shape, padded)
 
-    def _flush(self) -> None:
-        rows = [array.reshape(device_shape(array.shape)) for array in self._staged]
-        joined = np.concatenate(rows, self.axis)
-        if self._tensor is None:
-            self._tensor = self.store.filled(self.form, joined)
-        else:
-            self.store.write(self._tensor, self.form, joined)
-        self._dirty, self._staged = False, []
-        self._read_at = -1
-        self.publish()
 
-    def bounds(self, member: Held) -> tuple[list[int], list[int]]:
-        """Start and end of a member's slice."""
-        index = self.members.index(member)
-        start, end = [0, 0], list(self.form.shape)
-        start[self.axis] = self.ends[index - 1] if index else 0
-        end[self.axis] = self.ends[index]
-        return start, end
+def stacked(store: Store, tensors: Sequence[Held]) -> list[Stack | Held]:
+    """The tensors that may be joined as one stack, made at the first call, and then the others by themselves."""
+    members = [tensor for tensor in tensors if joinable(tensor.spec.shape)]
+    alone = [tensor for tensor in tensors if not joinable(tensor.spec.shape)]
+    if len(members) < 2:
+        return list(tensors)
+    stack = members[0].stack
+    if stack is None or stack.members != members:
+        stack = Stack(store, members)
+    return [stack, *alone]
 
-    def read(self, member: Held) -> np.ndarray:
-        """A member's values on the host. The whole stack is read once a step and kept."""
-        if self._dirty:
-            return self._staged[self.members.index(member)].copy()
-        if self._read_at != self.store.generation:
-            self._copy, self._read_at = self.store.read(self._tensor), self.store.generation
-        (top, left), (bottom, right) = self.bounds(member)
-        return self._copy.reshape(self.form.shape)[top:bottom, left:right].reshape(member.spec.shape).copy()
 
-    def write(self, member: Held, array: np.ndarray) -> None:
-        """A member's values from the host; they reach the device with the next launch that needs the stack."""
-        if not self._dirty:
-            self._staged = [self.read(other) for other in self.members]
-            self._dirty = True
-        self._staged[self.members.index(member)] = array.copy()
-        self.store.unflushed.add(self)
-
-    def flush(self) -> None:
-        """Bring staged values onto the device."""
-        if self._dirty:
-            self._flush()
-
-    def publish_to(self, member: Held) -> Any:
-        """A tensor with a member's values, kept up to date by `publish`."""
-        if len(self.members) == 1 and member.form.dtype == self.form.dtype:
-            return self.t
-        whole, tensor = self.t, self.store.empty(member.form)
-        self._slice(whole, member, tensor)
-        self._published.append(member)
-        return tensor
-
-    def publish(self) -> None:
-        """Bring the tensors that kernels read up to date with the stack."""
-        for member in self._published:
-            self._slice(self._tensor, member, member.tensor)
-
-    def spread(self, source: Any, targets: Sequence[Held]) -> None:
-        """The slices of a tensor of the stack's shape, one into each target."""
-        for member, target in zip(self.members, targets, strict=True):
-            if len(self.members) == 1:
-                self.store.tt.copy(source, target.t)
-            else:
-                self._slice(source, member, target.t)
-
-    def _slice(self, source: Any, member: Held, target: Any) -> None:
-        start, end = self.bounds(member)
-        self.store.tt.slice(source, start, end, output_tensor=target)
+def wholes(tensors: Sequence[Held]) -> list[Stack | Held]:
+    """Tensors as the stacks that they make up; those whose stack has other members too stay single."""
+    given = set(map(id, tensors))
+    found: dict[int, Stack | Held] = {}
+    for tensor in tensors:
+        stack = tensor.stack
+        whole = tensor if stack is None or any(id(member) not in given for member in stack.members) else stack
+        found[id(whole)] = whole
+    return list(found.values())

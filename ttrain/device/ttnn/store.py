@@ -10,19 +10,16 @@ import numpy as np
 from ttrain.device.ttnn.form import ROWS, TileForm
 
 if TYPE_CHECKING:
-    from ttrain.device.ttnn.stack import Stack
     from ttrain.device.ttnn.tensors import Derived, Key
 
 
 class Store:
     """Makes tensors on an open mesh of chips. `tt` is ttnn, or what stands in for it in the tests."""
 
-    def __init__(self, tt: Any, mesh: Any, chips: int, count: Callable[[int], None]) -> None:
-        self.tt, self.mesh, self.chips = tt, mesh, chips
+    def __init__(self, tt: Any, mesh: Any, chips: int, banks: int, count: Callable[[int], None]) -> None:
+        self.tt, self.mesh, self.chips, self.banks = tt, mesh, chips, banks
         self._count = count  # told the bytes of every tensor before it is made
         self.stale: set[Derived | Key] = set()
-        self.unflushed: set[Stack] = set()
-        self.generation = 0  # of the values on the device: one more with every step
         self.queue = 0  # that host writes go through
 
     def empty(self, form: TileForm) -> Any:
@@ -57,7 +54,7 @@ class Store:
             split = array.size == self.chips * int(np.prod(shape))
             shape = (shape[0] * self.chips, *shape[1:]) if split else shape
             mapper = tt.ShardTensorToMesh(self.mesh, dim=0) if split else tt.ReplicateTensorToMesh(self.mesh)
-        values = torch.from_numpy(np.ascontiguousarray(array.reshape(shape)))
+        values = torch.from_numpy(np.require(array.reshape(shape), requirements=["C", "W"]))
         if form.dtype == "bfloat16":
             values = values.bfloat16()  # torch rounds faster than ttnn
         elif form.dtype in ("int32", "uint32"):
@@ -72,10 +69,7 @@ class Store:
         return values.float().numpy() if values.is_floating_point() else values.numpy()
 
     def refresh(self) -> None:
-        """Bring what depends on uploaded values up to date: derived scalars, mask keys, stacks."""
+        """Bring what depends on uploaded values up to date: derived scalars and mask keys."""
         for scalar in list(self.stale):
             scalar.refresh()
         self.stale.clear()
-        for stack in list(self.unflushed):
-            stack.flush()
-        self.unflushed.clear()

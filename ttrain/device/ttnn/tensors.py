@@ -47,9 +47,7 @@ class Held:
         self.form = form
 
     def _make(self) -> None:
-        if self.stack is not None:
-            self.tensor = self.stack.publish_to(self)
-        elif self.pending is not None:
+        if self.pending is not None:
             self.tensor, self.pending = self.store.filled(self.form, self.pending), None
         else:
             self.tensor = self.store.empty(self.form)
@@ -60,9 +58,7 @@ class Held:
             raise ShapeError(f"upload: got {list(array.shape)}, expected {self.spec}")
         if self.spec.size == 1 and array.size == 1:
             self.value = float(array.reshape(()))
-        if self.stack is not None:
-            self.stack.write(self, array)
-        elif self.tensor is None:
+        if self.tensor is None:
             self.pending = array.copy()
         else:
             self.store.write(self.tensor, self.form, array)
@@ -71,8 +67,6 @@ class Held:
 
     def download(self) -> np.ndarray:
         """The values, as the spec's shape."""
-        if self.stack is not None:
-            return self.stack.read(self)
         if self.tensor is None:
             values = np.zeros(self.spec.shape, np.float32) if self.pending is None else self.pending
             return values.reshape(self.spec.shape).copy()
@@ -181,7 +175,7 @@ class IntegerView(IntegerInput):
 
 
 class Derived(Held):
-    """A scalar that the host works out from scalar step inputs whenever one of them changes.
+    """A scalar, or a row of equal numbers, that the host works out from scalar step inputs whenever one of them changes.
 
     It has to be a tensor: a number given to a kernel would be frozen into a captured step.
     """
@@ -189,6 +183,7 @@ class Derived(Held):
     def __init__(self, store: Store, spec: TensorSpec, sources: Sequence[Held], function: Callable[..., float]) -> None:
         super().__init__(store, spec)
         self._sources, self._function = sources, function
+        self.ready = False  # whether the sources turned out to be step inputs
         for source in sources:
             source.watchers.append(self)
 
@@ -196,7 +191,8 @@ class Derived(Held):
         """Work it out again."""
         values = [source.value for source in self._sources]
         if all(value is not None for value in values):
-            self.upload(np.asarray(self._function(*values), np.float32))
+            self.upload(np.full(self.spec.shape, self._function(*values), np.float32))
+            self.ready = True
 
 
 class Key(Held):

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Delivery, Form, Kernel, Launch
 from ttrain.device.ttnn.form import TILE, TileForm, device_shape, dtype_name
@@ -63,14 +62,10 @@ class Context:
         """[1, length] of ones: a product with it sums columns."""
         return self.constant("ones", TileForm((1, length), dtype_name(dtype)), lambda: np.ones((1, length), np.float32))
 
-    def derived(self, sources: Sequence[Held], function: Callable[..., float]) -> Held:
-        """A scalar tensor that the host works out from scalar step inputs."""
-        if any(source.value is None and not isinstance(source, Derived) for source in sources):
-            unknown = [source for source in sources if not hasattr(source, "watchers")]
-            if unknown:
-                raise GraphError(f"{unknown[0].spec} must be a step input, because the host works with its value.")
-        scalar = Derived(self.store, TensorSpec((), DType.FP32), sources, function)
-        scalar.t  # noqa: B018
+    def derived(self, sources: Sequence[Held], function: Callable[..., float], width: int = 1) -> Derived:
+        """A scalar tensor, or a row of equal numbers, that the host works out from scalar step inputs."""
+        scalar = Derived(self.store, TensorSpec((1, width), DType.FP32), sources, function)
+        scalar.t  # noqa: B018 - it must exist before a capture
         scalar.refresh()
         return scalar
 
@@ -109,11 +104,14 @@ def flattens(shape: Sequence[int]) -> bool:
     return all(size == 1 for size in shape[:-2]) or shape[-2] % TILE == 0
 
 
-def column_sum(c: Context, tensor: Any, shape: Sequence[int], dtype: DType) -> Any:
-    """The sum over all axes but the last, [1, C]."""
+def column_sum(c: Context, tensor: Any, shape: Sequence[int], dtype: DType, into_: Held | None) -> Any:
+    """The sum over all axes but the last, [1, C]; None where it was written into a buffer that keeps its tensor."""
     rows, columns = rows_shape(shape)
     if flattens(shape):
         flat = c.tt.reshape(tensor, (rows, columns))
-        return c.tt.matmul(c.ones_row(rows, dtype).t, flat, **c.product)
+        if into_ is None or into_.adopts:
+            return c.tt.matmul(c.ones_row(rows, dtype).t, flat, **c.product)
+        c.tt.matmul(c.ones_row(rows, dtype).t, flat, optional_output_tensor=into_.t, **c.product)
+        return None
     axes = list(range(len(shape) - 1))
     return c.tt.reshape(c.tt.sum(tensor, dim=axes, keepdim=True, **c.exact), (1, columns))

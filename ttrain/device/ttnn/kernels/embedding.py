@@ -72,7 +72,13 @@ def _embedding_grad(c: Context) -> Kernel:
 
             return summed
         hot = one_hot(c, ids, vocabulary, dy.spec.dtype)
-        return lambda: [tt.matmul(hot(), tt.reshape(dy.t, (count, width)), transpose_a=True, **c.product)]
+
+        def product() -> list[Any]:
+            options = {} if outs[0].adopts else {"optional_output_tensor": outs[0].t}
+            result = tt.matmul(hot(), tt.reshape(dy.t, (count, width)), transpose_a=True, **options, **c.product)
+            return [None if options else result]
+
+        return product
 
     return fresh(build)
 

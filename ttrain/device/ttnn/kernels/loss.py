@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ttrain.core.spec import DType
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.form import TileForm, dtype_name
-from ttrain.device.ttnn.kernels.common import Attributes, Context, fresh
+from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, fresh, into, rows_shape
 from ttrain.device.ttnn.kernels.embedding import one_hot
 from ttrain.device.ttnn.tensors import Held, IntegerInput
 
@@ -126,8 +128,46 @@ def _linear_cross_entropy(c: Context) -> Kernel:
     return fresh(build)
 
 
+def _squared_error(c: Context) -> Kernel:
+    """Columns are summed on the matrix unit, and the weight enters with the sum over what is left."""
+
+    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+        (prediction, target, weight), tt = ins, c.tt
+        width = rows_shape(prediction.spec.shape)[1]
+        weights = c.derived([weight], lambda value: value, width)
+
+        def run() -> list[Any]:
+            squares = tt.squared_difference(prediction.t, target.t, dtype=tt.float32)
+            columns = column_sum(c, squares, prediction.spec.shape, DType.FP32, None)
+            if weights.ready:
+                return [tt.matmul(columns, weights.t, transpose_b=True, **c.product)]
+            return [tt.multiply(tt.sum(columns, dim=-1, keepdim=True, **c.exact), weight.t)]
+
+        return run
+
+    return fresh(build)
+
+
+def _squared_error_grad(c: Context) -> Kernel:
+    """2 weight (prediction - target)."""
+
+    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+        (prediction, target, weight), (out,), tt = ins, outs, c.tt
+        zero = c.constant("zero", TileForm((1, 1), "float32"), lambda: np.zeros((1, 1), np.float32))
+
+        def run() -> None:
+            difference = tt.subtract(prediction.t, target.t, dtype=tt.float32)
+            tt.addcmul(zero.t, difference, weight.t, value=2.0, output_tensor=out.t)
+
+        return run
+
+    return into(build)
+
+
 def table(c: Context) -> dict[str, Kernel]:
     return {
+        "squared_error": _squared_error(c),
+        "squared_error_grad": _squared_error_grad(c),
         "cross_entropy": _cross_entropy(c),
         "cross_entropy_grad": _cross_entropy_grad(c),
         "linear_cross_entropy": _linear_cross_entropy(c),

@@ -98,9 +98,10 @@ def _plain_grad(c: Context, ins: Sequence[Any], outs: Sequence[Held], bias: bool
     projected = tt.multiply(normal, tt.sum(tt.multiply(scaled, normal), **means))
     rest = tt.subtract(tt.subtract(scaled, tt.sum(scaled, **means)), projected)
     products = tt.multiply(dy.t, normal, dtype=tt.float32)
-    tt.copy(column_sum(c, products, x.spec.shape, DType.FP32), outs[1].t)
+    tt.copy(column_sum(c, products, x.spec.shape, DType.FP32, None), outs[1].t)
     if bias:
-        tt.copy(column_sum(c, dy.t, x.spec.shape, dy.spec.dtype), outs[2].t)
+        total = column_sum(c, dy.t, x.spec.shape, dy.spec.dtype, None)
+        tt.copy(total, outs[2].t)
     tt.multiply(rest, rstd.t, output_tensor=outs[0].t)
     if residual is not None:
         tt.add(outs[0].t, residual.t, output_tensor=outs[0].t)

@@ -8,8 +8,10 @@ from typing import Any
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.form import device_shape
 from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, fresh, into
-from ttrain.device.ttnn.stack import CONCAT_LIMIT, stackable
+from ttrain.device.ttnn.stack import wholes
 from ttrain.device.ttnn.tensors import Held
+
+CONCAT_LIMIT = 48  # tensors that ttnn.concat takes in one launch
 
 
 def _reduce_sum(c: Context) -> Kernel:
@@ -17,46 +19,41 @@ def _reduce_sum(c: Context) -> Kernel:
         (x,), (y,), axes = ins, outs, list(attributes["axes"])
         shape, rank = device_shape(y.spec.shape), x.spec.rank
         if rank >= 2 and axes == list(range(rank - 1)):
-            return lambda: [column_sum(c, x.t, x.spec.shape, x.spec.dtype)]
+            return lambda: [column_sum(c, x.t, x.spec.shape, x.spec.dtype, y)]
+        if rank == 2 and len(axes) == 2:
+            return lambda: [_whole_sum(c, x)]
         shifted = [axis + len(device_shape(x.spec.shape)) - rank for axis in axes]
         return lambda: [c.tt.reshape(c.tt.sum(x.t, dim=shifted, keepdim=True, **c.exact), shape)]
 
     return fresh(build)
 
 
-def gather(c: Context, tensors: Sequence[Held], groups: Sequence[Sequence[int]]) -> list[Launch]:
-    """Per group a launch that returns its tensors as one."""
-
-    def one(members: list[Held]) -> Launch:
-        if len(members) == 1:
-            return lambda: members[0].t
-        axis = 1 if len(members[0].spec.shape) <= 1 else 0
-        return lambda: c.tt.concat([member.t for member in members], dim=axis)
-
-    return [one([tensors[position] for position in group]) for group in groups]
+def _whole_sum(c: Context, x: Held) -> Any:
+    """All elements of a matrix: columns first, on the matrix unit."""
+    columns = column_sum(c, x.t, x.spec.shape, x.spec.dtype, None)
+    return c.tt.sum(columns, dim=-1, keepdim=True, **c.exact)
 
 
 def _global_norm(c: Context) -> Kernel:
-    """The root of the sum of squares: tensors of like shape are joined first, then squared and summed together."""
+    """The root of the sum of squares, stack by stack where gradients lie in stacks."""
 
     def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
-        (norm,) = outs
-        joins: list[Launch] = []
-        for dtype in dict.fromkeys(held.spec.dtype for held in ins):
-            same = [held for held in ins if held.spec.dtype is dtype]
-            joins += gather(c, same, stackable([held.spec.shape for held in same], least=2))
+        (norm,), tt = outs, c.tt
+        parts: list[Any] = []
+        root = [tt.UnaryOpType.SQRT]
 
-        def square_sum(join: Launch) -> Any:
-            tensor = join()
-            total = c.tt.sum(c.tt.multiply(tensor, tensor, dtype=c.tt.float32), **c.exact)
-            return c.tt.reshape(total, (1, 1))
+        def square_sum(part: Any) -> Any:
+            total = tt.sum(tt.multiply(part.t, part.t, dtype=tt.float32), **c.exact)
+            return tt.reshape(total, (1, 1))
 
         def run() -> None:
-            sums = [square_sum(join) for join in joins]
-            while len(sums) > 1:
-                parts = [sums[i : i + CONCAT_LIMIT] for i in range(0, len(sums), CONCAT_LIMIT)]
-                sums = [_total(c, part) for part in parts]
-            c.tt.sqrt(sums[0], output_tensor=norm.t)
+            if not parts:
+                parts.extend(wholes(ins))  # stacks are made after this row was bound
+            sums = [square_sum(part) for part in parts]
+            if len(sums) == 2:
+                tt.add(*sums, activations=root, output_tensor=norm.t)
+            else:
+                tt.sqrt(_total(c, sums), output_tensor=norm.t)
 
         return run
 
@@ -65,9 +62,10 @@ def _global_norm(c: Context) -> Kernel:
 
 def _total(c: Context, sums: Sequence[Any]) -> Any:
     """[1, 1] out of several."""
-    if len(sums) == 2:
-        return c.tt.add(sums[0], sums[1])
-    return c.tt.sum(c.tt.concat(list(sums), dim=1), dim=1, keepdim=True, **c.exact) if len(sums) > 1 else sums[0]
+    while len(sums) > 1:
+        parts = [list(sums[start : start + CONCAT_LIMIT]) for start in range(0, len(sums), CONCAT_LIMIT)]
+        sums = [c.tt.sum(c.tt.concat(part, dim=1), dim=1, keepdim=True, **c.exact) if part[1:] else part[0] for part in parts]
+    return sums[0]
 
 
 def table(c: Context) -> dict[str, Kernel]:

@@ -1,17 +1,16 @@
-"""The update stage. Optimizer state is joined into stacks, so that a launch serves many parameters (see stack.py)."""
+"""The update stage. State is joined into stacks, so that one launch serves all parameters of a group (see stack.py)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ttrain.core.spec import DType
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, inplace, into
-from ttrain.device.ttnn.kernels.reduce import gather
-from ttrain.device.ttnn.stack import Stack, stackable
+from ttrain.device.ttnn.stack import Stack, stacked
 from ttrain.device.ttnn.tensors import Held
 
 
@@ -44,27 +43,20 @@ def _clip_factor(c: Context) -> Kernel:
     return into(build)
 
 
-def stack_of(c: Context, members: Sequence[Held]) -> Stack:
-    """The stack of these buffers; made at the first call, when their values are still on the host."""
-    stack = members[0].stack
-    return Stack(c.store, members) if stack is None or stack.members != list(members) else stack
+Joined = Stack | Held
 
 
 @dataclass
 class _Group:
-    """One stack per written slot, and the launch that returns their gradients as one tensor."""
+    """What one chain of launches updates: a buffer per written slot, and the gradients in the same arrangement."""
 
-    slots: list[Stack]
-    gradients: Launch
+    slots: list[Joined]
+    gradients: Joined
 
 
-def _groups(c: Context, gradients: Sequence[Held], slots: Sequence[Sequence[Held]], least: int) -> list[_Group]:
-    groups = stackable([held.spec.shape for held in slots[0]], least)
-    joins = gather(c, gradients, groups)
-    return [
-        _Group([stack_of(c, [slot[i] for i in group]) for slot in slots], join)
-        for group, join in zip(groups, joins, strict=True)
-    ]
+def _groups(c: Context, gradients: Sequence[Held], slots: Sequence[Sequence[Held]]) -> list[_Group]:
+    joined = [stacked(c.store, tensors) for tensors in (gradients, *slots)]
+    return [_Group(list(rest), first) for first, *rest in zip(*joined, strict=True)]
 
 
 def _adamw(c: Context) -> Kernel:
@@ -79,7 +71,7 @@ def _adamw(c: Context) -> Kernel:
         p, g, m, v = (list(ins[start : start + count]) for start in range(0, 4 * count, count))
         rates = _Rates(c, ins[4 * count], ins[4 * count + 1], attributes)
         factor = ins[4 * count + 2]
-        launches = [_adamw_group(c, group, rates, factor, attributes) for group in _groups(c, g, [p, m, v], least=3)]
+        launches = [_adamw_group(c, group, rates, factor, attributes) for group in _groups(c, g, [p, m, v])]
         return _each(launches)
 
     return inplace(build)
@@ -107,7 +99,7 @@ def _adamw_group(c: Context, group: _Group, rates: _Rates, factor: Held | None, 
     wide = tt.float32
 
     def run() -> None:
-        g = gradients()
+        g = gradients.t
         scaled = tt.typecast(g, wide) if factor is None else tt.multiply(g, factor.t, dtype=wide)
         tt.lerp(m.t, scaled, 1 - beta1, output_tensor=m.t)
         tt.square(scaled, output_tensor=scaled)
@@ -117,7 +109,6 @@ def _adamw_group(c: Context, group: _Group, rates: _Rates, factor: Held | None, 
         if rates.keep is not None:
             tt.multiply(p.t, rates.keep.t, output_tensor=p.t)
         tt.addcmul(p.t, scaled, rates.rate.t, value=-1.0, output_tensor=p.t)
-        p.publish()
 
     return run
 
@@ -127,8 +118,7 @@ def _sgd(c: Context) -> Kernel:
         count, momentum = attributes["count"], bool(attributes["momentum"])
         lists = [list(ins[start : start + count]) for start in range(0, (3 if momentum else 2) * count, count)]
         lr, factor = ins[len(lists) * count :]
-        slots = [lists[0], *lists[2:]]
-        groups = _groups(c, lists[1], slots, least=4 if momentum or attributes["weight_decay"] else 1 << 30)
+        groups = _groups(c, lists[1], [lists[0], *lists[2:]])
         return _each([_sgd_group(c, group, lr, factor, attributes) for group in groups])
 
     return inplace(build)
@@ -141,7 +131,7 @@ def _sgd_group(c: Context, group: _Group, lr: Held, factor: Held | None, attribu
     one = c.ones_row(1, DType.FP32)
 
     def run() -> None:
-        g = gradients()
+        g = gradients.t
         if factor is not None:
             g = tt.multiply(g, factor.t, dtype=tt.float32)
         elif g.dtype != tt.float32:
@@ -152,36 +142,24 @@ def _sgd_group(c: Context, group: _Group, lr: Held, factor: Held | None, attribu
             tt.addcmul(g, velocity.t, one.t, value=momentum, output_tensor=velocity.t)
             g = tt.addcmul(g, velocity.t, one.t, value=momentum) if nesterov else velocity.t
         tt.addcmul(p.t, g, lr.t, value=-1.0, output_tensor=p.t)
-        p.publish()
 
     return run
 
 
 def _refresh(c: Context) -> Kernel:
-    """Every stack is rounded once, then cut into the copies that layers read."""
+    """The copies that layers read lie as their masters do: one rounding for a whole stack."""
 
     def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
         count = attributes["count"]
-        copies, parameters = list(ins[:count]), list(ins[count:])
-        by_stack: dict[int, tuple[Stack | None, list[Held], list[Held]]] = {}
-        for copy, parameter in zip(copies, parameters, strict=True):
-            stack = parameter.stack
-            entry = by_stack.setdefault(id(stack or parameter), (stack, [], []))
-            entry[1].append(parameter)
-            entry[2].append(copy)
-        return _each([_refresh_group(c, *entry) for entry in by_stack.values()])
+        pairs = zip(stacked(c.store, ins[:count]), stacked(c.store, ins[count:]), strict=True)
+        return _each([_rounded(c, copy, master) for copy, master in pairs])
 
     return inplace(build)
 
 
-def _refresh_group(c: Context, stack: Stack | None, parameters: list[Held], copies: list[Held]) -> Launch:
-    tt = c.tt
-    dtype = getattr(tt, copies[0].form.dtype)
-    if stack is None or len(stack.members) == 1:
-        source: Callable[[], Any] = (lambda: parameters[0].t) if stack is None else (lambda: stack.t)
-        return lambda: tt.typecast(source(), dtype, output_tensor=copies[0].t)
-    order = [copies[parameters.index(member)] for member in stack.members]
-    return lambda: stack.spread(tt.typecast(stack.t, dtype), order)
+def _rounded(c: Context, copy: Joined, master: Joined) -> Launch:
+    dtype = getattr(c.tt, copy.form.dtype)
+    return lambda: c.tt.typecast(master.t, dtype, output_tensor=copy.t)
 
 
 def _each(launches: Sequence[Launch]) -> Launch:
