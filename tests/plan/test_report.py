@@ -6,15 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import NUMPY_DTYPES, Device
 from ttrain.device.null import NullDevice
 from ttrain.device.settings import DeviceConfig
+from ttrain.device.torch.device import cpu
 from ttrain.device.torch.planned import planned
 from ttrain.engine.dynamic import DynamicEngine
 from ttrain.engine.static import StaticEngine
+from ttrain.engine.traced import TracedEngine
 from ttrain.graph import Graph, Kind, Stage
 from ttrain.models.gpt import GPT
 from ttrain.models.mlp import MLP
@@ -25,6 +28,7 @@ from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD
 from ttrain.plan import build_plan
 from ttrain.plan.report import CLASSES, arena_buffers, show_plan, step_cost
+from ttrain.train.checkpoint import CheckpointContent, save_checkpoint
 from ttrain.train.plan_report import PlanReport, Table, parameter_groups, plain_table, plan_report
 from ttrain.train.session import Session, flops_per_step
 from ttrain.train.step_graph import StepGraph
@@ -130,8 +134,6 @@ def test_persistent_bytes_by_kind(compute: DType) -> None:
 
 
 def test_a_checkpoint_takes_as_many_bytes_on_disk_as_planned(tmp_path: Any) -> None:
-    from ttrain.train.checkpoint import CheckpointContent, save_checkpoint
-
     opened = session(NullDevice())
     saved = save_checkpoint(tmp_path, opened.state, CheckpointContent(step=1, config={}))
     tensors = sum(entry["bytes"] for name, entry in saved.files.items() if name.endswith(".safetensors"))
@@ -144,8 +146,6 @@ def test_a_checkpoint_takes_as_many_bytes_on_disk_as_planned(tmp_path: Any) -> N
 @pytest.mark.parametrize("compute", [DType.FP32, DType.BF16])
 def test_planned_without_the_device_is_what_the_device_takes(compute: DType, accumulation: int) -> None:
     """The CPU as planned against the CPU after one step of each kind: equal but for the gaps between tensors."""
-    from ttrain.device.torch.device import cpu
-
     config = DeviceConfig(name="cpu", threads=1)
     model = GPT(GPTConfig(**SIZES), compute)
     foreseen = report(planned(config), model=model, accumulation=accumulation)
@@ -161,10 +161,17 @@ def test_planned_without_the_device_is_what_the_device_takes(compute: DType, acc
     assert foreseen.memory <= device.counters.allocated_bytes <= 1.1 * foreseen.memory
 
 
+def test_a_traced_step_is_planned_with_the_kernels_that_would_be_compiled() -> None:
+    config = DeviceConfig(name="cpu", threads=1)
+    static, traced = report(planned(config)), report(planned(config), engine=TracedEngine)
+    assert traced.flops == static.flops and traced.costs["train"].memory != static.costs["train"].memory
+    device = cpu(config)
+    assert report(device, engine=TracedEngine) == traced  # nothing is compiled before a step runs
+    device.close()
+
+
 @pytest.mark.parametrize("name", ["auto", "cpu", "cuda"])
 def test_planning_touches_no_gpu(name: str) -> None:
-    import torch
-
     device = planned(DeviceConfig(name=name))
     assert report(device).memory > 0
     assert device.name in ("cpu", "cuda") and not device.computes

@@ -100,9 +100,7 @@ class _Tape:
             return
         for index, output in enumerate(node.outputs):
             shared = node.inputs[aliases[index]] if index in aliases and not node.op.view else None
-            self.buffers[output] = (
-                self.allocate(output.spec, node.op.name) if shared is None else self.placed(shared)
-            )
+            self.buffers[output] = self.allocate(output.spec, node.op.name) if shared is None else self.placed(shared)
         self._run(node, self.device.kernels[kernel])
 
     def _run(self, node: Node, kernel: Kernel) -> None:

@@ -127,9 +127,7 @@ def flat_launches(launches: Iterable[Launch]) -> Iterator[Launch]:
 class BoundPlan:
     """A plan with addresses: launches without arguments, and the buffers of inputs and outputs."""
 
-    def __init__(
-        self, plan: Plan, device: Device, kernels: Mapping[str, Kernel], state: State, arena: Arena
-    ) -> None:
+    def __init__(self, plan: Plan, device: Device, kernels: Mapping[str, Kernel], state: State, arena: Arena) -> None:
         self._plan, self._device, self._kernels, self._state, self._arena = plan, device, kernels, state, arena
         self.inputs = {name: self._buffer(value) for name, value in plan.graph.inputs.items()}
         self.outputs = {name: self._buffer(value) for name, value in plan.graph.outputs.items()}

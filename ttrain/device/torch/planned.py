@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from ttrain.device.base import Kernel, StepCompiler
 from ttrain.device.null.device import NullDevice
 from ttrain.device.settings import DeviceConfig
 
 
-def planned(config: DeviceConfig) -> NullDevice:
+class PlannedDevice(NullDevice):
+    """A device by its table. On the CPU a traced step is planned with the rows that would be compiled for it."""
+
+    def __init__(self, kind: str, rows: Mapping[str, Kernel], threads: int) -> None:
+        super().__init__(rows=rows)
+        self.name, self.threads = kind, threads
+
+    def compiler(self) -> StepCompiler | None:
+        if self.name != "cpu":
+            return None
+        from ttrain.device.torch.native import NativeKernels
+
+        return NativeKernels(self.kernels, self.threads)
+
+
+def planned(config: DeviceConfig) -> PlannedDevice:
     """A device that plans as the named one does. CUDA is not initialised, nor need there be a GPU."""
     import torch
 
@@ -18,7 +36,5 @@ def planned(config: DeviceConfig) -> NullDevice:
     if kind == "auto":
         # torch counts GPUs through the driver's management library, which does not initialise CUDA.
         kind = "cuda" if torch.cuda.device_count() else "cpu"
-    context = Context.of(torch.device(kind), config.threads or default_threads())
-    device = NullDevice(rows=kernel_table(context))
-    device.name = kind
-    return device
+    threads = config.threads or default_threads()
+    return PlannedDevice(kind, kernel_table(Context.of(torch.device(kind), threads)), threads)
