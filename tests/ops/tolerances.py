@@ -13,10 +13,14 @@ BF16 = {
     ("self_attention", "*"): Tolerance(3, 2),  # scores and probabilities
     ("self_attention_grad", "*"): Tolerance(4, 2.5),
     ("linear_cross_entropy", "*"): Tolerance(5, 3),  # logits
+    ("tanh_grad", "*"): Tolerance(2, 1.5),  # CUDA rounds 1 - y^2
+    ("softmax_grad", "*"): Tolerance(2, 1.5),  # and the sum of dy y
     ("add_layer_norm", "mean"): Tolerance(1, 1),  # statistics are those of the rounded total
     ("add_layer_norm", "rstd"): Tolerance(1, 1),
     ("add_layer_norm", "y"): Tolerance(2, 2),
 }
+# The same in ULP of fp32. CUDA's fused AdamW divides by the root of v in another order.
+FP32 = {("adamw_update", "parameters"): Tolerance(16, 12)}
 # Ops whose fp64 run is fp32 in places: they hold fp32 state, so fp64 only serves other tests.
 FP32_INSIDE = {"adamw_update"}
 
@@ -27,6 +31,8 @@ def tolerance(op: str, output: str, dtype: DType, computed_in: DType) -> tuple[D
         for key in ((op, output), (op, "*")):
             if key in BF16:
                 return DType.BF16, BF16[key]
+    if dtype is DType.FP32 and (op, output) in FP32:
+        return dtype, FP32[op, output]
     if dtype is DType.FP64 and op in FP32_INSIDE:
         return DType.FP32, DEFAULT[DType.FP32]
     return dtype, DEFAULT[dtype]
