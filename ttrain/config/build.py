@@ -69,6 +69,8 @@ def build_model(config: Config, vocabulary: int | None = None) -> Model:
     if getattr(model, "vocabulary", 0) is None:
         model = replace(model, vocabulary=vocabulary)
     built: Model = component("model", model.name).load()(model, config.precision.compute)
+    for parameter in built.parameters().values():
+        parameter.master = config.precision.master
     return built
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from ttrain.config.schema import Config
 from ttrain.data.settings import RegressionConfig, TextConfig, TokensConfig
+from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.models.presets import PRESETS, SIZES, resolved
 from ttrain.models.settings import GPTConfig, MLPConfig
 from ttrain.optim.settings import AdamWConfig, SGDConfig
@@ -172,6 +173,34 @@ def _bench(config: Config) -> Iterator[str]:
             yield f"{key}: task=bench does not read it; bench.size and bench.precision decide what is measured."
         elif key == "engine.name":
             yield f"engine={config.engine.name}: task=bench takes its engines from bench.engines."
+
+
+@check("device", "precision")
+def _tenstorrent_precision(config: Config) -> Iterator[str]:
+    if config.precision.name in ("bf16_pure", "bf8") and not isinstance(config.device, TenstorrentConfig):
+        yield f"precision={config.precision.name}: only on Tenstorrent devices. Give precision=bf16 or device=tt."
+
+
+@check("device", "engine", "train")
+def _tenstorrent(config: Config) -> Iterator[str]:
+    device = config.device
+    if not isinstance(device, TenstorrentConfig):
+        return
+    for key in ("mesh", "core_grid"):
+        size = getattr(device, key)
+        if size is not None and (len(size) != 2 or min(size) < 1):
+            yield f"device.{key}={size}: must be [rows, columns], both 1 or more."
+            return
+    if device.mode == "simulator" and device.simulator is None:
+        yield "device.mode=simulator: needs device.simulator=<path of the simulator library>."
+    if device.subdevices > 1 and device.command_queues < device.subdevices:
+        yield f"device.subdevices={device.subdevices}: needs as many queues. Give device.command_queues=2."
+    chips, rows = device.mesh[0] * device.mesh[1], config.train.batch_size // config.train.accumulation
+    held = {"n150": 1, "p150": 1, "n300": 2, "t3000": 8}.get(device.name)
+    if held is not None and chips > held:
+        yield f"device.mesh={device.mesh}: {chips} chips, but device={device.name} has {held}."
+    if rows % chips:
+        yield f"device.mesh={device.mesh}: {chips} chips must divide the {rows} sequences of a micro-batch."
 
 
 @check("logger")

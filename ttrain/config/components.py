@@ -9,6 +9,7 @@ from ttrain.config.registry import register, rows
 from ttrain.core.options import option
 from ttrain.data.settings import RegressionConfig, TextConfig, TokensConfig
 from ttrain.device.settings import DeviceConfig
+from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.settings import GPTConfig, MLPConfig
 from ttrain.nn.precision import PrecisionConfig
@@ -30,6 +31,7 @@ register("task", "prepare", config=TaskConfig, target="ttrain.tasks.prepare:run"
 register("task", "runs", config=TaskConfig, target="ttrain.tasks.runs:run")
 register("task", "report", config=TaskConfig, target="ttrain.tasks.report:run")
 register("task", "bench", config=TaskConfig, target="ttrain.tasks.bench:run")
+register("task", "doctor", config=TaskConfig, target="ttrain.tasks.doctor:run")
 
 register("model", "mlp", config=MLPConfig, target="ttrain.models.mlp:MLP")
 register("model", "gpt", config=GPTConfig, target="ttrain.models.gpt:GPT")
@@ -42,6 +44,8 @@ register("device", "auto", config=DeviceConfig, target="ttrain.device.torch.devi
 register("device", "cpu", config=DeviceConfig, target="ttrain.device.torch.device:cpu")
 register("device", "cuda", config=DeviceConfig, target="ttrain.device.torch.device:cuda")
 register("device", "null", config=DeviceConfig, target="ttrain.config.build:null_device")
+for _board in ("tt", "n150", "n300", "t3000", "p150"):
+    register("device", _board, config=TenstorrentConfig, target="ttrain.device.ttnn.device:open_device")
 
 register("optimizer", "sgd", config=SGDConfig, target="ttrain.optim.sgd:SGD")
 register("optimizer", "adamw", config=AdamWConfig, target="ttrain.optim.adamw:AdamW")
@@ -57,6 +61,8 @@ register("data", "regression", config=RegressionConfig, target="ttrain.data.regr
 
 register("precision", "fp32", config=PrecisionConfig, target=PrecisionConfig)
 register("precision", "bf16", config=PrecisionConfig, target=PrecisionConfig)
+register("precision", "bf16_pure", config=PrecisionConfig, target=PrecisionConfig)
+register("precision", "bf8", config=PrecisionConfig, target=PrecisionConfig)
 
 register("logger", "console", config=LoggerConfig, target="ttrain.config.build:no_views")
 register("logger", "jsonl", config=LoggerConfig, target="ttrain.config.build:no_views")

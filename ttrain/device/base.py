@@ -186,6 +186,13 @@ class Device(ABC):
         """Record the launches once; the returned call replays them. Only where `supports_capture`."""
         raise CaptureError(f"device {self.name} can't capture a step. Use engine=static or engine=dynamic.")
 
+    def expect_capture(self) -> None:
+        """Told once, before anything is bound, that steps will be captured."""
+
+    def step_facts(self) -> dict[str, int]:
+        """Counts of what steps have cost so far, such as device ops and programs; empty where nobody counts."""
+        return {}
+
     def compiler(self) -> StepCompiler | None:
         """What `engine=traced` compiles a plan with; None where the device records launches instead."""
         return None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ttrain.core.errors import CaptureError
-from ttrain.device.base import Device, Launch
+from ttrain.device.base import NUMPY_DTYPES, Device, Launch
 from ttrain.engine.base import Trace
 from ttrain.engine.state import State
 from ttrain.engine.static import BoundPlan, StaticEngine, StaticStep
+from ttrain.graph.alias import overwritten
 from ttrain.graph.graph import Graph
 from ttrain.graph.passes import remove_dead_code
 from ttrain.graph.verify import verify
@@ -28,6 +31,8 @@ class TracedEngine(StaticEngine):
             self.kernels = self.compiler.kernels
         elif not device.supports_capture:
             raise CaptureError(f"device {device.name} can't capture a step. Use engine=static or engine=dynamic.")
+        else:
+            device.expect_capture()
 
     def derive(self, trace: Trace) -> Graph:
         graph = super().derive(trace)
@@ -63,6 +68,25 @@ class TracedEngine(StaticEngine):
             bound.launches = self.compiler.join(bound.launches)
         return bound
 
+    def capture(self, step: TracedStep) -> bool:
+        """Capture a step that has run before; False where that has to wait.
+
+        Nothing may be allocated once a capture exists. With arenas it is enough that every step has its addresses. A
+        device without makes tensors when they are first needed, so there all steps have to run before the first
+        capture, and all are captured together.
+        """
+        if self.device.arenas:
+            self.bind_all()
+            step.record()
+        else:
+            steps = [each for each in self._steps if isinstance(each, TracedStep)]
+            if not all([each.warm_up() for each in steps]):
+                return False
+            for each in steps:
+                each.record()
+        self.device.freeze(f"step {step.name}")
+        return True
+
     def close(self) -> None:
         for step in self._steps:
             if isinstance(step, TracedStep):
@@ -75,6 +99,7 @@ class TracedStep(StaticStep):
 
     engine: TracedEngine
     _replay: Launch | None = None
+    _warm = False
 
     def run(self, bound: BoundPlan) -> None:
         engine = self.engine
@@ -84,18 +109,37 @@ class TracedStep(StaticStep):
                 self._replay = bound.run
             self._replay()
             return
-        if not self._calls:
+        if self._replay is None and not self._warm:
             bound.run()
-            return
-        if self._replay is None:
-            # Every other step takes its addresses now: nothing may be allocated once a capture exists.
-            engine.bind_all()
-            uploads = engine.device.counters.uploads
-            self._replay = engine.device.capture(bound.launches, self.name)
-            engine.counters.captures += 1
-            engine.counters.host_writes_in_capture += engine.device.counters.uploads - uploads
-            engine.device.freeze(f"step {self.name}")
-        self._replay()
+            self._warm = True
+        elif self._replay is None and not engine.capture(self):
+            bound.run()
+        else:
+            assert self._replay is not None
+            self._replay()
+
+    def warm_up(self) -> bool:
+        """Run once on zeros what was never run, so that the device has all its memory; not what changes state."""
+        if self._warm:
+            return True
+        if any(overwritten(node) for node in self.plan.graph.nodes):
+            return False
+        self.take_addresses()
+        assert self._bound is not None
+        zeros = {key: np.zeros(spec.shape, NUMPY_DTYPES[spec.dtype]) for key, spec in self.inputs.items()}
+        self.engine.device.upload_inputs(self._bound.inputs, zeros)
+        self._bound.run()
+        self._warm = True
+        return True
+
+    def record(self) -> None:
+        """Let the device capture the bound plan."""
+        device, counters = self.engine.device, self.engine.counters
+        assert self._bound is not None
+        uploads = device.counters.uploads
+        self._replay = device.capture(self._bound.launches, self.name)
+        counters.captures += 1
+        counters.host_writes_in_capture += device.counters.uploads - uploads
 
     def release(self) -> None:
         """Drop the capture, before the device goes."""

@@ -13,7 +13,7 @@ from ttrain.nn.initialize import Initializer
 
 @dataclass(eq=False, slots=True)
 class Parameter:
-    """A trained tensor: fp32 master values, and how they start.
+    """A trained tensor: master values, fp32 unless the run says otherwise, and how they start.
 
     `follows_compute` tells that layers read it in the compute dtype: if that is not fp32, they read a rounded copy that
     is refreshed after every update. Whether it decays is the optimizer's decision.
@@ -23,11 +23,12 @@ class Parameter:
     initializer: Initializer
     follows_compute: bool = True
     path: str = ""  # place in the module tree, set once by the model that owns it
+    master: DType = DType.FP32  # of the master values and of the optimizer's tensors
 
     @property
     def spec(self) -> TensorSpec:
         """Spec of the master values."""
-        return TensorSpec(self.shape, DType.FP32)
+        return TensorSpec(self.shape, self.master)
 
     def read_spec(self, compute: DType) -> TensorSpec:
         """Spec of the values that layers read, and of their gradient."""

@@ -7,14 +7,26 @@ from dataclasses import dataclass
 from ttrain.core.options import option
 from ttrain.core.spec import DType
 
+_COMPUTE = {"fp32": DType.FP32, "bf16": DType.BF16, "bf16_pure": DType.BF16, "bf8": DType.BF16}
+
 
 @dataclass
 class PrecisionConfig:
-    """Dtypes of a run. Master weights and optimizer state are fp32 in both choices."""
+    """Dtypes of a run. Master weights and optimizer state are fp32 but for bf16_pure."""
 
-    name: str = option("fp32", "fp32, or bf16 = bf16 compute with fp32 master weights", choices=("fp32", "bf16"))
+    name: str = option(
+        "fp32",
+        "fp32; bf16 = bf16 compute with fp32 master weights; on Tenstorrent also bf16_pure = everything in bf16, and "
+        "bf8 = bf16 with matrices read as 8-bit block floats",
+        choices=tuple(_COMPUTE),
+    )
 
     @property
     def compute(self) -> DType:
         """dtype of activations and of the weights as matmuls read them."""
-        return DType.parse(self.name)
+        return _COMPUTE[self.name]
+
+    @property
+    def master(self) -> DType:
+        """dtype of the weights that updates change, and of the optimizer state."""
+        return DType.BF16 if self.name == "bf16_pure" else DType.FP32

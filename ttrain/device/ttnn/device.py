@@ -25,21 +25,30 @@ ShelfKey = tuple[int, TensorSpec]
 class Shelf:
     """What stands for an arena: tensors by offset. An offset means one tensor, which values take turns in."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, matrices: str | None = None) -> None:
         self._store = store
+        self._matrices = matrices  # dtype that matrices are held in, if not their spec's
         self._held: dict[int, Held] = {}
         self._views: dict[ShelfKey, Held] = {}
 
     def at(self, offset: int, spec: TensorSpec) -> Held:
         """The tensor of an offset, seen as `spec`."""
         if offset not in self._held:
-            self._held[offset] = Held(self._store, spec) if spec.dtype.is_floating else IntegerInput(self._store, spec)
+            self._held[offset] = self._new(spec)
         held = self._held[offset]
         if held.spec == spec:
             return held
         if (offset, spec) not in self._views:
             self._views[offset, spec] = held.view(spec)
         return self._views[offset, spec]
+
+    def _new(self, spec: TensorSpec) -> Held:
+        if not spec.dtype.is_floating:
+            return IntegerInput(self._store, spec)
+        held = Held(self._store, spec)
+        if self._matrices is not None and spec.rank == 2:
+            held.hold_as(TileForm(held.form.shape, self._matrices))
+        return held
 
 
 def open_device(config: TenstorrentConfig) -> TenstorrentDevice:
@@ -99,11 +108,15 @@ class TenstorrentDevice(Device):
 
     def allocate_arena(self, nbytes: int, purpose: str) -> Shelf:
         """A shelf takes no memory; its tensors do, when they are made."""
-        return self._allocate(nbytes)
+        self._check_open()
+        copies = self.config.weights == "bf8" and purpose.split()[:1] == ["copy"]
+        return Shelf(self.store, "bfloat8_b" if copies else None)
 
-    def _allocate(self, nbytes: int) -> Shelf:
+    def _check_open(self) -> None:
         if self._closed:
             raise GraphError(f"device {self.name} was closed; nothing can be allocated on it any more.")
+
+    def _allocate(self, nbytes: int) -> Shelf:
         return Shelf(self.store)
 
     def place(self, arena: Shelf, offset: int, spec: TensorSpec) -> Held:
@@ -155,6 +168,12 @@ class TenstorrentDevice(Device):
             replay()
 
         return run
+
+    def expect_capture(self) -> None:
+        self.context.replayed = True
+
+    def step_facts(self) -> dict[str, int]:
+        return self.mesh.step_facts()
 
     def close(self) -> None:
         """Release captures, then the device. Closing twice does nothing."""

@@ -242,6 +242,9 @@ class GoldenMesh:
     def memory(self) -> dict[str, int]:
         return {"in_use": 0, "peak": 0, "total": 0}
 
+    def step_facts(self) -> dict[str, int]:
+        return {"device_ops": sum(self.tt.calls.values())}
+
     def describe(self) -> dict[str, Any]:
         return {"mode": "golden", "note": "reference functions of ttnn on torch tensors"}
 

@@ -117,6 +117,17 @@ class Mesh:
         used, total = view.total_bytes_allocated_per_bank, view.total_bytes_per_bank
         return {"in_use": used * view.num_banks, "peak": used * view.num_banks, "total": total * view.num_banks}
 
+    def step_facts(self) -> dict[str, int]:
+        """Device ops launched so far, programs built so far, and bytes of core memory in use over the chip."""
+        tt = self.tt
+        small = tt.get_memory_view(self.handle, tt.BufferType.L1)
+        return {
+            "device_ops": tt._ttnn.get_device_operation_id(),
+            "programs": self.handle.num_program_cache_entries(),
+            "dram_bytes": self.memory()["in_use"],
+            "l1_bytes": small.total_bytes_allocated_per_bank * small.num_banks,
+        }
+
     def describe(self) -> dict[str, Any]:
         """Facts for the run record."""
         from importlib.metadata import version

@@ -35,4 +35,5 @@ class TenstorrentConfig(DeviceConfig):
         None, "bf16 training kernels of ttnn (moreh) instead of fp32 sums; null: yes, but not on a simulator"
     )
     open_timeout_s: int = option(60, "seconds to wait for a card that another process holds", minimum=1)
+    weights: str = option("bf16", "how matrices are held for products; precision=bf8 sets bf8", choices=("bf16", "bf8"))
     verbose: bool = option(False, "let ttnn write its log")

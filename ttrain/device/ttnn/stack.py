@@ -55,15 +55,19 @@ class Stack:
 
 
 def stacked(store: Store, tensors: Sequence[Held]) -> list[Stack | Held]:
-    """The tensors that may be joined as one stack, made at the first call, and then the others by themselves."""
-    members = [tensor for tensor in tensors if joinable(tensor.spec.shape)]
-    alone = [tensor for tensor in tensors if not joinable(tensor.spec.shape)]
-    if len(members) < 2:
-        return list(tensors)
-    stack = members[0].stack
-    if stack is None or stack.members != members:
-        stack = Stack(store, members)
-    return [stack, *alone]
+    """Matrices as one stack and vectors as another, made at the first call; then those that can't be joined."""
+    groups: dict[int, list[Held]] = {2: [], 1: [], 0: []}
+    for tensor in tensors:
+        groups[tensor.spec.rank if joinable(tensor.spec.shape) else 0].append(tensor)
+    found: list[Stack | Held] = []
+    for rank in (2, 1):
+        members = groups[rank]
+        if len(members) < 2:
+            found += members
+            continue
+        stack = members[0].stack
+        found.append(Stack(store, members) if stack is None or stack.members != members else stack)
+    return found + groups[0]
 
 
 def wholes(tensors: Sequence[Held]) -> list[Stack | Held]:

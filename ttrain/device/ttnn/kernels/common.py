@@ -25,7 +25,8 @@ class Context:
     """What rows are built for.
 
     config: precision of the matrix unit. grid: cores that matrix products may use, None for all. fused: whether to take
-    ttnn's fused training kernels (moreh), which compute in bf16, where there are some.
+    ttnn's fused training kernels (moreh), which compute in bf16, where there are some. replayed: whether steps are
+    captured, so that no row may turn an input into a number.
     """
 
     store: Store
@@ -33,6 +34,7 @@ class Context:
     grid: Any = None
     whole_grid: Any = None
     fused: bool = True
+    replayed: bool = False
     constants: dict[Any, Held] = field(default_factory=dict)
 
     @property

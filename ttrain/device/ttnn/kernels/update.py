@@ -10,7 +10,7 @@ from typing import Any
 from ttrain.core.spec import DType
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, inplace, into
-from ttrain.device.ttnn.stack import Stack, stacked
+from ttrain.device.ttnn.stack import stacked
 from ttrain.device.ttnn.tensors import Held
 
 
@@ -43,7 +43,7 @@ def _clip_factor(c: Context) -> Kernel:
     return into(build)
 
 
-Joined = Stack | Held
+Joined = Any  # a stack or a tensor by itself: both have `t` and `form`
 
 
 @dataclass
@@ -81,6 +81,7 @@ class _Rates:
     """Scalars of AdamW as tensors."""
 
     def __init__(self, c: Context, lr: Held, step: Held, attributes: Attributes) -> None:
+        self.lr, self.step = lr, step
         beta1, beta2, eps = attributes["beta1"], attributes["beta2"], attributes["eps"]
         decay = attributes["weight_decay"]
 
@@ -93,6 +94,56 @@ class _Rates:
 
 
 def _adamw_group(c: Context, group: _Group, rates: _Rates, factor: Held | None, attributes: Attributes) -> Launch:
+    """fp32 state in elementwise launches; bf16 state by ttnn's kernel, which takes its rates as numbers."""
+    if group.slots[0].form.dtype == "float32":
+        return _adamw_wide(c, group, rates, factor, attributes)
+    if c.fused and not c.replayed:
+        return _adamw_fused(c, group, rates, factor, attributes)
+    return _adamw_narrow(c, group, rates, factor, attributes)
+
+
+def _adamw_fused(c: Context, group: _Group, rates: _Rates, factor: Held | None, attributes: Attributes) -> Launch:
+    tt, (p, m, v), gradients = c.tt, group.slots, group.gradients
+    settings = [attributes[key] for key in ("beta1", "beta2", "eps", "weight_decay")]
+
+    def run() -> None:
+        g = gradients.t if factor is None else tt.multiply(gradients.t, factor.t)
+        numbers = [rates.lr.value, *settings, int(rates.step.value or 0), False]
+        outputs = {"param_out": p.t, "exp_avg_out": m.t, "exp_avg_sq_out": v.t}
+        tt.operations.moreh.adamw(p.t, g, m.t, v.t, *numbers, **outputs, **c.exact)
+
+    return run
+
+
+@dataclass
+class _Buffer:
+    """A tensor that exists for the time of one launch."""
+
+    t: Any
+
+
+def _adamw_narrow(c: Context, group: _Group, rates: _Rates, factor: Held | None, attributes: Attributes) -> Launch:
+    """bf16 state, computed on in fp32."""
+    wide = _Group([_Buffer(None) for _ in group.slots], group.gradients)
+    return _on_wide(c, group, wide, _adamw_wide(c, wide, rates, factor, attributes))
+
+
+def _on_wide(c: Context, group: _Group, wide: _Group, update: Launch) -> Launch:
+    """An update of fp32 tensors on bf16 state: widened before, rounded after."""
+    tt = c.tt
+
+    def run() -> None:
+        for temporary, slot in zip(wide.slots, group.slots, strict=True):
+            temporary.t = tt.typecast(slot.t, tt.float32)
+        update()
+        for temporary, slot in zip(wide.slots, group.slots, strict=True):
+            tt.typecast(temporary.t, tt.bfloat16, output_tensor=slot.t)
+            temporary.t = None
+
+    return run
+
+
+def _adamw_wide(c: Context, group: _Group, rates: _Rates, factor: Held | None, attributes: Attributes) -> Launch:
     tt, (p, m, v), gradients = c.tt, group.slots, group.gradients
     beta1, beta2 = attributes["beta1"], attributes["beta2"]
     root = [tt.UnaryOpType.SQRT]
@@ -125,6 +176,13 @@ def _sgd(c: Context) -> Kernel:
 
 
 def _sgd_group(c: Context, group: _Group, lr: Held, factor: Held | None, attributes: Attributes) -> Launch:
+    if group.slots[0].form.dtype == "float32":
+        return _sgd_wide(c, group, lr, factor, attributes)
+    wide = _Group([_Buffer(None) for _ in group.slots], group.gradients)
+    return _on_wide(c, group, wide, _sgd_wide(c, wide, lr, factor, attributes))
+
+
+def _sgd_wide(c: Context, group: _Group, lr: Held, factor: Held | None, attributes: Attributes) -> Launch:
     tt, p, gradients = c.tt, group.slots[0], group.gradients
     velocity = group.slots[1] if len(group.slots) > 1 else None
     momentum, decay, nesterov = attributes["momentum"], attributes["weight_decay"], attributes["nesterov"]
