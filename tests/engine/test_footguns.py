@@ -67,7 +67,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
 
 def mlp_session(engine: str, device: Device, optimizer: Any = None, **options: Any) -> Session:
     model = MLP(MLPConfig(inputs=6, outputs=3, width=16, layers=2, activation="tanh"))
-    return Session(model, optimizer or AdamW(AdamWConfig(clip_norm=1.0)), ROWS, engine=engine, device=device(), **options)
+    return Session(
+        model, optimizer or AdamW(AdamWConfig(clip_norm=1.0)), ROWS, engine=engine, device=device(), **options
+    )
 
 
 def gpt_session(engine: str, device: Device, dropout: float = 0.0, **options: Any) -> Session:

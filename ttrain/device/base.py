@@ -97,6 +97,7 @@ class Device(ABC):
     name: str
     computes = True  # False where values are not computed (null, mock): such a run must never look like training
     supports_capture = False
+    chips = 1  # that share every batch
     arenas = True  # False where memory comes in whole tensors: values of equal form then take turns in one tensor
     rematerializes = True  # False where a launch costs more than the memory that computing again would save
     uniform_compute = False  # True where norms want their weights in the compute dtype as well

@@ -71,8 +71,13 @@ class Engine(ABC):
         """Release what was captured or compiled. The device outlives the engine."""
 
 
-def host_arrays(name: str, specs: Mapping[str, TensorSpec], given: Mapping[str, HostValue]) -> dict[str, np.ndarray]:
-    """The inputs of a step as arrays of the declared shape. A changed shape is refused, never rebuilt for."""
+def host_arrays(
+    name: str, specs: Mapping[str, TensorSpec], given: Mapping[str, HostValue], chips: int = 1
+) -> dict[str, np.ndarray]:
+    """The inputs of a step as arrays of the declared shape. A changed shape is refused, never rebuilt for.
+
+    Where several chips share a batch, its fields hold the rows of all of them.
+    """
     unknown = sorted(set(given) - set(specs))
     if unknown:
         raise ShapeError(f"step {name}: unknown input {unknown[0]!r}. {did_you_mean(unknown[0], specs)}")
@@ -83,9 +88,10 @@ def host_arrays(name: str, specs: Mapping[str, TensorSpec], given: Mapping[str, 
         array, dtype = np.asarray(given[key]), np.dtype(NUMPY_DTYPES[spec.dtype])
         if not np.can_cast(array.dtype, dtype, "same_kind"):
             raise ShapeError(f"step {name}: input {key!r} has dtype {array.dtype}, expected {dtype}.")
-        if array.shape != spec.shape:
+        whole = (chips * spec.shape[0], *spec.shape[1:]) if spec.rank >= 2 else spec.shape
+        if array.shape not in (spec.shape, whole):
             raise ShapeError(
-                f"step {name}: input {key!r} has shape {list(array.shape)}, expected {list(spec.shape)}. A built step "
+                f"step {name}: input {key!r} has shape {list(array.shape)}, expected {list(whole)}. A built step "
                 "has fixed shapes; build another step for another shape."
             )
         arrays[key] = array.astype(dtype, copy=False)

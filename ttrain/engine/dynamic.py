@@ -37,7 +37,7 @@ class DynamicStep(Step):
 
     def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
         device, counters = self.engine.device, self.engine.counters
-        arrays = host_arrays(self.name, self.inputs, inputs)
+        arrays = host_arrays(self.name, self.inputs, inputs, device.chips)
         allocations, nodes = device.counters.allocations, RecordCounter.nodes
         tape = _Tape(self.engine)
         for key in arrays:

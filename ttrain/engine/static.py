@@ -95,7 +95,7 @@ class StaticStep(Step):
 
     def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
         device, counters = self.engine.device, self.engine.counters
-        arrays = host_arrays(self.name, self.inputs, inputs)
+        arrays = host_arrays(self.name, self.inputs, inputs, device.chips)
         allocations, nodes = device.counters.allocations, RecordCounter.nodes
         self.take_addresses()
         assert self._bound is not None

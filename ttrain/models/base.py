@@ -32,6 +32,10 @@ class Model(Protocol):
         """Parameters by path, tied ones once."""
         ...
 
+    def follow_compute(self) -> None:
+        """Let layers read every parameter in the compute dtype."""
+        ...
+
     def batch_specs(self, rows: int) -> dict[str, TensorSpec]:
         """Specs of the batch's fields for `rows` sequences or examples."""
         ...

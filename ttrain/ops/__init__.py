@@ -4,6 +4,7 @@ Importing this package fills the registry; the functions here record nodes into 
 """
 
 from ttrain.ops.attention import self_attention, softmax
+from ttrain.ops.collective import all_reduce, all_reduce_state
 from ttrain.ops.elementwise import (
     activation,
     add,
@@ -34,6 +35,8 @@ __all__ = [
     "activation",
     "add",
     "add_layer_norm",
+    "all_reduce",
+    "all_reduce_state",
     "assign",
     "cast",
     "clip_factor",

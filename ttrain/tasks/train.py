@@ -113,13 +113,16 @@ def open_session(config: Config, model: Model, device: Device, training: bool) -
     from ttrain.train.session import Session
     from ttrain.train.step_graph import StepGraph
 
-    rows = config.train.batch_size // config.train.accumulation
+    rows = config.train.batch_size // config.train.accumulation // device.chips
+    if device.uniform_compute:
+        model.follow_compute()
     graph = StepGraph(
         model,
         build.build_optimizer(config.optimizer),
         rows,
         config.train.accumulation,
         guarded=config.guard.nonfinite == "skip",
+        chips=device.chips,
     )
     return Session.open(graph, device, lambda on, state: build.build_engine(config.engine, on, state), training)
 

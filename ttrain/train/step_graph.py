@@ -48,6 +48,7 @@ class StepGraph:
     accumulation: int = 1
     eval_rows: int | None = None  # None takes rows
     guarded: bool = False  # the update is a step of its own, which runs only where the gradients are finite
+    chips: int = 1  # that share a batch: each works on `rows` of its own, and gradients are summed over all of them
     runs: list[ParameterRun] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,14 +92,14 @@ class StepGraph:
         self._update(graph, [self._gradient(graph, parameter) for parameter in self.parameters], norm)
 
     def trace_norm(self, graph: Graph) -> None:
-        """The global norm of the accumulated gradients; changes nothing."""
+        """The global norm of the accumulated gradients; changes nothing but to sum them over chips."""
         with graph.stage(Stage.UPDATE), graph.scope("clip"):
             gradients = [self._gradient(graph, parameter) for parameter in self.parameters]
-            graph.output(GRAD_NORM, ops.global_norm(gradients))
+            graph.output(GRAD_NORM, ops.global_norm(self._over_chips(gradients)))
 
     def trace_evaluate(self, graph: Graph) -> None:
         """The loss without dropout; changes nothing."""
-        graph.output("loss", self._loss(graph, self.eval_rows or self.rows, training=False))
+        self._output_loss(graph, self._loss(graph, self.eval_rows or self.rows, training=False))
 
     def trace_logits(self, graph: Graph) -> None:
         """Scores of the next token after a text. Raises ConfigError for a model without a vocabulary."""
@@ -132,8 +133,14 @@ class StepGraph:
     def _backward(self, graph: Graph) -> list[Value]:
         """Gradients of the loss in the order of `parameters`."""
         loss = self._loss(graph, self.rows, training=True)
-        graph.output("loss", loss)
+        self._output_loss(graph, loss)
         return backward(loss, [use(graph, parameter, self.model.compute) for parameter in self.parameters])
+
+    def _output_loss(self, graph: Graph, loss: Value) -> None:
+        graph.output("loss", ops.all_reduce(loss) if self.chips > 1 else loss)
+
+    def _over_chips(self, gradients: Sequence[Value]) -> Sequence[Value]:
+        return ops.all_reduce_state(gradients) if self.chips > 1 else gradients
 
     def _gradient(self, graph: Graph, parameter: Parameter) -> Value:
         return graph.state_value(gradient_name(parameter), self._gradient_spec(parameter), Kind.GRADIENT)
@@ -144,15 +151,16 @@ class StepGraph:
 
     def _update(self, graph: Graph, gradients: Sequence[Value], norm: Value | None = None) -> None:
         """Clip, update every run, and round the new parameters into their copies. A `norm` given is that of before."""
-        by_path = {p.path: gradient for p, gradient in zip(self.parameters, gradients, strict=True)}
         with graph.stage(Stage.UPDATE):
             with graph.scope("clip"):
                 limit = self.optimizer.config.clip_norm
                 if norm is None:
+                    gradients = self._over_chips(gradients)
                     norm, factor = clip_by_global_norm(gradients, limit)
                     graph.output(GRAD_NORM, norm)
                 else:
                     factor = None if limit is None else ops.clip_factor(norm, limit)
+            by_path = {p.path: gradient for p, gradient in zip(self.parameters, gradients, strict=True)}
             step = graph.input(STEP, SCALAR)
             for run in self.runs:
                 with graph.scope(run.name):

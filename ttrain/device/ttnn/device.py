@@ -66,7 +66,7 @@ class TenstorrentDevice(Device):
     def __init__(self, mesh: Mesh, config: TenstorrentConfig) -> None:
         super().__init__()
         self.mesh, self.config, self.name = mesh, config, config.name
-        self.computes = config.mode != "mock"
+        self.computes, self.chips = config.mode != "mock", mesh.chips
         self.supports_capture = mesh.can_trace
         self.store = Store(mesh.tt, mesh.handle, mesh.chips, mesh.banks, self._count)
         self._capturing = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ttrain.device.base import Kernel, Launch
-from ttrain.device.torch.kernels.common import Attributes, Context, Tensor, chain, copying, into
+from ttrain.device.torch.kernels.common import Attributes, Context, Tensor, chain, copying, inplace, into
 
 
 def heads_view(x: Tensor, parts: int, heads: int) -> Tensor:
@@ -40,10 +40,16 @@ def _merge_heads(
     return chain(*(copying(part, given) for part, given in zip(parts, ins, strict=True)))
 
 
+def _nothing(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+    return chain()
+
+
 def table(context: Context) -> dict[str, Kernel]:
     return {
         "reshape": into(_reshape),
         "copy_reshape": into(_reshape),
+        "all_reduce": into(_reshape),  # over one chip
+        "all_reduce_state": inplace(_nothing),
         "expand": into(_expand),
         "transpose": into(_transpose),
         "split_heads": into(_split_heads),

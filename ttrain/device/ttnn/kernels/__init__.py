@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from ttrain.device.base import Kernel
-from ttrain.device.ttnn.kernels import attention, elementwise, embedding, layout, loss, matmul, norm, random, reduce
+from ttrain.device.ttnn.kernels import (
+    attention,
+    collective,
+    elementwise,
+    embedding,
+    layout,
+    loss,
+    matmul,
+    norm,
+    random,
+    reduce,
+)
 from ttrain.device.ttnn.kernels import update as update_family
 from ttrain.device.ttnn.kernels.common import Context
 
-FAMILIES = (elementwise, layout, reduce, matmul, norm, attention, random, embedding, loss, update_family)
+FAMILIES = (
+    elementwise, layout, reduce, matmul, norm, attention, random, embedding, loss, update_family, collective,
+)  # fmt: skip
 
 
 def kernel_table(context: Context) -> dict[str, Kernel]:

@@ -1,0 +1,41 @@
+"""Sums over the chips of a mesh, over the fabric that joins them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ttrain.device.base import Kernel, Launch
+from ttrain.device.ttnn.kernels.common import Attributes, Context, fresh, inplace
+from ttrain.device.ttnn.stack import wholes
+from ttrain.device.ttnn.tensors import Held
+
+
+def _all_reduce(c: Context) -> Kernel:
+    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+        (x,) = ins
+        return lambda: [c.tt.all_reduce(x.t) if c.store.chips > 1 else c.tt.add(x.t, 0.0)]
+
+    return fresh(build)
+
+
+def _all_reduce_state(c: Context) -> Kernel:
+    """Stack by stack where tensors lie in stacks, so that few messages carry all of them."""
+
+    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+        parts: list[Any] = []
+
+        def run() -> None:
+            if not parts:
+                parts.extend(wholes(ins))  # stacks are made after this row was bound
+            if c.store.chips > 1:
+                for part in parts:
+                    c.tt.copy(c.tt.all_reduce(part.t), part.t)
+
+        return run
+
+    return inplace(build)
+
+
+def table(c: Context) -> dict[str, Kernel]:
+    return {"all_reduce": _all_reduce(c), "all_reduce_state": _all_reduce_state(c)}

@@ -1,0 +1,47 @@
+"""The Tenstorrent devices as a plan sees them: their kernel rows and forms, without ttnn and without a card."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from ttrain.core.spec import TensorSpec
+from ttrain.device.base import Form
+from ttrain.device.null.device import NullDevice
+from ttrain.device.ttnn.form import TileForm, shares_memory, usual_form
+from ttrain.device.ttnn.settings import TenstorrentConfig
+
+
+class _Nothing:
+    """Stands for ttnn and its memory while rows are made, which are planned with and never bound."""
+
+    def __getattr__(self, name: str) -> _Nothing:
+        return self
+
+
+class PlannedDevice(NullDevice):
+    """Whole padded tensors that values take turns in."""
+
+    arenas = False
+    rematerializes = False
+    uniform_compute = True
+
+    def form(self, spec: TensorSpec) -> Form:
+        return usual_form(spec)
+
+    def form_bytes(self, form: Form) -> int:
+        return cast(TileForm, form).nbytes
+
+    def shares(self, spec: TensorSpec, other: TensorSpec) -> bool:
+        return shares_memory(spec, other)
+
+
+def planned(config: TenstorrentConfig) -> PlannedDevice:
+    """A device that plans as the named one does."""
+    from ttrain.device.ttnn.kernels import kernel_table
+    from ttrain.device.ttnn.kernels.common import Context
+
+    fused = config.mode != "simulator" if config.fused_kernels is None else config.fused_kernels
+    store: Any = _Nothing()
+    device = PlannedDevice(rows=kernel_table(Context(store, fused=fused)))
+    device.name = config.name
+    return device
