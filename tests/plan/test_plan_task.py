@@ -85,11 +85,32 @@ def test_the_dynamic_engine_is_planned_as_static_and_says_so(capsys: pytest.Capt
     assert text.splitlines()[2:] == planned(capsys, "engine=static").splitlines()[2:]
 
 
-@pytest.mark.parametrize("words", [["device=cuda", "precision=bf16"], ["device=null"], ["model.recompute=block"]])
+OTHERS = [
+    ["device=cuda", "precision=bf16"],
+    ["device=null"],
+    ["device=n150"],
+    ["model.recompute=block"],
+    ["engine=traced"],
+]
+
+
+@pytest.mark.parametrize("words", OTHERS, ids=" ".join)
 def test_other_devices_and_models_plan_without_being_there(
     capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
-    assert "Arena of each step" in planned(capsys, *words)
+    text = planned(capsys, *words)
+    assert "Arena of each step" in text
+    assert not [
+        word for word in words if word.startswith("device=") and f" on {word.removeprefix('device=')}," not in text
+    ]
+
+
+def test_a_card_holds_whole_tiles(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = {}
+    for device in ("cpu", "n150"):
+        planned(capsys, f"device={device}", "train.batch_size=1", "model.context=1", f"plan.json={tmp_path}/{device}")
+        found[device] = json.loads((tmp_path / device).read_text("utf-8"))["memory"]
+    assert found["n150"]["arena"] > 3 * found["cpu"]["arena"] and found["n150"]["arena"] % (32 * 32) == 0
 
 
 def test_an_mlp_plans_too(capsys: pytest.CaptureFixture[str]) -> None:
