@@ -1,0 +1,48 @@
+"""Opens a device in a process of its own and prints what it found as one line of JSON.
+
+    python -m ttrain.device.ttnn.probe MODE NAME
+
+A card that hangs then hangs this process, not the one that asked.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from ttrain.core.errors import TtrainError
+from ttrain.device.ttnn.settings import TenstorrentConfig
+
+
+def probe(mode: str, name: str, seconds: float) -> dict[str, Any]:
+    """`opened` with the facts of the device, or `error` with the reason, within `seconds`."""
+    command = [sys.executable, "-m", "ttrain.device.ttnn.probe", mode, name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"did not open within {seconds:g} s"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if lines:
+        result: dict[str, Any] = json.loads(lines[-1])
+        return result
+    last = (done.stderr.strip().splitlines() or [f"ended with exit code {done.returncode}"])[-1]
+    return {"error": last[:300]}
+
+
+def main(mode: str, name: str) -> None:
+    from ttrain.device.ttnn.mesh import Mesh
+
+    try:
+        mesh = Mesh.open(TenstorrentConfig(name=name, mode=mode))
+        chips = 1 if mode == "mock" else int(mesh.tt.get_num_devices())
+        result = {"opened": {**mesh.describe(), "chips": chips}}
+        mesh.close()
+    except TtrainError as error:
+        result = {"error": str(error)}
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])
