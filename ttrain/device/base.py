@@ -194,6 +194,10 @@ class Device(ABC):
         """Counts of what steps have cost so far, such as device ops and programs; empty where nobody counts."""
         return {}
 
+    def step_peaks(self, launches: Sequence[Launch]) -> dict[str, int]:
+        """Largest memory of one run of a step's launches, which must not run again afterwards; empty if not known."""
+        return {}
+
     def compiler(self) -> StepCompiler | None:
         """What `engine=traced` compiles a plan with; None where the device records launches instead."""
         return None

@@ -12,7 +12,7 @@ import numpy as np
 from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.names import did_you_mean
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import NUMPY_DTYPES, Buffer, Device
+from ttrain.device.base import NUMPY_DTYPES, Buffer, Device, Launch
 from ttrain.engine.state import State
 from ttrain.graph.graph import Graph
 from ttrain.plan.plan import Plan
@@ -52,6 +52,10 @@ class Step(ABC):
 
         Raises ShapeError naming the first input that is missing, unknown or of another shape.
         """
+
+    def launches(self) -> list[Launch]:
+        """What one run launches, where that is fixed; empty otherwise."""
+        return []
 
 
 class Engine(ABC):

@@ -112,6 +112,11 @@ class StaticStep(Step):
         """Run the bound plan once."""
         bound.run()
 
+    def launches(self) -> list[Launch]:
+        self.take_addresses()
+        assert self._bound is not None
+        return self._bound.launches
+
     def take_addresses(self) -> None:
         """Bind now instead of at the first call."""
         if self._bound is None:

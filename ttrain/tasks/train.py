@@ -93,7 +93,7 @@ def _run(config: Config) -> float | None:
         job = _Job(config, stored, dataset, model, device, console, prompt, point, heartbeat)
         if device.computes:
             return job.recorded(stack)
-        job.dry_run(stack)
+        job.rehearse(stack) if device.step_facts() else job.dry_run(stack)
         return None
 
 
@@ -190,6 +190,36 @@ class _Job:
         self.console.close()
         self._tell(session, steps, run, progress)
         return progress.best_val_loss
+
+    def rehearse(self, stack: ExitStack) -> None:
+        """Some steps on a device that computes nothing but tells what steps cost. Writes a record, never a checkpoint."""
+        from ttrain.train.rehearsal import rehearse
+
+        run = stack.enter_context(closing(self._run_directory()))
+        warning = f"REHEARSAL on {self.device.name}: values are not computed, nothing is trained or saved."
+        self.console.say(warning)
+        session = stack.enter_context(closing(open_session(self.config, self.model, self.device, training=True)))
+        self.steps = session.build_training()
+        self._record(session, run, {"rehearsal": warning}, self.steps)
+        config, rates, step = self.config, self._rates(), self._train_step(self.steps)
+
+        def one(number: int) -> None:
+            step(self.dataset.batch("train", config.run.seed, number, config.train.batch_size), rates(number), number)
+
+        try:
+            names = session.graph.train_steps()
+            result = rehearse(self.device, one, {name: self.steps[name] for name in names})
+        except Exception as error:
+            raise self._rehearsal_failure(error, run) from error
+        run.write_summary({**result.to_dict(), "engine": session.engine.counters.as_dict()})
+        for line in result.lines():
+            self.console.say(line)
+        self.console.say(f"{warning} Run: {run.path}")
+
+    def _rehearsal_failure(self, error: Exception, run: RunDirectory) -> Exception:
+        from ttrain.train.memory import is_out_of_memory
+
+        return self._out_of_memory(error, run) if is_out_of_memory(error) else error
 
     def dry_run(self, stack: ExitStack) -> None:
         """Builds all steps and launches one on a device that computes nothing; leaves nothing behind."""

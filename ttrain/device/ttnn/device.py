@@ -175,6 +175,9 @@ class TenstorrentDevice(Device):
     def step_facts(self) -> dict[str, int]:
         return self.mesh.step_facts()
 
+    def step_peaks(self, launches: Sequence[Launch]) -> dict[str, int]:
+        return self.mesh.peaks(launches) if self.mesh.mocked else {}
+
     def close(self) -> None:
         """Release captures, then the device. Closing twice does nothing."""
         if not self._closed:

@@ -128,6 +128,31 @@ class Mesh:
             "l1_bytes": small.total_bytes_allocated_per_bank * small.num_banks,
         }
 
+    def peaks(self, launches: Sequence[Launch]) -> dict[str, int]:
+        """Largest memory of one run of the launches: bytes of DRAM, and bytes of one core's memory.
+
+        The second figure comes from a run that dispatches nothing and leaves tensors without memory behind, so the
+        launches must not run again.
+        """
+        graph = self.tt.graph
+        before = self.memory()["in_use"]
+        live = peak = 0
+        for node in self._captured(launches, graph.RunMode.NORMAL):
+            if node["node_type"] in _BUFFER_CHANGES and node["params"]["type"] == "DRAM":
+                live += _BUFFER_CHANGES[node["node_type"]] * int(node["params"]["size"])
+                peak = max(peak, live)
+        usage = graph.extract_resource_usage_per_core(self._captured(launches, graph.RunMode.NO_DISPATCH))
+        return {"peak_dram_bytes": before + peak, "peak_core_bytes": int(usage.peak_total)}
+
+    def _captured(self, launches: Sequence[Launch], mode: Any) -> Any:
+        self.tt.graph.begin_graph_capture(mode)
+        try:
+            for launch in launches:
+                launch()
+        finally:
+            captured = self.tt.graph.end_graph_capture()
+        return captured
+
     def describe(self) -> dict[str, Any]:
         """Facts for the run record."""
         from importlib.metadata import version
@@ -153,6 +178,8 @@ class Mesh:
         if self.chips > 1:
             self.tt.set_fabric_config(self.tt.FabricConfig.DISABLED)
 
+
+_BUFFER_CHANGES = {"buffer_allocate": 1, "buffer_deallocate": -1}
 
 NOTES = {
     "mock": "a mocked board: shapes, memory and dispatch are real, values are not computed",

@@ -1,0 +1,73 @@
+"""Steps on a device that computes no values, such as a mocked board: what they would cost, and never a trained model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ttrain.core.units import format_bytes
+from ttrain.device.base import Device
+from ttrain.engine.base import Step
+
+STEPS = 6  # the first one builds programs; the fastest of the others is what a step costs the host
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Costs of one optimizer step. `later` counts after the second step: programs and allocations should be 0."""
+
+    first_ms: float
+    dispatch_ms: float
+    device_ops: int
+    programs: int
+    later: dict[str, int]
+    memory: dict[str, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values for the run record."""
+        return {
+            "computes": False,
+            "note": "values are not computed: nothing was trained, no loss means anything, no checkpoint was written",
+            "first_step_ms": round(self.first_ms, 3),
+            "host_dispatch_ms": round(self.dispatch_ms, 3),
+            "device_ops": self.device_ops,
+            "programs": self.programs,
+            "after_second_step": self.later,
+            **self.memory,
+        }
+
+    def lines(self) -> list[str]:
+        """The same for people."""
+        lines = [
+            f"device ops per step      {self.device_ops}",
+            f"programs                 {self.programs}",
+            f"host dispatch per step   {self.dispatch_ms:.1f} ms (first step {self.first_ms:.0f} ms)",
+        ]
+        lines += [f"{key.replace('_', ' '):24} {format_bytes(size)}" for key, size in self.memory.items()]
+        later = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in self.later.items())
+        return [*lines, f"after the second step    {later}"]
+
+
+def rehearse(device: Device, run: Callable[[int], Any], steps: Mapping[str, Step]) -> Rehearsal:
+    """`run(step)` is one optimizer step, counted from 1; `steps` are the built steps that it calls."""
+    seconds, facts = [], [_facts(device)]
+    for step in range(1, STEPS + 1):
+        start = time.perf_counter()
+        run(step)
+        seconds.append(time.perf_counter() - start)
+        facts.append(_facts(device))
+    later = {key: facts[-1].get(key, 0) - facts[2].get(key, 0) for key in ("programs", "allocations")}
+    memory = {"dram_bytes": facts[-1].get("dram_bytes", 0), "dram_total_bytes": device.memory().get("total", 0)}
+    for name, built in steps.items():
+        for key, size in device.step_peaks(built.launches()).items():
+            memory[f"{name}_{key}"] = size
+    return Rehearsal(
+        1e3 * seconds[0], 1e3 * min(seconds[1:]),
+        facts[-1].get("device_ops", 0) - facts[-2].get("device_ops", 0), facts[-1].get("programs", 0), later, memory,
+    )  # fmt: skip
+
+
+def _facts(device: Device) -> dict[str, int]:
+    return {**device.step_facts(), "allocations": device.counters.allocations}
