@@ -23,6 +23,7 @@ class Sizing:
     thread_cost: int = 2**15  # additions: less than this is not worth waking another thread for
     part: int = 2**13  # elements in one range of a sum over rows
     most_parts: int = 32
+    bf16_products: bool = True  # whether products of bf16 run here too, or the way of the base
     block: int = 2**14  # elements in one block of a list of tensors: all slots fit a second-level cache
 
     def threads_for(self, cost: float, most: int | None = None) -> int:

@@ -14,14 +14,14 @@ from typing import Any
 from ttrain.core.errors import PlanError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Delivery, Kernel, Launch
-from ttrain.device.torch.native import composites, openmp, rules, updates
+from ttrain.device.torch.native import attention, openmp, products, rules, updates
 from ttrain.device.torch.native.codegen import function_name, library_source
 from ttrain.device.torch.native.launch import joined
 from ttrain.device.torch.native.native import Native, Sizing
 from ttrain.device.torch.native.request import NodeLike, Request
-from ttrain.device.torch.native.toolchain import Toolchain
+from ttrain.device.torch.native.toolchain import Toolchain, has_feature
 
-RULES = {**rules.RULES, **updates.RULES, **composites.RULES}
+RULES = {**rules.RULES, **updates.RULES, **attention.RULES, **products.RULES}
 _INPLACE = ("accumulate", "assign", "adamw_update", "adamw_refresh", "sgd_update", "refresh")
 _POINTERS = {
     "ttrain_fork": openmp.FORK,
@@ -41,7 +41,10 @@ class NativeKernels:
     def __init__(
         self, base: Mapping[str, Kernel], sizing: Sizing | int, toolchain: Toolchain | None = None
     ) -> None:
-        self.sizing = sizing if isinstance(sizing, Sizing) else Sizing(sizing)
+        if not isinstance(sizing, Sizing):
+            # Matrix units beat vectors by far, and aten reaches them.
+            sizing = Sizing(sizing, bf16_products=not has_feature("amx_bf16"))
+        self.sizing = sizing
         self.compilations = 0  # how often the compiler ran; libraries from the cache do not count
         self.kernels: Mapping[str, Kernel] = {
             **base, **{name: self._row(name, base.get(name)) for name in RULES}

@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -95,6 +96,11 @@ def processor_features() -> str:
     except OSError:
         facts = [platform.processor()]
     return "\n".join([platform.machine(), *facts])
+
+
+def has_feature(flag: str) -> bool:
+    """Whether the processor names a feature among its flags."""
+    return re.search(rf"\b{flag}\b", processor_features()) is not None
 
 
 @lru_cache(maxsize=1)

@@ -66,7 +66,7 @@ INLINE void attention(const X* qkv, X* y, float* log_sum_exp, float scale, Mask 
             widen_rows<T, D>(x + 2 * H * D, 3 * H * D, 1.0f, v);
             for (i64 first = 0; first < T; first += S::block) {
                 const i64 columns = S::seen(first), end = first + S::block < T ? first + S::block : T;
-                multiply<false>(S::block, columns, D, q + first * S::width, S::width, 1, k, S::times, scores, S::longest);
+                multiply(S::block, columns, D, q + first * S::width, S::width, 1, k, S::times, scores, S::longest, false);
                 alignas(64) float sums[S::block];
                 for (i64 t = first; t < end; ++t) {
                     float* row = scores + (t - first) * S::longest;
@@ -84,7 +84,7 @@ INLINE void attention(const X* qkv, X* y, float* log_sum_exp, float scale, Mask 
                     sums[t - first] = sum_lanes(sum);
                     log_sum_exp[head * T + t] = most + v_log(splat(sums[t - first]))[0];
                 }
-                multiply<false>(S::block, S::width, end, scores, S::longest, 1, v, S::width, out, S::width);
+                multiply(S::block, S::width, end, scores, S::longest, 1, v, S::width, out, S::width, false);
                 for (i64 t = first; t < end; ++t) {
                     X* row = y + ((head / H * T + t) * H + head % H) * D;
                     const float share_of_one = 1.0f / sums[t - first];
@@ -121,8 +121,8 @@ INLINE void attention_grad(
             for (i64 first = 0; first < T; first += S::block) {
                 const i64 columns = S::seen(first), end = first + S::block < T ? first + S::block : T;
                 const float *q_block = q + first * S::width, *g_block = g + first * S::width;
-                multiply<false>(S::block, columns, D, q_block, S::width, 1, k_turned, S::times, p, S::longest);
-                multiply<false>(S::block, columns, D, g_block, S::width, 1, v_turned, S::times, ds, S::longest);
+                multiply(S::block, columns, D, q_block, S::width, 1, k_turned, S::times, p, S::longest, false);
+                multiply(S::block, columns, D, g_block, S::width, 1, v_turned, S::times, ds, S::longest, false);
                 for (i64 t = first; t < end; ++t) {
                     float *p_row = p + (t - first) * S::longest, *ds_row = ds + (t - first) * S::longest;
                     vf product = {};
@@ -143,9 +143,9 @@ INLINE void attention_grad(
                     }
                 }
                 const i64 count = end - first;
-                multiply<false>(S::block, S::width, end, ds, S::longest, 1, k, S::width, dq + first * S::width, S::width);
-                multiply<true>(columns, S::width, count, p, 1, S::longest, g_block, S::width, dv, S::width);
-                multiply<true>(columns, S::width, count, ds, 1, S::longest, q_block, S::width, dk, S::width);
+                multiply(S::block, S::width, end, ds, S::longest, 1, k, S::width, dq + first * S::width, S::width, false);
+                multiply(columns, S::width, count, p, 1, S::longest, g_block, S::width, dv, S::width, true);
+                multiply(columns, S::width, count, ds, 1, S::longest, q_block, S::width, dk, S::width, true);
             }
             // q carried the scale, so dk has it already.
             for (i64 t = 0; t < T; ++t)

@@ -1,63 +1,294 @@
-// The inner loop of every matrix product here: a tile of the result lives in registers while the inner axis runs by.
+// Matrix products in fp32 sums. A tile of the result lives in registers while the inner axis runs by, in steps: one
+// element of fp32, or a pair of bf16, which hardware multiplies and adds up at once where it can.
 #pragma once
-#include "parallel.h"
+#include "reduce.h"
+#include "vector_math.h"
 
-constexpr int TILE_ROWS = W == 8 ? 4 : 8;  // 16 vector registers with AVX2, 32 elsewhere
-constexpr int TILE_VECTORS = 2;
-constexpr int TILE_COLUMNS = TILE_VECTORS * W;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int TILE_ROWS = 6;  // 16 vector registers
+#else
+constexpr int TILE_ROWS = 8;  // 32
+#endif
+constexpr int TILE_VECTORS = 2, TILE_COLUMNS = TILE_VECTORS * W;
 
 constexpr i64 round_up(i64 n, i64 step) { return (n + step - 1) / step * step; }
 
-// A tile of `Rows` x Vectors * W sums.
-template <int Rows, int Vectors>
-struct Tile {
-    vf sum[Rows][Vectors];
-
-    INLINE Tile() {
-        for (int i = 0; i < Rows; ++i)
-            for (int v = 0; v < Vectors; ++v) sum[i][v] = vf{};
+// One step of the inner axis: an element, or a pair of neighbours.
+template <class E>
+struct Inner;
+template <>
+struct Inner<float> {
+    using Unit = float;
+    using Vector = vf;
+    static constexpr i64 elements = 1;
+    static INLINE vf read(const float* p) { return load(p); }
+    static INLINE vf repeat(const float* p) { return splat(*p); }
+    static INLINE void add_product(vf& sum, vf left, vf right) { sum += left * right; }
+};
+template <>
+struct Inner<bf16> {
+    using Unit = u32;
+    using Vector = vu;
+    static constexpr i64 elements = 2;
+    static INLINE vu read(const u32* p) {
+        vu v;
+        __builtin_memcpy(&v, p, sizeof v);
+        return v;
     }
-    // sum += A B: A[i, k] at a[i * a_row + k * a_step], rows of B contiguous, `b_step` apart.
-    INLINE void add_product(i64 inner, const float* a, i64 a_row, i64 a_step, const float* b, i64 b_step) {
-        for (i64 k = 0; k < inner; ++k) {
-            vf right[Vectors];
-#pragma GCC unroll 8
-            for (int v = 0; v < Vectors; ++v) right[v] = load(b + v * W);
-#pragma GCC unroll 16
-            for (int i = 0; i < Rows; ++i) {
-                const vf left = splat(a[i * a_row]);
-#pragma GCC unroll 8
-                for (int v = 0; v < Vectors; ++v) sum[i][v] += left * right[v];
-            }
-            a += a_step;
-            b += b_step;
-        }
+    static INLINE vu repeat(const u32* p) {
+#if defined(__AVX512F__)
+        vu v;  // straight from memory; by itself gcc goes through a scalar register, which costs the loop half its speed
+        asm("vpbroadcastd %1, %0" : "=v"(v) : "m"(*p));
+        return v;
+#else
+        u32 pair;
+        __builtin_memcpy(&pair, p, sizeof pair);
+        return splat_u(pair);
+#endif
     }
-    INLINE void load_from(const float* c, i64 c_row) {
-#pragma GCC unroll 16
-        for (int i = 0; i < Rows; ++i)
-#pragma GCC unroll 8
-            for (int v = 0; v < Vectors; ++v) sum[i][v] = load(c + i * c_row + v * W);
-    }
-    INLINE void store_to(float* c, i64 c_row) const {
-#pragma GCC unroll 16
-        for (int i = 0; i < Rows; ++i)
-#pragma GCC unroll 8
-            for (int v = 0; v < Vectors; ++v) store(c + i * c_row + v * W, sum[i][v]);
+    static INLINE void add_product(vf& sum, vu left, vu right) {
+#if defined(__AVX512BF16__)
+        asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(left), "v"(right));
+#else
+        sum += bits_as<vf>(left << 16) * bits_as<vf>(right << 16);
+        sum += bits_as<vf>(left & 0xFFFF0000u) * bits_as<vf>(right & 0xFFFF0000u);
+#endif
     }
 };
-using InnerTile = Tile<TILE_ROWS, TILE_VECTORS>;
+template <class E>
+using Unit = typename Inner<E>::Unit;
 
-// C (+)= A B in whole tiles: `rows` a multiple of TILE_ROWS, `columns` of TILE_COLUMNS.
-template <bool Adding>
-INLINE void multiply(
-    i64 rows, i64 columns, i64 inner, const float* a, i64 a_row, i64 a_step, const float* b, i64 b_step, float* c,
-    i64 c_row) {
-    for (i64 j = 0; j < columns; j += TILE_COLUMNS)
-        for (i64 i = 0; i < rows; i += TILE_ROWS) {
-            InnerTile tile;
-            if constexpr (Adding) tile.load_from(c + i * c_row + j, c_row);
-            tile.add_product(inner, a + i * a_row, a_row, a_step, b + j, b_step);
-            tile.store_to(c + i * c_row + j, c_row);
+// c (+)= A B for one tile over `steps` units: A[i, k] at a[i * a_row + k * Step], or row by row where it is packed
+// (a_row 1, Step TILE_ROWS); rows of B are `b_row` apart, those of c `c_row`. Not inlined: by itself the loop keeps all
+// sums in registers, whatever surrounds the call.
+template <class E, bool Packed>
+__attribute__((noinline)) void tile_product(
+    i64 steps, const Unit<E>* a, i64 a_row, i64 a_step, const Unit<E>* b, i64 b_row, float* c, i64 c_row, bool adding) {
+    if constexpr (Packed) {
+        a_row = 1;
+        a_step = TILE_ROWS;
+    }
+    vf tile[TILE_ROWS][TILE_VECTORS];
+#pragma GCC unroll 16
+    for (int i = 0; i < TILE_ROWS; ++i)
+#pragma GCC unroll 8
+        for (int v = 0; v < TILE_VECTORS; ++v) tile[i][v] = adding ? load(c + i * c_row + v * W) : vf{};
+    for (i64 k = 0; k < steps; ++k) {
+        typename Inner<E>::Vector row[TILE_VECTORS];
+#pragma GCC unroll 8
+        for (int v = 0; v < TILE_VECTORS; ++v) row[v] = Inner<E>::read(b + v * W);
+#pragma GCC unroll 16
+        for (int i = 0; i < TILE_ROWS; ++i) {
+            const auto left = Inner<E>::repeat(a + i * a_row);
+#pragma GCC unroll 8
+            for (int v = 0; v < TILE_VECTORS; ++v) Inner<E>::add_product(tile[i][v], left, row[v]);
         }
+        a += a_step;
+        b += b_row;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < TILE_ROWS; ++i)
+#pragma GCC unroll 8
+        for (int v = 0; v < TILE_VECTORS; ++v) store(c + i * c_row + v * W, tile[i][v]);
+}
+
+// C (+)= A B of fp32 matrices in whole tiles: `rows` and `columns` are rounded up to them.
+INLINE void multiply(
+    i64 rows, i64 columns, i64 inner, const float* a, i64 a_row, i64 a_step, const float* b, i64 b_row, float* c,
+    i64 c_row, bool adding) {
+    for (i64 j = 0; j < columns; j += TILE_COLUMNS)
+        for (i64 i = 0; i < rows; i += TILE_ROWS)
+            tile_product<float, false>(
+                inner, a + i * a_row, a_row, a_step, b + j, b_row, c + i * c_row + j, c_row, adding);
+}
+
+// Sizes of C [M, N] = A [M, K] B [K, N], the distances between rows as the matrices are stored, and the blocks that are
+// packed at a time. INNER steps x ACROSS columns of B and DOWN rows x INNER of a transposed A stay in a core's second-level
+// cache; sums of ROWS x ACROSS wait in scratch for the next block of the inner axis. native/products.py computes the
+// scratch in the same way.
+constexpr i64 INNER = 512, ACROSS = 256, DOWN = 128, ROWS = 1024;
+struct Sizes {
+    i64 M, N, K, a_row, b_row, c_row;
+    template <class E>
+    INLINE i64 steps() const {
+        return (K + Inner<E>::elements - 1) / Inner<E>::elements;
+    }
+};
+
+// The pair of elements at p and `next` further on; an odd inner axis ends with a pair of one.
+INLINE float unit_at(const float* p, i64, bool) { return *p; }
+INLINE u32 unit_at(const bf16* p, i64 next, bool alone) { return u32(p->bits) | (alone ? 0 : u32(p[next].bits) << 16); }
+
+// Steps k0 .. k1 and columns j0 .. j1 of the right matrix in panels of TILE_COLUMNS columns, [panel][step][column]. B is
+// stored [K, N], or [N, K] where Turned. Columns beyond the end are zero.
+template <class E, bool Turned>
+INLINE void pack_right(Sizes s, const E* b, i64 k0, i64 k1, i64 j0, i64 j1, Unit<E>* panels) {
+    constexpr i64 elements = Inner<E>::elements;
+    const i64 steps = k1 - k0;
+    for (i64 j = j0; j < j1; j += TILE_COLUMNS, panels += steps * TILE_COLUMNS) {
+        const i64 count = j + TILE_COLUMNS <= j1 ? TILE_COLUMNS : j1 - j;
+        if constexpr (Turned) {
+            const i64 row = s.b_row / elements;
+            const auto* source = reinterpret_cast<const Unit<E>*>(b) + j * row + k0;
+            i64 k = 0;
+            if (count == TILE_COLUMNS)
+                for (; k + W <= steps; k += W)
+                    for (int v = 0; v < TILE_VECTORS; ++v) {
+                        vf square[W];
+#pragma GCC unroll 16
+                        for (int i = 0; i < W; ++i)
+                            __builtin_memcpy(&square[i], source + (v * W + i) * row + k, sizeof(vf));
+                        transpose_square(square);
+#pragma GCC unroll 16
+                        for (int i = 0; i < W; ++i)
+                            __builtin_memcpy(panels + (k + i) * TILE_COLUMNS + v * W, &square[i], sizeof(vf));
+                    }
+            for (; k < steps; ++k)
+                for (i64 c = 0; c < TILE_COLUMNS; ++c)
+                    panels[k * TILE_COLUMNS + c] = c < count ? source[c * row + k] : Unit<E>{};
+        } else {
+            for (i64 k = 0; k < steps; ++k) {
+                const E* row = b + (k0 + k) * elements * s.b_row + j;
+                Unit<E>* panel = panels + k * TILE_COLUMNS;
+                if (count == TILE_COLUMNS && (k0 + k + 1) * elements <= s.K)
+                    for (int c = 0; c < TILE_COLUMNS; ++c) panel[c] = unit_at(row + c, s.b_row, false);
+                else
+                    for (i64 c = 0; c < TILE_COLUMNS; ++c)
+                        panel[c] = c < count ? unit_at(row + c, s.b_row, (k0 + k + 1) * elements > s.K) : Unit<E>{};
+            }
+        }
+    }
+}
+
+// Steps k0 .. k1 and rows i0 .. i1 of the left matrix in panels of TILE_ROWS rows, [panel][step][row]. A is stored [M, K],
+// or [K, M] where Turned. Rows beyond the end repeat the last one, and their sums are dropped.
+template <class E, bool Turned>
+INLINE void pack_left(Sizes s, const E* a, i64 k0, i64 k1, i64 i0, i64 i1, Unit<E>* panels) {
+    constexpr i64 together = 4, elements = Inner<E>::elements;  // panels at a time: each row's cache line is read once
+    const i64 steps = k1 - k0, panel = steps * TILE_ROWS, next = elements * s.a_row;
+    i64 i = i0;
+    if constexpr (Turned)
+        if (k1 * elements <= s.K)
+            for (; i + together * TILE_ROWS <= i1; i += together * TILE_ROWS, panels += together * panel)
+                for (i64 k = 0; k < steps; ++k) {
+                    const E* row = a + (k0 + k) * next + i;
+#pragma GCC unroll 4
+                    for (int t = 0; t < together; ++t)
+#pragma GCC unroll 8
+                        for (int r = 0; r < TILE_ROWS; ++r)
+                            panels[t * panel + k * TILE_ROWS + r] = unit_at(row + t * TILE_ROWS + r, s.a_row, false);
+                }
+    for (; i < i1; i += TILE_ROWS, panels += panel)
+        for (i64 k = 0; k < steps; ++k)
+            for (i64 r = 0; r < TILE_ROWS; ++r) {
+                const i64 from = i + r < i1 ? i + r : i1 - 1;
+                panels[k * TILE_ROWS + r] =
+                    Turned ? unit_at(a + (k0 + k) * next + from, s.a_row, (k0 + k + 1) * elements > s.K)
+                           : reinterpret_cast<const Unit<E>*>(a)[from * (s.a_row / elements) + k0 + k];
+            }
+}
+
+// What becomes of a finished sum: y = f(x A + bias); Adding adds to what C holds.
+enum class After { nothing, relu, tanh, gelu, gelu_tanh };
+template <After What>
+INLINE vf after(vf x) {
+    if constexpr (What == After::relu) return v_relu(x);
+    if constexpr (What == After::tanh) return v_tanh(x);
+    if constexpr (What == After::gelu) return v_gelu(x);
+    if constexpr (What == After::gelu_tanh) return v_gelu_tanh(x);
+    return x;
+}
+
+// Asks for the cache lines of a tile of C long before they are written: otherwise every store waits for memory.
+template <class C>
+INLINE void fetch_tile(const C* c, i64 c_row, i64 rows) {
+    for (i64 r = 0; r < rows; ++r)
+        for (int byte = 0; byte < TILE_COLUMNS * int(sizeof(C)); byte += 64)
+            __builtin_prefetch(reinterpret_cast<const char*>(c + r * c_row) + byte, 1);
+}
+
+// The finished sums of a tile go to `rows` rows and `columns` columns of c.
+template <bool Bias, bool Adding, After What, class C, class B>
+INLINE void finish(const float* sums, C* c, i64 c_row, const B* bias, i64 rows, i64 columns) {
+    for (i64 r = 0; r < rows; ++r)
+        for (i64 l = 0; l < columns; l += W) {
+            C* to = c + r * c_row + l;
+            vf x = load(sums + r * TILE_COLUMNS + l);
+            if (l + W <= columns) {
+                if constexpr (Bias) x += load(bias + l);
+                x = after<What>(x);
+                if constexpr (Adding) x += load(to);
+                store(to, x);
+            } else {
+                if constexpr (Bias) x += load_rest(bias + l, columns - l);
+                x = after<What>(x);
+                if constexpr (Adding) x += load_rest(to, columns - l);
+                store_rest(to, x, columns - l);
+            }
+        }
+}
+
+// Rows i0 .. i1 and columns j0 .. j1 of C. The inner axis is summed in blocks, always in the same order.
+template <bool TurnA, bool TurnB, bool Bias, bool Adding, After What, class E, class C, class B>
+INLINE void product_part(
+    Sizes s, const E* a, const E* b, const B* bias, C* c, i64 i0, i64 i1, i64 j0, i64 j1, float* scratch) {
+    const i64 all = s.steps<E>(), blocks = (all + INNER - 1) / INNER, inner = round_up((all + blocks - 1) / blocks, 16);
+    const i64 a_row = s.a_row / Inner<E>::elements;
+    auto* left = reinterpret_cast<Unit<E>*>(scratch);
+    auto* right = left + DOWN * inner;
+    float* waiting = scratch + DOWN * inner + inner * ACROSS;
+    const auto* rows = reinterpret_cast<const Unit<E>*>(a);
+    alignas(64) float tile[TILE_ROWS * TILE_COLUMNS];
+    for (i64 jc = j0; jc < j1; jc += ACROSS)
+        for (i64 im = i0; im < i1; im += ROWS)
+            for (i64 k0 = 0; k0 < all; k0 += inner) {
+                const i64 jend = jc + ACROSS < j1 ? jc + ACROSS : j1, imend = im + ROWS < i1 ? im + ROWS : i1;
+                const i64 k1 = k0 + inner < all ? k0 + inner : all, steps = k1 - k0;
+                const bool last = k1 == all;
+                if (blocks > 1 || im == i0) pack_right<E, TurnB>(s, b, k0, k1, jc, jend, right);
+                for (i64 ic = im; ic < imend; ic += DOWN) {
+                    const i64 iend = ic + DOWN < imend ? ic + DOWN : imend;
+                    // Whole tiles of an A in order are read where they lie.
+                    const i64 direct = TurnA ? ic : ic + (iend - ic) / TILE_ROWS * TILE_ROWS;
+                    if (direct < iend) pack_left<E, TurnA>(s, a, k0, k1, direct, iend, left);
+                    for (i64 j = jc; j < jend; j += TILE_COLUMNS)
+                        for (i64 i = ic; i < iend; i += TILE_ROWS) {
+                            float* sums = blocks == 1 ? tile : waiting + (i - im) * ACROSS + (j - jc) * TILE_ROWS;
+                            const i64 down = iend - i < TILE_ROWS ? iend - i : TILE_ROWS;
+                            const i64 across = jend - j < TILE_COLUMNS ? jend - j : TILE_COLUMNS;
+                            C* at = c + i * s.c_row + j;
+                            const auto* panel = right + (j - jc) * steps;
+                            if (last) fetch_tile(at, s.c_row, down);
+                            if (i < direct)
+                                tile_product<E, false>(
+                                    steps, rows + i * a_row + k0, a_row, 1, panel, TILE_COLUMNS, sums, TILE_COLUMNS,
+                                    k0 > 0);
+                            else
+                                tile_product<E, true>(
+                                    steps, left + (i - direct) * steps, 1, TILE_ROWS, panel, TILE_COLUMNS, sums,
+                                    TILE_COLUMNS, k0 > 0);
+                            if (last)
+                                finish<Bias, Adding, What>(sums, at, s.c_row, Bias ? bias + j : bias, down, across);
+                        }
+                }
+            }
+}
+
+// C = f(A B + bias), or C += A B where Adding. A is stored [M, K], or [K, M] where TurnA; B [K, N], or [N, K] where TurnB. For
+// bf16 matrices whose rows run along K the distance of rows is even, and an odd K needs zeros between rows.
+// Scratch: `own` floats a thread.
+template <bool TurnA, bool TurnB, bool Bias, bool Adding, After What, class E, class C, class B>
+INLINE void product(
+    Sizes s, const E* a, const E* b, const B* bias, C* c, float* scratch, i64 own, int threads) {
+    parallel(threads, [&](int part) {
+        i64 i0 = 0, i1 = s.M, j0 = 0, j1 = s.N;
+        if (s.N >= s.M) {
+            j0 = share(s.N, part, threads, TILE_COLUMNS);
+            j1 = share(s.N, part + 1, threads, TILE_COLUMNS);
+        } else {
+            i0 = share(s.M, part, threads, TILE_ROWS);
+            i1 = share(s.M, part + 1, threads, TILE_ROWS);
+        }
+        product_part<TurnA, TurnB, Bias, Adding, What>(s, a, b, bias, c, i0, i1, j0, j1, scratch + part * own);
+    });
 }

@@ -21,19 +21,20 @@ struct Task {
     }
 };
 
-// body(part) for part = 0 .. Parts-1, each on a thread of its own where possible.
+// body(part) for part = 0 .. parts-1, each on a thread of its own where possible.
+template <class Body>
+INLINE void parallel(int parts, const Body& body) {
+    if (parts == 1 || !ttrain_fork) {
+        for (int part = 0; part < parts; ++part) body(part);
+        return;
+    }
+    Task<Body> task{&body, parts};
+    ttrain_fork(Task<Body>::run, &task, unsigned(parts), 0);
+}
 template <int Parts, class Body>
 INLINE void parallel(const Body& body) {
-    if constexpr (Parts == 1) {
-        body(0);
-    } else {
-        if (!ttrain_fork) {
-            for (int part = 0; part < Parts; ++part) body(part);
-            return;
-        }
-        Task<Body> task{&body, Parts};
-        ttrain_fork(Task<Body>::run, &task, Parts, 0);
-    }
+    if constexpr (Parts == 1) body(0);
+    else parallel(Parts, body);
 }
 
 // Where part number `part` of `parts` begins when `count` items are split evenly in multiples of `grain`.
@@ -74,3 +75,4 @@ INLINE void over_columns(const Step& step) {
         }
     });
 }
+INLINE i64 number(void* const* a, int index) { return reinterpret_cast<i64>(a[index]); }

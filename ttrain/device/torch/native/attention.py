@@ -1,4 +1,4 @@
-"""Rules of ops with matrix products inside: attention, and the cross-entropy of a head's logits."""
+"""The rule of attention: one function from the packed projection to the mixed values, and one back."""
 
 from __future__ import annotations
 

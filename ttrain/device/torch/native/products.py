@@ -1,0 +1,99 @@
+"""Rules of matrix products, and of the cross-entropy of a head's logits, which is three of them."""
+
+from __future__ import annotations
+
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.torch.native.codegen import call
+from ttrain.device.torch.native.native import Native, Rule, Sizing, fp32
+from ttrain.device.torch.native.request import Request, c_type, rows_and_width, template
+
+_AFTER = {None: "nothing", "relu": "relu", "tanh": "tanh", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+_INNER, _ACROSS, _DOWN, _ROWS = 512, 256, 128, 1024  # as in kernels/gemm.h
+
+
+def _scratch(inner: int, dtype: DType) -> int:
+    """Floats of scratch that one thread needs for a product along an inner axis."""
+    steps = -(-inner // 2) if dtype is DType.BF16 else inner
+    blocks = -(-steps // _INNER)
+    each = -(-(-(-steps // blocks)) // 16) * 16
+    return each * (_DOWN + _ACROSS) + (_ROWS * _ACROSS if blocks > 1 else 0)
+
+
+def _threads(m: int, n: int, k: int, dtype: DType, sizing: Sizing) -> int:
+    return sizing.threads_for(m * n * k / (16 if dtype is DType.BF16 else 8), -(-max(m, n) // 16))
+
+
+def _covered(dtype: DType, sizing: Sizing) -> bool:
+    return dtype is DType.FP32 or (dtype is DType.BF16 and sizing.bf16_products)
+
+
+def _sizes(m: int, n: int, k: int, turn_a: bool, turn_b: bool) -> str:
+    return f"Sizes{{{m}, {n}, {k}, {m if turn_a else k}, {k if turn_b else n}, {n}}}"
+
+
+def _matmul(request: Request, sizing: Sizing) -> Native | None:
+    a, b, c = request.input(0), request.input(1), request.outputs[0]
+    turn_a, turn_b = request.settings["transpose_a"], request.settings["transpose_b"]
+    (m, n), k = c.shape[-2:], a.shape[-2 if turn_a else -1]
+    # A row along an odd inner axis does not end with a whole pair of bf16.
+    pairs = k % 2 == 0 or (turn_a and not turn_b) or a.dtype is DType.FP32
+    if a.rank != 2 or not _covered(a.dtype, sizing) or not pairs or not m * n * k:
+        return None
+    threads, own = _threads(m, n, k, a.dtype, sizing), _scratch(k, a.dtype)
+    name = template("product", turn_a, turn_b, False, False, "After::nothing")
+    kind = c_type(a)
+    body = call(
+        name, _sizes(m, n, k, turn_a, turn_b), f"in<{kind}>(a, 0)", f"in<{kind}>(a, 1)", f"(const {kind}*)nullptr",
+        f"out<{kind}>(a, 2)", "out<float>(a, 3)", str(own), str(threads),
+    )  # fmt: skip
+    return Native((body,), (fp32(threads, own),))
+
+
+def _linear(request: Request, sizing: Sizing) -> Native | None:
+    x, weight = request.input(0), request.input(1)
+    m, k = rows_and_width(x.shape)
+    n = weight.shape[0]
+    if not _covered(x.dtype, sizing) or not m * n * k or (k % 2 and x.dtype is DType.BF16):
+        return None
+    threads, own, kind = _threads(m, n, k, x.dtype, sizing), _scratch(k, x.dtype), c_type(x)
+    bias = request.has(2)
+    name = template("product", False, True, bias, False, f"After::{_AFTER[request.settings.get('activation')]}")
+    body = call(
+        name, _sizes(m, n, k, False, True), f"in<{kind}>(a, 0)", f"in<{kind}>(a, 1)", f"in<{kind}>(a, 2)",
+        f"out<{kind}>(a, 3)", "out<float>(a, 4)", str(own), str(threads),
+    )  # fmt: skip
+    return Native((body,), (fp32(threads, own),))
+
+
+def _linear_cross_entropy(request: Request, sizing: Sizing) -> Native | None:
+    """In chunks of rows. Several chunks of bf16 need their sums in fp32, or else room for all logits: what is smaller."""
+    hidden, head = request.input(0), request.input(1)
+    (rows, width), classes, dtype = hidden.shape, head.shape[0], hidden.dtype
+    gradients, chunk = request.settings["gradients"], min(request.settings["chunk"], rows)
+    narrow = dtype is DType.BF16
+    if not _covered(dtype, sizing) or not rows * width * classes or (narrow and width % 2):
+        return None
+    if gradients and narrow and chunk < rows and rows <= 2 * width:
+        chunk = rows
+    stride = classes + classes % 2 if narrow else classes
+    threads = _threads(chunk, classes, width, dtype, sizing)
+    own = max(_scratch(inner, dtype) for inner in ((width, classes, chunk) if gradients else (width,)))
+    work = [TensorSpec((chunk, stride), dtype), fp32(rows), fp32(threads, own)]
+    wide_total = gradients and narrow and chunk < rows
+    if wide_total:
+        work.append(fp32(classes, width))
+    kind, first = c_type(hidden), 4 + len(request.outputs)
+    dhidden, dhead = (f"out<{kind}>(a, 5)", f"out<{kind}>(a, 6)") if gradients else (f"({kind}*)nullptr",) * 2
+    total = f"out<float>(a, {first + 3})" if wide_total else dhead
+    name = template(
+        "linear_cross_entropy", kind, "float" if wide_total else kind, gradients, rows, width, classes
+    )
+    body = call(
+        name, str(chunk), str(stride), f"in<{kind}>(a, 0)", f"in<{kind}>(a, 1)", "in<i64>(a, 2)", "in<float>(a, 3)",
+        "out<float>(a, 4)", dhidden, dhead, f"out<{kind}>(a, {first})", f"out<float>(a, {first + 1})", total,
+        f"out<float>(a, {first + 2})", str(own), str(threads),
+    )  # fmt: skip
+    return Native((body,), tuple(work))
+
+
+RULES: dict[str, Rule] = {"matmul": _matmul, "linear": _linear, "linear_cross_entropy": _linear_cross_entropy}
