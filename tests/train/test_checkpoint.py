@@ -20,7 +20,7 @@ from ttrain.core.errors import CheckpointError, NonFiniteError, TtrainError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.graph import Kind
 from ttrain.train import checkpoint as module
-from ttrain.train.checkpoint import CheckpointContent, read_checkpoint, save_checkpoint
+from ttrain.train.checkpoint import CheckpointContent, read_checkpoint, save_checkpoint, sealed
 from ttrain.train.files import sha256_file, to_json
 from ttrain.train.retention import (
     best_checkpoint,
@@ -67,7 +67,8 @@ def rewrite_manifest(path: Path, **changes: Any) -> None:
         if (path / name).exists():
             manifest["files"][name] = {"bytes": (path / name).stat().st_size, "sha256": sha256_file(path / name)}
     manifest["files"].update(changes)
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    del manifest["sha256"]
+    (path / "manifest.json").write_text(sealed(manifest))
 
 
 def test_round_trip(tmp_path: Path) -> None:

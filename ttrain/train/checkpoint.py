@@ -4,13 +4,15 @@
         parameters-00001-of-00001.safetensors   unpadded fp32, by module path
         optimizer-00001-of-00001.safetensors    moments, by `<parameter>/<name>`
         config.json  tokenizer.json  progress.json
-        manifest.json                           step, val_loss, and size and SHA-256 of every other file; written last
+        manifest.json                           step, val_loss, size and SHA-256 of every other file, and its own
+                                                SHA-256; written last
 
 Only safetensors and JSON are ever read, so a checkpoint can't run code.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -98,8 +100,11 @@ class Checkpoint:
     @property
     def tokenizer(self) -> str | None:
         """The tokenizer's JSON; None for a model that has none."""
-        name = "tokenizer.json"
-        return (self.path / name).read_text("utf-8") if name in self.files else None
+        path = self.path / "tokenizer.json"
+        try:
+            return path.read_text("utf-8") if path.name in self.files else None
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path} is not text that can be read: {error}") from None
 
     def load(self, state: State, *, optimizer: bool = True) -> None:
         """Copies parameters, and optimizer state if asked, into the state.
@@ -142,6 +147,7 @@ def read_manifest(path: Path) -> Checkpoint:
     for required in ("config.json", "progress.json"):
         if required not in checkpoint.files:
             raise CheckpointError(f"{path / MANIFEST} lists no {required}.")
+    _check_seal(path, manifest)
     return checkpoint
 
 
@@ -160,6 +166,18 @@ def _parse_manifest(path: Path, manifest: dict[str, Any]) -> Checkpoint:
     val_loss = None if manifest["val_loss"] is None else float(manifest["val_loss"])
     saved_at = manifest.get("saved_at")
     return Checkpoint(path, int(manifest["step"]), val_loss, files, None if saved_at is None else float(saved_at))
+
+
+def sealed(manifest: dict[str, Any]) -> str:
+    """The text of a manifest, with the SHA-256 of the text that it has without that line."""
+    digest = hashlib.sha256(to_json(manifest).encode()).hexdigest()
+    return to_json({**manifest, "sha256": digest})
+
+
+def _check_seal(path: Path, manifest: dict[str, Any]) -> None:
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    if (path / MANIFEST).read_bytes() != sealed(content).encode():
+        raise CheckpointError(f"{path / MANIFEST} does not have its own SHA-256: the file was changed or damaged.")
 
 
 def save_checkpoint(folder: Path, state: State, content: CheckpointContent) -> Checkpoint:
@@ -207,7 +225,7 @@ def _write_files(folder: Path, state: State, content: CheckpointContent) -> None
     manifest: dict[str, Any] = {"format": FORMAT, "step": content.step, "val_loss": content.val_loss}
     manifest["saved_at"] = round(time.time(), 3)
     manifest["files"] = files
-    write_synced(folder / MANIFEST, to_json(manifest).encode())
+    write_synced(folder / MANIFEST, sealed(manifest).encode())
 
 
 def _shards(state: State, kind: Kind) -> Iterator[list[str]]:

@@ -114,7 +114,8 @@ class Loop:
         result = self.step(batch, rates, number)
         progress.seconds += self.meter.stop(result.tokens)
         progress.tokens += result.tokens
-        progress.train_loss = result.loss
+        if math.isfinite(result.loss):
+            progress.train_loss = result.loss
         rate = next(iter(rates.values()))
         if not result.finite or number % self.config.log_every == 0 or number == self.config.steps:
             self.loggers.log(self._step_metrics(number, result, rate))

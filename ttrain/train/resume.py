@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import CheckpointError, UserError
-from ttrain.train.checkpoint import MANIFEST, Checkpoint, read_checkpoint
+from ttrain.train.checkpoint import MANIFEST, UNFINISHED, Checkpoint, read_checkpoint
 from ttrain.train.retention import newest_complete, put_back_replaced
 from ttrain.train.run_directory import RECORD
 
@@ -62,7 +62,8 @@ def _newest_of(run: Path, *, must_exist: bool) -> ResumePoint | None:
     notes = [f"Skipped {path}: {reason}" for path, reason in skipped]
     if checkpoint is not None:
         return ResumePoint(checkpoint, run, notes)
-    if not skipped and not must_exist:
+    # A save that was cut off never was a checkpoint: where there is nothing else, the run begins again.
+    if all(entry.path.name.startswith(UNFINISHED) for entry in skipped) and not must_exist:
         if not (run / RECORD).exists() and any(entry.name != ".hydra" for entry in run.iterdir()):
             raise CheckpointError(f"{run} is not a run of ttrain: it has no {RECORD}. Give the folder of a run.")
         return None

@@ -98,6 +98,13 @@ def put_back_replaced(folder: Path) -> None:
             os.replace(path, target)
 
 
+def remove_unfinished(folder: Path) -> None:
+    """Deletes what saves and deletions left that were cut off. For the process that holds the run, before it saves."""
+    put_back_replaced(folder)
+    for path in folder.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def set_aside_after(folder: Path, step: int) -> list[Path]:
     """Moves later checkpoints to `folder/abandoned_after_<step>`, so that a new history can take their names."""
     later = [checkpoint.path for checkpoint in list_checkpoints(folder)[0] if checkpoint.step > step]

@@ -157,7 +157,7 @@ def read_config(run: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{run} is not a run of ttrain: it has no config.yaml. Give the folder of a run."
         ) from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise CheckpointError(f"{run / 'config.yaml'} can't be read: {error}") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{run / 'config.yaml'} holds {type(config).__name__}, expected keys and values.")

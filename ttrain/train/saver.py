@@ -57,7 +57,7 @@ class Saver:
     ) -> None:
         self._run, self._state, self._config, self._events, self._say = run, state, config, events, say
         self._thread: threading.Thread | None = None
-        self._error: TtrainError | None = None
+        self._error: Exception | None = None
         self._failures = 0
         self.saved_step: int | None = None  # of the newest save that succeeded
         self.delay_seconds = 0.0  # that steps waited for saves, over all of them
@@ -114,13 +114,15 @@ class Saver:
             self._error = error
         except OSError as error:
             self._error = TtrainError(f"The checkpoint of step {content.step} could not be saved in {folder}: {error}.")
+        except Exception as error:  # a fault of ours: it must not be lost with the thread
+            self._error = error
 
     def _report(self) -> None:
         """What the newest save ended with."""
         error, self._error = self._error, None
         if error is None:
             return
-        if isinstance(error, NonFiniteError):
+        if isinstance(error, NonFiniteError) or not isinstance(error, TtrainError):
             raise error
         self._failures += 1
         self._events.add("save_failed", str(error), failures=self._failures)

@@ -1,0 +1,260 @@
+"""Guards: a step that is not finite, spikes, updates that change nothing, and out of memory."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.faults.conftest import losses, tensors
+from ttrain.cli import main
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.data.regression import RegressionDataset
+from ttrain.engine.static import StaticStep
+from ttrain.graph.graph import Kind
+from ttrain.train.events import read_events
+from ttrain.train.guards import LearningCheck, SpikeDetector
+from ttrain.train.memory import is_out_of_memory
+from ttrain.train.metrics import read_metrics
+from ttrain.train.retention import list_checkpoints
+from ttrain.train.settings import GuardConfig
+
+Train = Any
+
+
+def kinds(run: str) -> list[str]:
+    return [event["kind"] for event in read_events(Path(run))]
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`poisoned({3: nan})` puts a value into the inputs of a step's batch."""
+    original = RegressionDataset.batch
+
+    def poison(values: dict[int, float]) -> None:
+        def batch(self: Any, split: Any, seed: int, index: int, rows: int, *rest: int) -> Any:
+            fields = original(self, split, seed, index, rows, *rest)
+            if split == "train" and index + 1 in values:
+                fields["inputs"][0, 0] = values[index + 1]
+            return fields
+
+        monkeypatch.setattr(RegressionDataset, "batch", batch)
+
+    return poison
+
+
+@pytest.mark.parametrize("engine", ["static", "dynamic"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_guarded_step_is_the_same_step(train: Train, engine: str, accumulation: int, optimizer: str) -> None:
+    words = [f"engine={engine}", f"train.accumulation={accumulation}", f"optimizer={optimizer}", "train.steps=5"]
+    assert train("run.dir=plain", *words) == train("run.dir=guarded", *words, "guard.nonfinite=skip") == 0
+    assert tensors("plain") == tensors("guarded") and losses("plain") == losses("guarded")
+
+
+@pytest.mark.parametrize("engine", ["static", "dynamic"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_skipped_step_touches_nothing(
+    train: Train, poisoned: Any, engine: str, accumulation: int, capsys: Any
+) -> None:
+    words = [f"engine={engine}", f"train.accumulation={accumulation}", "guard.nonfinite=skip", "train.save_every=1"]
+    poisoned({5: math.nan})
+    assert train("run.dir=run", *words, "train.steps=4", "schedule.steps=8") == 0
+    before = tensors("run")
+    assert main(["run.dir=run", "resume=auto", "train.steps=5"]) == 0
+    assert tensors("run") == before and losses("run")[-1] == (5, None)
+    assert main(["run.dir=run", "resume=auto", "train.steps=8"]) == 0
+    assert all(np.isfinite(np.frombuffer(data, np.float32)).all() for data in tensors("run").values())
+    event = next(event for event in read_events(Path("run")) if event["kind"] == "skipped")
+    assert event["step"] == 5 and event["tensor"].startswith("gradient ")
+    assert "Step 5: train/loss is nan; its update is skipped. The first tensor" in capsys.readouterr().err
+    lines = list(read_metrics(Path("run/metrics.jsonl")))
+    assert [line["nonfinite_steps"] for line in lines if "lr" in line] == [0] * 4 + [1] + [0] * 3
+
+
+def test_too_many_skips_stop_the_run(train: Train, poisoned: Any, capsys: Any) -> None:
+    poisoned(dict.fromkeys(range(3, 9), math.inf))
+    assert train("run.dir=run", "guard.nonfinite=skip", "guard.max_skips=3") == 1
+    assert "3 updates in a row were skipped. Step 5:" in capsys.readouterr().err
+    assert kinds("run")[2:] == ["skipped"] * 3 + ["failed"]
+
+
+def test_stop_names_step_tensor_and_checkpoint(train: Train, poisoned: Any, capsys: Any) -> None:
+    poisoned({5: math.nan})
+    assert train("run.dir=run") == 1
+    errors = capsys.readouterr().err
+    assert "Step 5: train/loss is nan. The first tensor with NaN or Inf is" in errors and "(step 4)" in errors
+    assert [c.step for c in list_checkpoints(Path("run/checkpoints"))[0]] == [2, 4]
+    assert kinds("run")[-1] == "failed"
+
+
+@pytest.mark.parametrize("engine", ["static", "dynamic"])
+def test_a_rollback_goes_on_from_the_checkpoint_with_a_lower_rate(
+    train: Train, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """The step is bad once; after the rollback the run equals one that resumed by hand with the lower rate."""
+    bad, original = [6], RegressionDataset.batch
+
+    def batch(self: Any, split: Any, seed: int, index: int, rows: int, *rest: int) -> Any:
+        fields = original(self, split, seed, index, rows, *rest)
+        if split == "train" and bad and index + 1 == bad[0]:
+            fields["inputs"][0, 0] = bad.pop() * math.nan
+        return fields
+
+    monkeypatch.setattr(RegressionDataset, "batch", batch)
+    words = [f"engine={engine}", "guard.nonfinite=rollback", "guard.lr_factor=0.25", "schedule=constant"]
+    assert train("run.dir=run", *words) == 0
+    assert [step for step, _ in losses("run")] == list(range(1, 9))
+    rates = [line["lr"] for line in read_metrics(Path("run/metrics.jsonl")) if "lr" in line]
+    assert rates == [1e-3] * 4 + [2.5e-4] * 4
+    assert kinds("run") == ["started", "first_step", "rollback", "finished"]
+
+    assert train("run.dir=plain", *words, "train.steps=4") == 0
+    assert main(["run.dir=plain", "resume=auto", "train.steps=8", "optimizer.lr=2.5e-4"]) == 0
+    assert tensors("run") == tensors("plain")
+
+
+def test_rollbacks_end(train: Train, poisoned: Any, capsys: Any) -> None:
+    poisoned({6: math.nan})
+    assert train("run.dir=run", "guard.nonfinite=rollback", "guard.max_rollbacks=2") == 1
+    assert kinds("run").count("rollback") == 2 and kinds("run")[-1] == "failed"
+    poisoned({1: math.nan})
+    assert train("run.dir=early", "guard.nonfinite=rollback") == 1
+    assert "No checkpoint was saved before it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("action", "expected"), [("warn", ["spike"]), ("rollback", ["rollback"]), ("ignore", [])])
+def test_spikes(train: Train, monkeypatch: pytest.MonkeyPatch, action: str, expected: list[str]) -> None:
+    spikes, original = [7], RegressionDataset.batch
+
+    def batch(self: Any, split: Any, seed: int, index: int, rows: int, *rest: int) -> Any:
+        fields = original(self, split, seed, index, rows, *rest)
+        if split == "train" and spikes and index + 1 == spikes[0]:
+            fields["targets"] *= spikes.pop() * 10
+        return fields
+
+    monkeypatch.setattr(RegressionDataset, "batch", batch)
+    assert train("run.dir=run", f"guard.spike={action}", "guard.spike_window=3", "guard.spike_factor=5") == 0
+    assert [kind for kind in kinds("run") if kind in ("spike", "rollback")] == expected
+    assert [step for step, _ in losses("run")] == list(range(1, 9))
+
+
+def test_spike_detector() -> None:
+    detector = SpikeDetector(GuardConfig(spike_window=3, spike_factor=2.0))
+    assert [detector.is_spike(loss) for loss in (9, 1, 1, 1.9, 2.1, 50, 1.5)] == [False] * 4 + [True] * 2 + [False]
+    detector.forget()
+    assert not detector.is_spike(100)
+
+
+def test_updates_that_change_nothing_are_noticed(train: Train, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """An engine whose update does not reach the parameters, as a stale kernel's would not."""
+    original = StaticStep.__call__
+
+    def frozen(self: Any, inputs: Any) -> Any:
+        state = self.engine.state
+        kept = {name: state.read(name) for name in state.names(Kind.PARAMETER)}
+        outputs = original(self, inputs)
+        for name, array in kept.items():
+            state.write(name, array)
+        return outputs
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StaticStep, "__call__", frozen)
+        assert train("run.dir=run") == 1
+        errors = capsys.readouterr().err
+        assert "Step 3: the updates do not reach the model" in errors and "has a gradient but did not move" in errors
+        assert train("run.dir=on", "guard.check_learning=null") == 0
+    assert train("run.dir=zero", "optimizer.lr=0") == 0
+
+
+class Tensors:
+    """A state of plain arrays."""
+
+    def __init__(self, dtype: DType = DType.FP32, value: float = 1.0, moment: float = 1.0) -> None:
+        self.dtype = dtype
+        self.arrays = {
+            "w": np.full(100, value, np.float32),
+            "w/gradient": np.ones(100, np.float32),
+            "w/second_moment": np.full(100, moment, np.float32),
+        }
+
+    def names(self, kind: Kind) -> list[str]:
+        return [{Kind.PARAMETER: "w", Kind.GRADIENT: "w/gradient", Kind.OPTIMIZER: "w/second_moment"}[kind]]
+
+    def spec(self, name: str) -> TensorSpec:
+        return TensorSpec((100,), self.dtype)
+
+    def read(self, name: str) -> np.ndarray:
+        return self.arrays[name].copy()
+
+
+def asked(state: Tensors, rate: float, moved: int) -> tuple[list[str], list[str]]:
+    check = LearningCheck(state)  # type: ignore[arg-type]
+    state.arrays["w"][:moved] += 0.5
+    check.add(rate)
+    return check.ask()
+
+
+def test_learning_check() -> None:
+    assert asked(Tensors(), 1e-3, 100) == ([], [])
+    assert asked(Tensors(), 1e-3, 0) == (["w has a gradient but did not move"], [])
+    assert asked(Tensors(value=1e6), 1e-3, 0) == ([], ["w has a gradient but did not move"])  # may be rounding
+    assert asked(Tensors(moment=0), 1e-3, 100) == (["w/second_moment is still all zero"], [])
+    assert asked(Tensors(moment=0), 0.0, 0) == ([], [])
+    state = Tensors()
+    state.arrays["w/gradient"][:] = 0
+    assert asked(state, 1e-3, 0) == ([], [])
+    assert asked(Tensors(DType.BF16), 1e-3, 50) == ([], [])
+    (doubt,) = asked(Tensors(DType.BF16), 1e-3, 2)[1]
+    assert doubt == "w is bf16 without a master copy, and 98 % of its elements did not move"
+
+
+@pytest.fixture
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches of more than two rows do not fit."""
+    original = StaticStep.__call__
+
+    def call(self: Any, inputs: Any) -> Any:
+        if self.name != "evaluate" and len(inputs.get("inputs", ())) > 2:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory")
+        return original(self, inputs)
+
+    monkeypatch.setattr(StaticStep, "__call__", call)
+
+
+def test_out_of_memory_names_classes_and_keys(train: Train, little_memory: None, capsys: Any) -> None:
+    assert train("run.dir=run") == 1
+    errors = capsys.readouterr().err
+    for part in ("Out of memory on cpu", "can't allocate memory", "parameter", "gradient", "optimizer", "activations",
+                 "train.accumulation=2 (a micro-batch of 2)", "precision=bf16"):  # fmt: skip
+        assert part in errors
+    assert "Traceback" not in errors and kinds("run")[-1] == "failed"
+
+
+def test_out_of_memory_shrinks_the_micro_batch_and_nothing_else(train: Train, little_memory: None, capsys: Any) -> None:
+    words = ["train.batch_size=8", "train.eval_batches=3"]
+    assert train("run.dir=run", *words, "recover.oom=shrink") == 0
+    assert capsys.readouterr().err.count("WARNING: Out of memory") == 2
+    assert [kind for kind in kinds("run") if kind == "shrunk"] == ["shrunk"] * 2
+    assert train("run.dir=by_hand", *words, "train.accumulation=4", "train.eval_batches=12") == 0
+    assert tensors("run") == tensors("by_hand") and losses("run") == losses("by_hand")
+
+
+def test_a_micro_batch_of_one_can_not_shrink(train: Train, little_memory: None, monkeypatch: Any) -> None:
+    monkeypatch.setattr(StaticStep, "__call__", lambda *_: (_ for _ in ()).throw(MemoryError()))
+    assert train("run.dir=run", "recover.oom=shrink", "train.batch_size=2") == 1
+    assert kinds("run").count("shrunk") == 1 and kinds("run")[-1] == "failed"
+
+
+def test_what_out_of_memory_looks_like() -> None:
+    class OutOfMemoryError(RuntimeError): ...
+
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(OutOfMemoryError("CUDA"))
+    assert is_out_of_memory(RuntimeError("TT_FATAL: Out of Memory: Not enough space to allocate 12 B DRAM buffer"))
+    wrapped = ValueError("x")
+    wrapped.__cause__ = MemoryError()
+    assert is_out_of_memory(wrapped)
+    assert not is_out_of_memory(RuntimeError("shapes differ")) and not is_out_of_memory(ValueError("out of memory"))

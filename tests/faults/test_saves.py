@@ -1,0 +1,239 @@
+"""Saves on disks that fail, and checkpoints that were damaged: the newest good one loads, nothing else does."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ttrain.core.errors import CheckpointError, TtrainError
+from ttrain.core.spec import TensorSpec
+from ttrain.graph.graph import Kind
+from ttrain.train.checkpoint import CheckpointContent, read_checkpoint, save_checkpoint
+from ttrain.train.events import Events, read_events
+from ttrain.train.resume import find_resume_point
+from ttrain.train.retention import newest_complete, prune_checkpoints
+from ttrain.train.run_directory import RunDirectory
+from ttrain.train.saver import Saver
+from ttrain.train.settings import TrainConfig
+
+
+class State:
+    """Three small tensors, all of one value."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        names = {"a": Kind.PARAMETER, "b": Kind.PARAMETER, "a/moment": Kind.OPTIMIZER}
+        self.kinds, self.arrays = names, {name: np.full((3, 4), value, np.float32) for name in names}
+
+    def names(self, *kinds: Kind) -> list[str]:
+        return [name for name, kind in self.kinds.items() if not kinds or kind in kinds]
+
+    def spec(self, name: str) -> TensorSpec:
+        return TensorSpec((3, 4))
+
+    def read(self, name: str) -> np.ndarray:
+        return self.arrays[name].copy()
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        self.arrays[name] = array
+
+
+def content(step: int) -> CheckpointContent:
+    return CheckpointContent(step, {"model": {"name": "gpt"}}, {"step": step}, '{"characters": "ab"}', 1.5)
+
+
+class Disk:
+    """Counts every operation of a save that changes the disk, and lets one of them fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, self.fail_at, self.error = 0, -1, errno.ENOSPC
+        for name in ("mkdir", "replace", "fsync", "rmdir"):
+            monkeypatch.setattr(os, name, self._wrapped(getattr(os, name)))
+        original = builtins.open
+
+        def opened(path: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+            if not set(mode) & set("wax+"):
+                return original(path, mode, *arguments, **options)
+            self._tick()
+            return _File(original(path, mode, *arguments, **options), self)
+
+        monkeypatch.setattr(builtins, "open", opened)
+
+    def _wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self._tick()
+            return function(*arguments, **options)
+
+        return call
+
+    def _tick(self) -> None:
+        self.count += 1
+        if self.count == self.fail_at:
+            raise OSError(self.error, os.strerror(self.error))
+
+    def write(self, file: Any, data: Any) -> int:
+        """A write that fails has put half of its data down."""
+        try:
+            self._tick()
+        except OSError:
+            file.write(data[: len(data) // 2])
+            file.flush()
+            raise
+        return int(file.write(data))
+
+
+class _File:
+    def __init__(self, file: Any, disk: Disk) -> None:
+        self._file, self._disk = file, disk
+
+    def write(self, data: Any) -> int:
+        return self._disk.write(self._file, data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._file.close()
+
+
+def saver(folder: Path, said: list[str]) -> tuple[RunDirectory, Saver, State]:
+    run = RunDirectory.claim(str(folder), "test")
+    (folder / "metrics.jsonl").touch()
+    state = State(1.0)
+    config = TrainConfig(async_save=False, keep_last=1)
+    return run, Saver(run, state, config, Events(folder), said.append), state
+
+
+def test_every_operation_of_a_save_fails_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No space, read-only and I/O errors: the previous checkpoint loads, the failure is told and logged."""
+    with monkeypatch.context() as patch:
+        run, job, _ = saver(tmp_path / "count", [])
+        disk = Disk(patch)
+        job.save(content(1))
+        operations = disk.count
+        run.close()
+    assert operations > 20
+    told = 0
+    for number in range(1, operations + 1):
+        folder, said = tmp_path / str(number), []
+        run, job, state = saver(folder, said)
+        job.save(content(1))
+        state.arrays = State(2.0).arrays
+        with monkeypatch.context() as patch:
+            disk = Disk(patch)
+            disk.fail_at, disk.error = number, (errno.ENOSPC, errno.EROFS, errno.EIO)[number % 3]
+            job.save(content(2))
+        newest, skipped = newest_complete(folder / "checkpoints")
+        assert newest is not None and all("cut off" in reason for _, reason in skipped)
+        loaded = State()
+        newest.load(loaded)
+        assert all((array == float(newest.step)).all() for array in loaded.arrays.values())
+        assert newest.step == 2 or (job.failed and said)
+        if said:
+            told += 1
+            assert os.strerror(disk.error) in said[0] and said[0].startswith("WARNING")
+            assert [event["kind"] for event in read_events(folder)] == ["save_failed"]
+        job.save(content(3))  # the disk is well again
+        assert newest_complete(folder / "checkpoints")[0].step == 3 and not job.failed  # type: ignore[union-attr]
+        run.close()
+    print(f"operations of a save that failed in turn: {operations}; told: {told}")
+    assert told >= operations - 6  # those that come after the new checkpoint has its place
+
+
+def test_a_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, job, _ = saver(tmp_path / "run", [])
+    job.save(content(1))
+    monkeypatch.setattr(os, "mkdir", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only")))
+    job.save(content(2))
+    with pytest.raises(TtrainError, match="Read-only"):
+        job.save(content(3))
+    assert newest_complete(run.checkpoints)[0].step == 1  # type: ignore[union-attr]
+    run.close()
+
+
+def regions(size: int, pieces: int) -> Iterator[int]:
+    """Positions over a whole file: its first and last bytes and one of every piece."""
+    yield from sorted({*range(min(16, size)), *range(0, size, max(size // pieces, 1)), size - 1})
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """Checkpoints of steps 1 and 2; the second is about to be damaged."""
+    for step in (1, 2):
+        save_checkpoint(tmp_path, State(float(step)), content(step))
+    return tmp_path
+
+
+def test_every_byte_region_flipped_is_detected(two: Path) -> None:
+    newest, checked = two / "step_00000002", 0
+    for file in sorted(newest.iterdir()):
+        original = file.read_bytes()
+        for position in regions(len(original), 40):
+            for bit in (0x01, 0x20, 0xFF):
+                damaged = bytearray(original)
+                damaged[position] ^= bit
+                file.write_bytes(damaged)
+                with pytest.raises(CheckpointError):
+                    read_checkpoint(newest)
+                checked += 1
+            if position % 16 == 0:
+                found, skipped = newest_complete(two)
+                assert found is not None and found.step == 1
+                assert [path for path, _ in skipped] == [newest] and file.name.split(".")[0] in skipped[0].reason
+        file.write_bytes(original)
+    read_checkpoint(newest)
+    print(f"byte regions flipped and detected: {checked}")
+
+
+def test_every_truncation_and_growth_is_detected(two: Path) -> None:
+    newest, checked = two / "step_00000002", 0
+    for file in sorted(newest.iterdir()):
+        original = file.read_bytes()
+        for length in regions(len(original), 40):
+            file.write_bytes(original[:length])
+            with pytest.raises(CheckpointError):
+                read_checkpoint(newest)
+            checked += 1
+        file.write_bytes(original + b"\0")
+        with pytest.raises(CheckpointError):
+            read_checkpoint(newest)
+        file.unlink()
+        with pytest.raises(CheckpointError):
+            read_checkpoint(newest)
+        file.write_bytes(original)
+    assert newest_complete(two)[0].step == 2  # type: ignore[union-attr]
+    print(f"truncations detected: {checked}")
+
+
+def test_a_kill_while_a_checkpoint_takes_the_place_of_its_step(two: Path) -> None:
+    """Between the two renames neither has the name; the old one gets it back when the run is resumed."""
+    run = two / "run"
+    shutil.copytree(two / "step_00000002", run / "checkpoints" / ".unfinished_replaced_step_00000002")
+    point = find_resume_point("auto", str(run))
+    assert point is not None and point.checkpoint.step == 2
+
+
+def test_a_kill_during_the_first_save_lets_the_run_begin_again(two: Path) -> None:
+    run = two / "run"
+    shutil.copytree(two / "step_00000002", run / "checkpoints" / ".unfinished_step_00000002")
+    (run / "run.json").write_text('{"legs": []}')
+    assert find_resume_point("auto", str(run)) is None
+
+
+def test_retention_by_steps_and_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(1, 11):
+        monkeypatch.setattr("time.time", lambda step=step: 1000.0 + 600 * step)  # one every ten minutes
+        save_checkpoint(tmp_path, State(), CheckpointContent(step, {}, {}, None, abs(step - 7.0)))
+    prune_checkpoints(tmp_path, 1, True, keep_every=4, keep_hours=0.5)
+    kept = [int(path.name[5:]) for path in sorted(tmp_path.iterdir())]
+    assert kept == [1, 4, 7, 8, 10]  # by time 1, 4, 7, 10; by steps 4, 8; the best 7; the last 10

@@ -1,0 +1,176 @@
+"""A checkpoint or a YAML file from a stranger can't run code, read elsewhere or take all memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain.cli import main
+from ttrain.train.checkpoint import sealed
+from ttrain.train.files import sha256_file
+
+Train = Any
+SHARD = "parameters-00001-of-00001.safetensors"
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return (os.system, ("touch exploded",))
+
+
+@pytest.fixture
+def stranger(train: Train, capsys: Any) -> Path:
+    """A run of somebody else, to be tampered with; its command line is forgotten."""
+    assert train("run.dir=run", "train.steps=2") == 0
+    capsys.readouterr()
+    return Path("run/checkpoints/step_00000002")
+
+
+def reseal(checkpoint: Path, *, add: dict[str, Any] | None = None) -> None:
+    """Makes the manifest agree with the files, as a stranger can."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    del manifest["sha256"]
+    for name in manifest["files"]:
+        file = checkpoint / name
+        manifest["files"][name] = {"bytes": file.stat().st_size, "sha256": sha256_file(file)}
+    manifest["files"] |= add or {}
+    (checkpoint / "manifest.json").write_text(sealed(manifest))
+
+
+def refused(checkpoint: Path, capsys: Any, part: str) -> None:
+    for word in (f"resume={checkpoint}", "resume=run"):
+        if word == "resume=run" and part == "other":
+            continue
+        assert main([word, "train.steps=3", "device=cpu"]) == 2, word
+        errors = capsys.readouterr().err
+        assert part in errors and "Traceback" not in errors, errors
+    assert not Path("exploded").exists()
+
+
+def test_pickles(stranger: Path, capsys: Any) -> None:
+    (stranger / SHARD).write_bytes(pickle.dumps(Bomb()))
+    reseal(stranger)
+    refused(stranger, capsys, "not a safetensors file")
+
+
+@pytest.mark.parametrize(
+    "name", ["weights.pt", "data.pkl", "code.py", "../other.safetensors", "/etc/passwd", "a/b.json"]
+)
+def test_files_of_other_kinds_and_places(stranger: Path, capsys: Any, name: str) -> None:
+    if "/" not in name:
+        (stranger / name).write_bytes(pickle.dumps(Bomb()))
+        refused(stranger, capsys, name)
+    reseal(stranger, add={name: {"bytes": 1, "sha256": "0" * 64}})
+    refused(stranger, capsys, "its own folder only" if "json" in name or "/" in name or "." in name else name)
+
+
+def test_a_link_out_of_the_folder(stranger: Path, capsys: Any) -> None:
+    (stranger / SHARD).rename("elsewhere.safetensors")
+    (stranger / SHARD).symlink_to(Path("elsewhere.safetensors").resolve())
+    reseal(stranger)
+    refused(stranger, capsys, "is missing")
+
+
+@pytest.mark.parametrize("length", [0, 1, 2**32, 2**63 - 1, 2**64 - 1])
+def test_oversized_headers(stranger: Path, capsys: Any, length: int) -> None:
+    file = stranger / SHARD
+    file.write_bytes(struct.pack("<Q", length) + file.read_bytes()[8:])
+    reseal(stranger)
+    refused(stranger, capsys, "safetensors")
+
+
+def test_a_header_that_asks_for_all_memory(stranger: Path, capsys: Any) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2**40, 2**20], "data_offsets": [0, 4]}}).encode()
+    (stranger / SHARD).write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 4)
+    reseal(stranger)
+    refused(stranger, capsys, "safetensors")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' * 50_000, "[]", "1", "null", '"x"', "{", "\x00"])
+def test_json_that_is_none(stranger: Path, capsys: Any, text: str) -> None:
+    for name in ("config.json", "progress.json"):
+        original = (stranger / name).read_text()
+        (stranger / name).write_text(text)
+        reseal(stranger)
+        assert main(["resume=run", "train.steps=3", "device=cpu"]) == 2
+        assert "Traceback" not in capsys.readouterr().err
+        (stranger / name).write_text(original)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("model", "_target_", "os.system"),
+        ("train", "_target_", "os.system"),
+        ("model", "name", "os:system"),
+        ("optimizer", "name", "torch.optim:Adam"),
+        ("data", "name", "../../evil"),
+    ],
+)
+def test_a_config_that_names_code(stranger: Path, capsys: Any, section: str, key: str, value: str) -> None:
+    config = json.loads((stranger / "config.json").read_text())
+    config[section][key] = value
+    (stranger / "config.json").write_text(json.dumps(config))
+    reseal(stranger)
+    refused(stranger, capsys, "_target_ is refused" if key == "_target_" else "not registered")
+
+
+def test_commands_and_plugins_of_a_checkpoint_are_ignored(stranger: Path, capsys: Any) -> None:
+    config = json.loads((stranger / "config.json").read_text())
+    config["plugins"] = ["exploding_plugin"]
+    config["supervise"] = {**config["supervise"], "enabled": True, "on_restart": "touch exploded"}
+    (stranger / "config.json").write_text(json.dumps(config))
+    reseal(stranger)
+    Path("exploding_plugin.py").write_text("open('exploded', 'w')\n")
+    assert main(["resume=run", "train.steps=3"]) == 0
+    assert not Path("exploded").exists() and "on_restart" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "!!python/object/apply:os.system ['touch exploded']",
+        "train: !!python/object/apply:os.system ['touch exploded']",
+        "model: {_target_: os.system, command: touch exploded}",
+        "train: {_target_: os.system}",
+        "defaults: [config, _self_]\nplugins: [exploding_plugin]",
+        "defaults: [config, _self_]\nsupervise: {on_restart: touch exploded}",
+        "defaults: [config, _self_]\nhydra: {launcher: {_target_: os.system}}",
+        "defaults: [config, _self_]\nhydra: {callbacks: {x: {_target_: os.system, command: touch exploded}}}",
+        "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]",
+        "defaults: [../../../../etc/passwd]",
+    ],
+)
+def test_a_yaml_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, text: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own").mkdir()
+    Path("own/mine.yaml").write_text(text)
+    Path("exploding_plugin.py").write_text("open('exploded', 'w')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for words in ([], ["-m", "run.seed=1,2"]):
+        assert main(["--config-dir", "own", "--config-name", "mine", "device=null", *words]) == 2
+        assert "Traceback" not in capsys.readouterr().err
+    assert not Path("exploded").exists()
+
+
+@pytest.mark.parametrize("text", ["!!python/object/apply:os.system ['touch exploded']", "[" * 3000, "\x00", "- 1"])
+def test_the_config_of_a_run_that_is_inspected(stranger: Path, capsys: Any, text: str) -> None:
+    Path("run/config.yaml").write_text(text)
+    assert main(["task=runs", "runs.root=."]) == 0
+    assert main(["task=report", "run=run"]) == 0
+    assert not Path("exploded").exists()
+
+
+def test_a_tokenizer_that_is_none(stranger: Path, capsys: Any) -> None:
+    for content in (pickle.dumps(Bomb()), b"[]", b"{", b'{"kind": "char"}'):
+        file = stranger / "tokenizer.json"
+        file.write_bytes(content)
+        reseal(stranger, add={file.name: {"bytes": len(content), "sha256": sha256_file(file)}})
+        assert main(["task=sample", "run.dir=run"]) == 2
+        assert "Traceback" not in capsys.readouterr().err and not Path("exploded").exists()
