@@ -234,7 +234,9 @@ class _Job:
 
     @property
     def _model_name(self) -> str:
-        """As the user chose it: nano-gpt rather than gpt."""
+        """As the user chose it: nano-gpt rather than gpt. A resumed run was chosen by an earlier command."""
+        if self.point is not None:
+            return str(self.config.model.name)
         return str(self.config.source.choices.get("model", self.config.model.name))
 
     def _run_directory(self) -> RunDirectory:
@@ -252,8 +254,9 @@ class _Job:
         """Sets the state, and returns how far the run is and what to record of the resume."""
         from ttrain.train.metrics import cut_metrics
         from ttrain.train.progress import Progress
-        from ttrain.train.retention import set_aside_after
+        from ttrain.train.retention import remove_unfinished, set_aside_after
 
+        remove_unfinished(run.checkpoints)
         if self.point is None:
             session.initialize(self.config.run.seed)
             cut_metrics(run.metrics, 0)
