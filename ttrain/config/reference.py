@@ -29,16 +29,13 @@ defaults. A file holds names and values only: `_target_` and plugins are refused
 the rules are Hydra's: a list is `[a,b]`, a mapping `{a: 1}`, and text with commas is quoted twice, as in
 `'run.dir="a,b"'`. `null` as a value means none; `device=null` is the device of that name.
 
-**Sweeps.** `-m engine=dynamic,static run.seed=1,2` runs every combination, one after the other. All of them are checked
-before the first one starts. A job that fails does not stop the others; an interrupt stops them all.
+**Sweeps.** `-m engine=dynamic,static run.seed=1,2` runs every combination, each in a process of its own, one after the
+other or `sweep.parallel` at once. All of them are checked before the first one starts; one that does not fit, or fails,
+does not stop the others, and an interrupt stops them all. The same command again runs what is missing.
 
-**Plugins.** `plugins=[my_module]` imports a module of yours, on the command line only. It may add components:
-
-    from ttrain.config.registry import register
-    register("model", "mine", config=MineConfig, target="my_module:Mine")
-
-`MineConfig` is a dataclass with a field `name`; `model=mine` then needs no YAML. Installed packages can offer such a
-module under the entry-point group `ttrain.plugins`.
+**Plugins.** `plugins=[my_module]` imports a module of yours, on the command line only, which may add components to any
+group. [Extending](extending.md) shows how. Installed packages can offer such a module under the entry-point group
+`ttrain.plugins`.
 
 # Reference
 
