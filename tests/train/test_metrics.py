@@ -164,7 +164,8 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_one_run_per_job_finished_also_on_failure(fake: Any, tmp_path: Path, make_job: Any) -> None:
     fake.key = "key"
     for number, poison in enumerate([None, 3, None]):
-        view = start(tmp_path, [])
+        (tmp_path / f"job{number}").mkdir()
+        view = start(tmp_path / f"job{number}", [])
         job = make_job(f"job{number}", views=[view], poison_step=poison)
         exit_code = 0
         try:

@@ -255,8 +255,10 @@ class _Job:
         from ttrain.train.metrics import cut_metrics
         from ttrain.train.progress import Progress
         from ttrain.train.retention import remove_unfinished, set_aside_after
+        from ttrain.train.wandb_history import note_earlier_legs
 
         remove_unfinished(run.checkpoints)
+        note_earlier_legs(run.path)
         if self.point is None:
             session.initialize(self.config.run.seed)
             cut_metrics(run.metrics, 0)

@@ -10,6 +10,7 @@ from typing import Any
 from ttrain.core.errors import UserError
 from ttrain.train.metrics import Metrics
 from ttrain.train.settings import WandbConfig
+from ttrain.train.wandb_history import WandbHistory
 
 _INIT_SECONDS = 60
 
@@ -27,8 +28,12 @@ class WandbLogger:
     ) -> None:
         """`run_id` continues that run, which an earlier leg began; None begins a new one. Raises UserError."""
         self._wandb = _import_wandb()
-        self._config, self._folder, self._run_config, self._id = config, folder, run_config, run_id
+        self._history = WandbHistory(folder)
+        self._config, self._folder, self._run_config = config, folder, run_config
+        self._id = run_id or self._history.run_id  # a run that was killed before its first save has it here only
         self.mode = self._mode(say)
+        if self.mode != "disabled":
+            self._history.set_offline_legs_aside()
         try:
             self._run = self._start(self.mode)
         except Exception as error:  # whatever the network does, training goes on
@@ -39,6 +44,8 @@ class WandbLogger:
             self._run = self._start(self.mode)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
+        for line in self._history.begin(str(self._run.id), self.mode):
+            self._log(line)
 
     @property
     def run_id(self) -> str | None:
@@ -46,10 +53,15 @@ class WandbLogger:
         return None if self.mode == "disabled" else str(self._run.id)
 
     def log(self, metrics: Metrics) -> None:
+        if self._history.is_new(metrics):  # a resumed leg repeats steps that W&B already has
+            self._log(metrics)
+
+    def _log(self, metrics: Metrics) -> None:
         self._run.log({key: value for key, value in metrics.items() if value is not None})
 
     def close(self, exit_code: int) -> None:
         self._run.finish(exit_code=exit_code)
+        self._history.end(self.mode)
 
     def _mode(self, say: Callable[[str], None]) -> str:
         mode = self._config.mode
@@ -61,7 +73,8 @@ class WandbLogger:
         return mode
 
     def _offline(self, say: Callable[[str], None]) -> str:
-        say(f"W&B keeps this run offline; later: wandb sync {self._folder / 'wandb'}/offline-run-*")
+        append = "--append " if self._history.is_online else ""  # after a part that is online already
+        say(f"W&B keeps this run offline; later: wandb sync {append}{self._folder / 'wandb'}/offline-run-*")
         return "offline"
 
     def _logged_in(self) -> bool:
