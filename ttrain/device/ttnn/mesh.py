@@ -56,8 +56,10 @@ class Mesh:
         if self.queues == 1:
             yield
             return
-        if self._consumed is not None and not self.mocked:
-            tt.wait_for_event(1, self._consumed)
+        # Without a replay that said when its inputs are free, everything launched so far has to be over.
+        free = tt.record_event(self.handle, 0) if self._consumed is None else self._consumed
+        if not self.mocked:
+            tt.wait_for_event(1, free)
         store.queue = 1
         try:
             yield

@@ -1,0 +1,121 @@
+"""Padding, sharing of memory, taking turns in tensors: what needs no ttnn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ttrain.core.errors import GraphError
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.base import Form
+from ttrain.device.null.device import NullDevice
+from ttrain.device.ttnn.form import TileForm, device_shape, shares_memory, usual_form
+from ttrain.device.ttnn.stack import joinable
+from ttrain.engine.state import State
+from ttrain.engine.static import StaticEngine, prepare
+from ttrain.models.gpt import GPT
+from ttrain.models.settings import GPTConfig
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.settings import AdamWConfig
+from ttrain.plan import build_plan
+from ttrain.plan.arena import Block, take_turns
+from ttrain.train.step_graph import StepGraph
+
+
+@pytest.mark.parametrize(
+    ("shape", "padded", "nbytes"),
+    [((1, 1), (32, 32), 4096), ((1, 65), (32, 96), 12288), ((2, 33, 32), (2, 64, 32), 16384), ((64, 64), (64, 64), 16384)],
+)
+def test_tiles_pad_the_last_two_axes(shape: tuple[int, ...], padded: tuple[int, ...], nbytes: int) -> None:
+    form = TileForm(shape)
+    assert (form.padded, form.nbytes, form.tiles) == (padded, nbytes, nbytes // 4096)
+
+
+def test_scalars_and_vectors_have_rank_two_on_the_device() -> None:
+    assert device_shape(()) == (1, 1)
+    assert device_shape((5,)) == (1, 5)
+    assert usual_form(TensorSpec((3, 4), DType.BF16)) == TileForm((3, 4), "bfloat16")
+
+
+def test_fp64_is_refused() -> None:
+    with pytest.raises(GraphError, match="fp64 does not exist"):
+        usual_form(TensorSpec((3,), DType.FP64))
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "shares"),
+    [
+        ((4, 64, 32), (256, 32), True),
+        ((2, 33, 32), (66, 32), False),  # rows would move between tiles
+        ((1, 33, 32), (33, 32), True),
+        ((64, 32), (32, 64), False),
+        ((5,), (1, 5), True),
+    ],
+)
+def test_which_reshapes_are_free(one: tuple[int, ...], two: tuple[int, ...], shares: bool) -> None:
+    assert shares_memory(TensorSpec(one), TensorSpec(two)) is shares
+
+
+def test_integers_are_laid_out_by_the_host() -> None:
+    assert shares_memory(TensorSpec((2, 33), DType.INT64), TensorSpec((66,), DType.INT64))
+
+
+@pytest.mark.parametrize(
+    ("shape", "may"), [((64, 96), True), ((65, 96), False), ((64, 90), False), ((96,), True), ((90,), False), ((2, 32, 32), False)]
+)
+def test_who_may_join_a_stack(shape: tuple[int, ...], may: bool) -> None:
+    assert joinable(shape) is may
+
+
+def test_blocks_take_turns_only_within_a_form() -> None:
+    blocks = [
+        Block("a", 64, 0, 2, form="f"),
+        Block("b", 64, 1, 3, form="f"),
+        Block("c", 64, 3, 4, form="f"),  # after a
+        Block("d", 64, 5, 6, form="g"),
+    ]
+    total = take_turns(blocks)
+    offsets = {block.label: block.offset for block in blocks}
+    assert offsets["c"] == offsets["a"] != offsets["b"]
+    assert offsets["d"] not in (offsets["a"], offsets["b"])
+    assert total == 3 * 64
+
+
+class TensorDevice(NullDevice):
+    """A device without arenas that computes nothing: every offset must always be asked for in one form."""
+
+    arenas = False
+
+    def form(self, spec: TensorSpec) -> Form:
+        return usual_form(spec)
+
+    def form_bytes(self, form: Form) -> int:
+        assert isinstance(form, TileForm)
+        return form.nbytes
+
+    def shares(self, spec: TensorSpec, other: TensorSpec) -> bool:
+        return shares_memory(spec, other)
+
+
+@pytest.mark.parametrize("context", [32, 20])
+def test_a_planned_step_uses_every_tensor_in_one_form(context: int) -> None:
+    model = GPT(GPTConfig(layers=2, heads=2, width=40, context=context, vocabulary=65, dropout=0.1))
+    graph = StepGraph(model, AdamW(AdamWConfig()), rows=2)
+    device = TensorDevice(without=("self_attention", "self_attention_grad", "linear_cross_entropy", "dropout"))
+    plan = build_plan(prepare(graph.trace_train, device.kernels, device, True), device.kernels, device)
+    forms: dict[int, Form] = {}
+    for block in plan.blocks:
+        assert forms.setdefault(block.offset, block.form) == block.form
+    # A reshape that would move rows between tiles became a copy; a free one did not.
+    names = [node.op.name for node in plan.graph.nodes]
+    assert ("copy_reshape" in names) is (context % 32 != 0)
+    assert all(shares_memory(n.values[0].spec, n.outputs[0].spec) for n in plan.graph.nodes if n.op.name == "reshape")
+
+
+def test_planned_and_launched_without_arenas() -> None:
+    model = GPT(GPTConfig(layers=1, heads=2, width=32, context=8, vocabulary=20))
+    graph = StepGraph(model, AdamW(AdamWConfig()), rows=2)
+    device = TensorDevice()
+    step = StaticEngine(device, State(device, graph.state_tensors())).build("train", graph.trace_train)
+    inputs = {name: np.zeros(spec.shape, np.int64 if spec.dtype is DType.INT64 else np.float32) for name, spec in step.inputs.items()}
+    assert step(inputs)["loss"] == 0.0

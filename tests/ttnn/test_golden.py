@@ -1,0 +1,116 @@
+"""Whole training steps in ttnn's reference functions, the same calls as on a card, against the fp32 CPU engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+
+from tests.ttnn.runs import Outcome, adamw, cosine, cpu, golden, gpt, mlp, run, sgd
+from ttrain.core.spec import DType
+
+# Odd sizes: no dimension of these is a multiple of a tile but by chance.
+MODELS: dict[str, Callable[..., Any]] = {
+    "mlp": lambda dtype=DType.FP32: mlp(dtype),
+    "mlp of whole tiles": lambda dtype=DType.FP32: mlp(dtype, inputs=None, outputs=None, activation="tanh"),
+    "nano-gpt": lambda dtype=DType.FP32: gpt(dtype),
+    "nano-gpt with dropout": lambda dtype=DType.FP32: gpt(dtype, dropout=0.1),
+    "odd vocabulary and head width": lambda dtype=DType.FP32: gpt(dtype, vocabulary=97, width=96),
+    "odd everything, dropout": lambda dtype=DType.FP32: gpt(
+        dtype, vocabulary=50, width=40, heads=4, context=20, dropout=0.2, tied=False, bias=False
+    ),
+    "recomputed blocks": lambda dtype=DType.FP32: gpt(dtype, recompute="block", dropout=0.1),
+}
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "adamw": adamw,
+    "sgd": sgd,
+    "nesterov": lambda: sgd(momentum=0.9, nesterov=True, weight_decay=0.1),
+}
+# Rounding to bf16 after every op, in units of the last place at the tensor's largest value: peak, and 99th percentile.
+GRADIENT_ULP = (4.0, 3.5)
+PARAMETER_ULP = 4.0  # a bias starts at zero, so after one step it is its gradient
+
+
+def check_fp32(actual: Outcome, expected: Outcome) -> None:
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-5)
+    np.testing.assert_allclose(actual.norms, expected.norms, rtol=1e-3)
+    for mine, reference in ((actual.gradients, expected.gradients), (actual.state, expected.state)):
+        assert all(cosine(mine[name], value) > 0.9999 for name, value in reference.items())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_three_adamw_steps_equal_the_cpu(model: str) -> None:
+    check_fp32(run(MODELS[model](), adamw(), golden()), run(MODELS[model](), adamw(), cpu()))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_equals_the_cpu(optimizer: str) -> None:
+    make = MODELS["mlp of whole tiles"]
+    check_fp32(run(make(), OPTIMIZERS[optimizer](), golden()), run(make(), OPTIMIZERS[optimizer](), cpu()))
+
+
+@pytest.mark.parametrize("engine", ["dynamic", "traced"])
+@pytest.mark.parametrize("model", ["mlp", "odd everything, dropout"])
+def test_engines_are_bit_equal(model: str, engine: str) -> None:
+    one, two = (run(MODELS[model](), adamw(), golden(), engine=name, steps=4) for name in ("static", engine))
+    assert one.losses == two.losses
+    assert all(np.array_equal(one.state[name], two.state[name]) for name in one.state)
+
+
+def ulps(actual: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
+    """Peak and 99th percentile of the error, in bf16 units of the last place at the largest value expected."""
+    top = float(np.abs(expected).max())
+    unit = 2.0 ** (np.floor(np.log2(top)) - 7) if top else 1.0
+    errors = np.abs(actual.astype(np.float64) - expected) / unit
+    return float(errors.max()), float(np.quantile(errors, 0.99))
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused kernels", "plain kernels"])
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "mlp"])
+def test_bf16_stays_within_its_rounding(model: str, fused: bool) -> None:
+    """One step; relu is left out, because units near zero flip."""
+    expected = run(MODELS[model](), sgd(), cpu(), steps=1)
+    actual = run(MODELS[model](DType.BF16), sgd(), golden(fused), steps=1)
+    assert actual.losses[0] == pytest.approx(expected.losses[0], rel=2e-3)
+    for name, value in expected.gradients.items():
+        peak, most = ulps(actual.gradients[name], value)
+        assert (peak <= GRADIENT_ULP[0] and most <= GRADIENT_ULP[1]) or np.abs(value).max() < 1e-7, (name, peak, most)
+    for name, value in expected.state.items():
+        peak, _ = ulps(actual.state[name], value)
+        assert peak <= PARAMETER_ULP, (name, peak)
+
+
+def test_pure_bf16_trains() -> None:
+    losses = {}
+    for master in (DType.FP32, DType.BF16):
+        model = gpt(DType.BF16)
+        for parameter in model.parameters().values():
+            parameter.master = master
+        losses[master] = run(model, adamw(), golden(), steps=4).losses
+    np.testing.assert_allclose(losses[DType.BF16], losses[DType.FP32], rtol=2e-2)
+
+
+def test_captured_and_launched_pure_bf16_updates_agree() -> None:
+    """The fused update takes its rates as numbers, so a captured step computes it otherwise."""
+    results = []
+    for engine in ("static", "traced"):
+        model = gpt(DType.BF16)
+        for parameter in model.parameters().values():
+            parameter.master = DType.BF16
+        results.append(run(model, adamw(), golden(), engine=engine, steps=3).losses)
+    np.testing.assert_allclose(results[0], results[1], rtol=2e-2)
+
+
+def test_masks_move_with_the_seed() -> None:
+    """A replay must not repeat yesterday's mask: losses of a model that does not learn differ from step to step."""
+    losses = []
+    for engine in ("static", "traced"):
+        outcome = run(gpt(dropout=0.5), sgd(lr=0.0), golden(), engine=engine, steps=5)
+        losses.append(outcome.losses)
+        assert outcome.engine.counters.captures == (engine == "traced")
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 5
