@@ -36,7 +36,7 @@ from ttrain.graph.op import REGISTRY
 REPO = Path(__file__).parents[1]
 PAGES = [REPO / "README.md", REPO / "outputs" / "README.md", *sorted((REPO / "docs").glob("*.md"))]
 SHELL = ("sh", "bash", "shell", "console")
-FILES = (".json", ".jsonl", ".yaml", ".bin", ".md", ".txt", ".png", ".py", ".html")
+FILES = (".json", ".jsonl", ".yaml", ".bin", ".md", ".txt", ".png", ".py", ".html", ".csv")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 ANYWHERE = ("auto", "cpu", "null", "my-cpu")  # devices

@@ -9,6 +9,7 @@ time to the first step of a first start and of a restart.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -44,7 +45,9 @@ def measured(run: Path, steps: int, every: int | None) -> dict[str, float]:
     Loop._train_step, Loop._finish = timed_step, timed_finish  # type: ignore[method-assign]
     try:
         words = [f"train.steps={steps}", f"train.save_every={'null' if every is None else every}"]
-        assert ttrain([*COMMON, *words, "train.save_minutes=null", f"run.dir={run}", "train.log_every=1"]) == 0
+        words += ["train.save_minutes=null", f"run.dir={run}", "train.log_every=1"]
+        with contextlib.redirect_stdout(sys.stderr):
+            assert ttrain([*COMMON, *words]) == 0
     finally:
         Loop._train_step, Loop._finish = step, finish  # type: ignore[method-assign]
     times = sorted(found["steps"][10:])
