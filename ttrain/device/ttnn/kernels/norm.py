@@ -55,9 +55,14 @@ def _layer_norm(c: Context) -> Kernel:
     return Kernel(build, Delivery.FRESH, forms=lambda ins, outs, _: [None, *[_statistics(c, ins[0])] * 2])
 
 
+def _wide(c: Context, held: Held) -> Any:
+    """A tensor in fp32. Ops on operands of two dtypes are avoided: with a row repeated, ttnn 0.81 gets them wrong."""
+    return c.tt.typecast(held.t, c.tt.float32) if is_bf16(held) else held.t
+
+
 def _centred(c: Context, x: Held) -> tuple[Any, Any]:
     """x minus its mean, and the mean, in fp32."""
-    wide = c.tt.typecast(x.t, c.tt.float32) if is_bf16(x) else x.t
+    wide = _wide(c, x)
     mean = c.tt.sum(wide, dim=-1, keepdim=True, scalar=1 / x.spec.shape[-1], **c.exact)
     return c.tt.subtract(wide, mean), mean
 
@@ -93,11 +98,12 @@ def _plain_grad(c: Context, ins: Sequence[Any], outs: Sequence[Held], bias: bool
     tt = c.tt
     dy, x, mean, rstd, weight, residual = ins
     means = {"dim": -1, "keepdim": True, "scalar": 1 / x.spec.shape[-1], **c.exact}
-    normal = tt.multiply(tt.subtract(x.t, mean.t, dtype=tt.float32), rstd.t)
-    scaled = tt.multiply(dy.t, weight.t, dtype=tt.float32)
+    gradient = _wide(c, dy)
+    normal = tt.multiply(tt.subtract(_wide(c, x), mean.t), rstd.t)
+    scaled = tt.multiply(gradient, _wide(c, weight))
     projected = tt.multiply(normal, tt.sum(tt.multiply(scaled, normal), **means))
     rest = tt.subtract(tt.subtract(scaled, tt.sum(scaled, **means)), projected)
-    products = tt.multiply(dy.t, normal, dtype=tt.float32)
+    products = tt.multiply(gradient, normal)
     tt.copy(column_sum(c, products, x.spec.shape, DType.FP32, None), outs[1].t)
     if bias:
         total = column_sum(c, dy.t, x.spec.shape, dy.spec.dtype, None)

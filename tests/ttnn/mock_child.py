@@ -1,0 +1,84 @@
+"""Runs training steps on a mocked board and prints what they cost, one line of JSON a case. A process opens one board.
+
+    python -m tests.ttnn.mock_child '{"board": "n150", "mesh": [1, 1], "cases": [{"model": "mlp", ...}]}'
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from tests.ttnn.runs import ENGINES, adamw, batch, gpt, mlp, sgd
+from ttrain.core.spec import DType
+from ttrain.device.ttnn.device import TenstorrentDevice, open_device
+from ttrain.device.ttnn.settings import TenstorrentConfig
+from ttrain.engine.state import State
+from ttrain.train.step_graph import StepGraph
+
+SIZES = {
+    "nano-gpt": {"layers": 6, "heads": 6, "width": 384, "context": 256, "vocabulary": 65},
+    "gpt2": {"layers": 12, "heads": 12, "width": 768, "context": 1024, "vocabulary": 50257},
+    "odd": {"layers": 1, "heads": 2, "width": 96, "context": 33, "vocabulary": 97},
+}
+STEPS = 6
+
+
+def model_of(case: dict[str, Any]) -> Any:
+    precision = case.get("precision", "fp32")
+    compute = DType.FP32 if precision == "fp32" else DType.BF16
+    if case["model"] == "mlp":
+        return mlp(compute, inputs=None, outputs=None)
+    model = gpt(compute, **{**SIZES[case["model"]], "dropout": case.get("dropout", 0.0)})
+    for parameter in model.parameters().values():
+        parameter.master = DType.BF16 if precision == "bf16_pure" else DType.FP32
+    return model
+
+
+def measure(device: TenstorrentDevice, case: dict[str, Any]) -> dict[str, Any]:
+    """Costs of a step once programs are built."""
+    model, rows = model_of(case), case.get("rows", 4)
+    model.follow_compute()
+    graph = StepGraph(model, sgd(clip_norm=None) if case["model"] == "mlp" else adamw(), rows, chips=device.chips)
+    state = State(device, graph.state_tensors())
+    engine = ENGINES[case.get("engine", "static")](device, state)
+    step = engine.build("train", graph.trace_train)
+    given = batch(model, rows * device.chips, 1)
+    seconds, facts = [], []
+    for number in range(1, STEPS + 1):
+        inputs = {**given, "loss_weight": 1.0, "seed": number, "lr": 0.1, "step": number}
+        device.mesh.handle.set_program_cache_misses_allowed(number < 3)
+        start = time.perf_counter()
+        result = step(inputs)
+        seconds.append(time.perf_counter() - start)
+        facts.append({**device.step_facts(), "allocations": device.counters.allocations})
+    device.mesh.handle.set_program_cache_misses_allowed(True)
+    engine.close()
+    return {
+        "ops": facts[-1]["device_ops"] - facts[-2]["device_ops"],
+        "programs": facts[-1]["programs"],
+        "later_allocations": facts[-1]["allocations"] - facts[1]["allocations"],
+        "later_dram": facts[-1]["dram_bytes"] - facts[1]["dram_bytes"],
+        "dispatch_ms": 1e3 * min(seconds[1:]),
+        "captures": engine.counters.captures,
+        "zero": all(not np.any(value) for value in result.values()),
+    }
+
+
+def main(text: str) -> None:
+    order = json.loads(text)
+    settings = {key: order[key] for key in ("mesh", "command_queues", "dispatch") if key in order}
+    device = open_device(TenstorrentConfig(name=order["board"], mode="mock", **settings))
+    print(json.dumps({"cores": device.mesh.cores, "computes": device.computes}), flush=True)
+    try:
+        for case in order.get("cases", []):
+            print(json.dumps(measure(device, case)), flush=True)
+    finally:
+        device.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

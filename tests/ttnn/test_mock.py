@@ -1,0 +1,112 @@
+"""Training steps on mocked boards: ttnn's own validators, allocators and program factories take every op of ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+
+ROOT = Path(__file__).parents[2]
+BF16 = {"precision": "bf16"}
+N150: dict[str, dict[str, Any]] = {
+    "mlp": {"model": "mlp"},
+    "mlp dynamic": {"model": "mlp", "engine": "dynamic"},
+    "nano-gpt": {"model": "nano-gpt", **BF16},
+    "nano-gpt dynamic": {"model": "nano-gpt", "engine": "dynamic", **BF16},
+    "nano-gpt pure": {"model": "nano-gpt", "precision": "bf16_pure"},
+    "nano-gpt of 32": {"model": "nano-gpt", "rows": 32, "dropout": 0.1, **BF16},
+    "odd": {"model": "odd", "dropout": 0.1, **BF16},
+    "gpt2": {"model": "gpt2", "rows": 1, **BF16},
+    "mlp traced": {"model": "mlp", "engine": "traced"},  # last: captured steps keep the device from fused updates
+}
+# Device ops of one step, forward to update. A step written op by op takes 978 and 362 for the last two.
+LIMITS = {"mlp": 24, "nano-gpt": 700, "nano-gpt pure": 330}
+
+
+@cache
+def child(cache_folder: str, order: str) -> list[dict[str, Any]]:
+    """Lines of JSON that a process on a mocked board prints."""
+    environment = {**os.environ, "TTRAIN_CACHE": cache_folder, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.ttnn.mock_child", order]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A kernel cache for this session; stand-in kernels must not outlive it."""
+    return str(tmp_path_factory.mktemp("ttnn"))
+
+
+def on_board(kernels: str, board: str, *cases: dict[str, Any], **settings: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    facts, *costs = child(kernels, json.dumps({"board": board, "cases": cases, **settings}))
+    return facts, costs
+
+
+@pytest.fixture(scope="session")
+def n150(kernels: str) -> dict[str, dict[str, Any]]:
+    facts, costs = on_board(kernels, "n150", *N150.values())
+    assert facts == {"cores": [8, 8], "computes": False}
+    return dict(zip(N150, costs, strict=True))
+
+
+@pytest.mark.parametrize("name", N150)
+def test_steps_are_accepted_and_settle(n150: dict[str, dict[str, Any]], name: str) -> None:
+    """Programs are built by the second step; the child forbids new ones after that."""
+    cost = n150[name]
+    assert cost["zero"], "a mocked board computes nothing"
+    if "dynamic" not in name:
+        assert (cost["later_allocations"], cost["later_dram"]) == (0, 0)
+    assert cost["captures"] == ("traced" in name)
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_device_ops_of_a_step(n150: dict[str, dict[str, Any]], name: str) -> None:
+    assert n150[name]["ops"] <= LIMITS[name]
+
+
+@pytest.mark.parametrize("name", ["mlp", "nano-gpt"])
+def test_static_costs_the_host_less_than_dynamic(n150: dict[str, dict[str, Any]], name: str) -> None:
+    assert n150[name]["dispatch_ms"] < n150[f"{name} dynamic"]["dispatch_ms"]
+
+
+@pytest.mark.parametrize(
+    ("board", "mesh", "cores"), [("n300", [1, 2], [7, 8]), ("t3000", [2, 4], [7, 8]), ("p150", [1, 1], [10, 13])]
+)
+def test_other_boards(kernels: str, board: str, mesh: list[int], cores: list[int]) -> None:
+    facts, costs = on_board(kernels, board, {"model": "mlp"}, {"model": "odd", "dropout": 0.1, **BF16}, mesh=mesh)
+    assert facts["cores"] == cores
+    assert all((cost["later_allocations"], cost["later_dram"]) == (0, 0) for cost in costs)
+
+
+def test_dispatch_from_ethernet_cores_leaves_the_whole_grid(kernels: str) -> None:
+    assert on_board(kernels, "n300", dispatch="eth")[0]["cores"] == [8, 8]
+
+
+def test_two_queues(kernels: str) -> None:
+    _, costs = on_board(kernels, "n150", {"model": "mlp"}, {"model": "mlp", "engine": "traced"}, command_queues=2)
+    assert [cost["captures"] for cost in costs] == [0, 1]
+
+
+def test_a_run_on_a_mocked_board_can_not_be_mistaken_for_training(kernels: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ttrain", "device=n150", "device.mode=mock", "model=mlp", f"run.dir={tmp_path / 'run'}"]
+    environment = {**os.environ, "TTRAIN_CACHE": kernels, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout + done.stderr
+    assert said.count("values are not computed") == 2  # at the start and at the end
+    assert "device ops per step" in said
+    run = tmp_path / "run"
+    assert "not computed" in json.loads((run / "run.json").read_text("utf-8"))["legs"][0]["rehearsal"]
+    assert json.loads((run / "summary.json").read_text("utf-8"))["computes"] is False
+    assert not list((run / "checkpoints").glob("*"))
+    assert not (run / "metrics.jsonl").exists()
