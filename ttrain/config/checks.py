@@ -193,8 +193,6 @@ def _tenstorrent(config: Config) -> Iterator[str]:
             return
     if device.mode == "simulator" and device.simulator is None:
         yield "device.mode=simulator: needs device.simulator=<path of the simulator library>."
-    if device.subdevices > 1 and device.command_queues < device.subdevices:
-        yield f"device.subdevices={device.subdevices}: needs as many queues. Give device.command_queues=2."
     chips, rows = device.mesh[0] * device.mesh[1], config.train.batch_size // config.train.accumulation
     held = {"n150": 1, "p150": 1, "n300": 2, "t3000": 8}.get(device.name)
     if held is not None and chips > held:

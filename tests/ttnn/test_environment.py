@@ -1,0 +1,222 @@
+"""Modes, refusals and messages before a device is open; the stand-in compiler; the doctor."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ttrain.core.errors import EXIT_DEVICE_BUSY, ConfigError, DeviceBusy, DeviceUnavailable
+from ttrain.device.ttnn import environment, mesh, standin
+from ttrain.device.ttnn.elf import MARK, return_only
+from ttrain.device.ttnn.holders import holders
+from ttrain.device.ttnn.settings import TenstorrentConfig
+
+needs_ttnn = pytest.mark.skipif(
+    not any((Path(folder) / "ttnn").is_dir() for folder in sys.path if folder), reason="the package ttnn is not installed"
+)
+
+
+def test_a_program_is_what_the_loader_demands() -> None:
+    program = return_only(0x5000)
+    kind, machine, _, entry, programs, sections = struct.unpack_from("<HHIIII", program, 16)
+    assert program[:7] == b"\x7fELF\x01\x01\x01"
+    assert (kind, machine, entry) == (2, 243, 0x5000)
+    load, offset, address, _, size, _, _, _ = struct.unpack_from("<8I", program, programs)
+    assert (load, address, program[offset : offset + size]) == (1, 0x5000, b"\x67\x80\x00\x00")
+    second = struct.unpack_from("<8I", program, programs + 32)
+    assert (second[0], second[3], second[4]) == (1, 0x5000 + size, 0)
+    assert MARK in program
+    assert sections % 4 == 0
+
+
+def compiler(tmp_path: Path, scripts: dict[str, str]) -> Path:
+    for name, text in scripts.items():
+        (tmp_path / name).write_text(text, "ascii")
+    tool = tmp_path / standin.COMPILER
+    tool.write_text(standin.script_text(tmp_path), "ascii")
+    tool.chmod(0o755)
+    return tool
+
+
+def test_the_stand_in_compiles_for_mocked_boards_only(tmp_path: Path) -> None:
+    tool = compiler(tmp_path, {"ncrisc.ld": "  .text 0xFFC00000 :", "brisc.ld": "  .text : { }"})
+    environment_ = {standin.MOCK_VARIABLE: "board.yaml", "PATH": ""}
+    for script, address in (("ncrisc.ld", 0xFFC00000), ("brisc.ld", 0x5000)):
+        out = tmp_path / f"{script}.elf"
+        subprocess.run([tool, "-O2", "-T", tmp_path / script, "-o", out, "x.o"], env=environment_, check=True)
+        assert out.read_bytes() == return_only(address)
+    done = subprocess.run([tool, "-o", tmp_path / "y", "x.o"], env={"PATH": ""}, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "mocked boards only" in done.stderr
+    assert not (tmp_path / "y").exists()
+
+
+def test_objects_and_dependency_files(tmp_path: Path) -> None:
+    tool = compiler(tmp_path, {})
+    command = [tool, "-c", "-MF", tmp_path / "x.d", "-o", tmp_path / "x.o", "x.cc"]
+    subprocess.run(command, env={standin.MOCK_VARIABLE: "b"}, check=True)
+    assert (tmp_path / "x.o").read_bytes() == b""
+    assert (tmp_path / "x.d").read_text("ascii") == f"{tmp_path / 'x.o'}:\n"
+
+
+def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standin.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DeviceUnavailable, match=r"ttnn is not installed.*pip install 'ttrain\[tt\]'") as caught:
+        environment.variables(TenstorrentConfig())
+    assert "\n" not in str(caught.value)
+
+
+def test_other_pythons_are_told_which_one_has_a_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 13, 0))
+    assert "no wheel for Python 3.13" in standin.missing_ttnn()
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As if there were a wheel, but no card."""
+    monkeypatch.setattr(environment, "installed_ttnn", lambda: tmp_path)
+    monkeypatch.setattr(environment, "DEVICE_NODES", tmp_path / "nothing")
+
+
+def test_no_card(installed: None) -> None:
+    with pytest.raises(DeviceUnavailable, match=r"no Tenstorrent card.*device.mode=mock"):
+        environment.variables(TenstorrentConfig(name="n150"))
+
+
+def test_silicon_refuses_the_variables_of_other_modes(
+    installed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "nothing" / "0").touch()
+    monkeypatch.setenv(standin.MOCK_VARIABLE, "x")
+    with pytest.raises(DeviceUnavailable, match=f"{standin.MOCK_VARIABLE} is set"):
+        environment.variables(TenstorrentConfig())
+
+
+def test_a_simulator_needs_its_library(installed: None) -> None:
+    with pytest.raises(ConfigError, match=r"needs device.simulator="):
+        environment.variables(TenstorrentConfig(mode="simulator"))
+    with pytest.raises(DeviceUnavailable, match="no such file"):
+        environment.variables(TenstorrentConfig(mode="simulator", simulator="/no/lib.so"))
+
+
+def test_modes_have_kernel_caches_of_their_own(
+    installed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("TT_METAL_CACHE", raising=False)
+    monkeypatch.setattr(environment, "runtime_root", lambda folder, wheel: folder)
+    (tmp_path / "lib.so").touch()
+    mock = environment.variables(TenstorrentConfig(mode="mock"))
+    simulator = environment.variables(TenstorrentConfig(mode="simulator", simulator=str(tmp_path / "lib.so")))
+    assert len({mock["TT_METAL_CACHE"], simulator["TT_METAL_CACHE"]}) == 2
+    assert mock[standin.MOCK_VARIABLE].endswith("n150.yaml")
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "nothing" / "0").touch()
+    monkeypatch.delenv(standin.MOCK_VARIABLE, raising=False)
+    assert "TT_METAL_CACHE" not in environment.variables(TenstorrentConfig())
+    assert "TT_METAL_RUNTIME_ROOT" not in environment.variables(TenstorrentConfig())
+
+
+@pytest.mark.parametrize("board", ["n150", "n300", "t3000", "p150"])
+def test_board_descriptions_ship_with_the_package(board: str) -> None:
+    assert (environment.BOARD_FOLDER / f"{board}.yaml").is_file()
+
+
+def test_logs_are_quiet_unless_asked_for() -> None:
+    assert environment.quiet(verbose=False)["TT_METAL_LOGGER_LEVEL"] == "off"
+    assert "TT_METAL_LOGGER_LEVEL" not in environment.quiet(verbose=True)
+
+
+def test_the_reason_of_an_error_is_short() -> None:
+    error = RuntimeError("TT_FATAL @ /x.cpp:3: cond\ninfo:\nthe reason\nbacktrace:\n --- a\n --- b")
+    assert environment.reason(error) == "the reason"
+
+
+def runtime(opening: Any) -> Any:
+    return SimpleNamespace(
+        DispatchCoreType=SimpleNamespace(WORKER=1, ETH=2), MeshShape=lambda *shape: shape, open_mesh_device=opening
+    )
+
+
+def test_a_held_card_is_busy_and_never_a_silent_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh, "holders_text", lambda: "It is held by process 7 (train).")
+    config = TenstorrentConfig(open_timeout_s=1)
+    with pytest.raises(DeviceBusy, match=r"did not open within 1 s. It is held by process 7") as caught:
+        mesh._opened(runtime(lambda shape, **options: time.sleep(5)), config)
+    assert caught.value.exit_code == EXIT_DEVICE_BUSY == 75
+
+
+def test_a_failure_to_open_names_the_reason() -> None:
+    def fail(shape: Any, **options: Any) -> None:
+        raise RuntimeError("TT_FATAL\ninfo:\nEthernet link 0 is down\nbacktrace:\nx")
+
+    with pytest.raises(DeviceUnavailable, match="device=n150: Ethernet link 0 is down$"):
+        mesh._opened(runtime(fail), TenstorrentConfig(name="n150"))
+
+
+def test_holders_are_found_by_their_open_files(tmp_path: Path) -> None:
+    nodes, processes = tmp_path / "dev", tmp_path / "proc"
+    (processes / "42" / "fd").mkdir(parents=True)
+    nodes.mkdir()
+    (nodes / "0").touch()
+    os.symlink(nodes / "0", processes / "42" / "fd" / "3")
+    (processes / "42" / "cmdline").write_bytes(b"python\0train.py\0")
+    (processes / "43" / "fd").mkdir(parents=True)
+    assert holders(nodes, processes) == {42: "python train.py"}
+
+
+def test_the_doctor_says_what_is_missing_and_how_to_mend_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from ttrain.train import doctor
+
+    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "none")
+    monkeypatch.setenv("TT_METAL_SIMULATOR", str(tmp_path / "lib.so"))
+    lines: list[str] = []
+    doctor.report(lines.append, opening=False)
+    text = "\n".join(lines)
+    assert "Python" in text
+    assert "+ torch" in text
+    assert "- driver           the kernel module tenstorrent is not loaded  -> " in text
+    assert "! simulator" in text
+
+
+def test_the_doctor_shows_cards_firmware_and_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from ttrain.train import doctor
+
+    (tmp_path / "version").write_text("2.1.0\n", "ascii")
+    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "version")
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "0").touch()
+    card = tmp_path / "class" / "tenstorrent!0"
+    card.mkdir(parents=True)
+    (card / "tt_card_type").write_text("n150\n", "ascii")
+    (card / "tt_fw_bundle_ver").write_text("18.5.0.0\n", "ascii")
+    assert doctor._driver().text == "tenstorrent 2.1.0"
+    assert doctor._cards(tmp_path / "dev").text.startswith("1 in ")
+    (found,) = doctor._firmware(tmp_path / "class")
+    assert found.text == "card type n150, fw bundle ver 18.5.0.0"
+
+
+@needs_ttnn
+def test_a_process_keeps_the_mode_of_its_first_import(tmp_path: Path) -> None:
+    code = (
+        "import ttnn\n"
+        "from ttrain.core.errors import DeviceUnavailable\n"
+        "from ttrain.device.ttnn.device import open_device\n"
+        "from ttrain.device.ttnn.settings import TenstorrentConfig\n"
+        "try:\n    open_device(TenstorrentConfig(mode='mock'))\n"
+        "except DeviceUnavailable as error:\n    print(error)\n"
+    )
+    environment_ = {**os.environ, "TTRAIN_CACHE": str(tmp_path), "LOGURU_LEVEL": "ERROR"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment_, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "Use a fresh process" in done.stdout, done.stderr
