@@ -13,6 +13,7 @@ from tests.faults.conftest import losses, tensors
 from ttrain.cli import main
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.data.regression import RegressionDataset
+from ttrain.data.settings import RegressionConfig
 from ttrain.engine.static import StaticStep
 from ttrain.graph.graph import Kind
 from ttrain.train.events import read_events
@@ -21,6 +22,7 @@ from ttrain.train.memory import is_out_of_memory
 from ttrain.train.metrics import read_metrics
 from ttrain.train.retention import list_checkpoints
 from ttrain.train.settings import GuardConfig
+from ttrain.train.step import StepResult
 
 Train = Any
 
@@ -258,3 +260,33 @@ def test_what_out_of_memory_looks_like() -> None:
     wrapped.__cause__ = MemoryError()
     assert is_out_of_memory(wrapped)
     assert not is_out_of_memory(RuntimeError("shapes differ")) and not is_out_of_memory(ValueError("out of memory"))
+
+
+@pytest.mark.parametrize("engine", ["static", "dynamic"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_watched_activations_change_nothing_and_have_the_right_norm(
+    train: Train, engine: str, accumulation: int
+) -> None:
+    words = [f"engine={engine}", f"train.accumulation={accumulation}", "train.steps=3", "model.layers=1"]
+    assert train("run.dir=plain", *words) == train("run.dir=watched", *words, "guard.activations=true") == 0
+    assert tensors("plain") == tensors("watched") and losses("plain") == losses("watched")
+    lines = [line for line in read_metrics(Path("watched/metrics.jsonl")) if "lr" in line]
+    assert len(lines) == 3 and all(line["activation_norm"] > 0 for line in lines)
+
+    from safetensors.numpy import load_file
+
+    config = RegressionConfig(examples=64)
+    batch = RegressionDataset(config, 8, 8).batch("train", 1337, 2, 4)
+    (folder,) = Path("watched/checkpoints").glob("step_00000002")
+    weights = load_file(folder / "parameters-00001-of-00001.safetensors")
+    norms = []
+    for part in np.split(batch["inputs"], accumulation):
+        product = part @ weights["layers.0.weight"].T + weights["layers.0.bias"]
+        norms.append(np.linalg.norm(product))
+    assert lines[-1]["activation_norm"] == pytest.approx(max(norms), rel=1e-4)
+
+
+def test_a_bad_activation_is_found_where_loss_and_gradients_hide_it() -> None:
+    result = StepResult(1.0, 2.0, 4, activation_norm=math.inf)
+    assert not result.finite and result.bad == "activation_norm is inf"
+    assert StepResult(1.0, 2.0, 4).finite

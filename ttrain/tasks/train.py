@@ -122,6 +122,7 @@ def open_session(config: Config, model: Model, device: Device, training: bool) -
         rows,
         config.train.accumulation,
         guarded=config.guard.nonfinite == "skip",
+        watched=config.guard.activations,
         chips=device.chips,
     )
     return Session.open(graph, device, lambda on, state: build.build_engine(config.engine, on, state), training)

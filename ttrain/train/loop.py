@@ -144,9 +144,8 @@ class Loop:
 
         Raises NonFiniteError where the run has to stop.
         """
-        loss_is_bad = not math.isfinite(result.loss)
-        what = f"train/loss is {result.loss}" if loss_is_bad else f"grad_norm is {result.grad_norm}"
-        message = self._message(what, number, loss_is_finite=not loss_is_bad)
+        what = str(result.bad)
+        message = self._message(what, number, loss_is_finite=math.isfinite(result.loss))
         if self.guard.nonfinite == "rollback" and self._roll_back(number, message):
             return True
         if result.applied or self.guard.nonfinite != "skip":
@@ -229,6 +228,7 @@ class Loop:
             **self.meter.read(),
             "tokens": self.progress.tokens,
             "nonfinite_steps": 0 if result.finite else 1,
+            **({} if result.activation_norm is None else {"activation_norm": result.activation_norm}),
         }
 
     def _evaluate_and_save(self) -> None:

@@ -47,7 +47,9 @@ class TrainConfig:
 class RunConfig:
     """Where the run lives and what its random numbers start from."""
 
-    dir: str | None = option(None, "run directory; null claims outputs/<date>/<time>_<model>_<device>_<engine>")
+    dir: str | None = option(
+        None, "run directory; null claims outputs/<date>/<time>_<model>_<device>_<engine>", path=True
+    )
     seed: int = option(1337, "start of every random number: weights, batches, dropout", minimum=0, maximum=2**31 - 1)
 
 
@@ -122,6 +124,9 @@ class GuardConfig:
         "a loss or gradient norm that is NaN or infinite: stop the run, skip the update, or roll back to the newest "
         "checkpoint with a lower learning rate",
         choices=("stop", "skip", "rollback"),
+    )
+    activations: bool = option(
+        False, "also watch the norm of the activations that the loss reads, and record it as activation_norm"
     )
     max_skips: int = option(10, "skipped updates in a row after which the run stops", minimum=1)
     spike: str = option(

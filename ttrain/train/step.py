@@ -28,10 +28,18 @@ class StepResult:
     grad_norm: float
     tokens: int
     applied: bool = True  # whether the parameters were updated
+    activation_norm: float | None = None  # largest of the micro-batches, where it is watched
 
     @property
     def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+        return self.bad is None
+
+    @property
+    def bad(self) -> str | None:
+        """The first number that is not finite, in words; None where all are."""
+        numbers = {"train/loss": self.loss, "grad_norm": self.grad_norm, "activation_norm": self.activation_norm}
+        bad = ((key, value) for key, value in numbers.items() if value is not None and not math.isfinite(value))
+        return next((f"{key} is {value}" for key, value in bad), None)
 
 
 class TrainStep:
@@ -60,18 +68,21 @@ class TrainStep:
         weight = 1.0 / max(valid, 1)
         if self._accumulation == 1 and not self._guarded:
             result = self._run("train", {**batch, **rates, "loss_weight": weight}, step)
-            return StepResult(float(result["loss"]), float(result["grad_norm"]), valid)
-        loss = 0.0
+            norm, activation = float(result["grad_norm"]), _activation(None, result)
+            return StepResult(float(result["loss"]), norm, valid, activation_norm=activation)
+        loss, activation = 0.0, None
         for number, part in enumerate(micro_batches(batch, self._accumulation)):
             name = "accumulate_next" if number else "accumulate_first"
-            loss += float(self._run(name, {**part, "loss_weight": weight}, step, number)["loss"])
+            result = self._run(name, {**part, "loss_weight": weight}, step, number)
+            loss, activation = loss + float(result["loss"]), _activation(activation, result)
         if not self._guarded:
-            return StepResult(loss, float(self._run("update", rates, step)["grad_norm"]), valid)
+            norm = float(self._run("update", rates, step)["grad_norm"])
+            return StepResult(loss, norm, valid, activation_norm=activation)
         norm = float(self._run("norm", {}, step)["grad_norm"])
-        finite = math.isfinite(loss) and math.isfinite(norm)
+        finite = StepResult(loss, norm, valid, activation_norm=activation).finite
         if finite:
             self._run("update", {**rates, "grad_norm": norm}, step)
-        return StepResult(loss, norm, valid, applied=finite)
+        return StepResult(loss, norm, valid, finite, activation)
 
     def _run(self, name: str, inputs: Inputs, step: int, micro_batch: int = 0) -> Outputs:
         """Adds the seed and the step's number where the built step has such an input."""
@@ -82,6 +93,14 @@ class TrainStep:
         if "step" in built.inputs:
             added["step"] = step
         return built({**inputs, **added})
+
+
+def _activation(largest: float | None, outputs: Outputs) -> float | None:
+    """The larger of the norm so far and that of a micro-batch; a NaN stays."""
+    if "activation_norm" not in outputs:
+        return largest
+    norm = float(outputs["activation_norm"])
+    return norm if largest is None or norm > largest or norm != norm else largest
 
 
 def micro_batches(batch: Batch, count: int) -> list[dict[str, Array]]:

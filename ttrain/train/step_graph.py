@@ -25,6 +25,7 @@ from ttrain.optim.groups import ParameterRun, parameter_runs
 
 Trace = Callable[[Graph], None]
 GRAD_NORM = "grad_norm"
+ACTIVATION_NORM = "activation_norm"
 
 
 @dataclass
@@ -38,6 +39,7 @@ class StepGraph:
         trace_norm        nothing                                            -> grad_norm
         trace_evaluate    batch fields, loss_weight                          -> loss
         trace_logits      tokens [1, context], position                      -> logits [1, vocabulary]
+    Where activations are watched, trace_train and trace_accumulate also have the output activation_norm.
     `loss` is loss_weight * the sum over the batch; `grad_norm` is the global norm before clipping. Where the step is
     guarded, trace_update takes grad_norm as an input instead.
     """
@@ -49,6 +51,7 @@ class StepGraph:
     eval_rows: int | None = None  # None takes rows
     guarded: bool = False  # the update is a step of its own, which runs only where the gradients are finite
     chips: int = 1  # that share a batch: each works on `rows` of its own, and gradients are summed over all of them
+    watched: bool = False  # also output the norm of the activations that the loss reads
     runs: list[ParameterRun] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -134,6 +137,10 @@ class StepGraph:
         """Gradients of the loss in the order of `parameters`."""
         loss = self._loss(graph, self.rows, training=True)
         self._output_loss(graph, loss)
+        if self.watched and loss.producer is not None:
+            with graph.scope("guard"):
+                norm = ops.global_norm(loss.producer.values[:1])
+                graph.output(ACTIVATION_NORM, ops.all_reduce(norm) if self.chips > 1 else norm)
         return backward(loss, [use(graph, parameter, self.model.compute) for parameter in self.parameters])
 
     def _output_loss(self, graph: Graph, loss: Value) -> None:
