@@ -15,12 +15,12 @@ ROWS = [
     ("core",),
     ("device",),
     ("graph", "ops"),
-    ("plan", "autodiff"),
+    ("plan", "autodiff", "cost"),
     ("engine",),
     ("nn", "optim", "data"),
     ("models",),
     ("train",),
-    ("bench", "config"),
+    ("bench", "config", "verify"),
     ("cli", "sweep", "tasks", "__main__"),
 ]
 RANK = {folder: rank for rank, row in enumerate(ROWS) for folder in row}

@@ -1,0 +1,47 @@
+"""How many programs a node becomes on a card, against the calls that the card's rows make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+
+from tests.ttnn.runs import adamw, golden, gpt, mlp, run, sgd
+from ttrain.core.spec import DType
+from ttrain.cost.lowering import node_programs
+from ttrain.cost.programs import Product
+
+# ttnn's layer_norm_backward is one call and two programs, its sum over all elements one call and two or three.
+MORE_THAN_CALLS = {"layer_norm_grad": 1, "global_norm": 4}  # of up to four stacks
+MODELS = {
+    "gpt bf16": lambda: (gpt(DType.BF16), adamw()),
+    "gpt fp32": lambda: (gpt(), adamw()),
+    "gpt bf16 with dropout": lambda: (gpt(DType.BF16, dropout=0.1), adamw()),
+    "gpt that fills no tiles": lambda: (gpt(DType.BF16, context=20), adamw()),
+    "mlp with momentum": lambda: (mlp(), sgd(momentum=0.9)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nodes_become_about_as_many_programs_as_their_rows_make_calls(name: str) -> None:
+    device = golden()
+    runtime: Any = device.mesh.tt  # type: ignore[attr-defined]
+    step = run(*MODELS[name](), device, steps=1).steps["train"]
+    bound, total = step._bound, [0, 0]
+    for node, launch in zip(bound.nodes, bound.node_launches, strict=True):
+        before = sum(runtime.calls.values())
+        launch()
+        calls, programs = sum(runtime.calls.values()) - before, len(node_programs(node))
+        assert abs(programs - calls) <= MORE_THAN_CALLS.get(node.op.name, 1), f"{node}: {calls} calls"
+        total = [total[0] + calls, total[1] + programs]
+    assert total[1] == pytest.approx(total[0], rel=0.12)
+
+
+def test_products_do_the_work_that_the_op_declares() -> None:
+    step = run(gpt(DType.BF16), adamw(), golden(), steps=1).steps["train"]
+    for node in step.plan.launched:
+        if node.op.name in ("matmul", "linear"):
+            products = [program for program in node_programs(node) if isinstance(program, Product)]
+            assert sum(product.flops for product in products) == node.op.flops(node)

@@ -1,0 +1,299 @@
+"""The programs that a node of a plan becomes on a Tenstorrent device: what the rows of device/ttnn/kernels launch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.cost.programs import Product, Program, Scatter, Stream
+from ttrain.device.ttnn.form import TILE, device_shape, usual_form
+from ttrain.graph.graph import Node
+
+ONE_HOT_UP_TO = 2048  # ids: a larger vocabulary gets its gradient from ttnn's embedding_bw
+_WIDE_ELEMENT = 4.0
+
+
+def node_programs(node: Node) -> list[Program]:
+    """Programs of one launch of a node, in order. Reshapes that ttnn gives as views are none."""
+    return list(_ROWS.get(node.op.name, _once)(node))
+
+
+def _streamed(*specs: TensorSpec, wide: bool = False) -> Stream:
+    """Every tensor once; with `wide` in fp32, whatever its dtype."""
+    forms = [usual_form(spec.with_dtype(DType.FP32) if wide and spec.dtype.is_floating else spec) for spec in specs]
+    return Stream(float(sum(form.nbytes for form in forms)), max(form.tiles for form in forms))
+
+
+def _scattered(*specs: TensorSpec) -> Scatter:
+    ordered = _streamed(*specs)
+    return Scatter(ordered.nbytes, ordered.tiles)
+
+
+def _specs(node: Node) -> list[TensorSpec]:
+    return [value.spec for value in (*node.values, *node.outputs)]
+
+
+def _once(node: Node) -> Iterator[Program]:
+    yield _streamed(*_specs(node))
+
+
+def _out_of_order(node: Node) -> Iterator[Program]:
+    yield _scattered(*_specs(node))
+
+
+def _size(spec: TensorSpec) -> tuple[int, int]:
+    """All axes but the last as one, and the last."""
+    shape = device_shape(spec.shape)
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def _product(m: int, k: int, n: int, dtype: DType, batch: int = 1) -> Product:
+    return Product(m, k, n, batch, float(dtype.itemsize))
+
+
+def _matmul(node: Node) -> Iterator[Program]:
+    a, b, y = node.inputs[0], node.inputs[1], node.outputs[0]
+    assert a is not None and b is not None
+    inner = a.shape[-2] if node.attributes["transpose_a"] else a.shape[-1]
+    *lead, m, n = y.shape
+    yield _product(m, inner, n, a.spec.dtype, math.prod(lead))
+
+
+def _linear(node: Node) -> Iterator[Program]:
+    rows, columns = _size(node.outputs[0].spec)
+    yield _product(rows, node.input("weight").shape[1], columns, node.outputs[0].spec.dtype)
+    if node.attributes.get("activation") not in (None, "relu"):
+        yield _streamed(node.outputs[0].spec, node.outputs[0].spec)
+
+
+def _column_sum(spec: TensorSpec) -> Product:
+    """A product with a row of ones."""
+    rows, columns = _size(spec)
+    return _product(1, rows, columns, spec.dtype)
+
+
+def _reduce_sum(node: Node) -> Iterator[Program]:
+    spec, axes = node.input("x").spec, list(node.attributes["axes"])
+    if spec.rank >= 2 and axes == list(range(spec.rank - 1)):
+        yield _column_sum(spec)
+    elif spec.rank == 2 and len(axes) == 2:
+        yield _column_sum(spec)
+        yield _streamed(spec.with_shape(1, spec.shape[1]))
+    else:
+        yield _streamed(spec, node.outputs[0].spec)
+
+
+def _layer_norm(node: Node) -> Iterator[Program]:
+    x = node.input("x").spec
+    if x.dtype is DType.BF16:
+        yield _scattered(x, x)
+        return
+    yield _scattered(x, x)
+    yield from (_streamed(x), _streamed(x, x), _streamed(x, x), _streamed(x))
+    yield _streamed(x.with_shape(*x.shape[:-1], 1))
+
+
+def _layer_norm_grad(node: Node) -> Iterator[Program]:
+    x, residual = node.input("x").spec, node.inputs[-1]
+    if x.dtype is DType.BF16:
+        yield from (_scattered(x, x, x), _scattered(x, x))
+    else:
+        yield from [_streamed(x, x)] * 4 + [_streamed(x, x, x)] * 6
+        yield from (_streamed(x), _column_sum(x), _streamed(x))
+        if node.attributes["bias"]:
+            yield from (_column_sum(x), _streamed(node.outputs[-1].spec))
+    if residual is not None:
+        yield _streamed(x, x, x)
+
+
+def _softmax(node: Node) -> Iterator[Program]:
+    x = node.input("x").spec
+    if not (node.attributes["causal"] and x.rank == 4 and x.shape[-1] % TILE == 0):
+        yield _streamed(x, x)
+    yield _scattered(x, x)
+
+
+def _softmax_grad(node: Node) -> Iterator[Program]:
+    y = node.outputs[0].spec
+    if y.dtype is DType.BF16:
+        yield from (_scattered(y, y, y), _streamed(y, y))
+    else:
+        yield from (_streamed(y, y, y), _streamed(y), _streamed(y, y), _streamed(y, y, y), _streamed(y, y))
+
+
+def _split_heads(node: Node) -> Iterator[Program]:
+    parts = [output.spec for output in node.outputs]
+    time, width = parts[0].shape[-2:]
+    if len(parts) == 3 and time % TILE == 0 and width % TILE == 0:
+        yield _scattered(*_specs(node))
+        return
+    for part in parts:
+        yield from [_scattered(part, part)] * (3 if len(parts) > 1 else 2)
+
+
+def _merge_heads(node: Node) -> Iterator[Program]:
+    parts = [value.spec for value in node.values]
+    time, width = parts[0].shape[-2:]
+    if time % TILE or width % TILE:
+        for part in parts:
+            yield from [_scattered(part, part)] * 2
+    if len(parts) > 1:
+        yield _scattered(*parts, *parts)
+    if time % TILE == 0 and width % TILE == 0:
+        yield _scattered(*_specs(node))
+
+
+def _embedding(node: Node) -> Iterator[Program]:
+    ids, weight = node.inputs[0], node.inputs[1]
+    assert ids is not None and weight is not None
+    y = node.outputs[0].spec
+    aligned = device_shape(ids.shape)[-1] % TILE == 0
+    look_up = (
+        [_scattered(y, y)] if aligned else [_scattered(weight.spec, weight.spec), _scattered(y, y), _scattered(y, y)]
+    )
+    if weight.spec.dtype is DType.BF16:
+        yield from look_up
+        return
+    for part in range(3):  # fp32 goes in three bf16 parts
+        yield _streamed(weight.spec)
+        yield from look_up
+        yield _streamed(y)
+        yield from [_streamed(y, y, y)] * (part > 0) + [_streamed(weight.spec, weight.spec)] * (part < 2)
+
+
+def _embedding_grad(node: Node) -> Iterator[Program]:
+    dy, ids, vocabulary = node.input("dy").spec, node.input("ids").spec, node.attributes["vocabulary"]
+    if vocabulary > ONE_HOT_UP_TO and dy.dtype is DType.BF16 and ids.shape[-1] % TILE == 0:
+        yield _scattered(dy, node.outputs[0].spec)
+        return
+    yield _streamed(TensorSpec((ids.size, vocabulary), dy.dtype))
+    yield _product(vocabulary, ids.size, dy.shape[-1], dy.dtype)
+
+
+def _softmax_of_logits(logits: TensorSpec) -> Iterator[Program]:
+    yield from (_streamed(logits), _streamed(logits, logits), _streamed(logits), _streamed(logits, logits))
+
+
+def _loss_of_logits(logits: TensorSpec) -> Iterator[Program]:
+    """Log-sum-exp, the target's logit, one-hot rows and weights."""
+    column = logits.with_shape(logits.shape[0], 1)
+    yield from (_streamed(column, column), _streamed(logits), _streamed(logits, logits), _streamed(logits))
+    yield from [_streamed(column, column)] * 5
+
+
+def _cross_entropy(node: Node) -> Iterator[Program]:
+    logits = node.input("logits").spec
+    wide = logits.with_dtype(DType.FP32)
+    if logits.dtype is not DType.FP32:
+        yield _streamed(logits, wide)
+    yield from _softmax_of_logits(wide)
+    yield from _loss_of_logits(wide)
+
+
+def _cross_entropy_grad(node: Node) -> Iterator[Program]:
+    logits = node.input("logits").spec
+    wide = logits.with_dtype(DType.FP32)
+    if logits.dtype is not DType.FP32:
+        yield _streamed(logits, wide)
+    yield from _softmax_of_logits(wide)
+    column = wide.with_shape(wide.shape[0], 1)
+    yield from (_streamed(wide), _streamed(column, column), _streamed(column, column))
+    yield from (_streamed(wide, wide, wide), _streamed(wide, wide))
+
+
+def _linear_cross_entropy(node: Node) -> Iterator[Program]:
+    hidden, head = node.input("hidden").spec, node.input("head").spec
+    rows, width = _size(hidden)
+    vocabulary = head.shape[0]
+    logits = TensorSpec((rows, vocabulary))
+    yield Product(rows, width, vocabulary, 1, float(hidden.dtype.itemsize))
+    yield from _softmax_of_logits(logits)
+    yield from _loss_of_logits(logits)
+    if node.attributes["gradients"]:
+        yield from (_streamed(logits, logits, logits), _streamed(logits, logits))
+        yield _product(rows, vocabulary, width, hidden.dtype)
+        yield _product(vocabulary, rows, width, hidden.dtype)
+
+
+def _squared_error(node: Node) -> Iterator[Program]:
+    prediction = node.inputs[0]
+    assert prediction is not None
+    wide = prediction.spec.with_dtype(DType.FP32)
+    yield _streamed(wide, prediction.spec, prediction.spec)
+    yield _column_sum(wide)
+    yield _product(1, _size(wide)[1], 1, DType.FP32)
+
+
+def _two(node: Node) -> Iterator[Program]:
+    yield from [_streamed(*_specs(node))] * 2
+
+
+def _joined(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """Matrices as one tensor and vectors as another, as the device stacks state; what fills no tiles stays single."""
+    groups: dict[int, list[TensorSpec]] = {2: [], 1: []}
+    single: list[TensorSpec] = []
+    for spec in specs:
+        fills = spec.rank in groups and all(size % TILE == 0 for size in spec.shape)
+        (groups[spec.rank] if fills else single).append(spec)
+    stacks = [
+        TensorSpec((sum(usual_form(member).tiles for member in group) * TILE, TILE), group[0].dtype)
+        for group in groups.values()
+        if group
+    ]
+    return stacks + single
+
+
+def _global_norm(node: Node) -> Iterator[Program]:
+    stacks = _joined([value.spec for value in node.values])
+    for spec in stacks:
+        wide = spec.with_dtype(DType.FP32)
+        yield from (_streamed(spec, wide), _streamed(wide), _streamed(wide.with_shape(1, 1)))
+    yield from [_streamed(node.outputs[0].spec)] * (1 if len(stacks) <= 2 else 3)
+
+
+def _update(programs: int, tensors: int) -> Callable[[Node], Iterator[Program]]:
+    """`programs` elementwise programs over all state of a run, each over so many tensors."""
+
+    def row(node: Node) -> Iterator[Program]:
+        count = node.attributes["count"]
+        masters = [value.spec for value in node.values[:count]]
+        for spec in _joined(masters):
+            yield from [_streamed(*[spec] * tensors, wide=True)] * programs
+
+    return row
+
+
+def _adamw(node: Node) -> Iterator[Program]:
+    narrow = node.values[0].spec.dtype is not DType.FP32
+    yield from _update((8 if node.attributes["weight_decay"] else 7) + (6 if narrow else 0), 3)(node)
+
+
+def _sgd(node: Node) -> Iterator[Program]:
+    attributes = node.attributes
+    scaled = node.inputs[-1] is not None or node.values[attributes["count"]].spec.dtype is not DType.FP32
+    programs = 1 + bool(scaled) + bool(attributes["weight_decay"])
+    programs += bool(attributes["momentum"]) * (2 if attributes["nesterov"] else 1)
+    yield from _update(programs, 3)(node)
+
+
+def _clip_factor(node: Node) -> Iterator[Program]:
+    yield from [_streamed(*_specs(node))] * 3
+
+
+def _dropout_mask(node: Node) -> Iterator[Program]:
+    """A hash of every element in int32: see device/ttnn/kernels/random.py."""
+    mask = node.outputs[0].spec
+    yield from [_streamed(mask, mask, wide=True)] * 12
+
+
+_ROWS: dict[str, Callable[[Node], Iterator[Program]]] = {
+    "matmul": _matmul, "linear": _linear, "reduce_sum": _reduce_sum, "layer_norm": _layer_norm,
+    "layer_norm_grad": _layer_norm_grad, "softmax": _softmax, "softmax_grad": _softmax_grad,
+    "split_heads": _split_heads, "merge_heads": _merge_heads, "transpose": _out_of_order,
+    "copy_reshape": _out_of_order, "embedding": _embedding, "embedding_grad": _embedding_grad,
+    "cross_entropy": _cross_entropy, "cross_entropy_grad": _cross_entropy_grad,
+    "linear_cross_entropy": _linear_cross_entropy, "squared_error": _squared_error, "squared_error_grad": _two,
+    "expand": _two, "tanh_grad": _two, "global_norm": _global_norm, "adamw_update": _adamw, "sgd_update": _sgd,
+    "refresh": _update(1, 2), "clip_factor": _clip_factor, "dropout_mask": _dropout_mask,
+}  # fmt: skip

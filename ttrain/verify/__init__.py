@@ -1,0 +1,1 @@
+"""Gradients of every op and of whole models against PyTorch, as a report that people and scripts can act on."""
