@@ -13,8 +13,6 @@ from ttrain.core.spec import DType
 from ttrain.cost.lowering import node_programs
 from ttrain.cost.programs import Product
 
-# ttnn's layer_norm_backward is one call and two programs, its sum over all elements one call and two or three.
-MORE_THAN_CALLS = {"layer_norm_grad": 1, "global_norm": 4}  # of up to four stacks
 MODELS = {
     "gpt bf16": lambda: (gpt(DType.BF16), adamw()),
     "gpt fp32": lambda: (gpt(), adamw()),
@@ -25,18 +23,15 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_nodes_become_about_as_many_programs_as_their_rows_make_calls(name: str) -> None:
+def test_a_step_becomes_about_as_many_programs_as_its_rows_make_calls(name: str) -> None:
     device = golden()
     runtime: Any = device.mesh.tt  # type: ignore[attr-defined]
-    step = run(*MODELS[name](), device, steps=1).steps["train"]
-    bound, total = step._bound, [0, 0]
-    for node, launch in zip(bound.nodes, bound.node_launches, strict=True):
-        before = sum(runtime.calls.values())
-        launch()
-        calls, programs = sum(runtime.calls.values()) - before, len(node_programs(node))
-        assert abs(programs - calls) <= MORE_THAN_CALLS.get(node.op.name, 1), f"{node}: {calls} calls"
-        total = [total[0] + calls, total[1] + programs]
-    assert total[1] == pytest.approx(total[0], rel=0.12)
+    step = run(*MODELS[name](), device, steps=2).steps["train"]
+    before = sum(runtime.calls.values())
+    step._bound.run()
+    calls = sum(runtime.calls.values()) - before
+    programs = sum(len(node_programs(node)) for node in step.plan.launched)
+    assert programs == pytest.approx(calls, rel=0.2)  # some calls are two or three programs
 
 
 def test_products_do_the_work_that_the_op_declares() -> None:

@@ -87,7 +87,7 @@ def _reduce_sum(node: Node) -> Iterator[Program]:
 def _layer_norm(node: Node) -> Iterator[Program]:
     x = node.input("x").spec
     if x.dtype is DType.BF16:
-        yield _scattered(x, x)
+        yield from (_scattered(x), _scattered(x, x), _scattered(x, x), _streamed(x.with_shape(*x.shape[:-1], 1)))
         return
     yield _scattered(x, x)
     yield from (_streamed(x), _streamed(x, x), _streamed(x, x), _streamed(x))
