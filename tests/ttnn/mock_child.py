@@ -20,7 +20,7 @@ from ttrain.engine.state import State
 from ttrain.train.step_graph import StepGraph
 
 SIZES = {
-    "nano-gpt": {"layers": 6, "heads": 6, "width": 384, "context": 256, "vocabulary": 65},
+    "nano-gpt": {"layers": 6, "heads": 6, "width": 384, "context": 256, "vocabulary": 96},
     "gpt2": {"layers": 12, "heads": 12, "width": 768, "context": 1024, "vocabulary": 50257},
     "odd": {"layers": 1, "heads": 2, "width": 96, "context": 33, "vocabulary": 97},
 }

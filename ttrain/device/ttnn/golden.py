@@ -63,7 +63,7 @@ class GoldenRuntime:
         self.operations = SimpleNamespace(
             moreh=SimpleNamespace(**{name: self._op(f"moreh.{name}", getattr(ttnn.operations.moreh, name)) for name in moreh})
         )
-        self.experimental = SimpleNamespace(view=self.view)
+        self.experimental = SimpleNamespace(view=self.view, nlp_create_qkv_heads=self.create_heads)
         heads = ("split_query_key_value_and_split_heads", "concatenate_heads")
         self.transformer = SimpleNamespace(
             **{name: self._op(name, getattr(ttnn.transformer, name)) for name in heads}
@@ -115,6 +115,14 @@ class GoldenRuntime:
             self._count("reshape")
         data = tensor.data if shares else tensor.data.clone()
         return GoldenTensor(data.view(tuple(shape)), tensor.dtype, tensor.layout)
+
+    def create_heads(self, x: GoldenTensor, num_heads: int, num_kv_heads: int) -> list[GoldenTensor]:
+        """ttnn ships no reference for it: [B, 1, T, H*D] -> [B, H, T, D]."""
+        assert num_kv_heads == 0
+        self._count("nlp_create_qkv_heads")
+        batch, _, time, width = x.shape
+        heads = x.data.view(batch, time, num_heads, width // num_heads).transpose(1, 2).contiguous()
+        return [GoldenTensor(heads, x.dtype, x.layout)]
 
     def copy(self, source: GoldenTensor, target: GoldenTensor) -> GoldenTensor:
         self._count("copy")
@@ -186,6 +194,7 @@ class GoldenRuntime:
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "EXP": torch.exp,
     "LOG": torch.log,
+    "NEG": torch.neg,
     "SQRT": torch.sqrt,
     "RSQRT": torch.rsqrt,
     "RECIP": torch.reciprocal,

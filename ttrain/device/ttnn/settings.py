@@ -21,7 +21,7 @@ class TenstorrentConfig(DeviceConfig):
         "silicon runs on a card, simulator on a simulator library, mock opens ttnn on a board that computes nothing",
         choices=("silicon", "simulator", "mock"),
     )
-    simulator: str | None = option(None, "mode=simulator: path of the simulator library")
+    simulator: str | None = option(None, "mode=simulator: path of the simulator library", path=True)
     dispatch: str = option("auto", "cores that start programs; auto is ttnn's choice", choices=("auto", "worker", "eth"))
     command_queues: int = option(1, "2 writes the next batch on a queue of its own", minimum=1, maximum=2)
     core_grid: list[int] | None = option(None, "[rows, columns] of cores that matrix products use; null takes all")

@@ -131,7 +131,7 @@ class IntegerInput(Held):
     def __init__(self, store: Store, spec: TensorSpec) -> None:
         super().__init__(store, spec)
         self.array: np.ndarray | None = None
-        self.forms: dict[TileForm, Any] = {}
+        self.forms: dict[TileForm, Any] = {}  # in a floating-point form: 1 where the number is 0 or more, else 0
         self.keys: dict[int, Key] = {}
 
     @property
@@ -143,14 +143,14 @@ class IntegerInput(Held):
         source = self.source
         if form not in source.forms:
             given = np.zeros(source.spec.shape, np.int64) if source.array is None else source.array
-            source.forms[form] = source.store.filled(form, given)
+            source.forms[form] = source.store.filled(form, _in_dtype(given, form))
         tensor = source.forms[form]
         return lambda: tensor
 
     def upload(self, array: np.ndarray) -> None:
         self.array = array.copy()
         for form, tensor in self.forms.items():
-            self.store.write(tensor, form, self.array)
+            self.store.write(tensor, form, _in_dtype(self.array, form))
         for key in self.keys.values():
             self.store.stale.add(key)
 
@@ -160,6 +160,10 @@ class IntegerInput(Held):
 
     def view(self, spec: TensorSpec) -> View:
         return IntegerView(self, spec)  # type: ignore[return-value]
+
+
+def _in_dtype(numbers: np.ndarray, form: TileForm) -> np.ndarray:
+    return (numbers >= 0).astype(np.float32) if form.dtype == "float32" else numbers
 
 
 class IntegerView(IntegerInput):

@@ -38,6 +38,7 @@ def _softmax(c: Context) -> Kernel:
             call = c.tt.scale_mask_softmax_in_place
             return lambda: call(y.t, scale, mask.t, is_causal_mask=True, **rest)
         one = c.ones_row(1, x.spec.dtype)
+        shape = (1,) * (4 - x.spec.rank) + x.spec.shape
         mask = causal_mask(c, x.spec) if causal else None
 
         def run() -> None:
@@ -45,7 +46,7 @@ def _softmax(c: Context) -> Kernel:
                 c.tt.addcmul(mask.t, x.t, one.t, value=scale, output_tensor=y.t)
             else:
                 c.tt.multiply(x.t, scale, output_tensor=y.t)
-            c.tt.softmax_in_place(y.t, **rest)
+            c.tt.softmax_in_place(c.tt.reshape(y.t, shape), **rest)  # wants rank 4
 
         return run
 

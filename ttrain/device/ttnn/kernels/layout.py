@@ -56,6 +56,9 @@ def _split_heads(c: Context) -> Kernel:
         if parts == 3 and whole_tiles(time, width):
             split = c.tt.transformer.split_query_key_value_and_split_heads
             return lambda: list(split(x.t, num_heads=heads, transpose_key=False))
+        if parts == 1 and whole_tiles(time, width):
+            flat, one_part = (batch, 1, time, heads * width), c.tt.experimental.nlp_create_qkv_heads
+            return lambda: [one_part(c.tt.reshape(x.t, flat), num_heads=heads, num_kv_heads=0)[0]]
         features = heads * width
 
         def one(part: int) -> Any:

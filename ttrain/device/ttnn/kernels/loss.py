@@ -29,10 +29,10 @@ class _Targets:
 
     @classmethod
     def of(cls, c: Context, targets: IntegerInput, vocabulary: int, weight: Held) -> _Targets:
-        column = targets.in_form(TileForm((targets.spec.size, 1), "int32"))
+        present = targets.in_form(TileForm((targets.spec.size, 1), "float32"))
 
         def weights() -> Any:
-            return c.tt.multiply(c.tt.ge(column(), 0, dtype=c.tt.float32), weight.t)
+            return c.tt.multiply(present(), weight.t)
 
         return cls(one_hot(c, targets, vocabulary, DType.FP32), weights)
 
@@ -57,6 +57,18 @@ def _loss(c: Context, logits: Any, log_sum: Any, hot: Any, weights: Any) -> Any:
     picked = tt.sum(tt.multiply(logits, hot), dim=-1, keepdim=True, **c.exact)
     rows = tt.multiply(tt.subtract(log_sum, picked), weights)
     return tt.reshape(tt.sum(rows, dim=0, keepdim=True, **c.exact), (1, 1))
+
+
+SMALLEST = 1e-30  # probability of a target below which its loss no longer grows, at 69 nats
+
+
+def _picked_loss(c: Context, probabilities: Any, hot: Any, weights: Any, vocabulary: int) -> Any:
+    """[1, 1]: the weighted sum of -log of the target's probability, which the matrix unit picks."""
+    tt = c.tt
+    ones = c.ones_row(vocabulary, DType.FP32)
+    picked = tt.matmul(tt.multiply(probabilities, hot), ones.t, transpose_b=True, **c.product)
+    losses = tt.add(picked, SMALLEST, activations=[tt.UnaryOpType.LOG, tt.UnaryOpType.NEG])
+    return tt.matmul(losses, weights, transpose_a=True, **c.product)
 
 
 def _gradient(c: Context, probabilities: Any, hot: Any, weights: Any, dtype: DType) -> Any:
@@ -114,9 +126,9 @@ def _linear_cross_entropy(c: Context) -> Kernel:
 
         def run() -> list[Any]:
             logits = tt.matmul(hidden.t, head.t, transpose_b=True, dtype=tt.float32, **c.product)
-            probabilities, total, largest = _softmax(c, logits)
+            probabilities = tt.softmax(logits, dim=-1, numeric_stable=True, **c.exact)
             hot, weights = given.hot(), given.weights()
-            loss = _loss(c, logits, _log_sum(c, total, largest), hot, weights)
+            loss = _picked_loss(c, probabilities, hot, weights, head.spec.shape[0])
             if not attributes["gradients"]:
                 return [loss]
             dlogits = _gradient(c, probabilities, hot, weights, dtype)

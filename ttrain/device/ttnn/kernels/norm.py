@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from ttrain.core.spec import DType
-from ttrain.device.base import Delivery, Kernel, Launch
+from ttrain.device.base import Delivery, Form, Kernel, Launch
 from ttrain.device.ttnn.form import TileForm, device_shape
 from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, is_bf16
 from ttrain.device.ttnn.tensors import Held
@@ -16,43 +18,50 @@ def _fuses(c: Context, x: Any) -> bool:
     return c.fused and x.dtype is DType.BF16
 
 
-def _stack_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """At least [1, N, C], so that the statistics have rank 2."""
-    return (1,) * (3 - len(shape)) + tuple(shape)
+def _column(shape: Sequence[int], dtype: str) -> TileForm:
+    """[..., T, 1]: a number a row."""
+    return TileForm((*device_shape(tuple(shape))[:-1], 1), dtype)
 
 
-def _statistics(c: Context, x: Any) -> TileForm:
-    """The fused kernels hold mean and rstd as rows [..., T] in bf16, the others as columns [..., T, 1] in fp32."""
+def _statistics(c: Context, x: Any) -> list[Form | None]:
+    """Forms of mean and rstd, which are columns. Where the gradient is fused, x itself, normalised, stands for mean."""
     if _fuses(c, x):
-        return TileForm(_stack_shape(x.shape)[:-1], "bfloat16")
-    return TileForm((*device_shape(x.shape)[:-1], 1), "float32")
+        return [TileForm(device_shape(x.shape), "bfloat16"), _column(x.shape, "bfloat16")]
+    return [_column(x.shape, "float32")] * 2
+
+
+def _hold(c: Context, x: Held, mean: Held, rstd: Held) -> None:
+    for held, form in zip((mean, rstd), _statistics(c, x.spec), strict=True):
+        assert isinstance(form, TileForm)
+        held.hold_as(form)
 
 
 def _layer_norm(c: Context) -> Kernel:
-    moreh = c.tt.operations.moreh
+    tt = c.tt
 
     def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
         (x, weight, bias), (_, mean, rstd), eps = ins, outs, attributes["eps"]
-        for held in (mean, rstd):
-            held.hold_as(_statistics(c, x.spec))
-        shape = _stack_shape(x.spec.shape)
+        _hold(c, x, mean, rstd)
+        root = [tt.UnaryOpType.RSQRT]
+
+        def normed(*scales: Any) -> Any:
+            given = dict(zip(("weight", "bias"), scales, strict=False))
+            return tt.layer_norm(x.t, epsilon=eps, **given, **c.exact)
 
         def fused() -> list[Any]:
-            shift = None if bias is None else bias.t
-            given = c.tt.reshape(x.t, shape)
-            y, *_ = moreh.layer_norm(given, 1, eps, weight.t, shift, mean=mean.t, rstd=rstd.t, **c.exact)
-            return [c.tt.reshape(y, device_shape(x.spec.shape)), None, None]
+            variance = tt.var(x.t, dim=-1, keepdim=True, correction=False, **c.exact)
+            y = normed(weight.t, None if bias is None else bias.t)
+            return [y, normed(), tt.add(variance, eps, activations=root)]
 
         def plain() -> list[Any]:
-            shift = None if bias is None else bias.t
-            y = c.tt.layer_norm(x.t, epsilon=eps, weight=weight.t, bias=shift, **c.exact)
+            y = normed(weight.t, None if bias is None else bias.t)
             centred, mu = _centred(c, x)
-            variance = c.tt.sum(c.tt.multiply(centred, centred), dim=-1, keepdim=True, scalar=1 / shape[-1], **c.exact)
-            return [y, mu, c.tt.add(variance, eps, activations=[c.tt.UnaryOpType.RSQRT])]
+            variance = tt.sum(tt.multiply(centred, centred), dim=-1, keepdim=True, scalar=1 / x.spec.shape[-1], **c.exact)
+            return [y, mu, tt.add(variance, eps, activations=root)]
 
         return fused if _fuses(c, x.spec) else plain
 
-    return Kernel(build, Delivery.FRESH, forms=lambda ins, outs, _: [None, *[_statistics(c, ins[0])] * 2])
+    return Kernel(build, Delivery.FRESH, forms=lambda ins, outs, _: [None, *_statistics(c, ins[0])])
 
 
 def _wide(c: Context, held: Held) -> Any:
@@ -68,27 +77,34 @@ def _centred(c: Context, x: Held) -> tuple[Any, Any]:
 
 
 def _layer_norm_grad(c: Context) -> Kernel:
-    moreh = c.tt.operations.moreh
+    """The fused kernel reads mean and rstd as rows, but the statistics that its forward kernel writes are wrong in
+    ttnn 0.81 (it stores columns as rows). So it is given normalised rows, whose mean is 0 and rstd 1, and the true rstd
+    enters afterwards: dx is linear in it.
+    """
+    tt, moreh = c.tt, c.tt.operations.moreh
 
     def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
         dy, x, mean, rstd, weight, residual = ins
-        for held in (mean, rstd):
-            held.hold_as(_statistics(c, x.spec))
-        shape = _stack_shape(x.spec.shape)
+        _hold(c, x, mean, rstd)
+        if not _fuses(c, x.spec):
+            return lambda: _plain_grad(c, ins, outs, attributes["bias"])
+        shape = (1,) * (3 - x.spec.rank) + x.spec.shape
+        row = TileForm(shape[:-1], "bfloat16")
+        zeros = c.constant("zeros", row, lambda: np.zeros(row.shape, np.float32))
+        ones = c.constant("ones", row, lambda: np.ones(row.shape, np.float32))
 
         def fused() -> None:
             dx = outs[0].t
-            grads = {"input_grad": c.tt.reshape(dx, shape), "gamma_grad": outs[1].t}
+            grads = {"input_grad": tt.reshape(dx, shape), "gamma_grad": outs[1].t}
             grads |= {"beta_grad": outs[2].t} if attributes["bias"] else {}
-            given = [c.tt.reshape(held.t, shape) for held in (dy, x)]
-            moreh.layer_norm_backward(*given, mean.t, rstd.t, 1, gamma=weight.t, **grads, **c.exact)
-            if residual is not None:
-                c.tt.add(dx, residual.t, output_tensor=dx)
+            given = [tt.reshape(held.t, shape) for held in (dy, mean)]
+            moreh.layer_norm_backward(*given, zeros.t, ones.t, 1, gamma=weight.t, **grads, **c.exact)
+            if residual is None:
+                tt.multiply(dx, rstd.t, output_tensor=dx)
+            else:
+                tt.addcmul(residual.t, dx, rstd.t, value=1.0, output_tensor=dx)
 
-        def plain() -> None:
-            _plain_grad(c, ins, outs, attributes["bias"])
-
-        return fused if _fuses(c, x.spec) else plain
+        return fused
 
     return Kernel(build, Delivery.INTO)
 

@@ -50,7 +50,9 @@ def _global_norm(c: Context) -> Kernel:
             if not parts:
                 parts.extend(wholes(ins))  # stacks are made after this row was bound
             sums = [square_sum(part) for part in parts]
-            if len(sums) == 2:
+            if 2 <= len(sums) <= 4:
+                while len(sums) > 2:
+                    sums = [tt.add(sums[0], sums[1]), *sums[2:]]
                 tt.add(*sums, activations=root, output_tensor=norm.t)
             else:
                 tt.sqrt(_total(c, sums), output_tensor=norm.t)

@@ -36,7 +36,8 @@ def _clip_factor(c: Context) -> Kernel:
 
         def run() -> None:
             inverse = tt.add(norm.t, 1e-6, activations=[tt.UnaryOpType.RECIP])
-            tt.minimum(tt.multiply(inverse, limit), 1.0, output_tensor=factor.t)
+            scaled = inverse if limit == 1.0 else tt.multiply(inverse, limit)
+            tt.minimum(scaled, 1.0, output_tensor=factor.t)
 
         return run
 
