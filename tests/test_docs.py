@@ -155,7 +155,7 @@ def write_files(page: Path, place: Path) -> None:
 
 
 def composed(words: list[str]) -> list[Config]:
-    """The checked config of a command, of every job where it is a sweep."""
+    """The checked config of a command; of a sweep those of the first and the last job."""
     from ttrain.sweep.jobs import SweepWords, compose_job
 
     flags, overrides = parse_arguments(words)
@@ -164,7 +164,8 @@ def composed(words: list[str]) -> list[Config]:
             return [composer.typed(overrides)]
         master = composer.compose(overrides, RunMode.MULTIRUN)
         assert not composer.loader.problems
-        jobs = [compose_job(composer, master, job) for job in SweepWords.read(composer, master).combinations()]
+        combinations = SweepWords.read(composer, master).combinations()
+        jobs = [compose_job(composer, master, job) for job in (combinations[0], combinations[-1])]
     assert not [job.problem for job in jobs if job.problem]
     return [job.config for job in jobs if job.config is not None]
 
@@ -173,6 +174,7 @@ def smaller(config: Config, steps: int) -> Config:
     """The same command with a run that is cheap, as if these keys were on the command line too."""
     small: dict[str, Any] = {"train.steps": steps, "train.batch_size": 2 * config.train.accumulation}
     small |= {"train.eval_batches": 1, "train.peak_tflops": 1.0, "schedule.warmup": 0}
+    small["train.log_every"] = steps  # one point is no curve, so nothing is drawn
     small |= {"sample.tokens": 4, "device.threads": 1}
     if config.device.name == "auto":
         small["device.name"] = "cpu"
@@ -181,9 +183,8 @@ def smaller(config: Config, steps: int) -> Config:
     small |= {f"model.{name}": size for name, size in sizes.items() if name in known}
     if config.data.name == "text":
         small["data.max_bytes"] = 20_000
-    if config.source.overrides:  # only the bare command looks through the standard library, and draws its loss
-        small["train.log_every"] = steps
-        small |= {"data.path": config.data.path or "book.txt"} if config.data.name == "text" else {}
+        if config.source.overrides:  # only the bare command looks through the standard library
+            small["data.path"] = config.data.path or "book.txt"
     if config.data.name == "regression":
         small["data.examples"] = 64
     if config.task.name == "sample":  # the rest is that of the run
