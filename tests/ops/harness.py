@@ -1,26 +1,32 @@
-"""Runs one op of the registry on a device: draws the inputs of a case, records a graph, launches it node by node."""
+"""Runs one op of the registry on a device, launching its graph node by node into poisoned buffers."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-import ttrain.ops  # noqa: F401 - fills the registry
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Buffer, Delivery, Device
 from ttrain.graph.graph import Graph, Kind, Node, Value
-from ttrain.graph.op import REGISTRY, Case, Op
+from ttrain.graph.op import REGISTRY, Op
+from ttrain.verify.cases import TORCH, Arrays, as_torch, draw, input_names, input_specs, record, reference, rounded
 
-Arrays = dict[str, np.ndarray | None]  # by input name; None where an optional input is absent
-TORCH = {DType.FP64: torch.float64, DType.FP32: torch.float32, DType.BF16: torch.bfloat16}
+__all__ = [
+    "TORCH", "Arrays", "Interpreter", "all_cases", "as_torch", "bound", "draw", "input_names", "input_specs",
+    "inputs_of_kind", "record", "recorded_by_models", "reference", "rounded",
+]  # fmt: skip
 POISON = {DType.INT64: -(2**40), DType.INT32: -(2**30), DType.BOOL: True}
 
 
-def all_cases(*dtypes: DType, where: Callable[[Op], bool] = lambda op: True) -> list[Any]:
+def recorded_by_models(op: Op) -> bool:
+    """Not the ops of ops/fused.py: a pass makes those for devices with rows for them, and tests/native runs them."""
+    return op.family != "fused"
+
+
+def all_cases(*dtypes: DType, where: Callable[[Op], bool] = recorded_by_models) -> list[Any]:
     """(op, case, dtype) of every case of every op, with readable ids, for parametrize."""
     import pytest
 
@@ -31,87 +37,6 @@ def all_cases(*dtypes: DType, where: Callable[[Op], bool] = lambda op: True) -> 
         for number, case in enumerate(op.cases())
         for dtype in dtypes
     ]
-
-
-def input_names(op: Op, case: Case) -> list[str]:
-    """Names of the inputs of a case in order; the tensors of a list are numbered."""
-    lists = [name for name in op.inputs if name.endswith("*")]
-    single = len(op.inputs) - len(lists)
-    listed = len(case.shapes) - single
-    each = case.attributes.get("count", listed) if lists else 0
-    present = listed // each if each else 0  # trailing lists may be absent
-    names: list[str] = []
-    for name in op.inputs:
-        if not name.endswith("*"):
-            names.append(name.rstrip("?"))
-        elif lists.index(name) < present:
-            names += [f"{name[:-1]}.{number}" for number in range(each)]
-    assert len(names) == len(case.shapes), f"{op.name}: {names} for {case.shapes}"
-    return names
-
-
-def input_specs(op: Op, case: Case, dtype: DType) -> dict[str, TensorSpec | None]:
-    """Specs of the inputs of a case where the step computes in `dtype`."""
-    specs: dict[str, TensorSpec | None] = {}
-    for name, shape in zip(input_names(op, case), case.shapes, strict=True):
-        if shape is None:
-            specs[name] = None
-        elif name in case.integers or name in ("targets", "ids", "seed"):
-            specs[name] = TensorSpec(shape, DType.INT64)
-        else:
-            specs[name] = TensorSpec(shape, dtype.wide if name.partition(".")[0] in op.wide else dtype)
-    return specs
-
-
-def rounded(array: np.ndarray, dtype: DType) -> np.ndarray:
-    """The values of `array` in `dtype`, as fp64; integers stay."""
-    if not dtype.is_floating:
-        return array
-    return torch.from_numpy(np.array(array)).to(TORCH[dtype]).double().numpy()
-
-
-def draw(op: Op, case: Case, dtype: DType) -> Arrays:
-    """Inputs of a case: the same numbers every time, representable in their dtypes."""
-    generator = np.random.default_rng(zlib.crc32(f"{op.name} {case.shapes} {sorted(case.attributes)}".encode()))
-    arrays: Arrays = {}
-    for name, spec in input_specs(op, case, dtype).items():
-        if spec is None:
-            arrays[name] = None
-        elif spec.dtype is DType.INT64:
-            values = generator.integers(0, case.integers[name], spec.shape)
-            if name in case.holes:
-                values.reshape(-1)[::3] = -1
-            arrays[name] = values
-        else:
-            values = (
-                generator.uniform(0.5, 1.5, spec.shape) if name in case.positive else generator.normal(size=spec.shape)
-            )
-            arrays[name] = rounded(np.asarray(values), spec.dtype)
-    given = {name: as_torch(array) for name, array in arrays.items()}
-    for name, value in op.derived(given, case.attributes).items():
-        spec = input_specs(op, case, dtype)[name]
-        assert spec is not None
-        arrays[name] = rounded(value.numpy(), spec.dtype)
-    return arrays
-
-
-def as_torch(array: np.ndarray | None) -> torch.Tensor | None:
-    return None if array is None else torch.from_numpy(np.array(array))
-
-
-def reference(op: Op, case: Case, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Outputs of the op's reference in fp64."""
-    results = op.reference(*tensors, **case.attributes)
-    return list(results) if isinstance(results, list | tuple) else [results]
-
-
-def record(op: Op, case: Case, dtype: DType) -> tuple[Graph, dict[str, Value], tuple[Value, ...]]:
-    """A graph that applies the op to step inputs named as the op names them."""
-    graph = Graph()
-    values = {name: graph.input(name, spec) for name, spec in input_specs(op, case, dtype).items() if spec is not None}
-    ordered = [values.get(name) for name in input_names(op, case)]
-    outputs = op.record(*ordered, graph=graph, **case.attributes)
-    return graph, values, outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 class Interpreter:

@@ -1,38 +1,7 @@
-"""How far a kernel may be from the fp64 reference, per dtype, op and output."""
+"""How far a kernel may be from the fp64 reference: the bounds of task=verify."""
 
 from __future__ import annotations
 
-from tests.ops.ulp import Tolerance
-from ttrain.core.spec import DType
+from ttrain.verify.tolerances import tolerance
 
-# The reference itself is fp64, so fp64 kernels differ from it by rounding of the same order.
-DEFAULT = {DType.FP64: Tolerance(512, 128), DType.FP32: Tolerance(16, 8), DType.BF16: Tolerance(1.5, 1.0)}
-
-# (op, output or *) -> tolerance in ULP of bf16, where an intermediate is rounded to bf16 on the way.
-BF16 = {
-    ("self_attention", "*"): Tolerance(3, 2),  # scores and probabilities
-    ("self_attention_grad", "*"): Tolerance(4, 2.5),
-    ("linear_cross_entropy", "*"): Tolerance(5, 3),  # logits
-    ("tanh_grad", "*"): Tolerance(2, 1.5),  # CUDA rounds 1 - y^2
-    ("softmax_grad", "*"): Tolerance(2, 1.5),  # and the sum of dy y
-    ("add_layer_norm", "mean"): Tolerance(1, 1),  # statistics are those of the rounded total
-    ("add_layer_norm", "rstd"): Tolerance(1, 1),
-    ("add_layer_norm", "y"): Tolerance(2, 2),
-}
-# The same in ULP of fp32. CUDA's fused AdamW divides by the root of v in another order.
-FP32 = {("adamw_update", "parameters"): Tolerance(16, 12)}
-# Ops whose fp64 run is fp32 in places: they hold fp32 state, so fp64 only serves other tests.
-FP32_INSIDE = {"adamw_update"}
-
-
-def tolerance(op: str, output: str, dtype: DType, computed_in: DType) -> tuple[DType, Tolerance]:
-    """(dtype whose ULP count, tolerance) for an output of `dtype` of an op that runs in `computed_in`."""
-    if computed_in is DType.BF16:
-        for key in ((op, output), (op, "*")):
-            if key in BF16:
-                return DType.BF16, BF16[key]
-    if dtype is DType.FP32 and (op, output) in FP32:
-        return dtype, FP32[op, output]
-    if dtype is DType.FP64 and op in FP32_INSIDE:
-        return DType.FP32, DEFAULT[DType.FP32]
-    return dtype, DEFAULT[dtype]
+__all__ = ["tolerance"]

@@ -1,0 +1,163 @@
+"""The cases that ops declare: their inputs, drawn alike every time, and what PyTorch makes of them in fp64."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+import ttrain.ops  # noqa: F401 - fills the registry
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.graph.graph import Graph, Value
+from ttrain.graph.op import Case, Op
+
+Arrays = dict[str, np.ndarray | None]  # by input name; None where an optional input is absent
+TORCH = {DType.FP64: torch.float64, DType.FP32: torch.float32, DType.BF16: torch.bfloat16}
+# Outputs that a loss may be formed from; the others are statistics that only the op's own backward reads.
+DIFFERENTIABLE_OUTPUTS = {"add_layer_norm": 2, "split_heads": 3}
+
+
+def input_names(op: Op, case: Case) -> list[str]:
+    """Names of the inputs of a case in order; the tensors of a list are numbered."""
+    lists = [name for name in op.inputs if name.endswith("*")]
+    single = len(op.inputs) - len(lists)
+    listed = len(case.shapes) - single
+    each = case.attributes.get("count", listed) if lists else 0
+    present = listed // each if each else 0  # trailing lists may be absent
+    names: list[str] = []
+    for name in op.inputs:
+        if not name.endswith("*"):
+            names.append(name.rstrip("?"))
+        elif lists.index(name) < present:
+            names += [f"{name[:-1]}.{number}" for number in range(each)]
+    assert len(names) == len(case.shapes), f"{op.name}: {names} for {case.shapes}"
+    return names
+
+
+def input_specs(op: Op, case: Case, dtype: DType) -> dict[str, TensorSpec | None]:
+    """Specs of the inputs of a case where the step computes in `dtype`."""
+    specs: dict[str, TensorSpec | None] = {}
+    for name, shape in zip(input_names(op, case), case.shapes, strict=True):
+        if shape is None:
+            specs[name] = None
+        elif name in case.integers or name in ("targets", "ids", "seed"):
+            specs[name] = TensorSpec(shape, DType.INT64)
+        else:
+            specs[name] = TensorSpec(shape, dtype.wide if name.partition(".")[0] in op.wide else dtype)
+    return specs
+
+
+def rounded(array: np.ndarray, dtype: DType) -> np.ndarray:
+    """The values of `array` in `dtype`, as fp64; integers stay."""
+    if not dtype.is_floating:
+        return array
+    return torch.from_numpy(np.array(array)).to(TORCH[dtype]).double().numpy()
+
+
+def draw(op: Op, case: Case, dtype: DType) -> Arrays:
+    """Inputs of a case: the same numbers every time, representable in their dtypes."""
+    generator = np.random.default_rng(zlib.crc32(f"{op.name} {case.shapes} {sorted(case.attributes)}".encode()))
+    arrays: Arrays = {}
+    for name, spec in input_specs(op, case, dtype).items():
+        if spec is None:
+            arrays[name] = None
+        elif spec.dtype is DType.INT64:
+            values = generator.integers(0, case.integers[name], spec.shape)
+            if name in case.holes:
+                values.reshape(-1)[::3] = -1
+            arrays[name] = values
+        else:
+            positive = name in case.positive
+            drawn = generator.uniform(0.5, 1.5, spec.shape) if positive else generator.normal(size=spec.shape)
+            arrays[name] = rounded(np.asarray(drawn), spec.dtype)
+    given = {name: as_torch(array) for name, array in arrays.items()}
+    for name, value in op.derived(given, case.attributes).items():
+        spec = input_specs(op, case, dtype)[name]
+        assert spec is not None
+        arrays[name] = rounded(value.numpy(), spec.dtype)
+    return arrays
+
+
+def as_torch(array: np.ndarray | None) -> torch.Tensor | None:
+    return None if array is None else torch.from_numpy(np.array(array))
+
+
+def reference(op: Op, case: Case, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Outputs of the op's reference in fp64."""
+    results = op.reference(*tensors, **case.attributes)
+    return list(results) if isinstance(results, list | tuple) else [results]
+
+
+def record(op: Op, case: Case, dtype: DType) -> tuple[Graph, dict[str, Value], tuple[Value, ...]]:
+    """A graph that applies the op to step inputs named as the op names them."""
+    graph = Graph()
+    values = {name: graph.input(name, spec) for name, spec in input_specs(op, case, dtype).items() if spec is not None}
+    ordered = [values.get(name) for name in input_names(op, case)]
+    outputs = op.record(*ordered, graph=graph, **case.attributes)
+    return graph, values, outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def output_name(op: Op, index: int) -> str:
+    """The declared name of an output; all tensors of a list share its name."""
+    if len(op.outputs) == 1 or op.outputs[0].endswith("*"):
+        return op.outputs[0].rstrip("*?")
+    return op.outputs[index].rstrip("*?")
+
+
+def trainable(op: Op, case: Case) -> bool:
+    """Whether backward may pass through the op in this case."""
+    return op.differentiable and bool(case.attributes.get("gradients", True))
+
+
+def leaf_names(op: Op, values: dict[str, Value]) -> list[str]:
+    """Inputs that get a gradient."""
+    return [n for n, v in values.items() if v.spec.dtype.is_floating and n.partition(".")[0] not in op.constants]
+
+
+def output_choices(op: Op, case: Case, dtype: DType) -> list[list[int]]:
+    """Sets of outputs that a loss is formed from: each alone, and all together."""
+    count = min(DIFFERENTIABLE_OUTPUTS.get(op.name, 1), len(record(op, case, dtype)[2]))
+    alone = [[index] for index in range(count)]
+    return [*alone, list(range(count))] if count > 1 else alone
+
+
+def unreached(op: Op, chosen: Sequence[int]) -> tuple[str, ...]:
+    """Inputs that the chosen outputs do not depend on."""
+    return ("weight", "bias") if op.name == "add_layer_norm" and list(chosen) == [0] else ()
+
+
+def loss_weights(outputs: Sequence[Value], name: str) -> list[np.ndarray]:
+    """Fixed random numbers that the outputs are weighted with to form a loss: they are its gradients."""
+    generator = np.random.default_rng(zlib.crc32(name.encode()))
+    return [rounded(np.asarray(generator.normal(size=output.shape)), output.spec.dtype) for output in outputs]
+
+
+def weighted_loss(
+    graph: Graph, outputs: Sequence[Value], arrays: Arrays, weights: Sequence[np.ndarray], prefix: str = ""
+) -> Value:
+    """sum(output * weight) over all outputs, a scalar of the graph; the weights become inputs, added to `arrays`."""
+    from ttrain.ops import add, cast, multiply, reduce_sum
+
+    loss = None
+    for number, (output, weight) in enumerate(zip(outputs, weights, strict=True)):
+        name = f"{prefix}weight of output {number}"
+        arrays[name] = weight
+        product = multiply(output, graph.input(name, output.spec))
+        term = reduce_sum(cast(product, product.spec.dtype.wide), range(product.spec.rank))
+        loss = term if loss is None else add(loss, term)
+    assert loss is not None
+    return loss
+
+
+def reference_gradients(
+    op: Op, case: Case, arrays: Arrays, names: Sequence[str], weights: Sequence[np.ndarray], chosen: Sequence[int]
+) -> dict[str, np.ndarray]:
+    """Gradients of the weighted loss by torch autograd in fp64."""
+    tensors = {name: as_torch(array) for name, array in arrays.items() if "weight of output" not in name}
+    leaves = [tensors[name].requires_grad_(True) for name in names]  # type: ignore[union-attr]
+    outputs = reference(op, case, list(tensors.values()))
+    loss = sum((outputs[index] * torch.from_numpy(weight)).sum() for index, weight in zip(chosen, weights, strict=True))
+    assert isinstance(loss, torch.Tensor)
+    return {name: g.numpy() for name, g in zip(names, torch.autograd.grad(loss, leaves), strict=True)}

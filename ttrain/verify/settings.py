@@ -1,0 +1,26 @@
+"""Small config of task=verify."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ttrain.core.options import option
+
+
+@dataclass
+class VerifyConfig:
+    """What task=verify compares with PyTorch in fp64."""
+
+    ops: list[str] = option([], "names or families of ops; empty takes every op of the registry")
+    skip_ops: bool = option(False, "verify the model only")
+    model: bool = option(True, "whether the gradients of the configured model are verified too")
+    rows: int = option(2, "sequences or examples of the model's batch", minimum=1)
+    engines: str = option(
+        "one", "one verifies the configured engine; all runs every engine and compares their results too",
+        choices=("one", "all"),
+    )  # fmt: skip
+    golden: bool = option(
+        False, "on a Tenstorrent device, answer by the reference functions that ttnn ships instead of by a card"
+    )
+    tolerance: float = option(1.0, "factor on every allowed error", above=0)
+    json: str | None = option(None, "file to write every comparison into")
