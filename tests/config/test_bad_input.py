@@ -89,7 +89,7 @@ def test_a_wrong_type_names_key_value_and_expected_type(word: str, problem: str)
     [
         (["train.steps=0"], "train.steps=0: must be at least 1."),
         (["optimizer.lr=-1"], "optimizer.lr=-1.0: must be at least 0."),
-        (["optimizer.lr=nan"], "optimizer.lr=nan: must be a number."),
+        (["optimizer.lr=nan"], "optimizer.lr=nan: must be a finite number."),
         (["model.dropout=1"], "model.dropout=1.0: must be less than 1."),
         (["model.activation=gelo"], "model.activation=gelo: no such choice. Did you mean 'gelu'?"),
         (["model.heads=3"], "model.heads=3: must divide model.width=128. Nearest that does: 2."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -133,7 +134,7 @@ def test_a_prompt_is_taken_as_it_stands(prompt: str) -> None:
 
 @pytest.mark.parametrize("path", ["données/texte (1).txt", "a&b;c.txt", "C:\\new", "~/x y.txt"])
 def test_a_path_that_hydras_grammar_cannot_read(path: str) -> None:
-    assert load([f"data.path={path}"]).data.path == path  # type: ignore[attr-defined]
+    assert load([f"data.path={path}"]).data.path == os.path.expanduser(path)  # type: ignore[attr-defined]
 
 
 def test_options_can_be_chosen_on_top_of_a_config_of_ones_own(tmp_path: Path) -> None:

@@ -34,8 +34,10 @@ class BenchConfig:
         "whether a process of its own per contender measures peak memory and time to first step, with empty and with "
         "filled compile caches",
     )
-    compare: str | None = option(None, "results.json of an earlier run to compare with")
-    out: str | None = option(None, "new folder for the results; null takes outputs/bench/<date>/<time>_<bench>_<size>")
+    compare: str | None = option(None, "results.json of an earlier run to compare with", path=True)
+    out: str | None = option(
+        None, "new folder for the results; null takes outputs/bench/<date>/<time>_<bench>_<size>", path=True
+    )
 
 
 @dataclass

@@ -63,9 +63,6 @@ def _optimizer(config: Config) -> Iterator[str]:
         yield "optimizer.nesterov=true: needs momentum. Give optimizer.momentum=0.9 or optimizer.nesterov=false."
     if isinstance(optimizer, AdamWConfig) and len(optimizer.betas) != 2:
         yield f"optimizer.betas={optimizer.betas}: must hold two numbers, got {len(optimizer.betas)}."
-    for prefix, factor in optimizer.group_lr.items():
-        if not factor >= 0:
-            yield f"optimizer.group_lr.{prefix}={factor}: must be at least 0."
 
 
 @check("schedule", "train")

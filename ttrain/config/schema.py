@@ -34,14 +34,16 @@ class PlanConfig:
         None, "also print the traced graph, the graph with gradients, or the op list with buffers",
         choices=("graph", "backward", "plan"),
     )  # fmt: skip
-    json: str | None = option(None, "file to write the same numbers into, in bytes and operations")
+    json: str | None = option(None, "file to write the same numbers into, in bytes and operations", path=True)
 
 
 @dataclass
 class PrepareConfig:
     """What task=prepare writes."""
 
-    dir: str | None = option(None, "new folder for the token files, to be read with data=tokens data.path=<folder>")
+    dir: str | None = option(
+        None, "new folder for the token files, to be read with data=tokens data.path=<folder>", path=True
+    )
 
 
 @dataclass
@@ -49,7 +51,9 @@ class SweepConfig:
     """How the jobs of `-m` are run, and what they are judged by."""
 
     dir: str | None = option(
-        None, "folder of the sweep; null continues the newest unfinished sweep of the same jobs, else claims a new one"
+        None,
+        "folder of the sweep; null continues the newest unfinished sweep of the same jobs, else claims a new one",
+        path=True,
     )
     parallel: int = option(1, "jobs on the CPU that run at once and share its threads; a card takes one job", minimum=1)
     fail_fast: bool = option(False, "whether the first job that fails ends the sweep")
@@ -66,7 +70,7 @@ class SweepConfig:
 class RunsConfig:
     """What task=runs lists."""
 
-    root: str = option("outputs", "folder that is searched for runs and sweeps")
+    root: str = option("outputs", "folder that is searched for runs and sweeps", path=True)
     state: str | None = option(
         None, "list runs in this state only", choices=("running", "finished", "failed", "resumable", "new")
     )
@@ -76,9 +80,9 @@ class RunsConfig:
 class ReportConfig:
     """What task=report writes. `run=<folder>` is short for report.run=[<folder>]."""
 
-    run: list[str] = option([], "runs to report on; several are compared side by side")
+    run: list[str] = option([], "runs to report on; several are compared side by side", path=True)
     out: str | None = option(
-        None, "HTML file to write; null takes report.html in the run, for several runs in this folder"
+        None, "HTML file to write; null takes report.html in the run, for several runs in this folder", path=True
     )
 
 
@@ -106,7 +110,9 @@ class Config:
     device: DeviceConfig = option(DeviceConfig, "where a step runs")
     logger: LoggerConfig = option(LoggerConfig, "who else sees the metrics")
     run: RunConfig = option(RunConfig, "where the run lives and its seed")
-    resume: str = option("none", "none, auto (newest complete checkpoint of run.dir) or a run or checkpoint folder")
+    resume: str = option(
+        "none", "none, auto (newest complete checkpoint of run.dir) or a run or checkpoint folder", path=True
+    )
     sample: SampleConfig = option(SampleConfig, "how text is drawn from a trained model")
     plan: PlanConfig = option(PlanConfig, "what task=plan prints")
     prepare: PrepareConfig = option(PrepareConfig, "what task=prepare writes")

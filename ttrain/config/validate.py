@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
@@ -132,10 +133,18 @@ def _convert(schema: type[Any], key: str, path: str, value: Any, found: Findings
             raise ValueError
         node = OmegaConf.structured(_slot(hint))
         node.value = value
-        return OmegaConf.to_container(node)["value"]  # type: ignore[call-overload, index]
+        converted = OmegaConf.to_container(node)["value"]  # type: ignore[call-overload, index]
     except (OmegaConfBaseException, ValueError):
         found.add(f"{path}={_shown(value)}: must be {expected(hint)}, got {_kind(value)}{found.origin(path)}.", section)
         return _REFUSED
+    return _at_home(converted) if schema.__dataclass_fields__[key].metadata.get("path") else converted
+
+
+def _at_home(path: Any) -> Any:
+    """A path or a list of them with the home folder for a leading `~`, which no shell replaces behind `key=`."""
+    if isinstance(path, list):
+        return [_at_home(each) for each in path]
+    return os.path.expanduser(path) if isinstance(path, str) else path
 
 
 @cache

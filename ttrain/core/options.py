@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, field, fields
 from typing import Any
 
 from ttrain.core.names import did_you_mean
+
+LARGEST_INTEGER = 2**63 - 1  # of a shape, an offset and a seed alike
 
 
 def option(
@@ -18,13 +21,16 @@ def option(
     maximum: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    path: bool = False,
 ) -> Any:
     """A dataclass field with its meaning, unit and bounds.
 
-    `minimum` and `maximum` are inclusive, `above` and `below` exclusive. A mutable default is copied per instance.
+    `minimum` and `maximum` are inclusive, `above` and `below` exclusive; in a list or mapping each number obeys.
+    A `path` names a file or folder, and a leading `~` in it stands for the home folder. A mutable default is copied per
+    instance.
     """
     bounds = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
-    metadata = {"help": help, "choices": choices, **bounds}
+    metadata = {"help": help, "choices": choices, "path": path, **bounds}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     if isinstance(default, type):
@@ -46,19 +52,28 @@ def option_problems(config: Any, prefix: str) -> Iterable[str]:
         key = f"{prefix}.{declared.name}" if prefix else declared.name
         if value is None or not rules:
             continue
-        items = value if isinstance(value, list) else [value]
-        for item in items if rules.get("choices") else []:
-            if item not in rules["choices"]:
-                yield f"{key}={item}: no such choice. {did_you_mean(str(item), rules['choices'])}"
-        for number in items:
-            if isinstance(number, bool) or not isinstance(number, int | float):
-                continue
-            yield from _bound_problems(key, number, rules)
+        for path, item in _items(key, value):
+            if rules.get("choices") and item not in rules["choices"]:
+                yield f"{path}={item}: no such choice. {did_you_mean(str(item), rules['choices'])}"
+            if rules.get("path") and (not item.strip() or "\0" in item):
+                yield f"{path}={item!r}: must be the path of a file or folder."
+            if isinstance(item, int | float) and not isinstance(item, bool):
+                yield from _bound_problems(path, item, rules)
+
+
+def _items(key: str, value: Any) -> Iterable[tuple[str, Any]]:
+    """A value, or each one that it holds, with the key that an error names."""
+    if isinstance(value, dict):
+        return [(f"{key}.{name}", item) for name, item in value.items()]
+    return [(key, item) for item in value] if isinstance(value, list) else [(key, value)]
 
 
 def _bound_problems(key: str, number: float, rules: Any) -> Iterable[str]:
-    if number != number:
-        yield f"{key}={number}: must be a number."
+    if not math.isfinite(number):
+        yield f"{key}={number}: must be a finite number."
+        return
+    if isinstance(number, int) and abs(number) > LARGEST_INTEGER and rules["maximum"] is None:
+        yield f"{key}={number}: must be at most {LARGEST_INTEGER}."
     if rules["minimum"] is not None and number < rules["minimum"]:
         yield f"{key}={number}: must be at least {rules['minimum']}."
     if rules["above"] is not None and number <= rules["above"]:

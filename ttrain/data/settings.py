@@ -31,12 +31,16 @@ class TextConfig(DataConfig):
     """UTF-8 text, tokenized when the run starts and kept in memory."""
 
     path: str | None = option(
-        None, "UTF-8 file, or folder of them read in sorted order; null takes the running Python's standard library"
+        None,
+        "UTF-8 file, or folder of them read in sorted order; null takes the running Python's standard library",
+        path=True,
     )
     suffixes: list[str] = option([], "file-name endings to read from a folder, such as [.txt, .md]; empty reads all")
     separator: str = option("\n", "text put between two files")
     max_bytes: int | None = option(None, "read no more of the corpus than this; null reads all of it", minimum=1)
-    tokenizer: str = option("char", "char, byte, bpe (trained on the training split) or the path of a tokenizer.json")
+    tokenizer: str = option(
+        "char", "char, byte, bpe (trained on the training split) or the path of a tokenizer.json", path=True
+    )
     vocabulary_size: int = option(2048, "bpe only: token ids to train, the 256 bytes among them", minimum=256)
 
 
@@ -46,13 +50,17 @@ class TokensConfig(DataConfig):
 
     name: str = option("tokens", "registered name of the data")
     path: str | None = option(
-        None, "folder made by task=prepare, folder with train.bin and maybe val.bin, or a file of raw ids; required"
+        None,
+        "folder made by task=prepare, folder with train.bin and maybe val.bin, or a file of raw ids; required",
+        path=True,
     )
     dtype: str | None = option(
         None, "raw files only: little-endian type of an id; a prepared folder tells its own", choices=TOKEN_DTYPES
     )
     vocabulary: int | None = option(None, "raw files only: number of ids; a prepared folder tells its own", minimum=1)
-    tokenizer: str | None = option(None, "raw files only: path of the tokenizer.json of the ids, for sampling")
+    tokenizer: str | None = option(
+        None, "raw files only: path of the tokenizer.json of the ids, for sampling", path=True
+    )
     verify: bool = option(
         False, "check all ids and checksums at the start; false does so for files up to 256 MiB and else checks batches"
     )

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ttrain.core.errors import CaptureError
+from ttrain.core.options import LARGEST_INTEGER
 from ttrain.core.spec import DType, TensorSpec
 
 Buffer = Any  # a device's own handle of one placed tensor
@@ -44,14 +45,14 @@ class Kernel:
 
     bind: Callable[[Sequence[Buffer | None], Sequence[Buffer], Mapping[str, Any], Sequence[Buffer]], Launch]
     delivery: Delivery = Delivery.INTO
-    workspace: Callable[[Sequence[TensorSpec | None], Sequence[TensorSpec], Mapping[str, Any]], list[TensorSpec]] | None = (
-        None
-    )
+    workspace: (
+        Callable[[Sequence[TensorSpec | None], Sequence[TensorSpec], Mapping[str, Any]], list[TensorSpec]] | None
+    ) = None
     frozen: tuple[str, ...] = ()
     overwrites: tuple[int, ...] = ()
-    forms: Callable[[Sequence[TensorSpec | None], Sequence[TensorSpec], Mapping[str, Any]], list[Form | None]] | None = (
-        None
-    )
+    forms: (
+        Callable[[Sequence[TensorSpec | None], Sequence[TensorSpec], Mapping[str, Any]], list[Form | None]] | None
+    ) = None
 
     def workspace_specs(
         self, inputs: Sequence[TensorSpec | None], outputs: Sequence[TensorSpec], attributes: Mapping[str, Any]
@@ -171,6 +172,8 @@ class Device(ABC):
                 f"{purpose}: {nbytes} bytes asked for after {self._frozen_by} was captured. All device memory is "
                 "allocated before a capture; build every step before the first one runs."
             )
+        if nbytes > LARGEST_INTEGER:  # more than an allocator can be asked for
+            raise MemoryError(f"{purpose} needs {nbytes:.1e} bytes")
         self.counters.allocations += 1
         self.counters.allocated_bytes += nbytes
         return self._allocate(max(nbytes, 1))

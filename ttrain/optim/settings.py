@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from ttrain.core.options import option
 
+FP32_NORMAL = 1.2e-38  # smaller numbers lose digits in fp32, and become 0
+
 
 @dataclass
 class OptimizerConfig:
@@ -17,9 +19,11 @@ class OptimizerConfig:
     decay_rule: str = option(
         "matrices", "which parameters decay: matrices (rank 2 and up), all or none", choices=("matrices", "all", "none")
     )
-    clip_norm: float | None = option(1.0, "largest global gradient norm; null does not clip", above=0)
+    clip_norm: float | None = option(1.0, "largest global gradient norm; null does not clip", minimum=FP32_NORMAL)
     group_lr: dict[str, float] = option(
-        {}, "learning-rate factor per parameter-name prefix, such as {head: 0.5}; the longest prefix wins"
+        {},
+        "learning-rate factor per parameter-name prefix, such as {head: 0.5}; the longest prefix wins",
+        minimum=0,
     )
 
 
@@ -39,7 +43,7 @@ class AdamWConfig(OptimizerConfig):
 
     name: str = option("adamw", "registered name of the optimizer")
     betas: list[float] = option([0.9, 0.95], "decay of the first and second moment", minimum=0, below=1)
-    eps: float = option(1e-8, "added to the root of the second moment", above=0)
+    eps: float = option(1e-8, "added to the root of the second moment", minimum=FP32_NORMAL)
     weight_decay: float = option(0.1, "decoupled decay per unit of learning rate; see decay_rule", minimum=0)
 
 

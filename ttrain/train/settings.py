@@ -48,7 +48,7 @@ class RunConfig:
     """Where the run lives and what its random numbers start from."""
 
     dir: str | None = option(
-        None, "run directory; null claims outputs/<date>/<time>_<model>_<device>_<engine>"
+        None, "run directory; null claims outputs/<date>/<time>_<model>_<device>_<engine>", path=True
     )
     seed: int = option(1337, "start of every random number: weights, batches, dropout", minimum=0, maximum=2**31 - 1)
 

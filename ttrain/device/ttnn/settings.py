@@ -22,7 +22,9 @@ class TenstorrentConfig(DeviceConfig):
         choices=("silicon", "simulator", "mock"),
     )
     simulator: str | None = option(None, "mode=simulator: path of the simulator library", path=True)
-    dispatch: str = option("auto", "cores that start programs; auto is ttnn's choice", choices=("auto", "worker", "eth"))
+    dispatch: str = option(
+        "auto", "cores that start programs; auto is ttnn's choice", choices=("auto", "worker", "eth")
+    )
     command_queues: int = option(1, "2 writes the next batch on a queue of its own", minimum=1, maximum=2)
     core_grid: list[int] | None = option(None, "[rows, columns] of cores that matrix products use; null takes all")
     trace_region_mb: int = option(64, "device memory for captured steps, in MiB", minimum=0)
