@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import sys
@@ -47,21 +48,27 @@ def flag_names() -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. Both `python -m ttrain` and the script `ttrain` come here."""
-    _print_any_text()
+    _prepare_streams()
     try:
-        return _run(list(sys.argv[1:] if arguments is None else arguments))
+        code = _run(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+        return code
     except TtrainError as error:
-        if os.environ.get(FULL_ERROR) == "1":
-            traceback.print_exc()
-        else:
-            print(f"ttrain: {error}", file=sys.stderr)
+        _say(str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        print("ttrain: interrupted", file=sys.stderr)
+        _say("interrupted")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of our output went away, as in `ttrain --help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:  # a full disk, a folder that went away: the system's own words tell it best
+        if not isinstance(error, BrokenPipeError):  # the reader of our output went away, as in `ttrain --help | head`
+            place = f"{error.filename}: " if error.filename else ""
+            _say(f"{place}{error.strerror or error}. {FULL_ERROR}=1 shows where it happened.")
         return EXIT_FAILURE
+    except MemoryError as error:  # outside a run, which tells what it needs itself
+        _say(f"Out of memory: {error}. {FULL_ERROR}=1 shows where it happened.")
+        return EXIT_FAILURE
+    finally:
+        _drop_what_nobody_reads()
 
 
 def _run(arguments: list[str]) -> int:
@@ -159,8 +166,27 @@ def _given(flags: argparse.Namespace) -> list[str]:
     return [word for name, value in names.items() if value is not None for word in (name, value)]
 
 
-def _print_any_text() -> None:
-    """A terminal that can't show a character gets an escape instead of an error."""
+def _prepare_streams() -> None:
+    """A terminal that can't show a character gets an escape instead of an error, a closed stream a place to go."""
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for as long as the process
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def _say(message: str) -> None:
+    """The one line that an error ends in, after its traceback where that was asked for."""
+    with contextlib.suppress(OSError):
+        if os.environ.get(FULL_ERROR) == "1":
+            traceback.print_exc()
+        print(f"ttrain: {message}", file=sys.stderr, flush=True)
+
+
+def _drop_what_nobody_reads() -> None:
+    """Keep Python from failing at its end over output that could not be written."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

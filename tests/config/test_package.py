@@ -29,7 +29,7 @@ def test_the_wheel_carries_conf_and_recipes_and_works_from_any_folder(tmp_path: 
         }
         assert carried == {path.relative_to(packaged(folder)) for path in packaged(folder).rglob("*.yaml")}
     entry_points = next(unpacked.glob("*.dist-info/entry_points.txt")).read_text()
-    assert "ttrain = ttrain.cli:main" in entry_points
+    assert "ttrain = ttrain.__main__:main" in entry_points
     code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from ttrain.cli import main; sys.exit(main())"
     words = ["recipe=char-10.7m", "--cfg", "job", "-p", "train.batch_size"]
     done = subprocess.run(

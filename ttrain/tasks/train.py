@@ -152,7 +152,7 @@ class _Job:
         self.heartbeat.tell(run=str(run.path.resolve()))
         events.add("started", f"A leg starts on {self.device.name}.")
         try:
-            loss = self.train(stack, run, events)
+            progress = self.train(stack, run, events)
         except Interrupted as error:
             events.add("interrupted", str(error))
             raise
@@ -165,7 +165,8 @@ class _Job:
             events.add("failed", str(error) or type(error).__name__, step, error=type(error).__name__)
             raise
         events.add("finished", "All steps are done.")
-        return loss
+        self._tell(run, progress)  # the run is done, whatever becomes of the terminal
+        return progress.best_val_loss
 
     def _out_of_memory(self, error: BaseException, run: RunDirectory) -> OutOfMemory:
         from ttrain.train.memory import memory_message, shrinking_keys
@@ -175,7 +176,7 @@ class _Job:
         message = memory_message(error, self.device.name, self.steps, keys)
         return OutOfMemory(message, config.train, run.path)
 
-    def train(self, stack: ExitStack, run: RunDirectory, events: Events) -> float | None:
+    def train(self, stack: ExitStack, run: RunDirectory, events: Events) -> Progress:
         from ttrain.train.retention import check_space
 
         session = stack.enter_context(closing(open_session(self.config, self.model, self.device, training=True)))
@@ -189,8 +190,8 @@ class _Job:
         self._announce(run, progress)
         self._loop(session, steps, run, loggers, progress).run()
         self.console.close()
-        self._tell(session, steps, run, progress)
-        return progress.best_val_loss
+        self._sum_up(session, run, progress)
+        return progress
 
     def rehearse(self, stack: ExitStack) -> None:
         """Some steps on a device that computes nothing but tells what steps cost. Writes a record, never a checkpoint."""
@@ -359,17 +360,22 @@ class _Job:
         peak = 1e12 * given if given else measured_peak(self.device.name, dtype, self.config.device.index)
         return Meter(flops_per_step(session.graph), peak, lambda: self.device.memory().get("in_use", 0))
 
-    def _tell(self, session: Session, steps: dict[str, Step], run: RunDirectory, progress: Progress) -> None:
-        """Sample, summary, loss curve."""
-        from ttrain.train import summary as summaries
+    def _sum_up(self, session: Session, run: RunDirectory, progress: Progress) -> None:
+        """Summary and loss curve of a run that is done."""
+        from ttrain.train.summary import draw_loss_curve
 
-        writes_text = self.prompt is not None and "logits" in steps
-        if writes_text:
-            self._print_sample(steps["logits"])
         summary = self._summary(run, progress)
         run.write_summary({**summary.to_dict(), "engine": session.engine.counters.as_dict()})
-        summaries.draw_loss_curve(run.metrics, run.path / "loss.png", summary.baseline)
-        summaries.print_summary(summary, run.path, writes_text=writes_text, plugins=self.config.plugins)
+        draw_loss_curve(run.metrics, run.loss_curve, summary.baseline)
+
+    def _tell(self, run: RunDirectory, progress: Progress) -> None:
+        """Prints a sample and the summary."""
+        from ttrain.train.summary import print_summary
+
+        writes_text = self.prompt is not None and "logits" in self.steps
+        if writes_text:
+            self._print_sample(self.steps["logits"])
+        print_summary(self._summary(run, progress), run.path, writes_text=writes_text, plugins=self.config.plugins)
 
     def _print_sample(self, logits: Step) -> None:
         from ttrain.train.sample import print_samples

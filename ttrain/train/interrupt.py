@@ -1,8 +1,9 @@
-"""Requests by signal: SIGUSR1 saves and goes on; the first Ctrl-C or SIGTERM lets the step finish, saves and stops, the
-second ends the process."""
+"""Requests by signal: SIGUSR1 saves and goes on; the first Ctrl-C, SIGTERM or SIGHUP (a closed terminal) lets the step
+finish, saves and stops, the second ends the process."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -10,11 +11,11 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 class StopRequests:
-    """While entered, notes SIGINT, SIGTERM and SIGUSR1 instead of dying of them.
+    """While entered, notes SIGINT, SIGTERM, SIGHUP and SIGUSR1 instead of dying of them.
 
     After the first one the system's own handling is back: a second one ends the process at once, even where Python does
     not get to run. Files are safe then, because they are written beside and renamed.
@@ -27,7 +28,8 @@ class StopRequests:
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():  # only there may handlers be set
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            wanted = [number for number in SIGNALS if not _hangup_is_ignored(number)]
+            self._before = {number: signal.signal(number, self._note) for number in wanted}
             if hasattr(signal, "SIGUSR1"):
                 self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._note_save)
         return self
@@ -35,9 +37,11 @@ class StopRequests:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.requested = signal.Signals(number)
         for other in SIGNALS:
-            signal.signal(other, signal.SIG_DFL)
+            if not _hangup_is_ignored(other):
+                signal.signal(other, signal.SIG_DFL)
         message = f"\n{self.requested.name}: finishing the step and saving; once more ends the run at once.\n"
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, message.encode())  # print is not safe in a handler
+        with contextlib.suppress(OSError, ValueError):  # the terminal may be what went away
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, message.encode())  # print is not safe here
 
     def _note_save(self, number: int, frame: FrameType | None) -> None:
         self._save = True
@@ -52,3 +56,8 @@ class StopRequests:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+def _hangup_is_ignored(number: int) -> bool:
+    """Whether the command was started with nohup, which means that it outlives its terminal."""
+    return signal.Signals(number).name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -31,6 +33,7 @@ class Console:
     def __init__(self, *, bar: bool = True) -> None:
         self._wanted = bar
         self._bar: Any = None
+        self._gone = False  # the stream can't be written any more
         self._shown: dict[str, str] = {}
 
     def start(self, step: int, steps: int) -> None:
@@ -40,18 +43,29 @@ class Console:
 
             # Into a file or pipe, a bar that is redrawn often would fill it.
             interval = 0.1 if sys.stderr.isatty() else 5.0
-            self._bar = tqdm(total=steps, initial=step, unit="step", dynamic_ncols=True, mininterval=interval)
+            bar = partial(tqdm, total=steps, initial=step, unit="step", dynamic_ncols=True, mininterval=interval)
+            self._show(lambda: setattr(self, "_bar", bar()))
 
     def advance(self) -> None:
-        if self._bar is not None:
-            self._bar.update(1)
+        self._show(lambda: self._bar is None or self._bar.update(1))
 
     def say(self, message: str) -> None:
         """Prints a line, above the bar where there is one."""
         if self._bar is not None:
-            self._bar.write(message, file=sys.stderr)
+            self._show(lambda: self._bar.write(message, file=sys.stderr))
         else:
-            print(message, file=sys.stderr, flush=True)
+            self._show(lambda: print(message, file=sys.stderr, flush=True))
+
+    def _show(self, write: Callable[[], object]) -> None:
+        """A terminal that was closed, or a log on a full disk, must not end a run, which goes on in silence."""
+        if self._gone:
+            return
+        try:
+            write()
+        except (OSError, ValueError):  # ValueError: the stream was closed
+            self._gone, self._wanted = True, False
+            if self._bar is not None:
+                self._bar.disable, self._bar = True, None
 
     def log(self, metrics: Metrics) -> None:
         if self._bar is None:
@@ -65,9 +79,8 @@ class Console:
         self._bar.set_postfix(self._shown, refresh=False)
 
     def close(self, exit_code: int = 0) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        self._show(lambda: self._bar is None or self._bar.close())
+        self._bar = None
 
 
 class Loggers:

@@ -68,7 +68,8 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | None) -> list[int]:
     ids = tokenizer.encode(prompt)
     if not ids:
         raise UserError(
-            "sample.prompt is empty, and a model needs a first token. Give a text, or null to start from a line break."
+            "sample.prompt is empty, and a model needs a first token. Give a text, or leave the key out to start from "
+            "a line break."
         )
     return ids
 

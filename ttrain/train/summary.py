@@ -92,11 +92,11 @@ def print_summary(summary: Summary, run: Path, *, writes_text: bool = True, plug
     from rich.text import Text
 
     command = "python -m ttrain" + (f" {shlex.quote('plugins=[' + ','.join(plugins) + ']')}" if plugins else "")
-    folder = shlex.quote(str(run))
+    folder, more = shlex.quote(str(run)), 2 * max(summary.steps, summary.progress.step)
     rows = [
         *summary.lines(),
         ("run", str(run)),
-        ("train on", f"{command} resume=auto run.dir={folder} train.steps={2 * summary.steps}"),
+        ("train on", f"{command} resume=auto run.dir={folder} train.steps={more}"),
     ]
     if writes_text:
         rows.append(("sample", f"{command} task=sample run.dir={folder}"))
@@ -108,7 +108,7 @@ def print_summary(summary: Summary, run: Path, *, writes_text: bool = True, plug
 
 
 def draw_loss_curve(metrics: Path, image: Path, baseline: tuple[str, float] | None = None) -> bool:
-    """Draws train and held-out loss over steps into a PNG; whether there was something to draw, and matplotlib."""
+    """Draws train and held-out loss over steps into a PNG; whether there was something to draw, matplotlib and room."""
     lines = list(read_metrics(metrics))
     curves = {key: [(line["step"], line[key]) for line in lines if line.get(key) is not None] for key in _CURVES}
     if not any(len(points) > 1 for points in curves.values()):
@@ -128,7 +128,10 @@ def draw_loss_curve(metrics: Path, image: Path, baseline: tuple[str, float] | No
     axes.set(xlabel="step", ylabel="loss")
     axes.legend()
     FigureCanvasAgg(figure)
-    figure.savefig(image, dpi=120)
+    try:
+        figure.savefig(image, dpi=120)
+    except OSError:  # a picture is not worth a run that is done
+        return False
     return True
 
 
