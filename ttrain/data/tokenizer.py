@@ -70,7 +70,7 @@ class Tokenizer(ABC):
         """The tokenizer that a tokenizer.json describes. Raises DataError when it describes none."""
         try:
             described = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise DataError(f"the tokenizer is not JSON: {error}. Give a tokenizer.json.") from None
         if described == ByteTokenizer().described:
             return ByteTokenizer()

@@ -151,7 +151,7 @@ def _read_header(file: Path) -> dict[str, Any]:
             and all(isinstance(text, str) for text in (header["tokenizer"]["sha256"], splits["val"]["sha256"]))
             and isinstance(header["corpus"], dict)
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{file} is damaged: {error!r}. Prepare the tokens again.") from None
     if not complete:
         raise DataError(f"{file} does not describe token files of this version. Prepare the tokens again.")

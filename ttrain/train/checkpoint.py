@@ -132,12 +132,15 @@ class Checkpoint:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint in a directory, verified. Raises CheckpointError where it is missing, incomplete or damaged."""
-    return read_manifest(path).verify()
+    with _readable(path):
+        return read_manifest(path).verify()
 
 
 def read_manifest(path: Path) -> Checkpoint:
     """The checkpoint in a directory by its manifest alone, without reading the tensors."""
-    if not (path / MANIFEST).is_file():
+    with _readable(path):
+        complete = (path / MANIFEST).is_file()
+    if not complete:
         raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MANIFEST}, which is written last.")
     manifest = _read_json(path / MANIFEST)
     try:
@@ -149,6 +152,15 @@ def read_manifest(path: Path) -> Checkpoint:
             raise CheckpointError(f"{path / MANIFEST} lists no {required}.")
     _check_seal(path, manifest)
     return checkpoint
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """What the system refuses to read is a checkpoint that can't be used, like a damaged one."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror or error}.") from None
 
 
 def _parse_manifest(path: Path, manifest: dict[str, Any]) -> Checkpoint:

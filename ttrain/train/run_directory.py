@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from datetime import datetime
+from errno import EACCES
 from pathlib import Path
 from typing import IO, Any
 
@@ -47,6 +48,10 @@ class RunDirectory:
         return self.path / "summary.json"
 
     @property
+    def loss_curve(self) -> Path:
+        return self.path / "loss.png"
+
+    @property
     def plan(self) -> Path:
         return self.path / "plan.txt"
 
@@ -63,10 +68,26 @@ class RunDirectory:
             return cls._claim_new(root, label, now or datetime.now())
         path = Path(wanted)
         run = cls._hold(path, make=True)
-        if (path / RECORD).exists():
+        try:
+            run._require_unused()
+        except UserError:
             run.close()
-            raise UserError(f"run.dir={path} already holds a run. Give resume=auto to continue it, or another run.dir.")
+            raise
         return run._start()
+
+    def _require_unused(self) -> None:
+        if (self.path / RECORD).exists():
+            raise UserError(
+                f"run.dir={self.path} already holds a run. Give resume=auto to continue it, or another run.dir."
+            )
+        checkpoints = [self.checkpoints] if self.checkpoints.is_dir() and any(self.checkpoints.iterdir()) else []
+        files = (self.config, self.metrics, self.summary, self.plan, self.loss_curve)
+        theirs = [*checkpoints, *(file for file in files if file.exists())]
+        if theirs:
+            raise UserError(
+                f"run.dir={self.path} holds {theirs[0].name} but no {RECORD}, so it is not a run, and a run would "
+                "write over it. Give run.dir=<a new folder>."
+            )
 
     @classmethod
     def _claim_new(cls, root: Path, label: str, now: datetime) -> RunDirectory:
@@ -90,7 +111,12 @@ class RunDirectory:
         """Holds the directory of an existing run, to continue it. Raises CheckpointError where there is none."""
         if not path.is_dir() or not (path / RECORD).exists():
             raise CheckpointError(f"{path} is not a run of ttrain: it has no {RECORD}. Give the folder of a run.")
-        return cls._hold(path)
+        run = cls._hold(path)
+        for part in (path, run.checkpoints, run.metrics, path / RECORD):
+            if part.exists() and not os.access(part, os.W_OK):
+                run.close()
+                raise _not_writable(path, PermissionError(EACCES, f"no permission to write {part.name or part}"))
+        return run
 
     @classmethod
     def _hold(cls, path: Path, *, make: bool = False) -> RunDirectory:

@@ -1,0 +1,240 @@
+"""What a terminal, a disk and a careless command line do to a run: one sentence, the right exit code, nothing lost."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain.cli import main
+from ttrain.config.compose import load
+from ttrain.core.errors import ConfigError
+from ttrain.train.interrupt import StopRequests
+from ttrain.train.loggers import Console
+
+Train = Callable[..., int]
+REPO = Path(__file__).parents[2]
+
+
+def said(capsys: Any, code: int, part: str) -> None:
+    errors = capsys.readouterr().err
+    assert part in errors and "Traceback" not in errors, (code, errors)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "optimizer.lr=inf", "optimizer.lr=1e400", "optimizer.eps=inf", "optimizer.clip_norm=inf",
+        "optimizer.weight_decay=inf", "optimizer.group_lr={blocks: inf}", "optimizer.group_lr={blocks: nan}",
+        "train.save_minutes=inf", "train.peak_tflops=inf", "train.min_improvement=inf", "sample.temperature=inf",
+    ],
+)  # fmt: skip
+def test_a_number_that_is_not_finite(word: str) -> None:
+    with pytest.raises(ConfigError, match="must be a finite number"):
+        load([word])
+
+
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [
+        ("train.steps=1e30", "must be at most 9223372036854775807"),
+        ("device.threads=1000000", "must be at most 1024"),
+        ("optimizer.eps=1e-50", "must be at least 1.2e-38"),  # 0 in fp32, so 0/0 where a gradient is 0
+        ("optimizer.clip_norm=1e-300", "must be at least 1.2e-38"),
+        ("run.dir=", "run.dir='': must be the path of a file or folder."),
+        ("data.path=' '", "data.path=' ': must be the path of a file or folder."),
+        ("data.tokenizer=''", "data.tokenizer='': must be the path of a file or folder."),
+    ],
+)
+def test_a_value_that_nothing_can_be_made_of(word: str, part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([word])
+    assert part in str(caught.value)
+
+
+def test_a_path_that_holds_nul(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text('defaults: [config, _self_]\nrun: {dir: "a\\0b"}\n')
+    with pytest.raises(ConfigError, match="must be the path of a file or folder"):
+        load([], "mine", tmp_path)
+
+
+def test_a_home_folder_in_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/anybody")
+    config = load(["run.dir=~/runs/a", "resume=~/runs/b", "run=~/x,~/y", "data.path=~/book.txt"])
+    assert (config.run.dir, config.resume) == ("/home/anybody/runs/a", "/home/anybody/runs/b")
+    assert config.report.run == ["/home/anybody/x", "/home/anybody/y"]
+
+
+def test_a_model_larger_than_any_address(train: Train, capsys: Any) -> None:
+    Path("text.txt").write_text("hello world " * 100)
+    words = ["data.path=text.txt", "model.context=8", "device=cpu", "run.dir=a", "model.heads=1"]
+    assert main([*words, "model.width=1000000000"]) == 1
+    said(capsys, 1, "Out of memory on cpu: ")
+    assert train("model.width=1000000000000", "run.dir=b") == 1  # the teacher of the numbers is as wide
+    said(capsys, 1, "Out of memory: Unable to allocate")
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
+def test_files_of_the_users_own_are_not_written_over(train: Train, capsys: Any, name: str) -> None:
+    Path("mine").mkdir()
+    Path("mine", name).write_text("precious")
+    assert train("run.dir=mine") == 2
+    said(capsys, 2, f"run.dir=mine holds {name} but no run.json")
+    assert train("run.dir=mine", "resume=auto") == 2
+    said(capsys, 2, "mine is not a run of ttrain: it has no run.json")
+    assert Path("mine", name).read_text() == "precious"
+
+
+def test_a_run_whose_parts_can_not_be_written(train: Train, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert train("run.dir=a", "train.steps=2") == 0
+    original = os.access
+    for part in (Path("a"), Path("a/checkpoints"), Path("a/metrics.jsonl")):
+        monkeypatch.setattr(os, "access", lambda path, mode, part=part: Path(path) != part and original(path, mode))
+        assert train("run.dir=a", "resume=auto", "train.steps=4") == 2
+        said(capsys, 2, "The run directory a can't be written: no permission")
+
+
+def test_a_checkpoint_that_can_not_be_read_is_passed_over(
+    train: Train, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train("run.dir=a", "train.steps=4") == 0
+    original = Path.is_file
+
+    def is_file(path: Path) -> bool:
+        if path.name == "manifest.json" and path.parent.name == "step_00000004":
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path)
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    capsys.readouterr()
+    assert main(["resume=a/checkpoints/step_00000004", "run.dir=b"]) == 2
+    said(capsys, 2, "a/checkpoints/step_00000004 can't be read: Permission denied.")
+
+
+def test_what_the_system_refuses_is_one_sentence(train: Train, capsys: Any) -> None:
+    assert train("run.dir=a", "train.steps=2") == 0
+    Path("a/metrics.jsonl").unlink()
+    Path("a/metrics.jsonl").mkdir()
+    assert train("run.dir=a", "resume=auto", "train.steps=4") == 1
+    said(capsys, 1, "ttrain: a/metrics.jsonl: Is a directory.")
+
+
+@pytest.mark.parametrize("key", ["data.tokenizer", "data=tokens"])
+def test_json_without_an_end(train: Train, capsys: Any, key: str) -> None:
+    Path("text.txt").write_text("hello world " * 200)
+    Path("tokens").mkdir()
+    for file in (Path("tokenizer.json"), Path("tokens/tokens.json")):
+        file.write_text("[" * 100_000)
+    words = ["data.path=text.txt", "data.tokenizer=tokenizer.json"] if "tokenizer" in key else [key, "data.path=tokens"]
+    assert main([*words, "device=cpu"]) == 2
+    said(capsys, 2, "ttrain: ")
+
+
+def test_a_run_that_is_done_already_says_how_to_go_on(train: Train, capsys: Any) -> None:
+    assert train("run.dir=a", "train.steps=8") == 0
+    assert train("run.dir=a", "resume=auto", "train.steps=2") == 0
+    assert "train.steps=16" in capsys.readouterr().out
+
+
+class Gone:
+    """A stream whose terminal was closed."""
+
+    encoding = "utf-8"
+
+    def write(self, text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+    def flush(self) -> None:
+        raise OSError(5, "Input/output error")
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return os.open(os.devnull, os.O_WRONLY)
+
+
+def test_a_closed_terminal_does_not_end_a_run(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Gone())
+    assert train("run.dir=a", "train.steps=4", "logger=console") == 0
+    assert Path("a/summary.json").exists() and len(list(Path("a/checkpoints").iterdir())) == 2
+
+
+def test_a_console_that_breaks_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console()
+    console.start(0, 10)
+    monkeypatch.setattr(sys, "stderr", Gone())
+    console.say("a")
+    console.advance()
+    console.log({"train/loss": 1.0})
+    console.start(0, 10)
+    console.close()
+
+
+def test_what_can_not_be_printed_loses_nothing(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("text.txt").write_text("hello world " * 200)
+    words = ["model=nano-gpt", "data=text", "data.path=text.txt", "model.layers=1", "model.width=8", "model.heads=1"]
+    printed = builtins.print
+
+    def broken(*given: Any, **named: Any) -> None:
+        if named.get("file") is None:
+            raise BrokenPipeError(32, "Broken pipe")
+        printed(*given, **named)
+
+    monkeypatch.setattr(builtins, "print", broken)
+    common = ["device=cpu", "device.threads=1", "train.steps=2", "train.peak_tflops=1", "train.batch_size=2"]
+    code = main([*words, *common, "model.context=8", "run.dir=a", "logger=jsonl", "schedule.warmup=0"])
+    assert code == 1  # as everywhere: the reader is gone
+    assert Path("a/summary.json").exists() and '"finished"' in Path("a/events.jsonl").read_text()
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_streams_that_were_closed(stream: str) -> None:
+    close = {"stdout": ">&-", "stderr": "2>&-"}[stream]
+    command = f"{sys.executable} -m ttrain --version {close}"
+    done = subprocess.run(command, shell=True, check=False, capture_output=True, text=True, cwd=REPO)
+    assert done.returncode == 0 and not done.stderr
+
+
+def test_a_full_disk_behind_stdout() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "ttrain", "--version"]
+        done = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True, cwd=REPO)
+    assert done.returncode == 1 and done.stderr.startswith("ttrain: No space left on device.")
+    assert done.stderr.count("\n") == 1
+
+
+def test_ctrl_c_during_the_first_imports() -> None:
+    code = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'omegaconf': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from ttrain.__main__ import main\n"
+        "sys.exit(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=REPO)
+    assert (done.returncode, done.stderr) == (130, "ttrain: interrupted\n")
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
+def test_a_hangup_saves_unless_nohup_was_asked_for() -> None:
+    with StopRequests() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.requested == signal.SIGHUP
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequests() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.requested is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
