@@ -1,6 +1,6 @@
 """Runs training steps on a mocked board and prints what they cost, one line of JSON a case. A process opens one board.
 
-    python -m tests.ttnn.mock_child '{"board": "n150", "mesh": [1, 1], "cases": [{"model": "mlp", ...}]}'
+python -m tests.ttnn.mock_child '{"board": "n150", "mesh": [1, 1], "cases": [{"model": "mlp", ...}]}'
 """
 
 from __future__ import annotations

@@ -87,7 +87,9 @@ class Outcome:
     steps: Mapping[str, Any]
 
 
-def run(model: Any, optimizer: Any, device: Device, *, engine: str = "static", rows: int = 2, steps: int = 3) -> Outcome:
+def run(
+    model: Any, optimizer: Any, device: Device, *, engine: str = "static", rows: int = 2, steps: int = 3
+) -> Outcome:
     """`steps` optimizer steps at a learning rate that falls, with a seed that changes."""
     if device.uniform_compute:
         model.follow_compute()

@@ -1,6 +1,6 @@
 """Trains on the CPU and on a simulated chip, and writes both outcomes into a file.
 
-    python -m tests.ttnn.simulator_child OUT '{"model": "gpt", "optimizer": "adamw", ...}'
+python -m tests.ttnn.simulator_child OUT '{"model": "gpt", "optimizer": "adamw", ...}'
 """
 
 from __future__ import annotations

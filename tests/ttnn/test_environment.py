@@ -20,7 +20,8 @@ from ttrain.device.ttnn.holders import holders
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
 needs_ttnn = pytest.mark.skipif(
-    not any((Path(folder) / "ttnn").is_dir() for folder in sys.path if folder), reason="the package ttnn is not installed"
+    not any((Path(folder) / "ttnn").is_dir() for folder in sys.path if folder),
+    reason="the package ttnn is not installed",
 )
 
 
@@ -53,7 +54,9 @@ def test_the_stand_in_compiles_for_mocked_boards_only(tmp_path: Path) -> None:
         out = tmp_path / f"{script}.elf"
         subprocess.run([tool, "-O2", "-T", tmp_path / script, "-o", out, "x.o"], env=environment_, check=True)
         assert out.read_bytes() == return_only(address)
-    done = subprocess.run([tool, "-o", tmp_path / "y", "x.o"], env={"PATH": ""}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [tool, "-o", tmp_path / "y", "x.o"], env={"PATH": ""}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert "mocked boards only" in done.stderr
     assert not (tmp_path / "y").exists()

@@ -24,7 +24,12 @@ from ttrain.train.step_graph import StepGraph
 
 @pytest.mark.parametrize(
     ("shape", "padded", "nbytes"),
-    [((1, 1), (32, 32), 4096), ((1, 65), (32, 96), 12288), ((2, 33, 32), (2, 64, 32), 16384), ((64, 64), (64, 64), 16384)],
+    [
+        ((1, 1), (32, 32), 4096),
+        ((1, 65), (32, 96), 12288),
+        ((2, 33, 32), (2, 64, 32), 16384),
+        ((64, 64), (64, 64), 16384),
+    ],
 )
 def test_tiles_pad_the_last_two_axes(shape: tuple[int, ...], padded: tuple[int, ...], nbytes: int) -> None:
     form = TileForm(shape)
@@ -61,7 +66,8 @@ def test_integers_are_laid_out_by_the_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "may"), [((64, 96), True), ((65, 96), False), ((64, 90), False), ((96,), True), ((90,), False), ((2, 32, 32), False)]
+    ("shape", "may"),
+    [((64, 96), True), ((65, 96), False), ((64, 90), False), ((96,), True), ((90,), False), ((2, 32, 32), False)],
 )
 def test_who_may_join_a_stack(shape: tuple[int, ...], may: bool) -> None:
     assert joinable(shape) is may
@@ -117,5 +123,8 @@ def test_planned_and_launched_without_arenas() -> None:
     graph = StepGraph(model, AdamW(AdamWConfig()), rows=2)
     device = TensorDevice()
     step = StaticEngine(device, State(device, graph.state_tensors())).build("train", graph.trace_train)
-    inputs = {name: np.zeros(spec.shape, np.int64 if spec.dtype is DType.INT64 else np.float32) for name, spec in step.inputs.items()}
+    inputs = {
+        name: np.zeros(spec.shape, np.int64 if spec.dtype is DType.INT64 else np.float32)
+        for name, spec in step.inputs.items()
+    }
     assert step(inputs)["loss"] == 0.0

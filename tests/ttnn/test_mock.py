@@ -47,7 +47,9 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("ttnn"))
 
 
-def on_board(kernels: str, board: str, *cases: dict[str, Any], **settings: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def on_board(
+    kernels: str, board: str, *cases: dict[str, Any], **settings: Any
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     facts, *costs = child(kernels, json.dumps({"board": board, "cases": cases, **settings}))
     return facts, costs
 
@@ -98,7 +100,15 @@ def test_two_queues(kernels: str) -> None:
 
 
 def test_a_run_on_a_mocked_board_can_not_be_mistaken_for_training(kernels: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ttrain", "device=n150", "device.mode=mock", "model=mlp", f"run.dir={tmp_path / 'run'}"]
+    command = [
+        sys.executable,
+        "-m",
+        "ttrain",
+        "device=n150",
+        "device.mode=mock",
+        "model=mlp",
+        f"run.dir={tmp_path / 'run'}",
+    ]
     environment = {**os.environ, "TTRAIN_CACHE": kernels, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr

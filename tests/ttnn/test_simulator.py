@@ -1,7 +1,7 @@
 """Training on a simulated Wormhole: values are computed by ttnn's own kernels.
 
-Needs TT_METAL_SIMULATOR with the path of a simulator library, and what else that one needs in the environment (a runtime
-root with a compiler). Slow: minutes a test on a cold kernel cache.
+Needs TT_METAL_SIMULATOR with the path of a simulator library, and what else that one needs in the environment, such as
+a runtime root with a compiler. Slow: minutes a test on a cold kernel cache.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def _compiler() -> Finding:
 def _driver() -> Finding:
     if DRIVER.exists():
         return Finding("driver", "ok", f"tenstorrent {DRIVER.read_text('ascii', 'replace').strip()}")
-    return Finding("driver", "missing", "the kernel module tenstorrent is not loaded", "a card needs it: install tt-kmd")
+    return Finding("driver", "missing", "the kernel module tenstorrent is not loaded", "a card needs it: tt-kmd")
 
 
 def _cards(nodes: Path = DEVICE_NODES) -> Finding:
@@ -152,7 +152,7 @@ def _simulator() -> Finding:
 
     given = os.environ.get(SIMULATOR_VARIABLE)
     if given is None:
-        return Finding("simulator", "missing", f"{SIMULATOR_VARIABLE} is not set", "only device.mode=simulator needs one")
+        return Finding("simulator", "missing", f"{SIMULATOR_VARIABLE} is not set", "only mode=simulator needs one")
     exists = Path(given).exists()
     return Finding("simulator", "ok" if exists else "broken", given, "" if exists else "there is no such file")
 

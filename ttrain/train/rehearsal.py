@@ -1,4 +1,4 @@
-"""Steps on a device that computes no values, such as a mocked board: what they would cost, and never a trained model."""
+"""Steps on a device that computes no values, such as a mocked board: what they would cost."""
 
 from __future__ import annotations
 

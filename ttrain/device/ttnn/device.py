@@ -158,7 +158,7 @@ class TenstorrentDevice(Device):
         return {"name": self.name, "computes": self.computes, **self.mesh.describe()}
 
     def capture(self, launches: Sequence[Launch], name: str) -> Launch:
-        """Record the launches as one trace. A mocked board rehearses it: it captures nothing and runs them one by one."""
+        """Record the launches as one trace. A mocked board only rehearses that, and runs them one by one."""
         self.counters.captures += 1
         self.store.refresh()
         replay = self.mesh.capture(launches, name)

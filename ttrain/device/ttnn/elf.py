@@ -74,9 +74,9 @@ def _linked(sections: list[_Section], entry: int) -> bytes:
     headers = struct.pack("<8I", 1, offsets[0], entry, entry, len(text.body), len(text.body), 5, 4)
     headers += struct.pack("<8I", 1, offsets[2], DATA_ADDRESS, entry + len(text.body), len(data.body), 0, 6, 4)
     table = bytes(40)
-    for section, name, offset in zip(sections, name_offsets, offsets, strict=True):
+    for section, at, offset in zip(sections, name_offsets, offsets, strict=True):
         size = len(section.body)
-        fields = (name, section.kind, section.flags, section.address, offset, size, section.link, section.info)
+        fields = (at, section.kind, section.flags, section.address, offset, size, section.link, section.info)
         table += struct.pack("<10I", *fields, 4 if section.kind != _STRTAB else 1, section.entry)
     identity = b"\x7fELF\x01\x01\x01" + bytes(9)
     header = struct.pack(

@@ -30,7 +30,9 @@ def cache_folder() -> Path:
 
 def quiet(verbose: bool) -> dict[str, str]:
     """Logging off unless asked for; and no file left behind in shared memory by Open MPI."""
-    level = {} if verbose else {"TT_METAL_LOGGER_LEVEL": "off", "LOGURU_LEVEL": "ERROR", "TT_METAL_DISABLE_BACKTRACE": "1"}
+    level = (
+        {} if verbose else {"TT_METAL_LOGGER_LEVEL": "off", "LOGURU_LEVEL": "ERROR", "TT_METAL_DISABLE_BACKTRACE": "1"}
+    )
     return {**level, "OMPI_MCA_btl": "^sm"}
 
 
@@ -44,12 +46,14 @@ def variables(config: TenstorrentConfig) -> dict[str, str]:
         return {**common, **_simulator(config)}
     if not any(DEVICE_NODES.glob("*")):
         raise DeviceUnavailable(
-            f"device={config.name}: this machine has no Tenstorrent card (nothing in {DEVICE_NODES}). Use device=cpu, or "
-            f"device.mode=mock to check a run on a mocked board. task=doctor tells more."
+            f"device={config.name}: this machine has no Tenstorrent card (nothing in {DEVICE_NODES}). Use device=cpu, "
+            f"or device.mode=mock to check a run on a mocked board. task=doctor tells more."
         )
     for key in (MOCK_VARIABLE, SIMULATOR_VARIABLE):
         if os.environ.get(key):
-            raise DeviceUnavailable(f"{key} is set, but device.mode=silicon runs on a card. Unset it or choose its mode.")
+            raise DeviceUnavailable(
+                f"{key} is set, but device.mode=silicon runs on a card. Unset it or choose its mode."
+            )
     return common
 
 
@@ -114,7 +118,9 @@ def import_ttnn(config: TenstorrentConfig) -> Any:
     try:
         import ttnn
     except ImportError as error:
-        raise DeviceUnavailable(f"{missing_ttnn() if error.name == 'ttnn' else f'ttnn can not be imported: {error}'}") from error
+        raise DeviceUnavailable(
+            f"{missing_ttnn() if error.name == 'ttnn' else f'ttnn can not be imported: {error}'}"
+        ) from error
     return ttnn
 
 

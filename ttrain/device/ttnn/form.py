@@ -64,8 +64,8 @@ def usual_form(spec: TensorSpec) -> TileForm:
 def shares_memory(spec: TensorSpec, other: TensorSpec) -> bool:
     """Whether two shapes of equally many elements lie in tiles in the same way.
 
-    They do if rows are equally long and no row changes its place within a tile. Integers are step inputs, which the host
-    lays out for every reader.
+    They do if rows are equally long and no row changes its place within a tile. Integers are step inputs, which the
+    host lays out for every reader.
     """
     if not spec.dtype.is_floating:
         return True

@@ -61,13 +61,13 @@ class GoldenRuntime:
         }
         moreh = ("sum", "softmax_backward", "layer_norm", "layer_norm_backward", "adamw")
         self.operations = SimpleNamespace(
-            moreh=SimpleNamespace(**{name: self._op(f"moreh.{name}", getattr(ttnn.operations.moreh, name)) for name in moreh})
+            moreh=SimpleNamespace(
+                **{name: self._op(f"moreh.{name}", getattr(ttnn.operations.moreh, name)) for name in moreh}
+            )
         )
         self.experimental = SimpleNamespace(view=self.view, nlp_create_qkv_heads=self.create_heads)
         heads = ("split_query_key_value_and_split_heads", "concatenate_heads")
-        self.transformer = SimpleNamespace(
-            **{name: self._op(name, getattr(ttnn.transformer, name)) for name in heads}
-        )
+        self.transformer = SimpleNamespace(**{name: self._op(name, getattr(ttnn.transformer, name)) for name in heads})
 
     def __getattr__(self, name: str) -> Any:
         given = getattr(self._ttnn, name)
@@ -103,9 +103,7 @@ class GoldenRuntime:
         """The tiles in another arrangement; their order is all that elementwise ops see of it."""
         return GoldenTensor(tensor.data.view(tuple(shape)), tensor.dtype, tensor.layout)
 
-    def reshape(
-        self, tensor: GoldenTensor, shape: Sequence[int], padded: Sequence[int] | None = None
-    ) -> GoldenTensor:
+    def reshape(self, tensor: GoldenTensor, shape: Sequence[int], padded: Sequence[int] | None = None) -> GoldenTensor:
         """A view where ttnn gives one, else a copy. With the padded shape, a view of what is not padding."""
         if padded is not None:
             assert tuple(shape)[:-1] == (1,), "only vectors lie in tiles that they do not fill"
@@ -167,7 +165,9 @@ class GoldenRuntime:
                 dtype = _first(arguments).dtype
             given = list(map(_plain, arguments))
             for position, key in enumerate(("input_tensor_a_activations", "input_tensor_b_activations")):
-                given[position : position + 1] = [_activated(given[position], options.pop(key, ()))] if given[position:] else []
+                given[position : position + 1] = (
+                    [_activated(given[position], options.pop(key, ()))] if given[position:] else []
+                )
             last = options.pop("activations", ())
             results = reference(*given, **options)
             results = _activated(results, last) if last else results

@@ -223,5 +223,3 @@ def _opened(tt: Any, config: TenstorrentConfig) -> Any:
     if "error" in result:
         raise DeviceUnavailable(f"device={config.name}: {reason(result['error'])}") from result["error"]
     return result["handle"]
-
-

@@ -37,7 +37,7 @@ def main(mode: str, name: str) -> None:
     try:
         mesh = Mesh.open(TenstorrentConfig(name=name, mode=mode))
         chips = 1 if mode == "mock" else int(mesh.tt.get_num_devices())
-        result = {"opened": {**mesh.describe(), "chips": chips}}
+        result: dict[str, Any] = {"opened": {**mesh.describe(), "chips": chips}}
         mesh.close()
     except TtrainError as error:
         result = {"error": str(error)}

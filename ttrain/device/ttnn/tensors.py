@@ -179,7 +179,7 @@ class IntegerView(IntegerInput):
 
 
 class Derived(Held):
-    """A scalar, or a row of equal numbers, that the host works out from scalar step inputs whenever one of them changes.
+    """A scalar, or a row of equal numbers, that the host works out from scalar step inputs when one of them changes.
 
     It has to be a tensor: a number given to a kernel would be frozen into a captured step.
     """

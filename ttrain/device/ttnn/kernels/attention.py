@@ -39,11 +39,11 @@ def _softmax(c: Context) -> Kernel:
             return lambda: call(y.t, scale, mask.t, is_causal_mask=True, **rest)
         one = c.ones_row(1, x.spec.dtype)
         shape = (1,) * (4 - x.spec.rank) + x.spec.shape
-        mask = causal_mask(c, x.spec) if causal else None
+        hiding = causal_mask(c, x.spec) if causal else None
 
         def run() -> None:
-            if mask is not None:
-                c.tt.addcmul(mask.t, x.t, one.t, value=scale, output_tensor=y.t)
+            if hiding is not None:
+                c.tt.addcmul(hiding.t, x.t, one.t, value=scale, output_tensor=y.t)
             else:
                 c.tt.multiply(x.t, scale, output_tensor=y.t)
             c.tt.softmax_in_place(c.tt.reshape(y.t, shape), **rest)  # wants rank 4

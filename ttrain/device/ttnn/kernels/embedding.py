@@ -64,7 +64,9 @@ def _embedding_grad(c: Context) -> Kernel:
         shape = device_shape(ids.spec.shape)
         if vocabulary > ONE_HOT_UP_TO and is_bf16(dy) and shape[-1] % TILE == 0:
             rows = ids.in_form(TileForm(shape, "uint32", ROWS))
-            weight = c.constant("table", TileForm((vocabulary, width), "bfloat16"), lambda: np.zeros((vocabulary, width)))
+            weight = c.constant(
+                "table", TileForm((vocabulary, width), "bfloat16"), lambda: np.zeros((vocabulary, width))
+            )
 
             def summed() -> list[Any]:
                 flat = tt.reshape(dy.t, (1, 1, count, width))

@@ -90,8 +90,6 @@ def _merge_heads(c: Context) -> Kernel:
     return fresh(build)
 
 
-
-
 def table(c: Context) -> dict[str, Kernel]:
     return {
         "copy_reshape": _copy_reshape(c),

@@ -56,7 +56,9 @@ def _layer_norm(c: Context) -> Kernel:
         def plain() -> list[Any]:
             y = normed(weight.t, None if bias is None else bias.t)
             centred, mu = _centred(c, x)
-            variance = tt.sum(tt.multiply(centred, centred), dim=-1, keepdim=True, scalar=1 / x.spec.shape[-1], **c.exact)
+            variance = tt.sum(
+                tt.multiply(centred, centred), dim=-1, keepdim=True, scalar=1 / x.spec.shape[-1], **c.exact
+            )
             return [y, mu, tt.add(variance, eps, activations=root)]
 
         return fused if _fuses(c, x.spec) else plain
@@ -127,8 +129,6 @@ def _plain_grad(c: Context, ins: Sequence[Any], outs: Sequence[Held], bias: bool
     tt.multiply(rest, rstd.t, output_tensor=outs[0].t)
     if residual is not None:
         tt.add(outs[0].t, residual.t, output_tensor=outs[0].t)
-
-
 
 
 def table(c: Context) -> dict[str, Kernel]:

@@ -66,7 +66,10 @@ def _total(c: Context, sums: Sequence[Any]) -> Any:
     """[1, 1] out of several."""
     while len(sums) > 1:
         parts = [list(sums[start : start + CONCAT_LIMIT]) for start in range(0, len(sums), CONCAT_LIMIT)]
-        sums = [c.tt.sum(c.tt.concat(part, dim=1), dim=1, keepdim=True, **c.exact) if part[1:] else part[0] for part in parts]
+        sums = [
+            c.tt.sum(c.tt.concat(part, dim=1), dim=1, keepdim=True, **c.exact) if part[1:] else part[0]
+            for part in parts
+        ]
     return sums[0]
 
 
