@@ -12,7 +12,7 @@ REPO = Path(__file__).parents[2]
 
 
 def test_kills_leave_no_trace(tmp_path: Path) -> None:
-    command = [sys.executable, str(REPO / "tests" / "faults" / "kills.py"), "--kills", "5", "--steps", "300"]
+    command = [sys.executable, str(REPO / "tests" / "faults" / "kills.py"), "--kills", "5", "--steps", "200"]
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     command += ["--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment)

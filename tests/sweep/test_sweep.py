@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
+from ttrain.cli import main
 from ttrain.config.compose import Composer
 from ttrain.core.errors import ConfigError, UserError
 from ttrain.sweep import command, run
 from ttrain.sweep.folder import SweepFolder, read_status, read_sweep
+from ttrain.train.inspect import read_run
 
 Sweep = Any
 
@@ -219,3 +221,19 @@ def test_a_config_file_may_name_the_axes(sweep: Sweep, tmp_path: Path) -> None:
     assert [(entry["words"][:2], entry["seed"]) for entry in started()] == [
         (["--config-name", "mine"], 3), (["--config-name", "mine"], 4),
     ]  # fmt: skip
+
+
+def test_jobs_of_ttrain_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes of ttrain itself: one that trains, one that ends in NaN."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(run.__file__).parents[2]))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = ["model=mlp", "data=regression", "device=cpu", "device.threads=1", "train.steps=4", "train.peak_tflops=1"]
+    words += ["optimizer.lr=0.01,1e38", "optimizer.clip_norm=null", "schedule=constant", "sweep.parallel=2"]
+    assert main(["-m", *words]) == 1
+    path = only_sweep()
+    rows = table(path)
+    assert [row["state"] for row in rows] == ["finished", "failed"] and rows[0]["step"] == "4"
+    assert float(rows[0]["best_val_loss"]) == float(rows[0]["objective"])
+    assert "NaN or Inf" in rows[1]["reason"] or "is nan" in rows[1]["reason"] or "is inf" in rows[1]["reason"]
+    assert read_run(path / "000_lr=0.01").state == "finished" and read_run(next(path.glob("001_*"))).state == "failed"

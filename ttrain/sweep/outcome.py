@@ -20,6 +20,7 @@ from ttrain.train.metrics import read_metrics
 
 _LOG_BYTES = 1 << 18
 _WIDE = 10.0  # an axis that spans more than this factor is drawn on a logarithmic scale
+_SHOWN = 160  # characters of a reason; sweep.csv has all of them
 _PLAIN_WIDTH = 240  # characters of a table that goes to a file
 COLUMNS = ("step", "train/loss", "val/loss", "best_val_loss", "tokens_per_s")
 
@@ -105,14 +106,14 @@ def print_table(records: Sequence[dict[str, Any]], objective: str) -> None:
     fixed = {"job", "state", *COLUMNS, "objective", "seconds", "exit_code", "reason", "folder"}
     axes = [key for key in records[0] if key not in fixed] if records else []
     for name in ("job", *axes, "state", "step", "train/loss", objective, "tokens/s", "time", "reason"):
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, no_wrap=name != "reason")  # where there is no room, the reason gives way
     for record in records:
         reason = str(record["reason"] or "").splitlines()
         cells = [
             str(record["job"]), *(str(record[key]) for key in axes), record["state"], _cell(record["step"]),
             _cell(record["train/loss"]), _cell(record["objective"]),
             format_count(record["tokens_per_s"]) if record["tokens_per_s"] else "",
-            format_duration(record["seconds"]) if record["seconds"] else "", reason[0] if reason else "",
+            format_duration(record["seconds"]) if record["seconds"] else "", reason[0][:_SHOWN] if reason else "",
         ]  # fmt: skip
         table.add_row(*map(Text, cells))
     Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(table)

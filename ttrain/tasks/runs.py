@@ -33,7 +33,7 @@ def _print(runs: list[RunInfo]) -> None:
 
     table = Table(box=None, pad_edge=False)
     for name in ("run", "state", "model", "step", "train/loss", "val/loss", "checkpoint", "updated", "note"):
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, no_wrap=name != "note")
     for info in runs:
         updated = info.updated
         cells = [
@@ -45,7 +45,7 @@ def _print(runs: list[RunInfo]) -> None:
             _loss(info.newest("val/loss")),
             "none" if info.checkpoint is None else str(info.checkpoint),
             "" if updated is None else updated.strftime("%Y-%m-%d %H:%M:%S"),
-            (info.reason.splitlines() or [""])[0],
+            (info.reason.splitlines() or [""])[0][:160],
         ]
         table.add_row(*map(Text, cells))
     Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(table)
