@@ -8,6 +8,7 @@ from ttrain.graph.op import Op, op
 
 # Odd sizes, a scalar and a size-one axis: what kernels with vector loops and tiles get wrong.
 PLAIN_SHAPES = ((4, 8), (2, 3, 32), (1, 1, 33), (257,), ())
+BROADCAST_SHAPES = (((4, 8), (4, 8)), ((2, 3, 32), (32,)), ((1, 1, 33), (2, 5, 1)), ((7,), ()), ((), ()))
 
 
 def broadcast_shape(owner: Op, x: TensorSpec, y: TensorSpec) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.op import Case, Op, declare, op
-from ttrain.ops.common import PLAIN_SHAPES, broadcast_shape, is_one, sum_to
+from ttrain.ops.common import BROADCAST_SHAPES, PLAIN_SHAPES, broadcast_shape, is_one, sum_to
 
 
 class _Binary(Op):
@@ -27,8 +27,7 @@ class _Binary(Op):
         return TensorSpec(broadcast_shape(self, x, y), x.dtype)
 
     def cases(self) -> Sequence[Case]:
-        pairs = [((4, 8), (4, 8)), ((2, 3, 32), (32,)), ((1, 1, 33), (2, 5, 1)), ((7,), ()), ((), ())]
-        return [Case(pair, positive=self.positive) for pair in pairs]
+        return [Case(pair, positive=self.positive) for pair in BROADCAST_SHAPES]
 
 
 @declare
@@ -411,9 +410,8 @@ def activation(x: Value, name: str) -> Value:
 
 def cast(x: Value, dtype: DType) -> Value:
     """x in another floating-point dtype; x itself where it has it already. A literal constant is made anew."""
-    node = x.producer
-    if node is not None and node.op.name == "full" and x.spec.dtype is not dtype:
-        return full(x.graph, x.spec.with_dtype(dtype), node.attributes["value"])
+    if x.spec.dtype is not dtype and x.producer is not None and x.producer.op.name == "full":
+        return full(x.graph, x.spec.with_dtype(dtype), x.producer.attributes["value"])
     return x if x.spec.dtype is dtype else op("cast").record(x, dtype=dtype)
 
 
