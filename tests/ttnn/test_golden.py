@@ -10,8 +10,11 @@ import pytest
 
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
-from tests.ttnn.runs import Outcome, adamw, cosine, cpu, golden, gpt, mlp, run, sgd
+from tests.ttnn.runs import ENGINES, Outcome, adamw, batch, cosine, cpu, golden, gpt, mlp, run, sgd
 from ttrain.core.spec import DType
+from ttrain.engine.state import State
+from ttrain.nn.initialize import initial_values
+from ttrain.train.step_graph import StepGraph
 
 # Odd sizes: no dimension of these is a multiple of a tile but by chance.
 MODELS: dict[str, Callable[..., Any]] = {
@@ -114,3 +117,29 @@ def test_masks_move_with_the_seed() -> None:
         assert outcome.engine.counters.captures == (engine == "traced")
     assert losses[0] == losses[1]
     assert len(set(losses[0])) == 5
+
+
+@pytest.mark.parametrize("engine", ["dynamic", "static", "traced"])
+def test_evaluation_and_sampling_between_steps(engine: str) -> None:
+    """Steps of one engine keep their tensors apart: whoever runs in between, training goes on as without."""
+    outcomes = []
+    for device, kind in ((cpu(), "static"), (golden(), engine)):
+        model = gpt(vocabulary=50, width=40, context=20)
+        if device.uniform_compute:
+            model.follow_compute()
+        graph = StepGraph(model, adamw(), rows=2)
+        state = State(device, graph.state_tensors())
+        for path, value in initial_values(model, 7).items():
+            state.write(path, value)
+        runner = ENGINES[kind](device, state)
+        traces = {"train": graph.trace_train, "evaluate": graph.trace_evaluate, "logits": graph.trace_logits}
+        steps = {name: runner.build(name, trace) for name, trace in traces.items()}
+        seen = []
+        for number in range(1, 5):
+            given = batch(model, 2, number)
+            weight = {"loss_weight": 1 / 37}
+            seen.append(steps["train"]({**given, **weight, "seed": 1, "lr": 0.01, "step": number})["loss"])
+            seen.append(steps["evaluate"]({**given, **weight})["loss"])
+            seen.append(float(steps["logits"]({"tokens": given["tokens"][:1], "position": number})["logits"].sum()))
+        outcomes.append(seen)
+    np.testing.assert_allclose(outcomes[1], outcomes[0], rtol=1e-4, atol=1e-4)

@@ -39,7 +39,10 @@ def prepare(trace: Trace, kernels: Container[str], device: Device, rematerializi
 
 
 class StaticEngine(Engine):
-    """Plans each step once. All steps share one arena, since only one of them runs at a time."""
+    """Plans each step once. All steps share one arena, since only one of them runs at a time.
+
+    Without arenas on the device, offsets of one plan mean nothing in another, so every step has tensors of its own.
+    """
 
     name = "static"
 
@@ -67,7 +70,10 @@ class StaticEngine(Engine):
 
     def bind(self, plan: Plan) -> BoundPlan:
         """Give a plan its addresses."""
-        return BoundPlan(plan, self.device, self.kernels, self.state, self.shared_arena())
+        arena = (
+            self.shared_arena() if self.device.arenas else self.device.allocate_arena(plan.arena_bytes, "activations")
+        )
+        return BoundPlan(plan, self.device, self.kernels, self.state, arena)
 
     def bind_all(self) -> None:
         """Give every step built so far its addresses."""
