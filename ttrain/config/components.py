@@ -30,6 +30,7 @@ register("task", "plan", config=TaskConfig, target="ttrain.tasks.plan:run")
 register("task", "prepare", config=TaskConfig, target="ttrain.tasks.prepare:run")
 register("task", "runs", config=TaskConfig, target="ttrain.tasks.runs:run")
 register("task", "report", config=TaskConfig, target="ttrain.tasks.report:run")
+register("task", "verify", config=TaskConfig, target="ttrain.tasks.verify:run")
 register("task", "bench", config=TaskConfig, target="ttrain.tasks.bench:run")
 register("task", "doctor", config=TaskConfig, target="ttrain.tasks.doctor:run")
 

@@ -24,6 +24,7 @@ from ttrain.train.settings import (
     SuperviseConfig,
     TrainConfig,
 )
+from ttrain.verify.settings import VerifyConfig
 
 
 @dataclass
@@ -116,6 +117,7 @@ class Config:
     sample: SampleConfig = option(SampleConfig, "how text is drawn from a trained model")
     plan: PlanConfig = option(PlanConfig, "what task=plan prints")
     prepare: PrepareConfig = option(PrepareConfig, "what task=prepare writes")
+    verify: VerifyConfig = option(VerifyConfig, "what task=verify compares with PyTorch")
     bench: BenchConfig = option(GPTBenchConfig, "what task=bench measures")
     supervise: SuperviseConfig = option(SuperviseConfig, "restart training when it crashes or hangs")
     guard: GuardConfig = option(GuardConfig, "what happens when numbers go wrong")

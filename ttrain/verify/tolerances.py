@@ -11,6 +11,10 @@ DEFAULT = {DType.FP64: Tolerance(512, 128), DType.FP32: Tolerance(16, 8), DType.
 # Of gradients: a backward is several kernels, each with an input that is rounded already.
 GRADIENT = {DType.FP64: Tolerance(4096, 1024), DType.FP32: Tolerance(64, 24), DType.BF16: Tolerance(6, 4)}
 
+# Of the gradients of a whole model, and the least cosine with those of PyTorch.
+MODEL = {DType.FP32: Tolerance(512, 128), DType.BF16: Tolerance(64, 24)}
+MODEL_COSINE = {DType.FP32: 1 - 1e-9, DType.BF16: 0.9995}
+
 # (op, output or *) -> tolerance in ULP of bf16, where an intermediate is rounded to bf16 on the way.
 BF16 = {
     ("self_attention", "*"): Tolerance(3, 2),  # scores and probabilities
@@ -28,12 +32,21 @@ FP32 = {("adamw_update", "parameters"): Tolerance(16, 12)}
 FP32_INSIDE = {"adamw_update"}
 
 
-def tolerance(op: str, output: str, dtype: DType, computed_in: DType) -> tuple[DType, Tolerance]:
-    """(dtype whose ULP count, tolerance) for an output of `dtype` of an op that runs in `computed_in`."""
+# On devices that compute in bf16 throughout, fp32 results too.
+UNIFORM = Tolerance(4, 3)
+
+
+def tolerance(op: str, output: str, dtype: DType, computed_in: DType, uniform: bool = False) -> tuple[DType, Tolerance]:
+    """(dtype whose ULP count, tolerance) for an output of `dtype` of an op that runs in `computed_in`.
+
+    `uniform` is the device's `uniform_compute`.
+    """
     if computed_in is DType.BF16:
         for key in ((op, output), (op, "*")):
             if key in BF16:
                 return DType.BF16, BF16[key]
+        if uniform:
+            return DType.BF16, UNIFORM
     if dtype is DType.FP32 and (op, output) in FP32:
         return dtype, FP32[op, output]
     if dtype is DType.FP64 and op in FP32_INSIDE:

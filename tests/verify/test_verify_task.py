@@ -1,0 +1,116 @@
+"""task=verify through the command line: what passes, and a broken gradient that is caught and named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain.cli import main
+from ttrain.graph.graph import Value
+from ttrain.graph.op import Node, op
+from ttrain.ops import scale
+
+SMALL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=16", "model.vocabulary=29"]
+WORDS = ["task=verify", "device=cpu", "device.threads=1", *SMALL]
+MUST_COVER = ["embedding", "linear", "matmul", "softmax", "gelu", "layer_norm", "self_attention"]
+
+
+def verified(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert main([*WORDS, *words]) == code
+    out, err = capsys.readouterr()
+    return out + err
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_op_and_the_model_pass_on_the_cpu(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, precision: str
+) -> None:
+    text = verified(capsys, f"precision={precision}", f"verify.json={tmp_path}/found.json")
+    assert "comparisons passed" in text and "FAIL" not in text
+    found = json.loads((tmp_path / "found.json").read_text("utf-8"))
+    assert found["passed"] and found["device"] == "cpu" and found["precision"] == precision
+    quantities: dict[str, set[str]] = {}
+    for one in found["comparisons"]:
+        quantities.setdefault(one["subject"], set()).add(one["quantity"])
+        assert {"largest", "mean", "ulp", "cosine", "passed", "case", "engine"} <= one.keys()
+    assert set(MUST_COVER) <= quantities.keys()
+    assert {"y", "dx", "dweight", "dbias"} <= quantities["linear"] and {"y", "dx"} <= quantities["gelu"]
+    assert {"loss", "dembedding.weight"} <= quantities["nano-gpt"]
+
+
+@pytest.mark.slow
+def test_engines_agree_with_one_another(capsys: pytest.CaptureFixture[str]) -> None:
+    text = verified(capsys, "verify.engines=all", "verify.ops=[gelu,linear]")
+    assert "static against dynamic" in text and "traced against dynamic" in text and "FAIL" not in text
+
+
+@pytest.mark.parametrize("name", ["gelu", "embedding", "linear"])
+def test_a_gradient_with_the_wrong_sign_is_caught_and_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    right = op(name).vjp
+
+    def flipped(node: Node, *gradients: Value | None) -> Sequence[Value | None]:
+        first, *rest = right(node, *gradients)
+        if name == "embedding":  # ids get none
+            return [first, *(g if g is None else scale(g, -1.0) for g in rest)]
+        return [None if first is None else scale(first, -1.0), *rest]
+
+    monkeypatch.setattr(op(name), "vjp", flipped)
+    text = verified(capsys, f"verify.ops=[{name},relu]", code=1)
+    wrong = {"gelu": "gelu dx", "linear": "linear dx", "embedding": "embedding dweight"}[name]
+    failures = text[text.index("verify: ") :]
+    assert f"  {wrong} (" in failures and "points the other way" in failures
+    assert "  relu" not in failures and "  nano-gpt d" in failures
+
+
+def test_a_kernel_that_fails_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from ttrain.device.torch.device import TorchDevice
+
+    real = TorchDevice.kernels.fget  # type: ignore[attr-defined]
+
+    def broken(self: TorchDevice) -> Any:
+        import dataclasses
+
+        def bind(*_: Any) -> Any:
+            raise RuntimeError("no such instruction")
+
+        table = dict(real(self))
+        return {**table, "tanh": dataclasses.replace(table["tanh"], bind=bind)}
+
+    monkeypatch.setattr(TorchDevice, "kernels", property(broken))
+    text = verified(capsys, "verify.ops=[tanh,relu]", "verify.model=false", code=1)
+    assert "tanh - (tanh-0) by engine static: RuntimeError: no such instruction" in text
+
+
+def test_an_mlp_and_recomputed_blocks_with_dropout_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "passed" in verified(capsys, "verify.skip_ops=true", "model.dropout=0.2", "model.recompute=block")
+    assert main(["task=verify", "device=cpu", "model=mlp", "verify.skip_ops=true", "model.activation=gelu"]) == 0
+
+
+def test_a_tenstorrent_device_is_verified_by_reference_functions(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+    words = ["task=verify", "device=n150", "verify.golden=true", "precision=bf16", "model.context=32", *SMALL[:3]]
+    assert main([*words, "verify.ops=[matmul,norm,attention,embedding]"]) == 0
+    text = capsys.readouterr().out
+    assert "by ttnn's reference functions" in text and "FAIL" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["verify.ops=[gellu]"], "Did you mean 'gelu'?"),
+        (["device=null"], "computes no values"),
+        (["verify.golden=true"], "device=cpu has no reference functions"),
+        (["verify.engines=some"], "verify.engines=some"),
+        (["verify.tolerance=0"], "verify.tolerance=0"),
+        (["verify.ops=[relu]", "verify.model=false", "verify.json=/nowhere/found.json"], "can't be written"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else " ".join(given),
+)
+def test_bad_requests_are_one_line(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert message in verified(capsys, *words, code=2)
