@@ -18,6 +18,7 @@ from ttrain.config.compose import load
 from ttrain.core.errors import ConfigError
 from ttrain.train.interrupt import StopRequests
 from ttrain.train.loggers import Console
+from ttrain.train.run_directory import read_config
 
 Train = Callable[..., int]
 REPO = Path(__file__).parents[2]
@@ -141,6 +142,16 @@ def test_a_run_that_is_done_already_says_how_to_go_on(train: Train, capsys: Any)
     assert train("run.dir=a", "train.steps=8") == 0
     assert train("run.dir=a", "resume=auto", "train.steps=2") == 0
     assert "train.steps=16" in capsys.readouterr().out
+
+
+def test_a_file_name_that_is_not_utf8(train: Train) -> None:
+    name = os.fsdecode(b"caf\xe9.txt")
+    Path(name).write_text("hello world " * 200)
+    words = ["data.path=" + name, "model.layers=1", "model.width=8", "model.heads=1", "model.context=8", "logger=jsonl"]
+    common = ["device=cpu", "device.threads=1", "train.peak_tflops=1", "train.batch_size=2", "schedule.warmup=0"]
+    assert main([*words, *common, "train.steps=2", "run.dir=a"]) == 0
+    assert main(["run.dir=a", "resume=auto", "train.steps=3"]) == 0
+    assert read_config(Path("a"))["data"]["path"] == name
 
 
 class Gone:

@@ -23,6 +23,7 @@ from ttrain.train import checkpoint as module
 from ttrain.train.checkpoint import CheckpointContent, read_checkpoint, save_checkpoint, sealed
 from ttrain.train.files import sha256_file, to_json
 from ttrain.train.retention import (
+    SMALL_FILES,
     best_checkpoint,
     check_space,
     list_checkpoints,
@@ -418,7 +419,7 @@ def test_space_for_two_is_asked_for_at_the_start(tmp_path: Path, monkeypatch: py
     from types import SimpleNamespace
 
     state = State()
-    size = sum(array.nbytes for array in state.arrays.values())
+    size = SMALL_FILES + sum(array.nbytes for array in state.arrays.values())
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * size))
     check_space(tmp_path, state)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * size - 1))

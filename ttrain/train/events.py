@@ -28,7 +28,7 @@ class Events:
         event: Event = {"time": datetime.now().astimezone().isoformat(timespec="seconds"), "kind": kind}
         event |= ({} if step is None else {"step": step}) | {"message": message} | facts
         try:
-            with open(self._path, "a", encoding="utf-8") as file:
+            with open(self._path, "a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(json.dumps(event, ensure_ascii=False) + "\n")
         except OSError:
             return

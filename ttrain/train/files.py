@@ -80,11 +80,15 @@ def sha256_file(path: Path) -> str:
 
 
 def to_json(value: Any) -> str:
-    """Indented JSON that ends with a newline. NaN and infinities are refused: JSON has none."""
-    return json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    """Indented JSON that ends with a newline. NaN and infinities are refused: JSON has none.
+
+    A byte of a file name that is not UTF-8 reaches Python as a lone surrogate, which JSON can only hold escaped.
+    """
+    text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    return text.encode(errors="backslashreplace").decode()
 
 
 def sha256_json(value: Any) -> str:
     """SHA-256 of a value's canonical JSON (sorted keys, no spaces)."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()

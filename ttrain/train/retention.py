@@ -13,6 +13,7 @@ from ttrain.core.units import format_bytes
 from ttrain.train.checkpoint import UNFINISHED, Checkpoint, read_manifest
 from ttrain.train.protocols import SAVED_KINDS, State
 
+SMALL_FILES = 1 << 22  # bytes of a checkpoint's JSON and of the file system's own records, generously
 _STEP_NAME = re.compile(r"step_\d{8,}")
 
 
@@ -120,14 +121,14 @@ def set_aside_after(folder: Path, step: int) -> list[Path]:
     return moved
 
 
-def state_bytes(state: State) -> int:
-    """Size of a checkpoint's tensors in bytes."""
-    return sum(state.spec(name).nbytes for name in state.names(*SAVED_KINDS))
+def checkpoint_bytes(state: State) -> int:
+    """Bytes that the disk must have for a checkpoint: its tensors, and room for all else."""
+    return SMALL_FILES + sum(state.spec(name).nbytes for name in state.names(*SAVED_KINDS))
 
 
 def check_space(folder: Path, state: State) -> None:
     """Raises CheckpointError unless two checkpoints fit on the disk: the newest is kept until the next is verified."""
-    needed, free = 2 * state_bytes(state), shutil.disk_usage(folder).free
+    needed, free = 2 * checkpoint_bytes(state), shutil.disk_usage(folder).free
     if free < needed:
         raise CheckpointError(
             f"{folder} has {format_bytes(free)} free, and two checkpoints of this model need {format_bytes(needed)}. "

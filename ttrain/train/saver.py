@@ -20,12 +20,11 @@ from ttrain.train.checkpoint import CheckpointContent, save_checkpoint
 from ttrain.train.events import Events
 from ttrain.train.files import sync_file
 from ttrain.train.protocols import SAVED_KINDS, Array, State
-from ttrain.train.retention import prune_checkpoints, state_bytes
+from ttrain.train.retention import checkpoint_bytes, prune_checkpoints
 from ttrain.train.run_directory import RunDirectory
 from ttrain.train.settings import TrainConfig
 
 _MOST_FAILURES = 2  # in a row
-_SMALL_FILES = 1 << 22  # bytes of a checkpoint's JSON and of the file system's own records, generously
 
 
 class HostCopy:
@@ -139,7 +138,7 @@ class Saver:
 def _check_room(folder: Path, state: State, step: int) -> None:
     """Raises TtrainError unless a checkpoint fits on the disk; the newest one is kept until this one is verified."""
     folder.mkdir(parents=True, exist_ok=True)
-    needed, free = state_bytes(state) + _SMALL_FILES, shutil.disk_usage(folder).free
+    needed, free = checkpoint_bytes(state), shutil.disk_usage(folder).free
     if free < needed:
         raise TtrainError(
             f"The checkpoint of step {step} could not be saved in {folder}: {format_bytes(free)} are free, "
