@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from ttrain.core.errors import CaptureError
-from ttrain.core.options import LARGEST_INTEGER
 from ttrain.core.spec import DType, TensorSpec
 
 Buffer = Any  # a device's own handle of one placed tensor
@@ -172,8 +171,6 @@ class Device(ABC):
                 f"{purpose}: {nbytes} bytes asked for after {self._frozen_by} was captured. All device memory is "
                 "allocated before a capture; build every step before the first one runs."
             )
-        if nbytes > LARGEST_INTEGER:  # more than an allocator can be asked for
-            raise MemoryError(f"{purpose} needs {nbytes:.1e} bytes")
         self.counters.allocations += 1
         self.counters.allocated_bytes += nbytes
         return self._allocate(max(nbytes, 1))

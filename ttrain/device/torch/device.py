@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ttrain.core.errors import CaptureError, DeviceUnavailable, GraphError
+from ttrain.core.options import LARGEST_INTEGER
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Device, Kernel, Launch, StepCompiler
 from ttrain.device.settings import DeviceConfig
@@ -73,6 +74,8 @@ class TorchDevice(Device):
     def _allocate(self, nbytes: int) -> torch.Tensor:
         if self._closed:
             raise GraphError(f"device {self.name} was closed; {nbytes} bytes can't be allocated on it any more.")
+        if nbytes > LARGEST_INTEGER:  # more than torch can be asked for
+            raise MemoryError(f"{nbytes:.1e} bytes in one piece")
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
     def place(self, arena: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
