@@ -154,6 +154,16 @@ def test_a_file_name_that_is_not_utf8(train: Train) -> None:
     assert read_config(Path("a"))["data"]["path"] == name
 
 
+def test_a_folder_of_empty_files_and_a_separator_that_is_not_text(train: Train, capsys: Any) -> None:
+    Path("texts").mkdir()
+    Path("texts/a.txt").touch()
+    Path("texts/b.txt").touch()
+    assert main(["data.path=texts", "device=cpu"]) == 2
+    said(capsys, 2, "holds no text: 2 empty file(s)")
+    assert main(["data.path=texts", "device=cpu", "data.separator=\udce9"]) == 2
+    said(capsys, 2, "is not UTF-8")
+
+
 class Gone:
     """A stream whose terminal was closed."""
 

@@ -41,10 +41,13 @@ class Corpus:
 
     def __init__(self, config: TextConfig) -> None:
         self.source, self.files = _find(config)
-        self._separator = config.separator.encode()
+        try:
+            self._separator = config.separator.encode()
+        except UnicodeEncodeError:
+            raise DataError(f"data.separator={config.separator!r} is not UTF-8. Give UTF-8 text.") from None
         self._segments = list(self._lay_out())
         total = sum(segment.length for segment in self._segments)
-        if total == 0:
+        if not any(segment.length for segment in self._segments if segment.file is not None):
             raise DataError(f"data.path={self.source} holds no text: {len(self.files)} empty file(s). Give another.")
         self.size = total
         if config.max_bytes is not None and config.max_bytes < total:
