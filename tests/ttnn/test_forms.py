@@ -10,6 +10,8 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Form
 from ttrain.device.null.device import NullDevice
 from ttrain.device.ttnn.form import TileForm, device_shape, shares_memory, usual_form
+from ttrain.device.ttnn.planned import planned
+from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.device.ttnn.stack import joinable
 from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine, prepare
@@ -128,3 +130,16 @@ def test_planned_and_launched_without_arenas() -> None:
         for name, spec in step.inputs.items()
     }
     assert step(inputs)["loss"] == 0.0
+
+
+def test_values_that_take_turns_have_equally_many_elements() -> None:
+    """A statistic that its kernel holds in another form must not meet a value whose usual form looks the same."""
+    model = GPT(GPTConfig(layers=3, heads=2, width=64, context=32, vocabulary=65, dropout=0.1), DType.BF16)
+    model.follow_compute()
+    graph = StepGraph(model, AdamW(AdamWConfig()), rows=2)
+    device = planned(TenstorrentConfig())
+    plan = build_plan(prepare(graph.trace_train, device.kernels, device, True), device.kernels, device)
+    sizes: dict[int, set[int]] = {}
+    for owner, offset in plan.offsets.items():
+        sizes.setdefault(offset, set()).add(owner.spec.size)
+    assert [found for found in sizes.values() if len(found) > 1] == []

@@ -18,9 +18,11 @@ from ttrain.config.registry import component
 from ttrain.config.schema import Config
 from ttrain.core.errors import ConfigError
 from ttrain.device.settings import DeviceConfig
+from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.presets import resolved
 from ttrain.models.settings import GPTConfig
+from ttrain.nn.precision import PrecisionConfig
 from ttrain.optim.settings import OptimizerConfig, ScheduleConfig
 from ttrain.train.settings import LoggerConfig, WandbConfig
 
@@ -86,8 +88,13 @@ def build_schedule(config: ScheduleConfig, steps: int) -> Callable[[int], float]
     return built
 
 
-def build_device(config: DeviceConfig) -> Device:
-    """The device, opened: target(config). Raises DeviceUnavailable or DeviceBusy."""
+def build_device(config: DeviceConfig, precision: PrecisionConfig | None = None) -> Device:
+    """The device, opened: target(config). Raises DeviceUnavailable or DeviceBusy.
+
+    A precision may say how the device holds matrices.
+    """
+    if precision is not None and precision.name == "bf8" and isinstance(config, TenstorrentConfig):
+        config = replace(config, weights="bf8")
     built: Device = component("device", config.name).load()(config)
     return built
 

@@ -126,7 +126,9 @@ class _Forms:
         for owner, block in blocks.items():
             form = self._of.get(owner, self._device.form(owner.spec))
             block.nbytes = self._device.form_bytes(form)
-            block.form = (owner.name, form) if owner.kind is Kind.INPUT else form
+            # A tensor is known by its spec, so one that is held otherwise takes turns only with its like.
+            kept = (owner.spec, form) if owner in self._of else form
+            block.form = (owner.name, form) if owner.kind is Kind.INPUT else kept
 
     def give_scratch(self, blocks: Iterable[Block]) -> None:
         """The same for scratch buffers, whose form is still their spec."""

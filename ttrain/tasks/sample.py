@@ -26,7 +26,7 @@ def run(config: Config) -> None:
     prompt = encode_prompt(tokenizer, config.sample.prompt)
     model = build.build_model(config, tokenizer.vocabulary)
     with ExitStack() as stack:
-        device = stack.enter_context(closing(build.build_device(config.device)))
+        device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
         session = stack.enter_context(closing(open_session(config, model, device, training=False)))
         checkpoint.load(session.state, optimizer=False)
         print_samples(session.build_logits(), tokenizer, prompt, config.sample)

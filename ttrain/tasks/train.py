@@ -88,7 +88,7 @@ def _run(config: Config) -> float | None:
         resuming.check_tokenizer(point.checkpoint.tokenizer, _tokenizer_json(dataset), point.checkpoint.path)
     prompt = _prompt(config, dataset)
     with ExitStack() as stack:
-        device = stack.enter_context(closing(build.build_device(config.device)))
+        device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
         console = build.build_console(config.logger)
         job = _Job(config, stored, dataset, model, device, console, prompt, point, heartbeat)
         if device.computes:
