@@ -1,6 +1,6 @@
 """SIGKILL a training run again and again, half of the times during a save, and compare it with an undisturbed one.
 
-    python tests/faults/kills.py --kills 100 --steps 6000 --folder /tmp/kills
+    python tests/faults/kills.py --kills 100 --folder /tmp/kills
 
 Prints one line of JSON: how many kills there were, how many came during a save, and what was compared. Exit 1 where a
 parameter, an optimizer tensor or a metric differs. Children are forked from a process that has imported everything, so
@@ -31,6 +31,7 @@ IMPORTED = (
     "torch", "tokenizers", "safetensors.numpy", "ttrain.device.torch.device", "ttrain.engine.static",
     "ttrain.tasks.train", "ttrain.train.loop",
 )  # fmt: skip
+MOMENTS = ("save", "training", "save", "training", "save", "start", "save", "training", "save", "training")
 WORDS = ["def", "return", "self", "for", "in", "if", "else", "import", "class", "None"]
 
 
@@ -74,36 +75,49 @@ def unfinished(checkpoints: Path) -> bool:
         return False
 
 
-def kill_one(child: int, checkpoints: Path, during_save: bool, generator: random.Random) -> tuple[int | None, bool]:
-    """Waits a while, then kills. (exit code if the child ended by itself, whether a save was cut off)."""
-    until = time.monotonic() + generator.uniform(0.15, 0.5)
+def first_steps(run: Path) -> int:
+    """How many legs of the run have done a step."""
+    try:
+        return (run / "events.jsonl").read_text().count('"first_step"')
+    except FileNotFoundError:
+        return 0
+
+
+def kill_one(child: int, run: Path, moment: str, generator: random.Random) -> tuple[int | None, bool]:
+    """Kills in the start, in training or in a save: (exit code if it ended by itself, whether a save was cut off)."""
+    legs, waiting = first_steps(run), moment != "start"
+    while waiting and first_steps(run) == legs:  # what an earlier kill cut off is cleared away by then
+        if (code := ended(child)) is not None:
+            return code, False
+        time.sleep(0.002)
+    until = time.monotonic() + generator.uniform(0, 0.3)
     while time.monotonic() < until:
         if (code := ended(child)) is not None:
             return code, False
         time.sleep(0.002)
-    if during_save:
-        while not unfinished(checkpoints):
+    if moment == "save":
+        while not unfinished(run / "checkpoints"):
             if (code := ended(child)) is not None:
                 return code, False
-        time.sleep(generator.uniform(0, 0.004))
+        time.sleep(generator.uniform(0, 0.003))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return None, unfinished(checkpoints)
+    return None, waiting and unfinished(run / "checkpoints")
 
 
 def run_with_kills(folder: Path, kills: int, steps: int, save_every: int, seed: int) -> dict[str, Any]:
     generator = random.Random(seed)
     done = cut = 0
-    words, checkpoints = command(folder, "killed", steps, save_every), folder / "killed" / "checkpoints"
+    words, run = command(folder, "killed", steps, save_every), folder / "killed"
     while True:
         child = start(words, folder / "killed.log")
         if done >= kills:
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         else:
-            code, was_cut = kill_one(child, checkpoints, done % 2 == 1, generator)
+            code, was_cut = kill_one(child, run, MOMENTS[done % len(MOMENTS)], generator)
             done, cut = done + (code is None), cut + was_cut
         if code is not None:
-            return {"kills": done, "during_a_save": cut, "exit_code": code}
+            return {"kills": done, "during_a_save": cut, "legs": first_steps(run), "exit_code": code}
 
 
 def tensors(run: Path) -> dict[str, bytes]:
@@ -138,8 +152,8 @@ def compare(folder: Path, steps: int) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8000)
+    parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
