@@ -132,9 +132,11 @@ def test_planned_and_launched_without_arenas() -> None:
     assert step(inputs)["loss"] == 0.0
 
 
-def test_values_that_take_turns_have_equally_many_elements() -> None:
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_values_that_take_turns_have_equally_many_elements(recompute: str) -> None:
     """A statistic that its kernel holds in another form must not meet a value whose usual form looks the same."""
-    model = GPT(GPTConfig(layers=3, heads=2, width=64, context=32, vocabulary=65, dropout=0.1), DType.BF16)
+    sizes_of = {"layers": 2, "heads": 4, "width": 128, "context": 64, "vocabulary": 65, "dropout": 0.1}
+    model = GPT(GPTConfig(recompute=recompute, **sizes_of), DType.BF16)
     model.follow_compute()
     graph = StepGraph(model, AdamW(AdamWConfig()), rows=2)
     device = planned(TenstorrentConfig())
