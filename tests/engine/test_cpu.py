@@ -93,7 +93,7 @@ def test_a_result_in_an_inputs_buffer_is_the_same_to_the_bit(device: Device) -> 
         apart, in_place = run(device, node, arrays, None), run(device, node, arrays, taken)
         assert np.array_equal(apart, in_place), (node, taken)
         tried[node.op.name] = tried.get(node.op.name, 0) + 1
-    assert {op.name for op in REGISTRY if op.elementwise} <= tried.keys()
+    assert {op.name for op in REGISTRY if op.elementwise and op.name in device.kernels} <= tried.keys()
 
 
 SIZES = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocabulary": 29}

@@ -37,11 +37,9 @@ class TracedEngine(StaticEngine):
     def derive(self, trace: Trace) -> Graph:
         graph = super().derive(trace)
         if self.compiler is not None and self.compiler.fuses:
-            try:
-                from ttrain.graph.passes.group import group_elementwise
-            except ModuleNotFoundError:
-                return graph
-            graph = verify(remove_dead_code(group_elementwise(graph)), "grouping")
+            from ttrain.graph.passes.group import group
+
+            graph = verify(remove_dead_code(group(graph)), "grouping")
         return graph
 
     def make_step(self, name: str, plan: Plan) -> StaticStep:

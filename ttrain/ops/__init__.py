@@ -22,6 +22,7 @@ from ttrain.ops.elementwise import (
     tanh,
 )
 from ttrain.ops.embedding import embedding
+from ttrain.ops.fused import step
 from ttrain.ops.layout import expand, merge_heads, reshape, split_heads, transpose
 from ttrain.ops.loss import cross_entropy, linear_cross_entropy, squared_error
 from ttrain.ops.matmul import linear, matmul
@@ -66,6 +67,7 @@ __all__ = [
     "split_heads",
     "sqrt",
     "squared_error",
+    "step",
     "subtract",
     "tanh",
     "transpose",

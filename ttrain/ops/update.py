@@ -88,7 +88,7 @@ class ClipFactor(_Update):
         return [Case(((),), {"limit": limit}, positive=("norm",)) for limit in (1.0, 0.01, 1e4)]
 
 
-class _Optimizer(_Update):
+class OptimizerUpdate(_Update):
     """inputs: `slots` lists of `count` tensors each, then scalars. Every list but the gradients is overwritten."""
 
     slots: tuple[str, ...]
@@ -135,7 +135,7 @@ class _Optimizer(_Update):
 
 
 @declare
-class AdamWUpdate(_Optimizer):
+class AdamWUpdate(OptimizerUpdate):
     """AdamW (Loshchilov and Hutter, 2019) in torch.optim.AdamW's form, on a group of tensors.
 
     g = factor * gradient;  p <- p (1 - lr weight_decay);  m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2;
@@ -181,13 +181,13 @@ class AdamWUpdate(_Optimizer):
         settings = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
         shapes = ((4, 8), (257,))
         return [
-            Case((*shapes * 4, (), (), factor), {"count": 2, **settings}, positive=_ADAMW_POSITIVE)
+            Case((*shapes * 4, (), (), factor), {"count": 2, **settings}, positive=ADAMW_POSITIVE)
             for factor in ((), None)
         ]
 
 
 # Names of the flattened inputs of a two-tensor case that must be positive: both second moments and the scalars.
-_ADAMW_POSITIVE = ("second_moments.0", "second_moments.1", "lr", "step", "factor")
+ADAMW_POSITIVE = ("second_moments.0", "second_moments.1", "lr", "step", "factor")
 
 
 def _bias_correction(beta: float, step: Value) -> Value:
@@ -204,7 +204,7 @@ def _bias_correction(beta: float, step: Value) -> Value:
 
 
 @declare
-class SGDUpdate(_Optimizer):
+class SGDUpdate(OptimizerUpdate):
     """Stochastic gradient descent in torch.optim.SGD's form (dampening 0), on a group of tensors.
 
     g = factor * gradient + weight_decay * p;  u <- momentum u + g;  p <- p - lr (g + momentum u if nesterov else u).

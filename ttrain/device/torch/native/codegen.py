@@ -13,17 +13,19 @@ from ttrain.device.torch.native.toolchain import HEADERS
 _PRELUDE = """\
 {includes}
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
+#define EXPORT extern "C" VISIBLE
 
 // Several launches in one call.
 struct Call {{
     void (*function)(void* const*);
     void* const* arguments;
 }};
-EXPORT void ttrain_run(const Call* calls, i64 count) {{
-    for (i64 k = 0; k < count; ++k) calls[k].function(calls[k].arguments);
-}}
 """
+_RUN = """\
+EXPORT void ttrain_run(const Call* calls, i64 count) {
+    for (i64 k = 0; k < count; ++k) calls[k].function(calls[k].arguments);
+}"""
+_FUNCTIONS = 12  # in one translation unit, where there are cores to compile several at once
 
 
 def function_name(body: str) -> str:
@@ -31,11 +33,17 @@ def function_name(body: str) -> str:
     return f"ttrain_{hashlib.sha256(body.encode()).hexdigest()[:16]}"
 
 
-def library_source(bodies: Sequence[str]) -> str:
-    """A translation unit with one function per body, in this order."""
+def library_sources(bodies: Sequence[str], processes: int) -> list[str]:
+    """Translation units with one function per body, at most one for each process that may compile them."""
+    units = max(1, min(processes, len(bodies) // _FUNCTIONS))
     includes = "\n".join(f'#include "{path.name}"' for path in sorted(HEADERS.glob("*.h")))
-    functions = [f"EXPORT void {function_name(body)}(void* const* a) {{\n{body}\n}}" for body in bodies]
-    return "\n\n".join([_PRELUDE.format(includes=includes), *functions, ""])
+    sources = []
+    for unit in range(units):
+        own = bodies[len(bodies) * unit // units : len(bodies) * (unit + 1) // units]
+        functions = [f"EXPORT void {function_name(body)}(void* const* a) {{\n{body}\n}}" for body in own]
+        parts = [_PRELUDE.format(includes=includes), *([] if unit else [_RUN]), *functions, ""]
+        sources.append("\n\n".join(parts))
+    return sources
 
 
 def call(function: str, *arguments: str) -> str:

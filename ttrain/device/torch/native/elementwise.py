@@ -42,10 +42,15 @@ _EXPRESSIONS = {
     "squared_error_grad": "2.0f * {2} * ({0} - {1})",
     "clip_factor": "v_clip({limit} / ({0} + 1e-6f))",
     "dropout": "mask{step}({0}, {index})",
-    "embedding": "load(row{step} + j, lanes)",
+    "dropout_mask": "mask{step}(splat(1.0f), {index})",
+    "embedding": 'known{step} ? load(row{step} + j, lanes) : splat(__builtin_nanf(""))',
 }
-_COSTS = {"exp": 6, "log": 8, "tanh": 10, "gelu": 10, "gelu_grad": 14, "sqrt": 3, "divide": 3, "dropout": 5}
+_COSTS = {
+    "exp": 6, "log": 8, "tanh": 10, "gelu": 10, "gelu_grad": 14, "sqrt": 3, "divide": 3, "dropout": 5,
+    "dropout_mask": 5,
+}  # fmt: skip
 _GRAIN = 64  # elements; threads share rows of neighbours in multiples of it, so no cache line has two writers
+_RANDOM = ("dropout", "dropout_mask")  # the last operand is the seed
 _UNREAD = {"assign": (0,)}  # operands that an op does not read
 
 
@@ -53,7 +58,7 @@ def covers(name: str, specs: Sequence[TensorSpec | None], outputs: Sequence[Tens
     """Whether a step of these specs can be part of a loop nest."""
     if name not in _EXPRESSIONS or any(spec is None for spec in specs):
         return False
-    integers = {"dropout": (1,), "embedding": (0,)}.get(name, ())
+    integers = {"dropout": (1,), "dropout_mask": (0,), "embedding": (0,)}.get(name, ())
     for position, spec in enumerate(specs):
         assert spec is not None
         if spec.dtype is not DType.INT64 if position in integers else spec.dtype not in STORED:
@@ -134,7 +139,7 @@ class LoopNest:
         self.inputs, self.program, self.results, self.outputs = list(inputs), program, results, outputs
         self.shape = outputs[0].shape
         self.lookups = {step: operands for step, (name, operands, _) in enumerate(program) if name == "embedding"}
-        self.seeds = {step: operands[1] for step, (name, operands, _) in enumerate(program) if name == "dropout"}
+        self.seeds = {step: operands[-1] for step, (name, operands, _) in enumerate(program) if name in _RANDOM}
         self.ids = {operands[0] for operands in self.lookups.values()}
         self.loops = _loops(self.shape, self._operand_strides(), self.ids)
 
@@ -210,14 +215,17 @@ class LoopNest:
             spec = self.inputs[weight]
             assert spec is not None
             offset = self.loops.offset(ids) if self.loops.rows > 1 else "0"
-            lines.append(f"const {c_type(spec)}* row{step} = x{weight} + x{ids}[{offset}] * {spec.shape[1]};")
+            count, width = spec.shape
+            lines.append(f"const i64 id{step} = x{ids}[{offset}];")
+            lines.append(f"const bool known{step} = u64(id{step}) < {count};  // else NaN, not other memory")
+            lines.append(f"const {c_type(spec)}* row{step} = x{weight} + (known{step} ? id{step} * {width} : 0);")
         return lines
 
     def _step(self) -> list[str]:
         """One vector: loads, the program, stores."""
         count, lines = len(self.inputs), []
         for item, strides in self.loops.strides.items():
-            if item >= 0 and strides[-1] and not item in self.ids:
+            if item >= 0 and strides[-1] and item not in self.ids:
                 lines.append(f"const vf v{item} = load(x{item} + at{item} + j, lanes);")
         index = f"i * {self.loops.width} + j"
         for number, (name, operands, attributes) in enumerate(self.program):

@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any
 
 from ttrain.device.base import Launch
+from ttrain.device.torch.kernels.common import flat_launches
 
 _SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 
 
-class NativeLaunch(partial):  # type: ignore[type-arg]
+class NativeLaunch(partial):
     """A call without arguments, whose parts `joined` can read."""
 
     function: int
@@ -33,7 +34,7 @@ def joined(launches: Iterable[Launch], run: int) -> list[Launch]:
     """The launches with neighbouring native ones as one foreign call; `run` is the address of ttrain_run."""
     result: list[Launch] = []
     group: list[NativeLaunch] = []
-    for item in launches:
+    for item in flat_launches(list(launches)):
         if isinstance(item, NativeLaunch):
             group.append(item)
             continue

@@ -44,9 +44,7 @@ class Native:
     workspace: tuple[TensorSpec, ...] = ()
     bind: Bind | None = None  # None: one function on all addresses in order
 
-    def launch(
-        self, functions: Sequence[int], ins: Sequence[Any], outs: Sequence[Any], work: Sequence[Any]
-    ) -> Launch:
+    def launch(self, functions: Sequence[int], ins: Sequence[Any], outs: Sequence[Any], work: Sequence[Any]) -> Launch:
         if self.bind is not None:
             return self.bind(functions, ins, outs, work)
         tensors = (*ins, *outs, *work)

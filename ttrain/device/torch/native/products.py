@@ -11,11 +11,15 @@ _AFTER = {None: "nothing", "relu": "relu", "tanh": "tanh", "gelu": "gelu", "gelu
 _INNER, _ACROSS, _DOWN, _ROWS = 512, 256, 128, 1024  # as in kernels/gemm.h
 
 
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
 def _scratch(inner: int, dtype: DType) -> int:
     """Floats of scratch that one thread needs for a product along an inner axis."""
     steps = -(-inner // 2) if dtype is DType.BF16 else inner
     blocks = -(-steps // _INNER)
-    each = -(-(-(-steps // blocks)) // 16) * 16
+    each = _up(-(-steps // blocks), 16)
     return each * (_DOWN + _ACROSS) + (_ROWS * _ACROSS if blocks > 1 else 0)
 
 
@@ -32,7 +36,7 @@ def _sizes(m: int, n: int, k: int, turn_a: bool, turn_b: bool) -> str:
 
 
 def _matmul(request: Request, sizing: Sizing) -> Native | None:
-    a, b, c = request.input(0), request.input(1), request.outputs[0]
+    a, c = request.input(0), request.outputs[0]
     turn_a, turn_b = request.settings["transpose_a"], request.settings["transpose_b"]
     (m, n), k = c.shape[-2:], a.shape[-2 if turn_a else -1]
     # A row along an odd inner axis does not end with a whole pair of bf16.
@@ -66,7 +70,7 @@ def _linear(request: Request, sizing: Sizing) -> Native | None:
 
 
 def _linear_cross_entropy(request: Request, sizing: Sizing) -> Native | None:
-    """In chunks of rows. Several chunks of bf16 need their sums in fp32, or else room for all logits: what is smaller."""
+    """In chunks of rows. Several chunks of bf16 need sums in fp32, or else room for all logits: what is smaller."""
     hidden, head = request.input(0), request.input(1)
     (rows, width), classes, dtype = hidden.shape, head.shape[0], hidden.dtype
     gradients, chunk = request.settings["gradients"], min(request.settings["chunk"], rows)
@@ -85,9 +89,7 @@ def _linear_cross_entropy(request: Request, sizing: Sizing) -> Native | None:
     kind, first = c_type(hidden), 4 + len(request.outputs)
     dhidden, dhead = (f"out<{kind}>(a, 5)", f"out<{kind}>(a, 6)") if gradients else (f"({kind}*)nullptr",) * 2
     total = f"out<float>(a, {first + 3})" if wide_total else dhead
-    name = template(
-        "linear_cross_entropy", kind, "float" if wide_total else kind, gradients, rows, width, classes
-    )
+    name = template("linear_cross_entropy", kind, "float" if wide_total else kind, gradients, rows, width, classes)
     body = call(
         name, str(chunk), str(stride), f"in<{kind}>(a, 0)", f"in<{kind}>(a, 1)", "in<i64>(a, 2)", "in<float>(a, 3)",
         "out<float>(a, 4)", dhidden, dhead, f"out<{kind}>(a, {first})", f"out<float>(a, {first + 1})", total,

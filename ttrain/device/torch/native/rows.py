@@ -1,7 +1,7 @@
 """The native rows as a kernel table, and the library of functions behind them.
 
-The order of use: plan with `kernels`, `prepare` the plan's nodes, bind the rows. Planning needs no compiler; binding needs
-the functions of `prepare`, which compiles or loads one library for all nodes together.
+The order of use: plan with `kernels`, `prepare` the plan's nodes, bind the rows. Planning needs no compiler; binding
+needs the functions of `prepare`, which compiles or loads one library for all nodes together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ttrain.core.errors import PlanError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Delivery, Kernel, Launch
 from ttrain.device.torch.native import attention, openmp, products, rules, updates
-from ttrain.device.torch.native.codegen import function_name, library_source
+from ttrain.device.torch.native.codegen import function_name, library_sources
 from ttrain.device.torch.native.launch import joined
 from ttrain.device.torch.native.native import Native, Sizing
 from ttrain.device.torch.native.request import NodeLike, Request
@@ -38,17 +38,13 @@ class NativeKernels:
 
     fuses = True
 
-    def __init__(
-        self, base: Mapping[str, Kernel], sizing: Sizing | int, toolchain: Toolchain | None = None
-    ) -> None:
+    def __init__(self, base: Mapping[str, Kernel], sizing: Sizing | int, toolchain: Toolchain | None = None) -> None:
         if not isinstance(sizing, Sizing):
             # Matrix units beat vectors by far, and aten reaches them.
             sizing = Sizing(sizing, bf16_products=not has_feature("amx_bf16"))
         self.sizing = sizing
         self.compilations = 0  # how often the compiler ran; libraries from the cache do not count
-        self.kernels: Mapping[str, Kernel] = {
-            **base, **{name: self._row(name, base.get(name)) for name in RULES}
-        }
+        self.kernels: Mapping[str, Kernel] = {**base, **{name: self._row(name, base.get(name)) for name in RULES}}
         self._toolchain = Toolchain() if toolchain is None else toolchain
         self._functions: dict[str, int] = {}  # body -> address
         self._libraries: list[ctypes.CDLL] = []
@@ -80,7 +76,7 @@ class NativeKernels:
         return None if rule is None else rule(request, self.sizing)
 
     def _load(self, bodies: Sequence[str]) -> None:
-        library = self._toolchain.load(library_source(bodies))
+        library = self._toolchain.load(library_sources(bodies, self._toolchain.processes))
         self.compilations = self._toolchain.compilations
         entry_points = openmp.entry_points() if self.sizing.threads > 1 else {}
         for pointer, name in _POINTERS.items() if entry_points else ():

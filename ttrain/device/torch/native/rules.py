@@ -13,7 +13,7 @@ from ttrain.device.torch.native.request import Request, c_float, c_type, rows_an
 _SINGLE = (
     "add", "subtract", "multiply", "divide", "scale", "exp", "log", "sqrt", "relu", "relu_grad", "tanh", "tanh_grad",
     "gelu", "gelu_grad", "cast", "expand", "full", "accumulate", "assign", "squared_error_grad", "clip_factor",
-    "dropout", "embedding",
+    "dropout", "dropout_mask", "embedding",
 )  # fmt: skip
 
 
@@ -79,9 +79,7 @@ def _layer_norm_grad(request: Request, sizing: Sizing) -> Native | None:
     if not bias:
         given.insert(8, "nullptr")
     count = sizing.threads_for(8 * dy.size, parts)
-    name = template(
-        "layer_norm_grad", c_type(dy), c_type(weight), bias, request.has(5), rows, width, parts, count
-    )
+    name = template("layer_norm_grad", c_type(dy), c_type(weight), bias, request.has(5), rows, width, parts, count)
     return Native((call(name, *given),), (sums,))
 
 

@@ -31,7 +31,6 @@ FLAGS = (
     "-std=c++17",
     "-O3",
     "-fPIC",
-    "-shared",
     "-fno-exceptions",
     "-fno-rtti",
     "-fvisibility=hidden",
@@ -67,9 +66,9 @@ def find_compiler() -> Compiler:
         found = shutil.which(command[0])
         if found:
             return Compiler(command, Path(found).resolve())
-    looked = f"CXX={given}" if given else f"none of {', '.join(CANDIDATES)}"
+    looked = f"CXX={given} can't" if given else f"none of {', '.join(CANDIDATES)} can"
     raise UserError(
-        f"engine=traced compiles its kernels with the machine's C++ compiler, and {looked} can be run. Install g++ or "
+        f"engine=traced compiles its kernels with the machine's C++ compiler, and {looked} be run. Install g++ or "
         "clang++ (or set CXX to one), or use engine=static, which needs no compiler."
     )
 
@@ -109,22 +108,25 @@ def _headers() -> bytes:
 
 
 class Toolchain:
-    """Builds libraries, or takes them from the cache. `compilations` counts how often the compiler ran."""
+    """Builds libraries, or takes them from the cache. `compilations` counts the libraries that had to be built."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = cache_folder() if folder is None else folder
         self.compilations = 0
+        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.processes = usable  # how many compilers may run at once
 
-    def load(self, source: str) -> ctypes.CDLL:
-        """The library of a source text.
+    def load(self, sources: Sequence[str]) -> ctypes.CDLL:
+        """The library that these translation units make.
 
         Raises UserError where there is no compiler or the cache can't be written, CompileError where it fails.
         """
         compiler = find_compiler()
         command = [*compiler.command, *FLAGS, _machine_flag()]
-        key = _digest("\n".join([source, *command, compiler.identity, processor_features()]).encode() + _headers())
+        facts = "\n".join([*sources, *command, compiler.identity, processor_features()])
+        key = _digest(facts.encode() + _headers())
         found = self._cached(key)
-        return ctypes.CDLL(str(found if found is not None else self._build(command, key, source)))
+        return ctypes.CDLL(str(found if found is not None else self._build(command, key, sources)))
 
     def _cached(self, key: str) -> Path | None:
         """The entry of a key, if it is whole; damaged ones are removed."""
@@ -137,7 +139,7 @@ class Toolchain:
                 continue
         return None
 
-    def _build(self, command: Sequence[str], key: str, source: str) -> Path:
+    def _build(self, command: Sequence[str], key: str, sources: Sequence[str]) -> Path:
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             work = Path(tempfile.mkdtemp(prefix="build-", dir=self.folder))
@@ -147,18 +149,35 @@ class Toolchain:
                 "can be written, or use engine=static."
             ) from None
         try:
-            return self._build_in(work, command, key, source)
+            return self._build_in(work, command, key, sources)
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
-    def _build_in(self, work: Path, command: Sequence[str], key: str, source: str) -> Path:
-        text, built = work / "kernels.cpp", work / "kernels.so"
-        text.write_text(source, "utf-8")
+    def _build_in(self, work: Path, command: Sequence[str], key: str, sources: Sequence[str]) -> Path:
         self.compilations += 1
-        arguments = [*command, f"-I{HEADERS}", str(text), "-o", str(built)]
-        result = subprocess.run(arguments, capture_output=True, text=True, check=False)
+        running: list[tuple[subprocess.Popen[str], list[str]]] = []
+        try:
+            for number, source in enumerate(sources):
+                text = work / f"{number}.cpp"
+                text.write_text(source, "utf-8")
+                arguments = [*command, f"-I{HEADERS}", "-c", str(text), "-o", str(work / f"{number}.o")]
+                process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+                running.append((process, arguments))
+            for (process, arguments), source in zip(running, sources, strict=True):
+                messages = process.communicate()[1]
+                if process.returncode:
+                    raise CompileError(self._failure(key, arguments, source, messages))
+        finally:
+            for process, _ in running:
+                process.kill()
+                process.wait()
+        return self._link(work, [*command, "-shared", *(str(work / f"{n}.o") for n in range(len(sources)))], key)
+
+    def _link(self, work: Path, arguments: Sequence[str], key: str) -> Path:
+        built = work / "kernels.so"
+        result = subprocess.run([*arguments, "-o", str(built)], capture_output=True, text=True, check=False)
         if result.returncode or not built.exists():
-            raise CompileError(self._failure(key, arguments, source, result.stderr))
+            raise CompileError(self._failure(key, arguments, "", result.stderr))
         path = self.folder / f"{key}.{_digest(built.read_bytes())}.so"
         os.replace(built, path)
         return path
@@ -168,7 +187,8 @@ class Toolchain:
         log.write_text("\n".join([shlex.join(arguments), messages, source]), "utf-8")
         first = next((line for line in messages.splitlines() if "error" in line), messages.strip()[:200])
         return (
-            f"{arguments[0]} could not compile the generated kernels: {first}\nCommand, messages and source are in {log}. "
+            f"{arguments[0]} could not compile the generated kernels: {first}\n"
+            f"Command, messages and source are in {log}. "
             "Another compiler can be named by CXX; engine=static needs none."
         )
 

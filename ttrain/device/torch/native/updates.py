@@ -36,9 +36,7 @@ def _table(slots: Sequence[Tensors], block: int, threads: int) -> tuple[np.ndarr
     return table, np.array([*begins, len(table)], dtype=np.int64)
 
 
-def _bound(
-    function: int, slots: Sequence[Tensors], block: int, threads: int, others: Sequence[Any]
-) -> Launch:
+def _bound(function: int, slots: Sequence[Tensors], block: int, threads: int, others: Sequence[Any]) -> Launch:
     """A launch on (table, begins, others...)."""
     table, begins = _table(slots, block, threads)
     arguments = [table.ctypes.data, begins.ctypes.data, *(address(item) for item in others)]

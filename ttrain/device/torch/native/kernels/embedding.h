@@ -3,13 +3,16 @@
 #include "parallel.h"
 
 // dweight [V, C] = the sums of dy [N, C] by id, plus `base` [V, C] where given; dweight may be base. Occurrences are
-// sorted by id first, so that every row is written once; a thread takes a range of columns of all rows.
+// sorted by id first, so that every row is written once; a thread takes a range of columns of all rows. Ids beyond the last
+// row are left out; their lookup has made the loss NaN.
 template <class T, bool Base, i64 N, i64 V, i64 C, int Threads>
 INLINE void embedding_grad(const T* dy, const i64* ids, const T* base, T* dweight, i32* starts, i32* order) {
     __builtin_memset(starts, 0, (V + 1) * sizeof(i32));
-    for (i64 i = 0; i < N; ++i) ++starts[ids[i] + 1];
+    for (i64 i = 0; i < N; ++i)
+        if (u64(ids[i]) < u64(V)) ++starts[ids[i] + 1];
     for (i64 v = 0; v < V; ++v) starts[v + 1] += starts[v];
-    for (i64 i = 0; i < N; ++i) order[starts[ids[i]]++] = i32(i);  // afterwards starts[v] is where id v ends
+    for (i64 i = 0; i < N; ++i)
+        if (u64(ids[i]) < u64(V)) order[starts[ids[i]]++] = i32(i);  // afterwards starts[v] is where id v ends
     parallel<Threads>([&](int part) {
         const i64 left = share(C, part, Threads, 64 / sizeof(T)), right = share(C, part + 1, Threads, 64 / sizeof(T));
         for (i64 v = 0, k = 0; v < V; ++v) {

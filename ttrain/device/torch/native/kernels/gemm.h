@@ -276,9 +276,9 @@ INLINE void product_part(
 
 // C = f(A B + bias), or C += A B where Adding. A is stored [M, K], or [K, M] where TurnA; B [K, N], or [N, K] where TurnB. For
 // bf16 matrices whose rows run along K the distance of rows is even, and an odd K needs zeros between rows.
-// Scratch: `own` floats a thread.
+// Scratch: `own` floats a thread. Compiled once for all sizes, so not inlined.
 template <bool TurnA, bool TurnB, bool Bias, bool Adding, After What, class E, class C, class B>
-INLINE void product(
+__attribute__((noinline)) void product(
     Sizes s, const E* a, const E* b, const B* bias, C* c, float* scratch, i64 own, int threads) {
     parallel(threads, [&](int part) {
         i64 i0 = 0, i1 = s.M, j0 = 0, j1 = s.N;

@@ -1,4 +1,5 @@
-// Softmax cross-entropy over rows of logits. A target below zero marks a row without one: no loss, no gradient.
+// Softmax cross-entropy over rows of logits. A target below zero marks a row without one: no loss, no gradient. One beyond
+// the last class makes the loss NaN instead of reading other memory.
 #pragma once
 #include "gemm.h"
 
@@ -21,9 +22,10 @@ INLINE void row_gradient(const T* x, i64 target, float log_sum_exp, float weight
         __builtin_memset(dx, 0, C * sizeof(T));
         return;
     }
-    const float at_target = weight * (v_exp(splat(get(x + target) - log_sum_exp))[0] - 1.0f);
+    const bool known = target < C;
+    const float at_target = known ? weight * (v_exp(splat(get(x + target) - log_sum_exp))[0] - 1.0f) : 0.0f;
     over_row<C>([&](i64 j, auto lanes) { store(dx + j, v_exp(load(x + j, lanes) - log_sum_exp) * weight, lanes); });
-    put(dx + target, at_target);
+    if (known) put(dx + target, at_target);
 }
 
 // losses[i] = log sum exp - logit of the target, for rows that lie `stride` apart. Gradient: the row is replaced by its
@@ -37,7 +39,7 @@ INLINE void cross_entropy(
             T* x = logits + i * stride;
             const i64 target = targets[i];
             const float total = log_sum_exp_of<C>(x);
-            losses[i] = target < 0 ? 0.0f : total - get(x + target);
+            losses[i] = target < 0 ? 0.0f : target < C ? total - get(x + target) : __builtin_nanf("");
             if (log_sum_exp) log_sum_exp[i] = total;
             if constexpr (Gradient) {
                 row_gradient<C>(x, target, total, *weight, x);

@@ -3,10 +3,11 @@
 #pragma once
 #include "vector.h"
 
+#define VISIBLE __attribute__((visibility("default")))
 extern "C" {
-__attribute__((visibility("default"))) void (*ttrain_fork)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
-__attribute__((visibility("default"))) int (*ttrain_thread_number)() = nullptr;
-__attribute__((visibility("default"))) int (*ttrain_thread_count)() = nullptr;
+inline VISIBLE void (*ttrain_fork)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
+inline VISIBLE int (*ttrain_thread_number)() = nullptr;
+inline VISIBLE int (*ttrain_thread_count)() = nullptr;
 }
 
 template <class Body>

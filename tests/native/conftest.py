@@ -1,0 +1,78 @@
+"""A CPU whose kernels are the generated ones, and one library for all cases of all ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ops.harness import all_cases, record
+from ttrain.core.errors import UserError
+from ttrain.core.spec import DType
+from ttrain.device.base import Kernel
+from ttrain.device.torch.device import TorchDevice
+from ttrain.device.torch.native import NativeKernels, Toolchain
+from ttrain.device.torch.native.native import Sizing
+from ttrain.device.torch.native.request import Request
+from ttrain.device.torch.native.toolchain import find_compiler
+from ttrain.graph.op import Case, Op
+
+# Small cases are cut as large ones would be: across two threads, into several parts and blocks.
+SMALL = Sizing(threads=2, thread_cost=1, part=16, block=48)
+
+
+def every_case(where: Callable[[Op], bool] = lambda op: True) -> list[Any]:
+    """(op, case, dtype) of all ops, those that passes make included; in bf16 every other case, to compile less."""
+    narrow = [case for case in all_cases(DType.BF16, where=where) if _number(*case.values[:2]) % 2 == 0]
+    return [*all_cases(DType.FP32, where=where), *narrow]
+
+
+def _number(op: Op, case: Case) -> int:
+    return next(number for number, other in enumerate(op.cases()) if other == case)
+
+
+class NativeDevice(TorchDevice):
+    """The CPU with generated rows in its table."""
+
+    def __init__(self, native: NativeKernels, threads: int) -> None:
+        super().__init__("cpu", threads=threads)
+        self.native = native
+
+    @property
+    def kernels(self) -> Mapping[str, Kernel]:
+        return self.native.kernels
+
+
+def open_device(sizing: Sizing, folder: Path) -> NativeDevice:
+    base = TorchDevice("cpu", threads=sizing.threads)
+    return NativeDevice(NativeKernels(base.kernels, sizing, Toolchain(folder)), sizing.threads)
+
+
+def require_compiler() -> None:
+    try:
+        find_compiler()
+    except UserError as error:
+        pytest.skip(f"no C++ compiler: {error}")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    require_compiler()
+    return tmp_path_factory.mktemp("native")
+
+
+@pytest.fixture(scope="session")
+def device(folder: Path) -> Iterator[NativeDevice]:
+    """Two threads even for the smallest tensor; every case of every op is compiled into one library."""
+    opened = open_device(SMALL, folder)
+    opened.native.prepare([node for parameter in every_case() for node in record(*parameter.values)[0].nodes])
+    yield opened
+    opened.close()
+
+
+def is_native(device: NativeDevice, op: Op, case: Case, dtype: DType) -> bool:
+    """Whether a case runs on generated code rather than on the row it replaces."""
+    node = record(op, case, dtype)[0].nodes[0]
+    return device.native.native(Request.of_node(node)) is not None

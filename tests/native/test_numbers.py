@@ -1,0 +1,189 @@
+"""Functions, roundings and masks of the generated code on many values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.native.conftest import NativeDevice, open_device
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.torch.kernels.common import TORCH_DTYPES
+from ttrain.device.torch.native.native import Sizing
+from ttrain.graph.graph import Graph, Node
+from ttrain.graph.op import op
+
+Runs = Sequence[tuple[str, Sequence[torch.Tensor | None], Mapping[str, Any]]]
+DTYPES = {dtype: ours for ours, dtype in TORCH_DTYPES.items()}
+
+
+def node_of(name: str, inputs: Sequence[torch.Tensor | None], attributes: Mapping[str, Any]) -> Node:
+    graph = Graph()
+    values = [
+        None if x is None else graph.input(f"{index}", TensorSpec(tuple(x.shape), DTYPES[x.dtype]))
+        for index, x in enumerate(inputs)
+    ]
+    op(name).record(*values, graph=graph, **attributes)
+    return graph.nodes[0]
+
+
+def run_all(device: NativeDevice, runs: Runs) -> list[list[torch.Tensor]]:
+    """Outputs of each op, after one library was compiled for all."""
+    nodes = [node_of(*run) for run in runs]
+    device.native.prepare(nodes)
+    results = []
+    for node, (_, inputs, _) in zip(nodes, runs, strict=True):
+        kernel, given = device.kernels[node.op.name], [None if x is None else x.clone() for x in inputs]
+        aliases = node.op.aliases(node)
+        outs = [
+            given[aliases[index]] if index in aliases else device.allocate(output.spec)
+            for index, output in enumerate(node.outputs)
+        ]
+        specs = [None if value is None else value.spec for value in node.inputs]
+        work = kernel.workspace_specs(specs, [output.spec for output in node.outputs], node.attributes)
+        kernel.bind(given, outs, node.attributes, [device.allocate(spec) for spec in work])()
+        results.append([out for out in outs if out is not None])
+    return results
+
+
+def test_functions_are_accurate_to_a_few_ulp(device: NativeDevice) -> None:
+    ranges: list[tuple[str, float, float, float, Mapping[str, Any]]] = [
+        ("exp", -87.0, 88.7, 1.5, {}),
+        ("exp", -1.0, 1.0, 1.5, {}),
+        ("log", 1e-37, 1e3, 1.5, {}),
+        ("log", 0.5, 2.0, 1.5, {}),
+        ("tanh", -10.0, 10.0, 2.0, {}),
+        ("tanh", -0.7, 0.7, 2.0, {}),
+        ("sqrt", 0.0, 1e6, 0.51, {}),
+        ("gelu", -1.0, 8.0, 6.0, {"approximate": "none"}),
+        ("gelu", -1.0, 8.0, 6.0, {"approximate": "tanh"}),
+    ]
+    values = [torch.linspace(low, high, 100003) for _, low, high, _, _ in ranges]
+    runs = [(name, [x], attributes) for (name, *_, attributes), x in zip(ranges, values, strict=True)]
+    for (name, low, high, most, attributes), x, (y,) in zip(ranges, values, run_all(device, runs), strict=True):
+        exact = op(name).reference(x.double(), **attributes)
+        unit = torch.from_numpy(np.spacing(np.abs(exact.float().numpy()))).double()
+        errors = (y.double() - exact).abs() / unit.clamp(min=1e-45)
+        assert float(errors.max()) <= most, (name, low, high, float(errors.max()), float(x[errors.argmax()]))
+
+
+SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, -1e-40, 3.4e38, -3.4e38, 89.0, -104.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["exp", "log", "tanh", "sqrt", "relu"])
+def test_special_values(device: NativeDevice, name: str) -> None:
+    x = torch.tensor(SPECIAL)
+    ((y,),) = run_all(device, [(name, [x], {})])
+    torch.testing.assert_close(y, getattr(torch, name)(x), equal_nan=True, rtol=3e-7, atol=1e-44)
+
+
+def test_nan_reaches_the_end_of_every_activation(device: NativeDevice) -> None:
+    x = torch.full((33,), float("nan"))
+    forms = ({"approximate": "tanh"}, {"approximate": "none"})
+    runs: Runs = [("gelu", [x], form) for form in forms] + [("gelu_grad", [x, x], form) for form in forms]
+    runs = [*runs, ("softmax", [x], {"scale": 1.0, "causal": False}), ("clip_factor", [x[0]], {"limit": 1.0})]
+    for results in run_all(device, runs):
+        assert results[0].isnan().all()
+
+
+def test_bf16_rounds_as_torch_does(device: NativeDevice) -> None:
+    generator = torch.Generator().manual_seed(1)
+    bits = torch.randint(-(2**31), 2**31 - 1, (200_001,), generator=generator, dtype=torch.int64).to(torch.int32)
+    bits[:1000] = (bits[:1000] & -65536) | 0x8000  # halfway between two bf16 numbers
+    x = bits.view(torch.float32)
+    normal = x.isnan() | (x.abs() >= torch.finfo(torch.float32).tiny)  # hardware takes subnormals for zero
+    ((y,), (z,)) = run_all(
+        device, [("cast", [x], {"dtype": DType.BF16}), ("cast", [x.bfloat16()], {"dtype": DType.FP32})]
+    )
+    expected = x.bfloat16()
+    assert torch.equal(y[normal].isnan(), expected[normal].isnan())
+    both = normal & ~expected.isnan()
+    assert torch.equal(y[both].view(torch.int16), expected[both].view(torch.int16))
+    assert torch.equal(z[both], expected[both].float())
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.999])
+def test_masks_are_those_of_the_definition(device: NativeDevice, p: float) -> None:
+    x, seed = torch.ones(3, 1001), torch.tensor(2**62 + 12345)
+    attributes = {"p": p, "stream": 2**32 - 3}
+    ((y,),) = run_all(device, [("dropout", [x, seed], attributes)])
+    expected = op("dropout").reference(x.double(), seed, **attributes)
+    assert torch.equal(y != 0, expected != 0)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-6, atol=0)
+
+
+def test_ids_and_targets_beyond_the_vocabulary_become_nan(device: NativeDevice) -> None:
+    ids, weight, one = torch.tensor([2, 7, -1, 2**40]), torch.ones(7, 5), torch.tensor(1.0)
+    logits = torch.randn(4, 7)
+    looked_up, gradient, loss = run_all(
+        device,
+        [
+            ("embedding", [ids, weight], {}),
+            ("embedding_grad", [torch.ones(4, 5), ids], {"vocabulary": 7}),
+            ("cross_entropy", [logits, ids, one], {}),
+        ],
+    )
+    assert looked_up[0].isnan().all(1).tolist() == [False, True, True, True]
+    assert gradient[0].sum() == 5 and bool((gradient[0][2] == 1).all())
+    assert bool(loss[0].isnan())
+
+
+def large_runs() -> Runs:
+    """One op of every family, large enough that two threads share it."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    runs: list[tuple[str, Sequence[torch.Tensor | None], Mapping[str, Any]]] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        x, y, w = normal(96, 130, dtype=dtype), normal(96, 130, dtype=dtype), normal(130)
+        mean, rstd, ids = normal(96), normal(96).abs(), torch.arange(96) * 7 % 13
+        qkv, dy = normal(2, 40, 3 * 48, dtype=dtype), normal(2, 40, 48, dtype=dtype)
+        lse, one, flat = normal(2, 3, 40) + 5, torch.tensor(0.01), [normal(300, 70), normal(130)]
+        runs += [
+            ("gelu", [x], {"approximate": "tanh"}),
+            ("add", [x, w.to(dtype)], {}),
+            ("layer_norm_grad", [x, y, mean, rstd, w, x], {"bias": True}),
+            ("reduce_sum", [x], {"axes": (0,)}),
+            ("softmax", [x], {"scale": 0.3, "causal": False}),
+            ("self_attention", [qkv, None], {"heads": 3, "p": 0.0, "stream": 0}),
+            ("self_attention_grad", [dy, qkv, dy, lse, None], {"heads": 3, "p": 0.0, "stream": 0}),
+            ("embedding_grad", [x, ids], {"vocabulary": 13}),
+            ("matmul", [x, y], {"transpose_a": True, "transpose_b": False}),
+            ("linear", [x, y, None], {}),
+            ("linear_cross_entropy", [x, y, ids, one], {"chunk": 50, "gradients": True}),
+            ("global_norm", [x, y, *flat], {}),
+            ("adamw_update", [*flat, x.new_tensor(0).expand(300, 70).contiguous() + 1, x[0], *flat,
+                              *(t.abs() for t in flat), one, one * 100, None],
+             {"count": 2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}),
+        ]  # fmt: skip
+    return runs
+
+
+def test_the_number_of_threads_changes_no_bit(folder: Path) -> None:
+    results = []
+    for threads in (1, 3):
+        device = open_device(Sizing(threads, thread_cost=1, block=128), folder)
+        results.append(run_all(device, large_runs()))
+        device.close()
+    for (name, *_), first, second in zip(large_runs(), *results, strict=True):
+        for one, two in zip(first, second, strict=True):
+            assert torch.equal(one, two), name
+
+
+def test_large_shapes_agree_with_the_reference(device: NativeDevice) -> None:
+    runs = [run for run in large_runs() if run[0] != "self_attention_grad"]  # whose statistics can't be random
+    for (name, inputs, attributes), outputs in zip(runs, run_all(device, runs), strict=True):
+        exact = [None if x is None else x.double() if x.is_floating_point() else x for x in inputs]
+        expected = op(name).reference(*exact, **attributes)
+        expected = expected if isinstance(expected, list | tuple) else [expected]
+        for got, wanted in zip(outputs, expected, strict=True):
+            scale = float(wanted.abs().max())
+            error = float((got.double() - wanted).abs().max()) / scale
+            narrow = torch.bfloat16 in (got.dtype, inputs[0].dtype)  # logits are rounded before the softmax
+            assert error < (3e-2 if narrow else 5e-6), name

@@ -1,0 +1,94 @@
+"""Every generated kernel against its op's reference in fp64, on every case of the registry."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.native.conftest import NativeDevice, every_case, is_native
+from tests.ops.harness import Interpreter, all_cases, as_torch, draw, record, reference
+from tests.ops.test_forward import output_name
+from tests.ops.tolerances import tolerance
+from tests.ops.ulp import assert_within
+from ttrain.core.spec import DType
+from ttrain.device.torch.native.request import Request
+from ttrain.device.torch.native.rows import RULES
+from ttrain.graph.op import REGISTRY, Case, Op
+
+WITHOUT_ARITHMETIC = {"reshape", "copy_reshape", "all_reduce", "all_reduce_state"}
+
+
+def test_every_op_that_computes_has_a_rule() -> None:
+    assert {op.name for op in REGISTRY} - RULES.keys() == WITHOUT_ARITHMETIC
+    assert not RULES.keys() - {op.name for op in REGISTRY}
+
+
+@pytest.mark.parametrize(("op", "case", "dtype"), every_case())
+def test_kernel_equals_reference(device: NativeDevice, op: Op, case: Case, dtype: DType) -> None:
+    arrays = draw(op, case, dtype)
+    graph, _, outputs = record(op, case, dtype)
+    interpreter = Interpreter(device)
+    interpreter.run(graph, arrays)
+    expected = reference(op, case, [as_torch(array) for array in arrays.values()])
+    for index, (output, value) in enumerate(zip(outputs, expected, strict=True)):
+        name = output_name(op, index)
+        unit, allowed = tolerance(op.name, name, output.spec.dtype, dtype)
+        assert_within(interpreter.read(output), value.double().numpy(), unit, allowed, f"{op.name}.{name}")
+
+
+def test_nearly_all_cases_run_on_generated_code(device: NativeDevice) -> None:
+    others = {p.values[0].name for p in every_case() if p.values[0].name in RULES and not is_native(device, *p.values)}
+    # Products over leading axes, and bf16 products along an odd inner axis or with one that ends in half a pair.
+    assert others == {"matmul", "linear", "linear_cross_entropy"}
+
+
+@pytest.mark.parametrize(("op", "case", "dtype"), every_case(lambda op: op.elementwise))
+def test_elementwise_kernel_may_write_over_an_input(device: NativeDevice, op: Op, case: Case, dtype: DType) -> None:
+    arrays = draw(op, case, dtype)
+    graph, values, outputs = record(op, case, dtype)
+    apart = Interpreter(device)
+    apart.run(graph, arrays)
+    expected = [apart.read(output) for output in outputs]
+    node = graph.nodes[0]
+    for position, value in enumerate(node.inputs):
+        if value is None or value.spec != outputs[0].spec:
+            continue
+        fed = {name: apart.allocate(given.spec) for name, given in values.items()}
+        for name, buffer in fed.items():
+            apart.upload(buffer, np.asarray(arrays[name]))
+        ins = [None if given is None else fed[given.name] for given in node.inputs]
+        shared = ins[position]
+        assert isinstance(shared, torch.Tensor)
+        outs = [shared, *(apart.allocate(output.spec) for output in outputs[1:])]
+        apart.launch_on(node, ins, outs)
+        for out, wanted in zip(outs, expected, strict=True):
+            np.testing.assert_array_equal(out.double().numpy(), wanted, err_msg=f"over {value.name}")
+
+
+@pytest.mark.parametrize(("op", "case", "dtype"), every_case())
+def test_a_launch_repeats_to_the_bit(device: NativeDevice, op: Op, case: Case, dtype: DType) -> None:
+    arrays = draw(op, case, dtype)
+    runs = []
+    for _ in range(2):
+        graph, _, outputs = record(op, case, dtype)
+        interpreter = Interpreter(device)
+        interpreter.run(graph, arrays)
+        runs.append([interpreter.read(output) for output in outputs])
+    for first, second in zip(*runs, strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+def test_fp64_takes_the_way_of_the_base(device: NativeDevice) -> None:
+    tried = 0
+    for parameter in all_cases(DType.FP64):
+        node = record(*parameter.values)[0].nodes[0]
+        request = Request.of_node(node)
+        if DType.FP64 not in [spec.dtype for spec in (*request.inputs, *request.outputs) if spec is not None]:
+            continue
+        tried += 1
+        assert device.native.native(request) is None, node
+        arguments = (request.inputs, request.outputs, node.attributes)
+        base = super(NativeDevice, device).kernels[node.op.name]
+        assert device.kernels[node.op.name].workspace_specs(*arguments) == base.workspace_specs(*arguments)
+    assert tried > 100

@@ -1,0 +1,148 @@
+"""The cache of compiled libraries, and what happens without a compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.native.conftest import require_compiler
+from ttrain.core.errors import UserError
+from ttrain.device.torch.native import toolchain
+from ttrain.device.torch.native.codegen import function_name, library_sources
+from ttrain.device.torch.native.toolchain import CompileError, Toolchain
+
+BODY = "*out<float>(a, 0) = 42.0f;"
+SOURCES = library_sources([BODY], 1)
+
+
+def entries(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.so"))
+
+
+def answer(library: ctypes.CDLL) -> float:
+    number = ctypes.c_float(0)
+    block = (ctypes.c_void_p * 1)(ctypes.addressof(number))
+    function = getattr(library, function_name(BODY))
+    function.argtypes, function.restype = [ctypes.c_void_p], None
+    function(ctypes.addressof(block))
+    return number.value
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    require_compiler()
+    return tmp_path / "cache"
+
+
+def test_a_second_process_finds_what_the_first_compiled(cache: Path) -> None:
+    first, second = Toolchain(cache), Toolchain(cache)
+    assert answer(first.load(SOURCES)) == answer(second.load(SOURCES)) == 42
+    assert (first.compilations, second.compilations) == (1, 0)
+    assert len(entries(cache)) == 1
+    assert [path.suffix for path in cache.iterdir()] == [".so"], "nothing else is left behind"
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "empty"])
+def test_a_damaged_entry_is_built_again(cache: Path, damage: str) -> None:
+    Toolchain(cache).load(SOURCES)
+    (entry,) = entries(cache)
+    content = bytearray(entry.read_bytes())
+    content[len(content) // 2] ^= 1
+    entry.unlink()  # the loaded file itself stays as it is
+    entry.write_bytes(
+        {"truncated": bytes(content[: len(content) // 2]), "changed": bytes(content), "empty": b""}[damage]
+    )
+    again = Toolchain(cache)
+    assert answer(again.load(SOURCES)) == 42
+    assert again.compilations == 1
+    (entry,) = entries(cache)
+    assert Toolchain(cache)._cached(entry.name.split(".")[0]) == entry
+
+
+@pytest.mark.parametrize("change", ["source", "flags", "headers", "processor"])
+def test_what_the_code_depends_on_is_part_of_the_key(cache: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Toolchain(cache).load(SOURCES)
+    sources = SOURCES
+    if change == "source":
+        sources = [*SOURCES[:-1], SOURCES[-1] + "\n"]
+    elif change == "flags":
+        monkeypatch.setattr(toolchain, "FLAGS", (*toolchain.FLAGS, "-O2"))
+    elif change == "headers":
+        monkeypatch.setattr(toolchain, "_headers", lambda: b"others")
+    else:
+        monkeypatch.setattr(toolchain, "processor_features", lambda: "another machine")
+    again = Toolchain(cache)
+    assert answer(again.load(sources)) == 42
+    assert again.compilations == 1
+
+
+def test_two_processes_may_build_the_same_library_at_once(cache: Path) -> None:
+    script = (
+        "import sys\n"
+        "from tests.native.test_toolchain import SOURCES, answer\n"
+        "from ttrain.device.torch.native import Toolchain\n"
+        "sys.stdin.readline()\n"
+        "print(answer(Toolchain().load(SOURCES)))\n"
+    )
+    environment = {**os.environ, "TTRAIN_CACHE": str(cache)}
+    command, root = [sys.executable, "-c", script], Path(__file__).parents[2]
+    running = [
+        subprocess.Popen(command, cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for process in running:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    assert [process.communicate(timeout=100)[0].strip() for process in running] == ["42.0", "42.0"]
+    checked = Toolchain(cache / "native")
+    checked.load(SOURCES)
+    assert checked.compilations == 0
+    assert not [path for path in (cache / "native").iterdir() if path.suffix != ".so"]
+
+
+@pytest.mark.parametrize("command", ["/nonexistent/g++", "no-such-compiler -m64"])
+def test_no_compiler_is_one_message_that_offers_the_static_engine(
+    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", command)
+    with pytest.raises(UserError, match="CXX=.* can't be run.*Install g.. or clang.*engine=static"):
+        Toolchain(tmp_path).load(SOURCES)
+
+
+def test_none_of_the_usual_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="none of g.., c.., clang.. can be run"):
+        Toolchain(tmp_path).load(SOURCES)
+
+
+def test_a_compiler_that_fails_names_the_log(cache: Path) -> None:
+    with pytest.raises(CompileError, match="could not compile the generated kernels") as caught:
+        Toolchain(cache).load(library_sources(["no_such_function();"], 1))
+    (log,) = cache.glob("*.log")
+    assert str(log) in str(caught.value) and "engine=static" in str(caught.value)
+    assert "no_such_function" in log.read_text("utf-8")
+    assert not entries(cache)
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    require_compiler()
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    with pytest.raises(UserError, match=r"can't be kept in .*TTRAIN_CACHE"):
+        Toolchain(blocked / "cache").load(SOURCES)
+
+
+def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path))
+    assert toolchain.cache_folder() == tmp_path / "native"
+    monkeypatch.delenv("TTRAIN_CACHE")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert toolchain.cache_folder() == tmp_path / "xdg" / "ttrain" / "native"

@@ -1,0 +1,149 @@
+"""Ops that no model records: a pass puts them in the place of neighbours that one pass over memory can serve.
+
+All decompose into what they stand for, so only a device that gains by them needs a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ttrain.core.spec import TensorSpec
+from ttrain.graph.graph import Graph, Node, Value
+from ttrain.graph.op import Case, Op, declare, op
+from ttrain.ops.elementwise import add
+from ttrain.ops.update import ADAMW_POSITIVE, OptimizerUpdate
+
+Step = tuple[str, tuple[int, ...], tuple[tuple[str, Any], ...]]  # op name, operands, attributes
+
+
+def step(name: str, *operands: int, **attributes: Any) -> Step:
+    """One step of a program. Operands count the inputs of the fused op first, then the results of the steps."""
+    return name, operands, tuple(sorted(attributes.items()))
+
+
+@declare
+class Fused(Op):
+    """A program of elementwise ops over tensors that broadcast to one shape, which every result has.
+
+    `program` lists the steps (see `step`); `results` tells which steps' values are outputs. A lookup of rows
+    (embedding) may be a step. Values in between need not be rounded to their dtype.
+    """
+
+    name = "fused"
+    family = "fused"
+    inputs = ("inputs*",)
+    outputs = ("results*",)
+    elementwise = True
+    differentiable = False
+
+    def infer(self, *specs: TensorSpec, program: tuple[Step, ...], results: tuple[int, ...]) -> list[TensorSpec]:
+        known: list[TensorSpec] = list(specs)
+        for name, operands, attributes in program:
+            known += op(name).infer_outputs([known[item] for item in operands], dict(attributes))[:1]
+        outputs = [known[len(specs) + item] for item in results]
+        shapes = {spec.shape for spec in known[len(specs) :]}
+        self.require(len(shapes) == 1, f"results of shapes {sorted(shapes)}", "one shape")
+        return outputs
+
+    def reference(self, *tensors: Any, program: tuple[Step, ...], results: tuple[int, ...]) -> Any:
+        known = list(tensors)
+        for name, operands, attributes in program:
+            known.append(op(name).reference(*(known[item] for item in operands), **dict(attributes)))
+        return [known[len(tensors) + item] for item in results]
+
+    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
+        known = list(inputs)
+        for name, operands, attributes in node.attributes["program"]:
+            known.append(op(name).record(*(known[item] for item in operands), **dict(attributes)))
+        return [value for item in node.attributes["results"] if (value := known[len(inputs) + item]) is not None]
+
+    def flops(self, node: Node) -> int:
+        graph = Graph()
+        parts = [graph.input(str(position), value.spec) for position, value in enumerate(node.values)]
+        self.decompose(node, tuple(parts))
+        return sum(part.op.flops(part) for part in graph.nodes)
+
+    def cases(self) -> Sequence[Case]:
+        bias_gelu = (step("add", 0, 1), step("gelu", 2, approximate="tanh"))
+        both = (step("gelu", 1, approximate="tanh"), step("gelu_grad", 0, 1, approximate="tanh"))
+        lookup = (step("embedding", 0, 1), step("add", 4, 2), step("dropout", 5, 3, p=0.25, stream=5))
+        scaled = (step("multiply", 0, 1), step("scale", 3, factor=0.5), step("subtract", 4, 2), step("relu", 5))
+        return [
+            Case(((5, 33), (33,)), {"program": bias_gelu, "results": (0, 1)}),
+            Case(((2, 3, 16), (2, 3, 16)), {"program": both, "results": (1, 0)}),
+            Case(((2, 5), (7, 12), (5, 12), ()), {"program": lookup, "results": (2,)}, _LOOKUP_INTEGERS),
+            Case(((3,), (7, 1), (3, 1), ()), {"program": lookup, "results": (1, 2)}, _LOOKUP_INTEGERS),
+            Case(((4, 2, 3), (), (2, 1)), {"program": scaled, "results": (3,)}),
+            Case(((300,), (1,), (300,)), {"program": scaled, "results": (3, 2)}),
+        ]
+
+
+_LOOKUP_INTEGERS = {"inputs.0": 7, "inputs.3": 2**62}
+
+
+@declare
+class AddEmbeddingGrad(Op):
+    """sum = base + embedding_grad(dy, ids), rounded once. Over its base it touches only the rows that occur."""
+
+    name = "add_embedding_grad"
+    family = "fused"
+    inputs = ("base", "dy", "ids")
+    outputs = ("sum",)
+    elementwise = True
+    differentiable = False
+
+    def infer(self, base: TensorSpec, dy: TensorSpec, ids: TensorSpec) -> TensorSpec:
+        self.require(dy.shape[:-1] == ids.shape, f"dy {dy} and ids {ids}", "equal leading axes")
+        fits = base.rank == 2 and base.shape[1] == dy.shape[-1] and base.dtype is dy.dtype
+        self.require(fits, f"base {base}", f"{dy.dtype}[vocabulary, {dy.shape[-1]}]")
+        return base
+
+    def reference(self, base: Any, dy: Any, ids: Any) -> Any:
+        return base + op("embedding_grad").reference(dy, ids, base.shape[0])
+
+    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
+        base, dy, ids = inputs
+        assert base is not None
+        return [add(base, op("embedding_grad").record(dy, ids, vocabulary=base.shape[0]))]
+
+    def flops(self, node: Node) -> int:
+        return node.input("dy").spec.size
+
+    def cases(self) -> Sequence[Case]:
+        return [
+            Case(((7, 4), (3, 5, 4), (3, 5)), integers={"ids": 7}),
+            Case(((65, 40), (33, 40), (33,)), integers={"ids": 65}),
+        ]
+
+
+@declare
+class AdamWRefresh(OptimizerUpdate):
+    """adamw_update, and `copies` <- the new parameters rounded to the copies' dtype."""
+
+    name = "adamw_refresh"
+    family = "fused"
+    inputs = (
+        "parameters*", "gradients*", "first_moments*", "second_moments*", "copies*", "lr", "step", "factor?",
+    )  # fmt: skip
+    outputs = ("parameters*", "first_moments*", "second_moments*", "copies*")
+    wide = ("parameters", "first_moments", "second_moments", "lr", "step", "factor")
+    slots = ("parameters", "gradients", "first_moments", "second_moments", "copies")
+    scalars = ("lr", "step", "factor")
+
+    def reference(self, *tensors: Any, count: int, **settings: Any) -> Any:
+        given = (*tensors[: 4 * count], *tensors[5 * count :])
+        updated = op("adamw_update").reference(*given, count=count, **settings)
+        return [*updated, *updated[:count]]
+
+    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
+        count = node.attributes["count"]
+        updated = op("adamw_update").record(*inputs[: 4 * count], *inputs[5 * count :], **node.attributes)
+        copies = inputs[4 * count : 5 * count]
+        refreshed = op("refresh").record(*copies, *updated[:count], count=count)
+        return [*updated, *(refreshed if isinstance(refreshed, tuple) else (refreshed,))]
+
+    def cases(self) -> Sequence[Case]:
+        settings = {"count": 2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+        shapes = ((4, 8), (257,))
+        return [Case((*shapes * 5, (), (), factor), settings, positive=ADAMW_POSITIVE) for factor in ((), None)]
