@@ -28,8 +28,8 @@ from ttrain.models.gpt import GPT
 from ttrain.models.mlp import MLP
 from ttrain.models.settings import GPTConfig, MLPConfig
 from ttrain.optim.adamw import AdamW
-from ttrain.optim.sgd import SGD
 from ttrain.optim.settings import AdamWConfig, SGDConfig
+from ttrain.optim.sgd import SGD
 
 Device = Callable[[], Any]
 ROWS, STEPS = 4, 20
@@ -181,7 +181,7 @@ def test_dropout_masks_equal_those_of_the_other_engines(device: Device) -> None:
 
 
 def test_adamw_step_number_moves_under_replay(device: Device) -> None:
-    """SILENT: a stale step leaves the bias correction of step 1 in place. With a constant gradient every update is lr."""
+    """SILENT: a stale step leaves step 1's bias correction in place. With a constant gradient every update is lr."""
     ours = mlp_session("traced", device, AdamW(AdamWConfig(clip_norm=None, weight_decay=0.0, betas=[0.9, 0.999])))
     batch = regression_batch(0)
     for step in range(1, 6):
