@@ -194,7 +194,7 @@ class _Job:
         return progress
 
     def rehearse(self, stack: ExitStack) -> None:
-        """Some steps on a device that computes nothing but tells what steps cost. Writes a record, never a checkpoint."""
+        """Some steps on a device that only tells what steps cost. Writes a record, never a checkpoint."""
         from ttrain.train.rehearsal import rehearse
 
         run = stack.enter_context(closing(self._run_directory()))
