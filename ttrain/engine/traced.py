@@ -78,7 +78,8 @@ class TracedEngine(StaticEngine):
             step.record()
         else:
             steps = [each for each in self._steps if isinstance(each, TracedStep)]
-            if not all([each.warm_up() for each in steps]):
+            warm = [each.warm_up() for each in steps]
+            if not all(warm):
                 return False
             for each in steps:
                 each.record()
