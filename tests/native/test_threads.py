@@ -12,8 +12,13 @@ import torch
 
 from tests.native.conftest import NativeDevice, require_compiler
 from tests.native.test_numbers import node_of
+from ttrain import ops
+from ttrain.core.spec import TensorSpec
 from ttrain.device.torch.kernels.common import Chain
+from ttrain.device.torch.native import NativeKernels, Toolchain
 from ttrain.device.torch.native.launch import NativeLaunch, launch
+from ttrain.device.torch.native.native import Sizing
+from ttrain.graph import Graph
 
 SCRIPT = """
 import os
@@ -90,3 +95,14 @@ def test_joined_launches_keep_their_arguments_alive(device: NativeDevice) -> Non
 def test_a_launch_takes_numbers_and_null_pointers() -> None:
     made = launch(0, [])
     assert made.function == 0 and made.block != 0
+
+
+def test_a_plan_too_small_for_threads_runs_on_a_device_that_has_some(tmp_path: Path) -> None:
+    """Its library holds no parallel function, and the host still finds what it fills in."""
+    require_compiler()
+    kernels = NativeKernels({}, Sizing(threads=2), Toolchain(tmp_path))
+    graph = Graph()
+    x = graph.input("x", TensorSpec((4, 4)))
+    graph.output("y", ops.relu(x))
+    kernels.prepare(graph.nodes)
+    assert kernels.compilations == 1

@@ -3,7 +3,8 @@
 #pragma once
 #include "vector.h"
 
-#define VISIBLE __attribute__((visibility("default")))
+// Also where no function of a library needs threads: the host looks for the pointers in every library.
+#define VISIBLE __attribute__((visibility("default"), used))
 extern "C" {
 inline VISIBLE void (*ttrain_fork)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
 inline VISIBLE int (*ttrain_thread_number)() = nullptr;
