@@ -16,7 +16,7 @@ import torch
 from tests.models.session import Session, tensor_by_tensor_equal, token_batch
 from ttrain import ops
 from ttrain.autodiff import backward
-from ttrain.core.errors import CaptureError, GraphError, ShapeError
+from ttrain.core.errors import CaptureError, GraphError, ShapeError, UserError
 from ttrain.core.spec import TensorSpec
 from ttrain.device.null import NullDevice
 from ttrain.device.settings import DeviceConfig
@@ -46,8 +46,10 @@ def open_computing(kind: str) -> Any:
         return cuda(DeviceConfig(name="cuda"))
     from ttrain.device.torch.native.toolchain import find_compiler
 
-    if find_compiler() is None:
-        pytest.skip("no C++ compiler on this machine")
+    try:
+        find_compiler()
+    except UserError as error:
+        pytest.skip(f"no C++ compiler: {error}")
     return cpu(DeviceConfig(name="cpu", threads=1))
 
 

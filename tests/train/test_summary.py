@@ -33,13 +33,13 @@ def test_meter_without_a_peak() -> None:
     assert meter.read().keys() == {"tokens_per_s", "step_ms"}
 
 
-def test_peak_is_the_best_of_the_first_runs_and_survives_a_damaged_cache(
+def test_peak_is_the_best_of_all_runs_and_survives_a_damaged_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measured = iter([1e11, 3e11, 2e11, 5e11, 6e11, 7e11])
+    measured = iter([1e11, 3e11, 2e11, 4e11, 5e11, 6e11, 7e11])
     monkeypatch.setattr(peak, "_measure", lambda *_: next(measured))
-    assert [peak.measured_peak("cpu", "fp32") for _ in range(4)] == [1e11, 3e11, 3e11, 3e11]
+    assert [peak.measured_peak("cpu", "fp32") for _ in range(4)] == [1e11, 3e11, 3e11, 4e11]
     assert peak.measured_peak("cpu", "bf16") == 5e11
     for number, damage in enumerate(["{damaged", '["list"]']):
         (tmp_path / "ttrain" / "peak.json").write_text(damage)
@@ -58,7 +58,7 @@ def test_measured_peak_is_plausible(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than one addition per nanosecond, less than any machine of this decade."""
     import torch
 
-    monkeypatch.setattr(peak, "_SECONDS", 0.02)
+    monkeypatch.setattr(peak, "_SECONDS", 0.1)
     monkeypatch.setitem(peak._SIZES, "cpu", 256)
     assert 1e9 < peak._measure(torch, "cpu", "fp32", 0) < 1e15
 

@@ -7,21 +7,21 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ttrain.train.files import replace_file
 
-MEASUREMENTS = 3
 _SECONDS = 0.15
 _SIZES = {"cpu": 1024, "cuda": 8192}
 
 
 def measured_peak(device: str, dtype: str, index: int = 0) -> float | None:
-    """FLOP/s of the best of several square matmuls on `cpu` or `cuda`, with the current number of threads.
+    """FLOP/s of the best square matmul ever timed on `cpu` or `cuda`, with the current number of threads.
 
-    `dtype` is fp32 or bf16. The number is kept in the user's cache folder, so only the first runs on a machine measure
-    it. None for devices that torch does not drive.
+    `dtype` is fp32 or bf16. Every run times some products, which takes a fraction of a second; the best number is kept
+    in the user's cache folder. None for devices that torch does not drive.
     """
     if device not in _SIZES:
         return None
@@ -34,44 +34,51 @@ def measured_peak(device: str, dtype: str, index: int = 0) -> float | None:
 
 
 def _measure(torch: Any, device: str, dtype: str, index: int) -> float:
-    """Best FLOP/s; the best, because a neighbour on the machine can only slow a product down."""
+    """Best FLOP/s over the libraries that torch brings; a neighbour on the machine can only slow a product down."""
     size = _SIZES[device]
     place = torch.device(device, index) if device == "cuda" else torch.device(device)
     kind = torch.bfloat16 if dtype == "bf16" else torch.float32
     x, y, out = (torch.full((size, size), 0.5, dtype=kind, device=place) for _ in range(3))
-    fastest, stop = float("inf"), time.perf_counter() + _SECONDS
-    while time.perf_counter() < stop or fastest == float("inf"):
-        if device == "cuda":
-            torch.cuda.synchronize(index)
-        start = time.perf_counter()
-        torch.mm(x, y, out=out)
-        if device == "cuda":
-            torch.cuda.synchronize(index)
-        fastest = min(fastest, time.perf_counter() - start)
+    products = [lambda: torch.mm(x, y, out=out)]
+    onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    if device == "cpu" and kind is torch.float32 and onednn is not None and torch.backends.mkldnn.is_available():
+        products.append(lambda: onednn.default(x, y, None, "none", [], ""))
+    synchronize = partial(torch.cuda.synchronize, index) if device == "cuda" else lambda: None
+    fastest = min(_fastest(product, synchronize) for product in products)
     return 2 * size**3 / fastest
 
 
+def _fastest(product: Callable[[], Any], synchronize: Callable[[], Any]) -> float:
+    """Seconds of the fastest of the products that fit into the time."""
+    fastest, stop = float("inf"), time.perf_counter() + _SECONDS
+    while time.perf_counter() < stop or fastest == float("inf"):
+        synchronize()
+        start = time.perf_counter()
+        product()
+        synchronize()
+        fastest = min(fastest, time.perf_counter() - start)
+    return fastest
+
+
 def _cached(key: str, measure: Callable[[], float]) -> float:
-    """The best of the first MEASUREMENTS measurements: a neighbour on the machine can spoil one of them."""
+    """The best of all measurements: a neighbour on the machine can spoil one of them, or many."""
     path = cache_folder() / "peak.json"
     known = _read(path)
-    entry = known.get(key, {"flops": 0.0, "measurements": 0})
-    if entry["measurements"] >= MEASUREMENTS:
-        return entry["flops"]
-    entry = {"flops": max(entry["flops"], measure()), "measurements": entry["measurements"] + 1}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps({**known, key: entry}, indent=2) + "\n")
-    except OSError:  # a home that can't be written: every run measures
-        pass
-    return entry["flops"]
+    before = known.get(key, 0.0)
+    best = max(before, measure())
+    if best > before:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, json.dumps({**known, key: best}, indent=2) + "\n")
+        except OSError:  # a home that can't be written: every run starts from nothing
+            pass
+    return best
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, float]:
     """Entries of the cache that are whole."""
     try:
-        stored = json.loads(path.read_text("utf-8"))
-        return {key: {"flops": float(e["flops"]), "measurements": int(e["measurements"])} for key, e in stored.items()}
+        return {key: float(flops) for key, flops in json.loads(path.read_text("utf-8")).items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
