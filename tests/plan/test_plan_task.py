@@ -9,7 +9,15 @@ import pytest
 
 from ttrain.cli import main
 
-SMALL = ["task=plan", "model.layers=1", "model.width=32", "model.heads=2", "model.context=16", "model.vocabulary=29"]
+SMALL = [
+    "task=plan",
+    "plan.time=false",
+    "model.layers=1",
+    "model.width=32",
+    "model.heads=2",
+    "model.context=16",
+    "model.vocabulary=29",
+]
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -35,6 +43,7 @@ def test_gpt2_has_as_many_parameters_as_published(capsys: pytest.CaptureFixture[
     file = tmp_path / "plan.json"
     words = [
         "task=plan",
+        "plan.time=false",
         "model=gpt2",
         "model.vocabulary=50257",
         "device=cpu",
@@ -114,7 +123,7 @@ def test_a_card_holds_whole_tiles(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def test_an_mlp_plans_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["task=plan", "model=mlp"]) == 0
+    assert main(["task=plan", "model=mlp", "plan.time=false"]) == 0
     assert "layers.*" in capsys.readouterr().out
 
 

@@ -36,6 +36,12 @@ class PlanConfig:
         choices=("graph", "backward", "plan"),
     )  # fmt: skip
     json: str | None = option(None, "file to write the same numbers into, in bytes and operations", path=True)
+    picture: str | None = option(None, "image file for the planned memory over time, such as plan.png", path=True)
+    time: bool = option(
+        True, "expect a step's time; on the CPU and on a GPU each kernel is timed once for that, and the time is kept"
+    )
+    limits: bool = option(False, "search the largest micro-batch and context that fit, by planning a few of each")
+    memory_gb: float | None = option(None, "memory to fit into, in GiB; null takes that of the device", above=0)
 
 
 @dataclass

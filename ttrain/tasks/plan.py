@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ttrain.config import build
 from ttrain.config.schema import Config
+from ttrain.core.units import format_bytes
+from ttrain.graph.graph import Kind
 
 if TYPE_CHECKING:
+    from ttrain.device.base import Device
+    from ttrain.engine.base import Step
     from ttrain.models.base import Model
     from ttrain.train.plan_report import PlanReport, Table
     from ttrain.train.session import Session
@@ -23,11 +28,14 @@ def run(config: Config) -> None:
     with closing(build.planned_device(config.device)) as device, closing(_session(config, model, device)) as session:
         steps = session.build_training()
         report = plan_report(session.graph, session.state, steps)
-        _print(_title(config, model, device.name), report)
+        extra = _Extra(config, session, steps, report, device)
+        _print(_title(config, model, device.name), [*report.tables(), *extra.tables])
         if config.plan.show is not None:
             _show(config.plan.show, session, steps)
         if config.plan.json is not None:
-            _write_json(config, device.name, report)
+            _write_json(config, device.name, {**report.to_dict(), **extra.values})
+        if config.plan.picture is not None:
+            _draw(config.plan.picture, report, steps)
 
 
 def _model(config: Config) -> Model:
@@ -56,15 +64,17 @@ def _title(config: Config, model: Model, device: str) -> str:
     return "; ".join(parts) + "."
 
 
-def _print(title: str, report: PlanReport) -> None:
+def _print(title: str, tables: Sequence[Table]) -> None:
     from rich.console import Console
+
+    from ttrain.train.plan_report import plain_table
 
     console = Console()
     print(title + "\n")
     if not console.is_terminal:
-        print(report.text())
+        print("\n".join(map(plain_table, tables)))
         return
-    for table in report.tables():
+    for table in tables:
         console.print(_rich(table))
         for note in table.notes:
             console.print(note, markup=False, highlight=False, style="dim")
@@ -101,7 +111,113 @@ def _show(what: str, session: Session, steps: Any) -> None:
         print(f"step {name}\n{text}\n")
 
 
-def _write_json(config: Config, device: str, report: PlanReport) -> None:
+class _Extra:
+    """What goes beyond the plan itself: expected time, limits, padding."""
+
+    def __init__(
+        self, config: Config, session: Session, steps: Mapping[str, Step], report: PlanReport, device: Device
+    ) -> None:
+        self.config, self.report, self.device = config, report, device
+        self.tables: list[Table] = []
+        self.values: dict[str, Any] = {}
+        self._padding(session, steps)
+        if config.plan.time:
+            self._time(self._timed_steps(steps), session.graph.chips)
+        if config.plan.limits:
+            self._limits()
+
+    def _padding(self, session: Session, steps: Mapping[str, Step]) -> None:
+        from ttrain.train.padding import padding_table, padding_values
+
+        if not self.device.arenas:
+            values = padding_values(session.state, steps, self.device)
+            self.values["tile_padding"] = values
+            self.tables.append(padding_table(values))
+
+    def _timed_steps(self, steps: Mapping[str, Step]) -> Mapping[str, Step]:
+        """Steps whose kernels can be timed: a traced step that would be compiled is timed as static runs it."""
+        config = self.config
+        if config.engine.name != "traced" or self.device.compiler() is None:
+            return steps
+        config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, name="static"))
+        with self._planning(config) as session:
+            return {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
+
+    def _time(self, steps: Mapping[str, Step], chips: int) -> None:
+        from ttrain.tasks.expected import expected_time
+        from ttrain.train.plan_report import Table
+
+        estimate, why_not = expected_time(self.config, steps, self.report, self.device, chips)
+        if estimate is not None:
+            self.tables += estimate.tables()
+            self.values["expected"] = estimate.to_dict()
+        else:
+            self.tables.append(Table("Expected time of one optimizer step", ("", ""), [], (why_not,)))
+
+    def _limits(self) -> None:
+        from ttrain.train.limits import device_memory, largest, limit_text
+        from ttrain.train.plan_report import Table
+
+        known = device_memory(self.device.name)
+        given = self.config.plan.memory_gb
+        if given is not None:
+            known = int(given * 2**30), "plan.memory_gb"
+        if known is None:
+            note = f"The memory of {self.device.name} can't be told without it; give plan.memory_gb."
+            self.tables.append(Table("Largest that fits", ("", ""), [], (note,)))
+            return
+        available, source = known
+        train = self.config.train
+        rows = largest(self._with_rows, train.batch_size // train.accumulation, available)
+        found = {"micro_batch": vars(rows)}
+        lines = [("micro-batch, at this context", limit_text(rows, "micro-batch"))]
+        context = getattr(build.data_sizes(self.config), "context", None)
+        if context is not None:
+            length = largest(self._with_context, context, available, step=32)
+            found["context"] = vars(length)
+            lines.append(("context, at this micro-batch", limit_text(length, "context")))
+        self.values["largest"] = {"available_bytes": available, "source": source, **found}
+        note = f"Of {format_bytes(available)}, {source}; what the runtime itself takes comes on top."
+        self.tables.append(Table("Largest that fits", ("", "value (planned memory)"), lines, (note,)))
+
+    @staticmethod
+    @contextmanager
+    def _planning(config: Config) -> Iterator[Session]:
+        """A session of another config on a device that is planned only."""
+        model = _model(config)
+        with closing(build.planned_device(config.device)) as device, closing(_session(config, model, device)) as opened:
+            yield opened
+
+    def _with_rows(self, rows: int) -> int:
+        train = self.config.train
+        return self._planned(
+            dataclasses.replace(self.config, train=dataclasses.replace(train, batch_size=rows * train.accumulation))
+        )
+
+    def _with_context(self, context: int) -> int:
+        return self._planned(
+            dataclasses.replace(self.config, model=dataclasses.replace(self.config.model, context=context))
+        )
+
+    def _planned(self, config: Config) -> int:
+        """Planned bytes of the training steps of another config."""
+        with self._planning(config) as session:
+            steps = [session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()]
+            state = sum(session.state.nbytes(kind) for kind in Kind if kind.is_state)
+            return state + max(step.plan.arena_bytes for step in steps if step.plan is not None)
+
+
+def _draw(file: str, report: PlanReport, steps: Mapping[str, Step]) -> None:
+    from pathlib import Path
+
+    from ttrain.train.memory_picture import save_picture
+
+    plans = {name: step.plan for name, step in steps.items() if name in report.per_step and step.plan is not None}
+    save_picture(plans, report.placed, Path(file))
+    print(f"Memory over time: {file}")
+
+
+def _write_json(config: Config, device: str, values: dict[str, Any]) -> None:
     from pathlib import Path
 
     from ttrain.core.errors import UserError
@@ -112,6 +228,6 @@ def _write_json(config: Config, device: str, report: PlanReport) -> None:
     sizes = {"batch_size": config.train.batch_size, "accumulation": config.train.accumulation}
     head = {**names, "precision": config.precision.name, **sizes}
     try:
-        replace_file(path, to_json({**head, **report.to_dict()}))
+        replace_file(path, to_json({**head, **values}))
     except OSError as error:
         raise UserError(f"plan.json={path}: can't be written: {error.strerror or error}. Give another file.") from None

@@ -23,4 +23,4 @@ class VerifyConfig:
         False, "on a Tenstorrent device, answer by the reference functions that ttnn ships instead of by a card"
     )
     tolerance: float = option(1.0, "factor on every allowed error", above=0)
-    json: str | None = option(None, "file to write every comparison into")
+    json: str | None = option(None, "file to write every comparison into", path=True)

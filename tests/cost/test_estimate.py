@@ -1,0 +1,162 @@
+"""Expected times of a step: what they add up from, what is recommended, and why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ttrain.cli import main
+from ttrain.core.spec import DType
+from ttrain.device.settings import DeviceConfig
+from ttrain.device.torch.device import cpu
+from ttrain.device.ttnn.settings import TenstorrentConfig
+from ttrain.engine.state import State
+from ttrain.engine.static import StaticEngine
+from ttrain.graph.graph import Kind
+from ttrain.models.gpt import GPT
+from ttrain.models.settings import GPTConfig
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.settings import AdamWConfig
+from ttrain.train.estimate import Work, host_estimate, wormhole_estimate, wormhole_time
+from ttrain.train.kernel_times import KernelTimes
+from ttrain.train.memory_picture import memory_over_time
+from ttrain.train.step_graph import StepGraph
+
+SMALL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=32", "model.vocabulary=29"]
+
+
+@pytest.fixture(scope="module")
+def steps() -> Any:
+    from ttrain.config.build import planned_device
+
+    model = GPT(GPTConfig(layers=1, heads=2, width=64, context=32, vocabulary=65), DType.FP32)
+    graph = StepGraph(model, AdamW(AdamWConfig()), 2)
+    device = planned_device(DeviceConfig(name="cpu", threads=1))
+    engine = StaticEngine(device, State(device, graph.state_tensors()))
+    return {"train": engine.build("train", graph.trace_train)}
+
+
+@pytest.fixture
+def work(steps: Any) -> Work:
+    return Work.of(steps, {"train": 1})
+
+
+class Fixed:
+    """One millisecond for every kernel."""
+
+    def of(self, nodes: Any) -> list[float]:
+        return [1e-3] * len(nodes)
+
+
+def test_a_host_estimate_adds_the_kernels_up(work: Work) -> None:
+    found = host_estimate(work, Fixed(), "static", 64, "tokens", 10**6, 1e9, "cpu")
+    time = found.time
+    assert time.compute + time.bandwidth == pytest.approx(1e-3 * work.launches)
+    assert time.total == pytest.approx(time.compute + time.bandwidth + time.dispatch + time.host_input)
+    assert time.bottleneck in ("compute", "bandwidth") and found.recommended.engine == "static"
+    dynamic = host_estimate(work, Fixed(), "dynamic", 64, "tokens", 10**6, 1e9, "cpu")
+    assert dynamic.time.total > time.total
+    assert {"step_ms", "tokens_per_s", "bottleneck", "parts_ms", "recommended", "reason"} <= found.to_dict().keys()
+
+
+def test_a_step_of_small_programs_wants_a_capture(work: Work) -> None:
+    card = TenstorrentConfig(name="n300")
+    assert wormhole_time(work, card, "static").bottleneck == "dispatch"
+    small = wormhole_estimate(work, card, "static", 64, "tokens", 10**6)
+    assert small.recommended.engine == "traced" and "traced takes" in small.reason
+    assert len(small.ways) == 12 and small.peak == pytest.approx(57.344e12)
+
+
+def test_two_queues_hide_the_input(work: Work) -> None:
+    heavy = Work(work.nodes, 10, 10**8)
+    one, two = (wormhole_time(heavy, TenstorrentConfig(name="n300", command_queues=n), "traced") for n in (1, 2))
+    assert two.total == pytest.approx(max(one.host_input, one.total - one.host_input)) and two.total < one.total
+    assert one.bottleneck == "host_input"
+
+
+def test_every_kernel_of_a_plan_is_timed_once_and_remembered(steps: Any, tmp_path: Path) -> None:
+    nodes = steps["train"].plan.launched
+    opened = []
+
+    def device() -> Any:
+        opened.append(cpu(DeviceConfig(name="cpu", threads=1)))
+        return opened[-1]
+
+    first = KernelTimes(device, "a machine", tmp_path / "kernels.json")
+    times = first.of(nodes)
+    first.close()
+    assert len(times) == len(nodes) and all(time > 0 for time in times) and 0 < first.measured <= len(nodes)
+    again = KernelTimes(device, "a machine", tmp_path / "kernels.json")
+    assert again.of(nodes) == times and again.measured == 0 and len(opened) == 1
+    other = KernelTimes(device, "another", tmp_path / "kernels.json")
+    other.of(nodes[:1])
+    other.close()
+    assert other.measured == 1
+
+
+def test_a_damaged_cache_is_measured_again(steps: Any, tmp_path: Path) -> None:
+    (tmp_path / "kernels.json").write_text("{not json", "utf-8")
+    times = KernelTimes(lambda: cpu(DeviceConfig(name="cpu", threads=1)), "m", tmp_path / "kernels.json")
+    assert len(times.of(steps["train"].plan.launched[:2])) == 2
+    times.close()
+    assert json.loads((tmp_path / "kernels.json").read_text("utf-8"))
+
+
+def test_memory_over_time_peaks_where_the_plan_says(steps: Any) -> None:
+    plan = steps["train"].plan
+    series = memory_over_time(plan)
+    total = sum(series.values())
+    assert np.max(total) <= plan.peak_bytes() <= plan.arena_bytes and np.max(total) > 0.9 * plan.peak_bytes()
+    assert plan.state_bytes()[Kind.PARAMETER.value] > 0
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert main(["task=plan", *SMALL, *words]) == code
+    out, err = capsys.readouterr()
+    return out + err
+
+
+def test_the_task_tells_time_limits_and_padding_and_draws(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    files = [f"plan.json={tmp_path}/plan.json", f"plan.picture={tmp_path}/plan.png"]
+    text = planned(capsys, "device=cpu", "plan.limits=true", "plan.memory_gb=0.01", *files)
+    assert "Expected time of one optimizer step" in text and "Largest that fits" in text and "Recommended: " in text
+    found = json.loads((tmp_path / "plan.json").read_text("utf-8"))
+    assert found["expected"]["step_ms"] > 0 and found["expected"]["tokens_per_s"] > 0
+    available = found["largest"]["available_bytes"]
+    assert available == int(0.01 * 2**30)
+    for what in ("micro_batch", "context"):
+        assert 0.8 * available < found["largest"][what]["nbytes"] <= available
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("device", ["n150", "n300", "t3000"])
+def test_a_card_s_time_is_from_the_model_and_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, device: str
+) -> None:
+    text = planned(capsys, f"device={device}", "precision=bf16", f"plan.json={tmp_path}/plan.json")
+    assert "the cost model of a Wormhole chip" in text and "not from a card" in text and "Padding to tiles" in text
+    found = json.loads((tmp_path / "plan.json").read_text("utf-8"))
+    assert found["tile_padding"]["state_padded_bytes"] >= found["tile_padding"]["state_bytes"] > 0
+    assert "device.dispatch=" in found["expected"]["recommended"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["device=p150"], "no cost model of a Blackhole"), (["device=null"], "computes nothing"),
+     (["device=null", "plan.limits=true"], "give plan.memory_gb")],
+    ids=str,
+)  # fmt: skip
+def test_what_can_t_be_told_is_said(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert message in planned(capsys, *words)
+
+
+def test_a_picture_that_can_t_be_written_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    text = planned(capsys, "device=n150", "plan.picture=/nowhere/plan.png", code=2)
+    assert "plan.picture=/nowhere/plan.png: can't be written" in text
