@@ -160,3 +160,10 @@ def test_what_can_t_be_told_is_said(capsys: pytest.CaptureFixture[str], words: l
 def test_a_picture_that_can_t_be_written_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     text = planned(capsys, "device=n150", "plan.picture=/nowhere/plan.png", code=2)
     assert "plan.picture=/nowhere/plan.png: can't be written" in text
+
+
+def test_what_fits_does_not_depend_on_how_long_the_data_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("to be or not to be " * 40, "utf-8")
+    words = [*SMALL[:3], "model.context=32", "data=text", f"data.path={tmp_path}/short.txt", "device=cpu"]
+    assert main(["task=plan", *words, "plan.time=false", "plan.limits=true", "plan.memory_gb=0.1"]) == 0
+    assert "context, at this micro-batch" in capsys.readouterr().out

@@ -118,6 +118,7 @@ class _Extra:
         self, config: Config, session: Session, steps: Mapping[str, Step], report: PlanReport, device: Device
     ) -> None:
         self.config, self.report, self.device = config, report, device
+        self.vocabulary = getattr(session.graph.model.config, "vocabulary", None)
         self.tables: list[Table] = []
         self.values: dict[str, Any] = {}
         self._padding(session, steps)
@@ -180,11 +181,10 @@ class _Extra:
         note = f"Of {format_bytes(available)}, {source}; what the runtime itself takes comes on top."
         self.tables.append(Table("Largest that fits", ("", "value (planned memory)"), lines, (note,)))
 
-    @staticmethod
     @contextmanager
-    def _planning(config: Config) -> Iterator[Session]:
-        """A session of another config on a device that is planned only."""
-        model = _model(config)
+    def _planning(self, config: Config) -> Iterator[Session]:
+        """A session of another config on a device that is planned only. The data may be too short for it."""
+        model = build.build_model(config, self.vocabulary)
         with closing(build.planned_device(config.device)) as device, closing(_session(config, model, device)) as opened:
             yield opened
 
