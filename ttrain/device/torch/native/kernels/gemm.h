@@ -5,7 +5,7 @@
 #include "vector_math.h"
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr int TILE_ROWS = 6;  // 16 vector registers
+constexpr int TILE_ROWS = 4;  // 16 vector registers
 #else
 constexpr int TILE_ROWS = 8;  // 32
 #endif

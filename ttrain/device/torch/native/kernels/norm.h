@@ -12,8 +12,7 @@ INLINE Statistics statistics(const float* row, float eps) {
     over_row<C>([&](i64 j, auto lanes) { sum += load(row + j, lanes); });
     const float mean = sum_lanes(sum) / C;
     over_row<C>([&](i64 j, auto lanes) {
-        vf d = load(row + j, lanes) - mean;
-        d = first_lanes(d, lanes.count, vf{});
+        vf d = first_lanes(load(row + j, lanes) - mean, lanes.count, vf{});
         square += d * d;
     });
     return {mean, 1.0f / __builtin_sqrtf(sum_lanes(square) / C + eps)};
