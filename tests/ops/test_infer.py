@@ -26,6 +26,7 @@ def int64(*shape: int) -> TensorSpec:
 
 ADAMW = {"count": 1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0}
 SGD = {"count": 1, "momentum": 0.9, "nesterov": False, "weight_decay": 0.0}
+TWO_RELUS = (("relu", (0,), ()), ("relu", (1,), ()))
 HEAD = {"chunk": 2, "gradients": True}
 # (op, inputs, attributes, what the message has to name)
 REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
@@ -98,8 +99,13 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("adamw_update", [fp32(4), fp32(4), fp32(4), fp32(4), fp32(), None], ADAMW, "3"),
     ("sgd_update", [fp32(4), fp32(5), fp32(4), fp32(), None], SGD, "one shape per parameter"),
     ("refresh", [bf16(4), fp32(5)], {"count": 1}, "equal shapes"),
+    ("fused", [fp32(4), fp32(2, 4)], {"program": TWO_RELUS, "results": (0, 1)}, "one shape"),
+    ("adamw_refresh", [*[fp32(4)] * 4, bf16(5), fp32(), fp32(), None], ADAMW, "one shape per parameter"),
+    ("add_embedding_grad", [fp32(7, 3), fp32(4, 3), int64(5)], {}, "equal leading axes"),
+    ("add_embedding_grad", [fp32(7, 2), fp32(4, 3), int64(4)], {}, "[vocabulary, 3]"),
+    ("all_reduce", [int64(4)], {}, "floating-point"),
 ]
-ANYTHING_GOES = {"full"}
+ANYTHING_GOES = {"full", "all_reduce_state"}
 
 
 def test_every_op_with_a_rule_is_listed() -> None:

@@ -60,7 +60,7 @@ def reference_run(job: Any, steps: int) -> list[float]:
         table = model.state.arrays["table.weight"] if table is None else table
         velocity = np.zeros_like(table) if velocity is None else velocity
         model.state.arrays["table.weight"] = table
-        weight = 1 / (batch["targets"] >= 0).sum()
+        weight = 1 / int((batch["targets"] >= 0).sum())
         loss, gradient = model._loss({**batch, "seed": step_seed(7, step), "loss_weight": weight}, masked=True)
         norm = np.sqrt((gradient.astype(np.float64) ** 2).sum())
         velocity = np.float32(0.9) * velocity + np.float32(min(1.0, 1.0 / (norm + 1e-6))) * gradient

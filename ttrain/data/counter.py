@@ -83,8 +83,7 @@ def _round(half: Words, keys: Words) -> Words:
 
 def _unit(words: Words) -> NDArray[np.float64]:
     """Words to fp64 in (0, 1]."""
-    unit: NDArray[np.float64] = ((words >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
-    return unit
+    return ((words >> np.uint64(11)) + np.uint64(1)).astype(np.float64) * 2.0**-53
 
 
 def _mix(word: int) -> int:

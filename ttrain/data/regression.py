@@ -82,7 +82,7 @@ class RegressionDataset:
         return {"inputs": features.astype(np.float32), "targets": targets.astype(np.float32)}
 
     def _normals(self, stream: int, numbers: Words, width: int) -> NDArray[np.float64]:
-        counters = numbers[:, None] * np.uint64(width) + np.arange(width, dtype=np.uint64)
+        counters: Words = numbers[:, None] * np.uint64(width) + np.arange(width, dtype=np.uint64)
         return random_normals(derive_key(stream, self._config.seed), counters)
 
     def _weights(self, stream: int, rows: int, columns: int) -> NDArray[np.float64]:

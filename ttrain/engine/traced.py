@@ -125,7 +125,9 @@ class TracedStep(StaticStep):
             return False
         self.take_addresses()
         assert self._bound is not None
-        zeros = {key: np.zeros(spec.shape, NUMPY_DTYPES[spec.dtype]) for key, spec in self.inputs.items()}
+        zeros: dict[str, np.ndarray] = {
+            key: np.zeros(spec.shape, NUMPY_DTYPES[spec.dtype]) for key, spec in self.inputs.items()
+        }
         self.engine.device.upload_inputs(self._bound.inputs, zeros)
         self._bound.run()
         self._warm = True
