@@ -78,7 +78,7 @@ def test_the_splits_are_the_text_cut_once_between_characters(
     for number, text in enumerate(texts):
         write(folder / f"{number}.txt", text)
     joined = separator.join(texts)
-    if not joined:
+    if not any(texts):  # refused, whatever stands between the files
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus_module, "READ_BYTES", chunk)
