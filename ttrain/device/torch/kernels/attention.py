@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.torch.kernels.common import (
+    TORCH_DTYPES,
     Attributes,
     Context,
     Specs,
@@ -26,6 +27,7 @@ from ttrain.device.torch.kernels.common import (
     into,
     scaling,
 )
+from ttrain.device.torch.kernels.costs import fastest
 from ttrain.device.torch.kernels.layout import heads_view
 from ttrain.device.torch.kernels.random import mask_workspace, masking
 
@@ -77,6 +79,10 @@ def _softmax_grad(
     return chain(gradient, *scaling(outs[0], attributes["scale"]))
 
 
+# On the CPU the explicit way wins by far below, and its probabilities take too much memory above; measured in between.
+MEASURED_FROM, MEASURED_UP_TO = 256, 4096
+
+
 def explicit_is_chosen(context: Context, qkv: TensorSpec, attributes: Attributes) -> bool:
     """Which way a shape goes; forward and backward of one node agree."""
     bf16, time = qkv.dtype is DType.BF16, qkv.shape[1]
@@ -84,9 +90,39 @@ def explicit_is_chosen(context: Context, qkv: TensorSpec, attributes: Attributes
         return True
     if not context.on_cpu:
         width = qkv.shape[2] // (3 * attributes["heads"])
-        return not (bf16 and width % 8 == 0 and width <= 256) or time <= context.explicit_up_to
-    # On the CPU the matrix units put bf16 products ahead of aten's blockwise attention for longer.
-    return time <= context.explicit_up_to * (4 if bf16 else 1)
+        return not (bf16 and width % 8 == 0 and width <= 256) or time <= (context.explicit_up_to or 0)
+    if context.explicit_up_to is not None:
+        return time <= context.explicit_up_to
+    if not MEASURED_FROM < time <= MEASURED_UP_TO:
+        return time <= MEASURED_FROM
+    width = qkv.shape[2] // (3 * attributes["heads"])
+    return _measured_way(context, qkv.dtype, time, width, torch.get_num_threads()) == "explicit"
+
+
+@lru_cache(maxsize=64)
+def _measured_way(context: Context, dtype: DType, time: int, width: int, threads: int) -> str:
+    """The faster way, forward and backward together, by the table of costs; two heads stand for all."""
+
+    def launches(way: str) -> Launch:
+        heads, shape = 2, (1, time, 2 * width)
+        qkv, y = TensorSpec((1, time, 6 * width), dtype), TensorSpec(shape, dtype)
+        statistic, attributes = TensorSpec((1, heads, time), DType.FP32), {"heads": heads}
+        forward, backward = attention_rows(context)[way]
+
+        def tensor(spec: TensorSpec) -> Tensor:
+            return torch.full(spec.shape, 0.01, dtype=TORCH_DTYPES[spec.dtype])
+
+        def bound(kernel: Kernel, ins: list[TensorSpec], given: list[Tensor], outs: list[TensorSpec]) -> Launch:
+            work = [tensor(spec) for spec in kernel.workspace_specs([*ins, None], outs, attributes)]
+            made = given[len(ins) :]
+            return kernel.bind([*given[: len(ins)], None], made, attributes, work)
+
+        x, out, sums, dy, dx = tensor(qkv), tensor(y), tensor(statistic), tensor(y), tensor(qkv)
+        first = bound(forward, [qkv], [x, out, sums], [y, statistic])
+        return chain(first, bound(backward, [y, qkv, y, statistic], [dy, x, out, sums, dx], [qkv]))
+
+    ways = {way: partial(launches, way) for way in ("explicit", "flash")}
+    return fastest(f"self_attention {dtype} time={time} width={width}", ways)
 
 
 class _Operand:

@@ -35,7 +35,7 @@ class Context:
 
     block: elements that a chain of passes works on at a time; on the CPU they stay in a core's cache.
     norm_row: elements that the norm sums in one go; sums of such sums keep its rounding error small.
-    explicit_up_to: time steps up to which attention forms its probabilities.
+    explicit_up_to: time steps up to which attention forms its probabilities; None lets the table of costs decide.
     query_rows: rows of probabilities that it forms at a time, each up to the block's last column; 0 takes what
         measured fastest.
     """
@@ -44,7 +44,7 @@ class Context:
     block: int
     kind: str = "cpu"  # cpu or cuda: which kernels; tests run those of cuda on a CPU
     norm_row: int = 2**14
-    explicit_up_to: int = 2048
+    explicit_up_to: int | None = None
     query_rows: int = 0
 
     @staticmethod

@@ -1,24 +1,22 @@
 """One matrix product, by the faster of the libraries that torch brings.
 
 On the CPU aten sends fp32 products to MKL, which on some processors (such as AMD with AVX-512) runs at half the speed
-of oneDNN. Which one is faster here is measured once per process, on one product per layout; oneDNN must win by a
-clear margin, so that the choice, and with it the rounding of a resumed run, is the same in every process.
+of oneDNN. Which one is faster here is measured once per machine, on one product per layout, and kept in a table
+(costs.py).
 oneDNN's fp32 product can't write into a given buffer: it returns a fresh tensor that is copied.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from functools import lru_cache, partial
 
 import torch
 
 from ttrain.device.base import Launch
 from ttrain.device.torch.kernels.common import Tensor
+from ttrain.device.torch.kernels.costs import fastest
 
 SMALLEST = 4_000_000  # floating-point operations; below, oneDNN's overhead per call outweighs its speed
-CLEAR_WIN = 1.25  # aten time / oneDNN time from which oneDNN is taken
 _PROBE = 384  # rows, columns and inner size of the measured product: a millisecond
 
 
@@ -38,7 +36,7 @@ def uses_onednn(a: Tensor, b: Tensor) -> bool:
     (rows, inner), columns = a.shape, b.shape[1]
     if 2 * rows * inner * columns < SMALLEST or min(rows, inner, columns) < 16:
         return False
-    return _onednn_wins(a.is_contiguous(), b.is_contiguous(), torch.get_num_threads())
+    return _decided(a.is_contiguous(), b.is_contiguous(), torch.get_num_threads())
 
 
 def _onednn_into(out: Tensor, a: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -46,26 +44,27 @@ def _onednn_into(out: Tensor, a: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 
 @lru_cache(maxsize=32)
-def _onednn_wins(plain_a: bool, plain_b: bool, threads: int) -> bool:
+def _decided(plain_a: bool, plain_b: bool, threads: int) -> bool:
+    """The table's answer, once per process and number of threads."""
+    return _onednn_wins(plain_a, plain_b)
+
+
+def _onednn_wins(plain_a: bool, plain_b: bool) -> bool:
     """Measured: is oneDNN clearly faster for operands stored this way on this machine?"""
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
-    a, b, out = (torch.ones(_PROBE, _PROBE) for _ in range(3))
-    a, b = (a if plain_a else a.t()), (b if plain_b else b.t())
-    try:
-        return _best_of(partial(torch.mm, a, b, out=out)) > CLEAR_WIN * _best_of(
-            partial(_onednn_into, out, a, b.t(), None)
-        )
-    except RuntimeError:  # an oneDNN build without this primitive
-        return False
 
+    def operands() -> tuple[Tensor, Tensor, Tensor]:
+        a, b, out = (torch.ones(_PROBE, _PROBE) for _ in range(3))
+        return (a if plain_a else a.t()), (b if plain_b else b.t()), out
 
-def _best_of(launch: Callable[[], object], repeats: int = 7) -> float:
-    """Seconds of the fastest of a few runs: what the machine can do when nothing disturbs it."""
-    launch()
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        launch()
-        best = min(best, time.perf_counter() - start)
-    return best
+    def through_aten() -> Launch:
+        a, b, out = operands()
+        return partial(torch.mm, a, b, out=out)
+
+    def through_onednn() -> Launch:
+        a, b, out = operands()
+        return partial(_onednn_into, out, a, b.t(), None)
+
+    layout = f"{'N' if plain_a else 'T'}{'N' if plain_b else 'T'}"
+    return fastest(f"product fp32 {layout} {_PROBE}", {"aten": through_aten, "onednn": through_onednn}) == "onednn"

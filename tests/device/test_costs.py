@@ -1,0 +1,90 @@
+"""The table of measured costs: decided once per machine, kept on disk, measured again where it is damaged."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.base import Launch
+from ttrain.device.torch.kernels import costs
+from ttrain.device.torch.kernels.attention import explicit_is_chosen
+from ttrain.device.torch.kernels.common import Context
+
+
+@pytest.fixture(autouse=True)
+def empty_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path))
+    costs._chosen.cache_clear()
+    yield
+    costs._chosen.cache_clear()
+
+
+class Ways:
+    """Ways that take known times, and how often one was made."""
+
+    def __init__(self, **seconds: float) -> None:
+        self.seconds, self.made = seconds, 0
+
+    def make(self, name: str) -> Launch:
+        self.made += 1
+        return partial(time.sleep, self.seconds[name])
+
+    def choose(self) -> str:
+        costs._chosen.cache_clear()  # as a new process
+        return costs.fastest("something", {name: partial(self.make, name) for name in self.seconds})
+
+
+def test_a_clear_winner_is_taken_and_remembered() -> None:
+    ways = Ways(usual=0.004, other=0.001)
+    assert ways.choose() == "other"
+    assert ways.made == 2
+    slower_now = Ways(usual=0.001, other=0.004)
+    assert slower_now.choose() == "other"
+    assert slower_now.made == 0
+
+
+def test_the_first_way_is_taken_where_the_other_hardly_wins() -> None:
+    assert Ways(usual=0.0044, other=0.004).choose() == "usual"
+
+
+def test_a_way_that_fails_is_never_taken() -> None:
+    def failing() -> Launch:
+        raise RuntimeError("no such primitive")
+
+    assert costs.fastest("failing", {"usual": lambda: partial(time.sleep, 0.001), "other": failing}) == "usual"
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"a": 1}', '{"a": {"b": {"c": "x"}}}'])
+def test_a_damaged_table_is_measured_again(damage: str) -> None:
+    costs.table_path().write_text(damage)
+    ways = Ways(usual=0.004, other=0.001)
+    assert ways.choose() == "other"
+    assert len(json.loads(costs.table_path().read_text())) == 1
+
+
+def test_a_cache_that_can_not_be_written_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path / "file"))
+    assert Ways(usual=0.004, other=0.001).choose() == "other"
+
+
+@pytest.mark.parametrize("dtype", [DType.FP32, DType.BF16])
+def test_attention_is_chosen_by_measured_cost_per_shape_and_dtype(dtype: DType) -> None:
+    context = Context.of(torch.device("cpu"))
+    attributes = {"heads": 2}
+    assert explicit_is_chosen(context, TensorSpec((1, 64, 48), dtype), attributes)
+    chosen = explicit_is_chosen(context, TensorSpec((1, 320, 48), dtype), attributes)
+    assert not explicit_is_chosen(context, TensorSpec((1, 10**5, 48), dtype), attributes)
+    (entries,) = json.loads(costs.table_path().read_text()).values()
+    (key,) = entries
+    assert key.startswith(f"self_attention {dtype} time=320 width=8")
+    measured = entries[key]
+    assert all(0 < seconds < 10 for seconds in measured.values())
+    assert chosen == (measured["explicit"] <= costs.CLEAR_WIN * measured["flash"])

@@ -1,0 +1,101 @@
+"""A table of measured costs: which of several ways to run a kernel is the faster one on this machine.
+
+Measured once per machine and kept on disk, so that every process chooses alike and a resumed run rounds as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from ttrain.device.base import Launch
+
+CLEAR_WIN = 1.25  # how many times faster than the first way another has to be
+
+
+def fastest(key: str, ways: Mapping[str, Callable[[], Launch]]) -> str:
+    """The name of the way to take for `key`. The first is taken unless another wins by a clear margin.
+
+    Each value makes a launch to time; it is only called where the table has no entry yet. A way that fails costs
+    infinitely much.
+    """
+    return _chosen(f"{key} threads={torch.get_num_threads()}", tuple(ways.items()))
+
+
+@lru_cache(maxsize=512)
+def _chosen(key: str, ways: tuple[tuple[str, Callable[[], Launch]], ...]) -> str:
+    costs = _read().get(_machine(), {}).get(key, {})
+    if set(costs) != {name for name, _ in ways}:
+        costs = {name: _seconds(make) for name, make in ways}
+        _write(key, costs)
+    first = ways[0][0]
+    best = min(costs, key=lambda name: costs[name])
+    return best if costs[first] > CLEAR_WIN * costs[best] else first
+
+
+def _seconds(make: Callable[[], Launch], repeats: int = 5) -> float:
+    """Seconds of the fastest of a few runs: what the machine can do when nothing disturbs it."""
+    try:
+        launch = make()
+        launch()
+    except RuntimeError:  # such as an oneDNN build without the primitive
+        return float("inf")
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        launch()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def table_path() -> Path:
+    """`$TTRAIN_CACHE/costs.json`, else in ttrain's folder of the user's cache."""
+    given = os.environ.get("TTRAIN_CACHE")
+    if given:
+        return Path(given).expanduser() / "costs.json"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "ttrain" / "costs.json"
+
+
+@lru_cache(maxsize=1)
+def _machine() -> str:
+    from ttrain.device.torch.native.toolchain import processor_features
+
+    features = processor_features()
+    return f"torch {torch.__version__}, {features[:400]}"
+
+
+def _read() -> dict[str, dict[str, dict[str, float]]]:
+    try:
+        stored = json.loads(table_path().read_text("utf-8"))
+        return {
+            machine: {key: {way: float(cost) for way, cost in costs.items()} for key, costs in entries.items()}
+            for machine, entries in stored.items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return {}  # none yet, or damaged: measured again
+
+
+def _write(key: str, costs: Mapping[str, float]) -> None:
+    """Add an entry, whole or not at all. Where the cache can't be written, every process measures."""
+    path = table_path()
+    known = _read()
+    known.setdefault(_machine(), {})[key] = dict(costs)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix="costs-")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(known, file, indent=1)
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
