@@ -73,7 +73,7 @@ INLINE void attention(const X* qkv, X* y, float* log_sum_exp, float scale, Mask 
                     const vf lowest = splat(-3.4e38f);
                     vf highest = lowest, sum = {};
                     over_prefix<S::longest>(
-                        t + 1, [&](i64 j, auto, auto keep) { highest = vmax(highest, keep(load(row + j), lowest)); });
+                        t + 1, [&](i64 j, auto, auto keep) { highest = greater(highest, keep(load(row + j), lowest)); });
                     const float most = max_lanes(highest);
                     over_prefix<S::longest>(t + 1, [&](i64 j, auto, auto keep) {
                         vf e = keep(v_exp(load(row + j) - most), vf{});
@@ -125,9 +125,8 @@ INLINE void attention_grad(
                 multiply(S::block, columns, D, g_block, S::width, 1, v_turned, S::times, ds, S::longest, false);
                 for (i64 t = first; t < end; ++t) {
                     float *p_row = p + (t - first) * S::longest, *ds_row = ds + (t - first) * S::longest;
-                    vf product = {};
-                    over_row<D>([&](i64 j, auto lanes) {
-                        product += load(dy + at + t * H * D + j, lanes) * load(y + at + t * H * D + j, lanes);
+                    const vf product = sum_over<D>([&](i64 j, auto lanes) {
+                        return load(dy + at + t * H * D + j, lanes) * load(y + at + t * H * D + j, lanes);
                     });
                     const float inner = sum_lanes(product), shift = log_sum_exp[head * T + t];
                     over_prefix<S::longest>(t + 1, [&](i64 j, auto, auto keep) {

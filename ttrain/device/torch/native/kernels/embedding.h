@@ -13,14 +13,19 @@ INLINE void embedding_grad(const T* dy, const i64* ids, const T* base, T* dweigh
     for (i64 v = 0; v < V; ++v) starts[v + 1] += starts[v];
     for (i64 i = 0; i < N; ++i)
         if (u64(ids[i]) < u64(V)) order[starts[ids[i]]++] = i32(i);  // afterwards starts[v] is where id v ends
+    if constexpr (!Base)  // in one piece, which goes past the caches where it is large
+        parallel<Threads>([&](int part) {
+            const i64 begin = share(V * C, part, Threads, 64), end = share(V * C, part + 1, Threads, 64);
+            __builtin_memset(dweight + begin, 0, (end - begin) * sizeof(T));
+        });
     parallel<Threads>([&](int part) {
         const i64 left = share(C, part, Threads, 64 / sizeof(T)), right = share(C, part + 1, Threads, 64 / sizeof(T));
         for (i64 v = 0, k = 0; v < V; ++v) {
             const i64 end = starts[v];
             T* row = dweight + v * C;
             if (k == end) {
-                if (!Base) __builtin_memset(row + left, 0, (right - left) * sizeof(T));
-                else if (base != dweight) __builtin_memcpy(row + left, base + v * C + left, (right - left) * sizeof(T));
+                if (Base && base != dweight)
+                    __builtin_memcpy(row + left, base + v * C + left, (right - left) * sizeof(T));
                 continue;
             }
             i64 j = left;

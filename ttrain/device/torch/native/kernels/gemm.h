@@ -103,10 +103,10 @@ INLINE void multiply(
 }
 
 // Sizes of C [M, N] = A [M, K] B [K, N], the distances between rows as the matrices are stored, and the blocks that are
-// packed at a time. INNER steps x ACROSS columns of B and DOWN rows x INNER of a transposed A stay in a core's second-level
-// cache; sums of ROWS x ACROSS wait in scratch for the next block of the inner axis. native/products.py computes the
-// scratch in the same way.
-constexpr i64 INNER = 512, ACROSS = 256, DOWN = 128, ROWS = 1024;
+// packed at a time: at most INNER steps of the inner axis, as many columns of B as make RIGHT units, DOWN rows of a transposed
+// A. They stay in a core's second-level cache. Sums of WAITING elements of C wait in scratch for the next block of the
+// inner axis. native/products.py computes the scratch in the same way.
+constexpr i64 INNER = 512, RIGHT = 1 << 17, DOWN = 128, WAITING = 1 << 18;
 struct Sizes {
     i64 M, N, K, a_row, b_row, c_row;
     template <class E>
@@ -233,16 +233,17 @@ template <bool TurnA, bool TurnB, bool Bias, bool Adding, After What, class E, c
 INLINE void product_part(
     Sizes s, const E* a, const E* b, const B* bias, C* c, i64 i0, i64 i1, i64 j0, i64 j1, float* scratch) {
     const i64 all = s.steps<E>(), blocks = (all + INNER - 1) / INNER, inner = round_up((all + blocks - 1) / blocks, 16);
-    const i64 a_row = s.a_row / Inner<E>::elements;
+    const i64 across = RIGHT / inner / 32 * 32, rows_waiting = WAITING / across / 32 * 32;
+    const i64 down_most = blocks > 1 ? rows_waiting : s.M, a_row = s.a_row / Inner<E>::elements;
     auto* left = reinterpret_cast<Unit<E>*>(scratch);
     auto* right = left + DOWN * inner;
-    float* waiting = scratch + DOWN * inner + inner * ACROSS;
+    float* waiting = scratch + DOWN * inner + RIGHT;
     const auto* rows = reinterpret_cast<const Unit<E>*>(a);
     alignas(64) float tile[TILE_ROWS * TILE_COLUMNS];
-    for (i64 jc = j0; jc < j1; jc += ACROSS)
-        for (i64 im = i0; im < i1; im += ROWS)
+    for (i64 jc = j0; jc < j1; jc += across)
+        for (i64 im = i0; im < i1; im += down_most)
             for (i64 k0 = 0; k0 < all; k0 += inner) {
-                const i64 jend = jc + ACROSS < j1 ? jc + ACROSS : j1, imend = im + ROWS < i1 ? im + ROWS : i1;
+                const i64 jend = jc + across < j1 ? jc + across : j1, imend = im + down_most < i1 ? im + down_most : i1;
                 const i64 k1 = k0 + inner < all ? k0 + inner : all, steps = k1 - k0;
                 const bool last = k1 == all;
                 if (blocks > 1 || im == i0) pack_right<E, TurnB>(s, b, k0, k1, jc, jend, right);
@@ -253,7 +254,7 @@ INLINE void product_part(
                     if (direct < iend) pack_left<E, TurnA>(s, a, k0, k1, direct, iend, left);
                     for (i64 j = jc; j < jend; j += TILE_COLUMNS)
                         for (i64 i = ic; i < iend; i += TILE_ROWS) {
-                            float* sums = blocks == 1 ? tile : waiting + (i - im) * ACROSS + (j - jc) * TILE_ROWS;
+                            float* sums = blocks == 1 ? tile : waiting + (i - im) * across + (j - jc) * TILE_ROWS;
                             const i64 down = iend - i < TILE_ROWS ? iend - i : TILE_ROWS;
                             const i64 across = jend - j < TILE_COLUMNS ? jend - j : TILE_COLUMNS;
                             C* at = c + i * s.c_row + j;

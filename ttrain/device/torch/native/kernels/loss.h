@@ -7,11 +7,13 @@
 template <i64 C, class T>
 INLINE float log_sum_exp_of(const T* x) {
     const vf lowest = splat(-3.4e38f);
-    vf highest = lowest;
-    over_row<C>([&](i64 j, auto lanes) { highest = vmax(highest, first_lanes(load(x + j, lanes), lanes.count, lowest)); });
-    const float most = max_lanes(highest);
-    vf sum = {};
-    over_row<C>([&](i64 j, auto lanes) { sum += first_lanes(v_exp(load(x + j, lanes) - most), lanes.count, vf{}); });
+    vf highest[4] = {lowest, lowest, lowest, lowest};
+    over_row<C>([&](i64 j, auto lanes) {
+        highest[j / W % 4] = greater(highest[j / W % 4], first_lanes(load(x + j, lanes), lanes.count, lowest));
+    });
+    const float most = max_lanes(greater(greater(highest[0], highest[1]), greater(highest[2], highest[3])));
+    const vf sum = sum_over<C>(
+        [&](i64 j, auto lanes) { return first_lanes(v_exp(load(x + j, lanes) - most), lanes.count, vf{}); });
     return most + v_log(splat(sum_lanes(sum)))[0];
 }
 

@@ -8,12 +8,10 @@ struct Statistics {
 };
 template <i64 C>
 INLINE Statistics statistics(const float* row, float eps) {
-    vf sum = {}, square = {};
-    over_row<C>([&](i64 j, auto lanes) { sum += load(row + j, lanes); });
-    const float mean = sum_lanes(sum) / C;
-    over_row<C>([&](i64 j, auto lanes) {
+    const float mean = sum_lanes(sum_over<C>([&](i64 j, auto lanes) { return load(row + j, lanes); })) / C;
+    const vf square = sum_over<C>([&](i64 j, auto lanes) {
         vf d = first_lanes(load(row + j, lanes) - mean, lanes.count, vf{});
-        square += d * d;
+        return d * d;
     });
     return {mean, 1.0f / __builtin_sqrtf(sum_lanes(square) / C + eps)};
 }
@@ -57,16 +55,17 @@ INLINE void layer_norm_grad(
             __builtin_memset(weight_sum, 0, 2 * C * sizeof(float));
             for (i64 i = share(Rows, part, Parts); i < share(Rows, part + 1, Parts); ++i) {
                 const float m = mean[i], r = rstd[i];
-                vf sum = {}, inner = {};
-                over_row<C>([&](i64 j, auto lanes) {
+                vf inner[4] = {};
+                const vf sum = sum_over<C>([&](i64 j, auto lanes) {
                     vf d = load(dy + i * C + j, lanes), normal = (load(x + i * C + j, lanes) - m) * r;
                     vf dn = d * normal, w = load(weight + j, lanes);
                     store(weight_sum + j, load(weight_sum + j, lanes) + dn, lanes);
                     if constexpr (Bias) store(bias_sum + j, load(bias_sum + j, lanes) + d, lanes);
-                    sum += d * w;
-                    inner += dn * w;
+                    inner[j / W % 4] += dn * w;
+                    return d * w;
                 });
-                const float a = sum_lanes(sum) / C, b = sum_lanes(inner) / C;
+                const float a = sum_lanes(sum) / C;
+                const float b = sum_lanes((inner[0] + inner[1]) + (inner[2] + inner[3])) / C;
                 over_row<C>([&](i64 j, auto lanes) {
                     vf normal = (load(x + i * C + j, lanes) - m) * r;
                     vf v = (load(dy + i * C + j, lanes) * load(weight + j, lanes) - a - normal * b) * r;

@@ -37,9 +37,7 @@ template <class T, class Y, i64 A, i64 R, i64 C, int Threads>
 INLINE void sum_middle(const T* x, Y* y) {
     over_rows<A, Threads>([&](i64 i) {
         if constexpr (C == 1) {
-            vf sum = {};
-            over_row<R>([&](i64 j, auto lanes) { sum += load(x + i * R + j, lanes); });
-            put(y + i, sum_lanes(sum));
+            put(y + i, sum_lanes(sum_over<R>([&](i64 j, auto lanes) { return load(x + i * R + j, lanes); })));
         } else {
             over_row<C>([&](i64 j, auto lanes) {
                 vf sum = {};

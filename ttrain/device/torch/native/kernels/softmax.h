@@ -47,7 +47,7 @@ INLINE void softmax(const T* x, T* y, float* log_sum_exp, float scale, Mask mask
         over_prefix<C>(n, [&](i64 j, auto lanes, auto keep) {
             vf v = load(x + i * C + j, lanes) * scale;
             store(row + j, v);
-            highest = vmax(highest, keep(v, lowest));
+            highest = greater(highest, keep(v, lowest));
         });
         const float most = max_lanes(highest);
         vf sum = {};

@@ -134,8 +134,48 @@ INLINE vu lane_indices() {
 // The first `count` lanes of v, the others replaced by `other`.
 INLINE vf first_lanes(vf v, int count, vf other) { return bits_as<vi>(lane_indices()) < (count - vi{}) ? v : other; }
 
-INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
-INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
+// The greater and the lesser of two; b where either is a NaN. One instruction, which gcc does not dare to use by itself.
+INLINE vf greater(vf a, vf b) {
+#if defined(__AVX512F__)
+    vf y;
+    asm("vmaxps %2, %1, %0" : "=v"(y) : "v"(a), "v"(b));
+    return y;
+#else
+    return a > b ? a : b;
+#endif
+}
+INLINE vf lesser(vf a, vf b) {
+#if defined(__AVX512F__)
+    vf y;
+    asm("vminps %2, %1, %0" : "=v"(y) : "v"(a), "v"(b));
+    return y;
+#else
+    return a < b ? a : b;
+#endif
+}
+
+// x 2^n for whole n, rounded once where the result is subnormal.
+INLINE vf times_power_of_two(vf x, vf n) {
+#if defined(__AVX512F__)
+    vf y;
+    asm("vscalefps %2, %1, %0" : "=v"(y) : "v"(x), "v"(n));
+    return y;
+#else
+    const vi whole = __builtin_convertvector(n, vi), half = whole >> 1;  // in two factors: 2^n may lie out of range
+    return x * bits_as<vf>((half + 127) << 23) * bits_as<vf>((whole - half + 127) << 23);
+#endif
+}
+
+// 1 / x for normal x whose inverse is normal, to within 1.5 units in the last place.
+INLINE vf inverse(vf x) {
+#if defined(__AVX512F__)
+    vf y;
+    asm("vrcp14ps %1, %0" : "=v"(y) : "v"(x));
+    return y + y * (1.0f - x * y);
+#else
+    return 1.0f / x;
+#endif
+}
 
 // Sum and maximum over the lanes, always in the same order: the upper half onto the lower, until one is left.
 template <int N>
@@ -196,6 +236,19 @@ INLINE void transpose_square(vf (&rows)[W]) {
         }
 }
 #endif
+
+// Sum of term(offset, lanes) over a row of N elements, a vector each; lanes beyond the end must be zero. Four sums, since one
+// would wait for itself.
+template <i64 N, class Term>
+INLINE vf sum_over(const Term& term) {
+    vf sum[4] = {};
+    i64 j = 0;
+    for (; j + 4 * W <= N; j += 4 * W)
+        for (int k = 0; k < 4; ++k) sum[k] += term(j + k * W, Full{});
+    for (; j + W <= N; j += W) sum[j / W % 4] += term(j, Full{});
+    if constexpr (N % W != 0) sum[N / W % 4] += term(N / W * W, Part<N % W>{});
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
 
 // step(offset, lanes) over a row of N elements: full vectors, then the rest.
 template <i64 N, class Step>

@@ -5,11 +5,9 @@
 // e^x: 2^n e^r with |r| <= ln 2 / 2; the polynomial is that of Cephes' expf (S. Moshier). Zero below -104, infinite above
 // 88.73, in between right down to the subnormal numbers.
 INLINE vf v_exp(vf x) {
-    x = splat(-104.0f) > x ? splat(-104.0f) : x;  // in this order a NaN passes
-    x = splat(89.0f) < x ? splat(89.0f) : x;
+    x = lesser(splat(89.0f), greater(splat(-104.0f), x));  // in this order a NaN passes
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
-    vf shifted = x * 1.44269504f + magic;
-    vf n = shifted - magic;
+    vf n = (x * 1.44269504f + magic) - magic;
     vf r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
     vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -18,9 +16,7 @@ INLINE vf v_exp(vf x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
-    vi whole = bits_as<vi>(shifted) - bits_as<i32>(magic);
-    vi half = whole >> 1;  // in two factors, since 2^n itself may lie outside the range
-    return p * bits_as<vf>((half + 127) << 23) * bits_as<vf>((whole - half + 127) << 23);
+    return times_power_of_two(p, n);
 }
 
 // ln x by the polynomial of Cephes' logf: x = m 2^e with m in [sqrt 1/2, sqrt 2).
@@ -79,7 +75,7 @@ INLINE Normal normal(vf x) {
     vf a = v_abs(x), z = a * 0.70710678f;
     vf square = a * a * 0.5f;
     vf e = v_exp(-square);
-    vf t = 1.0f / (1.0f + 0.5f * z);
+    vf t = inverse(1.0f + 0.5f * z);
     vf p = t * -0.059068966656923294f + 0.2845749855041504f;
     p = p * t - 0.48719996213912964f;
     p = p * t + 0.2780672013759613f;
@@ -92,8 +88,8 @@ INLINE Normal normal(vf x) {
     return {e * 0.39894228f, x > vf{} ? 1.0f - tail : tail};
 }
 
-INLINE vf v_clip(vf x) { return x > splat(1.0f) ? splat(1.0f) : x; }  // at most 1; in this order a NaN passes
-INLINE vf v_relu(vf x) { return x < vf{} ? vf{} : x; }  // in this order a NaN passes
+INLINE vf v_clip(vf x) { return lesser(splat(1.0f), x); }  // at most 1; in this order a NaN passes
+INLINE vf v_relu(vf x) { return greater(vf{}, x); }  // in this order a NaN passes
 INLINE vf v_relu_grad(vf dy, vf y) { return y > vf{} ? dy : vf{}; }
 INLINE vf v_tanh_grad(vf dy, vf y) { return dy * (1.0f - y * y); }
 
@@ -104,17 +100,15 @@ INLINE vf v_gelu_grad(vf dy, vf x) {
 }
 
 // The tanh form in terms of s = 1 / (1 + e^-2u), since (1 + tanh u) / 2 = s; u = sqrt(2 / pi) (x + 0.044715 x^3).
-INLINE vf v_gelu_tanh(vf x) {
-    vf decay = v_exp(x * (-1.59576912f - 0.07135481627f * (x * x)));
-    return x / (1.0f + decay);
+// Where e^-2u would overflow it is held at e^87: s x is 0 to fp32 long before.
+INLINE vf decay(vf x, vf square) {
+    return v_exp(lesser(splat(87.0f), x * (-1.59576912f - 0.07135481627f * square)));
 }
+INLINE vf v_gelu_tanh(vf x) { return x * inverse(1.0f + decay(x, x * x)); }
 INLINE vf v_gelu_tanh_grad(vf dy, vf x) {
-    vf square = x * x;
-    vf decay = v_exp(x * (-1.59576912f - 0.07135481627f * square));
-    vf s = 1.0f / (1.0f + decay);
-    // ds/dx = s (1 - s) du/dx * 2, where 1 - s is exact only as decay * s; both vanish where decay overflows.
-    vf other = decay > splat(3e38f) ? vf{} : decay * s;
-    return dy * (s + x * s * other * (1.59576912f + 0.21406444881f * square));
+    vf square = x * x, e = decay(x, square), s = inverse(1.0f + e);
+    // ds/dx = s (1 - s) 2 du/dx, where 1 - s is exact only as e s.
+    return dy * (s + x * s * (e * s) * (1.59576912f + 0.21406444881f * square));
 }
 
 // The dropout mask of core/mask.py: 32-bit integer arithmetic, so the same on every device.
