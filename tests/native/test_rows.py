@@ -11,12 +11,22 @@ from tests.ops.harness import Interpreter, all_cases, as_torch, draw, record, re
 from tests.ops.test_forward import output_name
 from tests.ops.tolerances import tolerance
 from tests.ops.ulp import assert_within
-from ttrain.core.spec import DType
+from ttrain.core.errors import PlanError
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.torch.native import NativeKernels
+from ttrain.device.torch.native.native import Sizing
 from ttrain.device.torch.native.request import Request
 from ttrain.device.torch.native.rows import RULES
 from ttrain.graph.op import REGISTRY, Case, Op
 
 WITHOUT_ARITHMETIC = {"reshape", "copy_reshape", "all_reduce", "all_reduce_state"}
+
+
+@pytest.fixture(scope="module")
+def device(device: NativeDevice) -> NativeDevice:
+    """Every case of every op, compiled into one library."""
+    device.native.prepare([node for parameter in every_case() for node in record(*parameter.values)[0].nodes])
+    return device
 
 
 def test_every_op_that_computes_has_a_rule() -> None:
@@ -92,3 +102,26 @@ def test_fp64_takes_the_way_of_the_base(device: NativeDevice) -> None:
         base = super(NativeDevice, device).kernels[node.op.name]
         assert device.kernels[node.op.name].workspace_specs(*arguments) == base.workspace_specs(*arguments)
     assert tried > 100
+
+
+def test_bf16_products_can_be_left_to_matrix_units(device: NativeDevice) -> None:
+    sizing = Sizing(threads=1, bf16_products=False)
+    native = NativeKernels(super(NativeDevice, device).kernels, sizing)
+    for name in ("matmul", "linear", "linear_cross_entropy"):
+        for parameter in every_case(lambda op: op.name == name):  # noqa: B023 - called at once
+            node = record(*parameter.values)[0].nodes[0]
+            if parameter.values[2] is DType.BF16:
+                assert native.native(Request.of_node(node)) is None
+
+
+def test_rows_too_wide_for_a_stack_take_the_way_of_the_base(device: NativeDevice) -> None:
+    wide = TensorSpec((2, 2**16 + 1))
+    request = Request.make("softmax", [wide], [wide], {"scale": 1.0, "causal": False})
+    assert device.native.native(request) is None
+
+
+def test_a_row_is_not_bound_before_its_kernel_is_compiled(device: NativeDevice) -> None:
+    native = NativeKernels(super(NativeDevice, device).kernels, Sizing(threads=1))
+    x = torch.zeros(5)
+    with pytest.raises(PlanError, match="exp is bound before its kernel was compiled"):
+        native.kernels["exp"].bind([x], [x], {}, [])

@@ -146,3 +146,12 @@ def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert toolchain.cache_folder() == tmp_path / "xdg" / "ttrain" / "native"
+
+
+def test_a_cache_that_programs_cannot_run_from_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> ctypes.CDLL:
+        raise OSError("failed to map segment from shared object")
+
+    monkeypatch.setattr(toolchain.ctypes, "CDLL", refuse)
+    with pytest.raises(UserError, match="failed to map segment.*TTRAIN_CACHE"):
+        Toolchain(cache).load(SOURCES)

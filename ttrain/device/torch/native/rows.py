@@ -7,6 +7,7 @@ needs the functions of `prepare`, which compiles or loads one library for all no
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -79,6 +80,10 @@ class NativeKernels:
         library = self._toolchain.load(library_sources(bodies, self._toolchain.processes))
         self.compilations = self._toolchain.compilations
         entry_points = openmp.entry_points() if self.sizing.threads > 1 else {}
+        if self.sizing.threads > 1 and not entry_points:
+            logging.getLogger(__name__).warning(
+                "torch runs on no OpenMP runtime that is known here, so the compiled kernels use one thread"
+            )
         for pointer, name in _POINTERS.items() if entry_points else ():
             ctypes.c_void_p.in_dll(library, pointer).value = entry_points[name]
         self._libraries.append(library)

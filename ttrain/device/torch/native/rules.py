@@ -10,6 +10,7 @@ from ttrain.device.torch.native.elementwise import NO_MASK, LoopNest, Step, cove
 from ttrain.device.torch.native.native import Native, Rule, Sizing, fp32, int32
 from ttrain.device.torch.native.request import Request, c_float, c_type, rows_and_width, stored, template
 
+_WIDEST_ROW = 2**16  # elements of a row that a kernel keeps on a thread's stack
 _SINGLE = (
     "add", "subtract", "multiply", "divide", "scale", "exp", "log", "sqrt", "relu", "relu_grad", "tanh", "tanh_grad",
     "gelu", "gelu_grad", "cast", "expand", "full", "accumulate", "assign", "squared_error_grad", "clip_factor",
@@ -20,6 +21,11 @@ _SINGLE = (
 def _types(*specs: TensorSpec | None) -> list[str]:
     """Element types; an absent tensor has none and is passed as a null pointer of any type."""
     return ["float" if spec is None else c_type(spec) for spec in specs]
+
+
+def _fits(spec: TensorSpec) -> bool:
+    """Whether there are rows, of a width that a thread's stack can hold."""
+    return spec.rank > 0 and spec.size > 0 and spec.shape[-1] <= _WIDEST_ROW
 
 
 def _elementwise(request: Request, sizing: Sizing) -> Native | None:
@@ -46,7 +52,7 @@ def _program(request: Request, program: tuple[Step, ...], results: tuple[int, ..
 
 def _layer_norm(request: Request, sizing: Sizing) -> Native | None:
     branch = request.op == "add_layer_norm"
-    if not stored((*request.inputs, *request.outputs)) or request.outputs[0].size == 0:
+    if not stored((*request.inputs, *request.outputs)) or not _fits(request.outputs[0]):
         return None
     x, weight = request.input(0), request.input(2 if branch else 1)
     bias = request.has(3 if branch else 2)
@@ -85,7 +91,7 @@ def _layer_norm_grad(request: Request, sizing: Sizing) -> Native | None:
 
 def _softmax(request: Request, sizing: Sizing) -> Native | None:
     x = request.input(0)
-    if not stored((x,)) or x.rank == 0 or x.size == 0:
+    if not stored((x,)) or not _fits(x):
         return None
     rows, width = rows_and_width(x.shape)
     settings = request.settings

@@ -125,8 +125,14 @@ class Toolchain:
         command = [*compiler.command, *FLAGS, _machine_flag()]
         facts = "\n".join([*sources, *command, compiler.identity, processor_features()])
         key = _digest(facts.encode() + _headers())
-        found = self._cached(key)
-        return ctypes.CDLL(str(found if found is not None else self._build(command, key, sources)))
+        path = self._cached(key) or self._build(command, key, sources)
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:  # such as a file system mounted without permission to execute
+            raise UserError(
+                f"compiled kernels can't be loaded from {self.folder}: {error}. Set TTRAIN_CACHE to a folder that "
+                "programs may run from, or use engine=static."
+            ) from None
 
     def _cached(self, key: str) -> Path | None:
         """The entry of a key, if it is whole; damaged ones are removed."""
