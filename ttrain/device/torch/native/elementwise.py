@@ -49,7 +49,6 @@ _COSTS = {
     "exp": 6, "log": 8, "tanh": 10, "gelu": 10, "gelu_grad": 14, "sqrt": 3, "divide": 3, "dropout": 5,
     "dropout_mask": 5,
 }  # fmt: skip
-_GRAIN = 64  # elements; threads share rows of neighbours in multiples of it, so no cache line has two writers
 _RANDOM = ("dropout", "dropout_mask")  # the last operand is the seed
 _UNREAD = {"assign": (0,)}  # operands that an op does not read
 
@@ -245,4 +244,4 @@ def mask(seed: str, p: float, stream: int) -> str:
     return f"Mask{{{key}, {keep_threshold(p)}u, {c_float(1 / (1 - p))}}}"
 
 
-NO_MASK = "Mask{}"
+NO_MASK = "Mask{}"  # where nothing is dropped

@@ -6,7 +6,7 @@ from math import prod
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.native.codegen import addresses, call
-from ttrain.device.torch.native.elementwise import NO_MASK, LoopNest, Step, covers
+from ttrain.device.torch.native.elementwise import LoopNest, Step, covers
 from ttrain.device.torch.native.native import Native, Rule, Sizing, fp32, int32
 from ttrain.device.torch.native.request import Request, c_float, c_type, rows_and_width, stored, template
 
@@ -90,16 +90,12 @@ def _layer_norm_grad(request: Request, sizing: Sizing) -> Native | None:
 
 
 def _softmax(request: Request, sizing: Sizing) -> Native | None:
-    x = request.input(0)
+    x, settings = request.input(0), request.settings
     if not stored((x,)) or not _fits(x):
         return None
     rows, width = rows_and_width(x.shape)
-    settings = request.settings
-    name = template(
-        "softmax", c_type(x), settings["causal"], False, False, rows, width, sizing.threads_for(10 * x.size)
-    )
-    y, given = addresses(_types(x, x), 1)[1], addresses(_types(x), 1)[0]
-    return Native((call(name, given, y, "nullptr", c_float(settings["scale"]), NO_MASK),))
+    name = template("softmax", c_type(x), settings["causal"], rows, width, sizing.threads_for(10 * x.size))
+    return Native((call(name, *addresses(_types(x, x), 1), c_float(settings["scale"])),))
 
 
 def _softmax_grad(request: Request, sizing: Sizing) -> Native | None:
@@ -107,9 +103,8 @@ def _softmax_grad(request: Request, sizing: Sizing) -> Native | None:
     if not stored((dy,)) or dy.rank == 0 or dy.size == 0:
         return None
     rows, width = rows_and_width(dy.shape)
-    name = template("softmax_grad", c_type(dy), False, False, rows, width, sizing.threads_for(4 * dy.size))
-    given = addresses(_types(dy, dy, dy), 2)
-    return Native((call(name, *given, c_float(request.settings["scale"]), NO_MASK),))
+    name = template("softmax_grad", c_type(dy), rows, width, sizing.threads_for(4 * dy.size))
+    return Native((call(name, *addresses(_types(dy, dy, dy), 2), c_float(request.settings["scale"])),))
 
 
 def _reduce_sum(request: Request, sizing: Sizing) -> Native | None:

@@ -120,11 +120,6 @@ INLINE vf rounded(vf v) {
     return v;
 }
 
-INLINE vf lane_numbers() {
-    vf v;
-    for (int i = 0; i < W; ++i) v[i] = float(i);
-    return v;
-}
 INLINE vu lane_indices() {
     vu v;
     for (int i = 0; i < W; ++i) v[i] = u32(i);
