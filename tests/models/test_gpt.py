@@ -12,7 +12,7 @@ from ttrain.core.errors import ConfigError, GraphError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Kind
 from ttrain.models.gpt import GPT
-from ttrain.models.presets import PRESETS
+from ttrain.models.presets import GPT_PRESETS
 from ttrain.models.settings import GPTConfig
 from ttrain.nn.layers import Linear
 from ttrain.optim.adamw import AdamW
@@ -40,7 +40,7 @@ def test_gpt2_presets_have_the_published_number_of_parameters(preset: str) -> No
     assert GPT(GPTConfig(preset=preset, vocabulary=50257)).parameter_count == COUNTS[preset]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", GPT_PRESETS)
 def test_presets_are_named_by_their_parameters(preset: str) -> None:
     vocabulary = 50257 if preset in COUNTS else 65
     count = GPT(GPTConfig(preset=preset, vocabulary=vocabulary, bias=preset in COUNTS)).parameter_count

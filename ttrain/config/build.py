@@ -21,7 +21,7 @@ from ttrain.device.settings import DeviceConfig
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.presets import resolved
-from ttrain.models.settings import GPTConfig
+from ttrain.models.settings import AGILLMConfig, TransformerConfig
 from ttrain.nn.precision import PrecisionConfig
 from ttrain.optim.settings import OptimizerConfig, ScheduleConfig
 from ttrain.train.settings import LoggerConfig, WandbConfig
@@ -53,7 +53,7 @@ def data_sizes(config: Config) -> Sizes:
     """What the model asks of its data: the context, or the numbers of inputs and outputs."""
     from ttrain.data.batches import Sizes
 
-    model: Any = resolved(config.model) if isinstance(config.model, GPTConfig) else config.model
+    model: Any = resolved(config.model) if isinstance(config.model, TransformerConfig) else config.model
     width = getattr(model, "width", None)
     if hasattr(model, "inputs"):
         return Sizes(inputs=model.inputs or width, outputs=model.outputs or width)
@@ -66,8 +66,10 @@ def build_model(config: Config, vocabulary: int | None = None) -> Model:
     `vocabulary` is the tokenizer's, taken where model.vocabulary is null.
     """
     model: Any = config.model
-    if isinstance(model, GPTConfig):
+    if isinstance(model, TransformerConfig):
         model = resolved(model)
+    if isinstance(model, AGILLMConfig) and model.pad_vocabulary is None:
+        model = replace(model, pad_vocabulary=32 if isinstance(config.device, TenstorrentConfig) else 1)
     if getattr(model, "vocabulary", 0) is None:
         model = replace(model, vocabulary=vocabulary)
     built: Model = component("model", model.name).load()(model, config.precision.compute)

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from ttrain.config.schema import Config
 from ttrain.data.settings import RegressionConfig, TextConfig, TokensConfig
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.models.presets import PRESETS, SIZES, resolved
-from ttrain.models.settings import GPTConfig, MLPConfig
+from ttrain.models.presets import resolved, size_names
+from ttrain.models.settings import MLPConfig, TransformerConfig
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 
 Check = Callable[[Config], Iterator[str]]
@@ -79,17 +79,17 @@ def _schedule(config: Config) -> Iterator[str]:
 
 
 @check("model")
-def _gpt_size(config: Config) -> Iterator[str]:
+def _transformer_size(config: Config) -> Iterator[str]:
     model = config.model
-    if not isinstance(model, GPTConfig):
+    if not isinstance(model, TransformerConfig):
         return
-    if model.preset is not None and model.preset not in PRESETS:
-        yield f"model.preset={model.preset}: no such preset. Valid: {', '.join(PRESETS)}."
+    if model.preset is not None and model.preset not in model.presets:
+        yield f"model.preset={model.preset}: no such preset. Valid: {', '.join(model.presets)}."
         return
     sized = resolved(model)
-    missing = [f"model.{name}" for name in SIZES if getattr(sized, name) is None]
+    missing = [f"model.{name}" for name in size_names(model) if getattr(sized, name) is None]
     if missing:
-        yield f"{', '.join(missing)}: no value. Give one, or take a model.preset: {', '.join(PRESETS)}."
+        yield f"{', '.join(missing)}: no value. Give one, or take a model.preset: {', '.join(model.presets)}."
     if sized.width is not None and sized.heads is not None and sized.width % sized.heads:
         hint = _nearest_divisor(sized.width, sized.heads)
         yield f"model.heads={sized.heads}: must divide model.width={sized.width}. {hint}"
@@ -101,7 +101,7 @@ def _data_fits_model(config: Config) -> Iterator[str]:
     numbers = isinstance(data, RegressionConfig)
     if isinstance(model, MLPConfig) and not numbers:
         yield f"data={data.name}: model=mlp trains on numbers, not on tokens. Give data=regression."
-    if isinstance(model, GPTConfig) and numbers:
+    if isinstance(model, TransformerConfig) and numbers:
         yield "data=regression: a language model trains on tokens. Give data=stdlib, data=text or data=tokens."
     if isinstance(model, MLPConfig) and isinstance(data, RegressionConfig):
         for key in ("inputs", "outputs"):

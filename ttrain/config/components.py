@@ -11,7 +11,7 @@ from ttrain.data.settings import RegressionConfig, TextConfig, TokensConfig
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.settings import EngineConfig
-from ttrain.models.settings import GPTConfig, MLPConfig
+from ttrain.models.settings import AGILLMConfig, GPTConfig, MLPConfig
 from ttrain.nn.precision import PrecisionConfig
 from ttrain.optim.settings import AdamWConfig, ScheduleConfig, SGDConfig
 from ttrain.train.settings import LoggerConfig, WandbConfig
@@ -36,6 +36,7 @@ register("task", "doctor", config=TaskConfig, target="ttrain.tasks.doctor:run")
 
 register("model", "mlp", config=MLPConfig, target="ttrain.models.mlp:MLP")
 register("model", "gpt", config=GPTConfig, target="ttrain.models.gpt:GPT")
+register("model", "agillm", config=AGILLMConfig, target="ttrain.models.agillm:AGILLM")
 
 register("engine", "dynamic", config=EngineConfig, target="ttrain.config.build:dynamic_engine")
 register("engine", "static", config=EngineConfig, target="ttrain.config.build:static_engine")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ttrain.core.options import option
+from ttrain.models.presets import AGILLM_PRESETS, GPT_PRESETS, Preset
 
 ACTIVATIONS = ("gelu_tanh", "gelu", "relu", "tanh")
 
@@ -23,10 +26,12 @@ class MLPConfig:
 
 
 @dataclass
-class GPTConfig:
-    """A decoder-only transformer: learned positions, pre-norm blocks, causal attention."""
+class TransformerConfig:
+    """Sizes that every transformer has. Those left null are the preset's; `presets` holds its numbers by name."""
 
-    name: str = option("gpt", "registered name of the model")
+    presets: ClassVar[Mapping[str, Preset]] = {}
+
+    name: str = option("", "registered name of the model")
     preset: str | None = option(None, "named size whose numbers fill every field left null")
     layers: int | None = option(None, "number of transformer blocks", minimum=1)
     heads: int | None = option(None, "attention heads per block; must divide width", minimum=1)
@@ -35,6 +40,15 @@ class GPTConfig:
         None, "longest sequence in tokens; training uses sequences of exactly this length", minimum=1
     )
     vocabulary: int | None = option(None, "number of token ids; null takes the tokenizer's", minimum=1)
+
+
+@dataclass
+class GPTConfig(TransformerConfig):
+    """A decoder-only transformer: learned positions, pre-norm blocks, causal attention."""
+
+    presets = GPT_PRESETS
+
+    name: str = option("gpt", "registered name of the model")
     bias: bool = option(True, "whether linear layers and layer norms have a bias")
     dropout: float = option(
         0.0, "probability of zeroing after embedding, attention weights and each branch", minimum=0, below=1
@@ -42,3 +56,56 @@ class GPTConfig:
     activation: str = option("gelu_tanh", "function inside the feed-forward branch", choices=ACTIVATIONS)
     tied: bool = option(True, "whether the output head shares the token embedding's weight")
     recompute: str = option("none", "what backward computes again instead of keeping", choices=("none", "block"))
+
+
+@dataclass
+class AGILLMConfig(TransformerConfig):
+    """AGILLM-3: one core under two objectives, next token (AR) and next pair of tokens (SAT)."""
+
+    presets = AGILLM_PRESETS
+
+    name: str = option("agillm", "registered name of the model")
+    rank: int | None = option(
+        None, "columns of the matrix through which a layer's queries and keys meet; any number", minimum=1
+    )
+    context: int | None = option(
+        1122, "longest sequence in tokens; training uses sequences of exactly this length", minimum=1
+    )
+    objective: str = option(
+        "joint", "joint: AR and SAT; ar_only: no SAT pass and no SAT head, half the work", choices=("joint", "ar_only")
+    )
+    tied: bool = option(False, "whether the AR head shares the token embedding's weight, and then has no bias")
+    dropout: float = option(
+        0.1, "probability of zeroing after the attention branch's output projection", minimum=0, below=1
+    )
+    fold: str = option(
+        "auto",
+        "on: queries meet keys through U U^T at head width, off: both go through U at rank; the same function; auto: "
+        "on where rank exceeds head width",
+        choices=("auto", "on", "off"),
+    )
+    alibi: str = option(
+        "agillm3",
+        "position bias; agillm3: the original's, which counts distance toward the future only, so nothing in the AR "
+        "pass; standard: Press et al., 2022",
+        choices=("agillm3", "standard"),
+    )
+    label_smoothing: float = option(
+        0.1, "share of the target's probability spread evenly over the vocabulary, in both losses", minimum=0, below=1
+    )
+    sat_target: str = option(
+        "future_window",
+        "what a window of two positions predicts; future_window: the two tokens after it; legacy: the last window "
+        "predicts the tokens 1 and 2, a misalignment of early versions",
+        choices=("future_window", "legacy"),
+    )
+    sat_stride: int = option(1, "positions from the start of a SAT window to that of the next", minimum=1)
+    sat_max_windows: int = option(0, "at most so many SAT windows of a sequence, evenly spaced; 0 takes all", minimum=0)
+    gate_weight: float = option(0.1, "factor of the gate's cross-entropy in the loss", minimum=0)
+    recompute: str = option("none", "what backward computes again instead of keeping", choices=("none", "block"))
+    pad_vocabulary: int | None = option(
+        None,
+        "round the vocabulary up to a multiple of this while running; the added ids get no probability and are in no "
+        "checkpoint; null: 32 on Tenstorrent devices, else 1",
+        minimum=1,
+    )

@@ -43,6 +43,18 @@ class Uniform:
 
 
 @dataclass(frozen=True)
+class Orthogonal:
+    """Of a matrix: orthonormal rows, or columns where those are fewer (Saxe et al., 2014), uniformly distributed."""
+
+    def __call__(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        rows, columns = shape
+        drawn = generator.standard_normal((max(shape), min(shape)))
+        basis, triangle = np.linalg.qr(drawn)
+        basis *= np.sign(np.diagonal(triangle))  # without this the distribution is not uniform (Mezzadri, 2007)
+        return np.ascontiguousarray(basis.T if rows < columns else basis, np.float32)
+
+
+@dataclass(frozen=True)
 class Constant:
     """One number everywhere."""
 
@@ -59,8 +71,8 @@ def generator_of(seed: int, path: str) -> np.random.Generator:
 
 
 def initial_value(parameter: Any, seed: int) -> Array:
-    """The first value of one parameter of a model: fp32, of the parameter's shape."""
-    value: Array = parameter.initializer(generator_of(seed, parameter.path), parameter.spec.shape)
+    """The first value of one parameter of a model: fp32, of the parameter's shape, without what pads it."""
+    value: Array = parameter.initializer(generator_of(seed, parameter.path), parameter.shape)
     return value
 
 

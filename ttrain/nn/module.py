@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -16,7 +17,8 @@ class Parameter:
     """A trained tensor: master values, fp32 unless the run says otherwise, and how they start.
 
     `follows_compute` tells that layers read it in the compute dtype: if that is not fp32, they read a rounded copy that
-    is refreshed after every update. Whether it decays is the optimizer's decision.
+    is refreshed after every update. Whether it decays is the optimizer's decision. `padding` rows of zeros follow its
+    own while running; they get no gradient, stay zero and are in no checkpoint.
     """
 
     shape: tuple[int, ...]
@@ -24,11 +26,18 @@ class Parameter:
     follows_compute: bool = True
     path: str = ""  # place in the module tree, set once by the model that owns it
     master: DType = DType.FP32  # of the master values and of the optimizer's tensors
+    padding: int = 0
 
     @property
     def spec(self) -> TensorSpec:
-        """Spec of the master values."""
-        return TensorSpec(self.shape, self.master)
+        """Spec of the master values, padding included."""
+        rows = self.shape[:1] if not self.padding else (self.shape[0] + self.padding,)
+        return TensorSpec((*rows, *self.shape[1:]), self.master)
+
+    @property
+    def count(self) -> int:
+        """Number of trained elements."""
+        return math.prod(self.shape)
 
     def read_spec(self, compute: DType) -> TensorSpec:
         """Spec of the values that layers read, and of their gradient."""
@@ -84,7 +93,7 @@ class Module:
     @property
     def parameter_count(self) -> int:
         """Number of trained elements; tied parameters count once."""
-        return sum(parameter.spec.size for parameter in self.parameters().values())
+        return sum(parameter.count for parameter in self.parameters().values())
 
 
 def use(graph: Graph, parameter: Parameter, compute: DType) -> Value:
