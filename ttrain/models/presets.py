@@ -61,11 +61,10 @@ def resolved(config: SizedConfig) -> SizedConfig:
 
 
 def required_sizes(config: TransformerConfig) -> tuple[int, ...]:
-    """Numbers of `size_names`, then the vocabulary. Raises ConfigError for an unknown preset or a size that can't be."""
-    if config.preset is not None and config.preset not in config.presets:
-        raise ConfigError(
-            f"model.preset={config.preset}: no such preset. {did_you_mean(config.preset, config.presets)}"
-        )
+    """Numbers of `size_names`, then the vocabulary. Raises ConfigError for an unknown preset or an impossible size."""
+    name = config.preset
+    if name is not None and name not in config.presets:
+        raise ConfigError(f"model.preset={name}: no such preset. {did_you_mean(name, config.presets)}")
     sized = resolved(config)
     names = (*size_names(config), "vocabulary")
     problems = [f"model.{name}: no value. Give a number." for name in names if getattr(sized, name) is None]
