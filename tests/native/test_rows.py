@@ -20,6 +20,7 @@ from ttrain.device.torch.native.rows import RULES
 from ttrain.graph.op import REGISTRY, Case, Op
 
 WITHOUT_ARITHMETIC = {"reshape", "copy_reshape", "all_reduce", "all_reduce_state"}
+OF_SAMPLING = {"cache_write", "cache_bias", "cached_attention"}  # torch's kernels run these
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def device(device: NativeDevice) -> NativeDevice:
 
 
 def test_every_op_that_computes_has_a_rule() -> None:
-    assert {op.name for op in REGISTRY} - RULES.keys() == WITHOUT_ARITHMETIC
+    assert {op.name for op in REGISTRY} - RULES.keys() == WITHOUT_ARITHMETIC | OF_SAMPLING
     assert not RULES.keys() - {op.name for op in REGISTRY}
 
 

@@ -27,6 +27,7 @@ def int64(*shape: int) -> TensorSpec:
 ADAMW = {"count": 1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0}
 SGD = {"count": 1, "momentum": 0.9, "nesterov": False, "weight_decay": 0.0}
 TWO_RELUS = (("relu", (0,), ()), ("relu", (1,), ()))
+CACHED = [fp32(1, 2, 3, 4), fp32(1, 2, 9, 4), fp32(1, 2, 9, 4), int64(3), int64(3)]
 HEAD = {"chunk": 2, "gradients": True}
 # (op, inputs, attributes, what the message has to name)
 REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
@@ -104,6 +105,14 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("add_embedding_grad", [fp32(7, 3), fp32(4, 3), int64(5)], {}, "equal leading axes"),
     ("add_embedding_grad", [fp32(7, 2), fp32(4, 3), int64(4)], {}, "[vocabulary, 3]"),
     ("all_reduce", [int64(4)], {}, "floating-point"),
+    ("cache_write", [fp32(1, 2, 9, 4), fp32(1, 3, 2, 4), int64(2)], {}, "rows of the cache's batch and heads"),
+    ("cache_write", [fp32(1, 2, 9, 4), bf16(1, 2, 2, 4), int64(2)], {}, "equal dtypes"),
+    ("cache_write", [fp32(1, 2, 9, 4), fp32(1, 2, 2, 5), int64(2)], {}, "equally wide rows"),
+    ("cache_write", [fp32(1, 2, 9, 4), fp32(1, 2, 2, 4), int64(3)], {}, "int64[2]"),
+    ("cache_bias", [int64(2), int64(3)], {"context": 9, "dtype": DType.FP32}, "int64[2]"),
+    ("cached_attention", [*CACHED[:2], fp32(1, 2, 8, 4), *CACHED[3:]], {"scale": 1.0}, "a value for each key"),
+    ("cached_attention", [fp32(1, 2, 3, 5), *CACHED[1:]], {"scale": 1.0}, "equally wide queries and keys"),
+    ("cached_attention", CACHED, {"scale": 1.0, "slopes": (0.5,)}, "one for each of 2 heads"),
 ]
 ANYTHING_GOES = {"full", "all_reduce_state"}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 MIX_MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 MIX_SHIFTS = (16, 15, 16)
+HIDDEN = -1e30  # added to scores that must get no probability; infinite values make NaN of what tiles are padded with
 
 
 def mix(x: int) -> int:

@@ -23,6 +23,7 @@ class Kind(Enum):
     GRADIENT = "gradient"  # of a parameter, kept from backward to update
     OPTIMIZER = "optimizer"  # moments, velocities
     COPY = "copy"  # a parameter rounded to the compute dtype; derived, never saved
+    CACHE = "cache"  # keys and values of a text that sampling goes on with; never saved
     NODE = "node"  # the output of a node
 
     @property

@@ -4,6 +4,7 @@ Importing this package fills the registry; the functions here record nodes into 
 """
 
 from ttrain.ops.attention import self_attention, softmax
+from ttrain.ops.cache import cache_write, cached_attention
 from ttrain.ops.collective import all_reduce, all_reduce_state
 from ttrain.ops.elementwise import (
     activation,
@@ -39,6 +40,8 @@ __all__ = [
     "all_reduce",
     "all_reduce_state",
     "assign",
+    "cache_write",
+    "cached_attention",
     "cast",
     "clip_factor",
     "cross_entropy",

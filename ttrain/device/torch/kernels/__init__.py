@@ -15,11 +15,22 @@ function or a `Chain` of a few. A launch allocates nothing, except where aten ha
 from __future__ import annotations
 
 from ttrain.device.base import Kernel
-from ttrain.device.torch.kernels import attention, elementwise, embedding, layout, loss, matmul, norm, random, reduce
+from ttrain.device.torch.kernels import (
+    attention,
+    cache,
+    elementwise,
+    embedding,
+    layout,
+    loss,
+    matmul,
+    norm,
+    random,
+    reduce,
+)
 from ttrain.device.torch.kernels import update as update_family
 from ttrain.device.torch.kernels.common import Context
 
-FAMILIES = (elementwise, layout, reduce, matmul, norm, attention, random, embedding, loss, update_family)
+FAMILIES = (elementwise, layout, reduce, matmul, norm, attention, cache, random, embedding, loss, update_family)
 
 
 def kernel_table(context: Context) -> dict[str, Kernel]:

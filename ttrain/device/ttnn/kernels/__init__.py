@@ -5,6 +5,7 @@ from __future__ import annotations
 from ttrain.device.base import Kernel
 from ttrain.device.ttnn.kernels import (
     attention,
+    cache,
     collective,
     elementwise,
     embedding,
@@ -19,7 +20,7 @@ from ttrain.device.ttnn.kernels import update as update_family
 from ttrain.device.ttnn.kernels.common import Context
 
 FAMILIES = (
-    elementwise, layout, reduce, matmul, norm, attention, random, embedding, loss, update_family, collective,
+    elementwise, layout, reduce, matmul, norm, attention, cache, random, embedding, loss, update_family, collective,
 )  # fmt: skip
 
 

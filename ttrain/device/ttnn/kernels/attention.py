@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from ttrain.core.mask import HIDDEN
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.form import TILE, TileForm, dtype_name
 from ttrain.device.ttnn.kernels.common import Attributes, Context, into, is_bf16
 from ttrain.device.ttnn.tensors import Held
-
-HIDDEN = -1e30  # added to scores that must get no probability; infinite values make NaN of what tiles are padded with
 
 
 def causal_mask(c: Context, spec: TensorSpec, batch: int | None = None) -> Held:

@@ -1,0 +1,120 @@
+"""Rows that write caches and attend over them. On the CPU no key is read that no query sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from ttrain.core.mask import HIDDEN
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.base import Kernel, Launch
+from ttrain.device.torch.kernels.attention import softmax_into
+from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, inplace, into
+
+
+def _cache_write(
+    ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
+) -> Launch:
+    cache, rows, positions = ins
+    return partial(cache.index_copy_, 2, positions, rows)
+
+
+class _Bias:
+    """The terms of op cache_bias, one after the other, on [.., N, C] or its first columns."""
+
+    def __init__(self, positions: Tensor, visible: Tensor, context: int, like: Tensor, attributes: Attributes) -> None:
+        self.keys = torch.arange(context, device=like.device)
+        self.places, self.limits = positions.view(-1, 1), visible.view(-1, 1)
+        self.ahead = attributes.get("ahead", False)
+        slopes = attributes.get("slopes", ())
+        self.slopes = torch.tensor(slopes, dtype=like.dtype, device=like.device).view(-1, 1, 1) if slopes else None
+
+    def add(self, scores: Tensor, distance: Tensor | None, whole: Tensor | None) -> None:
+        """scores [B, H, N, c] += -slope * distance, where there are slopes; two buffers of [N, c] help."""
+        if self.slopes is None or distance is None or whole is None:
+            return
+        torch.sub(self.keys[: scores.shape[-1]], self.places, out=whole)
+        distance.copy_(whole)
+        if self.ahead:
+            distance.clamp_(min=0)
+            torch.addcmul(scores, self.slopes, distance, value=-1, out=scores)
+        else:
+            torch.addcmul(scores, self.slopes, distance, out=scores)
+
+    def hide(self, scores: Tensor, hidden: Tensor) -> None:
+        """Scores of keys that a query does not see become HIDDEN; a buffer bool [N, c] helps."""
+        torch.ge(self.keys[: scores.shape[-1]], self.limits, out=hidden)
+        scores.masked_fill_(hidden, HIDDEN)
+
+
+def _scratch(rows: int, context: int, dtype: DType, slopes: bool) -> list[TensorSpec]:
+    """What is hidden, and where there are slopes the distance as a number and as an integer."""
+    shape = (rows, context)
+    distances = [TensorSpec(shape, dtype), TensorSpec(shape, DType.INT64)] if slopes else []
+    return [TensorSpec(shape, DType.BOOL), *distances]
+
+
+def _cache_bias(
+    ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
+) -> Launch:
+    bias = _Bias(ins[0], ins[1], attributes["context"], outs[0], attributes)
+    distance, whole = work[1:] or (None, None)
+
+    def launch() -> None:
+        outs[0].zero_()
+        bias.add(outs[0], distance, whole)
+        bias.hide(outs[0], work[0])
+
+    return launch
+
+
+def _bias_workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    _, _, rows, context = outs[0].shape
+    return _scratch(rows, context, outs[0].dtype, bool(attributes.get("slopes")))
+
+
+def _columns(scratch: Tensor | None, count: int) -> Tensor | None:
+    """[N, count] out of a buffer [N, C], packed."""
+    return None if scratch is None else scratch.view(-1)[: scratch.shape[0] * count].view(-1, count)
+
+
+def _cached_attention(context: Context) -> Kernel:
+    def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+        q, keys, values, positions, visible = ins
+        batch, heads, rows, _ = q.shape
+        bias = _Bias(positions, visible, keys.shape[2], work[0], attributes)
+        scale, pairs = attributes["scale"], batch * heads
+        queries, y = q.view(pairs, rows, -1), outs[0].view(pairs, rows, -1)
+        all_keys, all_values = keys.view(pairs, keys.shape[2], -1), values.view(pairs, values.shape[2], -1)
+
+        def attend(seen: int) -> None:
+            scores, hidden, distance, whole = (_columns(part, seen) for part in (*work, None, None)[:4])
+            assert scores is not None and hidden is not None
+            scores = work[0].view(-1)[: pairs * rows * seen].view(pairs, rows, seen)
+            torch.baddbmm(scores, queries, all_keys[:, :seen].mT, beta=0, alpha=scale, out=scores)
+            by_head = scores.view(batch, heads, rows, seen)
+            bias.add(by_head, distance, whole)
+            bias.hide(by_head, hidden)
+            softmax_into(scores, scores)()
+            torch.bmm(scores, all_values[:, :seen], out=y)
+
+        if not context.on_cpu:
+            return partial(attend, keys.shape[2])
+        return lambda: attend(max(visible.tolist()))
+
+    def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+        q, keys = ins[0], ins[1]
+        scores = q.with_shape(q.shape[0] * q.shape[1] * q.shape[2], keys.shape[2])
+        return [scores, *_scratch(q.shape[2], keys.shape[2], q.dtype, bool(attributes.get("slopes")))]
+
+    return into(bind, workspace)
+
+
+def table(context: Context) -> dict[str, Kernel]:
+    return {
+        "cache_write": inplace(_cache_write),
+        "cache_bias": into(_cache_bias, _bias_workspace),
+        "cached_attention": _cached_attention(context),
+    }

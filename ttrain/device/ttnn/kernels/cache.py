@@ -1,0 +1,81 @@
+"""Rows that write caches of keys and values, and the bias of attention over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ttrain.core.mask import HIDDEN
+from ttrain.device.base import Kernel, Launch
+from ttrain.device.ttnn.form import TileForm, dtype_name
+from ttrain.device.ttnn.kernels.common import Attributes, Context, inplace, into
+from ttrain.device.ttnn.kernels.embedding import one_hot
+from ttrain.device.ttnn.tensors import Held, IntegerInput
+
+
+def _cache_write(c: Context) -> Kernel:
+    """cache <- cache (1 - written) + rows spread over their places by a product with one-hot columns."""
+
+    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+        (cache, rows, positions), tt = ins, c.tt
+        batch, heads, context, _ = cache.spec.shape
+        count, dtype = rows.spec.shape[2], cache.spec.dtype
+        hot = one_hot(c, positions, context, dtype)
+        lead = (batch, heads, 1, 1)
+        spread = c.constant("ones", TileForm(lead, dtype_name(dtype)), lambda: np.ones(lead, np.float32))
+
+        def run() -> None:
+            places = hot()  # [N, C]
+            written: Any = tt.sum(places, dim=0, keepdim=True, **c.exact)
+            kept = tt.reshape(tt.transpose(tt.rsub(written, 1.0), -2, -1), (1, 1, context, 1))
+            whole = tt.multiply(tt.reshape(places, (1, 1, count, context)), spread.t)
+            tt.multiply(cache.t, kept, output_tensor=cache.t)
+            tt.add(cache.t, tt.matmul(whole, rows.t, transpose_a=True, **c.product), output_tensor=cache.t)
+
+        return run
+
+    return inplace(build)
+
+
+def _cache_bias(c: Context) -> Kernel:
+    def build(ins: Sequence[IntegerInput], outs: Sequence[Held], attributes: Attributes, work: Any) -> Launch:
+        (positions, visible), (bias,), tt = ins, outs, c.tt
+        context, slopes = attributes["context"], attributes.get("slopes", ())
+        name = dtype_name(bias.spec.dtype)
+        kind = getattr(tt, name)
+        column = TileForm((positions.spec.size, 1), "int32")
+        limits = visible.in_form(column)
+        numbers = c.constant(
+            "numbers", TileForm((1, context), "int32"), lambda: np.arange(context, dtype=np.int32)[None]
+        )
+        shape = (1, 1, positions.spec.size, context)
+
+        def hidden() -> Any:
+            return tt.multiply(tt.ge(numbers.t, limits(), dtype=kind), HIDDEN)
+
+        def plain() -> None:
+            tt.copy(tt.reshape(hidden(), shape), bias.t)
+
+        if not slopes:
+            return plain
+        places = positions.in_form(column)
+        keys = c.constant("keys", TileForm((1, context)), lambda: np.arange(context, dtype=np.float32)[None])
+        values = np.asarray(slopes, np.float32).reshape(1, -1, 1, 1)
+        rates = c.constant(("slopes", slopes), TileForm(values.shape), lambda: values)
+        ahead, sign = attributes.get("ahead", False), -1.0 if attributes.get("ahead", False) else 1.0
+
+        def sloped() -> None:
+            distance = tt.subtract(keys.t, tt.typecast(places(), tt.float32))
+            distance = tt.reshape(tt.relu(distance) if ahead else distance, shape)
+            total = tt.multiply(tt.multiply(distance, sign), rates.t)
+            tt.add(total, tt.reshape(hidden(), shape), output_tensor=bias.t)
+
+        return sloped
+
+    return into(build)
+
+
+def table(c: Context) -> dict[str, Kernel]:
+    return {"cache_write": _cache_write(c), "cache_bias": _cache_bias(c)}

@@ -1,0 +1,242 @@
+"""Attention over keys and values that earlier steps have left in caches: what sampling runs on.
+
+A cache is state [B, H, C, D], a row for each of C places. Where a query stands and how many keys it sees are tensors,
+so one built step serves every place of a text and every mask whose visible keys come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ttrain.core.mask import HIDDEN
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.graph.graph import Node, Value
+from ttrain.graph.op import Case, Op, declare, op
+from ttrain.ops.elementwise import add, scale
+from ttrain.ops.matmul import matmul
+
+
+def _check_places(owner: Op, positions: TensorSpec, count: int) -> None:
+    wanted = TensorSpec((count,), DType.INT64)
+    owner.require(positions == wanted, str(positions), f"{wanted}, one for each new row")
+
+
+def _check_cache(owner: Op, cache: TensorSpec, rows: TensorSpec) -> None:
+    owner.require(cache.rank == 4, str(cache), "a cache [batch, heads, context, width]")
+    fits = rows.rank == 4 and rows.shape[:2] == cache.shape[:2] and rows.shape[2] <= cache.shape[2]
+    owner.require(fits, f"{rows} and {cache}", "rows of the cache's batch and heads, at most as many as it has places")
+    owner.require(rows.dtype is cache.dtype, f"{rows} and {cache}", "equal dtypes")
+
+
+@declare
+class CacheWrite(Op):
+    """cache[b, h, positions[i], :] <- rows[b, h, i, :]: rows [B, H, N, D], cache [B, H, C, D], positions int64 [N].
+
+    No position may occur twice.
+    """
+
+    name = "cache_write"
+    family = "cache"
+    inputs = ("cache", "rows", "positions")
+    outputs = ("new_cache",)
+    mutates = {"new_cache": "cache"}
+    differentiable = False
+
+    def infer(self, cache: TensorSpec, rows: TensorSpec, positions: TensorSpec) -> TensorSpec:
+        _check_cache(self, cache, rows)
+        self.require(rows.shape[3] == cache.shape[3], f"{rows} and {cache}", "equally wide rows")
+        _check_places(self, positions, rows.shape[2])
+        return cache
+
+    def flops(self, node: Node) -> int:
+        return 0
+
+    def nbytes(self, node: Node) -> int:
+        return 2 * node.input("rows").spec.nbytes
+
+    def reference(self, cache: Any, rows: Any, positions: Any) -> Any:
+        return cache.index_copy(2, positions, rows)
+
+    def cases(self) -> Sequence[Case]:
+        shapes = (((1, 2, 7, 4), 3), ((2, 3, 33, 5), 1), ((1, 1, 4, 8), 4))
+        return [
+            Case((cache, (*cache[:2], rows, cache[3]), (rows,)), integers={"positions": cache[2]})
+            for cache, rows in shapes
+        ]
+
+    def derived(self, given: Mapping[str, Any], attributes: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"positions": _example_positions(given["rows"].shape[2], given["cache"].shape[2])}
+
+
+@declare
+class CacheBias(Op):
+    """What is added to the scores of N queries for C keys, [1, 1 or H, N, C] in `dtype`.
+
+    Key j is hidden from query i where j >= visible[i]. Where head h has a slope, other keys get -slope[h] * distance:
+    with `ahead`, distance = max(0, j - positions[i]), else positions[i] - j (ALiBi, Press et al., 2022).
+    """
+
+    name = "cache_bias"
+    family = "cache"
+    inputs = ("positions", "visible")
+    outputs = ("bias",)
+    differentiable = False
+
+    def infer(
+        self,
+        positions: TensorSpec,
+        visible: TensorSpec,
+        context: int,
+        dtype: DType,
+        slopes: tuple[float, ...] = (),
+        ahead: bool = False,
+    ) -> TensorSpec:
+        self.require(positions.rank == 1, str(positions), "one place for each query")
+        for given in (positions, visible):
+            _check_places(self, given, positions.shape[0])
+        return TensorSpec((1, max(1, len(slopes)), positions.shape[0], context), dtype)
+
+    def reference(
+        self,
+        positions: Any,
+        visible: Any,
+        context: int,
+        dtype: DType,
+        slopes: tuple[float, ...] = (),
+        ahead: bool = False,
+    ) -> Any:
+        import torch
+
+        keys = torch.arange(context)
+        behind = (positions[:, None] - keys).double()
+        distance = (-behind).clamp(min=0) if ahead else behind
+        bias = -torch.tensor(slopes or (0.0,), dtype=torch.float64)[:, None, None] * distance
+        return torch.where(keys >= visible[:, None], HIDDEN, bias)[None]
+
+    def cases(self) -> Sequence[Case]:
+        settings: list[dict[str, Any]] = [
+            {"context": 7},
+            {"context": 33, "slopes": (0.5, 0.25, 0.125), "ahead": True},
+            {"context": 5, "slopes": (0.5,), "ahead": False},
+        ]
+        cases = []
+        for rows, attributes in zip((3, 1, 5), settings, strict=True):
+            bounds = {"positions": attributes["context"], "visible": attributes["context"] + 1}
+            cases.append(Case(((rows,), (rows,)), {"dtype": DType.FP32, **attributes}, bounds))
+        return cases
+
+    def derived(self, given: Mapping[str, Any], attributes: Mapping[str, Any]) -> Mapping[str, Any]:
+        return _example_places(given["positions"].shape[0], attributes["context"])
+
+
+@declare
+class CachedAttention(Op):
+    """y = softmax(scale * q keys^T + bias) values per head, over the keys that each query sees; bias as in cache_bias.
+
+    q [B, H, N, K], keys [B, H, C, K], values [B, H, C, D], positions and visible int64 [N] -> y [B, H, N, D]. Every
+    query has to see a key.
+    """
+
+    name = "cached_attention"
+    family = "cache"
+    inputs = ("q", "keys", "values", "positions", "visible")
+    differentiable = False
+
+    def infer(
+        self,
+        q: TensorSpec,
+        keys: TensorSpec,
+        values: TensorSpec,
+        positions: TensorSpec,
+        visible: TensorSpec,
+        scale: float,
+        slopes: tuple[float, ...] = (),
+        ahead: bool = False,
+    ) -> TensorSpec:
+        _check_cache(self, keys, q)
+        self.require(q.shape[3] == keys.shape[3], f"{q} and {keys}", "equally wide queries and keys")
+        self.require(values.shape[:3] == keys.shape[:3], f"{values} and {keys}", "a value for each key")
+        self.require(len(slopes) in (0, q.shape[1]), f"{len(slopes)} slopes", f"one for each of {q.shape[1]} heads")
+        for given in (positions, visible):
+            _check_places(self, given, q.shape[2])
+        return q.with_shape(*q.shape[:3], values.shape[3])
+
+    def flops(self, node: Node) -> int:
+        q, keys, values = (node.input(name).spec for name in ("q", "keys", "values"))
+        return 2 * q.size // q.shape[3] * keys.shape[2] * (q.shape[3] + values.shape[3])
+
+    def reference(
+        self,
+        q: Any,
+        keys: Any,
+        values: Any,
+        positions: Any,
+        visible: Any,
+        scale: float,
+        slopes: tuple[float, ...] = (),
+        ahead: bool = False,
+    ) -> Any:
+        bias = op("cache_bias").reference(positions, visible, keys.shape[2], DType.FP64, slopes, ahead)
+        return (scale * (q @ keys.mT) + bias).softmax(-1) @ values
+
+    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
+        q, keys, values, positions, visible = inputs
+        assert q is not None and keys is not None and values is not None
+        attributes = dict(node.attributes)
+        scores = scale(matmul(q, keys, transpose_b=True), attributes.pop("scale"))
+        bias = op("cache_bias").record(positions, visible, context=keys.shape[2], dtype=q.spec.dtype, **attributes)
+        probabilities = op("softmax").record(add(scores, bias), scale=1.0, causal=False)
+        return [matmul(probabilities, values)]
+
+    def cases(self) -> Sequence[Case]:
+        cases = []
+        for lead, rows, context, key_width, width, extra in _ATTENTION_CASES:
+            shapes = ((*lead, rows, key_width), (*lead, context, key_width), (*lead, context, width), (rows,), (rows,))
+            bounds = {"positions": context, "visible": context + 1}
+            cases.append(Case(shapes, {"scale": 0.4, **extra}, bounds))
+        return cases
+
+    def derived(self, given: Mapping[str, Any], attributes: Mapping[str, Any]) -> Mapping[str, Any]:
+        return _example_places(given["q"].shape[2], given["keys"].shape[2])
+
+
+_ATTENTION_CASES: tuple[tuple[tuple[int, int], int, int, int, int, dict[str, Any]], ...] = (
+    ((1, 2), 1, 9, 4, 4, {}),
+    ((1, 3), 4, 33, 6, 5, {"slopes": (0.5, 0.25, 0.125), "ahead": True}),
+    ((2, 2), 3, 8, 4, 4, {"slopes": (0.5, 0.25), "ahead": False}),
+    ((1, 1), 5, 5, 8, 8, {}),
+)
+
+
+def _example_positions(rows: int, context: int) -> Any:
+    import torch
+
+    return torch.arange(rows) + (context - rows) // 2
+
+
+def _example_places(rows: int, context: int) -> dict[str, Any]:
+    """Places in the middle; a query sees the pair of places that its own belongs to, and what is before."""
+    positions = _example_positions(rows, context)
+    return {"positions": positions, "visible": (positions // 2 * 2 + 2).clamp(max=context)}
+
+
+def cache_write(cache: Value, rows: Value, positions: Value) -> Value:
+    """The cache [B, H, C, D] after rows [B, H, N, D] were written at positions int64 [N]."""
+    return op("cache_write").record(cache, rows, positions)
+
+
+def cached_attention(
+    q: Value,
+    keys: Value,
+    values: Value,
+    positions: Value,
+    visible: Value,
+    scale: float,
+    slopes: Sequence[float] = (),
+    ahead: bool = False,
+) -> Value:
+    """Attention of queries [B, H, N, K] over caches; query i stands at positions[i] and sees keys below visible[i]."""
+    return op("cached_attention").record(
+        q, keys, values, positions, visible, scale=scale, slopes=tuple(slopes), ahead=ahead
+    )
