@@ -148,10 +148,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def write_files(page: Path, place: Path) -> None:
     """The blocks that begin with the name of a file."""
     for _, text in blocks(page):
-        if named := re.match(r"# ([\w./-]+\.(?:py|yaml))\n", text):
+        if named := re.match(r"# ([\w./-]+\.(?:py|yaml|jsonl))\n", text):
             path = place / named[1]
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, "utf-8")
+            path.write_text(text.removeprefix(named[0]) if path.suffix == ".jsonl" else text, "utf-8")
 
 
 def composed(words: list[str]) -> list[Config]:

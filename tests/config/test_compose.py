@@ -21,6 +21,7 @@ from ttrain.optim.settings import AdamWConfig, SGDConfig
 NEEDS = {
     "data=text": ["data.path=x"],
     "data=tokens": ["data.path=x"],
+    "data=documents": ["data.sources=[x]"],
     "data=regression": ["model=mlp"],
     "task=sample": ["run.dir=x"],
     "task=prepare": ["prepare.dir=x"],
@@ -50,7 +51,7 @@ def test_every_shipped_yaml_composes_and_passes_the_checks(word: str) -> None:
 
 
 def test_the_number_of_shipped_yaml_files_is_known() -> None:
-    assert len(shipped_options()) == 51
+    assert len(shipped_options()) == 52
     assert set(ALWAYS_THERE) < set(shipped_options())
 
 

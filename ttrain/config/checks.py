@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, Protocol
 
 from ttrain.config.schema import Config
-from ttrain.data.settings import RegressionConfig, TextConfig, TokensConfig
+from ttrain.core.names import did_you_mean
+from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, TokensConfig
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.models.presets import resolved, size_names
-from ttrain.models.settings import MLPConfig, TransformerConfig
+from ttrain.models.settings import AGILLMConfig, MLPConfig, TransformerConfig
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 
 Check = Callable[[Config], Iterator[str]]
@@ -114,6 +115,8 @@ def _data_fits_model(config: Config) -> Iterator[str]:
 def _data_source(config: Config) -> Iterator[str]:
     if isinstance(config.data, TokensConfig) and config.data.path is None and config.task.name in ("train", "plan"):
         yield "data.path: no value. data=tokens needs data.path=<folder or file of token ids>."
+    if isinstance(config.data, DocumentsConfig) and not config.data.sources:
+        yield "data.sources=[]: no value. data=documents needs data.sources=[<file or folder>,<another>]."
 
 
 @check("data", "task", "prepare")
@@ -122,8 +125,24 @@ def _prepare(config: Config) -> Iterator[str]:
         return
     if config.prepare.dir is None:
         yield "prepare.dir: no value. task=prepare needs prepare.dir=<new folder for the token files>."
-    if not isinstance(config.data, TextConfig):
-        yield f"data={config.data.name}: task=prepare reads text. Give data=stdlib, or data=text with data.path."
+    if not isinstance(config.data, TextConfig | DocumentsConfig):
+        yield (
+            f"data={config.data.name}: task=prepare reads text. Give data=stdlib, data=text with data.path, or "
+            "data=documents with data.sources."
+        )
+
+
+def model_problems(config: Config, parameters: Iterable[str], tied: bool) -> list[str]:
+    """Every problem that only shows once the model is built: names that lead to no parameter."""
+    from ttrain.device.ttnn.hosted import belongs
+
+    paths = list(parameters)
+    names = config.device.host_resident if isinstance(config.device, TenstorrentConfig) else []
+    known = {path.partition(".")[0] for path in paths}
+    unknown = [name for name in names if not any(belongs(path, name) for path in paths)]
+    if tied and len(unknown) < len(names):  # the head is the embedding, which is among the others
+        unknown = [name for name in unknown if name != "head"]
+    return [f"device.host_resident: {name!r} is no part of the model. {did_you_mean(name, known)}" for name in unknown]
 
 
 @check("task", "run")
@@ -183,6 +202,11 @@ def _tenstorrent(config: Config) -> Iterator[str]:
     device = config.device
     if not isinstance(device, TenstorrentConfig):
         return
+    if device.host_resident and device.mesh != [1, 1]:
+        yield (
+            f"device.host_resident={device.host_resident}: needs one chip, but device.mesh={device.mesh}. Give "
+            "device.mesh=[1,1], or device.host_resident=[]."
+        )
     for key in ("mesh", "core_grid"):
         size = getattr(device, key)
         if size is not None and (len(size) != 2 or min(size) < 1):
@@ -196,6 +220,16 @@ def _tenstorrent(config: Config) -> Iterator[str]:
         yield f"device.mesh={device.mesh}: {chips} chips, but device={device.name} has {held}."
     if rows % chips:
         yield f"device.mesh={device.mesh}: {chips} chips must divide the {rows} sequences of a micro-batch."
+
+
+@check("model", "sample")
+def _sample_mode(config: Config) -> Iterator[str]:
+    model, mode = config.model, config.sample.mode
+    if mode == "ar" or not isinstance(model, TransformerConfig):
+        return
+    if not isinstance(model, AGILLMConfig) or model.objective == "ar_only":
+        why = f"model.name={model.name}" if not isinstance(model, AGILLMConfig) else "model.objective=ar_only"
+        yield f"sample.mode={mode}: needs a SAT head, and {why} has none. Give sample.mode=ar."
 
 
 @check("logger")

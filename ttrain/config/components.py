@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ttrain.bench.settings import GPTBenchConfig, MLPBenchConfig
 from ttrain.config.registry import register, rows
 from ttrain.core.options import option
-from ttrain.data.settings import RegressionConfig, TextConfig, TokensConfig
+from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, TokensConfig
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.settings import EngineConfig
@@ -59,6 +59,7 @@ register("schedule", "wsd", config=ScheduleConfig, target="ttrain.optim.schedule
 
 register("data", "text", config=TextConfig, target="ttrain.data.text:open_text")
 register("data", "tokens", config=TokensConfig, target="ttrain.data.tokens:open_tokens")
+register("data", "documents", config=DocumentsConfig, target="ttrain.data.documents:open_documents")
 register("data", "regression", config=RegressionConfig, target="ttrain.data.regression:open_regression")
 
 register("precision", "fp32", config=PrecisionConfig, target=PrecisionConfig)

@@ -8,6 +8,7 @@ hold the samples of one batch of 12.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
@@ -73,12 +74,24 @@ class Dataset(Protocol):
     def baseline(self) -> Baseline: ...
 
 
+class Resizable(Dataset, Protocol):
+    """A dataset whose sequences can change their length while a run goes on."""
+
+    def at(self, context: int, sequences: int, tokens: int) -> Resizable:
+        """The same data in sequences of `context` tokens, from the sequence of number `sequences` on.
+
+        `tokens` were read before that one: where data is read in order, it goes on there.
+        """
+        ...
+
+
 class TokenDataset:
     """Next-token prediction: sequences of `context` ids, and as targets the ids that follow each of them.
 
-    `train` and `val` are one-dimensional arrays of unsigned ids, in memory or memory-mapped. No sequence reads across
-    the end of its split. With order=random a sequence starts at any token. With order=epoch a pass cuts the split into
-    blocks of `context` tokens, starting at a random one of the first, and takes each once.
+    `train` and `val` are one-dimensional arrays of unsigned ids, in memory or memory-mapped. With order=random
+    a sequence starts at any token. With order=epoch a pass cuts the split into blocks of `context` tokens, starting at
+    a random one of the first, and takes each once. No sequence of these reads across the end of its split. With
+    order=read sequences follow one another, and the end of the split is followed by its start.
 
     Raises DataError when a split is shorter than context + 1 tokens.
     """
@@ -98,16 +111,12 @@ class TokenDataset:
         self.vocabulary: int | None = vocabulary
         self._ids = vocabulary
         self.tokenizer = tokenizer
-        self.context = context
-        sequence = TensorSpec((context,), DType.INT64)
-        self.fields = {"tokens": sequence, "targets": sequence}
         self._order, self._limit, self._check = config.order, config.limit, check_batches
         _require_length("training", len(train), context, "Give a longer corpus (data.path)")
         _require_length("held-out", len(val), context, f"Raise data.held_out={config.held_out:g}, give a longer corpus")
         # Plain arrays over the same bytes: indexing a memory map as such costs several times as much.
         self._splits = {"train": train.view(np.ndarray), "val": val.view(np.ndarray)}
-        windows = np.lib.stride_tricks.sliding_window_view
-        self._windows = {split: windows(ids, context + 1) for split, ids in self._splits.items()}
+        self._resize(context, 0, 0)
         self.description = {
             **(description or {}),
             "tokens": {"train": len(train), "val": len(val)},
@@ -115,12 +124,32 @@ class TokenDataset:
             "order": config.order,
         }
 
+    def at(self, context: int, sequences: int, tokens: int) -> TokenDataset:
+        """The same tokens in sequences of `context`, at most as many as before.
+
+        With order=read the sequence of number `sequences` starts at token `tokens`, so that a run that changes its
+        length goes on where it was.
+        """
+        changed = copy(self)
+        changed._resize(context, sequences, tokens)
+        return changed
+
+    def _resize(self, context: int, sequences: int, tokens: int) -> None:
+        self.context, self._first, self._offset = context, sequences, tokens
+        sequence = TensorSpec((context,), DType.INT64)
+        self.fields = {"tokens": sequence, "targets": sequence}
+        windows = np.lib.stride_tricks.sliding_window_view
+        self._windows = {split: windows(ids, context + 1) for split, ids in self._splits.items()}
+
     def batch(self, split: Split, seed: int, index: int, rows: int, rank: int = 0, world: int = 1) -> Batch:
         """Arrays `tokens` and `targets`, int64 [rows, context]. See Dataset. Raises DataError for a bad id."""
         numbers = sample_numbers(index, rows, rank, world)
-        windows = self._windows[split]
         starts = self._train_starts(seed, numbers) if split == "train" else self._val_starts(numbers)
-        rows_read = windows[starts]
+        if split == "train" and self._order == "read":
+            ids = self._splits[split]
+            rows_read = ids[(starts[:, None] + np.arange(self.context + 1, dtype=np.uint64)) % np.uint64(len(ids))]
+        else:
+            rows_read = self._windows[split][starts]
         if self._check:
             self._check_ids(split, starts, rows_read)
         return {"tokens": rows_read[:, :-1].astype(np.int64), "targets": rows_read[:, 1:].astype(np.int64)}
@@ -135,8 +164,13 @@ class TokenDataset:
         return Baseline("unigram entropy", unigram_entropy(self._splits["val"], self._ids))
 
     def _train_starts(self, seed: int, numbers: Words) -> Words:
+        first, offset = np.uint64(self._first), np.uint64(self._offset)
         if self._limit is not None:
             numbers = numbers % np.uint64(self._limit)
+            first = offset = np.uint64(0)
+        if self._order == "read":
+            places: Words = offset + (numbers - first) * np.uint64(self.context)
+            return places % np.uint64(len(self._splits["train"]))
         if self._order == "random":
             return drawn(seed, numbers, len(self._windows["train"]))
         passes, blocks = shuffled_passes(seed, numbers, self._blocks("train"))

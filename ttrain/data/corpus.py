@@ -178,7 +178,7 @@ def _find(config: TextConfig) -> tuple[str, list[Path]]:
     path = Path(config.path).expanduser()
     try:
         if path.is_dir():
-            return str(config.path), _in_folder(path, config.suffixes)
+            return str(config.path), files_in(path, config.suffixes, "data.path")
         if path.is_file():
             return str(config.path), [path]
     except OSError as error:
@@ -190,8 +190,11 @@ def _find(config: TextConfig) -> tuple[str, list[Path]]:
     )
 
 
-def _in_folder(folder: Path, suffixes: list[str]) -> list[Path]:
-    """The files below a folder by name order of their relative paths; hidden ones and linked folders are left out."""
+def files_in(folder: Path, suffixes: list[str], key: str) -> list[Path]:
+    """The files below a folder by name order of their relative paths; hidden ones and linked folders are left out.
+
+    Only those that end in one of the suffixes, if there are any. Raises DataError, which names `key`, for none.
+    """
     files = [
         path
         for path in _walk(folder, lambda name: name.startswith("."))
@@ -199,7 +202,7 @@ def _in_folder(folder: Path, suffixes: list[str]) -> list[Path]:
     ]
     if not files:
         wanted = f" that ends in {' or '.join(suffixes)} (data.suffixes)" if suffixes else ""
-        raise DataError(f"data.path={folder} is a folder without any file{wanted}. Give a folder of UTF-8 text files.")
+        raise DataError(f"{key}={folder} is a folder without any file{wanted}. Give a folder of UTF-8 text files.")
     return files
 
 

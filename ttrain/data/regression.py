@@ -59,6 +59,8 @@ class RegressionDataset:
             numbers = numbers % np.uint64(self._config.limit)
         if self._config.order == "random":
             return self.examples(drawn(seed, numbers, count))
+        if self._config.order == "read":
+            return self.examples(numbers % np.uint64(count))
         return self.examples(shuffled_passes(seed, numbers, count)[1])
 
     def val_batches(self, rows: int) -> int:

@@ -18,8 +18,9 @@ class DataConfig:
     held_out: float = option(0.1, "share at the end kept for evaluation and never trained on", above=0, below=1)
     order: str = option(
         "random",
-        "random: every sequence is drawn independently; epoch: each one once per pass, shuffled anew for every pass",
-        choices=("random", "epoch"),
+        "random: every sequence is drawn independently; epoch: each one once per pass, shuffled anew for every pass; "
+        "read: one after another as they lie there, again and again",
+        choices=("random", "epoch", "read"),
     )
     limit: int | None = option(
         None, "train on the first so many sequences of the order, again and again, to see a model overfit", minimum=1
@@ -63,6 +64,59 @@ class TokensConfig(DataConfig):
     )
     verify: bool = option(
         False, "check all ids and checksums at the start; false does so for files up to 256 MiB and else checks batches"
+    )
+
+
+@dataclass
+class DocumentsConfig(DataConfig):
+    """Documents of local files, tokenized once into memory-mapped files and laid end to end."""
+
+    name: str = option("documents", "registered name of the data")
+    sources: list[str] = option(
+        [], "files or folders read in turn, a document of each: .jsonl with a row per document, else text", path=True
+    )
+    held_out: float = option(
+        0.1,
+        "share of the documents, chosen by their content, kept for evaluation and never trained on",
+        above=0,
+        below=1,
+    )
+    order: str = option(
+        "shuffled",
+        "read: documents as they are read, one of each source in turn; shuffled: anew for every pass, among as many "
+        "neighbours as shuffle_buffer says",
+        choices=("read", "shuffled"),
+    )
+    shuffle_buffer: int | None = option(
+        1000, "documents next to each other that are shuffled together; null shuffles all of them", minimum=2
+    )
+    text_key: str = option("text", "key of a row's text")
+    chat_key: str = option("messages", "key of a row's list of messages with role and content, where it has no text")
+    template: str = option(
+        "plain",
+        "what a message becomes: plain (User: ..), chatml (<|im_start|>user ..) or a text with {role} or {Role} and "
+        "{content}, in which \\n is a line break",
+    )
+    delimiter: str | None = option(
+        None, "line between two documents of a text file, '' for a blank one; null: every file is one document"
+    )
+    suffixes: list[str] = option([".jsonl", ".txt"], "file-name endings to read from a folder; empty reads all")
+    max_documents: int | None = option(None, "read no more documents than this; null reads all", minimum=2)
+    bad_rows: str = option(
+        "stop", "a row that can't be used: stop and name it, or skip it and count", choices=("stop", "skip")
+    )
+    tokenizer: str = option(
+        "bpe",
+        "char (of all documents), byte, bpe (trained on the training documents) or the path of a tokenizer.json",
+        path=True,
+    )
+    vocabulary_size: int = option(2048, "bpe only: token ids to train, the 256 bytes among them", minimum=256)
+    end_token: str | None = option(
+        None,
+        "token put after every document; null takes the tokenizer's own, or adds <|endoftext|> where it has none",
+    )
+    cache: str | None = option(
+        None, "folder that keeps the tokenized documents for the next run; null takes the user's cache", path=True
     )
 
 

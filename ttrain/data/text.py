@@ -18,7 +18,7 @@ from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer, Ids, Tokenizer, 
 
 # Bytes held per byte of text while its ids are gathered: two copies of at most one 16-bit id per byte.
 _HELD_PER_BYTE = 4
-_BPE_BYTES = 1 << 30  # merges hardly change beyond so much text, while learning them takes memory with it
+BPE_BYTES = 1 << 30  # merges hardly change beyond so much text, while learning them takes memory with it
 
 OnBytes = Callable[[bytes], object]
 
@@ -48,17 +48,22 @@ def choose_tokenizer(config: TextConfig, corpus: Corpus, on_bytes: OnBytes | Non
         return CharTokenizer.of(corpus.text(0, learning_bytes(config, corpus), on_bytes))
     if config.tokenizer == "bpe":
         return train_bpe(corpus.text(0, learning_bytes(config, corpus), on_bytes), config.vocabulary_size)
-    if not os.path.exists(os.path.expanduser(config.tokenizer)):
+    return named_tokenizer(config.tokenizer)
+
+
+def named_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer in a file that data.tokenizer names. Raises DataError when there is none."""
+    if not os.path.exists(os.path.expanduser(path)):
         kinds = ", ".join(TOKENIZERS)
-        raise DataError(f"data.tokenizer={config.tokenizer} is neither {kinds} nor the path of a tokenizer.json.")
-    return read_tokenizer(config.tokenizer)
+        raise DataError(f"data.tokenizer={path} is neither {kinds} nor the path of a tokenizer.json.")
+    return read_tokenizer(path)
 
 
 def learning_bytes(config: TextConfig, corpus: Corpus) -> int:
     """How much of the corpus, from its start, `choose_tokenizer` reads."""
     if config.tokenizer == "char":
         return corpus.size
-    return corpus.learning_end(_BPE_BYTES) if config.tokenizer == "bpe" else 0
+    return corpus.learning_end(BPE_BYTES) if config.tokenizer == "bpe" else 0
 
 
 def encode_split(corpus: Corpus, tokenizer: Tokenizer, split: str, on_bytes: OnBytes) -> Iterator[Ids]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ Ids = NDArray[Any]  # uint16 where the vocabulary allows, else uint32
 _UNICODE_SIZE = 0x110000
 _UNKNOWN = "\ufffd"
 _PIECES_AT_ONCE = 16  # what the library encodes in parallel in one call
+CALL_CHARACTERS = 1 << 20  # likewise, of many short texts
 _NAMED_CHARACTERS = 8  # most that an error message lists
 
 
@@ -56,6 +58,11 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode_pieces(self, texts: Iterable[str]) -> Iterator[Ids]:
         """Ids of a long text that arrives, and is encoded, some at a time. Raises as `encode` does."""
+
+    def encode_documents(self, texts: Iterable[str]) -> Iterator[Ids]:
+        """Ids of each of many texts. Raises as `encode` does."""
+        for text in texts:
+            yield np.concatenate([np.zeros(0, self.dtype), *self.encode_pieces([text])])
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -186,6 +193,30 @@ class LibraryTokenizer(Tokenizer):
                 batch = []
         yield from self._encode(batch)
 
+    def encode_documents(self, texts: Iterable[str]) -> Iterator[Ids]:
+        """See Tokenizer. Several texts go through the library in one call, which it spreads over the processor."""
+        for group in _groups(texts, CALL_CHARACTERS):
+            pieces = [list(cut([text])) for text in group]
+            encoded = self._encode([piece for several in pieces for piece in several])
+            for several in pieces:
+                yield np.concatenate([np.zeros(0, self.dtype), *islice(encoded, len(several))])
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its text, None where there is no such token."""
+        return self._model.token_to_id(token)
+
+    def special_tokens(self) -> list[str]:
+        """Texts of the tokens that no text is split into."""
+        return [str(token.content) for token in self._model.get_added_tokens_decoder().values()]
+
+    def with_token(self, token: str) -> LibraryTokenizer:
+        """This tokenizer with one special token more, under the next id."""
+        from tokenizers import Tokenizer as LibraryModel
+
+        model = LibraryModel.from_str(self._text)
+        model.add_special_tokens([token])
+        return LibraryTokenizer(model.to_str())
+
     def decode(self, ids: Sequence[int]) -> str:
         known = [int(i) for i in ids if 0 <= i < self.vocabulary]
         return self._model.decode(known, skip_special_tokens=False) + _UNKNOWN * (len(ids) - len(known))
@@ -262,6 +293,20 @@ def unseen(characters: Iterable[str], tokenizer: Tokenizer) -> DataError:
         f"the {tokenizer.name} tokenizer of {tokenizer.vocabulary} ids never saw {named}{more}. "
         "Leave these characters out, or train with data.tokenizer=byte or bpe, which cover every text."
     )
+
+
+def _groups(texts: Iterable[str], size: int) -> Iterator[list[str]]:
+    """The texts in lists of about `size` characters."""
+    group: list[str] = []
+    held = 0
+    for text in texts:
+        group.append(text)
+        held += len(text)
+        if held >= size:
+            yield group
+            group, held = [], 0
+    if group:
+        yield group
 
 
 def _described(model: dict[str, Any], pre_tokenizer: dict[str, Any], decoder: dict[str, Any]) -> dict[str, Any]:

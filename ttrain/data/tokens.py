@@ -44,9 +44,9 @@ def open_tokens(config: TokensConfig, sizes: Sizes) -> TokenDataset:
     """The dataset of token files. Raises DataError for files that can't be used; see TokenDataset."""
     context = require_context(config.name, sizes)
     files = find_token_files(config)
-    train, hashes, whole = _open_file(files, files.train, config.verify)
+    train, hashes, whole = open_split(files, "train", config.verify)
     if files.val is not None:
-        val, val_hashes, val_whole = _open_file(files, files.val, config.verify)
+        val, val_hashes, val_whole = open_split(files, "val", config.verify)
         hashes, whole = {**hashes, **val_hashes}, whole and val_whole
     else:
         boundary = round(len(train) * (1 - config.held_out))
@@ -158,10 +158,11 @@ def _read_header(file: Path) -> dict[str, Any]:
     return dict(header)
 
 
-def _open_file(files: TokenFiles, file: Path, verify: bool) -> tuple[Ids, dict[str, str | None], bool]:
-    """The ids of a file, its SHA-256 by name (None when not known), and whether every id was checked."""
+def open_split(files: TokenFiles, split: str, verify: bool) -> tuple[Ids, dict[str, str | None], bool]:
+    """The ids of a split's file, its SHA-256 by name (None when not known), and whether every id was checked."""
+    file = files.val if split == "val" else files.train
+    assert file is not None
     ids = open_ids(file, files.dtype)
-    split = "val" if file == files.val else "train"
     known = None if files.header is None else files.header["splits"][split]
     if known is not None and known["tokens"] != len(ids):
         raise DataError(f"{file} has {len(ids)} tokens, but {HEADER_FILE} says {known['tokens']}. Prepare them again.")

@@ -9,10 +9,12 @@ from ttrain.core.units import format_count
 def run(config: Config) -> None:
     """Tokenize the corpus of `data` into `prepare.dir`, and say how to train on it."""
     from ttrain.data.prepare import prepare
-    from ttrain.data.settings import TextConfig
+    from ttrain.data.settings import DocumentsConfig, TextConfig
 
-    assert isinstance(config.data, TextConfig) and config.prepare.dir is not None  # the config's checks hold it so
+    # The config's checks hold it so.
+    assert isinstance(config.data, TextConfig | DocumentsConfig) and config.prepare.dir is not None
     header = prepare(config.data, config.prepare.dir)
     counts = ", ".join(f"{split} {format_count(part['tokens'])}" for split, part in header["splits"].items())
     print(f"{config.prepare.dir}: {counts} tokens of {header['vocabulary']} ids")
-    print(f"train on it: python -m ttrain data=tokens data.path={config.prepare.dir}")
+    order = " data.order=read" if isinstance(config.data, DocumentsConfig) else ""
+    print(f"train on it: python -m ttrain data=tokens data.path={config.prepare.dir}{order}")

@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.core.spec import TensorSpec
+from ttrain.core.folders import cache_folder
+from ttrain.core.spec import TensorSpec, run_offsets
 from ttrain.device.base import Delivery, Device
-from ttrain.engine.state import run_offsets
 from ttrain.graph.graph import Node
 from ttrain.train.files import replace_file
-from ttrain.train.peak import cache_folder
 
 REPEATS = 7  # timed launches of a kernel; its time is their lower quartile, since a neighbour can only slow it down
 SECONDS = 0.25  # but no more launches once this much time has gone into one kernel

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ttrain.core.folders import cache_folder
 from ttrain.train.files import replace_file
 
 _SECONDS = 0.15
@@ -81,9 +81,3 @@ def _read(path: Path) -> dict[str, float]:
         return {key: float(flops) for key, flops in json.loads(path.read_text("utf-8")).items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-
-
-def cache_folder() -> Path:
-    """Where ttrain keeps what it can compute again: `$XDG_CACHE_HOME/ttrain`, else `~/.cache/ttrain`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "ttrain"

@@ -1,0 +1,507 @@
+"""Documents: reading, templates, splits, order, blocks, the cache, and what is wrong with files that users have."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ttrain.core.errors import DataError
+from ttrain.data import sources as sources_module
+from ttrain.data import tokenizer as tokenizer_module
+from ttrain.data.batches import Sizes
+from ttrain.data.chat import Template
+from ttrain.data.documents import DocumentDataset, open_documents
+from ttrain.data.prepare import prepare
+from ttrain.data.settings import DocumentsConfig, TokensConfig
+from ttrain.data.sources import Reader, find_sources
+from ttrain.data.stream import DocumentStream
+from ttrain.data.tokenizer import ByteTokenizer, LibraryTokenizer, Tokenizer, train_bpe
+from ttrain.data.tokens import open_tokens
+
+END = 256  # what follows the 256 ids of the byte tokenizer
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "cache" / "documents"
+
+
+def rows(name: str, *values: Any) -> str:
+    Path(name).write_text("".join(json.dumps(value) + "\n" for value in values), "utf-8")
+    return name
+
+
+def texts(name: str, *values: str) -> str:
+    return rows(name, *({"text": value} for value in values))
+
+
+def many(name: str, count: int, start: str = "") -> str:
+    generator = np.random.default_rng(len(name))
+    return texts(name, *(f"{start}{i}:" + "x" * int(generator.integers(1, 30)) for i in range(count)))
+
+
+def config_of(*sources: str, **options: Any) -> DocumentsConfig:
+    return DocumentsConfig(sources=list(sources), **{"tokenizer": "byte", **options})
+
+
+def opened(*sources: str, context: int = 8, **options: Any) -> DocumentDataset:
+    return open_documents(config_of(*sources, **options), Sizes(context=context))
+
+
+def read(*sources: str, **options: Any) -> list[str]:
+    config = config_of(*sources, **options)
+    found = find_sources(config)
+    return [document.text for document in Reader(config).in_turn(found, [lambda raw: None] * len(found))]
+
+
+def refused(*sources: str, **options: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        opened(*sources, **options)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def stored(dataset: DocumentDataset, split: str) -> list[list[int]]:
+    """The documents of a split as ids, cut after every end token."""
+    found: list[list[int]] = [[]]
+    for token in dataset._splits[split].tolist():
+        found[-1].append(token)
+        if token == END:
+            found.append([])
+    assert found.pop() == []
+    return found
+
+
+# reading
+
+
+def test_sources_take_turns_and_the_longest_goes_on() -> None:
+    a, b, c = texts("a.jsonl", "a0", "a1", "a2", "a3"), texts("b.jsonl", "b0"), texts("c.jsonl", "c0", "c1")
+    assert read(a, b, c) == ["a0", "b0", "c0", "a1", "c1", "a2", "a3"]
+    assert read(a, b, c, max_documents=4) == ["a0", "b0", "c0", "a1"]
+
+
+def test_a_folder_is_one_source_read_in_order_of_names() -> None:
+    Path("books/inner").mkdir(parents=True)
+    for name in ("b.txt", "a.txt", "inner/c.txt", "left.md", ".hidden.txt"):
+        Path("books", name).write_text(f"the text of {name}\n")
+    texts("books/d.jsonl", "row one", "row two")
+    in_order = ["the text of a.txt\n", "the text of b.txt\n", "row one", "row two", "the text of inner/c.txt\n"]
+    assert read("books") == in_order
+    assert "the text of left.md\n" in read("books", suffixes=[".md"])
+
+
+def test_lines_that_hold_the_delimiter_separate_documents() -> None:
+    Path("a.txt").write_bytes(b"one\r\nmore\r\n\r\n\r\n two\n\nthree\n")
+    assert read("a.txt", delimiter="") == ["one\r\nmore", " two", "three\n"]
+    Path("b.txt").write_text("one\n\nmore\n<|end|>\ntwo, not <|end|> here\n<|end|>\n")
+    assert read("b.txt", delimiter="<|end|>") == ["one\n\nmore", "two, not <|end|> here"]
+    assert read("b.txt") == [Path("b.txt").read_text()]
+
+
+def test_byte_order_mark_and_windows_line_ends() -> None:
+    Path("a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n{"text": "two"}')
+    Path("b.txt").write_bytes(b"\xef\xbb\xbfthree")
+    assert read("a.jsonl", "b.txt") == ["one", "three", "two"]
+
+
+def test_blank_documents_are_left_out_and_counted() -> None:
+    Path("books").mkdir()
+    Path("books/empty.txt").touch()
+    Path("books/full.txt").write_text("something to read")
+    data = opened(texts("a.jsonl", "first document", " \n", "", "second document"), "books")
+    assert data.description["blank_documents"] == 3
+    assert sum(data.description["documents"].values()) == 3
+
+
+CHAT = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Hello {role}"},
+    {"role": "assistant", "content": "Hi!"},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("plain", "System: Be kind.\nUser: Hello {role}\nAssistant: Hi!"),
+        (
+            "chatml",
+            "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHello {role}<|im_end|>\n"
+            "<|im_start|>assistant\nHi!<|im_end|>",
+        ),
+        (r"[{role}] {content}\n{{}}\n", "[system] Be kind.\n{}\n[user] Hello {role}\n{}\n[assistant] Hi!\n{}"),
+    ],
+)
+def test_chat_rows(template: str, expected: str) -> None:
+    rows("a.jsonl", {"messages": CHAT}, CHAT, {"text": None, "messages": CHAT}, {"talk": 1, "text": "plain"})
+    assert read("a.jsonl", template=template) == [expected, expected, expected, "plain"]
+    rows("b.jsonl", {"talk": CHAT}, {"body": "words"})
+    assert read("b.jsonl", template=template, chat_key="talk", text_key="body") == [expected, "words"]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("planar", "neither plain nor chatml"),
+        ("{content.__class__}", "has {content.__class__}"),
+        ("{content!r}", "has {content}"),
+        ("{content:>9}", "has {content}"),
+        ("{0}{content}", "has {0}"),
+        ("{role}", "no {content}"),
+        ("{content", "a brace of the text twice"),
+    ],
+)
+def test_a_template_that_could_do_more_or_less_than_fill_in(template: str, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        Template(template)
+    assert message in str(caught.value)
+
+
+# what is wrong with files
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"text": "x"', "a.jsonl:3: not JSON: Expecting ',' delimiter at column"),
+        ('{"txt": "x", "id": 1}', "a.jsonl:3: has neither 'text' (data.text_key) nor 'messages' (data.chat_key); its"),
+        ('{"text": 5}', "a.jsonl:3: 'text' is int, not text"),
+        ('"text"', "a.jsonl:3: is str, not an object"),
+        ('{"messages": "x"}', "a.jsonl:3: 'messages' is str, not a list"),
+        ('{"messages": [{"from": "human", "value": "x"}]}', "message 1 is not an object with role and content"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', "a.jsonl:3: message 1 has the role 'robot'; known are"),
+        ('{"messages": [{"role": "user", "content": null}]}', "a.jsonl:3: message 1 has as content NoneType"),
+        (r'{"text": "half \ud83d"}', "a.jsonl:3: has '\\ud83d', half of a surrogate pair"),
+        ("[" * 100_000, "a.jsonl:3: not JSON that can be read"),
+    ],
+)  # fmt: skip
+def test_a_bad_row_is_named_or_skipped(row: str, message: str) -> None:
+    Path("a.jsonl").write_text('{"text": "one of two"}\n{"text": "another one"}\n' + row + "\n")
+    assert message in refused("a.jsonl")
+    data = opened("a.jsonl", bad_rows="skip")
+    assert data.description["bad_rows"] == 1 and message in data.description["first_bad_row"]
+    assert sum(data.description["documents"].values()) == 2
+
+
+def test_bytes_that_are_no_text_name_the_line() -> None:
+    Path("a.jsonl").write_bytes(b'{"text": "one"}\n{"text": "caf\xe9"}\n')
+    assert "a.jsonl:2: not UTF-8 text (byte 14 of the line, 0xe9)" in refused("a.jsonl")
+    Path("b.txt").write_bytes("text".encode("utf-16"))
+    assert "b.txt:1: not UTF-8 text (it begins as UTF-16 does)" in refused("b.txt")
+    Path("c.txt").write_bytes(b"one\ntwo\0\n")
+    assert "c.txt:2: not UTF-8 text (byte 4 of the line is 0x00)" in refused("c.txt")
+
+
+def test_sources_that_can_not_be_used() -> None:
+    texts("a.jsonl", "one", "two")
+    Path("empty.jsonl").touch()
+    Path("blank.jsonl").write_text("\n\n")
+    Path("nothing").mkdir()
+    Path("others").mkdir()
+    Path("others/a.md").touch()
+    Path("table.parquet").write_bytes(b"PAR1")
+    assert "nowhere.jsonl does not exist" in refused("nowhere.jsonl")
+    assert "empty.jsonl is empty" in refused("a.jsonl", "empty.jsonl")
+    assert "only blank documents" in refused("blank.jsonl")
+    assert "nothing is a folder without any file that ends in .jsonl or .txt (data.suffixes)" in refused("nothing")
+    assert "others is a folder without any file" in refused("others")
+    assert "is a table in Parquet" in refused("table.parquet")
+    assert "given twice" in refused("a.jsonl", "a.jsonl")
+    assert "given twice, by . and a.jsonl" in refused(".", "a.jsonl", suffixes=["a.jsonl"])
+    assert "needs data.sources" in refused()
+
+
+def test_too_few_documents_or_tokens() -> None:
+    assert "one document and needs at least two" in refused(texts("a.jsonl", "alone"))
+    assert "3 documents, all equal, and needs" in refused(texts("b.jsonl", "same", "same", "same"))
+    message = refused(texts("c.jsonl", "0123456789", "ab"), context=20)
+    assert "fewer than one sequence of model.context=20" in message and "at most" in message
+
+
+def test_a_document_too_long_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources_module, "LONGEST_DOCUMENT", 100)
+    Path("a.txt").write_text("twenty characters..\n" * 10)
+    assert "a.txt:1: a document of more than" in refused("a.txt")
+    texts("b.jsonl", "x" * 200, "y")
+    assert "b.jsonl:1: a line of more than" in refused("b.jsonl")
+
+
+def test_a_file_that_can_not_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*given: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(sources_module, "open", denied, raising=False)
+    assert "cannot read a.jsonl: Permission denied" in refused(many("a.jsonl", 4))
+
+
+# tokens and splits
+
+
+def test_every_document_is_in_one_split_and_ends_with_the_token() -> None:
+    source = many("a.jsonl", 200)
+    data = opened(source, held_out=0.25)
+    given = [json.loads(line)["text"] for line in Path(source).read_text().splitlines()]
+    train, val = stored(data, "train"), stored(data, "val")
+    decoded = [bytes(ids[:-1]).decode() for ids in [*train, *val]]
+    assert sorted(decoded) == sorted(given) and len(val) == 50
+    assert [text for text in given if text in decoded[: len(train)]] == decoded[: len(train)]  # in reading order
+    assert data.description["documents"] == {"train": 150, "val": 50}
+    assert data.vocabulary == 257 and data.tokenizer is not None and data.tokenizer.vocabulary == 257
+
+
+def test_equal_documents_fall_in_the_same_split() -> None:
+    words = [f"document {i % 10}" for i in range(100)]
+    data = opened(texts("a.jsonl", *words[:50]), texts("b.jsonl", *words[50:]))
+    train, val = ({tuple(ids) for ids in stored(data, split)} for split in ("train", "val"))
+    assert not train & val and len(train) == 9 and len(val) == 1
+
+
+def test_the_split_does_not_depend_on_what_else_is_read_in_between() -> None:
+    """A held-out document stays one when the order of the sources changes."""
+    many("a.jsonl", 60, "a"), many("b.jsonl", 40, "b")
+    one, other = opened("a.jsonl", "b.jsonl"), opened("b.jsonl", "a.jsonl")
+    assert sorted(stored(one, "val")) == sorted(stored(other, "val"))
+
+
+def test_an_end_token_in_the_text_is_not_doubled() -> None:
+    data = opened(texts("a.jsonl", "one<|endoftext|>", "two", "three"), context=2)
+    documents = [*stored(data, "train"), *stored(data, "val")]
+    assert sorted(map(len, documents)) == [4, 4, 6]
+
+
+def saved(tokenizer: Tokenizer, name: str = "tokenizer.json") -> str:
+    Path(name).write_text(tokenizer.to_json())
+    return name
+
+
+def test_which_token_ends_a_document() -> None:
+    source = many("a.jsonl", 30)
+    base = train_bpe(["some words"], 260)
+    plain = opened(source, tokenizer=saved(base))
+    assert plain.description["end_token"] == {"text": "<|endoftext|>", "id": 260, "added": True}
+    own = LibraryTokenizer(base.to_json()).with_token("</s>")
+    assert opened(source, tokenizer=saved(own)).description["end_token"] == {"text": "</s>", "id": 260, "added": False}
+    both = saved(own.with_token("<eos>"))
+    assert "has </s> and <eos>. Say which" in refused(source, tokenizer=both)
+    assert opened(source, tokenizer=both, end_token="<eos>").description["end_token"]["id"] == 261
+    assert "data.end_token=<eot>" in refused(source, tokenizer=both, end_token="<eot>")
+    Path("tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<eos>"}}))
+    assert opened(source, tokenizer=both).description["end_token"]["id"] == 261
+    Path("tokenizer_config.json").write_text(json.dumps({"eos_token": "<gone>"}))
+    assert "names <gone> as eos_token" in refused(source, tokenizer=both)
+    Path("tokenizer_config.json").write_text("{")
+    assert "tokenizer_config.json can't be read" in refused(source, tokenizer=both)
+    named = opened(source, end_token="<|stop|>")
+    assert named.description["end_token"] == {"text": "<|stop|>", "id": 256, "added": True}
+
+
+@pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
+def test_tokenizers_made_here_read_back_and_encode_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_module, "CALL_CHARACTERS", 100)  # several calls of the library
+    source = texts("a.jsonl", *(f"line {i}, with é and 中\n\n" * (1 + i % 3) for i in range(50)))
+    data = opened(source, tokenizer=kind, vocabulary_size=300)
+    assert data.tokenizer is not None
+    again = Tokenizer.from_json(data.tokenizer.to_json())
+    assert again.hash == data.tokenizer.hash and again.vocabulary == data.vocabulary
+    end = data.description["end_token"]["id"]
+    documents = np.split(data._splits["train"], data._stream._ends[:-1])
+    decoded = [again.decode(ids[:-1].tolist()) for ids in documents]
+    given = [json.loads(line)["text"] for line in Path(source).read_text().splitlines()]
+    assert set(decoded) <= set(given) and all(ids[-1] == end for ids in documents)
+    assert all(again.encode(text) == ids[:-1].tolist() for text, ids in zip(decoded, documents, strict=True))
+
+
+# the stream and its blocks
+
+
+def endless(documents: list[list[int]], passes: int) -> list[int]:
+    return [token for ids in documents for token in ids] * passes
+
+
+def test_blocks_are_the_stream_as_read_cut_without_gap_or_overlap() -> None:
+    data = opened(many("a.jsonl", 40, "a"), many("b.jsonl", 25, "b"), order="read", context=16)
+    expected = np.array(endless(stored(data, "train"), 3))
+    found = np.concatenate([data.batch("train", 7, index, 4)["tokens"].ravel() for index in range(len(expected) // 64)])
+    assert (found == expected[: len(found)]).all() and len(found) > 2 * len(expected) / 3
+    batch = data.batch("train", 7, 3, 4)
+    assert (batch["targets"][:, :-1] == batch["tokens"][:, 1:]).all() and (batch["targets"][:, -1] == -1).all()
+    assert batch["tokens"].dtype == batch["targets"].dtype == np.int64 and batch["tokens"].shape == (4, 16)
+
+
+def test_ranks_and_micro_batches_share_the_stream() -> None:
+    data = opened(many("a.jsonl", 90), context=8)
+    whole = data.batch("train", 3, 5, 6)["tokens"]
+    halves = [data.batch("train", 3, 5, 3, rank, 2)["tokens"] for rank in range(2)]
+    assert (np.concatenate(halves) == whole).all()
+
+
+@pytest.mark.parametrize("buffer", [None, 7, 1000])
+def test_a_pass_in_shuffled_order_holds_every_document_once(buffer: int | None) -> None:
+    """Against the documents as read: each pass is a permutation, and within groups of neighbours."""
+    data = opened(many("a.jsonl", 60), order="shuffled", shuffle_buffer=buffer, context=8)
+    documents, length = stored(data, "train"), len(data._splits["train"])
+    orders = []
+    for number in range(3):
+        ids = data._stream.read(11, number * length, length).tolist()
+        parts: list[list[int]] = [[]]
+        for token in ids:
+            parts[-1].append(token)
+            if token == END:
+                parts.append([])
+        order = [documents.index(part) for part in parts[:-1]]
+        size = min(buffer or len(documents), len(documents))
+        for start in range(0, len(order), size):
+            assert sorted(order[start : start + size]) == list(range(start, min(start + size, len(order))))
+        orders.append(order)
+    assert orders[0] != orders[1] != orders[2] and orders[0] != sorted(orders[0])
+    assert data._stream.read(12, 0, length).tolist() != data._stream.read(11, 0, length).tolist()
+
+
+def test_any_position_can_be_read_first() -> None:
+    """What resuming asks for: the same ids whether or not anything was read before."""
+    generator = np.random.default_rng(0)
+    ends = np.cumsum(generator.integers(1, 40, 100))
+    ids = generator.integers(0, 1000, ends[-1]).astype(np.uint16)
+    warm = DocumentStream(ids, ends, 16)
+    straight = np.concatenate([warm.read(5, at, 13) for at in range(0, 13 * 500, 13)])
+    for position in (0, 1, 777, int(ends[-1]) - 3, 4000, 6400):
+        assert (DocumentStream(ids, ends, 16).read(5, position, 90) == straight[position : position + 90]).all()
+
+
+def test_a_changed_length_goes_on_in_tokens() -> None:
+    data = opened(many("a.jsonl", 70), context=16)
+    stream = [data.batch("train", 1, index, 2)["tokens"].ravel() for index in range(20)]
+    longer = data.at(16, 0, 0).at(8, 0, 0)
+    first = [longer.batch("train", 1, index, 2)["tokens"].ravel() for index in range(5)]
+    later = data.at(16, 10, 80)  # ten sequences of 8 were read
+    rest = [later.batch("train", 1, index, 2)["tokens"].ravel() for index in range(5, 15)]
+    joined = np.concatenate([*first, *rest])
+    assert (joined == np.concatenate(stream)[: len(joined)]).all()
+    assert data.context == 16 and longer.context == 8
+
+
+def test_held_out_batches_are_fixed_and_cover_the_split() -> None:
+    data = opened(many("a.jsonl", 200), held_out=0.3, context=8)
+    blocks = len(data._splits["val"]) // 8
+    assert data.val_batches(4) == blocks // 4
+    found = [tuple(row) for index in range(blocks) for row in data.batch("val", index, index, 1)["tokens"].tolist()]
+    expected = data._splits["val"][: blocks * 8].reshape(-1, 8).tolist()
+    assert sorted(found) == sorted(map(tuple, expected))
+    assert data.baseline.name == "unigram entropy" and 0 < data.baseline.value < np.log(257)
+
+
+def test_a_limit_repeats_the_first_sequences() -> None:
+    data = opened(many("a.jsonl", 50), limit=3)
+    assert (data.batch("train", 1, 0, 3)["tokens"] == data.batch("train", 1, 4, 3)["tokens"]).all()
+
+
+# the cache and task=prepare
+
+
+def test_the_cache_is_used_again_until_a_file_or_a_key_changes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = many("a.jsonl", 30)
+    first = opened(source)
+    (folder,) = cache.iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(Reader, "documents", None)  # the files are not read again
+        again = opened(source, order="read", shuffle_buffer=9, limit=5, context=4)
+    assert again.description["sha256"] == first.description["sha256"]
+    opened(source, held_out=0.5)
+    assert len(list(cache.iterdir())) == 2
+    os.utime(source, ns=(1, 1))
+    assert opened(source).description["sha256"] == first.description["sha256"]
+    assert len(list(cache.iterdir())) == 3
+    Path(source).write_text(Path(source).read_text() + '{"text": "one more document"}\n')
+    changed = opened(source)
+    assert changed.description["sha256"] != first.description["sha256"]
+    opened(source, cache="elsewhere")
+    assert len(list(Path("elsewhere").iterdir())) == 1 and len(list(cache.iterdir())) == 4
+    assert not [path for path in cache.iterdir() if path.name.startswith(".")] and folder.is_dir()
+
+
+@pytest.mark.parametrize("name", ["train.bin", "val.ends", "tokens.json"])
+def test_a_damaged_cache_is_named(cache: Path, name: str) -> None:
+    source = many("a.jsonl", 30)
+    opened(source)
+    (folder,) = cache.iterdir()
+    raw = bytearray((folder / name).read_bytes())
+    raw[len(raw) // 2] ^= 1
+    (folder / name).write_bytes(raw)
+    assert f"remove {folder}" in refused(source)
+
+
+def test_what_a_killed_process_left_is_removed(cache: Path) -> None:
+    """A process that dies while it writes leaves no folder that counts, and the next one clears up."""
+    source = many("a.jsonl", 30)
+    script = (
+        "import os, ttrain.data.document_files as files\n"
+        "from ttrain.data.batches import Sizes\n"
+        "from ttrain.data.documents import open_documents\n"
+        "from ttrain.data.settings import DocumentsConfig\n"
+        "files.write_header = lambda *given, **more: os._exit(9)\n"
+        f"open_documents(DocumentsConfig(sources=[{source!r}], tokenizer='byte'), Sizes(context=8))\n"
+    )
+    path = os.pathsep.join(filter(None, [str(Path(sources_module.__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, check=False)
+    assert done.returncode == 9
+    (left,) = cache.iterdir()
+    assert left.name.startswith(".") and (left / "train.bin").exists()
+    opened(source)
+    (folder,) = cache.iterdir()
+    assert not folder.name.startswith(".")
+
+
+def test_a_source_that_changes_while_it_is_read(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    source = many("a.jsonl", 30)
+    original = Reader.in_turn
+
+    def appended(self: Reader, *given: Any) -> Any:
+        with open(source, "a") as file:
+            file.write('{"text": "late"}\n')
+        return original(self, *given)
+
+    monkeypatch.setattr(Reader, "in_turn", appended)
+    assert "changed while being read" in refused(source)
+    assert not list(cache.iterdir())
+
+
+@pytest.mark.parametrize("buffer", [1000, None])
+def test_prepared_documents_keep_their_order(buffer: int | None) -> None:
+    source = many("a.jsonl", 60)
+    config = config_of(source, order="shuffled", shuffle_buffer=buffer)
+    header = prepare(config, "tokens", progress=False)
+    direct = opened(source, order="read", context=16)
+    prepared = open_tokens(TokensConfig(path="tokens", order="read"), Sizes(context=16))
+    assert header["end_token"]["id"] == END and prepared.vocabulary == direct.vocabulary
+    assert prepared.tokenizer is not None and direct.tokenizer is not None
+    assert prepared.tokenizer.hash == direct.tokenizer.hash
+    for index in range(12):  # more than a pass
+        expected, given = direct.batch("train", 1, index, 4), prepared.batch("train", 9, index, 4)
+        assert (expected["tokens"] == given["tokens"]).all()
+        assert (expected["targets"][:, :-1] == given["targets"][:, :-1]).all() and (given["targets"] >= 0).all()
+
+
+def test_tokens_read_in_order_go_on_when_the_length_changes() -> None:
+    prepare(config_of(many("a.jsonl", 60)), "tokens", progress=False)
+    data = open_tokens(TokensConfig(path="tokens", order="read"), Sizes(context=16))
+    ids = np.tile(data._splits["train"], 3)
+    short, long = data.at(8, 0, 0), data.at(16, 20, 160)
+    assert (short.batch("train", 1, 9, 2)["targets"].ravel() == ids[145:161]).all()
+    assert (long.batch("train", 1, 10, 2)["tokens"].ravel() == ids[160:192]).all()
+
+
+def test_byte_ids_of_documents_are_those_of_their_text() -> None:
+    data = opened(texts("a.jsonl", "caf\u00e9 one", "caf\u00e9 two"))
+    base = ByteTokenizer()
+    expected = {(*base.encode(text), END) for text in ("caf\u00e9 one", "caf\u00e9 two")}
+    assert {tuple(ids) for split in ("train", "val") for ids in stored(data, split)} == expected

@@ -1,0 +1,64 @@
+"""Rows of a conversation to one text, by templates that are data: nothing in them is ever run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from string import Formatter
+from typing import Any
+
+from ttrain.core.errors import DataError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+# One message each. {role} is the role as the row has it, {Role} begins with a capital letter.
+TEMPLATES = {
+    "plain": "{Role}: {content}\n",
+    "chatml": "<|im_start|>{role}\n{content}<|im_end|>\n",
+}
+_PARTS = ("role", "Role", "content")
+
+
+class Template:
+    """What a message becomes: a named template, or a text with {role}, {Role} and {content}.
+
+    In a text of the user's, the two characters `\\n` stand for a line break and doubled braces for single ones. Raises
+    DataError for an unknown name or another field.
+    """
+
+    def __init__(self, given: str) -> None:
+        if given not in TEMPLATES and "{" not in given:
+            raise DataError(
+                f"data.template={given}: is neither {' nor '.join(TEMPLATES)}, nor a text with {{content}} such as "
+                "'{role}: {content}\\n'."
+            )
+        text = TEMPLATES.get(given, given.replace("\\n", "\n"))
+        try:
+            parts = list(Formatter().parse(text))
+        except ValueError as error:
+            raise DataError(f"data.template={given!r}: {error}. Write a brace of the text twice.") from None
+        for _, name, form, conversion in parts:
+            if name is not None and (name not in _PARTS or form or conversion):
+                raise DataError(
+                    f"data.template={given!r}: has {{{name}}}. Only {{role}}, {{Role}}, {{content}} can stand."
+                )
+        if "content" not in {name for _, name, _, _ in parts}:
+            raise DataError(f"data.template={given!r}: has no {{content}}, so every message would be the same.")
+        self._parts = [(literal, name) for literal, name, _, _ in parts]
+
+    def text(self, messages: Iterable[Any]) -> str:
+        """The conversation as one text; line breaks at its end are left out.
+
+        Raises ValueError, which says what is wrong with a message.
+        """
+        return "".join(self._message(number, message) for number, message in enumerate(messages, 1)).rstrip("\n")
+
+    def _message(self, number: int, message: Any) -> str:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise ValueError(f"message {number} is not an object with role and content")
+        role, content = message["role"], message["content"]
+        if role not in ROLES:
+            raise ValueError(f"message {number} has the role {role!r}; known are {', '.join(ROLES)}")
+        if not isinstance(content, str):
+            raise ValueError(f"message {number} has as content {type(content).__name__}, not text")
+        values = {"role": role, "Role": role.capitalize(), "content": content}
+        return "".join(literal + (values[name] if name is not None else "") for literal, name in self._parts)

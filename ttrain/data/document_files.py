@@ -1,0 +1,216 @@
+"""Documents turned into token files: two passes over the sources, three where byte-pair encoding is learnt.
+
+Beside the files of a prepared folder there are `train.ends` and `val.ends`: where each document ends in the ids of its
+split, little-endian uint64, the end token included.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from array import array
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import tee
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ttrain.core.errors import DataError
+from ttrain.data.end_token import EndToken, with_end_token
+from ttrain.data.prepare import FILES, Bars, write_file, write_header
+from ttrain.data.settings import DocumentsConfig
+from ttrain.data.sources import OnBytes, Reader, Skipped, Source
+from ttrain.data.text import BPE_BYTES, named_tokenizer
+from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer, Ids, Tokenizer, train_bpe
+
+ENDS_FILE = {"train": "train.ends", "val": "val.ends"}
+
+
+@dataclass
+class _Scan:
+    """What the first pass finds: which documents are held out, and the checksum of all that was read."""
+
+    held_out: NDArray[np.bool_]  # in reading order
+    characters: CharTokenizer | None
+    skipped: Skipped
+    sha256: str
+    bytes: int
+
+
+def fill_documents(folder: Path, config: DocumentsConfig, sources: list[Source], bars: Bars) -> dict[str, Any]:
+    """Write the token files of a config's documents into an empty folder, and return the content of `tokens.json`."""
+    total = sum(source.size for source in sources)
+    with bars.open(total, "reading documents") as shown:
+        scan = _scan(config, sources, lambda raw: shown.update(len(raw)))
+    with bars.open(total if config.tokenizer == "bpe" else 0, "learning the tokenizer") as shown:
+        tokenizer, end = _tokenizer(config, sources, scan, lambda raw: shown.update(len(raw)))
+    with bars.open(total, "writing tokens") as shown:
+        splits = _write_splits(folder, config, sources, scan, tokenizer, end, lambda raw: shown.update(len(raw)))
+    held = int(scan.held_out.sum())
+    described = {
+        "source": [source.given for source in sources],
+        "files": sum(len(source.files) for source in sources),
+        "bytes": scan.bytes,
+        "documents": {"train": len(scan.held_out) - held, "val": held},
+        "blank_documents": scan.skipped.blank,
+        "bad_rows": scan.skipped.bad_rows,
+        "sha256": scan.sha256,
+        "tokenizer": tokenizer.description,
+    }
+    if scan.skipped.first_bad is not None:
+        described["first_bad_row"] = scan.skipped.first_bad
+    return write_header(folder, tokenizer, splits, described, end_token=vars(end))
+
+
+def content_hash(text: str) -> int:
+    """64 bits of a document's content."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def held_out_documents(hashes: NDArray[np.uint64], share: float) -> NDArray[np.bool_]:
+    """Which documents are held out: those with the lowest hashes, so that equal ones never part. At least one each.
+
+    Raises DataError where all documents are equal or there is only one.
+    """
+    count = len(hashes)
+    wanted = min(max(1, round(share * count)), count)
+    held: NDArray[np.bool_] = hashes <= np.partition(hashes, wanted - 1)[wanted - 1]
+    if held.all():
+        held = hashes < hashes.max()  # equal documents took more than their share
+    if not held.any():
+        what = "one document" if count == 1 else f"{count} documents, all equal,"
+        raise DataError(f"data.sources has {what} and needs at least two: one to train on, one held out.")
+    return held
+
+
+def _scan(config: DocumentsConfig, sources: list[Source], on_bytes: OnBytes) -> _Scan:
+    """Read everything once."""
+    digests = [hashlib.sha256() for _ in sources]
+    size = 0
+
+    def counted(digest: Any) -> OnBytes:
+        def called(raw: bytes) -> None:
+            nonlocal size
+            size += len(raw)
+            digest.update(raw)
+            on_bytes(raw)
+
+        return called
+
+    reader, hashes = Reader(config), array("Q")
+
+    def texts() -> Iterator[str]:
+        for document in reader.in_turn(sources, [counted(digest) for digest in digests]):
+            hashes.append(content_hash(document.text))
+            yield document.text
+
+    characters = None
+    if config.tokenizer == "char":
+        characters = CharTokenizer.of(texts())
+    else:
+        for _ in texts():
+            pass
+    if not hashes:
+        left_out = f" and {reader.skipped.bad_rows} rows that can't be used" if reader.skipped.bad_rows else ""
+        raise DataError(f"data.sources has only blank documents{left_out}. Give files with text.")
+    held = held_out_documents(np.frombuffer(hashes, np.uint64), config.held_out)
+    joined = hashlib.sha256("".join(digest.hexdigest() for digest in digests).encode()).hexdigest()
+    return _Scan(held, characters, reader.skipped, joined, size)
+
+
+def _tokenizer(
+    config: DocumentsConfig, sources: list[Source], scan: _Scan, on_bytes: OnBytes
+) -> tuple[Tokenizer, EndToken]:
+    made: Tokenizer
+    file = None
+    if config.tokenizer == "byte":
+        made = ByteTokenizer()
+    elif scan.characters is not None:
+        made = scan.characters
+    elif config.tokenizer == "bpe":
+        made = train_bpe(_training_text(config, sources, scan, on_bytes), config.vocabulary_size)
+    else:
+        made, file = named_tokenizer(config.tokenizer), Path(config.tokenizer).expanduser()
+    return with_end_token(made, config.end_token, file)
+
+
+def _training_text(config: DocumentsConfig, sources: list[Source], scan: _Scan, on_bytes: OnBytes) -> Iterator[str]:
+    """Training documents with a line break after each, so that no merge spans two."""
+    held = 0
+    documents = Reader(config).in_turn(sources, [on_bytes] * len(sources))
+    for document, left_out in zip(documents, scan.held_out, strict=False):
+        if not left_out:
+            yield document.text + "\n"
+            held += len(document.text)
+            if held > BPE_BYTES:
+                return
+
+
+class _SplitWriter:
+    """The files of one split while they grow."""
+
+    def __init__(self, folder: Path, split: str, files: ExitStack) -> None:
+        self.split, self._folder = split, folder
+        self._file = files.enter_context((folder / FILES[split]).open("wb"))
+        self._digest, self._ends = hashlib.sha256(), array("Q")
+        self.tokens = 0
+
+    def add(self, ids: Ids) -> None:
+        raw = ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes()
+        self._file.write(raw)
+        self._digest.update(raw)
+        self.tokens += len(ids)
+        self._ends.append(self.tokens)
+
+    def finish(self) -> dict[str, Any]:
+        """Make it last, write where documents end, and return what `tokens.json` says of the split."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        ends = np.frombuffer(self._ends, np.uint64).astype("<u8").tobytes()
+        write_file(self._folder / ENDS_FILE[self.split], [ends])
+        return {
+            "file": FILES[self.split],
+            "tokens": self.tokens,
+            "sha256": self._digest.hexdigest(),
+            "documents": len(self._ends),
+            "ends_sha256": hashlib.sha256(ends).hexdigest(),
+        }
+
+
+def _write_splits(
+    folder: Path,
+    config: DocumentsConfig,
+    sources: list[Source],
+    scan: _Scan,
+    tokenizer: Tokenizer,
+    end: EndToken,
+    on_bytes: OnBytes,
+) -> dict[str, Any]:
+    ending = np.array([end.id], tokenizer.dtype)
+    documents, again = tee(Reader(config).in_turn(sources, [on_bytes] * len(sources)))
+    encoded = tokenizer.encode_documents(document.text for document in documents)
+    with ExitStack() as files:
+        writers = {split: _SplitWriter(folder, split, files) for split in FILES}
+        for document, ids, left_out in _together(again, encoded, scan.held_out):
+            if not len(ids):
+                raise DataError(f"{document.place}: the tokenizer makes no token of this document. Leave it out.")
+            whole = ids if ids[-1] == end.id else np.concatenate([ids, ending])
+            writers["val" if left_out else "train"].add(whole)
+        return {split: writer.finish() for split, writer in writers.items()}
+
+
+def _together(
+    documents: Iterable[Any], encoded: Iterable[Ids], held_out: NDArray[np.bool_]
+) -> Iterator[tuple[Any, Ids, bool]]:
+    """Document, ids and whether it is held out. Raises DataError where the sources changed since they were counted."""
+    number = 0
+    for number, (ids, document) in enumerate(zip(encoded, documents, strict=False), 1):
+        if number > len(held_out):
+            break
+        yield document, ids, bool(held_out[number - 1])
+    if number != len(held_out):
+        raise DataError("data.sources changed while being read. Start again.")

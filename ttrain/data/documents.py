@@ -1,0 +1,190 @@
+"""data=documents: documents with an end token, laid end to end and cut into blocks that do not overlap."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from copy import copy
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ttrain.core.errors import DataError
+from ttrain.core.folders import cache_folder
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.data.batches import Baseline, Batch, Sizes, Split, held_out, sample_numbers, unigram_entropy
+from ttrain.data.counter import Words
+from ttrain.data.document_files import ENDS_FILE, fill_documents
+from ttrain.data.end_token import CONFIG_FILE
+from ttrain.data.prepare import Bars, clear_partial, write_folder
+from ttrain.data.settings import DocumentsConfig, TokensConfig
+from ttrain.data.sources import Source, find_sources, stamp
+from ttrain.data.stream import DocumentStream
+from ttrain.data.text import require_context
+from ttrain.data.tokenizer import Ids, Tokenizer
+from ttrain.data.tokens import HEADER_FILE, find_token_files, open_split
+
+_LAYOUT = 1  # of a cached folder; a new number makes all be written again
+_QUIET_SECONDS = 1.0  # tokenizing that takes less shows no bar
+# Keys that change neither tokens nor splits.
+_FREE_KEYS = ("name", "sources", "order", "shuffle_buffer", "limit", "cache")
+
+
+class DocumentDataset:
+    """Next-token prediction on the stream of documents.
+
+    Training sequence n holds the tokens [n * context, (n + 1) * context) of the endless stream that the passes over the
+    documents make; so no token is left out or read twice within a pass, and a sequence may hold parts of several
+    documents, and the end of one pass with the start of the next. The last position of a sequence has no target (-1),
+    since the token after it begins the next sequence. Held-out documents lie in the order in which they were read.
+
+    Raises DataError when a split is shorter than one sequence.
+    """
+
+    def __init__(
+        self,
+        splits: dict[str, Ids],
+        ends: dict[str, NDArray[np.int64]],
+        context: int,
+        vocabulary: int,
+        config: DocumentsConfig,
+        tokenizer: Tokenizer,
+        description: dict[str, Any],
+    ) -> None:
+        for split, ids in splits.items():
+            if len(ids) < context:
+                advice = "raise data.held_out" if split == "val" else "give more documents"
+                raise DataError(
+                    f"the {split} documents have {len(ids)} token(s), fewer than one sequence of "
+                    f"model.context={context}. To go on, {advice}, or set model.context to at most {len(ids)}."
+                )
+        self.vocabulary: int | None = vocabulary
+        self.tokenizer: Tokenizer | None = tokenizer
+        self._splits, self._config = splits, config
+        group = None if config.order == "read" else config.shuffle_buffer or len(ends["train"])
+        self._stream = DocumentStream(splits["train"], ends["train"], group)
+        self.description = {
+            **description,
+            "tokens": {split: len(ids) for split, ids in splits.items()},
+            "vocabulary": vocabulary,
+            "order": config.order,
+            "shuffle_buffer": config.shuffle_buffer if group is not None else None,
+        }
+        self._resize(context, 0, 0)
+
+    def at(self, context: int, sequences: int, tokens: int) -> DocumentDataset:
+        """The same documents in sequences of `context` tokens, of which number `sequences` starts at token `tokens`.
+
+        So a run that changes its length after so many sequences goes on where it was in the stream.
+        """
+        changed = copy(self)
+        changed._resize(context, sequences, tokens)
+        return changed
+
+    def _resize(self, context: int, sequences: int, tokens: int) -> None:
+        self.context, self._first, self._offset = context, sequences, tokens
+        sequence = TensorSpec((context,), DType.INT64)
+        self.fields = {"tokens": sequence, "targets": sequence}
+
+    def batch(self, split: Split, seed: int, index: int, rows: int, rank: int = 0, world: int = 1) -> Batch:
+        """Arrays `tokens` and `targets`, int64 [rows, context]; the last target of a row is -1. See batches.Dataset."""
+        numbers = sample_numbers(index, rows, rank, world)
+        tokens = np.stack(self._train_rows(seed, numbers) if split == "train" else self._val_rows(numbers))
+        tokens = tokens.astype(np.int64)
+        targets = np.full_like(tokens, -1)
+        targets[:, :-1] = tokens[:, 1:]
+        return {"tokens": tokens, "targets": targets}
+
+    def val_batches(self, rows: int) -> int:
+        """See batches.Dataset."""
+        return max(1, self._val_blocks // rows)
+
+    @cached_property
+    def baseline(self) -> Baseline:
+        """Unigram entropy of the held-out documents, in nats per token."""
+        assert self.vocabulary is not None
+        return Baseline("unigram entropy", unigram_entropy(self._splits["val"], self.vocabulary))
+
+    @property
+    def _val_blocks(self) -> int:
+        return len(self._splits["val"]) // self.context
+
+    def _train_rows(self, seed: int, numbers: Words) -> list[Ids]:
+        if self._config.limit is not None:
+            positions = [int(number) % self._config.limit * self.context for number in numbers]
+        else:
+            positions = [self._offset + (int(number) - self._first) * self.context for number in numbers]
+        return [self._stream.read(seed, position, self.context) for position in positions]
+
+    def _val_rows(self, numbers: Words) -> list[Ids]:
+        starts = held_out(numbers, self._val_blocks) * np.uint64(self.context)
+        return [self._splits["val"][int(start) : int(start) + self.context] for start in starts]
+
+
+def open_documents(config: DocumentsConfig, sizes: Sizes) -> DocumentDataset:
+    """The dataset of documents, tokenized now unless the cache has them. Raises DataError for what can't be used."""
+    context = require_context(config.name, sizes)
+    sources = find_sources(config)
+    folder = tokenized(config, sources)
+    try:
+        files = find_token_files(TokensConfig(path=str(folder)))
+        assert files.header is not None and files.tokenizer is not None
+        splits, ends = {}, {}
+        for split in ("train", "val"):
+            splits[split] = open_split(files, split, False)[0].view(np.ndarray)
+            ends[split] = _ends(folder, split, files.header)
+    except (DataError, KeyError) as error:
+        raise DataError(f"{error} These are tokenized documents that can be made again: remove {folder}.") from None
+    described = {**files.header["corpus"], "tokenizer": files.tokenizer.description}
+    described |= {"dtype": files.dtype.name, "end_token": files.header["end_token"]}
+    return DocumentDataset(splits, ends, context, files.vocabulary, config, files.tokenizer, described)
+
+
+def tokenized(config: DocumentsConfig, sources: list[Source]) -> Path:
+    """The folder with the token files of a config's documents; written first where the cache has none.
+
+    It is found again by path, size and time of change of every file, and by the keys that change tokens or splits.
+    """
+    base = cache_folder() / "documents" if config.cache is None else Path(config.cache).expanduser()
+    stamped = stamp(sources)
+    folder = base / _key(config, stamped)
+    if (folder / HEADER_FILE).is_file():
+        return folder
+
+    def fill(place: Path) -> dict[str, Any]:
+        header = fill_documents(place, config, sources, Bars(delay=_QUIET_SECONDS))
+        if stamp(sources) != stamped:
+            raise DataError("data.sources changed while being read. Start again.")
+        return header
+
+    clear_partial(folder)
+    try:
+        write_folder(folder, fill)
+    except DataError:
+        if not (folder / HEADER_FILE).is_file():  # else another process was faster
+            raise
+    return folder
+
+
+def _key(config: DocumentsConfig, stamped: list[list[Any]]) -> str:
+    kept = {name: value for name, value in dataclasses.asdict(config).items() if name not in _FREE_KEYS}
+    files = [Path(config.tokenizer).expanduser(), Path(config.tokenizer).expanduser().with_name(CONFIG_FILE)]
+    contents = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
+    text = json.dumps([_LAYOUT, stamped, kept, contents], sort_keys=True)
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:32]
+
+
+def _ends(folder: Path, split: str, header: dict[str, Any]) -> NDArray[np.int64]:
+    """Where each document of a split ends. Raises DataError for a file that is not the one that was written."""
+    file, known = folder / ENDS_FILE[split], header["splits"][split]
+    try:
+        raw = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error.strerror or error}.") from None
+    if hashlib.sha256(raw).hexdigest() != known["ends_sha256"]:
+        raise DataError(f"{file} has changed since it was written: its SHA-256 differs.")
+    return np.frombuffer(raw, "<u8").astype(np.int64)

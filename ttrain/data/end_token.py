@@ -1,0 +1,89 @@
+"""The token that ends a document: the tokenizer's own, one that the user names, or one that is added."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ttrain.core.errors import DataError
+from ttrain.core.names import did_you_mean
+from ttrain.data.tokenizer import LibraryTokenizer, Tokenizer
+
+ADDED = "<|endoftext|>"
+# What tokenizers call the end of a document; a separator serves where there is none of them.
+_KNOWN = (ADDED, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
+_SEPARATORS = ("[SEP]",)
+CONFIG_FILE = "tokenizer_config.json"
+
+
+@dataclass(frozen=True)
+class EndToken:
+    """Its text and id, and whether it was added to the tokenizer."""
+
+    text: str
+    id: int
+    added: bool
+
+
+def with_end_token(tokenizer: Tokenizer, named: str | None, file: Path | None) -> tuple[Tokenizer, EndToken]:
+    """The tokenizer, extended where it must be, and the token that ends a document.
+
+    `named` is data.end_token; `file` the tokenizer.json that the tokenizer was read from, None for one made from the
+    data. Without a name it is the eos_token of the tokenizer_config.json beside that file, else the one token known for
+    it, else one that is added. Raises DataError for a name that the file's tokenizer does not have, and where several
+    tokens may be meant.
+    """
+    library = tokenizer if isinstance(tokenizer, LibraryTokenizer) else LibraryTokenizer(tokenizer.to_json())
+    if named is not None:
+        if (number := library.token_id(named)) is not None:
+            return library, EndToken(named, number, False)
+        if file is not None:
+            raise DataError(f"data.end_token={named}: {file} has no such token. {_near(named, library)}")
+        return _extended(library, named)
+    given = None if file is None else _configured(file.with_name(CONFIG_FILE))
+    if given is not None:
+        number = library.token_id(given)
+        if number is None:
+            raise DataError(
+                f"{CONFIG_FILE} beside {file} names {given} as eos_token, which the tokenizer does not have. "
+                "Give data.end_token=<token>."
+            )
+        return library, EndToken(given, number, False)
+    for names in (_KNOWN, _SEPARATORS):
+        found = {name: number for name in names if (number := library.token_id(name)) is not None}
+        if len(found) > 1:
+            raise DataError(
+                f"the tokenizer has {' and '.join(found)}. Say which ends a document: data.end_token=<token>."
+            )
+        for name, number in found.items():
+            return library, EndToken(name, number, False)
+    return _extended(library, ADDED)
+
+
+def _extended(library: LibraryTokenizer, token: str) -> tuple[Tokenizer, EndToken]:
+    if not token.strip():
+        raise DataError(f"data.end_token={token!r}: must be visible text.")
+    extended = library.with_token(token)
+    number = extended.token_id(token)
+    assert number is not None
+    return extended, EndToken(token, number, True)
+
+
+def _near(named: str, library: LibraryTokenizer) -> str:
+    return did_you_mean(named, library.special_tokens()) if library.special_tokens() else "It has no special tokens."
+
+
+def _configured(file: Path) -> str | None:
+    """The eos_token of a tokenizer_config.json, None where there is none."""
+    try:
+        described: Any = json.loads(file.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{file} can't be read: {error}. Mend it, or give data.end_token=<token>.") from None
+    token = described.get("eos_token") if isinstance(described, dict) else None
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) and token else None

@@ -1,0 +1,250 @@
+"""Documents in local files: rows of .jsonl files, and text files that are one document or several."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ttrain.core.errors import DataError
+from ttrain.core.units import format_bytes
+from ttrain.data.chat import Template
+from ttrain.data.corpus import files_in
+from ttrain.data.settings import DocumentsConfig
+
+ROW_SUFFIXES = (".jsonl", ".ndjson")
+LONGEST_DOCUMENT = 1 << 30  # bytes; a document is held in memory as a whole
+# Files whose bytes are neither rows nor text, whatever is in them.
+_NOT_READ = {
+    ".json": "is one JSON value; write one row per line and name it .jsonl",
+    ".gz": "is compressed; unpack it",
+    ".zst": "is compressed; unpack it",
+    ".xz": "is compressed; unpack it",
+    ".bz2": "is compressed; unpack it",
+    ".zip": "is compressed; unpack it",
+    ".parquet": "is a table in Parquet; convert it to .jsonl",
+    ".arrow": "is a table in Arrow; convert it to .jsonl",
+    ".csv": "is a table; convert it to .jsonl",
+}
+_NAMED_KEYS = 8  # most that an error message lists
+
+OnBytes = Callable[[bytes], object]
+
+
+class Document(NamedTuple):
+    """One document, never blank. `place` is file:line of its start."""
+
+    text: str
+    place: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """One entry of data.sources and its files, in the order in which they are read."""
+
+    given: str
+    files: tuple[Path, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.stat().st_size for file in self.files)
+
+
+@dataclass
+class Skipped:
+    """What was left out while documents were read."""
+
+    blank: int = 0
+    bad_rows: int = 0
+    first_bad: str | None = None  # what was wrong with the first of them
+
+
+def find_sources(config: DocumentsConfig) -> list[Source]:
+    """The sources of a config. Raises DataError for one that is missing, empty, given twice or of another kind."""
+    if not config.sources:
+        raise DataError("data=documents needs data.sources, a list of .jsonl or text files or of folders with them.")
+    sources = [Source(given, tuple(_files(given, config))) for given in config.sources]
+    seen: dict[Path, str] = {}
+    for source in sources:
+        for file in source.files:
+            other = seen.setdefault(file.resolve(), source.given)
+            if other != source.given or sum(entry.given == source.given for entry in sources) > 1:
+                raise DataError(f"data.sources: {file} is given twice, by {other} and {source.given}. Leave one out.")
+        if not any(file.stat().st_size for file in source.files):
+            raise DataError(f"data.sources: {source.given} is empty. Leave it out, or give a file with documents.")
+    return sources
+
+
+class Reader:
+    """Reads documents as a config says. Counts what it leaves out in `skipped`."""
+
+    def __init__(self, config: DocumentsConfig) -> None:
+        self._config = config
+        self._template = Template(config.template)
+        self.skipped = Skipped()
+
+    def in_turn(self, sources: list[Source], on_bytes: list[OnBytes]) -> Iterator[Document]:
+        """One document of each source in turn; where a source ends, the others go on.
+
+        `on_bytes` holds one function per source, called with its raw bytes in order. Raises DataError that names file
+        and line.
+        """
+        open_sources = [self.documents(source, called) for source, called in zip(sources, on_bytes, strict=True)]
+        read, most = 0, self._config.max_documents
+        while open_sources:
+            for documents in list(open_sources):
+                document = next(documents, None)
+                if document is None:
+                    open_sources.remove(documents)
+                    continue
+                yield document
+                read += 1
+                if read == most:
+                    return
+
+    def documents(self, source: Source, on_bytes: OnBytes) -> Iterator[Document]:
+        """The documents of one source that are not blank."""
+        for file in source.files:
+            try:
+                if file.suffix.lower() in ROW_SUFFIXES:
+                    found = self._rows(file, on_bytes)
+                else:
+                    found = _texts(file, self._config.delimiter, on_bytes)
+                for document in found:
+                    if document.text.strip():
+                        yield document
+                    else:
+                        self.skipped.blank += 1
+            except OSError as error:
+                raise DataError(f"data.sources: cannot read {file}: {error.strerror or error}.") from error
+
+    def _rows(self, file: Path, on_bytes: OnBytes) -> Iterator[Document]:
+        for number, line in _lines(file, on_bytes):
+            if not line.strip():
+                continue
+            try:
+                text = self._text_of(line)
+            except ValueError as error:
+                problem = f"{file}:{number}: {error}"
+                if self._config.bad_rows == "stop":
+                    raise DataError(
+                        f"{problem}. Mend the row, or leave such rows out with data.bad_rows=skip."
+                    ) from None
+                self.skipped.bad_rows += 1
+                self.skipped.first_bad = self.skipped.first_bad or problem
+                continue
+            yield Document(text, f"{file}:{number}")
+
+    def _text_of(self, line: str) -> str:
+        """The document of a row. Raises ValueError, which says what is wrong."""
+        try:
+            row: Any = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
+        except RecursionError:
+            raise ValueError("not JSON that can be read: too many brackets inside each other") from None
+        text = self._template.text(row) if isinstance(row, list) else self._field(row)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"has {text[error.start]!a}, half of a surrogate pair, which is no character") from None
+        return text
+
+    def _field(self, row: Any) -> str:
+        text_key, chat_key = self._config.text_key, self._config.chat_key
+        if not isinstance(row, dict):
+            raise ValueError(f"is {type(row).__name__}, not an object with {text_key!r} or {chat_key!r}")
+        if row.get(text_key) is not None:
+            if not isinstance(row[text_key], str):
+                raise ValueError(f"{text_key!r} is {type(row[text_key]).__name__}, not text")
+            return str(row[text_key])
+        if row.get(chat_key) is not None:
+            if not isinstance(row[chat_key], list):
+                raise ValueError(f"{chat_key!r} is {type(row[chat_key]).__name__}, not a list of messages")
+            return self._template.text(row[chat_key])
+        keys = ", ".join(list(map(str, row))[:_NAMED_KEYS]) or "none"
+        raise ValueError(
+            f"has neither {text_key!r} (data.text_key) nor {chat_key!r} (data.chat_key); its keys are {keys}"
+        )
+
+
+def _files(given: str, config: DocumentsConfig) -> list[Path]:
+    path = Path(given).expanduser()
+    try:
+        if path.is_dir():
+            return files_in(path, config.suffixes, "data.sources")
+        if path.is_file():
+            why = _NOT_READ.get(path.suffix.lower())
+            if why is not None:
+                raise DataError(f"data.sources: {given} {why}.")
+            return [path]
+    except OSError as error:
+        raise DataError(f"data.sources: cannot read {path}: {error.strerror or error}.") from error
+    what = "is neither a file nor a folder" if path.exists() else "does not exist"
+    raise DataError(f"data.sources: {given} {what} (looked in {path.absolute().parent}). Only local files are read.")
+
+
+def _texts(file: Path, delimiter: str | None, on_bytes: OnBytes) -> Iterator[Document]:
+    """The documents of a text file: all of it, or what lies between lines that hold the delimiter alone."""
+    parts: list[str] = []
+    start, size = 1, 0
+    for number, line in _lines(file, on_bytes):
+        if delimiter is not None and line.strip() == delimiter.strip():
+            if any(map(str.strip, parts)):
+                yield Document("".join(parts).rstrip("\r\n"), f"{file}:{start}")
+            parts, start, size = [], number + 1, 0
+            continue
+        parts.append(line)
+        size += len(line)
+        if size > LONGEST_DOCUMENT:
+            raise DataError(
+                f"{file}:{start}: a document of more than {format_bytes(LONGEST_DOCUMENT)}. Give data.delimiter, the "
+                "line between two documents, or split the file; data=text reads a text that is not documents."
+            )
+    if delimiter is None or any(map(str.strip, parts)):
+        yield Document("".join(parts), f"{file}:{start}")
+
+
+def _lines(file: Path, on_bytes: OnBytes) -> Iterator[tuple[int, str]]:
+    """The lines of a file with their ends, counted from 1. Leaves out a byte-order mark."""
+    with open(file, "rb") as stream:
+        for number in count(1):
+            raw = stream.readline(LONGEST_DOCUMENT)
+            if not raw:
+                return
+            if len(raw) == LONGEST_DOCUMENT:
+                raise DataError(f"{file}:{number}: a line of more than {format_bytes(LONGEST_DOCUMENT)}. Split it.")
+            on_bytes(raw)
+            if number == 1 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise _not_text(file, number, "it begins as UTF-16 does")
+            try:
+                line = raw.decode("utf-8")
+            except UnicodeDecodeError as error:
+                why = f"byte {error.start + 1} of the line, 0x{raw[error.start]:02x}"
+                raise _not_text(file, number, why) from None
+            if "\0" in line:
+                raise _not_text(file, number, f"byte {raw.index(0) + 1} of the line is 0x00")
+            yield number, line.removeprefix("\ufeff") if number == 1 else line
+
+
+def _not_text(file: Path, number: int, why: str) -> DataError:
+    return DataError(
+        f"{file}:{number}: not UTF-8 text ({why}). Convert the file to UTF-8, or leave it out of a folder with "
+        "data.suffixes."
+    )
+
+
+def stamp(sources: list[Source]) -> list[list[Any]]:
+    """Path, size and time of change of every file: what tells that none has changed, without reading them."""
+
+    def facts(file: Path) -> list[Any]:
+        found = os.stat(file)
+        return [str(file.absolute()), found.st_size, found.st_mtime_ns]
+
+    return [[source.given, *map(facts, source.files)] for source in sources]

@@ -1,0 +1,76 @@
+"""The endless stream of tokens that documents make, pass after pass, as a function of a position in it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ttrain.data.counter import derive_key, random_words
+from ttrain.data.tokenizer import Ids
+
+_DOCUMENTS = 4  # tells this stream of random numbers from the others of a seed
+_HELD_GROUPS = 4  # orders that are kept, of the groups read last
+
+
+class _Order(NamedTuple):
+    """A group's documents in the order of one pass, and where each ends, counted from the group's first token."""
+
+    documents: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+
+class DocumentStream:
+    """All documents of a split laid end to end, again and again.
+
+    `ids` [tokens] and where each document `ends` in them. Without a `group` documents keep their order. With one, every
+    so many neighbours are shuffled among themselves, anew for every pass; the order is a function of the seed, the pass
+    and the group, so any position can be read at once, and no more than a group's order is ever held.
+    """
+
+    def __init__(self, ids: Ids, ends: NDArray[np.int64], group: int | None) -> None:
+        self._ids, self._ends = ids, ends
+        self._starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
+        self._group = group
+        self._orders: OrderedDict[tuple[int, int, int], _Order] = OrderedDict()
+
+    def read(self, seed: int, position: int, length: int) -> Ids:
+        """The ids [position, position + length) of the stream."""
+        parts: list[Ids] = []
+        while length:
+            number, offset = divmod(position, len(self._ids))
+            part = self._run(seed, number, offset, length)
+            parts.append(part)
+            position, length = position + len(part), length - len(part)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _run(self, seed: int, number: int, offset: int, most: int) -> Ids:
+        """Ids that lie side by side, from an offset of one pass on."""
+        if self._group is None:
+            return self._ids[offset : offset + most]
+        group = int(np.searchsorted(self._ends, offset, "right")) // self._group
+        first = int(self._starts[group * self._group])
+        order = self._order(seed, number, group)
+        place = int(np.searchsorted(order.ends, offset - first, "right"))
+        document = order.documents[place]
+        left = int(order.ends[place]) - (offset - first)
+        end = int(self._ends[document])
+        return self._ids[end - left : min(end, end - left + most)]
+
+    def _order(self, seed: int, number: int, group: int) -> _Order:
+        key = seed, number, group
+        if key in self._orders:
+            self._orders.move_to_end(key)
+            return self._orders[key]
+        assert self._group is not None
+        first = group * self._group
+        count = min(self._group, len(self._ends) - first)
+        words = random_words(derive_key(_DOCUMENTS, seed, number, group), np.arange(count, dtype=np.uint64))
+        documents = first + np.argsort(words, kind="stable")
+        order = _Order(documents, np.cumsum(self._ends[documents] - self._starts[documents]))
+        self._orders[key] = order
+        if len(self._orders) > _HELD_GROUPS:
+            self._orders.popitem(last=False)
+        return order
