@@ -7,9 +7,9 @@ import pytest
 
 from tests.engine.reference_device import ReferenceDevice
 from ttrain.core.errors import GraphError
-from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.spec import RUN_ALIGNMENT, DType, TensorSpec
 from ttrain.device.null import NullDevice
-from ttrain.engine.state import RUN_ALIGNMENT, State, StateTensor
+from ttrain.engine.state import State, StateTensor
 from ttrain.graph import Kind
 
 SHAPES = {"norm.weight": (5,), "up.weight": (7, 3), "up.bias": (7,)}

@@ -29,6 +29,10 @@ SGD = {"count": 1, "momentum": 0.9, "nesterov": False, "weight_decay": 0.0}
 TWO_RELUS = (("relu", (0,), ()), ("relu", (1,), ()))
 CACHED = [fp32(1, 2, 3, 4), fp32(1, 2, 9, 4), fp32(1, 2, 9, 4), int64(3), int64(3)]
 HEAD = {"chunk": 2, "gradients": True}
+SMOOTHED = {**HEAD, "smoothing": 0.1, "live": 6}
+PAIRS = {"scale": 1.0, "mask": "pairs", "position_bias": "none"}
+ROUNDED: dict[str, Any] = {"stochastic": ("parameters",), "stream": 0}
+UNROUNDED: dict[str, Any] = {"stochastic": (), "stream": 0}
 # (op, inputs, attributes, what the message has to name)
 REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     *((name, [fp32(4, 8), fp32(4, 7)], {}, "broadcast") for name in ("add", "subtract", "multiply", "divide")),
@@ -77,6 +81,20 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
         {"heads": 2},
         "equal specs",
     ),
+    ("masked_softmax", [fp32(2, 4, 5)], PAIRS, "[B, H, T, T]"),
+    ("masked_softmax", [fp32(1, 2, 4, 4)], {**PAIRS, "mask": "none"}, "one of causal, pairs"),
+    ("attention", [fp32(2, 5, 8), fp32(2, 6, 8), fp32(2, 5, 8)], {**PAIRS, "heads": 2}, "two equal"),
+    ("attention", [fp32(2, 5, 8), fp32(2, 5, 8), fp32(2, 4, 8)], {**PAIRS, "heads": 2}, "equal [batch, time]"),
+    ("attention", [fp32(2, 5, 8), fp32(2, 5, 8), fp32(2, 5, 9)], {**PAIRS, "heads": 2}, "multiple of 2 heads"),
+    ("attention", [fp32(2, 5, 8)] * 3, {**PAIRS, "heads": 2, "position_bias": "near"}, "one of none, future"),
+    ("attention_grad", [fp32(2, 5, 8)] + [fp32(2, 5, 6)] * 4 + [fp32(2, 2, 5)], {**PAIRS, "heads": 2}, "equal specs"),
+    ("head_matmul", [fp32(2, 5, 8), fp32(4, 3)], {"heads": 3, "transpose": False}, "3 heads of 4"),
+    ("head_matmul", [fp32(2, 5, 8), bf16(4, 3)], {"heads": 2, "transpose": False}, "equal dtypes"),
+    ("head_product", [fp32(2, 5, 8), fp32(2, 4, 8)], {"heads": 2}, "equal [batch, time]"),
+    ("head_product", [fp32(2, 5, 8), fp32(2, 5, 9)], {"heads": 2}, "multiples of 2 heads"),
+    ("pick_rows", [fp32(2, 5, 8)], {"rows": (1, 5)}, "different ones from 0 to 4"),
+    ("pick_rows", [fp32(2, 5, 8)], {"rows": (1, 1)}, "different ones"),
+    ("put_rows", [fp32(2, 3, 8)], {"rows": (0, 1), "time": 5}, "[batch, 2, features]"),
     ("dropout", [fp32(4), fp32()], {"p": 0.1, "stream": 0}, "int64[]"),
     ("dropout", [fp32(4), int64()], {"p": 1.0, "stream": 0}, "below 1"),
     ("dropout", [int64(4), int64()], {"p": 0.1, "stream": 0}, "floating-point"),
@@ -91,6 +109,10 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("linear_cross_entropy", [fp32(4, 3), fp32(7, 2), int64(4), fp32()], HEAD, "[vocabulary, width]"),
     ("linear_cross_entropy", [fp32(4, 3), bf16(7, 3), int64(4), fp32()], HEAD, "equal dtypes"),
     ("linear_cross_entropy", [fp32(4, 3), fp32(7, 3), int64(4), fp32()], {**HEAD, "chunk": 0}, "at least one row"),
+    ("head_cross_entropy", [fp32(4, 3), fp32(7, 2), int64(4), fp32(4), None], SMOOTHED, "[vocabulary, width]"),
+    ("head_cross_entropy", [fp32(4, 3), fp32(7, 3), int64(4), fp32(4), fp32(6)], SMOOTHED, "[7]"),
+    ("head_cross_entropy", [fp32(4, 3), fp32(7, 3), int64(4), fp32(), None], SMOOTHED, "fp32[4]"),
+    ("head_cross_entropy", [fp32(4, 3), fp32(5, 3), int64(4), fp32(4), None], SMOOTHED, "1 to 5 ids"),
     ("squared_error", [fp32(4, 3), fp32(4, 2), fp32()], {}, "equal shapes"),
     ("squared_error", [fp32(4, 3), fp32(4, 3), bf16()], {}, "fp32[]"),
     ("squared_error_grad", [fp32(4, 3), fp32(4, 2), fp32()], {}, "equal shapes"),
@@ -102,6 +124,15 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("refresh", [bf16(4), fp32(5)], {"count": 1}, "equal shapes"),
     ("fused", [fp32(4), fp32(2, 4)], {"program": TWO_RELUS, "results": (0, 1)}, "one shape"),
     ("adamw_refresh", [*[fp32(4)] * 4, bf16(5), fp32(), fp32(), None], ADAMW, "one shape per parameter"),
+    ("adamw_rounded", [*[bf16(4)] * 4, fp32(), fp32(), None, None], ADAMW | ROUNDED, "int64[] where a slot is named"),
+    ("adamw_rounded", [*[bf16(4)] * 4, fp32(), fp32(), None, int64()], ADAMW | UNROUNDED, "int64[] where a slot is"),
+    ("adamw_rounded_refresh", [*[fp32(4)] * 4, bf16(5), fp32(), fp32(), None, int64()], ADAMW | ROUNDED, "one shape"),
+    (
+        "sgd_rounded",
+        [bf16(4), bf16(4), fp32(), None, int64()],
+        SGD | ROUNDED | {"stochastic": ("gradients",)},
+        "some of",
+    ),
     ("add_embedding_grad", [fp32(7, 3), fp32(4, 3), int64(5)], {}, "equal leading axes"),
     ("add_embedding_grad", [fp32(7, 2), fp32(4, 3), int64(4)], {}, "[vocabulary, 3]"),
     ("all_reduce", [int64(4)], {}, "floating-point"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -74,3 +75,15 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+RUN_ALIGNMENT = 64  # elements; gives equal element offsets in every dtype, each a multiple of a cache line
+
+
+def run_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Element offsets of tensors laid side by side, and the elements they take with gaps."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // RUN_ALIGNMENT) * RUN_ALIGNMENT
+    return offsets, end

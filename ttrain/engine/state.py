@@ -9,11 +9,9 @@ import numpy as np
 
 from ttrain.core.errors import GraphError
 from ttrain.core.names import did_you_mean
-from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.spec import DType, TensorSpec, run_offsets
 from ttrain.device.base import Arena, Buffer, Device
 from ttrain.graph.graph import Graph, Kind, Value
-
-RUN_ALIGNMENT = 64  # elements; gives equal element offsets in every dtype, each a multiple of a cache line
 
 
 @dataclass(frozen=True)
@@ -40,16 +38,18 @@ class State:
         if len(self._tensors) != len(tensors):
             raise GraphError("two persistent tensors have the same name")
         self._placed: dict[str, tuple[Arena, int, Buffer]] = {}
-        groups: dict[tuple[Kind, DType, str, str], list[StateTensor]] = {}
+        groups: dict[tuple[Kind, DType, str, str, bool], list[StateTensor]] = {}
         for tensor in tensors:
             slot = tensor.name.rpartition("/")[2] if "/" in tensor.name else ""
-            groups.setdefault((tensor.kind, tensor.spec.dtype, tensor.run, slot), []).append(tensor)
-        for (kind, dtype, run, slot), members in groups.items():
+            key = (tensor.kind, tensor.spec.dtype, tensor.run, slot, self.on_host(tensor.name))
+            groups.setdefault(key, []).append(tensor)
+        for (kind, dtype, run, slot, on_host), members in groups.items():
             offsets, end = run_offsets([member.spec.size for member in members])
-            arena = device.allocate_arena(end * dtype.itemsize, " ".join(filter(None, (kind.value, run, slot))))
+            home = device.home(on_host)
+            arena = home.allocate_arena(end * dtype.itemsize, " ".join(filter(None, (kind.value, run, slot))))
             for member, offset in zip(members, offsets, strict=True):
                 byte = offset * dtype.itemsize
-                self._placed[member.name] = (arena, byte, device.place(arena, byte, member.spec))
+                self._placed[member.name] = (arena, byte, home.place(arena, byte, member.spec))
 
     def names(self, *kinds: Kind) -> list[str]:
         """Names of the tensors of these kinds (all kinds where none is given), in order of declaration."""
@@ -60,6 +60,10 @@ class State:
         if name not in self._tensors:
             raise GraphError(f"there is no persistent tensor {name!r}. {did_you_mean(name, self._tensors)}")
         return self._tensors[name]
+
+    def on_host(self, name: str) -> bool:
+        """Whether a tensor lies in host memory beside a device that has its own."""
+        return self.device.hosted is not None and self.device.hosted(name)
 
     def spec(self, name: str) -> TensorSpec:
         return self.tensor(name).spec
@@ -74,21 +78,23 @@ class State:
 
     def read(self, name: str) -> np.ndarray:
         """A host copy; bf16 comes as fp32."""
-        return self.device.download(self.placed(name)[2])
+        return self.device.home(self.on_host(name)).download(self.placed(name)[2])
 
     def write(self, name: str, array: np.ndarray) -> None:
         """Overwrite one tensor, and the compute-dtype copy that derives from it. Shapes must be equal."""
         spec = self.spec(name)
         if tuple(array.shape) != spec.shape:
             raise GraphError(f"{name}: got an array {list(array.shape)}, expected {spec}.")
-        self.device.upload(self.placed(name)[2], array)
+        home = self.device.home(self.on_host(name))
+        home.upload(self.placed(name)[2], array)
         copy = f"{name}/compute"
         if copy in self._placed:
-            self.device.upload(self._placed[copy][2], array)
+            home.upload(self._placed[copy][2], array)
 
-    def nbytes(self, kind: Kind) -> int:
-        """Bytes of all tensors of one kind."""
-        return sum(tensor.spec.nbytes for tensor in self._tensors.values() if tensor.kind is kind)
+    def nbytes(self, kind: Kind, on_host: bool | None = None) -> int:
+        """Bytes of all tensors of one kind; with `on_host` only of those that lie, or do not lie, in host memory."""
+        tensors = [tensor for tensor in self._tensors.values() if tensor.kind is kind]
+        return sum(t.spec.nbytes for t in tensors if on_host is None or self.on_host(t.name) is on_host)
 
     def check(self, graph: Graph) -> None:
         """Raise GraphError where a graph uses state that was not declared, or declared otherwise."""
@@ -100,12 +106,3 @@ class State:
 
     def buffer(self, value: Value) -> tuple[Arena, int, Buffer]:
         return self.placed(value.name)
-
-
-def run_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Element offsets of tensors laid side by side, and the elements they take with gaps."""
-    offsets, end = [], 0
-    for size in sizes:
-        offsets.append(end)
-        end += -(-size // RUN_ALIGNMENT) * RUN_ALIGNMENT
-    return offsets, end

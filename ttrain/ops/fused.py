@@ -6,13 +6,14 @@ All decompose into what they stand for, so only a device that gains by them need
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.op import Case, Op, declare, op
 from ttrain.ops.elementwise import add
-from ttrain.ops.update import ADAMW_POSITIVE, OptimizerUpdate
+from ttrain.ops.rounded import AdamWRounded, Rounded
+from ttrain.ops.update import ADAMW_POSITIVE, AdamWUpdate, OptimizerUpdate
 
 Step = tuple[str, tuple[int, ...], tuple[tuple[str, Any], ...]]  # op name, operands, attributes
 
@@ -123,22 +124,21 @@ class AdamWRefresh(OptimizerUpdate):
 
     name = "adamw_refresh"
     family = "fused"
-    inputs = (
-        "parameters*", "gradients*", "first_moments*", "second_moments*", "copies*", "lr", "step", "factor?",
-    )  # fmt: skip
-    outputs = ("parameters*", "first_moments*", "second_moments*", "copies*")
-    wide = ("parameters", "first_moments", "second_moments", "lr", "step", "factor")
-    slots = ("parameters", "gradients", "first_moments", "second_moments", "copies")
-    scalars = ("lr", "step", "factor")
+    inputs: ClassVar[tuple[str, ...]] = (*AdamWUpdate.inputs[:4], "copies*", *AdamWUpdate.inputs[4:])
+    outputs = (*AdamWUpdate.outputs, "copies*")
+    wide: ClassVar[tuple[str, ...]] = AdamWUpdate.wide
+    slots = (*AdamWUpdate.slots, "copies")
+    scalars: ClassVar[tuple[str, ...]] = AdamWUpdate.scalars
+    update = "adamw_update"  # the op that it joins with refresh
 
     def reference(self, *tensors: Any, count: int, **settings: Any) -> Any:
         given = (*tensors[: 4 * count], *tensors[5 * count :])
-        updated = op("adamw_update").reference(*given, count=count, **settings)
+        updated = op(self.update).reference(*given, count=count, **settings)
         return [*updated, *updated[:count]]
 
     def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
         count = node.attributes["count"]
-        updated = op("adamw_update").record(*inputs[: 4 * count], *inputs[5 * count :], **node.attributes)
+        updated = op(self.update).record(*inputs[: 4 * count], *inputs[5 * count :], **node.attributes)
         copies = inputs[4 * count : 5 * count]
         refreshed = op("refresh").record(*copies, *updated[:count], count=count)
         return [*updated, *(refreshed if isinstance(refreshed, tuple) else (refreshed,))]
@@ -147,3 +147,20 @@ class AdamWRefresh(OptimizerUpdate):
         settings = {"count": 2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
         shapes = ((4, 8), (257,))
         return [Case((*shapes * 5, (), (), factor), settings, positive=ADAMW_POSITIVE) for factor in ((), None)]
+
+
+@declare
+class AdamWRoundedRefresh(Rounded, AdamWRefresh):
+    """The same of adamw_rounded."""
+
+    name = "adamw_rounded_refresh"
+    inputs = (*AdamWRefresh.inputs, "seed?")
+    wide = AdamWRounded.wide
+    scalars = AdamWRounded.scalars
+    update = "adamw_rounded"
+
+    def reference(self, *tensors: Any, **settings: Any) -> Any:
+        return AdamWRefresh.reference(self, *tensors, **settings)
+
+    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
+        return AdamWRefresh.decompose(self, node, inputs)

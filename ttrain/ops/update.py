@@ -7,7 +7,7 @@ Learning rate, step number and clip factor are tensors: a captured step can be r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.graph import Node, Value
@@ -23,11 +23,9 @@ class _Update(Op):
     differentiable = False
 
 
-@declare
-class Assign(_Update):
-    """state <- value (rounded to the state's dtype). Plans usually let value's kernel write there directly."""
+class _ToState(_Update):
+    """Overwrites one state tensor with something made of a value of its shape."""
 
-    name = "assign"
     inputs = ("state", "value")
     outputs = ("new_state",)
     wide = ("state",)
@@ -36,6 +34,16 @@ class Assign(_Update):
     def infer(self, state: TensorSpec, value: TensorSpec) -> TensorSpec:
         self.require(state.shape == value.shape, f"{state} and {value}", "equal shapes")
         return state
+
+    def cases(self) -> Sequence[Case]:
+        return [Case((shape, shape)) for shape in ((4, 8), (257,), ())]
+
+
+@declare
+class Assign(_ToState):
+    """state <- value (rounded to the state's dtype). Plans usually let value's kernel write there directly."""
+
+    name = "assign"
 
     def flops(self, node: Node) -> int:
         return 0
@@ -43,29 +51,15 @@ class Assign(_Update):
     def reference(self, state: Any, value: Any) -> Any:
         return value.to(state.dtype)
 
-    def cases(self) -> Sequence[Case]:
-        return [Case((shape, shape)) for shape in ((4, 8), (257,), ())]
-
 
 @declare
-class Accumulate(_Update):
+class Accumulate(_ToState):
     """state <- state + value."""
 
     name = "accumulate"
-    inputs = ("state", "value")
-    outputs = ("new_state",)
-    wide = ("state",)
-    mutates = {"new_state": "state"}
-
-    def infer(self, state: TensorSpec, value: TensorSpec) -> TensorSpec:
-        self.require(state.shape == value.shape, f"{state} and {value}", "equal shapes")
-        return state
 
     def reference(self, state: Any, value: Any) -> Any:
         return state + value
-
-    def cases(self) -> Sequence[Case]:
-        return [Case((shape, shape)) for shape in ((4, 8), (257,), ())]
 
 
 @declare
@@ -89,30 +83,39 @@ class ClipFactor(_Update):
 
 
 class OptimizerUpdate(_Update):
-    """inputs: `slots` lists of `count` tensors each, then scalars. Every list but the gradients is overwritten."""
+    """inputs: `slots` lists of `count` tensors each, then scalars. Every list but the gradients is overwritten.
 
-    slots: tuple[str, ...]
-    scalars: tuple[str, ...]
+    The last `optional` slots may be absent.
+    """
+
+    slots: ClassVar[tuple[str, ...]]
+    scalars: ClassVar[tuple[str, ...]]
+    optional = 0
 
     def split(self, items: Sequence[Any], count: int) -> tuple[list[list[Any]], list[Any]]:
-        """Items of all inputs -> one list per slot, and the scalars."""
-        end = count * len(self.slots)
+        """Items of all inputs -> one list per slot that is there, and the scalars."""
+        end = len(items) - len(self.scalars)
         return [list(items[start : start + count]) for start in range(0, end, count)], list(items[end:])
 
+    def written(self, lists: Sequence[Any]) -> list[int]:
+        """Numbers of the slots that are overwritten, of those that are there."""
+        return [index for index, name in enumerate(self.slots[: len(lists)]) if name != "gradients"]
+
     def infer(self, *specs: TensorSpec, count: int, **attributes: Any) -> Sequence[TensorSpec]:
-        lists, scalars = self.split(specs, count)
-        self.require(len(scalars) == len(self.scalars), f"{len(scalars)} scalars", f"{len(self.scalars)}")
+        scalars, most = len(self.scalars), len(self.slots)
+        fits = [lists * count + scalars for lists in range(most - self.optional, most + 1)]
+        self.require(len(specs) in fits, f"{len(specs)} inputs", f"{most} lists of {count} and {scalars} scalars")
+        lists, _ = self.split(specs, count)
         for tensors in zip(*lists, strict=True):
             self.require(len({spec.shape for spec in tensors}) == 1, f"{tensors}", "one shape per parameter")
-        written = [spec for name, slot in zip(self.slots, lists, strict=True) if name != "gradients" for spec in slot]
-        return written
+        return [spec for index in self.written(lists) for spec in lists[index]]
 
     def aliases(self, node: Node) -> dict[int, int]:
         count = node.attributes["count"]
-        written = [index for index, name in enumerate(self.slots) if name != "gradients"]
+        lists, _ = self.split(node.inputs, count)
         return {
             position * count + item: slot * count + item
-            for position, slot in enumerate(written)
+            for position, slot in enumerate(self.written(lists))
             for item in range(count)
         }
 
@@ -129,7 +132,7 @@ class OptimizerUpdate(_Update):
         results = []
         for tensors in zip(*lists, strict=True):
             new = self.decompose_one(tensors, scalars, node)
-            old = [t for t, name in zip(tensors, self.slots, strict=True) if name != "gradients"]
+            old = [tensors[index] for index in self.written(tensors)]
             results.append([op("assign").record(state, value) for state, value in zip(old, new, strict=True)])
         return [new for slot in zip(*results, strict=True) for new in slot]
 
@@ -143,14 +146,23 @@ class AdamWUpdate(OptimizerUpdate):
     """
 
     name = "adamw_update"
-    inputs = ("parameters*", "gradients*", "first_moments*", "second_moments*", "lr", "step", "factor?")
+    inputs: ClassVar[tuple[str, ...]] = (
+        "parameters*",
+        "gradients*",
+        "first_moments*",
+        "second_moments*",
+        "lr",
+        "step",
+        "factor?",
+    )
     outputs = ("parameters*", "first_moments*", "second_moments*")
-    wide = ("parameters", "first_moments", "second_moments", "lr", "step", "factor")
+    wide: ClassVar[tuple[str, ...]] = ("parameters", "first_moments", "second_moments", "lr", "step", "factor")
     slots = ("parameters", "gradients", "first_moments", "second_moments")
-    scalars = ("lr", "step", "factor")
+    scalars: ClassVar[tuple[str, ...]] = ("lr", "step", "factor")
 
-    def reference(self, *tensors: Any, count: int, beta1: float, beta2: float, eps: float, weight_decay: float) -> Any:
-        lists, (lr, step, factor) = self.split(tensors, count)
+    def reference(self, *tensors: Any, count: int, **settings: Any) -> Any:
+        beta1, beta2, eps, weight_decay = (settings[key] for key in ("beta1", "beta2", "eps", "weight_decay"))
+        lists, (lr, step, factor, *_) = self.split(tensors, count)
         new: list[list[Any]] = [[], [], []]
         for p, g, m, v in zip(*lists, strict=True):
             g = g if factor is None else g * factor
@@ -212,54 +224,35 @@ class SGDUpdate(OptimizerUpdate):
     """
 
     name = "sgd_update"
-    inputs = ("parameters*", "gradients*", "velocities*", "lr", "factor?")
+    inputs: ClassVar[tuple[str, ...]] = ("parameters*", "gradients*", "velocities*", "lr", "factor?")
     outputs = ("parameters*", "velocities*")
-    wide = ("parameters", "velocities", "lr", "factor")
+    wide: ClassVar[tuple[str, ...]] = ("parameters", "velocities", "lr", "factor")
     slots = ("parameters", "gradients", "velocities")
-    scalars = ("lr", "factor")
+    scalars: ClassVar[tuple[str, ...]] = ("lr", "factor")
+    optional = 1
 
-    def split(self, items: Sequence[Any], count: int) -> tuple[list[list[Any]], list[Any]]:
-        plain = len(items) == 2 * count + len(self.scalars)
-        end = count * (2 if plain else 3)
-        return [list(items[start : start + count]) for start in range(0, end, count)], list(items[end:])
-
-    def infer(self, *specs: TensorSpec, count: int, **attributes: Any) -> Sequence[TensorSpec]:
-        lists, _ = self.split(specs, count)
-        for tensors in zip(*lists, strict=True):
-            self.require(len({spec.shape for spec in tensors}) == 1, f"{tensors}", "one shape per parameter")
-        return [*lists[0], *(lists[2] if len(lists) == 3 else [])]
-
-    def aliases(self, node: Node) -> dict[int, int]:
-        count = node.attributes["count"]
-        plain = {item: item for item in range(count)}
-        return plain if len(node.outputs) == count else {**plain, **{count + i: 2 * count + i for i in range(count)}}
-
-    def reference(self, *tensors: Any, count: int, momentum: float, nesterov: bool, weight_decay: float) -> Any:
-        lists, (lr, factor) = self.split(tensors, count)
+    def reference(self, *tensors: Any, count: int, **settings: Any) -> Any:
+        momentum, nesterov, weight_decay = (settings[key] for key in ("momentum", "nesterov", "weight_decay"))
+        lists, (lr, factor, *_) = self.split(tensors, count)
         parameters, velocities = [], []
-        for index, (p, g) in enumerate(zip(lists[0], lists[1], strict=True)):
+        for p, g, *u in zip(*lists, strict=True):
             g = (g if factor is None else g * factor) + weight_decay * p
-            if len(lists) == 3:
-                velocity = momentum * lists[2][index] + g
-                velocities.append(velocity)
-                g = g + momentum * velocity if nesterov else velocity
+            if u:
+                velocities.append(momentum * u[0] + g)
+                g = g + momentum * velocities[-1] if nesterov else velocities[-1]
             parameters.append(p - lr * g)
         return parameters + velocities
 
-    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
-        settings = node.attributes
-        lists, (lr, factor) = self.split(inputs, settings["count"])
-        parameters, velocities = [], []
-        for index, (p, g) in enumerate(zip(lists[0], lists[1], strict=True)):
-            g = cast(g, p.spec.dtype)
-            g = g if factor is None else multiply(g, factor)
-            g = add_values(g, scale(p, settings["weight_decay"])) if settings["weight_decay"] else g
-            if len(lists) == 3:
-                velocity = add_values(scale(lists[2][index], settings["momentum"]), g)
-                velocities.append(op("assign").record(lists[2][index], velocity))
-                g = add_values(g, scale(velocity, settings["momentum"])) if settings["nesterov"] else velocity
-            parameters.append(op("assign").record(p, subtract(p, multiply(g, lr))))
-        return parameters + velocities
+    def decompose_one(self, tensors: Sequence[Value], scalars: Sequence[Value | None], node: Node) -> Sequence[Value]:
+        (p, g, *u), (lr, factor), settings = tensors, scalars, node.attributes
+        assert lr is not None
+        g = cast(g, p.spec.dtype)
+        g = g if factor is None else multiply(g, factor)
+        g = add_values(g, scale(p, settings["weight_decay"])) if settings["weight_decay"] else g
+        velocity = [add_values(scale(old, settings["momentum"]), g) for old in u]
+        for new in velocity:
+            g = add_values(g, scale(new, settings["momentum"])) if settings["nesterov"] else new
+        return [subtract(p, multiply(g, lr)), *velocity]
 
     def cases(self) -> Sequence[Case]:
         shapes = ((4, 8), (257,))

@@ -1,9 +1,16 @@
-"""Which parameters share one update: learning-rate group, decay and the dtype that layers read."""
+"""Which parameters are trained, and which of them share one update.
+
+Parts of a model are named by prefixes of parameter names, which end at dots: `blocks.0` is the first block. A `*`
+stands for any one part between dots, as in `blocks.*.norm`, and `*` alone for everything. Where several prefixes lead
+to a parameter the longest wins, and of equally long ones that with fewer `*`. Tied parameters are one and have one
+name.
+"""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ttrain.core.errors import ConfigError
 from ttrain.core.names import did_you_mean
@@ -21,25 +28,35 @@ class ParameterRun:
     lr: str  # name of the step input
     decays: bool
     dtype: DType  # that layers read the parameters in
+    clipped: bool  # whether their gradients are multiplied by the clip factor
     parameters: tuple[Parameter, ...]
+    hosted: bool = False  # whether they lie in host memory, beside a device that has its own
 
     @property
     def name(self) -> str:
         """Label of the run within a state."""
-        return f"{self.lr}/{'decay' if self.decays else 'no_decay'}/{self.dtype}"
+        label = f"{self.lr}/{'decay' if self.decays else 'no_decay'}/{self.dtype}"
+        return label + "/unclipped" * (not self.clipped) + "/host" * self.hosted
+
+    def split(self, hosted: Callable[[str], bool]) -> list[ParameterRun]:
+        """The parameters of the device and those in host memory, apart; no empty runs."""
+        sides = {side: tuple(p for p in self.parameters if hosted(p.path) is side) for side in (False, True)}
+        return [replace(self, parameters=members, hosted=side) for side, members in sides.items() if members]
 
 
 def parameter_runs(parameters: Mapping[str, Parameter], config: OptimizerConfig, compute: DType) -> list[ParameterRun]:
-    """All parameters, each in one run; within a run they keep the model's order.
+    """All trained parameters, each in one run; within a run they keep the model's order.
 
-    Raises ConfigError where a prefix of `group_lr` names no parameter.
+    Raises ConfigError as check_groups does.
     """
-    check_prefixes(parameters, config.group_lr)
-    found: dict[tuple[str, bool, DType], list[Parameter]] = {}
+    check_groups(parameters, config)
+    found: dict[tuple[str, bool, DType, bool], list[Parameter]] = {}
     for path, parameter in parameters.items():
+        if frozen(path, config.freeze, config.unfreeze):
+            continue
         dtype = parameter.read_spec(compute).dtype
-        key = (lr_input(path, config.group_lr), decays(parameter, config.decay_rule), dtype)
-        found.setdefault(key, []).append(parameter)
+        decaying, clipped = decays(parameter, config.decay_rule), in_clip_scope(path, config)
+        found.setdefault((lr_input(path, config.group_lr), decaying, dtype, clipped), []).append(parameter)
     return [ParameterRun(*key, tuple(members)) for key, members in found.items()]
 
 
@@ -48,10 +65,33 @@ def decays(parameter: Parameter, rule: str) -> bool:
     return rule == "all" or (rule == "matrices" and parameter.spec.rank >= 2)
 
 
+def leads_to(prefix: str, path: str) -> bool:
+    """Whether a prefix names a parameter or something that it lies in."""
+    wanted, parts = prefix.split("."), path.split(".")
+    return len(wanted) <= len(parts) and all(want in ("*", part) for want, part in zip(wanted, parts, strict=False))
+
+
+def longest(path: str, prefixes: Iterable[str]) -> str | None:
+    """The prefix that wins for a parameter; None where none leads to it."""
+    leading = [prefix for prefix in prefixes if leads_to(prefix, path)]
+    return max(leading, key=lambda prefix: (prefix.count(".") + 1, -prefix.split(".").count("*")), default=None)
+
+
+def frozen(path: str, freeze: Iterable[str], unfreeze: Iterable[str]) -> bool:
+    """Whether a parameter is left as it is."""
+    given = set(freeze)
+    return longest(path, [*given, *unfreeze]) in given
+
+
+def in_clip_scope(path: str, config: OptimizerConfig) -> bool:
+    """Whether a parameter's gradient counts for the norm that is clipped, and is scaled."""
+    return not config.clip_scope or longest(path, config.clip_scope) is not None
+
+
 def lr_input(path: str, prefixes: Iterable[str]) -> str:
-    """The learning-rate input of a parameter: `lr/<prefix>` of the longest prefix that leads to it, else `lr`."""
-    matching = [prefix for prefix in prefixes if path == prefix or path.startswith(f"{prefix}.")]
-    return f"{LEARNING_RATE}/{max(matching, key=len)}" if matching else LEARNING_RATE
+    """The learning-rate input of a parameter: `lr/<prefix>` of the prefix that wins, else `lr`."""
+    prefix = longest(path, prefixes)
+    return LEARNING_RATE if prefix is None else f"{LEARNING_RATE}/{prefix}"
 
 
 def learning_rates(
@@ -59,24 +99,57 @@ def learning_rates(
 ) -> Callable[[int], dict[str, float]]:
     """Step (from 1) -> every learning-rate input: lr * schedule(step), times the group's own factor.
 
-    `lr` comes first, and is there unless every parameter belongs to a prefix.
+    `lr` comes first, and is there unless every trained parameter belongs to a prefix.
     """
-    check_prefixes(parameters, config.group_lr)
-    names = {lr_input(path, config.group_lr) for path in parameters}
+    check_groups(parameters, config)
+    trained = [path for path in parameters if not frozen(path, config.freeze, config.unfreeze)]
+    names = {lr_input(path, config.group_lr) for path in trained}
     factors = {LEARNING_RATE: 1.0, **{f"{LEARNING_RATE}/{key}": value for key, value in config.group_lr.items()}}
     used = {name: factor for name, factor in factors.items() if name in names}
     return lambda step: {name: config.lr * schedule(step) * factor for name, factor in used.items()}
 
 
-def check_prefixes(parameters: Mapping[str, Parameter], prefixes: Iterable[str]) -> None:
-    """Raise ConfigError naming every prefix of group_lr that leads to no parameter."""
-    parts = [path.split(".") for path in parameters]
-    valid = {".".join(part[:length]) for part in parts for length in range(1, len(part) + 1)}
-    top = {part[0] for part in parts}
-    problems = [
-        f"optimizer.group_lr.{prefix}: no parameter's name begins so. {did_you_mean(prefix, top)}"
-        for prefix in prefixes
-        if prefix not in valid
-    ]
+def check_groups(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> None:
+    """Raise ConfigError with every prefix that leads to no parameter, and where nothing is left to train or clip."""
+    prefixes: dict[str, Iterable[str]] = {
+        "group_lr": config.group_lr, "clip_scope": config.clip_scope, "freeze": config.freeze,
+        "unfreeze": config.unfreeze,
+    }  # fmt: skip
+    problems = [problem for key, given in prefixes.items() for problem in _unknown(parameters, key, given)]
     if problems:
         raise ConfigError(problems)
+    both = sorted(set(config.freeze) & set(config.unfreeze))
+    useless = [p for p in config.unfreeze if not any(leads_to(p, path) and _below(path, config) for path in parameters)]
+    if both:
+        problems.append(f"optimizer.freeze and optimizer.unfreeze both name {both[0]}. Take it out of one of them.")
+    elif useless:
+        problems.append(
+            f"optimizer.unfreeze={useless}: nothing in it is frozen. Name it in optimizer.freeze, or neither."
+        )
+    trained = [path for path in parameters if not frozen(path, config.freeze, config.unfreeze)]
+    if not trained:
+        problems.append(f"optimizer.freeze={config.freeze}: nothing is left to train. Name something in unfreeze.")
+    elif not any(in_clip_scope(path, config) for path in trained):
+        problems.append(
+            f"optimizer.clip_scope={config.clip_scope}: all of it is frozen. Name something that is trained."
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _below(path: str, config: OptimizerConfig) -> bool:
+    """Whether a parameter would be frozen if nothing were unfrozen."""
+    return longest(path, config.freeze) is not None
+
+
+def _unknown(parameters: Mapping[str, Parameter], key: str, prefixes: Iterable[str]) -> list[str]:
+    parts = [path.split(".") for path in parameters]
+    top = {part[0] for part in parts}
+    inside = {".".join(part[:length]) for part in parts for length in range(2, len(part) + 1)}
+    found = []
+    for prefix in prefixes:
+        if not any(leads_to(prefix, path) for path in parameters):
+            near = difflib.get_close_matches(prefix, inside, n=1) if "." in prefix else []
+            hint = f"Did you mean {near[0]!r}?" if near else did_you_mean(prefix, top)
+            found.append(f"optimizer.{key}.{prefix}: no parameter's name begins so. {hint}")
+    return found

@@ -20,10 +20,26 @@ class OptimizerConfig:
         "matrices", "which parameters decay: matrices (rank 2 and up), all or none", choices=("matrices", "all", "none")
     )
     clip_norm: float | None = option(1.0, "largest global gradient norm; null does not clip", minimum=FP32_NORMAL)
+    clip_scope: list[str] = option(
+        [], "parameter-name prefixes whose gradients clip_norm is for, such as [blocks]; [] takes all"
+    )
     group_lr: dict[str, float] = option(
         {},
         "learning-rate factor per parameter-name prefix, such as {head: 0.5}; the longest prefix wins",
         minimum=0,
+    )
+    freeze: list[str] = option([], "parameter-name prefixes that are not trained; * stands for one part of a name")
+    unfreeze: list[str] = option(
+        [], "prefixes inside those of freeze that are trained all the same, such as [blocks.*.norm]; the longest wins"
+    )
+    state_dtype: str | None = option(
+        None,
+        "dtype that moments and velocities are kept in: fp32, or bf16 with stochastic rounding; null takes that of the "
+        "weights, which is fp32 but for precision=bf16_pure",
+        choices=("fp32", "bf16"),
+    )
+    stochastic_rounding: bool = option(
+        False, "precision=bf16_pure: round new weights and optimizer state up or down at random, right on average"
     )
 
 

@@ -13,18 +13,19 @@ from typing import cast
 from ttrain import ops
 from ttrain.autodiff import backward
 from ttrain.core.errors import ConfigError
-from ttrain.core.spec import TensorSpec
+from ttrain.core.spec import DType, TensorSpec
 from ttrain.engine.state import StateTensor
 from ttrain.graph import Graph, Kind, Stage, Value
 from ttrain.graph.op import op
 from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED, LanguageModel, Model
 from ttrain.nn.module import Parameter, use
-from ttrain.optim.base import STEP, Optimizer
-from ttrain.optim.clip import clip_by_global_norm
+from ttrain.optim.base import ROUNDING_SEED, STEP, STREAMS, Group, Optimizer, Rounding
+from ttrain.optim.clip import global_norms
 from ttrain.optim.groups import ParameterRun, parameter_runs
 
 Trace = Callable[[Graph], None]
 GRAD_NORM = "grad_norm"
+CLIPPED_NORM = "clipped_norm"
 ACTIVATION_NORM = "activation_norm"
 
 
@@ -41,7 +42,9 @@ class StepGraph:
         trace_logits      tokens [1, context], position                      -> logits [1, vocabulary]
     Where activations are watched, trace_train and trace_accumulate also have the output activation_norm.
     `loss` is loss_weight * the sum over the batch; `grad_norm` is the global norm before clipping. Where the step is
-    guarded, trace_update takes grad_norm as an input instead.
+    guarded, trace_update takes grad_norm as an input instead. Where only some gradients are clipped, their norm is an
+    output beside grad_norm, clipped_norm, and the input of a guarded update. Where an update rounds stochastically,
+    trace_train and trace_update have the input rounding_seed. Frozen parameters have no gradient nor optimizer state.
     """
 
     model: Model
@@ -52,15 +55,25 @@ class StepGraph:
     guarded: bool = False  # the update is a step of its own, which runs only where the gradients are finite
     chips: int = 1  # that share a batch: each works on `rows` of its own, and gradients are summed over all of them
     watched: bool = False  # also output the norm of the activations that the loss reads
+    hosted: Callable[[str], bool] | None = None  # whether a parameter stays in host memory, by its path
     runs: list[ParameterRun] = field(init=False)
 
     def __post_init__(self) -> None:
         self.runs = parameter_runs(self.model.parameters(), self.optimizer.config, self.model.compute)
+        if self.hosted is not None:
+            self.runs = [part for run in self.runs for part in run.split(self.hosted)]
+        self._check_rounding()
 
     @property
     def parameters(self) -> list[Parameter]:
-        """All parameters in the order in which the state lays them out."""
+        """All trained parameters in the order in which the state lays them out."""
         return [parameter for run in self.runs for parameter in run.parameters]
+
+    @property
+    def frozen(self) -> list[Parameter]:
+        """Parameters that stay as they are."""
+        trained = {id(parameter) for parameter in self.parameters}
+        return [parameter for parameter in self.model.parameters().values() if id(parameter) not in trained]
 
     def train_steps(self) -> dict[str, Trace]:
         """The steps that one optimizer step is made of, by name."""
@@ -91,14 +104,14 @@ class StepGraph:
 
     def trace_update(self, graph: Graph) -> None:
         """Clipping and optimizer on accumulated gradients."""
-        norm = graph.input(GRAD_NORM, SCALAR) if self.guarded else None
+        norm = graph.input(CLIPPED_NORM if self._scoped else GRAD_NORM, SCALAR) if self.guarded else None
         self._update(graph, [self._gradient(graph, parameter) for parameter in self.parameters], norm)
 
     def trace_norm(self, graph: Graph) -> None:
         """The global norm of the accumulated gradients; changes nothing but to sum them over chips."""
         with graph.stage(Stage.UPDATE), graph.scope("clip"):
             gradients = [self._gradient(graph, parameter) for parameter in self.parameters]
-            graph.output(GRAD_NORM, ops.global_norm(self._over_chips(gradients)))
+            self._norm(graph, self._over_chips(gradients))
 
     def trace_evaluate(self, graph: Graph) -> None:
         """The loss without dropout; changes nothing."""
@@ -117,12 +130,14 @@ class StepGraph:
         """
         members = [(run.name, parameter) for run in self.runs for parameter in run.parameters]
         compute, slots = self.model.compute, self.optimizer.slots
-        tensors = [StateTensor(p.path, p.spec, Kind.PARAMETER, run) for run, p in members]
-        copied = [(run, p) for run, p in members if p.has_copy(compute)]
+        placed = [*members, *(("frozen", parameter) for parameter in self.frozen)]
+        tensors = [StateTensor(p.path, p.spec, Kind.PARAMETER, run) for run, p in placed]
+        copied = [(run, p) for run, p in placed if p.has_copy(compute)]
         tensors += [StateTensor(p.copy_name, p.read_spec(compute), Kind.COPY, run) for run, p in copied]
         if training:
             tensors += [StateTensor(gradient_name(p), self._gradient_spec(p), Kind.GRADIENT, run) for run, p in members]
-            tensors += [StateTensor(f"{p.path}/{s}", p.spec, Kind.OPTIMIZER, run) for s in slots for run, p in members]
+            kept = [(slot, run, p) for slot in slots for run, p in members]
+            tensors += [StateTensor(f"{p.path}/{s}", self._slot_spec(p), Kind.OPTIMIZER, run) for s, run, p in kept]
         return tensors
 
     def _loss(self, graph: Graph, rows: int, training: bool) -> Value:
@@ -156,6 +171,24 @@ class StepGraph:
         """fp32 where micro-batches are summed, so that rounding does not add up; else as backward makes it."""
         return parameter.spec if self.accumulation > 1 else parameter.read_spec(self.model.compute)
 
+    def _slot_spec(self, parameter: Parameter) -> TensorSpec:
+        """Of an optimizer's tensor: in the weights' dtype, unless the config names one."""
+        name = self.optimizer.config.state_dtype
+        return parameter.spec if name is None else parameter.spec.with_dtype(DType.parse(name))
+
+    @property
+    def _scoped(self) -> bool:
+        """Whether some gradients are left out of the norm that is clipped."""
+        return not all(run.clipped for run in self.runs)
+
+    def _norm(self, graph: Graph, gradients: Sequence[Value]) -> Value:
+        """The norm to be clipped; outputs it, and that of all gradients where it is another."""
+        norms = global_norms(gradients, [run.clipped for run in self.runs for _ in run.parameters])
+        graph.output(GRAD_NORM, norms.whole)
+        if self._scoped:
+            graph.output(CLIPPED_NORM, norms.clipped)
+        return norms.clipped
+
     def _update(self, graph: Graph, gradients: Sequence[Value], norm: Value | None = None) -> None:
         """Clip, update every run, and round the new parameters into their copies. A `norm` given is that of before."""
         with graph.stage(Stage.UPDATE):
@@ -163,27 +196,52 @@ class StepGraph:
                 limit = self.optimizer.config.clip_norm
                 if norm is None:
                     gradients = self._over_chips(gradients)
-                    norm, factor = clip_by_global_norm(gradients, limit)
-                    graph.output(GRAD_NORM, norm)
-                else:
-                    factor = None if limit is None else ops.clip_factor(norm, limit)
+                    norm = self._norm(graph, gradients)
+                factor = None if limit is None else ops.clip_factor(norm, limit)
             by_path = {p.path: gradient for p, gradient in zip(self.parameters, gradients, strict=True)}
             step = graph.input(STEP, SCALAR)
-            for run in self.runs:
+            for number, run in enumerate(self.runs):
                 with graph.scope(run.name):
-                    new = self._update_run(graph, run, [by_path[p.path] for p in run.parameters], step, factor)
-                    self._refresh(graph, run, new)
+                    masters = [graph.state_value(p.path, p.spec, Kind.PARAMETER) for p in run.parameters]
+                    group = Group(
+                        masters,
+                        [by_path[p.path] for p in run.parameters],
+                        self._slots(graph, run),
+                        graph.input(run.lr, SCALAR),
+                        step,
+                        factor if run.clipped else None,
+                        run.decays,
+                        self._rounding(graph, run, number),
+                    )
+                    self._refresh(graph, run, self.optimizer.update(group))
 
-    def _update_run(
-        self, graph: Graph, run: ParameterRun, gradients: list[Value], step: Value, factor: Value | None
-    ) -> list[Value]:
-        state = {
-            slot: [graph.state_value(f"{p.path}/{slot}", p.spec, Kind.OPTIMIZER) for p in run.parameters]
+    def _slots(self, graph: Graph, run: ParameterRun) -> dict[str, list[Value]]:
+        return {
+            slot: [graph.state_value(f"{p.path}/{slot}", self._slot_spec(p), Kind.OPTIMIZER) for p in run.parameters]
             for slot in self.optimizer.slots
         }
-        masters = [graph.state_value(p.path, p.spec, Kind.PARAMETER) for p in run.parameters]
-        lr = graph.input(run.lr, SCALAR)
-        return self.optimizer.update(masters, gradients, state, lr=lr, step=step, factor=factor, decays=run.decays)
+
+    def _rounding(self, graph: Graph, run: ParameterRun, number: int) -> Rounding | None:
+        """How the results of a run's update are rounded. One run has one dtype of weights."""
+        config, parameter = self.optimizer.config, run.parameters[0]
+        state = self._slot_spec(parameter).dtype if self.optimizer.slots else parameter.master
+        moments = state is DType.BF16 and (config.stochastic_rounding or config.state_dtype is not None)
+        parameters = config.stochastic_rounding and parameter.master is DType.BF16
+        if not (moments or parameters or state is not parameter.master):
+            return None
+        seed = graph.input(ROUNDING_SEED, SEED) if moments or parameters else None
+        return Rounding(seed, STREAMS * number, parameters, moments)
+
+    def _check_rounding(self) -> None:
+        """Raises ConfigError for an optimizer that can't round as the config asks."""
+        needed = any(self._rounding(Graph(), run, 0) is not None for run in self.runs)
+        if needed and not getattr(self.optimizer, "rounds", False):
+            config = self.optimizer.config
+            raise ConfigError(
+                f"optimizer.state_dtype={config.state_dtype}, optimizer.stochastic_rounding="
+                f"{str(config.stochastic_rounding).lower()}: optimizer={config.name} rounds to nearest, and keeps its "
+                "tensors in the dtype of the weights. Give null and false."
+            )
 
     def _refresh(self, graph: Graph, run: ParameterRun, new: Sequence[Value]) -> None:
         compute = self.model.compute

@@ -57,13 +57,16 @@ def add_to_lookup_gradient(graph: Graph) -> Graph:
     return rewriter.finish()
 
 
+_WITH_REFRESH = {"adamw_update": "adamw_refresh", "adamw_rounded": "adamw_rounded_refresh"}
+
+
 def refresh_in_update(graph: Graph) -> Graph:
     """adamw_update and refresh from all its parameters -> adamw_refresh, where nothing between reads the copies."""
     roots, readers = roots_of(graph), uses(graph)
     times = {node: time for time, node in enumerate(graph.nodes)}
     joined: dict[Node, Node] = {}
     for node in graph.nodes:
-        if node.op.name != "adamw_update":
+        if node.op.name not in _WITH_REFRESH:
             continue
         count = node.attributes["count"]
         updated = list(node.outputs[:count])
@@ -84,7 +87,7 @@ def refresh_in_update(graph: Graph) -> Graph:
         count, reader = node.attributes["count"], joined[node]
         inputs = (*node.inputs[: 4 * count], *reader.inputs[:count], *node.inputs[4 * count :])
         with rewriter.at(node):
-            results = op("adamw_refresh").record(
+            results = op(_WITH_REFRESH[node.op.name]).record(
                 *(None if value is None else rewriter.map[value] for value in inputs), **node.attributes
             )
         rewriter.replace([*node.outputs, *reader.outputs], results)

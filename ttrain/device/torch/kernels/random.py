@@ -30,7 +30,7 @@ def signed(number: int) -> int:
 
 
 @lru_cache(maxsize=4)
-def _counter(size: int, device: torch.device) -> Tensor:
+def counting(size: int, device: torch.device) -> Tensor:
     return torch.arange(size, dtype=torch.int32, device=device)
 
 
@@ -46,9 +46,9 @@ def masking(
 ) -> Launch:
     """y <- x * mask / (1 - p) over the elements in row-major order; y may be x."""
     keys, hashes, temporary, mask = work
-    launches = [_keying(context, seed, stream, keys)]
+    launches = [keying(context, seed, stream, keys)]
     flat_x, flat_y = x.view(-1), y.view(-1)
-    counter = _counter(hashes.numel(), x.device)
+    counter = counting(hashes.numel(), x.device)
     zero = constant(0.0, x.dtype, x.device)
     for start in range(0, flat_x.numel(), hashes.numel()):
         part_x, part_y = flat_x[start : start + hashes.numel()], flat_y[start : start + hashes.numel()]
@@ -69,7 +69,7 @@ def _int(number: int, x: Tensor) -> Tensor:
     return constant(number, torch.int32, x.device)
 
 
-def _mixing(x: Tensor, temporary: Tensor, flip: bool) -> list[Launch]:
+def mixing(x: Tensor, temporary: Tensor, flip: bool) -> list[Launch]:
     """x <- mix(x) in place, with the top bit flipped if asked. A shift is arithmetic, so its sign bits are cut off."""
     launches: list[Launch] = []
     for shift, multiplier in zip(MIX_SHIFTS, (*MIX_MULTIPLIERS, None), strict=True):
@@ -84,10 +84,10 @@ def _mixing(x: Tensor, temporary: Tensor, flip: bool) -> list[Launch]:
 
 
 def _hashing(counter: Tensor, key: Tensor, hashes: Tensor, temporary: Tensor) -> list[Launch]:
-    return [partial(torch.add, counter, key, out=hashes), *_mixing(hashes, temporary, flip=True)]
+    return [partial(torch.add, counter, key, out=hashes), *mixing(hashes, temporary, flip=True)]
 
 
-def _keying(context: Context, seed: Tensor, stream: int, keys: Tensor) -> Launch:
+def keying(context: Context, seed: Tensor, stream: int, keys: Tensor) -> Launch:
     """keys[0] <- mask_key(seed, stream)."""
     if context.on_cpu:
         key = keys[0]
@@ -96,9 +96,9 @@ def _keying(context: Context, seed: Tensor, stream: int, keys: Tensor) -> Launch
     key, temporary = keys[0:1], keys[2:3]
     return chain(
         partial(torch.bitwise_xor, high, _int(signed(mix(stream & 0xFFFFFFFF)), seed), out=key),
-        *_mixing(key, temporary, flip=False),
+        *mixing(key, temporary, flip=False),
         partial(torch.bitwise_xor, key, low, out=key),
-        *_mixing(key, temporary, flip=False),
+        *mixing(key, temporary, flip=False),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.spec import DType, TensorSpec, run_offsets
 from ttrain.device.base import Launch
 from ttrain.device.torch.native.codegen import call
 from ttrain.device.torch.native.launch import launch
@@ -20,25 +20,33 @@ from ttrain.device.torch.native.request import Request, c_double, c_float, c_typ
 Tensors = Sequence[Any]
 
 
-def _table(slots: Sequence[Tensors], block: int, threads: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows (address per slot, elements) of all blocks, and where each thread begins: near equal numbers of elements."""
+def _table(slots: Sequence[Tensors], block: int, threads: int, numbered: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Rows (address per slot, elements) of all blocks, and where each thread begins: near equal numbers of elements.
+
+    If `numbered`, one more slot holds the number of the block's first element, by run_offsets, in place of an address.
+    """
     rows: list[tuple[int, ...]] = []
-    for tensors in zip(*slots, strict=True):
+    numbers, _ = run_offsets([tensor.numel() for tensor in slots[0]])
+    for number, tensors in zip(numbers, zip(*slots, strict=True), strict=True):
         bases, sizes = [address(tensor) for tensor in tensors], [tensor.element_size() for tensor in tensors]
         count = tensors[0].numel()
+        if numbered:
+            bases, sizes = [*bases, number], [*sizes, 1]
         for start in range(0, count, block):
             places = (base + start * size for base, size in zip(bases, sizes, strict=True))
             rows.append((*places, min(block, count - start)))
-    table = np.array(rows, dtype=np.int64).reshape(-1, len(slots) + 1)
+    table = np.array(rows, dtype=np.int64).reshape(-1, len(slots) + numbered + 1)
     ends = np.cumsum(table[:, -1])
     marks = np.arange(threads + 1) * (ends[-1] if len(ends) else 0) / threads
     begins = np.searchsorted(ends, marks[:-1], side="right")
     return table, np.array([*begins, len(table)], dtype=np.int64)
 
 
-def _bound(function: int, slots: Sequence[Tensors], block: int, threads: int, others: Sequence[Any]) -> Launch:
+def _bound(
+    function: int, slots: Sequence[Tensors], block: int, threads: int, others: Sequence[Any], numbered: bool = False
+) -> Launch:
     """A launch on (table, begins, others...)."""
-    table, begins = _table(slots, block, threads)
+    table, begins = _table(slots, block, threads, numbered)
     arguments = [table.ctypes.data, begins.ctypes.data, *(address(item) for item in others)]
     return launch(function, arguments, (table, begins, list(slots), list(others)))
 
@@ -105,6 +113,60 @@ def _sgd(request: Request, sizing: Sizing) -> Native | None:
     return Native((body,), (), bind)
 
 
+def _adamw_rounded(request: Request, sizing: Sizing) -> Native | None:
+    """With five slots the last holds the parameters rounded to the compute dtype."""
+    settings, copy = request.settings, request.op == "adamw_rounded_refresh"
+    count = settings["count"]
+    slots, scalars = _slots(request.inputs, count, 5 if copy else 4)
+    dtypes = [_one_dtype(slot) for slot in slots]
+    if None in dtypes or dtypes[2] is not dtypes[3] or not _size(slots[0]):
+        return None
+    team = sizing.threads_for(30 * _size(slots[0]))
+    types = [c_type(slots[position][0]) for position in (0, 1, 2, -1)]
+    rounding = [name in settings["stochastic"] for name in ("parameters", "first_moments", "second_moments")]
+    name = template("adamw_rounded", *types, *rounding, copy, team)
+    factor = "in<float>(a, 4)" if scalars[2] is not None else "nullptr"
+    seed = "in<i64>(a, 5)" if scalars[3] is not None else "nullptr"
+    numbers = (c_float(settings[key]) for key in ("beta1", "beta2", "eps", "weight_decay"))
+    doubles = (c_double(settings[key]) for key in ("beta1", "beta2", "weight_decay"))
+    body = call(
+        name, "a[0]", "in<i64>(a, 1)", "in<float>(a, 2)", "in<float>(a, 3)", factor, seed, f"{settings['stream']}u",
+        f"AdamW{{{', '.join(numbers)}}}", *doubles,
+    )  # fmt: skip
+
+    def bind(functions: Sequence[int], ins: Tensors, outs: Tensors, work: Tensors) -> Launch:
+        given, others = _slots(ins, count, len(slots))
+        return _bound(functions[0], given, sizing.block, team, others, numbered=True)
+
+    return Native((body,), (), bind)
+
+
+def _sgd_rounded(request: Request, sizing: Sizing) -> Native | None:
+    settings = request.settings
+    count = settings["count"]
+    lists = (len(request.inputs) - 3) // count
+    slots, scalars = _slots(request.inputs, count, lists)
+    dtypes = [_one_dtype(slot) for slot in slots]
+    if None in dtypes or not _size(slots[0]):
+        return None
+    team = sizing.threads_for(20 * _size(slots[0]))
+    types = [c_type(slots[position][0]) for position in (0, 1, -1)]
+    rounding = [name in settings["stochastic"] for name in ("parameters", "velocities")]
+    name = template("sgd_rounded", *types, *rounding, lists == 3, bool(settings["nesterov"]), team)
+    factor = "in<float>(a, 3)" if scalars[1] is not None else "nullptr"
+    seed = "in<i64>(a, 4)" if scalars[2] is not None else "nullptr"
+    numbers = (c_float(settings[key]) for key in ("momentum", "weight_decay"))
+    body = call(
+        name, "a[0]", "in<i64>(a, 1)", "in<float>(a, 2)", factor, seed, f"{settings['stream']}u", *numbers
+    )  # fmt: skip
+
+    def bind(functions: Sequence[int], ins: Tensors, outs: Tensors, work: Tensors) -> Launch:
+        given, others = _slots(ins, count, lists)
+        return _bound(functions[0], given, sizing.block, team, others, numbered=True)
+
+    return Native((body,), (), bind)
+
+
 def _refresh(request: Request, sizing: Sizing) -> Native | None:
     count = request.settings["count"]
     copies, parameters = request.inputs[:count], request.inputs[count:]
@@ -150,7 +212,10 @@ def _global_norm(request: Request, sizing: Sizing) -> Native | None:
 RULES: dict[str, Rule] = {
     "adamw_update": _adamw,
     "adamw_refresh": _adamw,
+    "adamw_rounded": _adamw_rounded,
+    "adamw_rounded_refresh": _adamw_rounded,
     "sgd_update": _sgd,
+    "sgd_rounded": _sgd_rounded,
     "refresh": _refresh,
     "global_norm": _global_norm,
 }
