@@ -11,7 +11,19 @@ import pytest
 from ttrain.core.errors import DataError, NonFiniteError, UserError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer, train_bpe
-from ttrain.train.sample import Sampler, draw_tokens, encode_prompt, print_samples, stream_text, token_probabilities
+from ttrain.train.sample import (
+    Acceptance,
+    Sampler,
+    draw_pairs,
+    draw_speculative,
+    draw_tokens,
+    encode_prompt,
+    penalized,
+    print_samples,
+    stream_text,
+    token_probabilities,
+    whole_text_scores,
+)
 from ttrain.train.settings import SampleConfig
 
 LOGITS = np.random.default_rng(3).normal(0, 2, 23).astype(np.float32)
@@ -43,6 +55,42 @@ def test_distribution_equals_torch(temperature: float, top_k: int | None, top_p:
 def test_ties_at_the_edge_keep_the_lower_id() -> None:
     assert token_probabilities(np.zeros(4, np.float32), 1.0, top_k=2).tolist() == [0.5, 0.5, 0, 0]
     assert token_probabilities(np.zeros(4, np.float32), 1.0, top_p=0.5).tolist() == [0.5, 0.5, 0, 0]
+
+
+def test_min_p_is_relative_to_the_likeliest_token() -> None:
+    logits = np.log(np.array([0.5, 0.26, 0.2, 0.04])).astype(np.float32)
+    np.testing.assert_allclose(token_probabilities(logits, 1.0, min_p=0.5), [0.5 / 0.76, 0.26 / 0.76, 0, 0], rtol=1e-6)
+    assert token_probabilities(logits, 1.0, min_p=1.0).tolist() == [1, 0, 0, 0]
+    cut = token_probabilities(logits, 1.0, top_k=3, top_p=0.6, min_p=0.6)
+    assert cut.tolist() == [1, 0, 0, 0]  # top_p leaves two tokens, of which min_p leaves one
+
+
+def penalties_by_hand(
+    logits: list[float], window: list[int], repetition: float, presence: float, frequency: float
+) -> list[float]:
+    """One token at a time: first what is taken off, then the factor."""
+    lowered = list(logits)
+    for token in set(window):
+        score = logits[token] - presence - frequency * window.count(token)
+        lowered[token] = score / repetition if score > 0 else score * repetition
+    return lowered
+
+
+@pytest.mark.parametrize(("repetition", "presence", "frequency"), [(1, 0, 0), (2, 0, 0), (1, 0.6, 0), (1.3, 0.5, 1.0)])
+@pytest.mark.parametrize("window", [[], [0], [2, 2, 1, 2], [0, 1, 2, 3, 3]])
+def test_penalties_lower_what_occurred(window: list[int], repetition: float, presence: float, frequency: float) -> None:
+    logits = [2.0, 0.4, -1.0, 3.5, 0.0]
+    expected = penalties_by_hand(logits, window, repetition, presence, frequency)
+    given = np.array(logits, np.float32)
+    np.testing.assert_allclose(penalized(given, window, repetition, presence, frequency), expected, rtol=1e-6)
+    assert given.tolist() == np.array(logits, np.float32).tolist()
+
+
+def test_penalties_look_at_the_newest_tokens_only() -> None:
+    logits = np.array([3.0, 2.5, 2.0], np.float32)
+    for window, expected in ((1, 1), (2, 2), (None, 0)):
+        sampler = Sampler(SampleConfig(temperature=0, presence=1.1, penalty_window=window))
+        assert sampler.choose(logits, 0, 0, history=[2, 1, 0]) == expected
 
 
 def test_huge_logits_do_not_overflow() -> None:
@@ -87,20 +135,22 @@ class Successor:
 
 def test_the_window_moves_over_the_text() -> None:
     model = Successor()
-    drawn = list(draw_tokens(model, [5, 6], 4, 8, Sampler(SampleConfig()), tokens=5))
+    drawn = list(draw_tokens(whole_text_scores(model, 8), [5, 6], 4, Sampler(SampleConfig()), tokens=5))
     assert drawn == [7, 0, 1, 2, 3]
     assert model.fed == [([5, 6, 0, 0], 1), ([5, 6, 7, 0], 2), ([5, 6, 7, 0], 3), ([6, 7, 0, 1], 3), ([7, 0, 1, 2], 3)]
 
 
 def test_a_long_prompt_keeps_its_end() -> None:
     model = Successor()
-    assert list(draw_tokens(model, [0, 1, 2, 3, 4, 5], 4, 8, Sampler(SampleConfig()), tokens=1)) == [6]
+    assert list(draw_tokens(whole_text_scores(model, 8), [0, 1, 2, 3, 4, 5], 4, Sampler(SampleConfig()), tokens=1)) == [
+        6
+    ]
     assert model.fed == [([2, 3, 4, 5], 3)]
 
 
 def test_nan_logits_are_an_error() -> None:
     with pytest.raises(NonFiniteError, match="logits hold NaN"):
-        list(draw_tokens(Successor(float("nan")), [0], 4, 8, Sampler(SampleConfig()), tokens=1))
+        list(draw_tokens(whole_text_scores(Successor(float("nan")), 8), [0], 4, Sampler(SampleConfig()), tokens=1))
 
 
 def test_prompts() -> None:
@@ -112,6 +162,7 @@ def test_prompts() -> None:
         encode_prompt(tokenizer, "aq")
     with pytest.raises(UserError, match=r"sample\.prompt is empty"):
         encode_prompt(tokenizer, "")
+    assert encode_prompt(tokenizer, "", end=2) == [2]
 
 
 @pytest.mark.parametrize("text", ["plain text, two  spaces", "ä€𝄞 mixed 日本語", "\n\n\t x"])
@@ -137,3 +188,101 @@ def test_samples_are_printed_as_drawn(capsys: pytest.CaptureFixture[str]) -> Non
     texts = print_samples(Successor(), tokenizer, [0], SampleConfig(tokens=3, count=2))
     assert texts == ["abcd", "abcd"]
     assert capsys.readouterr().out == "--- sample 1 of 2 ---\nabcd\n--- sample 2 of 2 ---\nabcd\n"
+
+
+class Pairs:
+    """Logits of the two tokens after a text, from its last token; the gate always says the same."""
+
+    def __init__(self, gate: int = 1) -> None:
+        self.texts: list[list[int]] = []
+        self.gate = np.array([50.0, 0.0] if gate == 0 else [0.0, 50.0], np.float32)
+
+    def __call__(self, text: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        self.texts.append(list(text))
+        logits = np.zeros((2, 8), np.float32)
+        for row in range(2):
+            logits[row, (text[-1] + 1 + row) % 8] = 50
+        return logits, self.gate
+
+
+@pytest.mark.parametrize(
+    ("gate", "gated", "lengths"), [(1, False, [1, 3, 4, 4]), (1, True, [1, 3, 4, 4]), (0, True, [1, 2, 3, 4, 4, 4, 4])]
+)
+def test_pairs_are_drawn_two_or_as_the_gate_says(gate: int, gated: bool, lengths: list[int]) -> None:
+    model = Pairs(gate)
+    assert list(draw_pairs(model, [0], 4, Sampler(SampleConfig()), 7, gated=gated)) == [1, 2, 3, 4, 5, 6, 7]
+    assert [len(text) for text in model.texts] == lengths
+
+
+def test_the_second_token_of_a_pair_sees_the_first_in_its_penalties() -> None:
+    def draft(text: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        return np.array([[3.0, 2.0, 1.0]] * 2, np.float32), np.zeros(2, np.float32)
+
+    sampler = Sampler(SampleConfig(temperature=0, presence=5.0, penalty_window=1))
+    assert list(draw_pairs(draft, [2], 8, sampler, 4)) == [0, 1, 0, 1]
+
+
+TABLE = np.random.default_rng(8).normal(0, 1.5, (4, 4)).astype(np.float32)  # logits by the last token
+DRAFTS = np.random.default_rng(9).normal(0, 1.5, (4, 2, 4)).astype(np.float32)
+
+
+def table_rows(text: list[int], drafted: list[int]) -> np.ndarray:
+    return TABLE[[text[-1], *drafted]]
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+    """In standard deviations from its mean."""
+    degrees = len(counts) - 1
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    return (statistic - degrees) / np.sqrt(2 * degrees)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.95, "frequency": 0.5}])
+def test_speculative_text_has_the_distribution_of_the_verifier(settings: dict[str, Any]) -> None:
+    """All texts of three tokens over a vocabulary of four, against the product of the probabilities."""
+    sampler, start, runs = Sampler(SampleConfig(seed=11, **settings)), [1, 2], 3000
+    expected = {}
+    for text in np.ndindex(4, 4, 4):
+        history, probability = list(start), 1.0
+        for token in text:
+            probability *= sampler.probabilities(TABLE[history[-1]], history)[token]
+            history.append(token)
+        if probability:
+            expected[text] = runs * probability
+    acceptance, counts = Acceptance(), dict.fromkeys(expected, 0)
+    for stream in range(runs):
+        drawn = draw_speculative(
+            lambda text: (DRAFTS[text[-1]], np.zeros(2)), table_rows, start, 99, sampler, 3, stream, acceptance
+        )
+        counts[tuple(drawn)] += 1  # a text that the verifier never writes is a KeyError
+    frequent = [text for text, count in expected.items() if count > 4]
+    rare = [text for text in expected if text not in frequent]
+    found = [counts[text] for text in frequent] + [sum(counts[text] for text in rare)] * bool(rare)
+    wanted = [expected[text] for text in frequent] + [sum(expected[text] for text in rare)] * bool(rare)
+    assert abs(chi_square(np.array(found), np.array(wanted))) < 4
+    assert 0.2 < acceptance.rate < 0.8
+
+
+def test_a_draft_that_equals_the_verifier_is_always_accepted() -> None:
+    acceptance, calls = Acceptance(), []
+
+    def verify(text: list[int], drafted: list[int]) -> np.ndarray:
+        calls.append(len(drafted))
+        return np.stack([LOGITS] * (1 + len(drafted)))
+
+    def draft(text: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        return np.stack([LOGITS] * 2), np.zeros(2)
+
+    drawn = list(draw_speculative(draft, verify, [0], 8, Sampler(SampleConfig()), 13, 0, acceptance))
+    assert len(drawn) == 13
+    # Three tokens a call while two drafts fit into the context, then one a call from the moved window.
+    assert calls == [2, 2, 1, *[0] * 5]
+    assert acceptance.rate == 1.0 and acceptance.drafted == 5
+
+
+def test_a_speculative_text_never_gets_too_long() -> None:
+    for tokens in range(1, 6):
+        drawn = draw_speculative(
+            lambda text: (DRAFTS[text[-1]], np.zeros(2)), table_rows, [0], 99, Sampler(SampleConfig()), tokens
+        )
+        assert len(list(drawn)) == tokens

@@ -55,3 +55,35 @@ class LanguageModel(Model, Protocol):
         end: with one row, the place of the last token of the text.
         """
         ...
+
+
+class CachedModel(LanguageModel, Protocol):
+    """A model that reads a growing text with caches, see models/cache.py. Sampling is faster then."""
+
+    @property
+    def context(self) -> int:
+        """Longest text."""
+        ...
+
+    def extend(self, graph: Graph, count: int, mask: str) -> Value:
+        """Hidden states [count, width] of `count` tokens; the caches hold what comes before, and take these."""
+        ...
+
+    def scores(self, rows: Value) -> Value:
+        """Scores of the next token after each of these rows of hidden states: [N, width] -> fp32 [N, vocabulary]."""
+        ...
+
+
+class PairModel(CachedModel, Protocol):
+    """A model that may have a head that predicts two tokens at once."""
+
+    @property
+    def predicts_pairs(self) -> bool:
+        """Whether it has that head."""
+        ...
+
+    def pair_scores(self, rows: Value) -> tuple[Value, Value]:
+        """The last two rows of hidden states under the pair mask, [2, width] -> scores of the two tokens after them,
+        fp32 [2, vocabulary], and the gate's for emitting one of them or both, fp32 [1, 2].
+        """
+        ...

@@ -13,6 +13,7 @@ from ttrain.graph import Graph, Value
 from ttrain.graph.passes.fuse import chunk_rows
 from ttrain.models import gpt_weights
 from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED
+from ttrain.models.cache import CAUSAL, Caches
 from ttrain.models.presets import required_sizes
 from ttrain.models.settings import GPTConfig
 from ttrain.nn.initialize import Constant, Initializer, Normal
@@ -37,10 +38,18 @@ class Attention(Module):
         self._heads, self._p, self._stream = heads, config.dropout, stream
         self._dropout = Dropout(config.dropout, stream + 1)
 
-    def __call__(self, y: Value, seed: Value | None) -> Value:
-        p = 0.0 if seed is None else self._p
-        mixed = ops.self_attention(self.qkv(y), self._heads, seed, p, self._stream)
+    def __call__(self, y: Value, seed: Value | None, caches: Caches | None = None) -> Value:
+        qkv = self.qkv(y)
+        if caches is None:
+            mixed = ops.self_attention(qkv, self._heads, seed, 0.0 if seed is None else self._p, self._stream)
+        else:
+            q, k, v = ops.split_heads(qkv, 3, self._heads)
+            mixed = ops.merge_heads([caches.attend(self._path, q, k, v)])
         return self._dropout(self.projection(mixed), seed)
+
+    @property
+    def _path(self) -> str:
+        return self.qkv.weight.path.removesuffix(".qkv.weight")
 
 
 class FeedForward(Module):
@@ -65,13 +74,13 @@ class Block(Module):
         self.feed_forward_norm = LayerNorm(width, config.bias)
         self.feed_forward = FeedForward(width, config, residual_std, stream + 2)
 
-    def __call__(self, x: Value, y: Value, seed: Value | None) -> tuple[Value, Value]:
+    def __call__(self, x: Value, y: Value, seed: Value | None, caches: Caches | None = None) -> tuple[Value, Value]:
         """Residual stream x [B, T, C] and its attention norm y -> the stream, and the last branch not yet added to it.
 
         Every sum is recorded with the norm that reads it, one op for both; so this block's last sum is made together
         with the next block's first norm.
         """
-        x, y = self.feed_forward_norm.after_sum(x, self.attention(y, seed))
+        x, y = self.feed_forward_norm.after_sum(x, self.attention(y, seed, caches))
         return x, self.feed_forward(y, seed)
 
 
@@ -116,8 +125,22 @@ class GPT(Module):
         hidden = self.hidden(graph, rows, training=False)
         position = ops.reshape(graph.input("position", SEED), (1,))
         with graph.scope("head"):
-            row = ops.embedding(position, hidden)  # a lookup of one row of the hidden states
-            return ops.cast(ops.linear(row, self._head(graph)), DType.FP32)
+            return self.scores(ops.embedding(position, hidden))  # a lookup of one row of the hidden states
+
+    def scores(self, rows: Value) -> Value:
+        """Scores of the token after each of these rows of hidden states: [N, width] -> fp32 [N, vocabulary]."""
+        return ops.cast(ops.linear(rows, self._head(rows.graph)), DType.FP32)
+
+    def extend(self, graph: Graph, count: int, mask: str = CAUSAL) -> Value:
+        """Hidden states [count, width] of `count` tokens of one text, of which the caches hold what comes before.
+
+        Step inputs and caches are those of models/cache.py; `mask` is causal, the only one that this model has.
+        """
+        caches = Caches(graph, count, self.context, mask)
+        with graph.scope("embedding"):
+            places = ops.embedding(caches.positions, use(graph, self.positions.weight, self.compute))
+            x = ops.add(self.embedding(caches.tokens, self.compute), ops.reshape(places, (1, count, self.width)))
+        return ops.reshape(self._blocks(x, None, False, caches), (count, self.width))
 
     def hidden(self, graph: Graph, rows: int, training: bool) -> Value:
         """What the head reads: the last norm's output [rows * context, width] in the compute dtype."""
@@ -128,7 +151,7 @@ class GPT(Module):
             x = self._dropout(ops.add(self.embedding(tokens, self.compute), positions), seed)
         return ops.reshape(self._blocks(x, seed, training), (rows * self.context, self.width))
 
-    def _blocks(self, x: Value, seed: Value | None, training: bool) -> Value:
+    def _blocks(self, x: Value, seed: Value | None, training: bool, caches: Caches | None = None) -> Value:
         """All blocks and the last norm: [B, T, C] -> [B, T, C].
 
         Whatever is released or computed again, the same ops run in the same order, so the loss has the same bits.
@@ -139,7 +162,7 @@ class GPT(Module):
             y = norms[0][1](x)
         for index, (block, (scope, norm)) in enumerate(zip(self.blocks, [*norms[1:], ("norm", self.norm)])):
             with graph.scope(f"blocks.{index}"):
-                inner = record(graph, partial(block, x, y, seed))
+                inner = record(graph, partial(block, x, y, seed, caches))
             done = [] if record is kept else list(inner)
             done += [] if training else [x, y]
             with graph.scope(scope):

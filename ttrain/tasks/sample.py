@@ -4,32 +4,53 @@ from __future__ import annotations
 
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ttrain.config import build
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config
-from ttrain.core.errors import CheckpointError
+from ttrain.core.errors import CheckpointError, DataError
 from ttrain.tasks.train import open_session
 from ttrain.train.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from ttrain.data.tokenizer import Tokenizer
 
 
 def run(config: Config) -> None:
     """Prints `sample.count` samples. The model is rebuilt from what its checkpoint says; the data is not needed."""
     from ttrain.data.tokenizer import Tokenizer
+    from ttrain.train.decode import cache_tensors
     from ttrain.train.retention import find_checkpoint
-    from ttrain.train.sample import encode_prompt, print_samples
+    from ttrain.train.sample import encode_prompt
+    from ttrain.train.sampling import Source, print_source, sampling_traces
 
     assert config.run.dir is not None  # the config's checks hold it so
     checkpoint = find_checkpoint(Path(config.run.dir), config.sample.checkpoint)
     config = continued(checkpoint.config, config, ("device", "sample", "engine", "logger"))
     tokenizer = Tokenizer.from_json(_tokenizer(checkpoint))
-    prompt = encode_prompt(tokenizer, config.sample.prompt)
+    prompt = encode_prompt(tokenizer, config.sample.prompt, _end(config, tokenizer))
     model = build.build_model(config, tokenizer.vocabulary)
+    traces = sampling_traces(model, config.sample)
+    source = Source(model, config.sample, tokenizer.vocabulary, traces)
+    caches = cache_tensors([trace for steps in traces.values() for trace in steps.values()])
     with ExitStack() as stack:
         device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
-        session = stack.enter_context(closing(open_session(config, model, device, training=False)))
+        session = stack.enter_context(closing(open_session(config, model, device, training=False, further=caches)))
         checkpoint.load(session.state, optimizer=False)
-        print_samples(session.build_logits(), tokenizer, prompt, config.sample)
+        source.build(session.engine.build, session.graph.trace_logits)
+        print_source(source, tokenizer, prompt)
+
+
+def _end(config: Config, tokenizer: Tokenizer) -> int | None:
+    """Id of the token that ends a document, where the tokenizer has one."""
+    from ttrain.data.end_token import with_end_token
+
+    try:
+        _, token = with_end_token(tokenizer, getattr(config.data, "end_token", None), None)
+    except DataError:  # several that could be meant
+        return None
+    return None if token.added else token.id
 
 
 def _tokenizer(checkpoint: Checkpoint) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import shutil
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ttrain.device.base import Device
     from ttrain.engine.base import Step
     from ttrain.models.base import Model
+    from ttrain.engine.state import StateTensor
     from ttrain.train.loggers import Console, Loggers
     from ttrain.train.loop import Loop
     from ttrain.train.progress import Progress
@@ -102,14 +104,20 @@ def _tokenizer_json(dataset: Dataset) -> str | None:
 
 
 def _prompt(config: Config, dataset: Dataset) -> list[int] | None:
+        hosted=device.hosted,
+    )
+    return Session.open(
+        graph, device, lambda on, state: build.build_engine(config.engine, on, state), training, further
     """Token ids of the sample's prompt, checked before training starts; None where no text can be made."""
     from ttrain.train.sample import encode_prompt
 
     return None if dataset.tokenizer is None else encode_prompt(dataset.tokenizer, config.sample.prompt)
 
 
-def open_session(config: Config, model: Model, device: Device, training: bool) -> Session:
-    """The model on the device, its values still unset."""
+def open_session(
+    config: Config, model: Model, device: Device, training: bool, further: Sequence[StateTensor] = ()
+) -> Session:
+    """The model on the device, its values still unset, and `further` tensors beside it."""
     from ttrain.train.session import Session
     from ttrain.train.step_graph import StepGraph
 

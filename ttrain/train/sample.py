@@ -1,8 +1,11 @@
-"""Drawing text from a model, one token at a time."""
+"""Drawing text from a model: how a token is chosen, and in which order models are asked for one or several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,33 +15,88 @@ from ttrain.train.protocols import Array, Step, Tokenizer
 from ttrain.train.settings import SampleConfig
 
 Probabilities = NDArray[np.float64]
+Scores = Callable[[list[int]], Array]  # text -> logits [V]
+Draft = Callable[[list[int]], tuple[Array, Array]]  # text -> logits [2, V], gate [2]
+Verify = Callable[[list[int], list[int]], Array]  # text, drafted tokens -> logits [1 + drafted, V]
+
+
+class Draw(IntEnum):
+    """What a random number is for. Numbers for different purposes are independent, also at the same token."""
+
+    TOKEN = 0
+    DRAFT = 1
+    ACCEPT = 2
+    GATE = 3
 
 
 class Sampler:
-    """Chooses tokens from logits as temperature, top-k and top-p say. Choice `i` depends on (seed, stream, i) alone."""
+    """Chooses tokens from logits as the config says. A choice depends on the seed and on its place alone."""
 
     def __init__(self, config: SampleConfig) -> None:
         self._config = config
 
-    def choose(self, logits: Array, stream: int, position: int) -> int:
-        """logits fp32[V] -> token id. `stream` numbers the sample, `position` the token in it."""
+    def choose(self, logits: Array, stream: int, position: int, history: Sequence[int] = ()) -> int:
+        """logits fp32[V] -> token id. `stream` numbers the sample, `position` the token in it, from its first new one.
+
+        `history` is the text so far, which the penalties look at.
+        """
+        return self.draw(self.probabilities(logits, history), stream, position)
+
+    def probabilities(self, logits: Array, history: Sequence[int] = ()) -> Probabilities:
+        """The distribution that a token is drawn from, fp64[V]: penalties first, then see token_probabilities."""
         config = self._config
+        window = history if config.penalty_window is None else history[-config.penalty_window :]
+        logits = penalized(logits, window, config.repetition, config.presence, config.frequency)
         if config.temperature == 0:
-            return int(np.argmax(logits))
-        probabilities = token_probabilities(logits, config.temperature, config.top_k, config.top_p)
-        # Philox counts blocks of four words per key, so (stream, position) never share random numbers.
-        generator = np.random.Generator(np.random.Philox(key=config.seed, counter=[0, 0, stream, position]))
+            certain: Probabilities = np.zeros(len(logits))
+            certain[int(np.argmax(logits))] = 1.0
+            return certain
+        return token_probabilities(logits, config.temperature, config.top_k, config.top_p, config.min_p)
+
+    def draw(self, probabilities: Probabilities, stream: int, position: int, purpose: Draw = Draw.TOKEN) -> int:
+        """An id from a distribution, which need not be normalised."""
         cumulative = np.cumsum(probabilities)
-        return int(np.searchsorted(cumulative, generator.random() * cumulative[-1], side="right"))
+        point = self.uniform(stream, position, purpose) * cumulative[-1]
+        return int(np.searchsorted(cumulative, point, side="right"))
+
+    def gate(self, scores: Array, stream: int, position: int) -> int:
+        """A class from the scores of a gate: drawn at temperature 1, or the likeliest where the temperature is 0."""
+        if self._config.temperature == 0:
+            return int(np.argmax(scores))
+        return self.draw(token_probabilities(scores, 1.0), stream, position, Draw.GATE)
+
+    def uniform(self, stream: int, position: int, purpose: Draw) -> float:
+        """A random number in [0, 1)."""
+        # Philox counts blocks of four words per key, so no two (purpose, stream, position) share random numbers.
+        counter = [0, int(purpose), stream, position]
+        return float(np.random.Generator(np.random.Philox(key=self._config.seed, counter=counter)).random())
+
+
+def penalized(logits: Array, window: Sequence[int], repetition: float, presence: float, frequency: float) -> Array:
+    """Logits of the tokens in `window` lowered: presence + frequency * count is taken off, then a positive logit is
+    divided by repetition (Keskar et al., 2019) and another multiplied. The array given stays as it is.
+    """
+    if not len(window) or (repetition == 1 and presence == 0 and frequency == 0):
+        return logits
+    ids, counts = np.unique(np.asarray(window), return_counts=True)
+    lowered = np.array(logits, np.float64)
+    scores = lowered[ids] - (presence + frequency * counts)
+    lowered[ids] = np.where(scores > 0, scores / repetition, scores * repetition)
+    return lowered
 
 
 def token_probabilities(
-    logits: Array, temperature: float, top_k: int | None = None, top_p: float | None = None
+    logits: Array,
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
 ) -> Probabilities:
     """Distribution that tokens are drawn from: softmax(logits / temperature), cut to the likeliest, and renormalised.
 
     top_k keeps the k likeliest. top_p then keeps the fewest likeliest whose probabilities reach p (nucleus sampling,
-    Holtzman et al., 2020). Of equally likely tokens at the edge, those with the lower id stay.
+    Holtzman et al., 2020). min_p then keeps those with at least p times the largest probability (Nguyen et al., 2024).
+    Of equally likely tokens at the edge, those with the lower id stay.
     """
     scaled = np.asarray(logits, np.float64) / temperature
     probabilities: Probabilities = np.exp(scaled - scaled.max())
@@ -51,14 +109,17 @@ def token_probabilities(
         kept = min(kept, int(np.searchsorted(reached, top_p - 1e-12)) + 1)
     cut: Probabilities = np.zeros_like(probabilities)
     cut[order[:kept]] = probabilities[order[:kept]]
+    if min_p is not None:
+        cut[cut < min_p * cut.max()] = 0
     cut /= cut.sum()
     return cut
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str | None) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, prompt: str | None, end: int | None = None) -> list[int]:
     """Token ids of the prompt, at least one; None stands for a line break, or id 0 where the tokenizer has none.
 
-    Raises UserError for an empty prompt, and DataError, which names them, for characters the tokenizer never saw.
+    An empty prompt becomes `end`, the token between documents. Raises UserError for an empty prompt without it, and
+    DataError, which names them, for characters the tokenizer never saw.
     """
     if prompt is None:
         try:
@@ -66,6 +127,8 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | None) -> list[int]:
         except DataError:
             return [0]
     ids = tokenizer.encode(prompt)
+    if not ids and end is not None:
+        return [end]
     if not ids:
         raise UserError(
             "sample.prompt is empty, and a model needs a first token. Give a text, or leave the key out to start from "
@@ -75,27 +138,122 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | None) -> list[int]:
 
 
 def draw_tokens(
-    step: Step, prompt: list[int], context: int, vocabulary: int, sampler: Sampler, tokens: int, stream: int = 0
+    scores: Scores, prompt: list[int], context: int, sampler: Sampler, tokens: int, stream: int = 0
 ) -> Iterator[int]:
-    """Yields `tokens` token ids that continue the prompt.
+    """Yields `tokens` token ids that continue the prompt, one from each call of `scores`.
 
-    `step` is the model's `logits` step: tokens int64[1, context] and a position -> logits fp32[V] there. The window is
-    padded behind the position, which a causal model does not look at; a longer text loses its front. Ids from
-    `vocabulary` on, which pad the model's output, are never drawn.
+    `scores` takes the last `context` tokens at most and returns the logits fp32[V] of the token after them: a longer
+    text loses its front.
     """
     history = list(prompt)
     for number in range(tokens):
-        window = history[-context:]
-        padded = np.zeros((1, context), np.int64)
-        padded[0, : len(window)] = window
-        logits = np.asarray(step({"tokens": padded, "position": len(window) - 1})["logits"]).reshape(-1)[:vocabulary]
-        if not np.isfinite(logits).all():
-            raise NonFiniteError(
-                "The model's logits hold NaN or Inf, so there is nothing to draw from. Use another checkpoint."
-            )
-        token = sampler.choose(logits, stream, number)
+        token = sampler.choose(scores(history[-context:]), stream, number, history)
         history.append(token)
         yield token
+
+
+def draw_pairs(
+    draft: Draft, prompt: list[int], context: int, sampler: Sampler, tokens: int, stream: int = 0, gated: bool = False
+) -> Iterator[int]:
+    """The same, two tokens from each call of `draft`; where `gated`, one or two as the gate says.
+
+    `draft` returns the logits [2, V] of the two tokens after a text, and the gate's scores [2].
+    """
+    history = list(prompt)
+    while (number := len(history) - len(prompt)) < tokens:
+        logits, gate = draft(history[-context:])
+        emitted = sampler.gate(gate, stream, number) + 1 if gated else len(logits)
+        for row in logits[: min(emitted, tokens - number)]:
+            token = sampler.choose(row, stream, len(history) - len(prompt), history)
+            history.append(token)
+            yield token
+
+
+@dataclass
+class Acceptance:
+    """How many drafted tokens a verifier accepted."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def rate(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+def draw_speculative(
+    draft: Draft,
+    verify: Verify,
+    prompt: list[int],
+    context: int,
+    sampler: Sampler,
+    tokens: int,
+    stream: int = 0,
+    acceptance: Acceptance | None = None,
+) -> Iterator[int]:
+    """The same, from the distribution of `draw_tokens`, with up to three tokens from each pair of calls.
+
+    `draft` proposes two tokens. `verify(text, drafted)` returns the logits [1 + drafted, V] of the token after the text
+    and after each drafted one. A token drafted from q is accepted with probability min(1, p / q) of the verifier's p;
+    the first that is not is drawn anew from max(p - q, 0), and where all are, one more is drawn from p (Leviathan et
+    al., 2023).
+    """
+    history, acceptance = list(prompt), acceptance or Acceptance()
+    while (number := len(history) - len(prompt)) < tokens:
+        text = history[-context:]
+        most = min(2, context - len(text), tokens - number)
+        drafted: list[int] = []
+        proposals: list[Probabilities] = []
+        for row in draft(text)[0][:most] if most else ():
+            proposals.append(sampler.probabilities(row, history + drafted))
+            drafted.append(sampler.draw(proposals[-1], stream, number + len(drafted), Draw.DRAFT))
+        acceptance.drafted += len(drafted)
+        rows = verify(text, drafted)
+        for place, token in enumerate(drafted):
+            target, proposal, at = sampler.probabilities(rows[place], history), proposals[place], number + place
+            accepted = sampler.uniform(stream, at, Draw.ACCEPT) * proposal[token] < target[token]
+            if not accepted:
+                rest: Probabilities = np.maximum(target - proposal, 0)
+                token = sampler.draw(rest if rest.any() else target, stream, at)
+            acceptance.accepted += accepted
+            history.append(token)
+            yield token
+            if not accepted:
+                break
+        else:
+            if number + len(drafted) < tokens:
+                target = sampler.probabilities(rows[len(drafted)], history)
+                history.append(sampler.draw(target, stream, number + len(drafted)))
+                yield history[-1]
+
+
+def whole_text_scores(step: Step, vocabulary: int) -> Scores:
+    """Scores from the model's `logits` step, which computes a whole context for every token.
+
+    The text is padded behind its last token, which a causal model does not look at.
+    """
+    context = step.inputs["tokens"].shape[1]
+
+    def scores(text: list[int]) -> Array:
+        padded = np.zeros((1, context), np.int64)
+        padded[0, : len(text)] = text
+        return checked(step({"tokens": padded, "position": len(text) - 1})["logits"], vocabulary)[0]
+
+    return scores
+
+
+def checked(logits: Any, vocabulary: int) -> Array:
+    """Logits [rows, V] cut to the tokenizer's ids: those from `vocabulary` on pad the model's output.
+
+    Raises NonFiniteError.
+    """
+    array = np.asarray(logits)
+    array = array.reshape(-1, array.shape[-1])[:, :vocabulary]
+    if not np.isfinite(array).all():
+        raise NonFiniteError(
+            "The model's logits hold NaN or Inf, so there is nothing to draw from. Use another checkpoint."
+        )
+    return array
 
 
 def stream_text(tokenizer: Tokenizer, prompt: list[int], drawn: Iterator[int], write: Callable[[str], None]) -> str:
@@ -121,13 +279,27 @@ def stream_text(tokenizer: Tokenizer, prompt: list[int], drawn: Iterator[int], w
 
 
 def print_samples(step: Step, tokenizer: Tokenizer, prompt: list[int], config: SampleConfig) -> list[str]:
-    """Writes `config.count` samples to stdout as their tokens are drawn, and returns them."""
-    context = step.inputs["tokens"].shape[1]
-    sampler, texts = Sampler(config), []
-    for number in range(config.count):
-        if config.count > 1:
-            print(f"--- sample {number + 1} of {config.count} ---")
-        drawn = draw_tokens(step, prompt, context, tokenizer.vocabulary, sampler, config.tokens, number)
-        texts.append(stream_text(tokenizer, prompt, drawn, lambda text: print(text, end="", flush=True)))
+    """Writes `config.count` samples to stdout as their tokens are drawn, one after the other, and returns them.
+
+    `step` is the model's `logits` step: tokens int64[1, context] and a position -> logits fp32[V] there.
+    """
+    context, sampler = step.inputs["tokens"].shape[1], Sampler(config)
+    scores = whole_text_scores(step, tokenizer.vocabulary)
+
+    def draw(number: int) -> Iterator[int]:
+        return draw_tokens(scores, prompt, context, sampler, config.tokens, number)
+
+    return write_samples(draw, tokenizer, prompt, config.count)
+
+
+def write_samples(
+    draw: Callable[[int], Iterator[int]], tokenizer: Tokenizer, prompt: list[int], count: int
+) -> list[str]:
+    """Writes `count` samples to stdout as their tokens come from draw(number of the sample), and returns them."""
+    texts = []
+    for number in range(count):
+        if count > 1:
+            print(f"--- sample {number + 1} of {count} ---")
+        texts.append(stream_text(tokenizer, prompt, draw(number), lambda text: print(text, end="", flush=True)))
         print(flush=True)
     return texts

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ttrain.device.base import Device
 from ttrain.engine.base import Engine, Step
-from ttrain.engine.state import State
+from ttrain.engine.state import State, StateTensor
 from ttrain.graph import Graph
 from ttrain.nn.initialize import initial_value
 from ttrain.plan.report import model_flops
@@ -24,10 +24,15 @@ class Session:
 
     @classmethod
     def open(
-        cls, graph: StepGraph, device: Device, make_engine: Callable[[Device, State], Engine], training: bool = True
+        cls,
+        graph: StepGraph,
+        device: Device,
+        make_engine: Callable[[Device, State], Engine],
+        training: bool = True,
+        further: Sequence[StateTensor] = (),
     ) -> Session:
-        """Places the state; without `training` neither gradients nor the optimizer's tensors."""
-        state = State(device, graph.state_tensors(training))
+        """Places the state, and `further` tensors; without `training` neither gradients nor the optimizer's."""
+        state = State(device, [*graph.state_tensors(training), *further])
         return cls(graph, state, make_engine(device, state))
 
     def initialize(self, seed: int) -> None:
@@ -41,10 +46,6 @@ class Session:
         if hasattr(self.graph.model, "logits"):
             traces["logits"] = self.graph.trace_logits
         return {name: self.engine.build(name, trace) for name, trace in traces.items()}
-
-    def build_logits(self) -> Step:
-        """The step that sampling needs. Raises ConfigError for a model that has no logits."""
-        return self.engine.build("logits", self.graph.trace_logits)
 
     def close(self) -> None:
         self.engine.close()

@@ -93,6 +93,34 @@ class SampleConfig:
     )
     seed: int = option(1337, "start of the random numbers that choose tokens", minimum=0, maximum=2**31 - 1)
     count: int = option(1, "number of samples", minimum=1)
+    mode: str = option(
+        "ar",
+        "ar: one token a pass. For a model with a SAT head also sat: two tokens a pass; sat_variable: one or two, as "
+        "its gate says; speculative: the SAT head drafts two tokens and the AR head accepts or replaces them, which "
+        "draws from the distribution of ar",
+        choices=("ar", "sat", "sat_variable", "speculative"),
+    )
+    cache: bool | None = option(
+        None,
+        "whether keys and values of the text so far are kept instead of computed again for every token; null: where "
+        "the model can",
+    )
+    min_p: float | None = option(
+        None,
+        "draw only from tokens with at least this share of the likeliest one's probability; null draws from all",
+        above=0,
+        maximum=1,
+    )
+    repetition: float = option(
+        1.0,
+        "logits of tokens that occurred are divided by it where positive, else multiplied; 1 changes nothing",
+        above=0,
+    )
+    presence: float = option(0.0, "taken off the logits of tokens that occurred")
+    frequency: float = option(0.0, "taken off the logits of tokens for each time that they occurred")
+    penalty_window: int | None = option(
+        128, "how many of the newest tokens count for the three penalties; null counts all", minimum=1
+    )
     checkpoint: str = option("last", "which checkpoint of the run: last, best, or a step number")
 
 

@@ -1,0 +1,45 @@
+"""How a model reads a text that grows: keys and values of the part that it has read stay in caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ttrain import ops
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.graph import Graph, Kind, Value
+from ttrain.ops.matmul import attention_scale
+
+TOKENS, POSITIONS, VISIBLE = "tokens", "positions", "visible"
+CAUSAL, PAIRS = "causal", "pairs"  # masks; pairs: the two places 2n and 2n + 1 also see each other
+
+
+class Caches:
+    """The caches of one text, as a step sees them that reads `count` tokens of it.
+
+    Declares the step inputs tokens int64 [1, count], positions int64 [count], the place of each token, and visible
+    int64 [count]: a token attends to the places below. The caches of a `mask` are its own: what a layer sees differs.
+    """
+
+    def __init__(self, graph: Graph, count: int, places: int, mask: str = CAUSAL) -> None:
+        place = TensorSpec((count,), DType.INT64)
+        self.tokens = graph.input(TOKENS, TensorSpec((1, count), DType.INT64))
+        self.positions, self.visible = graph.input(POSITIONS, place), graph.input(VISIBLE, place)
+        self._graph, self._places, self._mask = graph, places, mask
+
+    def attend(
+        self, path: str, q: Value, k: Value, v: Value, scale: float | None = None, slopes: Sequence[float] = (),
+        ahead: bool = False,
+    ) -> Value:  # fmt: skip
+        """Attention of the layer at `path`: q, k [1, H, count, K] and v [1, H, count, D] -> [1, H, count, D].
+
+        k and v go into the layer's caches first. `scale` is 1/sqrt(K) where it is None; slopes as in op cache_bias.
+        """
+        keys = ops.cache_write(self._cache(path, "keys", k), k, self.positions)
+        values = ops.cache_write(self._cache(path, "values", v), v, self.positions)
+        factor = attention_scale(q.shape[-1]) if scale is None else scale
+        return ops.cached_attention(q, keys, values, self.positions, self.visible, factor, slopes, ahead)
+
+    def _cache(self, path: str, part: str, rows: Value) -> Value:
+        batch, heads, _, width = rows.shape
+        spec = rows.spec.with_shape(batch, heads, self._places, width)
+        return self._graph.state_value(f"{path}/{self._mask}_{part}", spec, Kind.CACHE)
