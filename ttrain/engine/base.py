@@ -14,10 +14,11 @@ from ttrain.core.names import did_you_mean
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import NUMPY_DTYPES, Buffer, Device, Launch
 from ttrain.engine.state import State
-from ttrain.graph.graph import Graph
+from ttrain.graph.graph import Graph, Node, Value
 from ttrain.plan.plan import Plan
 
 Trace = Callable[[Graph], None]  # records one step: declares inputs and state, marks outputs
+Look = Callable[[Node, Callable[[Value], np.ndarray]], bool]  # (a node that has run, how to read values): no further?
 HostValue = np.ndarray | float | int
 
 
@@ -52,6 +53,13 @@ class Step(ABC):
 
         Raises ShapeError naming the first input that is missing, unknown or of another shape.
         """
+
+    def inspect(self, inputs: Mapping[str, HostValue], look: Look) -> bool:
+        """Runs node by node and shows each one to `look` while its outputs are there, until that says True.
+
+        Returns whether it did: the nodes behind have not run then. Slow, and only for a step that went wrong.
+        """
+        raise NotImplementedError(f"{type(self).__name__} can't be run node by node")
 
     def launches(self) -> list[Launch]:
         """What one run launches, where that is fixed; empty otherwise."""

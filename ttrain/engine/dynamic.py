@@ -8,7 +8,7 @@ from typing import Any
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Arena, Buffer, Delivery, Kernel
-from ttrain.engine.base import Engine, HostValue, Step, Trace, host_arrays, host_outputs, traced_graph
+from ttrain.engine.base import Engine, HostValue, Look, Step, Trace, host_arrays, host_outputs, traced_graph
 from ttrain.graph.graph import Graph, Kind, Node, RecordCounter, Value
 from ttrain.graph.verify import verify
 
@@ -37,24 +37,34 @@ class DynamicStep(Step):
 
     def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
         device, counters = self.engine.device, self.engine.counters
-        arrays = host_arrays(self.name, self.inputs, inputs, device.chips)
         allocations, nodes = device.counters.allocations, RecordCounter.nodes
-        tape = _Tape(self.engine)
-        for key in arrays:
-            tape.inputs[key] = tape.allocate(self.inputs[key], f"input {key}")
-        device.upload_inputs({key: buffer for key, (_, _, buffer) in tape.inputs.items()}, arrays)
-        graph = Graph(on_record=tape.launch, on_release=tape.release)
-        try:
-            self._trace(graph)
-            outputs = host_outputs(device, {key: tape.placed(value)[2] for key, value in graph.outputs.items()})
-        finally:
-            tape.close()
+        outputs = self._run(_Tape(self.engine), inputs)
         if self._calls:
             counters.allocations_after_first += device.counters.allocations - allocations
             counters.nodes_after_first += RecordCounter.nodes - nodes
         self._calls += 1
         counters.steps += 1
         return outputs
+
+    def inspect(self, inputs: Mapping[str, HostValue], look: Look) -> bool:
+        try:
+            self._run(_WatchedTape(self.engine, look), inputs)
+        except _Seen:
+            return True
+        return False
+
+    def _run(self, tape: _Tape, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
+        device = self.engine.device
+        arrays = host_arrays(self.name, self.inputs, inputs, device.chips)
+        for key in arrays:
+            tape.inputs[key] = tape.allocate(self.inputs[key], f"input {key}")
+        device.upload_inputs({key: buffer for key, (_, _, buffer) in tape.inputs.items()}, arrays)
+        graph = Graph(on_record=tape.launch, on_release=tape.release)
+        try:
+            self._trace(graph)
+            return host_outputs(device, {key: tape.placed(value)[2] for key, value in graph.outputs.items()})
+        finally:
+            tape.close()
 
 
 class _Tape:
@@ -129,3 +139,20 @@ class _Tape:
         for mine, part in zip(node.outputs, outputs, strict=False):
             self.buffers[mine] = self.placed(part)
         self.release([output for part in graph.nodes[recorded:] for output in part.outputs])
+
+
+class _Seen(Exception):
+    """Ends a step that is being looked at."""
+
+
+class _WatchedTape(_Tape):
+    """Shows every node to `look` as soon as it has run."""
+
+    def __init__(self, engine: DynamicEngine, look: Look) -> None:
+        super().__init__(engine)
+        self._look = look
+
+    def launch(self, node: Node) -> None:
+        super().launch(node)
+        if self._look(node, lambda value: self.device.download(self.placed(value)[2])):
+            raise _Seen

@@ -9,7 +9,7 @@ from typing import Any
 from ttrain.autodiff.rematerialize import rematerialize
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Arena, Buffer, Delivery, Device, Kernel, Launch
-from ttrain.engine.base import Engine, HostValue, Step, Trace, host_arrays, host_outputs, traced_graph
+from ttrain.engine.base import Engine, HostValue, Look, Step, Trace, host_arrays, host_outputs, traced_graph
 from ttrain.engine.state import State
 from ttrain.graph.graph import Graph, Node, RecordCounter, Value
 from ttrain.graph.passes import (
@@ -118,6 +118,14 @@ class StaticStep(Step):
         """Run the bound plan once."""
         bound.run()
 
+    def inspect(self, inputs: Mapping[str, HostValue], look: Look) -> bool:
+        device = self.engine.device
+        arrays = host_arrays(self.name, self.inputs, inputs, device.chips)
+        self.take_addresses()
+        assert self._bound is not None
+        device.upload_inputs(self._bound.inputs, arrays)
+        return self._bound.inspect(look)
+
     def launches(self) -> list[Launch]:
         self.take_addresses()
         assert self._bound is not None
@@ -150,6 +158,14 @@ class BoundPlan:
         """Launch everything once, in order."""
         for launch in self.launches:
             launch()
+
+    def inspect(self, look: Look) -> bool:
+        """Launch node by node until `look` says True; whether it did."""
+        for node, launch in zip(self.nodes, self.node_launches, strict=True):
+            launch()
+            if look(node, lambda value: self._device.download(self._buffer(value))):
+                return True
+        return False
 
     def _buffer(self, value: Value) -> Buffer:
         owner = self._plan.placement.owner_of(value)

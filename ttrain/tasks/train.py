@@ -15,6 +15,7 @@ from ttrain.config.saved import continued
 from ttrain.config.schema import Config, to_dict
 from ttrain.core.errors import Interrupted, OutOfMemory, TtrainError
 from ttrain.core.units import format_count
+from ttrain.tasks.recover import shrunk_config
 from ttrain.train import resume as resuming
 from ttrain.train.events import Events
 from ttrain.train.heartbeat import Heartbeat
@@ -43,36 +44,11 @@ def run(config: Config) -> float | None:
         try:
             return _run(config)
         except OutOfMemory as error:
-            smaller = _shrunk(config, error)
+            smaller = shrunk_config(config, error)
             if smaller is None:
                 raise
         config = smaller
         gc.collect()  # what the failed try still holds
-
-
-def _shrunk(config: Config, error: OutOfMemory) -> Config | None:
-    """The config that continues the run with less memory; None where the run has to stop."""
-    from ttrain.train.memory import shrunk
-
-    if config.recover.oom != "shrink" or error.train is None or error.run is None:
-        return None
-    train = shrunk(error.train)
-    if train is None:
-        return None
-    note = (
-        f"{error} Going on with train.accumulation={train.accumulation} instead of {error.train.accumulation}: "
-        f"micro-batches of {train.batch_size // train.accumulation}, the same batch of {train.batch_size}."
-    )
-    Events(error.run).add("shrunk", note, accumulation=train.accumulation)
-    build.build_console(config.logger).say(f"WARNING: {note}")
-    explicit = config.source.explicit | {"train.accumulation", "train.eval_batches"}
-    return dataclasses.replace(
-        config,
-        train=dataclasses.replace(config.train, accumulation=train.accumulation, eval_batches=train.eval_batches),
-        run=dataclasses.replace(config.run, dir=str(error.run)),
-        resume="auto",
-        source=dataclasses.replace(config.source, explicit=explicit),
-    )
 
 
 def _run(config: Config) -> float | None:
@@ -269,12 +245,11 @@ class _Job:
 
         remove_unfinished(run.checkpoints)
         note_earlier_legs(run.path)
+        self._first_values(session)
         if self.point is None:
-            session.initialize(self.config.run.seed)
             cut_metrics(run.metrics, 0)
             return Progress(), {}
         checkpoint = self.point.checkpoint
-        checkpoint.load(session.state)
         progress = Progress.from_dict(checkpoint.progress)
         notes = list(self.point.notes)
         if self.point.run is None or run.path.resolve() != self.point.run.resolve():
@@ -294,6 +269,13 @@ class _Job:
             self.console.say(note)
         leg = {"resumed_from": checkpoint.path.name, "dropped_metrics": dropped, "changes": changes}
         return progress, leg
+
+    def _first_values(self, session: Session) -> None:
+        """The state as this leg begins with it; the optimizer's tensors of a new run are zero."""
+        if self.point is None:
+            session.initialize(self.config.run.seed)
+        else:
+            self.point.checkpoint.load(session.state)
 
     def _record(self, session: Session, run: RunDirectory, leg: dict[str, Any], steps: dict[str, Step]) -> None:
         from ttrain.train.plan_report import plan_report
@@ -326,13 +308,15 @@ class _Job:
     ) -> Loop:
         from ttrain.train.evaluate import Evaluation
         from ttrain.train.loop import Loop
+        from ttrain.train.nonfinite import Start, StepSearch
 
         config = self.config.train
         rows = config.batch_size // config.accumulation
+        step = self._train_step(steps)
         return Loop(
             config=config,
             seed=self.config.run.seed,
-            step=self._train_step(steps),
+            step=step,
             evaluation=Evaluation(steps["evaluate"], self.dataset, rows, config.eval_batches, self.config.run.seed),
             dataset=self.dataset,
             state=session.state,
@@ -344,6 +328,13 @@ class _Job:
             tokenizer=_tokenizer_json(self.dataset),
             progress=progress,
             guard=self.config.guard,
+            search=StepSearch(
+                session.state,
+                step,
+                list(self.model.parameters()),
+                Start(progress.step, lambda: self._first_values(session)),
+                self.config.guard.search_seconds,
+            ),
             heartbeat=self.heartbeat.beat,
         )
 

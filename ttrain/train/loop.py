@@ -20,9 +20,9 @@ from ttrain.train.interrupt import StopRequests
 from ttrain.train.loggers import Loggers
 from ttrain.train.meter import Meter
 from ttrain.train.metrics import Metrics
-from ttrain.train.nonfinite import first_nonfinite, nonfinite_message
+from ttrain.train.nonfinite import StepSearch, first_nonfinite, nonfinite_message
 from ttrain.train.progress import Progress
-from ttrain.train.protocols import Dataset, State
+from ttrain.train.protocols import SAVED_KINDS, Array, Dataset, State
 from ttrain.train.retention import newest_complete
 from ttrain.train.run_directory import RunDirectory
 from ttrain.train.saver import Saver
@@ -52,6 +52,7 @@ class Loop:
     tokenizer: str | None = None  # the tokenizer's JSON
     progress: Progress = field(default_factory=Progress)
     guard: GuardConfig = field(default_factory=GuardConfig)
+    search: StepSearch | None = None  # names the first bad tensor of a step
     heartbeat: Callable[[], None] = lambda: None  # tells whoever watches that this process is alive
     rank: int = 0
     world: int = 1
@@ -109,8 +110,7 @@ class Loop:
         if self._check_after is not None and self._learning is None:
             self._learning = LearningCheck(self.state)
         self.meter.start()
-        batch = self.dataset.batch("train", self.seed, number - 1, self.config.batch_size, self.rank, self.world)
-        rates = {name: rate * progress.lr_factor for name, rate in self.rates(number).items()}
+        batch, rates = self._inputs(number)
         result = self.step(batch, rates, number)
         progress.seconds += self.meter.stop(result.tokens)
         progress.tokens += result.tokens
@@ -139,27 +139,67 @@ class Loop:
             )
         self._check_learning(number, rate, result)
 
+    def _inputs(self, number: int) -> tuple[dict[str, Array], dict[str, float]]:
+        """Batch and learning rates of a step."""
+        batch = self.dataset.batch("train", self.seed, number - 1, self.config.batch_size, self.rank, self.world)
+        return batch, {name: rate * self.progress.lr_factor for name, rate in self.rates(number).items()}
+
     def _recovered(self, number: int, result: StepResult) -> bool:
         """What the guard does about a step that is not finite: True after a rollback, False after a skipped update.
 
         Raises NonFiniteError where the run has to stop.
         """
         what = str(result.bad)
-        message = self._message(what, number, loss_is_finite=math.isfinite(result.loss))
-        if self.guard.nonfinite == "rollback" and self._roll_back(number, message):
+        tensor = None if self.search is None else self.search.in_gradients()
+        found = "" if tensor is None else f" From the loss backwards, the first bad gradient is {tensor}."
+        if self.guard.nonfinite == "rollback" and self._roll_back(number, f"Step {number}: {what}.{found}"):
             return True
         if result.applied or self.guard.nonfinite != "skip":
-            raise NonFiniteError(message, step=number)
+            raise NonFiniteError(self._message(what, number, self._first_bad(number, result.applied)), step=number)
         self._skips += 1
         self.progress.skipped_steps += 1
-        tensor = first_nonfinite(self.state, (Kind.GRADIENT,))
-        found = "" if tensor is None else f" The first tensor with NaN or Inf is {tensor}."
         note = f"Step {number}: {what}; its update is skipped.{found}"
         self.events.add("skipped", note, number, tensor=tensor)
         self._say(f"WARNING: {note}")
         if self._skips >= self.guard.max_skips:
+            message = self._message(what, number, self._first_bad(number, applied=False))
             raise NonFiniteError(f"{self._skips} updates in a row were skipped. {message}", step=number)
         return False
+
+    def _first_bad(self, number: int, applied: bool) -> str:
+        """A sentence about the first bad tensor of a step. The state is of no more use afterwards."""
+        search = self.search
+        if search is None:
+            return self._first_bad_state(Kind.GRADIENT, Kind.PARAMETER, Kind.OPTIMIZER)
+        gradient = search.in_gradients()
+        try:
+            if applied and not self._go_back(search, number):
+                after = "" if gradient is None else f"From the loss backwards, the first bad gradient is {gradient}."
+                return f"{search.note}{after}".strip()
+            tensor = search.in_step(*self._inputs(number), number)
+        except Exception as error:  # the message about the step matters more
+            return f"The search for the first bad tensor failed: {error or type(error).__name__}."
+        if tensor is None:
+            return "When the step was repeated, all was finite: the device does not compute the same twice."
+        return f"The first tensor with NaN or Inf is {tensor}."
+
+    def _go_back(self, search: StepSearch, number: int) -> bool:
+        """Gives the state the values from before a step that was applied; whether that was possible."""
+        self.saver.join()
+        checkpoint, _ = newest_complete(self.run_directory.checkpoints)
+
+        def repeat(repeated: int) -> None:
+            self.heartbeat()
+            self.step(*self._inputs(repeated), repeated)
+
+        seconds = self.progress.seconds / number
+        return search.go_back(number, checkpoint, repeat, seconds, lambda: self._stop.requested is not None)
+
+    def _first_bad_state(self, *kinds: Kind) -> str:
+        tensor = first_nonfinite(self.state, kinds)
+        if tensor is None:
+            return "Parameters and optimizer state are finite."
+        return f"The first tensor with NaN or Inf is {tensor}."
 
     def _spiked(self, number: int, loss: float) -> bool:
         """Looks for a spike of the loss; whether the run was rolled back for it."""
@@ -253,7 +293,8 @@ class Loop:
         try:
             loss = self.evaluation(self._stopped)
         except NonFiniteError as error:
-            raise NonFiniteError(self._message(str(error), progress.step), step=progress.step) from None
+            message = self._message(str(error), progress.step, self._first_bad_state(*SAVED_KINDS))
+            raise NonFiniteError(message, step=progress.step) from None
         if loss is None:
             return False
         self.loggers.log({"step": progress.step, "val/loss": loss})
@@ -293,7 +334,7 @@ class Loop:
 
     def _nonfinite_save(self, error: NonFiniteError) -> NonFiniteError:
         step = self.progress.step if error.step is None else error.step
-        return NonFiniteError(self._message(str(error), step), step=step)
+        return NonFiniteError(self._message(str(error), step, ""), step=step)
 
     def _save_key(self) -> tuple[int, float | None]:
         """Step, and its val/loss where it was evaluated."""
@@ -313,7 +354,6 @@ class Loop:
             f"Stopped by {signal_name} after step {self.progress.step}; the state is saved. Continue with: {command}"
         )
 
-    def _message(self, what: str, step: int, *, loss_is_finite: bool = False) -> str:
+    def _message(self, what: str, step: int, found: str) -> str:
         self.saver.join()  # so that the newest checkpoint is there
-        folder = self.run_directory.checkpoints
-        return nonfinite_message(what, step, self.state, folder, loss_is_finite=loss_is_finite)
+        return nonfinite_message(what, step, found, self.run_directory.checkpoints)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from numpy.typing import NDArray
 
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.graph import Kind
+from ttrain.graph.graph import Kind, Node, Value
 
 SAVED_KINDS = (Kind.PARAMETER, Kind.OPTIMIZER)  # all else in the state derives from these or lives for one step
 
 Array = NDArray[Any]
 Inputs = Mapping[str, Array | float | int]
 Outputs = Mapping[str, Any]  # floats for scalars, arrays otherwise
+Look = Callable[[Node, Callable[[Value], Array]], bool]  # see engine.base.Step.inspect
 
 
 class Step(Protocol):
@@ -24,6 +25,7 @@ class Step(Protocol):
     def inputs(self) -> Mapping[str, TensorSpec]: ...
 
     def __call__(self, inputs: Inputs) -> Outputs: ...
+    def inspect(self, inputs: Inputs, look: Look) -> bool: ...
 
 
 class State(Protocol):

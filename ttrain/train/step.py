@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ttrain.train.protocols import Array, Inputs, Outputs, Step
+from ttrain.train.protocols import Array, Inputs, Look, Outputs, Step
 from ttrain.train.seeds import step_seed
 
 Batch = Mapping[str, Array]
@@ -84,15 +84,33 @@ class TrainStep:
             self._run("update", {**rates, "grad_norm": norm}, step)
         return StepResult(loss, norm, valid, finite, activation)
 
+    def inspect(self, batch: Batch, rates: Mapping[str, float], step: int, look: Look) -> bool:
+        """The step node by node, until `look` says True; whether it did. A guarded step's update is left out."""
+        weight = 1.0 / max(valid_targets(batch), 1)
+        calls: list[tuple[str, Inputs, int]] = []
+        if self._accumulation == 1 and not self._guarded:
+            calls.append(("train", {**batch, **rates, "loss_weight": weight}, 0))
+        else:
+            for number, part in enumerate(micro_batches(batch, self._accumulation)):
+                name = "accumulate_next" if number else "accumulate_first"
+                calls.append((name, {**part, "loss_weight": weight}, number))
+            calls.append(("norm", {}, 0) if self._guarded else ("update", rates, 0))
+        return any(
+            self._steps[name].inspect(self._whole(name, given, step, micro), look) for name, given, micro in calls
+        )
+
     def _run(self, name: str, inputs: Inputs, step: int, micro_batch: int = 0) -> Outputs:
-        """Adds the seed and the step's number where the built step has such an input."""
-        built = self._steps[name]
+        return self._steps[name](self._whole(name, inputs, step, micro_batch))
+
+    def _whole(self, name: str, inputs: Inputs, step: int, micro_batch: int) -> Inputs:
+        """With the seed and the step's number where the built step has such an input."""
+        declared = self._steps[name].inputs
         added: dict[str, int] = {}
-        if "seed" in built.inputs:
+        if "seed" in declared:
             added["seed"] = step_seed(self._seed, step, micro_batch, self._rank)
-        if "step" in built.inputs:
+        if "step" in declared:
             added["step"] = step
-        return built({**inputs, **added})
+        return {**inputs, **added}
 
 
 def _activation(largest: float | None, outputs: Outputs) -> float | None:

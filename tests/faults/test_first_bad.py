@@ -1,0 +1,193 @@
+"""Which tensor went wrong first: a run that stops names the one that an independent computation finds."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ttrain.cli import main
+from ttrain.data.regression import RegressionDataset
+from ttrain.device.torch import device as torch_device
+from ttrain.train.events import read_events
+from ttrain.train.retention import list_checkpoints
+
+Train = Any
+LIMIT = 50.0  # above it the faulty kernels overflow
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`faulty("relu")` makes results of that kernel above LIMIT infinite."""
+    import torch
+
+    original = torch_device.kernel_table
+
+    def choose(name: str) -> None:
+        def table(context: Any) -> Any:
+            rows = dict(original(context))
+
+            def bind(at: str, ins: Any, outs: Any, attributes: Any, work: Any) -> Any:
+                launch = rows_before[at].bind(ins, outs, attributes, work)
+                if at == "linear" and attributes.get("activation") != name:
+                    return launch
+
+                def call() -> None:
+                    launch()
+                    outs[0][outs[0].abs() > LIMIT] = torch.inf
+
+                return call
+
+            rows_before = dict(rows)
+            for at in (name, "linear"):  # an engine that fuses has the activation in there
+                rows[at] = dataclasses.replace(rows[at], bind=partial(bind, at))
+            return rows
+
+        monkeypatch.setattr(torch_device, "kernel_table", table)
+
+    return choose
+
+
+@pytest.fixture
+def fifth(monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray]:
+    """Step 5 has large inputs or targets, once `scale` says so; its batch is noted."""
+    original, noted = RegressionDataset.batch, {"scale": {}, "index": 4}
+
+    def batch(self: Any, split: Any, seed: int, index: int, rows: int, *rest: int) -> Any:
+        fields = original(self, split, seed, index, rows, *rest)
+        if split == "train" and index == noted["index"]:
+            for name, factor in noted["scale"].items():
+                fields[name] = fields[name] * np.float32(factor)
+            noted["batch"] = {name: array.copy() for name, array in fields.items()}
+        return fields
+
+    monkeypatch.setattr(RegressionDataset, "batch", batch)
+    return noted  # type: ignore[return-value]
+
+
+def weights(run: str, step: int) -> dict[str, np.ndarray]:
+    from safetensors.numpy import load_file
+
+    return load_file(Path(run, f"checkpoints/step_{step:08d}/parameters-00001-of-00001.safetensors"))
+
+
+def hidden(values: dict[str, np.ndarray], inputs: np.ndarray) -> list[np.ndarray]:
+    """Activations after every relu, and the output."""
+    found, layers = [inputs], len(values) // 2
+    for layer in range(layers):
+        out = found[-1] @ values[f"layers.{layer}.weight"].T + values[f"layers.{layer}.bias"]
+        found.append(np.maximum(out, 0) if layer < layers - 1 else out)
+    return found[1:]
+
+
+ENGINES = pytest.mark.parametrize("engine", ["static", "dynamic"])
+GUARDS = pytest.mark.parametrize("guard", ["stop", "skip"])
+WORDS = ["schedule=constant", "guard.max_skips=1", "train.save_every=2", "model.layers=3"]
+
+
+@ENGINES
+@GUARDS
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_first_activation(
+    train: Train, faulty: Any, fifth: Any, capsys: Any, engine: str, guard: str, accumulation: int
+) -> None:
+    fifth["scale"] = {"inputs": 100.0}
+    words = [*WORDS, f"engine={engine}", f"train.accumulation={accumulation}"]
+    assert train("run.dir=good", *words, "train.steps=4", "train.save_every=1") == 0
+    faulty("relu")
+    assert train("run.dir=run", *words, f"guard.nonfinite={guard}") == 1
+    expected = ""
+    for part in np.split(fifth["batch"]["inputs"], accumulation):
+        for layer, values in enumerate(hidden(weights("good", 4), part)[:-1]):
+            count = int((values > LIMIT).sum())
+            expected = expected or (count and f" makes in layers.{layer} ({count} of {values.size} elements)") or ""
+    assert "layers.0" in expected
+    errors = capsys.readouterr().err
+    assert "The first tensor with NaN or Inf is the activation that " in errors and expected in errors
+    assert "(step 4)" in errors and [c.step for c in list_checkpoints(Path("run/checkpoints"))[0]] == [2, 4]
+
+
+@ENGINES
+@GUARDS
+def test_the_first_gradient(train: Train, faulty: Any, fifth: Any, capsys: Any, engine: str, guard: str) -> None:
+    """The loss is finite; backward goes wrong in the layer below the last one."""
+    fifth["scale"] = {"targets": 1e4}
+    words = [*WORDS, f"engine={engine}", "optimizer.clip_norm=null"]
+    faulty("relu_grad")
+    assert train("run.dir=run", *words, f"guard.nonfinite={guard}") == 1
+    errors = capsys.readouterr().err
+    assert "Step 5: grad_norm is inf" in errors or "Step 5: grad_norm is nan" in errors
+    assert "The first tensor with NaN or Inf is the gradient that relu_grad makes in layers.1 (" in errors
+
+
+def test_what_enters_a_step(train: Train, fifth: Any, capsys: Any) -> None:
+    fifth["scale"] = {"targets": np.inf}
+    assert train("run.dir=run", *WORDS) == 1
+    targets = fifth["batch"]["targets"].size
+    assert (
+        f"The first tensor with NaN or Inf is input targets ({targets} of {targets} elements)."
+        in capsys.readouterr().err
+    )
+
+
+def test_a_norm_that_overflows_though_every_gradient_is_finite(train: Train, fifth: Any, capsys: Any) -> None:
+    fifth["scale"] = {"inputs": 1e3, "targets": 1e18}  # only the squares of the gradients are beyond fp32
+    assert train("run.dir=run", *WORDS, "model.layers=1") == 1
+    errors = capsys.readouterr().err
+    assert "grad_norm is inf" in errors or "train/loss is inf" in errors
+    assert "The first tensor with NaN or Inf is the result that global_norm makes in clip (1 of 1 elements)." in errors
+
+
+def test_parameters_that_were_bad_before(train: Train, fifth: Any, capsys: Any) -> None:
+    """An update that overflows shows in the next step, which is told apart from a bad forward pass."""
+    fifth["scale"], fifth["index"] = {"targets": 1e3}, 0
+    words = [*WORDS, "optimizer=sgd", "optimizer.lr=3e38", "optimizer.clip_norm=null"]
+    assert train("run.dir=run", *words) == 1
+    errors = capsys.readouterr().err
+    assert "Step 2: train/loss is nan. The first tensor with NaN or Inf is parameter layers." in errors
+
+
+def test_steps_are_repeated_within_a_limit_only(train: Train, fifth: Any, capsys: Any) -> None:
+    fifth["scale"] = {"targets": np.nan}
+    words = [*WORDS, "train.save_every=null", "train.save_minutes=null", "guard.search_seconds=0"]
+    assert train("run.dir=run", *words) == 1
+    errors = capsys.readouterr().err
+    assert "steps 1 to 4 have to be repeated" in errors and "guard.search_seconds=" in errors
+    assert "From the loss backwards, the first bad gradient is gradient layers.2.bias" in errors
+
+
+def test_a_run_that_branched_off_begins_with_its_own_start(train: Train, fifth: Any, capsys: Any) -> None:
+    """Before its first save, the steps are repeated from the other run's checkpoint."""
+    fifth["scale"] = {}
+    assert train("run.dir=a", *WORDS, "train.steps=3", "schedule.steps=8") == 0
+    fifth["scale"] = {"inputs": np.nan}
+    words = ["train.steps=8", "train.save_every=null", "train.save_minutes=null", "logger=jsonl"]
+    assert main(["resume=a", "run.dir=b", *words]) == 1
+    assert "The first tensor with NaN or Inf is input inputs" in capsys.readouterr().err
+    assert [event["kind"] for event in read_events(Path("b"))][-1] == "failed"
+
+
+def test_a_skipped_step_names_the_gradient_nearest_to_the_loss(train: Train, faulty: Any, fifth: Any) -> None:
+    fifth["scale"] = {"targets": 1e4}
+    faulty("relu_grad")
+    words = [*WORDS, "guard.nonfinite=skip", "guard.max_skips=2", "optimizer.clip_norm=null"]
+    assert train("run.dir=run", *words) == 0
+    (event,) = [event for event in read_events(Path("run")) if event["kind"] == "skipped"]
+    assert event["tensor"].startswith("gradient layers.1.")
+
+
+def test_a_search_that_fails_hides_nothing(train: Train, fifth: Any, capsys: Any, monkeypatch: Any) -> None:
+    from ttrain.train.step import TrainStep
+
+    fifth["scale"] = {"targets": np.nan}
+    monkeypatch.setattr(TrainStep, "inspect", lambda *_: (_ for _ in ()).throw(RuntimeError("no more memory")))
+    monkeypatch.setattr("ttrain.train.nonfinite._bad_elements", lambda _: None)
+    assert train("run.dir=run", *WORDS) == 1
+    assert (
+        "Step 5: train/loss is nan. The search for the first bad tensor failed: no more memory."
+        in capsys.readouterr().err
+    )

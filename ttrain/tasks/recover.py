@@ -1,0 +1,35 @@
+"""What a run may change by itself to go on: recover.oom=shrink."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ttrain.config import build
+from ttrain.config.schema import Config
+from ttrain.core.errors import OutOfMemory
+from ttrain.train.events import Events
+
+
+def shrunk_config(config: Config, error: OutOfMemory) -> Config | None:
+    """The config that continues the run with less memory; None where the run has to stop."""
+    from ttrain.train.memory import shrunk
+
+    if config.recover.oom != "shrink" or error.train is None or error.run is None:
+        return None
+    train = shrunk(error.train)
+    if train is None:
+        return None
+    note = (
+        f"{error} Going on with train.accumulation={train.accumulation} instead of {error.train.accumulation}: "
+        f"micro-batches of {train.batch_size // train.accumulation}, the same batch of {train.batch_size}."
+    )
+    Events(error.run).add("shrunk", note, accumulation=train.accumulation)
+    build.build_console(config.logger).say(f"WARNING: {note}")
+    explicit = config.source.explicit | {"train.accumulation", "train.eval_batches"}
+    return dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, accumulation=train.accumulation, eval_batches=train.eval_batches),
+        run=dataclasses.replace(config.run, dir=str(error.run)),
+        resume="auto",
+        source=dataclasses.replace(config.source, explicit=explicit),
+    )
