@@ -28,13 +28,13 @@ from ttrain.train.step_graph import StepGraph
 ENGINES = {"dynamic": DynamicEngine, "static": StaticEngine, "traced": TracedEngine}
 
 
-def golden(fused: bool = True) -> Device:
+def golden(fused: bool = True, **settings: Any) -> Device:
     """The Tenstorrent device on ttnn's reference functions."""
     from ttrain.device.ttnn.device import TenstorrentDevice
     from ttrain.device.ttnn.golden import GoldenMesh
     from ttrain.device.ttnn.settings import TenstorrentConfig
 
-    return TenstorrentDevice(GoldenMesh(), TenstorrentConfig(fused_kernels=fused))  # type: ignore[arg-type]
+    return TenstorrentDevice(GoldenMesh(), TenstorrentConfig(fused_kernels=fused, **settings))  # type: ignore[arg-type]
 
 
 def cpu() -> Device:
@@ -93,7 +93,7 @@ def run(
     """`steps` optimizer steps at a learning rate that falls, with a seed that changes."""
     if device.uniform_compute:
         model.follow_compute()
-    graph = StepGraph(model, optimizer, rows)
+    graph = StepGraph(model, optimizer, rows, hosted=device.hosted)
     state = State(device, graph.state_tensors())
     for path, value in initial_values(model, 7).items():
         state.write(path, value)

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ttrain.config.checks import data_problems
+from ttrain.config.checks import data_problems, model_problems
 from ttrain.config.registry import component
 from ttrain.config.schema import Config
 from ttrain.core.errors import ConfigError
@@ -75,6 +75,9 @@ def build_model(config: Config, vocabulary: int | None = None) -> Model:
     built: Model = component("model", model.name).load()(model, config.precision.compute)
     for parameter in built.parameters().values():
         parameter.master = config.precision.master
+    problems = model_problems(config, built.parameters(), bool(getattr(model, "tied", False)))
+    if problems:
+        raise ConfigError(problems)
     return built
 
 
@@ -95,10 +98,16 @@ def build_device(config: DeviceConfig, precision: PrecisionConfig | None = None)
 
     A precision may say how the device holds matrices.
     """
-    if precision is not None and precision.name == "bf8" and isinstance(config, TenstorrentConfig):
-        config = replace(config, weights="bf8")
+    config = config if precision is None else device_config(config, precision)
     built: Device = component("device", config.name).load()(config)
     return built
+
+
+def device_config(config: DeviceConfig, precision: PrecisionConfig) -> DeviceConfig:
+    """The device's config with what the precision says of it: bf8 holds matrices as 8-bit block floats."""
+    if precision.name == "bf8" and isinstance(config, TenstorrentConfig):
+        return replace(config, weights="bf8")
+    return config
 
 
 def planned_device(config: DeviceConfig) -> Device:

@@ -100,7 +100,10 @@ class Device(ABC):
     chips = 1  # that share every batch
     arenas = True  # False where memory comes in whole tensors: values of equal form then take turns in one tensor
     rematerializes = True  # False where a launch costs more than the memory that computing again would save
+    overlaps = False  # True where a step's inputs are written, or steps of others launched, while a step computes
     uniform_compute = False  # True where norms want their weights in the compute dtype as well
+    host: Device | None = None  # that runs the nodes of parameters which stay in host memory
+    hosted: Callable[[str], bool] | None = None  # whether a persistent tensor stays there; None where none does
 
     def __init__(self) -> None:
         self.counters = DeviceCounters()
@@ -131,10 +134,21 @@ class Device(ABC):
         for name, array in arrays.items():
             self.upload(buffers[name], array)
 
+    def write_ahead(self, buffers: Mapping[str, Buffer], arrays: Mapping[str, np.ndarray]) -> Launch | None:
+        """Take in the inputs of the next run beside those that the current run reads.
+
+        The returned call brings them into the buffers, before the next run is launched. None where the device can't.
+        """
+        return None
+
     def deliver(self, launch: Launch, outputs: Sequence[Buffer]) -> None:
         """Run the launch of a FRESH kernel, and bring what it returns into the output buffers."""
         for result, output in zip(launch(), outputs, strict=True):
             self.copy(result, output)
+
+    def home(self, on_host: bool) -> Device:
+        """Where a value lies and its node runs: here, or on the host beside this device."""
+        return self.host if on_host and self.host is not None else self
 
     def form(self, spec: TensorSpec) -> Form:
         """How a tensor is held, where `arenas` is False."""
@@ -182,6 +196,10 @@ class Device(ABC):
     def freeze(self, owner: str | None) -> None:
         """Refuse allocations from now on, naming `owner`; None allows them again."""
         self._frozen_by = owner
+
+    def replicas(self) -> list[Device]:
+        """Devices that share this one's hardware, each with cores and a queue of its own; itself where it is whole."""
+        return [self]
 
     def capture(self, launches: Sequence[Launch], name: str) -> Launch:
         """Record the launches once; the returned call replays them. Only where `supports_capture`."""

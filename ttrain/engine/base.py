@@ -54,6 +54,17 @@ class Step(ABC):
         Raises ShapeError naming the first input that is missing, unknown or of another shape.
         """
 
+    def start(self, inputs: Mapping[str, HostValue]) -> Callable[[], dict[str, Any]]:
+        """Launch one run; the returned call waits for it and reads the outputs. By default both happen right here."""
+        outputs = self(inputs)
+        return lambda: outputs
+
+    def write_ahead(self, inputs: Mapping[str, HostValue]) -> None:
+        """Let the device take in the inputs of the next call while it computes. Does nothing where it can't.
+
+        The next call still gets its inputs, and writes those that turn out to be others.
+        """
+
     def inspect(self, inputs: Mapping[str, HostValue], look: Look) -> bool:
         """Runs node by node and shows each one to `look` while its outputs are there, until that says True.
 
@@ -110,18 +121,18 @@ def host_arrays(
     return arrays
 
 
-def host_outputs(device: Device, buffers: Mapping[str, Buffer]) -> dict[str, Any]:
+def host_outputs(device: Device, outputs: Mapping[str, tuple[Value, Buffer]]) -> dict[str, Any]:
     """Outputs on the host: scalars as float."""
     results: dict[str, Any] = {}
-    for name, buffer in buffers.items():
-        array = device.download(buffer)
+    for name, (value, buffer) in outputs.items():
+        array = device.home(value.on_host).download(buffer)
         results[name] = float(array) if array.ndim == 0 else array
     return results
 
 
-def traced_graph(trace: Trace) -> Graph:
-    """The graph that a trace function records."""
-    graph = Graph()
+def traced_graph(trace: Trace, device: Device | None = None) -> Graph:
+    """The graph that a trace function records, for a device with its nodes placed."""
+    graph = Graph(hosted=None if device is None else device.hosted)
     trace(graph)
     if not graph.outputs and not graph.nodes:
         raise GraphError("the traced step records nothing")

@@ -30,7 +30,7 @@ class DynamicStep(Step):
     def __init__(self, engine: DynamicEngine, name: str, trace: Trace) -> None:
         self.engine, self.name, self._trace = engine, name, trace
         # Traced once beforehand without launching: mistakes show now, and the inputs are known.
-        graph = verify(traced_graph(trace), "recording")
+        graph = verify(traced_graph(trace, engine.device), "recording")
         engine.state.check(graph)
         self.inputs = {key: value.spec for key, value in graph.inputs.items()}
         self._calls = 0
@@ -59,10 +59,10 @@ class DynamicStep(Step):
         for key in arrays:
             tape.inputs[key] = tape.allocate(self.inputs[key], f"input {key}")
         device.upload_inputs({key: buffer for key, (_, _, buffer) in tape.inputs.items()}, arrays)
-        graph = Graph(on_record=tape.launch, on_release=tape.release)
+        graph = Graph(on_record=tape.launch, on_release=tape.release, hosted=device.hosted)
         try:
             self._trace(graph)
-            return host_outputs(device, {key: tape.placed(value)[2] for key, value in graph.outputs.items()})
+            return host_outputs(device, {key: (value, tape.placed(value)[2]) for key, value in graph.outputs.items()})
         finally:
             tape.close()
 
@@ -75,9 +75,10 @@ class _Tape:
         self.inputs: dict[str, Placed] = {}
         self.buffers: dict[Value, Placed] = {}
 
-    def allocate(self, spec: TensorSpec, purpose: str) -> Placed:
-        arena = self.device.allocate_arena(spec.nbytes, purpose)
-        return arena, 0, self.device.place(arena, 0, spec)
+    def allocate(self, spec: TensorSpec, purpose: str, on_host: bool = False) -> Placed:
+        home = self.device.home(on_host)
+        arena = home.allocate_arena(spec.nbytes, purpose)
+        return arena, 0, home.place(arena, 0, spec)
 
     def placed(self, value: Value) -> Placed:
         if value.kind is Kind.INPUT:
@@ -98,11 +99,12 @@ class _Tape:
             self.buffers.pop(value, None)
 
     def launch(self, node: Node) -> None:
-        aliases = node.op.aliases(node)
-        if node.op.view and self.device.shares(node.values[0].spec, node.outputs[0].spec):
+        aliases, on_host = node.op.aliases(node), node.op.on_host
+        home = self.device.home(on_host)
+        if node.op.view and home.shares(node.values[0].spec, node.outputs[0].spec):
             arena, offset, _ = self.placed(node.values[0])
             spec = node.outputs[0].spec
-            self.buffers[node.outputs[0]] = (arena, offset, self.device.place(arena, offset, spec))
+            self.buffers[node.outputs[0]] = (arena, offset, home.place(arena, offset, spec))
             return
         kernel = "copy_reshape" if node.op.view else node.op.name
         if kernel not in self.device.kernels:
@@ -110,7 +112,10 @@ class _Tape:
             return
         for index, output in enumerate(node.outputs):
             shared = node.inputs[aliases[index]] if index in aliases and not node.op.view else None
-            self.buffers[output] = self.allocate(output.spec, node.op.name) if shared is None else self.placed(shared)
+            if shared is None:
+                self.buffers[output] = self.allocate(output.spec, node.op.name, on_host)
+            else:
+                self.buffers[output] = self.placed(shared)
         self._run(node, self.device.kernels[kernel])
 
     def _run(self, node: Node, kernel: Kernel) -> None:
@@ -121,10 +126,11 @@ class _Tape:
             [output.spec for output in node.outputs],
             node.attributes,
         )
-        workspace = [self.allocate(spec, f"workspace of {node.op.name}")[2] for spec in specs]
+        purpose, on_host = f"workspace of {node.op.name}", node.op.on_host
+        workspace = [self.allocate(spec, purpose, on_host)[2] for spec in specs]
         launch = kernel.bind(ins, outs, node.attributes, workspace)
         if kernel.delivery is Delivery.FRESH:
-            self.device.deliver(launch, outs)
+            self.device.home(on_host).deliver(launch, outs)
         else:
             launch()
 
@@ -138,7 +144,7 @@ class _Tape:
             raise GraphError(f"device {self.device.name} has no kernel for {node.op.name}, and no decomposition.")
         for mine, part in zip(node.outputs, outputs, strict=False):
             self.buffers[mine] = self.placed(part)
-        self.release([output for part in graph.nodes[recorded:] for output in part.outputs])
+        graph.release([output for part in graph.nodes[recorded:] for output in part.outputs])
 
 
 class _Seen(Exception):
@@ -154,5 +160,5 @@ class _WatchedTape(_Tape):
 
     def launch(self, node: Node) -> None:
         super().launch(node)
-        if self._look(node, lambda value: self.device.download(self.placed(value)[2])):
+        if self._look(node, lambda value: self.device.home(value.on_host).download(self.placed(value)[2])):
             raise _Seen

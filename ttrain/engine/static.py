@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from ttrain.autodiff.rematerialize import rematerialize
 from ttrain.core.spec import TensorSpec
@@ -16,6 +18,7 @@ from ttrain.graph.passes import (
     copy_reshapes,
     decompose,
     fuse,
+    gather_sides,
     merge_common_subexpressions,
     remove_dead_code,
     store_early,
@@ -26,7 +29,7 @@ from ttrain.plan.plan import Plan, build_plan
 
 def prepare(trace: Trace, kernels: Container[str], device: Device, rematerializing: bool) -> Graph:
     """Trace a step and run every pass, verifying the graph at each border."""
-    graph = verify(traced_graph(trace), "recording")
+    graph = verify(traced_graph(trace, device), "recording")
     graph = verify(remove_dead_code(graph), "dead code")
     graph = verify(merge_common_subexpressions(graph), "common subexpressions")
     graph = verify(fuse(graph), "fusion")
@@ -35,7 +38,8 @@ def prepare(trace: Trace, kernels: Container[str], device: Device, rematerializi
     graph = verify(copy_reshapes(graph, device.shares), "reshapes that copy")
     if rematerializing and device.rematerializes:
         graph = verify(rematerialize(graph), "rematerialization")
-    return verify(store_early(remove_dead_code(graph)), "ordering")
+    graph = verify(store_early(remove_dead_code(graph)), "ordering")
+    return graph if device.host is None else verify(gather_sides(graph), "gathering")
 
 
 class StaticEngine(Engine):
@@ -51,8 +55,7 @@ class StaticEngine(Engine):
         self.rematerialize = rematerialize
         self.kernels: Mapping[str, Kernel] = device.kernels
         self._steps: list[StaticStep] = []
-        self._arena: Arena = None
-        self._arena_bytes = -1
+        self._arenas: dict[bool, tuple[Arena, int]] = {}  # shared ones with their bytes; True for the host's
 
     def build(self, name: str, trace: Trace) -> Step:
         graph = self.derive(trace)
@@ -70,23 +73,26 @@ class StaticEngine(Engine):
 
     def bind(self, plan: Plan) -> BoundPlan:
         """Give a plan its addresses."""
-        arena = (
-            self.shared_arena() if self.device.arenas else self.device.allocate_arena(plan.arena_bytes, "activations")
-        )
-        return BoundPlan(plan, self.device, self.kernels, self.state, arena)
+        shares = self.device.arenas
+        arena = self.shared_arena() if shares else self.device.allocate_arena(plan.arena_bytes, "activations")
+        hosted = None if self.device.host is None else self.shared_arena(on_host=True)
+        return BoundPlan(plan, self.device, self.kernels, self.state, (arena, hosted))
 
     def bind_all(self) -> None:
         """Give every step built so far its addresses."""
         for step in self._steps:
             step.take_addresses()
 
-    def shared_arena(self) -> Arena:
+    def shared_arena(self, on_host: bool = False) -> Arena:
         """The arena of all steps built so far. Steps built later that need more get one of their own."""
-        needed = max(step.plan.arena_bytes for step in self._steps)
-        if needed > self._arena_bytes:
+        plans = [step.plan for step in self._steps]
+        needed = max(plan.host_arena_bytes if on_host else plan.arena_bytes for plan in plans)
+        arena, nbytes = self._arenas.get(on_host, (None, -1))
+        if needed > nbytes:
             names = ", ".join(step.name for step in self._steps)
-            self._arena, self._arena_bytes = self.device.allocate_arena(needed, f"activations of {names}"), needed
-        return self._arena
+            arena = self.device.home(on_host).allocate_arena(needed, f"activations of {names}")
+            self._arenas[on_host] = arena, needed
+        return arena
 
 
 class StaticStep(Step):
@@ -97,22 +103,35 @@ class StaticStep(Step):
         self.plan: Plan = plan
         self.inputs: dict[str, TensorSpec] = {key: value.spec for key, value in plan.graph.inputs.items()}
         self._bound: BoundPlan | None = None
+        self._ahead: Ahead | None = None
         self._calls = 0
 
     def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
+        return self.start(inputs)()
+
+    def start(self, inputs: Mapping[str, HostValue]) -> Callable[[], dict[str, Any]]:
         device, counters = self.engine.device, self.engine.counters
         arrays = host_arrays(self.name, self.inputs, inputs, device.chips)
         allocations, nodes = device.counters.allocations, RecordCounter.nodes
         self.take_addresses()
         assert self._bound is not None
-        device.upload_inputs(self._bound.inputs, arrays)
+        written = self._ahead.take() if self._ahead is not None else {}
+        rest = {key: array for key, array in arrays.items() if not _equal(array, written.get(key))}
+        if rest:
+            device.upload_inputs(self._bound.inputs, rest)
         self.run(self._bound)
         if self._calls:
             counters.allocations_after_first += device.counters.allocations - allocations
             counters.nodes_after_first += RecordCounter.nodes - nodes
+        elif device.overlaps:
+            self._ahead = Ahead(device, self._bound.inputs, arrays)
         self._calls += 1
         counters.steps += 1
-        return host_outputs(device, self._bound.outputs)
+        return partial(host_outputs, device, self._bound.outputs)
+
+    def write_ahead(self, inputs: Mapping[str, HostValue]) -> None:
+        if self._ahead is not None:
+            self._ahead.write(host_arrays(self.name, self.inputs, inputs, self.engine.device.chips))
 
     def run(self, bound: BoundPlan) -> None:
         """Run the bound plan once."""
@@ -137,6 +156,32 @@ class StaticStep(Step):
             self._bound = self.engine.bind(self.plan)
 
 
+class Ahead:
+    """Inputs that the device took in for the next run of a step."""
+
+    def __init__(self, device: Device, buffers: Mapping[str, Buffer], arrays: Mapping[str, np.ndarray]) -> None:
+        """Writes the arrays once, so that the device has all its memory before a capture."""
+        self._device, self._buffers = device, buffers
+        self._written: Mapping[str, np.ndarray] = {}
+        self._take: Launch | None = None
+        self.write(arrays)
+
+    def write(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self._take, self._written = self._device.write_ahead(self._buffers, arrays), arrays
+
+    def take(self) -> Mapping[str, np.ndarray]:
+        """Bring what was written into the step's buffers; the values that are there now, none where nothing was."""
+        if self._take is None:
+            return {}
+        self._take()
+        self._take = None
+        return self._written
+
+
+def _equal(array: np.ndarray, written: np.ndarray | None) -> bool:
+    return written is not None and np.array_equal(array, written)
+
+
 def flat_launches(launches: Iterable[Launch]) -> Iterator[Launch]:
     """The launches with every chain of several spliced in: one Python call less for each."""
     for launch in launches:
@@ -146,10 +191,17 @@ def flat_launches(launches: Iterable[Launch]) -> Iterator[Launch]:
 class BoundPlan:
     """A plan with addresses: launches without arguments, and the buffers of inputs and outputs."""
 
-    def __init__(self, plan: Plan, device: Device, kernels: Mapping[str, Kernel], state: State, arena: Arena) -> None:
-        self._plan, self._device, self._kernels, self._state, self._arena = plan, device, kernels, state, arena
+    def __init__(
+        self,
+        plan: Plan,
+        device: Device,
+        kernels: Mapping[str, Kernel],
+        state: State,
+        arenas: tuple[Arena, Arena],  # of the device, and of the host beside it
+    ) -> None:
+        self._plan, self._device, self._kernels, self._state, self._arenas = plan, device, kernels, state, arenas
         self.inputs = {name: self._buffer(value) for name, value in plan.graph.inputs.items()}
-        self.outputs = {name: self._buffer(value) for name, value in plan.graph.outputs.items()}
+        self.outputs = {name: (value, self._buffer(value)) for name, value in plan.graph.outputs.items()}
         self.nodes = plan.launched
         self.node_launches: list[Launch] = [self._bind(node) for node in self.nodes]
         self.launches: list[Launch] = list(flat_launches(self.node_launches))
@@ -159,23 +211,35 @@ class BoundPlan:
         for launch in self.launches:
             launch()
 
+    def parts(self) -> list[tuple[bool, list[Launch]]]:
+        """Launches in runs of those that the device captures, and those between them that the host runs (True)."""
+        found: list[tuple[bool, list[Launch]]] = []
+        for node, launch in zip(self.nodes, self.node_launches, strict=True):
+            by_host = node.op.on_host or node.op.transfer
+            if not found or found[-1][0] is not by_host:
+                found.append((by_host, []))
+            found[-1][1].extend(flat_launches([launch]))
+        return found
+
     def inspect(self, look: Look) -> bool:
         """Launch node by node until `look` says True; whether it did."""
         for node, launch in zip(self.nodes, self.node_launches, strict=True):
             launch()
-            if look(node, lambda value: self._device.download(self._buffer(value))):
+            if look(node, lambda value: self._device.home(value.on_host).download(self._buffer(value))):
                 return True
         return False
 
     def _buffer(self, value: Value) -> Buffer:
         owner = self._plan.placement.owner_of(value)
+        home = self._device.home(owner.on_host)
         if owner.kind.is_state:
             arena, offset, buffer = self._state.buffer(owner)
-            return buffer if owner is value else self._device.place(arena, offset, value.spec)
-        return self._device.place(self._arena, self._plan.offsets[owner], value.spec)
+            return buffer if owner is value else home.place(arena, offset, value.spec)
+        return home.place(self._arenas[owner.on_host], self._plan.offsets[owner], value.spec)
 
     def _bind(self, node: Node) -> Launch:
-        device = self._device
+        on_host = node.op.on_host
+        device, arena = self._device.home(on_host), self._arenas[on_host]
         kernel = self._kernels[node.op.name]
         ins = [None if value is None else self._buffer(value) for value in node.inputs]
         outs = [self._buffer(output) for output in node.outputs]
@@ -185,6 +249,6 @@ class BoundPlan:
             node.attributes,
         )
         offsets = self._plan.workspace.get(node, [])
-        workspace = [device.place(self._arena, at, spec) for at, spec in zip(offsets, specs, strict=True)]
+        workspace = [device.place(arena, at, spec) for at, spec in zip(offsets, specs, strict=True)]
         launch = kernel.bind(ins, outs, node.attributes, workspace)
         return launch if kernel.delivery is not Delivery.FRESH else partial(device.deliver, launch, outs)

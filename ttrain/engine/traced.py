@@ -138,9 +138,28 @@ class TracedStep(StaticStep):
         device, counters = self.engine.device, self.engine.counters
         assert self._bound is not None
         uploads = device.counters.uploads
-        self._replay = device.capture(self._bound.launches, self.name)
-        counters.captures += 1
+        if device.host is None:
+            self._replay = device.capture(self._bound.launches, self.name)
+            counters.captures += 1
+        else:
+            self._replay = self._capture_parts(device, self._bound)
         counters.host_writes_in_capture += device.counters.uploads - uploads
+
+    def _capture_parts(self, device: Device, bound: BoundPlan) -> Launch:
+        """One capture per run of the device's launches; in between the host runs its own, and what crosses."""
+        parts: list[Launch] = []
+        for by_host, launches in bound.parts():
+            if by_host:
+                parts += launches
+            else:
+                parts.append(device.capture(launches, f"part {len(parts)} of {self.name}"))
+                self.engine.counters.captures += 1
+
+        def replay() -> None:
+            for part in parts:
+                part()
+
+        return replay
 
     def release(self) -> None:
         """Drop the capture, before the device goes."""

@@ -56,6 +56,13 @@ class Value:
     def shape(self) -> tuple[int, ...]:
         return self.spec.shape
 
+    @property
+    def on_host(self) -> bool:
+        """Whether the value lies in host memory beside a device that has its own; see place.py. Inputs count as not."""
+        if self.producer is not None:
+            return self.producer.op.on_host
+        return self.kind.is_state and self.graph.hosted is not None and self.graph.hosted(self.name)
+
     def __repr__(self) -> str:
         return f"%{self.number}:{self.spec}" if self.kind is Kind.NODE else f"{self.name}:{self.spec}"
 
@@ -104,7 +111,8 @@ class Graph:
     """Nodes in the order they were recorded, with the named values that enter and leave.
 
     `on_record` is called with each node right after it was appended: the dynamic engine launches it there.
-    `on_release` is told of values that nothing recorded from now on will read.
+    `on_release` is told of values that nothing recorded from now on will read. `hosted` tells by name which state lies
+    in host memory, for a device that has its own; nodes are then placed as they are recorded, see place.py.
     """
 
     on_record: Callable[[Node], None] | None = None
@@ -113,6 +121,9 @@ class Graph:
     inputs: dict[str, Value] = field(default_factory=dict)
     state: dict[str, Value] = field(default_factory=dict)
     outputs: dict[str, Value] = field(default_factory=dict)
+    hosted: Callable[[str], bool] | None = None
+    hosting: bool = False  # whether nodes run on the host whatever they read
+    crossed: dict[Value, Value] = field(default_factory=dict)  # value -> the same on the other side
     _scope: list[str] = field(default_factory=list)
     _stage: Stage = Stage.FORWARD
     _segment: int | None = None
@@ -148,6 +159,10 @@ class Graph:
 
     def append(self, op: Op, inputs: tuple[Value | None, ...], attributes: Mapping[str, Any]) -> Node:
         """Record one node; its op has checked nothing yet."""
+        if self.hosted is not None:
+            from ttrain.graph.place import placed
+
+            op, inputs = placed(self, op, inputs, attributes)
         for value in inputs:
             if value is not None and value.graph is not self:
                 raise GraphError(f"{op.name}: input {value!r} belongs to another graph.")
@@ -164,6 +179,20 @@ class Graph:
         """Tell the engine that nothing recorded from now on reads these values."""
         if self.on_release is not None:
             self.on_release(values)
+            if self.crossed:
+                gone = set(values)
+                self.on_release([twin for value, twin in self.crossed.items() if value in gone])
+                kept = self.crossed.items()
+                self.crossed = {value: twin for value, twin in kept if value not in gone and twin not in gone}
+
+    @contextmanager
+    def host(self) -> Iterator[None]:
+        """Nodes recorded inside run on the host, where the graph places its nodes at all."""
+        previous, self.hosting = self.hosting, self.hosted is not None
+        try:
+            yield
+        finally:
+            self.hosting = previous
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:

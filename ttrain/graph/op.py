@@ -42,6 +42,8 @@ class Op:
         wide: floating-point inputs that are fp32 at least even where a step computes in bf16.
         constants: floating-point inputs that never get a gradient.
         differentiable: False for ops that only occur after backward.
+        on_host: its outputs lie in host memory beside a device that has its own; see place.py.
+        transfer: moves a value between such a device and the host.
     """
 
     name: ClassVar[str]
@@ -56,6 +58,13 @@ class Op:
     wide: ClassVar[tuple[str, ...]] = ()
     constants: ClassVar[tuple[str, ...]] = ()
     differentiable: ClassVar[bool] = True
+    on_host: ClassVar[bool] = False
+    transfer: ClassVar[bool] = False
+
+    @property
+    def base_name(self) -> str:
+        """The name without a word about where it runs."""
+        return self.name
 
     def infer(self, *specs: Any, **attributes: Any) -> TensorSpec | Sequence[TensorSpec]:
         """Specs of the outputs from those of the inputs. Raises ShapeError (got, expected, fix)."""

@@ -16,7 +16,7 @@ class Rewriter:
     """A new graph that grows from an old one, with the map from old values to new."""
 
     def __init__(self, old: Graph) -> None:
-        self.old, self.new = old, Graph()
+        self.old, self.new = old, Graph(hosted=old.hosted)
         self.map: dict[Value, Value] = {}
         for name, value in old.inputs.items():
             self.map[value] = self.new.input(name, value.spec)

@@ -87,5 +87,11 @@ def mean(x: Value) -> Value:
 
 
 def global_norm(tensors: Sequence[Value]) -> Value:
-    """The L2 norm over all elements of all tensors, a fp32 scalar."""
-    return op("global_norm").record(*tensors)
+    """The L2 norm over all elements of all tensors, a fp32 scalar. Of hosted and other tensors it is formed apart."""
+    hosted = [tensor for tensor in tensors if tensor.on_host]
+    if not 0 < len(hosted) < len(tensors):
+        return op("global_norm").record(*tensors)
+    others = [tensor for tensor in tensors if not tensor.on_host]
+    parts = [op("global_norm").record(*part) for part in (hosted, others)]
+    with parts[0].graph.host():
+        return op("global_norm").record(*parts)

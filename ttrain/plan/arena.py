@@ -15,7 +15,8 @@ from ttrain.device.base import Form, align
 class Block:
     """A buffer to place: its size in bytes, when it is live (inclusive), and where it came to lie.
 
-    `form` is for devices without arenas: only blocks of equal form may lie at the same offset.
+    `form` is for devices without arenas: only blocks of equal form may lie at the same offset. `on_host` tells that the
+    block lies in the host's arena beside that of the device.
     """
 
     label: str
@@ -24,6 +25,7 @@ class Block:
     end: int
     offset: int = -1
     form: Form | None = None
+    on_host: bool = False
 
 
 def pack(blocks: Sequence[Block]) -> int:

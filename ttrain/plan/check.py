@@ -23,6 +23,7 @@ def check(plan: Plan, kernels: Mapping[str, Kernel]) -> None:
     every kernel can deliver as the plan expects.
     """
     check_overlap(plan.blocks)
+    check_overlap(plan.host_blocks)
     check_contents(plan)
     check_delivery(plan, kernels)
 

@@ -90,7 +90,7 @@ def _deliver_into_state(graph: Graph, placement: Placement, apart: Container[Val
     kept = {owner_of(value) for value in graph.outputs.values()}
     moved: dict[Value, Value] = {}
     for time, node in enumerate(graph.nodes):
-        if node.op.name != "assign":
+        if node.op.base_name != "assign":
             continue
         state, value = node.input("state"), node.input("value")
         owner, home = owner_of(value), owner_of(state)
@@ -132,7 +132,7 @@ def _reuse_dying_inputs(
     for time, node in enumerate(graph.nodes):
         if node in placement.elided:
             continue
-        if node.op.name == "assign" and node.input("value").spec == node.input("state").spec:
+        if node.op.base_name == "assign" and node.input("value").spec == node.input("state").spec:
             assigned.add(final(placement.owner_of(node.input("value"))))
         output = node.outputs[0]
         own = placement.owner_of(output)

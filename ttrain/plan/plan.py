@@ -18,7 +18,7 @@ class Plan:
     """The nodes of one step in order, with an arena slot per value that does not outlive the step.
 
     `offsets` gives the byte offset per owning value, `workspace` those of a node's scratch buffers; `owned` and
-    `scratch` are the same with sizes and lifetimes.
+    `scratch` are the same with sizes and lifetimes. What hosted nodes make lies in an arena of its own in host memory.
     """
 
     graph: Graph
@@ -28,11 +28,17 @@ class Plan:
     owned: dict[Value, Block]
     scratch: dict[Node, list[Block]]
     arena_bytes: int
+    host_arena_bytes: int = 0
 
     @property
     def blocks(self) -> list[Block]:
-        """Every buffer of the arena."""
-        return [*self.owned.values(), *(block for group in self.scratch.values() for block in group)]
+        """Every buffer of the device's arena."""
+        return [block for block in _all_blocks(self.owned, self.scratch) if not block.on_host]
+
+    @property
+    def host_blocks(self) -> list[Block]:
+        """Every buffer of the host's arena."""
+        return [block for block in _all_blocks(self.owned, self.scratch) if block.on_host]
 
     @property
     def launched(self) -> list[Node]:
@@ -40,9 +46,9 @@ class Plan:
         return [node for node in self.graph.nodes if node not in self.placement.elided]
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of persistent tensors per kind."""
+        """Bytes of persistent tensors per kind, without those in host memory."""
         totals = {kind.value: 0 for kind in Kind if kind.is_state}
-        for value in self.graph.state.values():
+        for value in (value for value in self.graph.state.values() if not value.on_host):
             totals[value.kind.value] += value.spec.nbytes
         return totals
 
@@ -67,13 +73,16 @@ def build_plan(graph: Graph, kernels: Mapping[str, Kernel], device: Device | Non
     placement = place(graph, kernels, frozenset() if forms is None else forms.special)
     owned: dict[Value, Block] = {}
     for owner, lifetime in placement.lifetimes.items():
-        owned[owner] = Block(owner.name or repr(owner), owner.spec.nbytes, lifetime.start, lifetime.end)
+        label = owner.name or repr(owner)
+        owned[owner] = Block(label, owner.spec.nbytes, lifetime.start, lifetime.end, on_host=owner.on_host)
     scratch = _scratch(graph, kernels, placement)
     if forms is not None:
-        forms.give(owned)
-        forms.give_scratch(block for group in scratch.values() for block in group)
-    blocks = [*owned.values(), *(block for group in scratch.values() for block in group)]
+        forms.give({owner: block for owner, block in owned.items() if not block.on_host})
+        forms.give_scratch(block for group in scratch.values() for block in group if not block.on_host)
+    both = _all_blocks(owned, scratch)
+    blocks = [block for block in both if not block.on_host]
     arena_bytes = pack(blocks) if forms is None else take_turns(blocks)
+    host_arena_bytes = pack([block for block in both if block.on_host])
     plan = Plan(
         graph,
         placement,
@@ -82,9 +91,14 @@ def build_plan(graph: Graph, kernels: Mapping[str, Kernel], device: Device | Non
         owned,
         scratch,
         arena_bytes,
+        host_arena_bytes,
     )
     check(plan, kernels)
     return plan
+
+
+def _all_blocks(owned: Mapping[Value, Block], scratch: Mapping[Node, list[Block]]) -> list[Block]:
+    return [*owned.values(), *(block for group in scratch.values() for block in group)]
 
 
 def _scratch(graph: Graph, kernels: Mapping[str, Kernel], placement: Placement) -> dict[Node, list[Block]]:
@@ -96,7 +110,8 @@ def _scratch(graph: Graph, kernels: Mapping[str, Kernel], placement: Placement) 
         specs = kernels[node.op.name].workspace_specs(*_specs(node), node.attributes)
         if specs:
             label = f"workspace of {node.op.name}"
-            scratch[node] = [Block(label, spec.nbytes, time, time, form=spec) for spec in specs]
+            on_host = node.op.on_host
+            scratch[node] = [Block(label, spec.nbytes, time, time, form=spec, on_host=on_host) for spec in specs]
     return scratch
 
 

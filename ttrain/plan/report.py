@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ttrain.device.base import align
 from ttrain.graph.graph import Graph, Kind, Node, Stage, Value
 from ttrain.graph.passes import remove_dead_code
+from ttrain.graph.place import crossing_bytes
 from ttrain.graph.show import scope_width
 from ttrain.plan.arena import Block
 from ttrain.plan.lifetime import BEFORE
@@ -50,6 +51,8 @@ class StepCost:
     peak: int
     arena: int
     largest: list[Buffer]  # of those live at the peak
+    host_arena: int = 0  # in host memory, of what hosted parameters take part in
+    crossings: dict[str, int] = field(default_factory=dict)  # bytes per direction between host and device
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -76,6 +79,8 @@ def step_cost(recorded: Graph, plan: Plan | None, largest: int = 5) -> StepCost:
         peak=0 if plan is None else plan.peak_bytes(),
         arena=0 if plan is None else plan.arena_bytes,
         largest=live[:largest],
+        host_arena=0 if plan is None else plan.host_arena_bytes,
+        crossings=crossing_bytes(launched),
     )
 
 
@@ -91,15 +96,17 @@ def _kept(plan: Plan | None) -> int | None:
 
 
 def arena_buffers(plan: Plan) -> Iterator[Buffer]:
-    """Every buffer of the arena with what it is for."""
+    """Every buffer of the device's arena with what it is for."""
     for owner, block in plan.owned.items():
+        if block.on_host:
+            continue
         if owner.kind is Kind.INPUT:
             yield _buffer(f"input {owner.name}", "inputs", block)
         else:
             assert owner.producer is not None
             yield _buffer(_label(owner), _CLASS_OF[owner.producer.stage], block)
     for blocks in plan.scratch.values():
-        for block in blocks:
+        for block in (block for block in blocks if not block.on_host):
             yield _buffer(block.label.removeprefix("workspace of "), "workspace", block)
 
 

@@ -32,6 +32,8 @@ def expected_time(
     if isinstance(config.device, TenstorrentConfig):
         if device.name == "p150":
             return None, "There is no cost model of a Blackhole chip."
+        if device.host is not None:
+            return None, "The cost model does not know what the host computes for device.host_resident."
         return wormhole_estimate(work, config.device, engine, tokens, unit, flops), ""
     if device.name not in ("cpu", "cuda"):
         return None, f"device={device.name} computes nothing."

@@ -203,7 +203,7 @@ class _Extra:
         """Planned bytes of the training steps of another config."""
         with self._planning(config) as session:
             steps = [session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()]
-            state = sum(session.state.nbytes(kind) for kind in Kind if kind.is_state)
+            state = sum(session.state.nbytes(kind, on_host=False) for kind in Kind if kind.is_state)
             return state + max(step.plan.arena_bytes for step in steps if step.plan is not None)
 
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from ttrain.data.batches import Dataset
     from ttrain.device.base import Device
     from ttrain.engine.base import Step
-    from ttrain.models.base import Model
     from ttrain.engine.state import StateTensor
+    from ttrain.models.base import Model
     from ttrain.train.loggers import Console, Loggers
     from ttrain.train.loop import Loop
     from ttrain.train.progress import Progress
@@ -80,10 +80,6 @@ def _tokenizer_json(dataset: Dataset) -> str | None:
 
 
 def _prompt(config: Config, dataset: Dataset) -> list[int] | None:
-        hosted=device.hosted,
-    )
-    return Session.open(
-        graph, device, lambda on, state: build.build_engine(config.engine, on, state), training, further
     """Token ids of the sample's prompt, checked before training starts; None where no text can be made."""
     from ttrain.train.sample import encode_prompt
 
@@ -108,8 +104,11 @@ def open_session(
         guarded=config.guard.nonfinite == "skip",
         watched=config.guard.activations,
         chips=device.chips,
+        hosted=device.hosted,
     )
-    return Session.open(graph, device, lambda on, state: build.build_engine(config.engine, on, state), training)
+    return Session.open(
+        graph, device, lambda on, state: build.build_engine(config.engine, on, state), training, further
+    )
 
 
 @dataclasses.dataclass
@@ -306,6 +305,7 @@ class _Job:
     def _loop(
         self, session: Session, steps: dict[str, Step], run: RunDirectory, loggers: Loggers, progress: Progress
     ) -> Loop:
+        from ttrain.models.base import preparation
         from ttrain.train.evaluate import Evaluation
         from ttrain.train.loop import Loop
         from ttrain.train.nonfinite import Start, StepSearch
@@ -317,7 +317,10 @@ class _Job:
             config=config,
             seed=self.config.run.seed,
             step=step,
-            evaluation=Evaluation(steps["evaluate"], self.dataset, rows, config.eval_batches, self.config.run.seed),
+            evaluation=Evaluation(
+                steps["evaluate"], self.dataset, rows, config.eval_batches, self.config.run.seed,
+                preparation(self.model),
+            ),
             dataset=self.dataset,
             state=session.state,
             rates=self._rates(),
@@ -341,7 +344,8 @@ class _Job:
     def _train_step(self, steps: dict[str, Step]) -> Any:
         from ttrain.train.step import TrainStep
 
-        return TrainStep(steps, self.config.train.accumulation, self.config.run.seed)
+        prepare = preparation(self.model)
+        return TrainStep(steps, self.config.train.accumulation, self.config.run.seed, prepare=prepare)
 
     def _rates(self) -> Any:
         from ttrain.optim.groups import learning_rates

@@ -14,12 +14,14 @@ from ttrain.train.plan_report import Table
 
 def padding_values(state: State, steps: Mapping[str, Step], device: Device) -> dict[str, Any]:
     """Bytes with and without padding, of the persistent tensors and of every planned buffer."""
-    specs = [state.spec(name) for name in state.names()]
+    specs = [state.spec(name) for name in state.names() if not state.on_host(name)]
     kept = sum(spec.nbytes for spec in specs), sum(device.form_bytes(device.form(spec)) for spec in specs)
     needed = held = 0
     worst: list[tuple[int, str]] = []
     for name, step in steps.items():
         for owner, block in step.plan.owned.items() if step.plan is not None else ():
+            if block.on_host:
+                continue
             needed, held = needed + owner.spec.nbytes, held + block.nbytes
             worst.append((block.nbytes - owner.spec.nbytes, f"{name}: {owner.spec}"))
     return {

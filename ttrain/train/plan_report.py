@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ttrain.core.units import format_bytes, format_count
 from ttrain.engine.base import Step
 from ttrain.engine.state import State
 from ttrain.graph import Graph, Kind, Stage
+from ttrain.graph.place import CROSSINGS
 from ttrain.models.base import Model
 from ttrain.plan.report import CLASSES, StepCost, step_cost
 from ttrain.train.protocols import SAVED_KINDS
@@ -42,6 +43,7 @@ class PlanReport:
     checkpoint: int  # tensors of one checkpoint on disk
     costs: dict[str, StepCost]
     per_step: dict[str, int]
+    hosted: dict[str, int] = field(default_factory=dict)  # persistent bytes in host memory by kind; not in `placed`
 
     @property
     def flops(self) -> dict[str, int]:
@@ -63,6 +65,18 @@ class PlanReport:
         return sum(self.placed.values()) + self.arena
 
     @property
+    def host_arena(self) -> int:
+        return max((cost.host_arena for cost in self.costs.values()), default=0)
+
+    @property
+    def crossings(self) -> dict[str, int]:
+        """Bytes of one optimizer step between host and device, by direction."""
+        return {
+            name: sum(times * self.costs[step].crossings[name] for step, times in self.per_step.items())
+            for name in CROSSINGS
+        }
+
+    @property
     def planned(self) -> bool:
         return any(cost.planned for cost in self.costs.values())
 
@@ -80,11 +94,12 @@ class PlanReport:
             "checkpoint_bytes": self.checkpoint,
             "runs_per_step": self.per_step,
             "steps": {name: cost.to_dict() for name, cost in self.costs.items()},
+            **({"host": {**self.hosted, "arena": self.host_arena, **self.crossings}} if self.hosted else {}),
         }
 
     def tables(self) -> list[Table]:
         """The report for people."""
-        tables = [self._parameters(), self._work(), self._memory()]
+        tables = [self._parameters(), self._work(), self._memory(), *([self._host()] if self.hosted else [])]
         return [*tables, self._arenas(), self._largest()] if self.planned else tables
 
     def text(self) -> str:
@@ -119,6 +134,13 @@ class PlanReport:
             )
         return Table("Memory", ("kind", "bytes"), rows, tuple(notes))
 
+    def _host(self) -> Table:
+        rows = [(_PLURAL[kind], format_bytes(size)) for kind, size in self.hosted.items()]
+        rows.append(("arena of all steps", format_bytes(self.host_arena)))
+        rows.append(("all", format_bytes(self.host_arena + sum(self.hosted.values()))))
+        moved = ", ".join(f"{format_bytes(size)} {name.replace('_', ' ')}" for name, size in self.crossings.items())
+        return Table("Memory of the host", ("kind", "bytes"), rows, (f"Per optimizer step {moved}.",))
+
     def _arenas(self) -> Table:
         costs = self.costs.values()
         rows = [
@@ -151,11 +173,16 @@ def plan_report(graph: StepGraph, state: State, steps: Mapping[str, Step]) -> Pl
         costs[name] = step_cost(recorded, step.plan)
     return PlanReport(
         parameters=parameter_groups(graph.model),
-        placed={kind.value: state.nbytes(kind) for kind in Kind if kind.is_state and state.names(kind)},
+        placed=_by_kind(state, on_host=False),
+        hosted={kind: size for kind, size in _by_kind(state, on_host=True).items() if size},
         checkpoint=sum(state.nbytes(kind) for kind in SAVED_KINDS),
         costs=costs,
         per_step={name: graph.accumulation - 1 if name == "accumulate_next" else 1 for name in training},
     )
+
+
+def _by_kind(state: State, on_host: bool) -> dict[str, int]:
+    return {kind.value: state.nbytes(kind, on_host) for kind in Kind if kind.is_state and state.names(kind)}
 
 
 def parameter_groups(model: Model) -> dict[str, int]:

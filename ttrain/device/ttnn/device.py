@@ -11,7 +11,9 @@ import numpy as np
 from ttrain.core.errors import CaptureError, GraphError
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Device, Form, Kernel, Launch
+from ttrain.device.ttnn.ahead import Twins
 from ttrain.device.ttnn.form import TileForm, shares_memory, usual_form
+from ttrain.device.ttnn.hosted import both_tables, host_device, hosted_by
 from ttrain.device.ttnn.kernels import kernel_table
 from ttrain.device.ttnn.kernels.common import Context
 from ttrain.device.ttnn.mesh import Mesh
@@ -69,6 +71,11 @@ class TenstorrentDevice(Device):
         self.computes, self.chips = config.mode != "mock", mesh.chips
         self.supports_capture = mesh.can_trace
         self.store = Store(mesh.tt, mesh.handle, mesh.chips, mesh.banks, self._count)
+        self.hosted = hosted_by(config)
+        self.host = None if self.hosted is None else host_device(config, self.computes)
+        self.overlaps = mesh.overlaps and self.hosted is None
+        self._twins: dict[int, tuple[Mapping[str, Held], Twins]] = {}  # by the buffers' id, which the pair keeps alive
+        self._replicas: list[Device] = []
         self._capturing = False
         self._closed = False
 
@@ -86,11 +93,18 @@ class TenstorrentDevice(Device):
     def context(self) -> Context:
         """What kernel rows are built for."""
         fused = self.config.mode != "simulator" if self.config.fused_kernels is None else self.config.fused_kernels
-        return Context(self.store, self.mesh.precision, self.mesh.grid, self.mesh.whole_grid, fused)
+        mesh, confined = self.mesh, self.mesh.part is not None
+        context = Context(
+            self.store, mesh.precision, mesh.grid, mesh.whole_grid, fused and not confined, confined=confined
+        )
+        if confined:
+            mesh.tt.constant = context.constant
+        return context
 
     @cached_property
     def _table(self) -> dict[str, Kernel]:
-        return kernel_table(self.context)
+        rows = kernel_table(self.context)
+        return rows if self.host is None else both_tables(rows, self.host, self.store)
 
     @property
     def kernels(self) -> Mapping[str, Kernel]:
@@ -132,9 +146,25 @@ class TenstorrentDevice(Device):
             super().upload_inputs(buffers, arrays)
             self.store.refresh()
 
+    def write_ahead(self, buffers: Mapping[str, Held], arrays: Mapping[str, np.ndarray]) -> Launch | None:
+        if not self.overlaps or self.mesh.part is not None:
+            return None  # the queue of a sub-device launches too: a write waits for what was launched before
+        if id(buffers) not in self._twins:
+            if self._frozen_by is not None:
+                return None
+            self._twins[id(buffers)] = (buffers, Twins(self.mesh, self.store))
+
+        def upload() -> None:
+            Device.upload_inputs(self, buffers, arrays)
+            self.store.refresh()
+
+        return self._twins[id(buffers)][1].write(upload)
+
     def download(self, buffer: Held) -> np.ndarray:
         self.counters.downloads += 1
-        return buffer.download()
+        values = buffer.download()
+        self.mesh.settled()
+        return values
 
     def deliver(self, launch: Launch, outputs: Sequence[Held]) -> None:
         for result, output in zip(launch(), outputs, strict=True):
@@ -169,11 +199,19 @@ class TenstorrentDevice(Device):
 
         return run
 
+    def replicas(self) -> list[Device]:
+        if self.mesh.divided is None:
+            return [self]
+        if not self._replicas:
+            self._replicas = [TenstorrentDevice(part, self.config) for part in self.mesh.divided.parts]
+        return self._replicas
+
     def expect_capture(self) -> None:
         self.context.replayed = True
 
     def step_facts(self) -> dict[str, int]:
-        return self.mesh.step_facts()
+        host = {} if self.host is None else {"host_bytes": self.host.counters.allocated_bytes}
+        return self.mesh.step_facts() | host
 
     def step_peaks(self, launches: Sequence[Launch]) -> dict[str, int]:
         return self.mesh.peaks(launches) if self.mesh.mocked else {}
@@ -182,4 +220,6 @@ class TenstorrentDevice(Device):
         """Release captures, then the device. Closing twice does nothing."""
         if not self._closed:
             self._closed = True
+            for replica in self._replicas:
+                replica.close()
             self.mesh.close()

@@ -37,11 +37,14 @@ class PlannedDevice(NullDevice):
 
 def planned(config: TenstorrentConfig) -> PlannedDevice:
     """A device that plans as the named one does."""
+    from ttrain.device.ttnn.hosted import both_tables, host_device, hosted_by
     from ttrain.device.ttnn.kernels import kernel_table
     from ttrain.device.ttnn.kernels.common import Context
 
     fused = config.mode != "simulator" if config.fused_kernels is None else config.fused_kernels
     store: Any = _Nothing()
-    device = PlannedDevice(rows=kernel_table(Context(store, fused=fused)))
-    device.name = config.name
+    rows, hosted = kernel_table(Context(store, fused=fused)), hosted_by(config)
+    host = None if hosted is None else host_device(config, computes=False)
+    device = PlannedDevice(rows=rows if host is None else both_tables(rows, host, store))
+    device.name, device.host, device.hosted = config.name, host, hosted
     return device

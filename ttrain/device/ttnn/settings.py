@@ -26,12 +26,19 @@ class TenstorrentConfig(DeviceConfig):
         "auto", "cores that start programs; auto is ttnn's choice", choices=("auto", "worker", "eth")
     )
     command_queues: int = option(1, "2 writes the next batch on a queue of its own", minimum=1, maximum=2)
+    subdevices: int = option(
+        1, "2 trains two replicas side by side, each on half of the cores and a queue of its own", minimum=1, maximum=2
+    )
     core_grid: list[int] | None = option(None, "[rows, columns] of cores that matrix products use; null takes all")
     trace_region_mb: int = option(64, "device memory for captured steps, in MiB", minimum=0)
     l1_small_kb: int = option(0, "part of every core's memory kept for small buffers, in KiB", minimum=0)
     math_fidelity: str = option("HiFi4", "precision of the matrix unit", choices=FIDELITIES)
     fp32_accumulate: bool = option(True, "whether the matrix unit sums in fp32 instead of bf16")
     mesh: list[int] = option([1, 1], "[rows, columns] of chips that share the batch")
+    host_resident: list[str] = option(
+        [], "beginnings of the names of parameters that stay in host memory with their optimizer state, where the host "
+        "looks them up, multiplies by them and updates them, such as [embedding,head]"
+    )  # fmt: skip
     fused_kernels: bool | None = option(
         None, "bf16 training kernels of ttnn (moreh) instead of fp32 sums; null: yes, but not on a simulator"
     )

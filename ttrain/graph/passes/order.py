@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from ttrain.graph.alias import roots_of
-from ttrain.graph.graph import Graph, Node, Value
+import heapq
+from collections.abc import Sequence
+
+from ttrain.graph.alias import overwritten, roots_of
+from ttrain.graph.graph import Graph, Node, Stage, Value
 from ttrain.graph.rewrite import Rewriter
 
 _STORES = ("assign", "accumulate")
@@ -23,7 +26,7 @@ def store_early(graph: Graph) -> Graph:
     behind: dict[Node, list[Node]] = {}
     moved: set[Node] = set()
     for node in graph.nodes:
-        maker = node.input("value").producer if node.op.name in _STORES else None
+        maker = node.input("value").producer if node.op.base_name in _STORES else None
         if maker is None or maker in moved:
             continue
         if not any(times[maker] < time < times[node] for time in touched[roots[node.input("state")]]):
@@ -34,3 +37,67 @@ def store_early(graph: Graph) -> Graph:
         for placed in [] if node in moved else [node, *behind.get(node, [])]:
             rewriter.copy(placed)
     return rewriter.finish()
+
+
+def gather_sides(graph: Graph) -> Graph:
+    """Let the device and the host take as few turns as possible; each keeps the order of its nodes.
+
+    Nothing moves between forward and the rest, so what backward computes again is not computed before its time.
+    """
+    first = next((time for time, node in enumerate(graph.nodes) if node.stage is Stage.BACKWARD), len(graph.nodes))
+    rewriter = Rewriter(graph)
+    for part in (graph.nodes[:first], graph.nodes[first:]):
+        for node in _gathered(part, roots_of(graph)):
+            rewriter.copy(node)
+    return rewriter.finish()
+
+
+def _gathered(nodes: Sequence[Node], roots: dict[Value, Value]) -> list[Node]:
+    """The nodes in an order that changes sides only where nothing more can run on one."""
+    waiting = _after(nodes, roots)
+    readers: dict[int, list[int]] = {}
+    for time, earlier in enumerate(waiting):
+        for other in earlier:
+            readers.setdefault(other, []).append(time)
+    left = [len(earlier) for earlier in waiting]
+    ready: dict[bool, list[int]] = {False: [], True: []}
+    for time, count in enumerate(left):
+        if not count:
+            heapq.heappush(ready[_by_host(nodes[time])], time)
+    found: list[Node] = []
+    side = bool(nodes) and _by_host(nodes[0])
+    while ready[False] or ready[True]:
+        side = side if ready[side] else not side
+        time = heapq.heappop(ready[side])
+        found.append(nodes[time])
+        for reader in readers.get(time, ()):
+            left[reader] -= 1
+            if not left[reader]:
+                heapq.heappush(ready[_by_host(nodes[reader])], reader)
+    return found
+
+
+def _by_host(node: Node) -> bool:
+    return node.op.on_host or node.op.transfer
+
+
+def _after(nodes: Sequence[Node], roots: dict[Value, Value]) -> list[set[int]]:
+    """For each node the earlier ones that must have run: those that make what it reads, and where it overwrites a
+    buffer or reads one that is overwritten, those that touched it before."""
+    made: dict[Value, int] = {}
+    written: dict[Value, int] = {}  # by root: the last node that overwrote it, and who has read it since
+    read: dict[Value, list[int]] = {}
+    found: list[set[int]] = []
+    for time, node in enumerate(nodes):
+        needed = {made[value] for value in node.values if value in made}
+        changed = {roots[value] for value in overwritten(node)}
+        for root in {roots[value] for value in node.values} | changed:
+            needed.update([written[root]] if root in written else [])
+        for root in changed:
+            needed.update(read.pop(root, []))
+            written[root] = time
+        for root in {roots[value] for value in node.values} - changed:
+            read.setdefault(root, []).append(time)
+        made.update((output, time) for output in node.outputs)
+        found.append(needed)
+    return found

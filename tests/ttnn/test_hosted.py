@@ -1,0 +1,157 @@
+"""Parameters that stay in host memory: the same numbers as without, two crossings each way, and their memory apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+
+from tests.ttnn.runs import ENGINES, Outcome, adamw, batch, cosine, cpu, golden, gpt, run, sgd
+from ttrain.core.errors import GraphError
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.engine.state import State
+from ttrain.graph import Graph, Kind
+from ttrain.graph.op import op
+from ttrain.graph.place import CROSSINGS, crossing_bytes
+from ttrain.nn.initialize import initial_values
+from ttrain.train.step_graph import StepGraph
+
+ODD = {"tied": False, "vocabulary": 97, "width": 40, "heads": 4, "context": 20, "dropout": 0.1, "recompute": "block"}
+MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "tied": ({}, ["embedding"]),
+    "odd, untied, recomputed": (ODD, ["embedding", "head"]),
+    "head alone": ({"tied": False}, ["head"]),
+    "first block too": ({"tied": False}, ["embedding", "blocks.0", "norm"]),
+}
+
+
+def check_equal(actual: Outcome, expected: Outcome) -> None:
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-5)
+    np.testing.assert_allclose(actual.norms, expected.norms, rtol=1e-3)
+    for mine, reference in ((actual.gradients, expected.gradients), (actual.state, expected.state)):
+        assert mine.keys() == reference.keys()
+        assert all(cosine(mine[name], value) > 0.9999 for name, value in reference.items())
+
+
+@pytest.mark.parametrize(
+    ("model", "engine"),
+    [(model, "static") for model in MODELS] + [("odd, untied, recomputed", engine) for engine in ("dynamic", "traced")],
+)
+def test_loss_gradients_and_state_equal_the_cpu(model: str, engine: str) -> None:
+    sizes, names = MODELS[model]
+    actual = run(gpt(**sizes), adamw(), golden(host_resident=names), engine=engine)
+    check_equal(actual, run(gpt(**sizes), adamw(), cpu()))
+    hosted = {name for name in actual.engine.state.names() if actual.engine.state.on_host(name)}
+    assert {name.partition(".")[0] for name in hosted} >= {name.partition(".")[0] for name in names}
+    assert actual.device.host is not None and actual.device.host.counters.allocations > 0
+
+
+def test_replays_equal_launches_bit_for_bit_and_take_three_captures() -> None:
+    """Card, host, card, host, card: what the host runs between the captures is not captured."""
+    one, two = (run(gpt(), adamw(), golden(host_resident=["embedding"]), engine=name) for name in ("static", "traced"))
+    assert one.losses == two.losses
+    assert all(np.array_equal(one.state[name], two.state[name]) for name in one.state)
+    assert two.engine.counters.captures == 3
+    parts = two.steps["train"]._bound.parts()
+    assert [by_host for by_host, _ in parts] == [True, False, True, False, True, False]
+
+
+def test_bf16_and_sgd() -> None:
+    outcomes = [
+        run(gpt(DType.BF16), sgd(momentum=0.9), golden(host_resident=names), steps=3)
+        for names in ([], ["embedding", "positions"])
+    ]
+    np.testing.assert_allclose(outcomes[1].losses, outcomes[0].losses, rtol=5e-3)
+    assert all(cosine(outcomes[1].state[name], value) > 0.999 for name, value in outcomes[0].state.items())
+
+
+def test_activations_and_gradients_cross_once_each_way() -> None:
+    """To the card rows of the table and dhidden; to the host hidden states and the gradient of the rows."""
+    outcome = run(gpt(), adamw(), golden(host_resident=["embedding"]), steps=1)
+    rows = 2 * 32 * 64 * 4  # bytes of [batch 2, context 32, width 64] in fp32
+    crossed = crossing_bytes(outcome.steps["train"].plan.launched)
+    assert set(crossed) == set(CROSSINGS)
+    assert all(2 * rows <= crossed[name] <= 2 * rows + 64 for name in CROSSINGS)  # and a few scalars
+
+
+def test_the_plan_counts_memory_by_place() -> None:
+    here = run(gpt(), adamw(), golden(host_resident=["embedding"]), steps=1)
+    there = run(gpt(), adamw(), golden(), steps=1)
+    table = 65 * 64 * 4
+    for kind in (Kind.PARAMETER, Kind.GRADIENT):
+        assert here.engine.state.nbytes(kind, on_host=True) == table
+        assert here.engine.state.nbytes(kind, on_host=False) == there.engine.state.nbytes(kind) - table
+    plan = here.steps["train"].plan
+    assert plan.host_arena_bytes > 0 and plan.host_blocks
+    assert plan.arena_bytes < there.steps["train"].plan.arena_bytes + 4 * 2 * 32 * 64 * 4
+    assert all(block.form is None or block.on_host is False for block in plan.blocks)
+
+
+@pytest.mark.parametrize("engine", ["dynamic", "static", "traced"])
+def test_micro_batches_and_a_guarded_update(engine: str) -> None:
+    """Gradients are summed in host memory too, and the norm is over both sides."""
+    results = []
+    for device in (golden(host_resident=["embedding"]), cpu()):
+        model = gpt(vocabulary=50, width=40, context=20)
+        if device.uniform_compute:
+            model.follow_compute()
+        graph = StepGraph(model, adamw(), rows=2, accumulation=2, guarded=True, hosted=device.hosted)
+        state = State(device, graph.state_tensors())
+        for path, value in initial_values(model, 7).items():
+            state.write(path, value)
+        runner = ENGINES[engine if device.hosted else "static"](device, state)
+        steps = {name: runner.build(name, trace) for name, trace in graph.train_steps().items()}
+        seen = []
+        for number in range(1, 5):
+            for part, name in enumerate(("accumulate_first", "accumulate_next")):
+                given = batch(model, 2, 2 * number + part)
+                seen.append(steps[name]({**given, "loss_weight": 1 / 74, "seed": number})["loss"])
+            norm = steps["norm"]({})["grad_norm"]
+            steps["update"]({"lr": 0.01, "step": number, "grad_norm": norm})
+            seen.append(norm)
+        results.append(seen)
+    np.testing.assert_allclose(results[0], results[1], rtol=1e-4)
+
+
+def placing() -> Graph:
+    return Graph(hosted=lambda name: name.startswith("here"))
+
+
+def test_nodes_are_placed_by_what_they_touch() -> None:
+    graph, spec = placing(), TensorSpec((4, 8))
+    here, there = (graph.state_value(name, spec, Kind.PARAMETER) for name in ("here", "there"))
+    x = graph.input("x", spec)
+    y = op("add").record(x, here)  # hosted state: on the host
+    z = op("scale").record(y, factor=2.0)  # all of it made there: stays
+    w = op("multiply").record(z, there)  # state of the card: over there
+    op("add").record(z, there)
+    names = [node.op.name for node in graph.nodes]
+    assert names == ["host_input", "host.add", "host.scale", "to_card", "multiply", "add"]  # z crosses once
+    assert (y.on_host, z.on_host, w.on_host) == (True, True, False)
+
+
+def test_one_update_of_both_sides_is_refused() -> None:
+    graph, spec = placing(), TensorSpec((4, 8))
+    here, there = (graph.state_value(name, spec, Kind.PARAMETER) for name in ("here", "there"))
+    lr = graph.input("lr", TensorSpec(()))
+    with pytest.raises(GraphError, match="must lie on one side"):
+        op("sgd_update").record(
+            here, there, here, there, lr, None, count=2, momentum=0.0, nesterov=False, weight_decay=0.0
+        )
+
+
+def test_a_gradient_stays_where_its_node_is() -> None:
+    """The gradient of a lookup is as large as the table, so dy crosses and not the result."""
+    graph = placing()
+    table = graph.state_value("here", TensorSpec((50, 8)), Kind.PARAMETER)
+    other = graph.state_value("there", TensorSpec((4, 8)), Kind.PARAMETER)
+    y = op("embedding").record(graph.input("ids", TensorSpec((4,), DType.INT64)), table)
+    dy = op("scale").record(other, factor=2.0)
+    node = y.producer
+    assert node is not None
+    _, gradient = node.op.vjp(node, dy)
+    assert gradient is not None and gradient.on_host
+    assert crossing_bytes(graph.nodes)["to_host"] == 4 * 8 * 4

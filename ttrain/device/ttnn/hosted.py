@@ -1,0 +1,109 @@
+"""Parameters that stay in host memory: the device that runs their nodes, and the rows that move values to and fro."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ttrain.core.spec import TensorSpec
+from ttrain.device.base import Delivery, Device, Form, Kernel, Launch
+from ttrain.device.ttnn.form import usual_form
+from ttrain.device.ttnn.settings import TenstorrentConfig
+from ttrain.device.ttnn.tensors import Held, IntegerInput
+
+if TYPE_CHECKING:
+    from ttrain.device.ttnn.store import Store
+
+PREFIX = "host."  # of the rows that the host runs
+Attributes = Mapping[str, Any]
+Specs = Sequence[TensorSpec | None]
+
+
+def hosted_by(config: TenstorrentConfig) -> Callable[[str], bool] | None:
+    """Whether a persistent tensor stays on the host, by its name; None where none does."""
+    prefixes = config.host_resident
+    if not prefixes:
+        return None
+
+    def hosted(name: str) -> bool:
+        return any(belongs(name.partition("/")[0], prefix) for prefix in prefixes)
+
+    return hosted
+
+
+def belongs(path: str, name: str) -> bool:
+    """Whether a parameter is what a name of host_resident means: `head` is head.weight, and ar_head.weight as well."""
+    return path == name or path.startswith(f"{name}.") or path.partition(".")[0].endswith(f"_{name}")
+
+
+def host_device(config: TenstorrentConfig, computes: bool) -> Device:
+    """The CPU; where values are not computed, one that only knows its rows and takes no memory."""
+    if computes:
+        from ttrain.device.torch.device import TorchDevice
+
+        return TorchDevice("cpu", threads=config.threads)
+    import torch
+
+    from ttrain.device.null.device import NullDevice
+    from ttrain.device.torch.kernels import kernel_table
+    from ttrain.device.torch.kernels.common import Context
+
+    return NullDevice(rows=kernel_table(Context.of(torch.device("cpu"), config.threads or 1)))
+
+
+def both_tables(card: Mapping[str, Kernel], host: Device, store: Store) -> dict[str, Kernel]:
+    """The rows of the card, those of the host under their prefix, and those that move values between them."""
+    hosted = {f"{PREFIX}{name}": host.kernels[name] for name in host.kernels}
+    return {**card, **hosted, "stage": _stage(store), "to_host": _to_host(host), "host_input": _host_input(host),
+            "to_card": _to_card(host, store)}  # fmt: skip
+
+
+def _apart(inputs: Specs, outputs: Sequence[TensorSpec], attributes: Attributes) -> list[Form | None]:
+    """Naming the usual form keeps such values in tensors that nothing else takes turns in.
+
+    So a tensor stays the same from step to step, and the host finds it after a captured step has run.
+    """
+    return [usual_form(output) for output in outputs]
+
+
+def _stage(store: Store) -> Kernel:
+    def bind(ins: Sequence[Any], outs: Sequence[Any], attributes: Attributes, work: Sequence[Any]) -> Launch:
+        (x,), (y,) = ins, outs
+        return lambda: store.tt.copy(x.t, y.t)
+
+    return Kernel(bind, forms=_apart)
+
+
+def _to_host(host: Device) -> Kernel:
+    def bind(ins: Sequence[Any], outs: Sequence[Any], attributes: Attributes, work: Sequence[Any]) -> Launch:
+        (x,), (y,) = ins, outs
+        return lambda: host.upload(y, x.download())
+
+    return Kernel(bind)
+
+
+def _to_card(host: Device, store: Store) -> Kernel:
+    """Written past the buffer's own `upload`: a scalar that changes within a step is no step input."""
+
+    def bind(ins: Sequence[Any], outs: Sequence[Any], attributes: Attributes, work: Sequence[Any]) -> Launch:
+        (x,), (y,) = ins, outs
+        return lambda: store.write(y.t, y.form, np.asarray(host.download(x), np.float32))
+
+    return Kernel(bind, Delivery.INTO, forms=_apart)
+
+
+def _host_input(host: Device) -> Kernel:
+    def bind(ins: Sequence[Any], outs: Sequence[Any], attributes: Attributes, work: Sequence[Any]) -> Launch:
+        (x,), (y,) = ins, outs
+        return lambda: host.upload(y, _as_uploaded(x))
+
+    return Kernel(bind)
+
+
+def _as_uploaded(held: Held) -> np.ndarray:
+    """The values of a step input, of which the host keeps integers and scalars."""
+    if not isinstance(held, IntegerInput) and held.value is not None:
+        return np.full(held.spec.shape, held.value, np.float32)
+    return held.download()
