@@ -208,6 +208,51 @@ def test_the_doctor_shows_cards_firmware_and_driver(monkeypatch: pytest.MonkeyPa
     assert found.text == "card type n150, fw bundle ver 18.5.0.0"
 
 
+def test_the_doctor_tries_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from ttrain.train import doctor
+
+    monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    found = doctor._cpp_compiler(compiling=True)
+    assert (found.state, found.text) == ("missing", "CXX=no-such-compiler can't be run")
+    assert "g++ or clang++" in found.fix
+    refuses = tmp_path / "refuses"
+    refuses.write_text("#!/bin/sh\necho 'error: not today' >&2\nexit 1\n", "ascii")
+    refuses.chmod(0o755)
+    monkeypatch.setenv("CXX", str(refuses))
+    found = doctor._cpp_compiler(compiling=True)
+    assert found.state == "broken"
+    assert "not today" in found.text
+    assert doctor._cpp_compiler(compiling=False).state == "ok"
+
+
+def test_the_doctor_opens_all_chips_over_their_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ttrain.train import doctor
+
+    def probe(mode: str, name: str, seconds: float, chips: int = 1) -> dict[str, Any]:
+        if chips > 1:
+            return {"error": "Ethernet link 3 is down"}
+        return {"opened": {"arch": "wormhole_b0", "cores": [8, 7], "chips": 2}}
+
+    monkeypatch.setattr(doctor, "probe", probe)
+    card, links = doctor._open_cards()
+    assert card.state == "ok"
+    assert (links.subject, links.state, links.text) == ("fabric links", "broken", "Ethernet link 3 is down")
+    assert "device.mesh=[1,1]" in links.fix
+
+
+def test_every_finding_that_is_not_ok_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from ttrain.train import doctor
+
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("TT_METAL_SIMULATOR", str(tmp_path / "lib.so"))
+    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "none")
+    monkeypatch.setattr(doctor, "probe", lambda *_: {"error": "no"})
+    findings = list(doctor.examine())
+    assert {finding.subject for finding in findings} >= {"C++ compiler", "torch", "driver", "cards", "simulator"}
+    assert [finding.subject for finding in findings if finding.state != "ok" and not finding.fix] == []
+
+
 @needs_ttnn
 def test_a_process_keeps_the_mode_of_its_first_import(tmp_path: Path) -> None:
     code = (

@@ -48,7 +48,7 @@ def run(config: Config) -> None:
 
 def _device(config: Config) -> Device:
     if not config.verify.golden:
-        return build.build_device(config.device)
+        return build.build_device(config.device, config.precision)
     from ttrain.device.ttnn.settings import TenstorrentConfig
 
     if not isinstance(config.device, TenstorrentConfig):
@@ -59,7 +59,8 @@ def _device(config: Config) -> Device:
     from ttrain.device.ttnn.device import TenstorrentDevice
     from ttrain.device.ttnn.golden import GoldenMesh
 
-    return TenstorrentDevice(GoldenMesh(), config.device)  # type: ignore[arg-type]  # it answers like a mesh
+    settings = build.device_config(config.device, config.precision)
+    return TenstorrentDevice(GoldenMesh(), settings)  # type: ignore[arg-type]  # it answers like a mesh
 
 
 class _Work:

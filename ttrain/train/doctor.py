@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
+from ttrain.core.errors import UserError
 from ttrain.device.ttnn.environment import DEVICE_NODES, SIMULATOR_VARIABLE, cache_folder
 from ttrain.device.ttnn.holders import holders
 from ttrain.device.ttnn.probe import probe
@@ -32,10 +35,11 @@ class Finding:
 
 
 def examine(opening: bool = True) -> Iterator[Finding]:
-    """All findings in order. With `opening` devices are opened too, each in a process of its own."""
+    """All findings in order. With `opening` devices are opened too, each in a process of its own, and C++ compiled."""
     yield Finding("Python", "ok", f"{platform.python_version()} on {platform.platform()}")
     yield _package("torch", "pip install torch")
     yield _gpu()
+    yield _cpp_compiler(opening)
     ttnn = _ttnn()
     yield ttnn
     if ttnn.state == "ok":
@@ -49,7 +53,7 @@ def examine(opening: bool = True) -> Iterator[Finding]:
         yield _locks()
     if opening and ttnn.state == "ok":
         if cards.state == "ok":
-            yield _opened("opening a card", "silicon", "tt", "see `python -m ttrain task=doctor` again after tt-smi -r")
+            yield from _open_cards()
         yield _opened("mocked boards", "mock", "n150", f"remove {cache_folder()} and try again")
     yield _simulator()
 
@@ -70,6 +74,25 @@ def _gpu() -> Finding:
         return Finding("CUDA", "ok", ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())))
     reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU"
     return Finding("CUDA", "missing", reason, "only device=cuda needs one")
+
+
+def _cpp_compiler(compiling: bool) -> Finding:
+    """What engine=traced on the CPU compiles its kernels with; whether it makes a library that loads."""
+    from ttrain.core.errors import TtrainError
+    from ttrain.device.torch.native.toolchain import Toolchain, find_compiler
+
+    fix = "only engine=traced on the CPU needs one: install g++ or clang++, or set CXX to one"
+    try:
+        command = " ".join(find_compiler().command)
+    except UserError:
+        given = os.environ.get("CXX", "").strip()
+        return Finding("C++ compiler", "missing", f"CXX={given} can't be run" if given else "none is found", fix)
+    try:
+        if compiling:
+            Toolchain().load(['extern "C" int ttrain_doctor() { return 0; }\n'])
+    except (TtrainError, OSError) as error:
+        return Finding("C++ compiler", "broken", f"{command}: {str(error).splitlines()[0][:200]}", fix)
+    return Finding("C++ compiler", "ok", command)
 
 
 def _ttnn() -> Finding:
@@ -138,8 +161,22 @@ def _locks(folder: Path = LOCKS) -> Finding:
     return Finding("locks", "ok", f"{len(found)} left by processes that ended; the driver takes them over")
 
 
+def _open_cards() -> Iterator[Finding]:
+    """A chip by itself, then all of them over the links between them."""
+    result = probe("silicon", "tt", OPEN_SECONDS)
+    yield _answer("opening a card", result, "reset it with tt-smi -r, then run task=doctor again")
+    chips = result.get("opened", {}).get("chips", 1)
+    if chips > 1:
+        linked = probe("silicon", "tt", OPEN_SECONDS, chips)
+        yield _answer("fabric links", linked, "check the cables and reset all cards with tt-smi -r; one chip is enough "
+                      "for device.mesh=[1,1]")  # fmt: skip
+
+
 def _opened(subject: str, mode: str, name: str, fix: str) -> Finding:
-    result = probe(mode, name, OPEN_SECONDS)
+    return _answer(subject, probe(mode, name, OPEN_SECONDS), fix)
+
+
+def _answer(subject: str, result: Mapping[str, Any], fix: str) -> Finding:
     if "error" in result:
         return Finding(subject, "broken", result["error"], fix)
     facts = result["opened"]
@@ -148,13 +185,12 @@ def _opened(subject: str, mode: str, name: str, fix: str) -> Finding:
 
 
 def _simulator() -> Finding:
-    import os
-
     given = os.environ.get(SIMULATOR_VARIABLE)
     if given is None:
         return Finding("simulator", "missing", f"{SIMULATOR_VARIABLE} is not set", "only mode=simulator needs one")
     exists = Path(given).exists()
-    return Finding("simulator", "ok" if exists else "broken", given, "" if exists else "there is no such file")
+    fix = f"set {SIMULATOR_VARIABLE} to the path of the library, or unset it"
+    return Finding("simulator", "ok" if exists else "broken", given if exists else f"no such file: {given}", fix)
 
 
 Say = Callable[[str], None]

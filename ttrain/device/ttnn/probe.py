@@ -1,6 +1,6 @@
 """Opens a device in a process of its own and prints what it found as one line of JSON.
 
-    python -m ttrain.device.ttnn.probe MODE NAME
+    python -m ttrain.device.ttnn.probe MODE NAME [CHIPS]
 
 A card that hangs then hangs this process, not the one that asked.
 """
@@ -16,9 +16,10 @@ from ttrain.core.errors import TtrainError
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
 
-def probe(mode: str, name: str, seconds: float) -> dict[str, Any]:
-    """`opened` with the facts of the device, or `error` with the reason, within `seconds`."""
-    command = [sys.executable, "-m", "ttrain.device.ttnn.probe", mode, name]
+def probe(mode: str, name: str, seconds: float, chips: int = 1) -> dict[str, Any]:
+    """`opened` with the facts of the device, or `error` with the reason, within `seconds`. Several chips are opened
+    with the fabric that joins them."""
+    command = [sys.executable, "-m", "ttrain.device.ttnn.probe", mode, name, str(chips)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
@@ -31,12 +32,12 @@ def probe(mode: str, name: str, seconds: float) -> dict[str, Any]:
     return {"error": last[:300]}
 
 
-def main(mode: str, name: str) -> None:
+def main(mode: str, name: str, together: str = "1") -> None:
     from ttrain.device.ttnn.mesh import Mesh
 
     try:
-        mesh = Mesh.open(TenstorrentConfig(name=name, mode=mode))
-        chips = 1 if mode == "mock" else int(mesh.tt.get_num_devices())
+        mesh = Mesh.open(TenstorrentConfig(name=name, mode=mode, mesh=[1, int(together)]))
+        chips = mesh.chips if mode == "mock" else int(mesh.tt.get_num_devices())
         result: dict[str, Any] = {"opened": {**mesh.describe(), "chips": chips}}
         mesh.close()
     except TtrainError as error:
@@ -45,4 +46,4 @@ def main(mode: str, name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:4])
