@@ -28,7 +28,10 @@ _OUTPUTS = {
     "moreh.layer_norm_backward": ("input_grad", "gamma_grad", "beta_grad"),
     "moreh.adamw": ("param_out", "exp_avg_out", "exp_avg_sq_out"),
 }
-_HARDWARE_ONLY = ("compute_kernel_config", "core_grid", "memory_config", "program_config", "queue_id", "cq_id")
+_HARDWARE_ONLY = (
+    "compute_kernel_config", "core_grid", "memory_config", "program_config", "queue_id", "cq_id",
+    "sub_core_grids", "sub_device_id",
+)  # fmt: skip
 
 
 @dataclass
@@ -91,7 +94,7 @@ class GoldenRuntime:
         assert (host.dtype, host.layout, host.shape) == (tensor.dtype, tensor.layout, tensor.shape)
         tensor.data.copy_(host.data)
 
-    def to_torch(self, tensor: GoldenTensor) -> torch.Tensor:
+    def to_torch(self, tensor: GoldenTensor, cq_id: int = 0) -> torch.Tensor:
         return tensor.data.clone()
 
     def narrow(self, tensor: GoldenTensor, axis: int, start: int, length: int) -> GoldenTensor:
@@ -103,11 +106,12 @@ class GoldenRuntime:
         """The tiles in another arrangement; their order is all that elementwise ops see of it."""
         return GoldenTensor(tensor.data.view(tuple(shape)), tensor.dtype, tensor.layout)
 
-    def reshape(self, tensor: GoldenTensor, shape: Sequence[int], padded: Sequence[int] | None = None) -> GoldenTensor:
-        """A view where ttnn gives one, else a copy. With the padded shape, a view of what is not padding."""
+    def reshape(
+        self, tensor: GoldenTensor, shape: Sequence[int], padded: Sequence[int] | None = None, **_: Any
+    ) -> GoldenTensor:
+        """A view where ttnn gives one, else a copy. With the padded shape, what is not padding, or all with padding."""
         if padded is not None:
-            assert tuple(shape)[:-1] == (1,), "only vectors lie in tiles that they do not fill"
-            return GoldenTensor(tensor.data[:1].view(tuple(shape)), tensor.dtype, tensor.layout)
+            return GoldenTensor(_resized(tensor.data, tuple(shape)), tensor.dtype, tensor.layout)
         shares = shares_memory(TensorSpec(tensor.shape), TensorSpec(tuple(shape)))
         if not shares:
             self._count("reshape")
@@ -128,7 +132,7 @@ class GoldenRuntime:
         target.data.copy_(source.data)
         return target
 
-    def to_layout(self, tensor: GoldenTensor, layout: Any) -> GoldenTensor:
+    def to_layout(self, tensor: GoldenTensor, layout: Any, **_: Any) -> GoldenTensor:
         self._count("to_layout")
         return GoldenTensor(tensor.data.clone(), tensor.dtype, layout)
 
@@ -142,6 +146,11 @@ class GoldenRuntime:
         reference = self._ttnn.get_golden_function(self._ttnn.embedding_bw)
         rows = reference(ids.data.long(), weight.data.float(), gradient.data.float()).reshape(1, 1, *weight.shape[-2:])
         return GoldenTensor(rows.to(gradient.data.dtype), gradient.dtype, gradient.layout)
+
+    def bitcast(self, tensor: GoldenTensor, dtype: Any) -> GoldenTensor:
+        """The same bits as numbers of another kind."""
+        self._count("bitcast")
+        return GoldenTensor(tensor.data.clone().view(self._dtypes[dtype]), dtype, tensor.layout)
 
     # Everything else.
 
@@ -160,7 +169,7 @@ class GoldenRuntime:
                 options["output_tensor"] = arguments[0]
             outputs = [options.get(key) if keeps else options.pop(key, None) for key in buffers]
             options = {key: _plain(value) for key, value in options.items() if key not in _HARDWARE_ONLY}
-            dtype = options.pop("dtype", None)
+            dtype = arguments[1] if name == "typecast" else options.pop("dtype", None)
             if dtype is None and isinstance(_first(arguments), GoldenTensor):
                 dtype = _first(arguments).dtype
             given = list(map(_plain, arguments))
@@ -208,6 +217,15 @@ def _activated(value: Any, activations: Sequence[Any]) -> Any:
     return value
 
 
+def _resized(data: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The corner of a tensor where it is larger, a view; NaN around it where it is smaller."""
+    if all(size <= given for size, given in zip(shape, data.shape, strict=True)):
+        return data[tuple(map(slice, shape))]
+    larger = torch.full(shape, float("nan"), dtype=data.dtype)
+    larger[tuple(map(slice, data.shape))] = data
+    return larger
+
+
 def _first(arguments: Sequence[Any]) -> Any:
     """The first tensor of a call, also out of a list."""
     for argument in arguments:
@@ -233,7 +251,8 @@ class GoldenMesh:
     def __init__(self) -> None:
         self.tt = GoldenRuntime()
         self.handle, self.chips, self.banks, self.can_trace = None, 1, 12, True
-        self.precision = self.grid = self.whole_grid = None
+        self.precision = self.grid = self.whole_grid = self.part = self.divided = None
+        self.overlaps = False
 
     def writing(self, store: Any) -> Any:
         return nullcontext()
@@ -246,6 +265,9 @@ class GoldenMesh:
         return replay
 
     def synchronize(self) -> None:
+        return
+
+    def settled(self) -> None:
         return
 
     def memory(self) -> dict[str, int]:

@@ -13,6 +13,7 @@ from ttrain.device.ttnn.environment import import_ttnn, reason
 from ttrain.device.ttnn.holders import holders_text
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.device.ttnn.store import Store
+from ttrain.device.ttnn.subdevices import SubDevices
 
 MIB = 1 << 20
 
@@ -27,7 +28,9 @@ class Mesh:
         self.mocked = config.mode == "mock"
         self.queues = config.command_queues
         self.can_trace = True
-        self._traces: list[Any] = []
+        self.queue = 0  # that launches
+        self.part: int | None = None  # which sub-device, where this is one
+        self.traces: list[tuple[Any, list[Any]]] = []  # with the tensors that replays write
         self._consumed: Any = None  # event after which the inputs of the last step may be overwritten
         fidelity = getattr(tt.MathFidelity, config.math_fidelity)
         self.precision = tt.init_device_compute_kernel_config(
@@ -39,6 +42,7 @@ class Mesh:
         self.banks = tt.get_memory_view(handle, tt.BufferType.DRAM).num_banks
         self.whole_grid = tt.CoreGrid(y=size.y, x=size.x)
         self.grid = None if config.core_grid is None else tt.CoreGrid(y=config.core_grid[0], x=config.core_grid[1])
+        self.divided = SubDevices(self, config.subdevices) if config.subdevices > 1 else None
 
     @classmethod
     def open(cls, config: TenstorrentConfig) -> Mesh:
@@ -46,33 +50,46 @@ class Mesh:
         tt = import_ttnn(config)
         return cls(tt, _opened(tt, config), config)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether the host can go on while a step computes: to write the next inputs, or to launch another replica."""
+        return self.queues == 2
+
     @contextmanager
     def writing(self, store: Store) -> Iterator[None]:
-        """Host writes inside go through the second queue where there is one, ordered by events.
-
-        A mocked board crashes on waiting for an event, so its queues are not ordered.
-        """
-        tt = self.tt
-        if self.queues == 1:
+        """Host writes inside go through the second queue where there is one, between two steps of queue 0."""
+        if self.queues == 1 or self.part is not None:
             yield
             return
         # Without a replay that said when its inputs are free, everything launched so far has to be over.
-        free = tt.record_event(self.handle, 0) if self._consumed is None else self._consumed
-        if not self.mocked:
-            tt.wait_for_event(1, free)
+        with self.second_queue(store, self.record(0) if self._consumed is None else self._consumed):
+            yield
+        self.wait(0, self.record(1))
+
+    @contextmanager
+    def second_queue(self, store: Store, free: Any) -> Iterator[None]:
+        """Host writes inside go through the second queue, after the event `free` where there is one."""
+        if free is not None:
+            self.wait(1, free)
         store.queue = 1
         try:
             yield
         finally:
             store.queue = 0
-        written = tt.record_event(self.handle, 1)
+
+    def record(self, queue: int) -> Any:
+        """An event that happens when a queue has done all it was given so far."""
+        return self.tt.record_event(self.handle, queue)
+
+    def wait(self, queue: int, event: Any) -> None:
+        """Hold a queue back until an event. A mocked board crashes on that, so its queues are not ordered."""
         if not self.mocked:
-            tt.wait_for_event(0, written)
+            self.tt.wait_for_event(queue, event)
 
     def consumed(self) -> None:
         """The step that reads the inputs has been launched."""
-        if self.queues == 2:
-            self._consumed = self.tt.record_event(self.handle, 0)
+        if self.queues == 2 and self.part is None:
+            self._consumed = self.record(0)
 
     def synchronize(self) -> None:
         self.tt.synchronize_device(self.handle)
@@ -88,24 +105,29 @@ class Mesh:
         if self.mocked:
             self._rehearse(launches)
             return run
-        trace = tt.begin_trace_capture(self.handle, cq_id=0)
+        self.settled()
+        trace = tt.begin_trace_capture(self.handle, cq_id=self.queue)
         try:
             for launch in launches:
                 launch()
         except BaseException as error:  # also Ctrl-C: an open capture would keep the device from closing
-            tt.end_trace_capture(self.handle, trace, cq_id=0)
+            tt.end_trace_capture(self.handle, trace, cq_id=self.queue)
             tt.release_trace(self.handle, trace)
             if isinstance(error, RuntimeError):
                 raise CaptureError(f"{name}: a launch can't be captured: {reason(error)}") from error
             raise
-        tt.end_trace_capture(self.handle, trace, cq_id=0)
-        self._traces.append(trace)
+        tt.end_trace_capture(self.handle, trace, cq_id=self.queue)
+        self.traces.append((trace, self.settled()))
 
         def replay() -> None:
-            tt.execute_trace(self.handle, trace, cq_id=0, blocking=False)
+            tt.execute_trace(self.handle, trace, cq_id=self.queue, blocking=False)
             self.consumed()
 
         return replay
+
+    def settled(self) -> list[Any]:
+        """Told when everything launched is done; what a sub-device kept alive until now."""
+        return [] if self.part is None else self.tt.let_go()
 
     def _rehearse(self, launches: Sequence[Launch]) -> None:
         """Begin and end a capture on a mocked board, which can't hold ops: as far as a rehearsal goes."""
@@ -165,17 +187,27 @@ class Mesh:
             "cores": list(self.cores),
             "mesh": list(self.config.mesh),
             "queues": self.queues,
+            **({} if self.part is None else {"subdevice": self.part}),
             "math_fidelity": self.config.math_fidelity,
             "fp32_accumulate": self.config.fp32_accumulate,
             "ttnn": version("ttnn"),
             "memory_bytes": self.memory()["total"],
-        } | ({} if self.config.mode == "silicon" else {"note": NOTES[self.config.mode]})
+        } | ({} if self.config.mode == "silicon" else {"note": self._note()})
+
+    def _note(self) -> str:
+        rehearsed = self.mocked and self.part is not None
+        return NOTES[self.config.mode] + (f"; {REHEARSED}" if rehearsed else "")
 
     def close(self) -> None:
-        """Releases traces, then the chips."""
-        for trace in self._traces:
+        """Releases traces, then the chips; a sub-device only its traces."""
+        for trace, _ in self.traces:
             self.tt.release_trace(self.handle, trace)
-        self._traces.clear()
+        self.traces.clear()
+        self.settled()
+        if self.part is not None:
+            return
+        if self.divided is not None:
+            self.divided.close()
         self.tt.close_mesh_device(self.handle)
         if self.chips > 1:
             self.tt.set_fabric_config(self.tt.FabricConfig.DISABLED)
@@ -183,6 +215,7 @@ class Mesh:
 
 _BUFFER_CHANGES = {"buffer_allocate": 1, "buffer_deallocate": -1}
 
+REHEARSED = "sub-devices are rehearsed: made but not loaded, and all launch on queue 0"
 NOTES = {
     "mock": "a mocked board: shapes, memory and dispatch are real, values are not computed",
     "simulator": "the numbers come from a simulator, not from a card; its times say nothing about speed",

@@ -21,6 +21,7 @@ class Store:
         self._count = count  # told the bytes of every tensor before it is made
         self.stale: set[Derived | Key] = set()
         self.queue = 0  # that host writes go through
+        self.beside: Callable[[Any, TileForm], Any] | None = None  # where to write instead of into a tensor
 
     def empty(self, form: TileForm) -> Any:
         """A tensor of zeros."""
@@ -42,7 +43,8 @@ class Store:
 
     def write(self, tensor: Any, form: TileForm, array: np.ndarray) -> None:
         """Host values into a tensor. Values for several chips lie below one another."""
-        self.tt.copy_host_to_device_tensor(self.host(form, array), tensor, cq_id=self.queue)
+        target = tensor if self.beside is None else self.beside(tensor, form)
+        self.tt.copy_host_to_device_tensor(self.host(form, array), target, cq_id=self.queue)
 
     def host(self, form: TileForm, array: np.ndarray) -> Any:
         """Host values as ttnn wants them: of the form's dtype and layout, one shard per chip where they differ."""

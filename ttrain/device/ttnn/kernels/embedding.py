@@ -26,7 +26,10 @@ def one_hot(c: Context, ids: IntegerInput, count: int, dtype: DType) -> Launch:
 
 
 def _embedding(c: Context) -> Kernel:
-    """ttnn looks up in bf16 only; an fp32 weight goes in three bf16 parts, which together hold its 24 bits."""
+    """ttnn looks up in bf16 only; an fp32 weight goes in three bf16 parts, which together hold its 24 bits.
+
+    On a part of the chip, a product with one-hot rows picks them.
+    """
 
     def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
         ids, weight = ins
@@ -34,7 +37,11 @@ def _embedding(c: Context) -> Kernel:
         rows = ids.in_form(TileForm(device_shape(ids.spec.shape), "uint32", ROWS))
         aligned = device_shape(ids.spec.shape)[-1] % TILE == 0
 
+        picked = one_hot(c, ids, weight.spec.shape[0], DType.BF16) if c.confined else None
+
         def look_up(table: Any) -> Any:
+            if picked is not None:
+                return tt.matmul(picked(), table, **c.product)
             if aligned:
                 return tt.embedding(rows(), table, layout=tt.TILE_LAYOUT)
             table = tt.to_layout(table, tt.ROW_MAJOR_LAYOUT)
@@ -62,7 +69,7 @@ def _embedding_grad(c: Context) -> Kernel:
         (dy, ids), vocabulary, tt = ins, attributes["vocabulary"], c.tt
         count, width = ids.spec.size, dy.spec.shape[-1]
         shape = device_shape(ids.spec.shape)
-        if vocabulary > ONE_HOT_UP_TO and is_bf16(dy) and shape[-1] % TILE == 0:
+        if vocabulary > ONE_HOT_UP_TO and not c.confined and is_bf16(dy) and shape[-1] % TILE == 0:
             rows = ids.in_form(TileForm(shape, "uint32", ROWS))
             weight = c.constant(
                 "table", TileForm((vocabulary, width), "bfloat16"), lambda: np.zeros((vocabulary, width))

@@ -43,8 +43,9 @@ def _transpose(c: Context) -> Kernel:
     return fresh(build)
 
 
-def whole_tiles(time: int, head_width: int) -> bool:
-    return time % TILE == 0 and head_width % TILE == 0
+def moves_whole(c: Context, time: int, head_width: int) -> bool:
+    """Whether ttnn's head moves take these sizes; those of a confined runtime take all."""
+    return c.confined or (time % TILE == 0 and head_width % TILE == 0)
 
 
 def _split_heads(c: Context) -> Kernel:
@@ -53,10 +54,10 @@ def _split_heads(c: Context) -> Kernel:
     def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
         (x,), parts, heads = ins, attributes["parts"], attributes["heads"]
         batch, _, time, width = outs[0].spec.shape
-        if parts == 3 and whole_tiles(time, width):
+        if parts == 3 and moves_whole(c, time, width):
             split = c.tt.transformer.split_query_key_value_and_split_heads
             return lambda: list(split(x.t, num_heads=heads, transpose_key=False))
-        if parts == 1 and whole_tiles(time, width):
+        if parts == 1 and moves_whole(c, time, width):
             flat, one_part = (batch, 1, time, heads * width), c.tt.experimental.nlp_create_qkv_heads
             return lambda: [one_part(c.tt.reshape(x.t, flat), num_heads=heads, num_kv_heads=0)[0]]
         features = heads * width
@@ -85,7 +86,7 @@ def _merge_heads(c: Context) -> Kernel:
             rows = [c.tt.reshape(c.tt.permute(part.t, (0, 2, 1, 3)), (batch, time, heads * width)) for part in ins]
             return [rows[0] if len(rows) == 1 else c.tt.concat(rows, dim=2)]
 
-        return whole if whole_tiles(time, width) else apart
+        return whole if moves_whole(c, time, width) else apart
 
     return fresh(build)
 

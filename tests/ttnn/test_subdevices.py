@@ -1,0 +1,94 @@
+"""Replicas on parts of a chip: rows from ops that can be told their cores, division of the grid, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+
+from tests.ttnn import runs, test_rows
+from tests.ttnn.runs import adamw, cosine, cpu, gpt, run
+from ttrain.core.errors import ConfigError
+from ttrain.device.ttnn.confined import ConfinedRuntime
+from ttrain.device.ttnn.device import TenstorrentDevice
+from ttrain.device.ttnn.golden import GoldenMesh
+from ttrain.device.ttnn.settings import TenstorrentConfig
+from ttrain.device.ttnn.subdevices import divided
+
+CORES = "the right half"
+OPS = (
+    "matmul", "linear", "reduce_sum", "global_norm", "softmax", "softmax_grad", "layer_norm", "layer_norm_grad", "gelu",
+    "gelu_grad", "relu_grad", "tanh_grad", "embedding", "embedding_grad", "split_heads", "merge_heads", "dropout_mask",
+    "squared_error", "squared_error_grad", "cross_entropy", "cross_entropy_grad", "linear_cross_entropy",
+    "adamw_update", "sgd_update", "clip_factor", "assign", "accumulate", "add", "multiply", "exp", "copy_reshape",
+)  # fmt: skip
+
+
+class PartMesh(GoldenMesh):
+    """Reference functions behind a confined runtime. `told` counts launches by whether they name their cores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = self.tt
+        self.told = {True: 0, False: 0}
+        original = whole._op
+
+        def op(name: str, given: Any) -> Any:
+            call = original(name, given)
+
+            def counted(*arguments: Any, **options: Any) -> Any:
+                self.told[options.get("sub_core_grids") == CORES or "sub_device_id" in options] += 1
+                return call(*arguments, **options)
+
+            return counted
+
+        whole._op = op  # type: ignore[method-assign]
+        self.part = 1
+        self.tt = ConfinedRuntime(whole, CORES, None, 1, sub_device=1)  # type: ignore[assignment]
+
+    def settled(self) -> None:
+        self.tt.let_go()
+
+
+def part(fused: bool = True) -> TenstorrentDevice:
+    return TenstorrentDevice(PartMesh(), TenstorrentConfig(fused_kernels=fused))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("op", "case"), [each for each in test_rows.cases() if each.values[0].name in OPS])
+def test_confined_row_equals_reference(monkeypatch: pytest.MonkeyPatch, op: Any, case: Any) -> None:
+    device = part()
+    monkeypatch.setattr(test_rows, "golden", lambda: device)
+    test_rows.test_row_equals_reference(op, case)
+    assert device.mesh.told[False] == 0  # type: ignore[attr-defined]
+
+
+def test_a_whole_step_on_a_part_of_the_chip() -> None:
+    device = part()
+    there = run(gpt(layers=1, dropout=0.1), adamw(), device)
+    here = run(gpt(layers=1, dropout=0.1), adamw(), cpu())
+    np.testing.assert_allclose(there.losses, here.losses, rtol=1e-5)
+    assert min(cosine(here.state[name], there.state[name]) for name in here.state) > 0.9999
+    assert device.mesh.told[False] == 0  # type: ignore[attr-defined]
+    assert device.mesh.told[True] > 100  # type: ignore[attr-defined]
+
+
+def test_an_op_that_can_not_be_told_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="ttnn.rms_norm can't be kept on a part of the chip"):
+        part().mesh.tt.rms_norm(None)
+
+
+@pytest.mark.parametrize("cores", [(8, 8), (7, 8), (10, 13), (9, 8), (9, 7)])
+def test_the_grid_is_divided_without_overlap(cores: tuple[int, int]) -> None:
+    rows, columns = cores
+    seen = np.zeros(cores, int)
+    for x, y, last_x, last_y in divided(rows, columns, 2):
+        seen[y : last_y + 1, x : last_x + 1] += 1
+    assert (seen == 1).all()
+
+
+def test_golden_devices_are_whole() -> None:
+    device = runs.golden()
+    assert device.replicas() == [device]

@@ -1,0 +1,53 @@
+"""The next batch on its way while the current one is computed on: a second tensor for every input of a step.
+
+Queue 1 writes the second tensors during a run, and before the next one queue 0 copies them into those that the step's
+launches (or its captured trace) read. Two events order that: `written` holds the copies back, `taken` the next writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ttrain.device.base import Launch
+from ttrain.device.ttnn.form import TileForm
+
+if TYPE_CHECKING:
+    from ttrain.device.ttnn.mesh import Mesh
+    from ttrain.device.ttnn.store import Store
+
+
+class Twins:
+    """The second tensors of one step's inputs, made as they are first written."""
+
+    def __init__(self, mesh: Mesh, store: Store) -> None:
+        self._mesh, self._store = mesh, store
+        self._twins: dict[int, tuple[Any, Any]] = {}  # by the tensor's id, which the pair keeps alive
+        self._taken: Any = None
+
+    def write(self, upload: Callable[[], None]) -> Launch:
+        """Run `upload`, whose writes go to the second tensors. The returned call copies what was written."""
+        store, pairs = self._store, {}
+
+        def beside(tensor: Any, form: TileForm) -> Any:
+            key = id(tensor)
+            if key not in self._twins:
+                self._twins[key] = (tensor, store.blank(form))
+            pairs[key] = self._twins[key]
+            return pairs[key][1]
+
+        store.beside = beside
+        try:
+            with self._mesh.second_queue(store, self._taken):
+                upload()
+        finally:
+            store.beside = None
+        written = self._mesh.record(1)
+
+        def take() -> None:
+            self._mesh.wait(0, written)
+            for tensor, twin in pairs.values():
+                store.tt.copy(twin, tensor)
+            self._taken = self._mesh.record(0)
+
+        return take

@@ -1,0 +1,262 @@
+"""ttnn kept on some of a chip's cores and on one command queue, so that a replica trains beside another.
+
+With sub-devices loaded, a program has to lie within one of them. Many ops of ttnn 0.81 take the cores they may use;
+the others start at the first core of the chip, and are put together here from ops that can be told. All of it is exact
+but for the order of roundings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from ttrain.core.errors import ConfigError
+from ttrain.device.ttnn.form import TileForm, up_to_tile
+
+Constant = Callable[[Any, TileForm, Callable[[], np.ndarray]], Any]
+
+# Ops that take `sub_core_grids`.
+_TOLD = (
+    "add", "subtract", "multiply", "div", "squared_difference", "eq", "ge", "bitwise_xor", "logical_right_shift", "mac",
+    "where", "fill", "typecast", "reshape", "slice", "concat", "to_layout", "identity", "sqrt", "square", "exp", "log",
+    "tanh", "relu", "gelu", "silu", "sigmoid", "erf", "neg", "reciprocal", "rsqrt",
+)  # fmt: skip
+# Calls that launch nothing.
+_HOST = (
+    "Shape", "CoreGrid", "from_torch", "allocate_tensor_on_device", "copy_host_to_device_tensor", "get_memory_view",
+    "narrow", "record_event", "wait_for_event", "begin_trace_capture", "end_trace_capture", "execute_trace",
+    "release_trace", "synchronize_device", "get_device_tensors",
+)  # fmt: skip
+_JOINED_AT_ONCE = 48  # tensors that ttnn.concat takes in one launch
+
+
+class ConfinedRuntime:
+    """Answers like the module ttnn. `constant` (see Context.constant) is set before the first launch.
+
+    What ops return is kept until `let_go`: another queue could get the memory of a tensor that a launch on this queue
+    still reads, because ttnn frees memory when the host lets go of it.
+    """
+
+    def __init__(self, tt: Any, cores: Any, grid: Any, queue: int, sub_device: Any = None) -> None:
+        """`cores` as a CoreRangeSet, `grid` its size; without a sub-device that is loaded, products start anywhere."""
+        self._tt, self._cores, self._grid, self._queue = tt, cores, grid, queue
+        self._place = {} if sub_device is None else {"sub_device_id": sub_device}
+        self.constant: Constant
+        self._kept: list[Any] = []
+        self.experimental = SimpleNamespace(view=tt.experimental.view, nlp_create_qkv_heads=self._create_heads)
+        self.transformer = SimpleNamespace(
+            split_query_key_value_and_split_heads=self._split_heads, concatenate_heads=self._merge_heads
+        )
+        self.operations = SimpleNamespace(moreh=SimpleNamespace(layer_norm_backward=None, softmax_backward=None))
+
+    def __getattr__(self, name: str) -> Any:
+        given = getattr(self._tt, name)
+        if name in _TOLD:
+            given = self._on_cores(given)
+        elif callable(given) and not isinstance(given, type) and name not in _HOST:
+            given = partial(_refuse, name)
+        setattr(self, name, given)
+        return given
+
+    def _on_cores(self, op: Callable[..., Any]) -> Callable[..., Any]:
+        options = {"sub_core_grids": self._cores, "cq_id": self._queue}
+
+        def call(*arguments: Any, **given: Any) -> Any:
+            return self._keep(op(*arguments, **given, **options))
+
+        return call
+
+    def _keep(self, result: Any) -> Any:
+        self._kept.append(result)
+        return result
+
+    def let_go(self) -> list[Any]:
+        """Forget what ops returned; the caller may keep it longer."""
+        kept, self._kept = self._kept, []
+        return kept
+
+    def to_torch(self, tensor: Any) -> Any:
+        return self._tt.to_torch(tensor, cq_id=self._queue)
+
+    # Products.
+
+    def matmul(self, a: Any, b: Any, **options: Any) -> Any:
+        batch = math.prod(b.shape[:-2])
+        if batch == 1:
+            return self._product(self._tt.matmul, a, b, **options)
+        return self._matrix_by_matrix(a, b, batch, **options)
+
+    def linear(self, a: Any, b: Any, **options: Any) -> Any:
+        return self._product(self._tt.linear, a, b, **options)
+
+    def _product(self, op: Callable[..., Any], a: Any, b: Any, **options: Any) -> Any:
+        options |= {"core_grid": self._grid, "cq_id": self._queue, **self._place}
+        return self._keep(op(a, b, **options))
+
+    def _matrix_by_matrix(self, a: Any, b: Any, batch: int, **options: Any) -> Any:
+        """ttnn places products of two batches at the first core, so every pair of matrices is a launch."""
+        out, lead = options.pop("optional_output_tensor", None), tuple(a.shape)[:-2]
+        parts = []
+        for index in range(batch):
+            one, two = (self._matrix(whole, index) for whole in (a, b))
+            parts.append(self._product(self._tt.matmul, one, two, **options))
+        result = self.reshape(self._join(parts, 0), (*lead, *tuple(parts[0].shape)[-2:]))
+        return result if out is None else self.copy(result, out)
+
+    def _matrix(self, whole: Any, index: int) -> Any:
+        """One matrix of a batch, [1, R, C]."""
+        rows, columns = tuple(whole.shape)[-2:]
+        flat = self.reshape(whole, (math.prod(tuple(whole.shape)[:-2]), rows, columns))
+        return self.slice(flat, [index, 0, 0], [index + 1, rows, columns])
+
+    def _join(self, parts: Sequence[Any], dim: int) -> Any:
+        while len(parts) > 1:
+            groups = [parts[at : at + _JOINED_AT_ONCE] for at in range(0, len(parts), _JOINED_AT_ONCE)]
+            parts = [self.concat(list(group), dim=dim) if len(group) > 1 else group[0] for group in groups]
+        return parts[0]
+
+    # Reductions: told their cores, but where a tensor has padding they clear it at the first core.
+
+    def sum(self, x: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
+        return self._reduce("sum", x, dim, 0.0, **options)
+
+    def max(self, x: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
+        return self._reduce("max", x, dim, -1e30, **options)
+
+    def _reduce(self, name: str, x: Any, dim: Any, empty: float, **options: Any) -> Any:
+        """With the reduced axes kept, or [1, 1] where all are reduced."""
+        shape = tuple(x.shape)
+        axes = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
+        reduced = {axis % len(shape) for axis in axes}
+        result = tuple(1 if axis in reduced else size for axis, size in enumerate(shape))
+        if shape[-1] % 32 or shape[-2] % 32:
+            x = self._filled(x, shape, empty)
+        call = self._on_cores(getattr(self._tt, name))
+        total = call(x, dim=sorted(reduced), keepdim=True, **options)
+        if tuple(total.shape) != result:  # the padding of an axis that stays
+            total = self._tt.reshape(total, result, _padded(result))
+        return self.reshape(total, (1, 1)) if dim is None else total
+
+    def _filled(self, x: Any, shape: tuple[int, ...], empty: float) -> Any:
+        """All of a tensor's tiles as one without padding, `empty` where the padding was."""
+        padded = _padded(shape)
+        dtype = str(x.dtype).rpartition(".")[2].lower()
+
+        def inside() -> np.ndarray:
+            mask = np.zeros(padded[-2:], np.float32)
+            mask[: shape[-2], : shape[-1]] = 1
+            return mask
+
+        form = TileForm(padded[-2:], dtype)
+        mask = self.constant(("inside", shape[-2:]), form, inside)
+        return self.where(mask.t, self._tt.reshape(x, padded, padded), empty)
+
+    # Ops that can't be told.
+
+    def _wide(self, x: Any) -> Any:
+        return x if x.dtype == self._tt.float32 else self.typecast(x, self._tt.float32)
+
+    def copy(self, source: Any, target: Any) -> Any:
+        if source.dtype != target.dtype:
+            return self.typecast(source, target.dtype, output_tensor=target)
+        return self.identity(source, output_tensor=target)
+
+    def addcmul(self, a: Any, b: Any, c: Any, value: float = 1.0, output_tensor: Any = None) -> Any:
+        product, out = self.multiply(b, c), {} if output_tensor is None else {"output_tensor": output_tensor}
+        if value == -1.0:
+            return self.subtract(a, product, **out)
+        return self.add(a, product if value == 1.0 else self.multiply(product, value), **out)
+
+    def lerp(self, a: Any, b: Any, weight: float, output_tensor: Any) -> Any:
+        step = self.multiply(self.subtract(b, a), weight)
+        return self.add(a, step, output_tensor=output_tensor)
+
+    def minimum(self, x: Any, limit: float, output_tensor: Any) -> Any:
+        return self.where(self.ge(x, limit), limit, x, output_tensor=output_tensor)
+
+    def softmax(self, x: Any, dim: int = -1, numeric_stable: bool = True, **options: Any) -> Any:
+        return self._softmax(x, None, **options)
+
+    def softmax_in_place(self, x: Any, numeric_stable: bool = True, **options: Any) -> Any:
+        return self._softmax(x, x, **options)
+
+    def scale_mask_softmax_in_place(
+        self, x: Any, scale: float, mask: Any, is_causal_mask: bool, numeric_stable: bool = True, **options: Any
+    ) -> Any:
+        return self._softmax(self.add(self.multiply(x, scale), mask), x, **options)
+
+    def _softmax(self, x: Any, out: Any, **options: Any) -> Any:
+        tt, wide = self._tt, self._wide(x)
+        powers = self.subtract(wide, self.max(wide, dim=-1), activations=[tt.UnaryOpType.EXP])
+        total = self.sum(powers, dim=-1, **options)
+        if out is not None:
+            return self.div(powers, total, output_tensor=out)
+        result = self.div(powers, total)
+        return result if x.dtype == tt.float32 else self.typecast(result, x.dtype)
+
+    def layer_norm(self, x: Any, epsilon: float, weight: Any = None, bias: Any = None, **options: Any) -> Any:
+        tt, share, given = self._tt, 1 / x.shape[-1], self._wide(x)
+        centred = self.subtract(given, self.sum(given, dim=-1, scalar=share, **options))
+        variance = self.sum(self.multiply(centred, centred), dim=-1, scalar=share, **options)
+        y = self.multiply(centred, self.add(variance, epsilon, activations=[tt.UnaryOpType.RSQRT]))
+        y = y if weight is None else self.multiply(y, self._wide(weight))
+        y = y if bias is None else self.add(y, self._wide(bias))
+        return y if x.dtype == tt.float32 else self.typecast(y, x.dtype)
+
+    def gelu_bw(self, dy: Any, x: Any, variant: Any, input_grad: Any) -> list[Any]:
+        """dy (P + x P') with gelu = x P: P is the normal distribution, or its approximation by tanh."""
+        tt, x = self._tt, self._wide(x)
+        square = self.multiply(x, x)
+        if variant == tt.GeluVariant.Tanh:
+            root, cubic = math.sqrt(2 / math.pi), 0.044715
+            inner = self.multiply(self.multiply(self.add(self.multiply(square, cubic), 1.0), x), root)
+            tanh = self.tanh(inner)
+            half = self.multiply(self.add(tanh, 1.0), 0.5)
+            slope = self.multiply(self.add(self.multiply(square, 3 * cubic), 1.0), root / 2)
+            slope = self.multiply(self.subtract(slope, self.multiply(slope, self.multiply(tanh, tanh))), x)
+        else:
+            half = self.multiply(self.add(self.erf(self.multiply(x, math.sqrt(0.5))), 1.0), 0.5)
+            slope = self.multiply(self.exp(self.multiply(square, -0.5)), 1 / math.sqrt(2 * math.pi))
+            slope = self.multiply(slope, x)
+        return [self.multiply(self._wide(dy), self.add(half, slope), output_tensor=input_grad)]
+
+    # Head moves, column by column.
+
+    def _columns(self, x: Any, start: int, stop: int) -> Any:
+        """[B, T, stop - start] out of [B, T, C]. Columns within a tile go through rows without tiles."""
+        bounds = [0, 0, start], [x.shape[0], x.shape[1], stop]
+        if start % 32 == 0 and (stop % 32 == 0 or stop == x.shape[2]):
+            return self.slice(x, *bounds)
+        rows = self.slice(self.to_layout(x, self._tt.ROW_MAJOR_LAYOUT), *bounds)
+        return self.to_layout(rows, self._tt.TILE_LAYOUT)
+
+    def _heads(self, x: Any, first: int, heads: int, width: int) -> Any:
+        batch, time = x.shape[0], x.shape[1]
+        pieces = [self._columns(x, at * width, (at + 1) * width) for at in range(first, first + heads)]
+        return self._join([self.reshape(piece, (batch, 1, time, width)) for piece in pieces], 1)
+
+    def _split_heads(self, x: Any, num_heads: int, transpose_key: bool = False) -> list[Any]:
+        width = x.shape[2] // (3 * num_heads)
+        return [self._heads(x, part * num_heads, num_heads, width) for part in range(3)]
+
+    def _create_heads(self, x: Any, num_heads: int, num_kv_heads: int) -> list[Any]:
+        batch, _, time, columns = tuple(x.shape)
+        return [self._heads(self.reshape(x, (batch, time, columns)), 0, num_heads, columns // num_heads)]
+
+    def _merge_heads(self, x: Any) -> Any:
+        batch, heads, time, width = tuple(x.shape)
+        pieces = [self.slice(x, [0, at, 0, 0], [batch, at + 1, time, width]) for at in range(heads)]
+        return self._join([self.reshape(piece, (batch, time, width)) for piece in pieces], 2)
+
+
+def _refuse(name: str, *_: Any, **__: Any) -> None:
+    raise ConfigError(f"device.subdevices: ttnn.{name} can't be kept on a part of the chip. Give device.subdevices=1.")
+
+
+def _padded(shape: Sequence[int]) -> tuple[int, ...]:
+    return (*shape[:-2], up_to_tile(shape[-2]), up_to_tile(shape[-1]))
