@@ -24,6 +24,7 @@ NEEDS = {
     "data=documents": ["data.sources=[x]"],
     "data=regression": ["model=mlp"],
     "task=sample": ["run.dir=x"],
+    "task=export": ["run.dir=x", "export.file=x.pt"],
     "task=prepare": ["prepare.dir=x"],
     "task=report": ["run=x"],
     "recipe=gpt2-124m": ["data.path=x"],
@@ -51,7 +52,7 @@ def test_every_shipped_yaml_composes_and_passes_the_checks(word: str) -> None:
 
 
 def test_the_number_of_shipped_yaml_files_is_known() -> None:
-    assert len(shipped_options()) == 52
+    assert len(shipped_options()) == 53
     assert set(ALWAYS_THERE) < set(shipped_options())
 
 

@@ -180,6 +180,19 @@ def _bench(config: Config) -> Iterator[str]:
     if not bench.engines and not bench.baselines:
         yield "bench.engines=[] and bench.baselines=[]: nobody takes part. Name at least one."
     if not bench.precision:
+@check("task", "run", "export")
+def _export(config: Config) -> Iterator[str]:
+    export = config.export
+    if config.task.name != "export":
+        return
+    if export.source is None and config.run.dir is None:
+        yield "task=export: needs parameters. Give run.dir=<run directory>, or export.source=<file of weights>."
+    if export.file is None and export.dir is None:
+        yield "task=export: nothing to write. Give export.file=<name>.pt or .safetensors, or export.dir=<new folder>."
+    if export.checkpoint not in ("last", "best") and not export.checkpoint.isdecimal():
+        yield f"export.checkpoint={export.checkpoint}: must be last, best or a step number."
+
+
         yield "bench.precision=[]: name at least one, such as [fp32]."
     if config.device.name == "null":
         yield "device=null: computes nothing, so there is nothing to time. Give device=cpu or device=cuda."

@@ -26,6 +26,7 @@ class TaskConfig:
 
 register("task", "train", config=TaskConfig, target="ttrain.tasks.train:run")
 register("task", "sample", config=TaskConfig, target="ttrain.tasks.sample:run")
+register("task", "export", config=TaskConfig, target="ttrain.tasks.export:run")
 register("task", "plan", config=TaskConfig, target="ttrain.tasks.plan:run")
 register("task", "prepare", config=TaskConfig, target="ttrain.tasks.prepare:run")
 register("task", "runs", config=TaskConfig, target="ttrain.tasks.runs:run")

@@ -16,6 +16,7 @@ from ttrain.models.settings import GPTConfig
 from ttrain.nn.precision import PrecisionConfig
 from ttrain.optim.settings import AdamWConfig, OptimizerConfig, ScheduleConfig
 from ttrain.train.settings import (
+    ExportConfig,
     GuardConfig,
     LoggerConfig,
     RecoverConfig,
@@ -121,6 +122,7 @@ class Config:
         "none", "none, auto (newest complete checkpoint of run.dir) or a run or checkpoint folder", path=True
     )
     sample: SampleConfig = option(SampleConfig, "how text is drawn from a trained model")
+    export: ExportConfig = option(ExportConfig, "what task=export writes")
     plan: PlanConfig = option(PlanConfig, "what task=plan prints")
     prepare: PrepareConfig = option(PrepareConfig, "what task=prepare writes")
     verify: VerifyConfig = option(VerifyConfig, "what task=verify compares with PyTorch")

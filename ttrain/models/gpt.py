@@ -184,9 +184,20 @@ class GPT(Module):
         """Parameters by path -> weights under nanoGPT's names, or with `transposed` in Hugging Face's form."""
         return gpt_weights.to_original(values, self._specs(), transposed)
 
-    def from_original(self, weights: Mapping[str, Any]) -> gpt_weights.Weights:
-        """Weights of nanoGPT or of Hugging Face's GPT-2 -> parameters by path. Raises CheckpointError."""
-        return gpt_weights.from_original(weights, self._specs())
+    def original_file(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What nanoGPT keeps of a model in a file: its weights, and the sizes to build it with."""
+        sizes: dict[str, Any] = {
+            "n_layer": self.layers,
+            "n_head": self.heads,
+            "n_embd": self.width,
+            "block_size": self.context,
+        }
+        sizes |= {"bias": self.config.bias, "vocab_size": self.vocabulary, "dropout": self.config.dropout}
+        return {"model": self.to_original(values), "model_args": sizes}
+
+    def from_original(self, weights: Mapping[str, Any], strict: bool = True) -> gpt_weights.Weights:
+        """Weights of nanoGPT or of Hugging Face's GPT-2 -> parameters by path; see gpt_weights.from_original."""
+        return gpt_weights.from_original(weights, self._specs(), strict)
 
     def _specs(self) -> dict[str, TensorSpec]:
         return {path: parameter.spec for path, parameter in self.parameters().items()}

@@ -54,17 +54,24 @@ def to_original(values: Mapping[str, Any], specs: Mapping[str, TensorSpec], tran
     return weights
 
 
-def from_original(weights: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> Weights:
+def from_original(weights: Mapping[str, Any], specs: Mapping[str, TensorSpec], strict: bool = True) -> Weights:
     """Weights by the original's name (arrays or torch tensors) -> parameters by our path, fp32.
 
     Takes nanoGPT's form and Hugging Face's, told apart by the shape of the first attention projection; prefixes that
-    torch.compile adds and a missing `transformer.` are understood. Raises CheckpointError naming every weight that is
-    missing, left over or of another shape.
+    torch.compile adds, a missing `transformer.`, and nanoGPT's checkpoints, which hold more beside the model, are
+    understood. Raises CheckpointError naming every weight that is missing, left over or of another shape; unless
+    `strict`, gives what is there under the names of this model, whatever its shape.
     """
+    weights = weights["model"] if isinstance(weights.get("model"), Mapping) else weights
     given = {_full_name(name): weight for name, weight in weights.items() if not name.endswith(_MASKS)}
     names = {path: original_name(path) for path in specs}
     if "head.weight" not in specs:
         given.pop("lm_head.weight", None)
+    if not strict:
+        projection = given.get(_QKV)
+        turned = projection is not None and projection.shape[0] * 3 == projection.shape[1]
+        present = {path: _fp32(given[name]) for path, name in names.items() if name in given}
+        return {path: _turned(names[path], value) if turned else value for path, value in present.items()}
     problems = [f"{name}: missing" for name in names.values() if name not in given]
     problems += [f"{name}: not a weight of this model" for name in given if name not in names.values()]
     if problems:

@@ -19,7 +19,7 @@ import re
 import shutil
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,8 +126,30 @@ class Checkpoint:
             for name, array in _tensors(self.path / shard):
                 state.write(name, array)
 
+    def parameters(self) -> Mapping[str, Array]:
+        """Parameters by path; each is read from the disk when it is asked for."""
+        return _StoredTensors([self.path / name for name in sorted(self.files) if name.startswith("parameters")])
+
     def _json(self, name: str) -> dict[str, Any]:
         return _read_json(self.path / name)
+
+
+class _StoredTensors(Mapping[str, Array]):
+    """Tensors of several shards by name."""
+
+    def __init__(self, shards: list[Path]) -> None:
+        self._shards = {name: shard for shard in shards for name, _ in _shapes(shard)}
+
+    def __getitem__(self, name: str) -> Array:
+        with _open_shard(self._shards[name]) as shard:
+            tensor: Array = shard.get_tensor(name)
+            return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shards)
+
+    def __len__(self) -> int:
+        return len(self._shards)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

@@ -25,6 +25,7 @@ class Progress:
     lr_factor: float = 1.0  # what rollbacks have left of the learning rate
     skipped_steps: int = 0  # whose update was not applied
     rollbacks: int = 0
+    compacted: bool = False  # whether rank matrices were compacted afterwards: such parameters are for inference
 
     def evaluated(self, loss: float, min_improvement: float = 0.0) -> bool:
         """Notes an evaluation after the current step; whether it is the best so far."""

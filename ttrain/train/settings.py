@@ -137,6 +137,33 @@ class SuperviseConfig:
     hang_timeout: float | None = option(
         1800.0, "seconds without a sign of life after which the child is killed; null waits for ever", above=0
     )
+@dataclass
+class ExportConfig:
+    """What task=export makes of a run's parameters, or of a file of weights."""
+
+    source: str | None = option(
+        None,
+        "file of weights to export instead of those of run.dir, .pt or .safetensors, in the names of ttrain or of the "
+        "original; `model` says what it holds, AGILLM's sizes follow from the file",
+        path=True,
+    )
+    checkpoint: str = option("last", "which checkpoint of the run: last, best, or a step number")
+    file: str | None = option(None, "file to write: .pt or .safetensors", path=True)
+    form: str = option(
+        "original",
+        "names and layout in the file; original: what the model's first implementation reads; huggingface: "
+        "Transformers' GPT-2; ttrain: parameters by path",
+        choices=("original", "huggingface", "ttrain"),
+    )
+    dir: str | None = option(None, "new run folder to write, for task=sample and train.init_from", path=True)
+    compact: bool = option(
+        False, "AGILLM only: leave out the columns of each layer's rank matrix that add nothing to the scores"
+    )
+    tokenizer: str | None = option(
+        None, "tokenizer.json for a new run folder made of export.source, if the file has none", path=True
+    )
+
+
     on_restart: str | None = option(
         None, "shell command to run before every restart, such as a card reset; only the command line may give one"
     )

@@ -1,0 +1,132 @@
+"""task=export: a run's parameters as a file of weights or as a new run, compacted if asked; and files into runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ttrain.config import build
+from ttrain.config.saved import continued
+from ttrain.config.schema import Config, to_dict
+from ttrain.core.errors import ConfigError, DataError
+from ttrain.core.units import format_bytes, format_count
+from ttrain.models.settings import AGILLMConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ttrain.train.protocols import Array
+
+_FOR_EXPORT = ("export", "run", "device", "engine", "logger")
+
+
+@dataclass
+class _Parameters:
+    """What is exported: parameters by path, the config of their model, and what is known of where they come from."""
+
+    config: Config
+    model: Any
+    values: Mapping[str, Array]
+    step: int
+    tokenizer: str | None
+    origin: str
+
+
+def run(config: Config) -> None:
+    """Writes what export.file and export.dir ask for, and says what it wrote."""
+    from ttrain.train.export import export_problems, require_new, write_weights
+
+    given = _from_run(config) if config.export.source is None else _from_file(config, Path(config.export.source))
+    wanted, file = config.export, None if config.export.file is None else Path(config.export.file)
+    if file is not None and (problems := export_problems(given.model, file, wanted.form)):
+        raise ConfigError(problems)
+    if wanted.dir is not None:
+        require_new(Path(wanted.dir))
+    report = None
+    if wanted.compact:
+        given, report = _compacted(given)
+    if file is not None:
+        tokenizer = {} if given.tokenizer is None else {"tokenizer_json": given.tokenizer}
+        write_weights(given.model, given.values, file, wanted.form, {"step": given.step, **tokenizer})
+        size = format_bytes(file.stat().st_size)
+        print(f"{file}: {format_count(given.model.parameter_count)} parameters, {size}.")
+    if wanted.dir is not None:
+        _write_run(given, Path(wanted.dir), report)
+
+
+def _from_run(config: Config) -> _Parameters:
+    from ttrain.train.retention import find_checkpoint
+
+    assert config.run.dir is not None  # the config's checks hold it so
+    checkpoint = find_checkpoint(Path(config.run.dir), config.export.checkpoint)
+    merged = continued(checkpoint.config, config, _FOR_EXPORT)
+    model = build.build_model(merged)
+    origin = f"step {checkpoint.step} of {config.run.dir}"
+    return _Parameters(merged, model, checkpoint.parameters(), checkpoint.step, checkpoint.tokenizer, origin)
+
+
+def _from_file(config: Config, path: Path) -> _Parameters:
+    from ttrain.data.tokenizer import Tokenizer, read_tokenizer
+    from ttrain.models.agillm_weights import sizes_of
+    from ttrain.train.weights_file import read_file, read_parameters
+
+    content = read_file(path)
+    if isinstance(config.model, AGILLMConfig):
+        sized = dataclasses.replace(config.model, preset=None, **sizes_of(content))
+        config = dataclasses.replace(config, model=sized)
+    tokenizer = content.get("tokenizer_json")
+    if config.export.tokenizer is not None:
+        tokenizer = read_tokenizer(config.export.tokenizer, "export.tokenizer").to_json()
+    elif tokenizer is not None:
+        try:
+            tokenizer = Tokenizer.from_json(str(tokenizer)).to_json()
+        except (DataError, ValueError, KeyError) as error:
+            raise DataError(f"{path} holds a tokenizer that can't be used: {error}") from None
+    vocabulary = None if tokenizer is None else Tokenizer.from_json(tokenizer).vocabulary
+    model = build.build_model(config, vocabulary)
+    values, step = read_parameters(path, model), content.get("step", 0)
+    return _Parameters(config, model, values, step if isinstance(step, int) and step >= 0 else 0, tokenizer, str(path))
+
+
+def _compacted(given: _Parameters) -> tuple[_Parameters, dict[str, Any]]:
+    """The same function with rank matrices of fewer columns, and the report that is kept with it."""
+    from ttrain.models.agillm_compact import compacted, describe, rank_matrix_path
+    from ttrain.train.export import Overlaid
+
+    if not isinstance(given.config.model, AGILLMConfig):
+        name = given.config.model.name
+        raise ConfigError(f"export.compact=true: only AGILLM has rank matrices, and this model is {name}.")
+    layers = {layer: given.values[rank_matrix_path(layer)] for layer in range(given.model.layers)}
+    matrices, report = compacted(layers)
+    described = describe(report)
+    print("layer  columns  kept  error of U U^T")
+    for entry in report:
+        print(f"{entry.layer:>5}  {entry.before:>7}  {entry.kept:>4}  {entry.error:>14.1e}")
+    print(f"rank {given.model.rank} becomes {described['rank']}, for all layers alike.")
+    model_config = dataclasses.replace(given.model.config, rank=described["rank"])
+    config = dataclasses.replace(given.config, model=model_config)
+    values = Overlaid(given.values, {rank_matrix_path(layer): matrix for layer, matrix in matrices.items()})
+    return dataclasses.replace(given, config=config, model=build.build_model(config), values=values), described
+
+
+def _write_run(given: _Parameters, folder: Path, report: dict[str, Any] | None) -> None:
+    from ttrain.train.checkpoint import CheckpointContent
+    from ttrain.train.export import Stored, parameter_specs, write_run
+    from ttrain.train.progress import Progress
+    from ttrain.train.record import environment_record
+
+    stored = {**to_dict(given.config), "model": dataclasses.asdict(given.model.config)}
+    stored["run"]["dir"] = None  # a run does not know where it lies, so it can be moved
+    stored["task"]["name"] = "train"
+    progress = Progress(step=given.step, compacted=report is not None)
+    content = CheckpointContent(given.step, stored, progress.to_dict(), given.tokenizer)
+    arguments = list(given.config.source.overrides)
+    leg = {**environment_record(stored, {}, {}, None, arguments), "exported_from": given.origin}
+    if report is not None:
+        leg["compacted"] = report
+    written = write_run(folder, Stored(given.values, parameter_specs(given.model)), content, leg)
+    print(f"{written}: a run with the parameters of {given.origin}, without optimizer state.")
+    if given.tokenizer is None:
+        print("It has no tokenizer, so it can't be sampled. Give export.tokenizer=<tokenizer.json>.")

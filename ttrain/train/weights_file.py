@@ -1,0 +1,193 @@
+"""Files of weights: .pt of PyTorch and .safetensors, read and written without ever running code from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ttrain.core.errors import CheckpointError, UserError
+from ttrain.core.spec import TensorSpec
+from ttrain.train.files import sync_directory, sync_file
+
+Weight = NDArray[np.float32]
+SUFFIXES = (".pt", ".safetensors")
+
+
+class Weights(Mapping[str, Weight]):
+    """Arrays or tensors by name as fp32 arrays, each converted when it is asked for."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = given
+
+    def __getitem__(self, name: str) -> Weight:
+        return as_fp32(self._given[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._given)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+
+def as_fp32(value: Any) -> Weight:
+    """A contiguous fp32 array of an array or a torch tensor of any floating dtype, without a copy where possible."""
+    if not isinstance(value, np.ndarray):
+        value = value.detach().cpu().float().numpy()
+    return np.ascontiguousarray(value, np.float32)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Content of a .pt file (dictionaries, torch tensors, plain values) or of a .safetensors file (torch tensors).
+
+    Raises CheckpointError for a file that is neither, is damaged, or holds anything that would run code.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not a file. Give a .pt or .safetensors file.")
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    if path.suffix != ".pt":
+        raise CheckpointError(f"{path}: the name must end with {' or '.join(SUFFIXES)}.")
+    content = _read_pt(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds {type(content).__name__}, expected a dictionary of weights.")
+    return content
+
+
+def _read_pt(path: Path) -> Any:
+    import pickle
+    import zipfile
+
+    import torch
+
+    try:
+        # Files of PyTorch before 1.6 are no archives, and can't be mapped.
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        reason = str(error)
+        if "weights_only" not in reason and "Unsupported" not in reason:
+            raise CheckpointError(f"{path} is not a .pt file that can be read: {_first_line(reason)}") from None
+        raise CheckpointError(
+            f"{path} holds more than tensors and plain values, so reading it could run code, and it is not read. "
+            "Save the state dictionaries alone with torch.save."
+        ) from None
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a .pt file that can be read: {_first_line(str(error))}") from None
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else "it ends early"
+
+
+def _read_safetensors(path: Path) -> dict[str, Any]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return dict(load_file(path))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not a safetensors file that can be read: {error}") from None
+
+
+def weights_of(path: Path, model: Any) -> dict[str, Any]:
+    """The weights in a file by the paths of a model's parameters, as arrays or tensors: what fits by name, no more.
+
+    Raises CheckpointError for a file in which no name fits.
+    """
+    content, paths = read_file(path), model.parameters()
+    found = {name: content[name] for name in content if name in paths}
+    if not found and hasattr(model, "from_original"):
+        found = model.from_original(content, strict=False)
+    if not found:
+        raise CheckpointError(f"{path} holds no weight of {model.config.name}: got {_some(content)}.")
+    return found
+
+
+def read_parameters(path: Path, model: Any) -> Weights:
+    """All parameters of a model from a file, in our names or the original's, one at a time.
+
+    Raises CheckpointError naming what is missing, left over or of another shape.
+    """
+    content = read_file(path)
+    specs = {name: parameter.spec.with_shape(*parameter.shape) for name, parameter in model.parameters().items()}
+    if any(name in specs for name in content):
+        found = _own(path, content, specs)
+    elif hasattr(model, "from_original"):
+        try:
+            found = model.from_original(content)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+    else:
+        raise CheckpointError(f"{path} holds no parameters of {model.config.name}: got {_some(content)}.")
+    return Weights(found)
+
+
+def _own(path: Path, content: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
+    problems = [f"{name}: missing" for name in specs if name not in content]
+    problems += [f"{name}: not a parameter of this model" for name in content if name not in specs]
+    problems += [
+        f"{name}: got {list(content[name].shape)}, expected {list(spec.shape)}"
+        for name, spec in specs.items()
+        if name in content and tuple(content[name].shape) != spec.shape
+    ]
+    if problems:
+        shown = "\n".join(f"  {problem}" for problem in problems[:20])
+        raise CheckpointError(f"{path} does not fit this model:\n{shown}")
+    return dict(content)
+
+
+def _some(content: Mapping[str, Any], shown: int = 5) -> str:
+    names = ", ".join(map(str, list(content)[:shown])) or "nothing"
+    return names + (f" and {len(content) - shown} more" if len(content) > shown else "")
+
+
+def write_safetensors(path: Path, weights: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
+    """Writes weights as fp32, one after the other, so that no second copy of all is made. Replaces the file."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    end = 0
+    for name, weight in weights.items():
+        size = 4 * int(np.prod(weight.shape, dtype=np.int64))
+        header[name] = {"dtype": "F32", "shape": list(weight.shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+
+    def write(beside: Path) -> None:
+        with open(beside, "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for weight in weights.values():
+                file.write(memoryview(as_fp32(weight)).cast("B") if np.prod(weight.shape) else b"")
+
+    _replaced(path, write)
+
+
+def write_pt(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes nested dictionaries of arrays and plain values as PyTorch does, arrays as tensors. Replaces the file."""
+    import torch
+
+    def tensors(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: tensors(part) for name, part in value.items()}
+        return torch.from_numpy(as_fp32(value)) if isinstance(value, np.ndarray) else value
+
+    _replaced(path, lambda beside: torch.save(tensors(content), beside))
+
+
+def _replaced(path: Path, write: Callable[[Path], object]) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(beside)
+        sync_file(beside)
+        os.replace(beside, path)
+        sync_directory(path.parent)
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a file can't be written
+        raise UserError(f"{path} can't be written: {_first_line(str(error))}") from None
+    finally:
+        beside.unlink(missing_ok=True)
