@@ -81,6 +81,26 @@ def build_model(config: Config, vocabulary: int | None = None) -> Model:
     return built
 
 
+def shorter_model(config: Config, model: Model, length: int) -> Model | None:
+    """The model as it records sequences of `length` tokens with the parameters it has; None where that is its context.
+
+    A model with parameters per position offers `at_length(length)`; any other is built with that context. Raises
+    ConfigError where parameters would change their shapes.
+    """
+    if length == model.config.context:
+        return None
+    if hasattr(model, "at_length"):
+        shorter: Model = model.at_length(length)
+        return shorter
+    shorter = build_model(replace(config, model=replace(model.config, context=length)))
+    if any(parameter.spec != model.parameters()[path].spec for path, parameter in shorter.parameters().items()):
+        raise ConfigError(
+            f"train.block_schedule: model={model.config.name} has parameters whose shapes depend on model.context. "
+            "Leave train.block_schedule empty."
+        )
+    return shorter
+
+
 def build_optimizer(config: OptimizerConfig) -> Optimizer:
     """The optimizer: target(config)."""
     built: Optimizer = component("optimizer", config.name).load()(config)

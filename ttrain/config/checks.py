@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Set
+from itertools import pairwise
 from typing import Any, Protocol
 
 from ttrain.config.schema import Config
@@ -41,6 +42,11 @@ def cross_field_problems(config: Config, bad_sections: Set[str] = frozenset()) -
 def data_problems(config: Config, data: BuiltData) -> list[str]:
     """Every problem that only shows once the data is built and before a device is touched."""
     found: list[str] = []
+    if config.train.block_schedule and not hasattr(data, "at"):
+        found.append(
+            f"train.block_schedule={config.train.block_schedule}: data={config.data.name} can't change the length of "
+            "its sequences. Leave it empty."
+        )
     vocabulary = getattr(config.model, "vocabulary", None)
     if vocabulary is not None and data.vocabulary is not None and vocabulary < data.vocabulary:
         found.append(
@@ -55,6 +61,29 @@ def _accumulation_divides_batch(config: Config) -> Iterator[str]:
     size, parts = config.train.batch_size, config.train.accumulation
     if size % parts:
         yield f"train.accumulation={parts}: must divide train.batch_size={size}. {_nearest_divisor(size, parts)}"
+
+
+@check("train", "model")
+def _block_schedule(config: Config) -> Iterator[str]:
+    lengths = config.train.block_schedule
+    if not lengths:
+        return
+    key = f"train.block_schedule={lengths}"
+    if not hasattr(config.model, "context"):
+        yield f"{key}: model={config.model.name} does not train on sequences. Leave it empty."
+        return
+    context = context_of(config)
+    if any(later <= earlier for earlier, later in pairwise(lengths)):
+        yield f"{key}: every length must be greater than the one before it."
+    elif context is not None and lengths[-1] > context:
+        yield f"{key}: {lengths[-1]} is longer than model.context={context}. Give model.context={lengths[-1]} or more."
+
+
+def context_of(config: Config) -> int | None:
+    """The model's context, with what its preset says; None where it has none."""
+    model = config.model
+    known = isinstance(model, TransformerConfig) and (model.preset is None or model.preset in model.presets)
+    return getattr(resolved(model) if known else model, "context", None)
 
 
 @check("optimizer")
@@ -151,6 +180,19 @@ def _sample_needs_a_run(config: Config) -> Iterator[str]:
         yield "task=sample: needs a trained run. Give run.dir=<run directory>."
 
 
+@check("task", "run", "export")
+def _export(config: Config) -> Iterator[str]:
+    export = config.export
+    if config.task.name != "export":
+        return
+    if export.source is None and config.run.dir is None:
+        yield "task=export: needs parameters. Give run.dir=<run directory>, or export.source=<file of weights>."
+    if export.file is None and export.dir is None:
+        yield "task=export: nothing to write. Give export.file=<name>.pt or .safetensors, or export.dir=<new folder>."
+    if export.checkpoint not in ("last", "best") and not export.checkpoint.isdecimal():
+        yield f"export.checkpoint={export.checkpoint}: must be last, best or a step number."
+
+
 @check("task", "report")
 def _report(config: Config) -> Iterator[str]:
     if config.task.name == "report" and not config.report.run:
@@ -180,19 +222,6 @@ def _bench(config: Config) -> Iterator[str]:
     if not bench.engines and not bench.baselines:
         yield "bench.engines=[] and bench.baselines=[]: nobody takes part. Name at least one."
     if not bench.precision:
-@check("task", "run", "export")
-def _export(config: Config) -> Iterator[str]:
-    export = config.export
-    if config.task.name != "export":
-        return
-    if export.source is None and config.run.dir is None:
-        yield "task=export: needs parameters. Give run.dir=<run directory>, or export.source=<file of weights>."
-    if export.file is None and export.dir is None:
-        yield "task=export: nothing to write. Give export.file=<name>.pt or .safetensors, or export.dir=<new folder>."
-    if export.checkpoint not in ("last", "best") and not export.checkpoint.isdecimal():
-        yield f"export.checkpoint={export.checkpoint}: must be last, best or a step number."
-
-
         yield "bench.precision=[]: name at least one, such as [fp32]."
     if config.device.name == "null":
         yield "device=null: computes nothing, so there is nothing to time. Give device=cpu or device=cuda."

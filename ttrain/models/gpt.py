@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -94,6 +95,7 @@ class GPT(Module):
     def __init__(self, config: GPTConfig, compute: DType = DType.FP32) -> None:
         self.config, self.compute = config, compute
         self.layers, self.heads, self.width, self.context, self.vocabulary = required_sizes(config)
+        self.length = self.context
         residual_std = STD / math.sqrt(2 * self.layers)
         self.embedding = Embedding(self.vocabulary, self.width, Normal(STD))
         self.positions = Embedding(self.context, self.width, Normal(STD))
@@ -107,9 +109,15 @@ class GPT(Module):
         self.name_parameters()
 
     def batch_specs(self, rows: int) -> dict[str, TensorSpec]:
-        """`tokens` and `targets`, int64 [rows, context]; a target below zero counts for nothing."""
-        spec = TensorSpec((rows, self.context), DType.INT64)
+        """`tokens` and `targets`, int64 [rows, length]; a target below zero counts for nothing."""
+        spec = TensorSpec((rows, self.length), DType.INT64)
         return {"tokens": spec, "targets": spec}
+
+    def at_length(self, length: int) -> GPT:
+        """The same parameters, recorded on sequences of `length` tokens: the first positions serve them."""
+        shorter = copy(self)
+        shorter.length = length
+        return shorter
 
     def loss(self, graph: Graph, rows: int, training: bool) -> Value:
         """loss_weight * the sum of the cross-entropies in nats, fp32 []."""
@@ -143,13 +151,16 @@ class GPT(Module):
         return ops.reshape(self._blocks(x, None, False, caches), (count, self.width))
 
     def hidden(self, graph: Graph, rows: int, training: bool) -> Value:
-        """What the head reads: the last norm's output [rows * context, width] in the compute dtype."""
+        """What the head reads: the last norm's output [rows * length, width] in the compute dtype."""
         seed = graph.input("seed", SEED) if training and self.config.dropout else None
         tokens = graph.input("tokens", self.batch_specs(rows)["tokens"])
         with graph.scope("embedding"):
             positions = use(graph, self.positions.weight, self.compute)
+            if self.length < self.context:
+                first = ops.pick_rows(ops.reshape(positions, (1, *positions.shape)), range(self.length))
+                positions = ops.reshape(first, (self.length, self.width))
             x = self._dropout(ops.add(self.embedding(tokens, self.compute), positions), seed)
-        return ops.reshape(self._blocks(x, seed, training), (rows * self.context, self.width))
+        return ops.reshape(self._blocks(x, seed, training), (rows * self.length, self.width))
 
     def _blocks(self, x: Value, seed: Value | None, training: bool, caches: Caches | None = None) -> Value:
         """All blocks and the last norm: [B, T, C] -> [B, T, C].

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from ttrain.engine.base import Step
     from ttrain.engine.state import StateTensor
     from ttrain.models.base import Model
+    from ttrain.train.blocks import Blocks
     from ttrain.train.loggers import Console, Loggers
     from ttrain.train.loop import Loop
     from ttrain.train.progress import Progress
@@ -65,10 +65,11 @@ def _run(config: Config) -> float | None:
         resuming.check_architecture(point.checkpoint.config, stored, point.checkpoint.path)
         resuming.check_tokenizer(point.checkpoint.tokenizer, _tokenizer_json(dataset), point.checkpoint.path)
     prompt = _prompt(config, dataset)
+    shorter = {length: build.shorter_model(config, model, length) for length in config.train.block_schedule}
     with ExitStack() as stack:
         device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
         console = build.build_console(config.logger)
-        job = _Job(config, stored, dataset, model, device, console, prompt, point, heartbeat)
+        job = _Job(config, stored, dataset, model, device, console, prompt, point, heartbeat, shorter)
         if device.computes:
             return job.recorded(stack)
         job.rehearse(stack) if device.step_facts() else job.dry_run(stack)
@@ -124,6 +125,7 @@ class _Job:
     prompt: list[int] | None
     point: ResumePoint | None
     heartbeat: Heartbeat
+    shorter: dict[int, Model | None]  # by length: what records training on shorter sequences
     steps: dict[str, Step] = dataclasses.field(default_factory=dict)
 
     def recorded(self, stack: ExitStack) -> float | None:
@@ -166,45 +168,27 @@ class _Job:
         check_space(run.path, session.state)
         progress, leg = self._start(session, run)
         self.heartbeat.beat()
-        steps = self.steps = session.build_training()
+        blocks = self._blocks(session)
+        if blocks is None:
+            self.steps = session.build_training()
+        else:
+            self.steps = blocks.steps
+            blocks.turn(progress.step + 1)
+        steps = self.steps
         self.heartbeat.beat()
         self._record(session, run, leg, steps)
         loggers = stack.enter_context(self._loggers(run, progress))
         self._announce(run, progress)
-        self._loop(session, steps, run, loggers, progress).run()
+        self._loop(session, blocks, run, loggers, progress).run()
         self.console.close()
         self._sum_up(session, run, progress)
         return progress
 
     def rehearse(self, stack: ExitStack) -> None:
-        """Some steps on a device that only tells what steps cost. Writes a record, never a checkpoint."""
-        from ttrain.train.rehearsal import rehearse
+        """Some steps on a device that only tells what steps cost."""
+        from ttrain.tasks.rehearse import rehearse
 
-        run = stack.enter_context(closing(self._run_directory()))
-        warning = f"REHEARSAL on {self.device.name}: values are not computed, nothing is trained or saved."
-        self.console.say(warning)
-        session = stack.enter_context(closing(open_session(self.config, self.model, self.device, training=True)))
-        self.steps = session.build_training()
-        self._record(session, run, {"rehearsal": warning}, self.steps)
-        config, rates, step = self.config, self._rates(), self._train_step(self.steps)
-
-        def one(number: int) -> None:
-            step(self.dataset.batch("train", config.run.seed, number, config.train.batch_size), rates(number), number)
-
-        try:
-            names = session.graph.train_steps()
-            result = rehearse(self.device, one, {name: self.steps[name] for name in names})
-        except Exception as error:
-            raise self._rehearsal_failure(error, run) from error
-        run.write_summary({**result.to_dict(), "engine": session.engine.counters.as_dict()})
-        for line in result.lines():
-            self.console.say(line)
-        self.console.say(f"{warning} Run: {run.path}")
-
-    def _rehearsal_failure(self, error: Exception, run: RunDirectory) -> Exception:
-        from ttrain.train.memory import is_out_of_memory
-
-        return self._out_of_memory(error, run) if is_out_of_memory(error) else error
+        rehearse(self, stack.enter_context(closing(self._run_directory())))
 
     def dry_run(self, stack: ExitStack) -> None:
         """Builds all steps and launches one on a device that computes nothing; leaves nothing behind."""
@@ -239,7 +223,7 @@ class _Job:
         """Sets the state, and returns how far the run is and what to record of the resume."""
         from ttrain.train.metrics import cut_metrics
         from ttrain.train.progress import Progress
-        from ttrain.train.retention import remove_unfinished, set_aside_after
+        from ttrain.train.retention import remove_unfinished
         from ttrain.train.wandb_history import note_earlier_legs
 
         remove_unfinished(run.checkpoints)
@@ -248,25 +232,9 @@ class _Job:
         if self.point is None:
             cut_metrics(run.metrics, 0)
             return Progress(), {}
-        checkpoint = self.point.checkpoint
-        progress = Progress.from_dict(checkpoint.progress)
-        notes = list(self.point.notes)
-        if self.point.run is None or run.path.resolve() != self.point.run.resolve():
-            progress.wandb_id = None  # another run of W&B as well
-            if self.point.run is not None and (self.point.run / run.metrics.name).exists():
-                shutil.copyfile(self.point.run / run.metrics.name, run.metrics)
-        aside = set_aside_after(run.checkpoints, checkpoint.step)
-        notes += [f"Set aside, because it is of a later step: {path}" for path in aside]
-        dropped = cut_metrics(run.metrics, checkpoint.step)
-        if dropped:
-            notes.append(f"Removed {dropped} lines after step {checkpoint.step} from {run.metrics.name}.")
-        changes = resuming.config_difference(checkpoint.config, self.stored)
-        if self.point.run is not None:
-            changes += resuming.data_difference(self.point.run, self.dataset.description)
-        notes += [f"Changed since the checkpoint: {change}" for change in changes]
-        for note in [f"Resuming from {checkpoint.path} (step {checkpoint.step}).", *notes]:
+        progress, leg, notes = resuming.take_up(self.point, run, self.stored, self.dataset.description)
+        for note in notes:
             self.console.say(note)
-        leg = {"resumed_from": checkpoint.path.name, "dropped_metrics": dropped, "changes": changes}
         return progress, leg
 
     def _first_values(self, session: Session) -> None:
@@ -303,22 +271,27 @@ class _Job:
             self.console.say(f"All {self.config.train.steps} steps are done; give train.steps=<more> to train on.")
 
     def _loop(
-        self, session: Session, steps: dict[str, Step], run: RunDirectory, loggers: Loggers, progress: Progress
+        self, session: Session, blocks: Blocks | None, run: RunDirectory, loggers: Loggers, progress: Progress
     ) -> Loop:
         from ttrain.models.base import preparation
+        from ttrain.train.blocks import Newest
         from ttrain.train.evaluate import Evaluation
         from ttrain.train.loop import Loop
         from ttrain.train.nonfinite import Start, StepSearch
 
         config = self.config.train
         rows = config.batch_size // config.accumulation
-        step = self._train_step(steps)
+        step = self._train_step(self.steps, blocks)
         return Loop(
             config=config,
             seed=self.config.run.seed,
             step=step,
             evaluation=Evaluation(
-                steps["evaluate"], self.dataset, rows, config.eval_batches, self.config.run.seed,
+                Newest(self.steps, "evaluate"),
+                self.dataset,
+                rows,
+                config.eval_batches,
+                self.config.run.seed,
                 preparation(self.model),
             ),
             dataset=self.dataset,
@@ -339,12 +312,27 @@ class _Job:
                 self.config.guard.search_seconds,
             ),
             heartbeat=self.heartbeat.beat,
+            blocks=blocks,
         )
 
-    def _train_step(self, steps: dict[str, Step]) -> Any:
+    def _blocks(self, session: Session) -> Blocks | None:
+        """What changes the length of training sequences on the way; None where they keep the model's context."""
+        from ttrain.train.blocks import Blocks, BlockSchedule
+
+        schedule = BlockSchedule.of(self.config.train)
+        if schedule is None:
+            return None
+        for model in self.shorter.values():
+            if model is not None and self.device.uniform_compute:
+                model.follow_compute()
+        dataset: Any = self.dataset  # build_dataset has made sure that its length can change
+        return Blocks(schedule, session, dataset, self.config.train.batch_size, self.shorter)
+
+    def _train_step(self, steps: dict[str, Step], blocks: Blocks | None = None) -> Any:
+        from ttrain.models.base import preparation
         from ttrain.train.step import TrainStep
 
-        prepare = preparation(self.model)
+        prepare = preparation(self.model) if blocks is None else blocks.prepare
         return TrainStep(steps, self.config.train.accumulation, self.config.run.seed, prepare=prepare)
 
     def _rates(self) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ttrain.core.errors import Interrupted, NonFiniteError, TtrainError
 from ttrain.graph.graph import Kind
+from ttrain.train.blocks import Blocks
 from ttrain.train.checkpoint import CheckpointContent
 from ttrain.train.evaluate import Evaluation
 from ttrain.train.events import Events
@@ -26,6 +27,7 @@ from ttrain.train.protocols import SAVED_KINDS, Array, Dataset, State
 from ttrain.train.retention import newest_complete
 from ttrain.train.run_directory import RunDirectory
 from ttrain.train.saver import Saver
+from ttrain.train.session import flops_per_step
 from ttrain.train.settings import GuardConfig, TrainConfig
 from ttrain.train.step import StepResult, TrainStep
 
@@ -44,7 +46,7 @@ class Loop:
     evaluation: Evaluation
     dataset: Dataset
     state: State
-    rates: Callable[[int], Mapping[str, float]]  # step (from 1) -> the lr inputs; "lr" is the one that is recorded
+    rates: Callable[[int], Mapping[str, float]]  # step (from 1) -> the lr inputs; "lr" or the first is the bar's
     run_directory: RunDirectory
     loggers: Loggers
     meter: Meter
@@ -53,6 +55,7 @@ class Loop:
     progress: Progress = field(default_factory=Progress)
     guard: GuardConfig = field(default_factory=GuardConfig)
     search: StepSearch | None = None  # names the first bad tensor of a step
+    blocks: Blocks | None = None  # where the length of training sequences grows
     heartbeat: Callable[[], None] = lambda: None  # tells whoever watches that this process is alive
     rank: int = 0
     world: int = 1
@@ -108,7 +111,9 @@ class Loop:
         progress, number = self.progress, self.progress.step + 1
         self.heartbeat()
         if self._check_after is not None and self._learning is None:
-            self._learning = LearningCheck(self.state)
+            stochastic = bool(self.stored_config.get("optimizer", {}).get("stochastic_rounding", False))
+            self._learning = LearningCheck(self.state, stochastic)
+        self._grow(number)
         self.meter.start()
         batch, rates = self._inputs(number)
         result = self.step(batch, rates, number)
@@ -118,7 +123,7 @@ class Loop:
             progress.train_loss = result.loss
         rate = next(iter(rates.values()))
         if not result.finite or number % self.config.log_every == 0 or number == self.config.steps:
-            self.loggers.log(self._step_metrics(number, result, rate))
+            self.loggers.log(self._step_metrics(number, result, rates))
         if not result.finite:
             if self._recovered(number, result):
                 return
@@ -141,8 +146,21 @@ class Loop:
 
     def _inputs(self, number: int) -> tuple[dict[str, Array], dict[str, float]]:
         """Batch and learning rates of a step."""
-        batch = self.dataset.batch("train", self.seed, number - 1, self.config.batch_size, self.rank, self.world)
+        self._grow(number)  # repeated steps may be of an earlier length
+        dataset = self.dataset if self.blocks is None else self.blocks.dataset
+        batch = dataset.batch("train", self.seed, number - 1, self.config.batch_size, self.rank, self.world)
         return batch, {name: rate * self.progress.lr_factor for name, rate in self.rates(number).items()}
+
+    def _grow(self, number: int) -> None:
+        """Builds the steps for the length that a step trains on, where that is another than now."""
+        if self.blocks is None or not self.blocks.turn(number):
+            return
+        self.heartbeat()
+        self.meter.restart(flops_per_step(self.blocks.session.graph))
+        length = self.blocks.length
+        note = f"From step {number} on, training sequences have {length} tokens; all steps were built anew."
+        self.events.add("block", note, number, length=length)
+        self._say(note)
 
     def _recovered(self, number: int, result: StepResult) -> bool:
         """What the guard does about a step that is not finite: True after a rollback, False after a skipped update.
@@ -259,11 +277,13 @@ class Loop:
                 f"of the device or engine; try engine=dynamic, or guard.check_learning=null to train on regardless."
             )
 
-    def _step_metrics(self, number: int, result: StepResult, lr: float) -> Metrics:
+    def _step_metrics(self, number: int, result: StepResult, rates: Mapping[str, float]) -> Metrics:
         return {
             "step": number,
             "train/loss": result.loss,
-            "lr": lr,
+            **result.metrics,
+            "lr": next(iter(rates.values())),
+            **rates,
             "grad_norm": result.grad_norm,
             **self.meter.read(),
             "tokens": self.progress.tokens,
@@ -291,14 +311,15 @@ class Loop:
         if progress.evaluated_at == progress.step:
             return False
         try:
-            loss = self.evaluation(self._stopped)
+            result = self.evaluation(self._stopped)
         except NonFiniteError as error:
             message = self._message(str(error), progress.step, self._first_bad_state(*SAVED_KINDS))
             raise NonFiniteError(message, step=progress.step) from None
-        if loss is None:
+        if result is None:
             return False
-        self.loggers.log({"step": progress.step, "val/loss": loss})
-        return progress.evaluated(loss, self.config.min_improvement)
+        further = {f"val/{name}": value for name, value in result.metrics.items()}
+        self.loggers.log({"step": progress.step, "val/loss": result.loss, **further})
+        return progress.evaluated(result.loss, self.config.min_improvement)
 
     def _stopped(self) -> bool:
         """Asked between the batches of an evaluation."""

@@ -23,6 +23,11 @@ class Meter:
         self._steps, self._tokens, self._seconds = 0, 0, 0.0
         self._started = 0.0
 
+    def restart(self, flops_per_step: float) -> None:
+        """Forgets the steps so far; those that follow take another number of operations."""
+        self._steps, self._tokens, self._seconds = 0, 0, 0.0
+        self._flops = flops_per_step if self._flops else None
+
     def start(self) -> None:
         self._started = self._clock()
 

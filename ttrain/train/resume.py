@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 from ttrain.core.errors import CheckpointError, UserError
 from ttrain.train.checkpoint import MANIFEST, UNFINISHED, Checkpoint, read_checkpoint
-from ttrain.train.retention import newest_complete, put_back_replaced
-from ttrain.train.run_directory import RECORD
+from ttrain.train.metrics import cut_metrics
+from ttrain.train.progress import Progress
+from ttrain.train.retention import newest_complete, put_back_replaced, set_aside_after
+from ttrain.train.run_directory import RECORD, RunDirectory
 
 # Model keys that change no tensor's shape or meaning.
 _FREE_MODEL_KEYS = ("dropout", "recompute")
@@ -114,6 +117,32 @@ def data_difference(run: Path, description: dict[str, Any]) -> list[str]:
         return []
     given = json.loads(json.dumps(description))
     return [f"data: {key}: {old} -> {new}" for key, old, new in _differences(legs[-1].get("data", {}), given)]
+
+
+def take_up(
+    point: ResumePoint, run: RunDirectory, config: dict[str, Any], data: dict[str, Any]
+) -> tuple[Progress, dict[str, Any], list[str]]:
+    """Makes a run directory go on from a checkpoint: how far the run is, what to record, and what to tell.
+
+    Metrics and checkpoints of later steps are cut off and set aside. `config` and `data` describe the run as it is now.
+    """
+    checkpoint = point.checkpoint
+    progress = Progress.from_dict(checkpoint.progress)
+    notes = [f"Resuming from {checkpoint.path} (step {checkpoint.step}).", *point.notes]
+    if point.run is None or run.path.resolve() != point.run.resolve():
+        progress.wandb_id = None  # another run of W&B as well
+        if point.run is not None and (point.run / run.metrics.name).exists():
+            shutil.copyfile(point.run / run.metrics.name, run.metrics)
+    aside = set_aside_after(run.checkpoints, checkpoint.step)
+    notes += [f"Set aside, because it is of a later step: {path}" for path in aside]
+    dropped = cut_metrics(run.metrics, checkpoint.step)
+    if dropped:
+        notes.append(f"Removed {dropped} lines after step {checkpoint.step} from {run.metrics.name}.")
+    changes = config_difference(checkpoint.config, config)
+    if point.run is not None:
+        changes += data_difference(point.run, data)
+    notes += [f"Changed since the checkpoint: {change}" for change in changes]
+    return progress, {"resumed_from": checkpoint.path.name, "dropped_metrics": dropped, "changes": changes}, notes
 
 
 def _differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -21,6 +21,7 @@ class Session:
     graph: StepGraph
     state: State
     engine: Engine
+    make_engine: Callable[[Device, State], Engine]
 
     @classmethod
     def open(
@@ -33,7 +34,14 @@ class Session:
     ) -> Session:
         """Places the state, and `further` tensors; without `training` neither gradients nor the optimizer's."""
         state = State(device, [*graph.state_tensors(training), *further])
-        return cls(graph, state, make_engine(device, state))
+        return cls(graph, state, make_engine(device, state), make_engine)
+
+    def renew(self, graph: StepGraph) -> None:
+        """Closes what was built and starts anew over the same state. The engine's counters go on."""
+        counters, device = self.engine.counters, self.engine.device
+        self.engine.close()
+        self.graph, self.engine = graph, self.make_engine(device, self.state)
+        self.engine.counters = counters
 
     def initialize(self, seed: int) -> None:
         """First values of the parameters, one in host memory at a time. The optimizer's tensors start at zero."""

@@ -16,6 +16,19 @@ class TrainConfig:
     steps: int = option(1000, "optimizer steps of the whole run, counted from the first leg", minimum=1)
     batch_size: int = option(16, "sequences (or examples) per optimizer step", minimum=1)
     accumulation: int = option(1, "micro-batches per step; must divide batch_size", minimum=1)
+    block_schedule: list[int] = option(
+        [],
+        "lengths of training sequences in tokens, from short to long, each for block_steps steps and the last for the "
+        "rest; empty always takes model.context",
+        minimum=1,
+    )
+    block_steps: int = option(50_000, "steps at each length of block_schedule but the last", minimum=1)
+    init_from: str | None = option(
+        None,
+        "what a new run takes its first values from, where name and shape match: a run, a checkpoint, a .safetensors "
+        "file or the original's .pt file; null draws all of them",
+        path=True,
+    )
     eval_every: int | None = option(250, "steps between evaluations; null evaluates once, at the end", minimum=1)
     eval_batches: int | None = option(20, "batches per evaluation; null covers the whole held-out split", minimum=1)
     save_every: int | None = option(500, "steps between checkpoints; null saves by time and at the end", minimum=1)
@@ -125,19 +138,6 @@ class SampleConfig:
 
 
 @dataclass
-class SuperviseConfig:
-    """Training as a child process that is restarted from its newest checkpoint. `supervise=true` turns it on."""
-
-    enabled: bool | None = option(
-        None, "whether a parent process watches training; null: yes where another supervise key is given"
-    )
-    max_restarts: int = option(3, "restarts in a row without a new checkpoint after which it gives up", minimum=0)
-    backoff: float = option(2.0, "seconds before a restart, doubled while there is no progress", minimum=0)
-    max_backoff: float = option(300.0, "longest wait before a restart in seconds", minimum=0)
-    hang_timeout: float | None = option(
-        1800.0, "seconds without a sign of life after which the child is killed; null waits for ever", above=0
-    )
-@dataclass
 class ExportConfig:
     """What task=export makes of a run's parameters, or of a file of weights."""
 
@@ -164,6 +164,19 @@ class ExportConfig:
     )
 
 
+@dataclass
+class SuperviseConfig:
+    """Training as a child process that is restarted from its newest checkpoint. `supervise=true` turns it on."""
+
+    enabled: bool | None = option(
+        None, "whether a parent process watches training; null: yes where another supervise key is given"
+    )
+    max_restarts: int = option(3, "restarts in a row without a new checkpoint after which it gives up", minimum=0)
+    backoff: float = option(2.0, "seconds before a restart, doubled while there is no progress", minimum=0)
+    max_backoff: float = option(300.0, "longest wait before a restart in seconds", minimum=0)
+    hang_timeout: float | None = option(
+        1800.0, "seconds without a sign of life after which the child is killed; null waits for ever", above=0
+    )
     on_restart: str | None = option(
         None, "shell command to run before every restart, such as a card reset; only the command line may give one"
     )

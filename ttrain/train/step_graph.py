@@ -17,7 +17,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.engine.state import StateTensor
 from ttrain.graph import Graph, Kind, Stage, Value
 from ttrain.graph.op import op
-from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED, LanguageModel, Model
+from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED, LanguageModel, Model, ModelWithMetrics
 from ttrain.nn.module import Parameter, use
 from ttrain.optim.base import ROUNDING_SEED, STEP, STREAMS, Group, Optimizer, Rounding
 from ttrain.optim.clip import global_norms
@@ -40,6 +40,7 @@ class StepGraph:
         trace_norm        nothing                                            -> grad_norm
         trace_evaluate    batch fields, loss_weight                          -> loss
         trace_logits      tokens [1, context], position                      -> logits [1, vocabulary]
+    Steps with the output loss also have the metrics that the model names, and the weight inputs of its terms.
     Where activations are watched, trace_train and trace_accumulate also have the output activation_norm.
     `loss` is loss_weight * the sum over the batch; `grad_norm` is the global norm before clipping. Where the step is
     guarded, trace_update takes grad_norm as an input instead. Where only some gradients are clipped, their norm is an
@@ -56,6 +57,7 @@ class StepGraph:
     chips: int = 1  # that share a batch: each works on `rows` of its own, and gradients are summed over all of them
     watched: bool = False  # also output the norm of the activations that the loss reads
     hosted: Callable[[str], bool] | None = None  # whether a parameter stays in host memory, by its path
+    shorter: Model | None = None  # records training in its place, on shorter sequences, over the same parameters
     runs: list[ParameterRun] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -141,12 +143,18 @@ class StepGraph:
         return tensors
 
     def _loss(self, graph: Graph, rows: int, training: bool) -> Value:
-        for name, spec in self.model.batch_specs(rows).items():
+        model = self.shorter if training and self.shorter is not None else self.model
+        for name, spec in model.batch_specs(rows).items():
             graph.input(name, spec)
         graph.input(LOSS_WEIGHT, SCALAR)
         if training:
             graph.input("seed", SEED)
-        return self.model.loss(graph, rows, training)
+        if not hasattr(self.model, "loss_and_metrics"):
+            return model.loss(graph, rows, training)
+        loss, metrics = cast(ModelWithMetrics, self.model).loss_and_metrics(graph, rows, training)
+        for name, value in metrics.items():
+            graph.output(name, self._over_all_chips(value))
+        return loss
 
     def _backward(self, graph: Graph) -> list[Value]:
         """Gradients of the loss in the order of `parameters`."""
@@ -159,7 +167,11 @@ class StepGraph:
         return backward(loss, [use(graph, parameter, self.model.compute) for parameter in self.parameters])
 
     def _output_loss(self, graph: Graph, loss: Value) -> None:
-        graph.output("loss", ops.all_reduce(loss) if self.chips > 1 else loss)
+        graph.output("loss", self._over_all_chips(loss))
+
+    def _over_all_chips(self, value: Value) -> Value:
+        """A sum over the batch of one chip -> over that of all."""
+        return ops.all_reduce(value) if self.chips > 1 else value
 
     def _over_chips(self, gradients: Sequence[Value]) -> Sequence[Value]:
         return ops.all_reduce_state(gradients) if self.chips > 1 else gradients
