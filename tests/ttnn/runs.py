@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from ttrain.nn.initialize import initial_values
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD
+from ttrain.train.step import Turns, last_value
 from ttrain.train.step_graph import StepGraph
 
 ENGINES = {"dynamic": DynamicEngine, "static": StaticEngine, "traced": TracedEngine}
@@ -87,29 +88,64 @@ class Outcome:
     steps: Mapping[str, Any]
 
 
-def run(
-    model: Any, optimizer: Any, device: Device, *, engine: str = "static", rows: int = 2, steps: int = 3
-) -> Outcome:
-    """`steps` optimizer steps at a learning rate that falls, with a seed that changes."""
+def run(model: Any, optimizer: Any, device: Device, **how: Any) -> Outcome:
+    """`steps` optimizer steps at a learning rate that falls, with a seed that changes; see `turns`."""
+    return last_value(turns(model, optimizer, device, **how))
+
+
+def turns(
+    model: Any,
+    optimizer: Any,
+    device: Device,
+    *,
+    engine: str = "static",
+    rows: int = 2,
+    steps: int = 3,
+    weights: int = 7,
+    ahead: bool = False,
+) -> Turns[Outcome]:
+    """Yields while the device computes. `weights` seeds them; with `ahead` the next inputs are written meanwhile."""
     if device.uniform_compute:
         model.follow_compute()
     graph = StepGraph(model, optimizer, rows, hosted=device.hosted)
     state = State(device, graph.state_tensors())
-    for path, value in initial_values(model, 7).items():
+    for path, value in initial_values(model, weights).items():
         state.write(path, value)
     runner = ENGINES[engine](device, state)
     built = {name: runner.build(name, trace) for name, trace in graph.train_steps().items()}
     losses, norms = [], []
     for step in range(1, steps + 1):
-        given = batch(model, rows, step)
-        valid = (given["targets"] >= 0).sum() if given["targets"].dtype.kind == "i" else given["targets"].size
-        inputs = {**given, "loss_weight": 1 / valid, "seed": 1000 + step, "lr": 0.01 / step, "step": step}
-        result = built["train"](inputs)
+        read = built["train"].start(step_inputs(model, built["train"], rows, step))
+        if ahead and step < steps:
+            built["train"].write_ahead(step_inputs(model, built["train"], rows, step + 1))
+        yield
+        result = read()
         losses.append(result["loss"])
         norms.append(result["grad_norm"])
     gradients = {p.path: state.read(f"{p.path}/gradient") for p in graph.parameters}
     kept = {name: state.read(name) for name in state.names(Kind.PARAMETER, Kind.OPTIMIZER)}
     return Outcome(losses, norms, gradients, kept, device, runner, built)
+
+
+def step_inputs(model: Any, built: Any, rows: int, step: int) -> dict[str, Any]:
+    """All inputs of one step, counted from 1."""
+    given = batch(model, rows, step)
+    valid = (given["targets"] >= 0).sum() if given["targets"].dtype.kind == "i" else given["targets"].size
+    inputs = {**given, "loss_weight": 1 / valid, "seed": 1000 + step, "lr": 0.01 / step, "step": step}
+    return {**inputs, "rounding_seed": 2**40 + step} if "rounding_seed" in built.inputs else inputs
+
+
+def side_by_side(runs: Sequence[Turns[Outcome]]) -> list[Outcome]:
+    """The outcomes of several runs, whose steps take turns."""
+    outcomes: dict[int, Outcome] = {}
+    while len(outcomes) < len(runs):
+        for index, each in enumerate(runs):
+            if index not in outcomes:
+                try:
+                    next(each)
+                except StopIteration as end:
+                    outcomes[index] = end.value
+    return [outcomes[index] for index in range(len(runs))]
 
 
 def cosine(left: np.ndarray, right: np.ndarray) -> float:

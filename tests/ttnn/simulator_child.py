@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.ttnn.runs import Outcome, adamw, cpu, gpt, mlp, run, sgd
+from tests.ttnn.runs import Outcome, adamw, cpu, gpt, mlp, run, sgd, side_by_side, turns
 from ttrain.core.spec import DType
 from ttrain.device.ttnn.device import open_device
 from ttrain.device.ttnn.settings import TenstorrentConfig
@@ -35,18 +35,27 @@ def packed(prefix: str, outcome: Outcome) -> dict[str, np.ndarray]:
 
 def main(out: str, text: str) -> None:
     order = json.loads(text)
+    replicas = order.get("replicas", 1)
     common = {"rows": order.get("rows", 2), "steps": order.get("steps", 5)}
     make = sgd if order.get("optimizer") == "sgd" else adamw
     config = TenstorrentConfig(
         mode="simulator", simulator=os.environ["TT_METAL_SIMULATOR"], trace_region_mb=8,
-        command_queues=order.get("queues", 1),
+        command_queues=order.get("queues", replicas), subdevices=replicas, core_grid=order.get("core_grid"),
     )  # fmt: skip
     device = open_device(config)
+    compute = DType.BF16 if not order.get("fp32") else DType.FP32
+    how = {**common, "engine": order.get("engine", "static"), "ahead": order.get("ahead", False)}
     try:
-        compute = DType.FP32 if order.get("fp32") else DType.BF16
-        there = run(model_of(order, compute), make(), device, engine=order.get("engine", "static"), **common)
-        here = run(model_of(order, DType.FP32), make(), cpu(), **common)
-        np.savez(Path(out), **packed("there", there), **packed("here", here))
+        runs = [
+            turns(model_of(order, compute), make(), part, weights=7 + index, **how)
+            for index, part in enumerate(device.replicas())
+        ]
+        arrays: dict[str, np.ndarray] = {}
+        for index, there in enumerate(side_by_side(runs)):
+            here = run(model_of(order, DType.FP32), make(), cpu(), weights=7 + index, **common)
+            number = str(index or "")
+            arrays |= {**packed(f"there{number}", there), **packed(f"here{number}", here)}
+        np.savez(Path(out), **arrays)
     finally:
         device.close()
 

@@ -36,9 +36,11 @@ class Twins:
             pairs[key] = self._twins[key]
             return pairs[key][1]
 
+        # New tensors may get memory that launches under way still use: the first write waits for all of them.
+        free = self._mesh.record(0) if self._taken is None else self._taken
         store.beside = beside
         try:
-            with self._mesh.second_queue(store, self._taken):
+            with self._mesh.second_queue(store, free):
                 upload()
         finally:
             store.beside = None

@@ -86,7 +86,7 @@ class ConfinedRuntime:
     # Products.
 
     def matmul(self, a: Any, b: Any, **options: Any) -> Any:
-        batch = math.prod(b.shape[:-2])
+        batch = math.prod(tuple(b.shape)[:-2])
         if batch == 1:
             return self._product(self._tt.matmul, a, b, **options)
         return self._matrix_by_matrix(a, b, batch, **options)

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.core.errors import CaptureError, GraphError
+from ttrain.core.errors import CaptureError, ConfigError, DeviceUnavailable, GraphError
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Device, Form, Kernel, Launch
 from ttrain.device.ttnn.ahead import Twins
+from ttrain.device.ttnn.environment import opening_failure
 from ttrain.device.ttnn.form import TileForm, shares_memory, usual_form
 from ttrain.device.ttnn.hosted import both_tables, host_device, hosted_by
 from ttrain.device.ttnn.kernels import kernel_table
@@ -54,8 +55,36 @@ class Shelf:
 
 
 def open_device(config: TenstorrentConfig) -> TenstorrentDevice:
-    """device=tt|n150|n300|t3000|p150. Raises DeviceUnavailable or DeviceBusy."""
-    return TenstorrentDevice(Mesh.open(config), config)
+    """device=tt|n150|n300|t3000|p150. Raises DeviceUnavailable or DeviceBusy, ConfigError for what no chip has."""
+    try:
+        mesh = Mesh.open(config)
+    except RuntimeError as error:
+        raise DeviceUnavailable(f"device={config.name}: {opening_failure(error)}") from error
+    problems = size_problems(config, mesh.cores, mesh.memory()["total"])
+    if problems:
+        mesh.close()
+        raise ConfigError(problems)
+    return TenstorrentDevice(mesh, config)
+
+
+IMPOSSIBLE = 1 << 45  # bytes
+
+
+def size_problems(config: TenstorrentConfig, cores: tuple[int, int], memory: int) -> list[str]:
+    """What a config asks of a chip with that many [rows, columns] of cores and bytes of DRAM left, and it does not have."""
+    found = []
+    grid = config.core_grid
+    if grid is not None and (grid[0] > cores[0] or grid[1] > cores[1]):
+        found.append(
+            f"device.core_grid={grid}: device={config.name} has {cores[0]} rows of {cores[1]} cores that compute. "
+            f"Give device.core_grid=[{min(grid[0], cores[0])},{min(grid[1], cores[1])}], or null for all."
+        )
+    if memory >= IMPOSSIBLE:  # a region of more than the chip has makes the allocator's numbers wrap around
+        found.append(
+            f"device.trace_region_mb={config.trace_region_mb}: is more than device={config.name} has in all. Give a "
+            "smaller one; tens of MiB hold a step."
+        )
+    return found
 
 
 class TenstorrentDevice(Device):
@@ -70,7 +99,7 @@ class TenstorrentDevice(Device):
         self.mesh, self.config, self.name = mesh, config, config.name
         self.computes, self.chips = config.mode != "mock", mesh.chips
         self.supports_capture = mesh.can_trace
-        self.store = Store(mesh.tt, mesh.handle, mesh.chips, mesh.banks, self._count)
+        self.store = Store(mesh.tt, mesh.handle, mesh.chips, mesh.banks, self._count, mesh.queue)
         self.hosted = hosted_by(config)
         self.host = None if self.hosted is None else host_device(config, self.computes)
         self.overlaps = mesh.overlaps and self.hosted is None

@@ -252,7 +252,7 @@ class GoldenMesh:
         self.tt = GoldenRuntime()
         self.handle, self.chips, self.banks, self.can_trace = None, 1, 12, True
         self.precision = self.grid = self.whole_grid = self.part = self.divided = None
-        self.overlaps = False
+        self.overlaps, self.queue = False, 0
 
     def writing(self, store: Any) -> Any:
         return nullcontext()

@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 class Store:
     """Makes tensors on an open mesh of chips. `tt` is ttnn, or what stands in for it in the tests."""
 
-    def __init__(self, tt: Any, mesh: Any, chips: int, banks: int, count: Callable[[int], None]) -> None:
+    def __init__(
+        self, tt: Any, mesh: Any, chips: int, banks: int, count: Callable[[int], None], queue: int = 0
+    ) -> None:
         self.tt, self.mesh, self.chips, self.banks = tt, mesh, chips, banks
         self._count = count  # told the bytes of every tensor before it is made
         self.stale: set[Derived | Key] = set()
-        self.queue = 0  # that host writes go through
+        self.queue = queue  # that host writes go through
         self.beside: Callable[[Any, TileForm], Any] | None = None  # where to write instead of into a tensor
 
     def empty(self, form: TileForm) -> Any:
