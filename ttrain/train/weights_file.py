@@ -62,13 +62,16 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def _read_pt(path: Path) -> Any:
     import pickle
+    import warnings
     import zipfile
 
     import torch
 
     try:
         # Files of PyTorch before 1.6 are no archives, and can't be mapped.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickle protocols that only files with more in them have
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         reason = str(error)
         if "weights_only" not in reason and "Unsupported" not in reason:
@@ -183,11 +186,12 @@ def _replaced(path: Path, write: Callable[[Path], object]) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(beside)
-        sync_file(beside)
-        os.replace(beside, path)
+        try:
+            write(beside)
+            sync_file(beside)
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
         sync_directory(path.parent)
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a file can't be written
         raise UserError(f"{path} can't be written: {_first_line(str(error))}") from None
-    finally:
-        beside.unlink(missing_ok=True)
