@@ -35,6 +35,18 @@ if seed in (106, 108) and not fixed:  # the user interrupts; 108 does not stop f
     for _ in range(100): time.sleep(0.1); _ == 3 and os.kill(os.getppid(), signal.SIGINT)
 if seed == 107: time.sleep(0.5)
 value = float(words.get("optimizer.lr", 1)) + seed
+if "plan.json" in words:
+    plan = {"parameters": {"total": 7}, "memory": {"total": 2048}, "expected": {"step_ms": 2.0 * value}}
+    sys.exit(pathlib.Path(words["plan.json"].strip("'")).write_text(json.dumps(plan)) and 0)
+if "bench.out" in words:
+    out = pathlib.Path(words["bench.out"].strip("'"))
+    if out.exists(): sys.exit(print("ttrain: holds results already", file=sys.stderr) or 2)
+    out.mkdir()
+    rows = [("PyTorch", "eager", "ok", 6.0), ("PyTorch", "compile", "failed", 1.0), ("ttrain", "static", "ok", value)]
+    made = [{"side": s, "contender": c, "status": how, "step_ms": {"median": t}} for s, c, how, t in rows]
+    jobs = [{"title": "mlp", "precision": name, "rows": made} for name in ("fp32", "bf16")[:1 + (seed == 3)]]
+    (out / "results.json").write_text(json.dumps({"jobs": jobs}))
+    sys.exit(1 if seed == 109 and not fixed else 0)
 (folder / "summary.json").write_text(json.dumps({"best_val_loss": value, "step": 4, "tokens_per_s": 1000.0}))
 """
 

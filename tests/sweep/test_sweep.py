@@ -204,6 +204,44 @@ def test_an_interrupted_search_repeats_nothing_it_knows(sweep: Sweep) -> None:
     assert len(started()) == 2
 
 
+def test_plans_are_listed_by_what_they_need(sweep: Sweep, capfd: Any) -> None:
+    assert sweep("task=plan", "optimizer.lr=0.1,0.2", "run.seed=1") == 0
+    path = only_sweep()
+    assert [(row["parameters"], row["memory_bytes"], row["objective"]) for row in table(path)] == [
+        ("7", "2048", "2.2"), ("7", "2048", "2.4"),
+    ]  # fmt: skip
+    assert (path / "000_lr=0.1" / "plan.json").exists() and (path / "optimizer.lr.svg").exists()
+    printed = capfd.readouterr()
+    assert "2.0 KiB" in printed.out and "step_ms 2.2" in printed.err
+    assert "train/loss" not in printed.out
+
+
+def test_benchmarks_are_listed_by_their_contenders(sweep: Sweep, capfd: Any) -> None:
+    words = ("task=bench", "bench=mlp", "run.seed=1,2")
+    assert sweep(*words) == 0
+    rows = table(only_sweep())
+    assert [(row["eager_ms"], row["static_ms"], row["times_as_fast"], row["objective"]) for row in rows] == [
+        ("6.0", "2.0", "3.0", "3.0"), ("6.0", "3.0", "2.0", "2.0"),
+    ]  # fmt: skip
+    assert "compile_ms" not in rows[0] and "times_as_fast 3" in capfd.readouterr().err
+
+
+def test_a_benchmark_that_failed_starts_again_beside_what_it_left(sweep: Sweep) -> None:
+    words = ("task=bench", "bench=mlp", "run.seed=3,109")
+    assert sweep(*words) == 1
+    Path("fixed").touch()
+    assert sweep(*words) == 0
+    path = only_sweep()
+    assert sorted(entry.name for entry in path.glob("*/bench_*")) == ["bench_1", "bench_1", "bench_2"]
+    assert table(path)[0]["bf16 static_ms"] == "4.0" and table(path)[1]["static_ms"] == "110.0"
+
+
+def test_an_objective_that_no_job_has_is_told(sweep: Sweep, capfd: Any) -> None:
+    assert sweep("run.seed=1,2", "sweep.objective=best_loss") == 0
+    said = capfd.readouterr().err
+    assert "sweep.objective=best_loss: no job has such a number. There are: best_val_loss, step, tokens_per_s." in said
+
+
 def test_words_of_a_weights_and_biases_agent(tmp_path: Path) -> None:
     """An agent starts `python -m ttrain --key=value ...`; the config that this composes is the run's."""
     words = ["--optimizer.lr=0.02", "--train.steps=3", "--model=mlp", "--data=regression"]

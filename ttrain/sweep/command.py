@@ -16,6 +16,7 @@ from ttrain.core.errors import ConfigError, UserError
 from ttrain.sweep import outcome
 from ttrain.sweep.folder import FINISHED, SweepFolder, read_sweep
 from ttrain.sweep.jobs import Job, SweepWords, check_directories, compose_job
+from ttrain.sweep.numbers import as_number, objective_key
 from ttrain.sweep.run import Queue, Runner
 
 
@@ -108,9 +109,10 @@ def _finish(folder: SweepFolder, jobs: Sequence[Job], settings: SweepConfig, run
     records = outcome.rows(folder, jobs)
     outcome.write_table(folder.path / "sweep.csv", records)
     axes = list(dict.fromkeys(key for job in jobs for key in job.axes))
-    outcome.draw_axes(folder.path, records, axes, settings.objective)
+    objective = _objective(folder, jobs, settings)
+    outcome.draw_axes(folder.path, records, axes, objective)
     if records:
-        outcome.print_table(records, settings.objective)
+        outcome.print_table(records, axes, objective)
     finished = sum(record["state"] == FINISHED for record in records)
     done = finished == len(records) and not runner.interrupted
     folder.finish(done)
@@ -118,6 +120,22 @@ def _finish(folder: SweepFolder, jobs: Sequence[Job], settings: SweepConfig, run
     if not done:
         _say("the same command again runs the jobs that are missing or failed")
     return runner.exit_code
+
+
+def _objective(folder: SweepFolder, jobs: Sequence[Job], settings: SweepConfig) -> str:
+    """The key that jobs were judged by; says so where none of them has it."""
+    key, known = settings.objective, set[str]()
+    for job in jobs:
+        status = folder.status(job)
+        if status.get("state") == FINISHED:
+            task, numbers = outcome.job_numbers(folder, job, status)
+            key = objective_key(task, numbers, settings.objective)
+            if as_number(numbers.get(key)) is not None:
+                return key
+            known |= {name for name, value in numbers.items() if as_number(value) is not None}
+    if known and settings.objective != SweepConfig().objective:
+        _say(f"sweep.objective={settings.objective}: no job has such a number. There are: {', '.join(sorted(known))}.")
+    return key
 
 
 def _say(text: str) -> None:

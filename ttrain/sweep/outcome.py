@@ -4,40 +4,25 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.units import format_count, format_duration
-from ttrain.sweep.folder import SweepFolder
+from ttrain.core.units import format_bytes, format_count, format_duration
+from ttrain.sweep.folder import Status, SweepFolder
 from ttrain.sweep.jobs import Job
+from ttrain.sweep.numbers import TRAINING, Numbers, columns, numbers_of
 from ttrain.train.chart import Series, line_chart
 from ttrain.train.files import replace_file
-from ttrain.train.metrics import read_metrics
 
 _LOG_BYTES = 1 << 18
 _WIDE = 10.0  # an axis that spans more than this factor is drawn on a logarithmic scale
 _SHOWN = 160  # characters of a reason; sweep.csv has all of them
 _PLAIN_WIDTH = 240  # characters of a table that goes to a file
-COLUMNS = ("step", "train/loss", "val/loss", "best_val_loss", "tokens_per_s")
-
-
-def objective_of(run: Path, key: str) -> float | None:
-    """A number of the run's summary.json; None where it has none."""
-    value = read_summary(run).get(key)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def read_summary(run: Path) -> dict[str, Any]:
-    """The content of summary.json; empty without one."""
-    try:
-        summary = json.loads((run / "summary.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return summary if isinstance(summary, dict) else {}
+_LAST = ("objective", "seconds", "exit_code", "reason", "folder")
+_MANY = 100_000  # counts from here on are rounded
 
 
 def failure_text(log: Path, start: int) -> tuple[str, str | None]:
@@ -61,14 +46,13 @@ def rows(folder: SweepFolder, jobs: Sequence[Job]) -> list[dict[str, Any]]:
     found = []
     for job in jobs:
         status = folder.status(job)
-        run = folder.path / str(status.get("run", job.name))
-        results = read_summary(run) or _newest(run)
+        task, numbers = job_numbers(folder, job, status)
         found.append(
             {
                 "job": job.number,
                 **job.axes,
                 "state": status.get("state", "missing"),
-                **{key: results.get(key) for key in COLUMNS},
+                **columns(task, numbers),
                 "objective": status.get("objective"),
                 "seconds": status.get("seconds"),
                 "exit_code": status.get("exit_code"),
@@ -79,48 +63,56 @@ def rows(folder: SweepFolder, jobs: Sequence[Job]) -> list[dict[str, Any]]:
     return found
 
 
-def _newest(run: Path) -> dict[str, Any]:
-    newest: dict[str, Any] = {}
-    for line in read_metrics(run / "metrics.jsonl"):
-        newest.update({key: value for key, value in line.items() if value is not None})
-    return newest
+def job_numbers(folder: SweepFolder, job: Job, status: Status) -> tuple[str, Numbers]:
+    """Task and numbers of a job, by what its status says of where they are."""
+    task, output = str(status.get("task", "train")), status.get("output")
+    run = folder.path / str(status.get("run", job.name))
+    return task, numbers_of(task, run, None if output is None else folder.path / str(output))
 
 
 def write_table(path: Path, records: Sequence[dict[str, Any]]) -> None:
     """The records as CSV."""
     text = io.StringIO()
-    names = list(dict.fromkeys(key for record in records for key in record))
+    names = sorted(dict.fromkeys(key for record in records for key in record), key=lambda key: key in _LAST)
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
     replace_file(path, text.getvalue())
 
 
-def print_table(records: Sequence[dict[str, Any]], objective: str) -> None:
+def print_table(records: Sequence[dict[str, Any]], axes: Sequence[str], objective: str) -> None:
     """One line a job on the terminal."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
-    fixed = {"job", "state", *COLUMNS, "objective", "seconds", "exit_code", "reason", "folder"}
-    axes = [key for key in records[0] if key not in fixed] if records else []
-    for name in ("job", *axes, "state", "step", "train/loss", objective, "tokens/s", "time", "reason"):
+    shown = {"step": "step", "train/loss": "train/loss", "objective": objective, "tokens_per_s": "tokens/s"}
+    training = any(record.get("step") is not None for record in records)
+    hidden = {"job", "state", *axes, *_LAST, *(TRAINING if training else ())}
+    numbers = [key for record in records for key, value in record.items() if key not in hidden and value is not None]
+    shown = {**(shown if training or not numbers else {}), **{key: key for key in numbers}}
+    for name in ("job", *axes, "state", *shown.values(), "time", "reason"):
         table.add_column(name, no_wrap=name != "reason")  # where there is no room, the reason gives way
     for record in records:
         reason = str(record["reason"] or "").splitlines()
         cells = [
-            str(record["job"]), *(str(record[key]) for key in axes), record["state"], _cell(record["step"]),
-            _cell(record["train/loss"]), _cell(record["objective"]),
-            format_count(record["tokens_per_s"]) if record["tokens_per_s"] else "",
+            str(record["job"]), *(str(record[key]) for key in axes), record["state"],
+            *(_cell(key, record.get(key)) for key in shown),
             format_duration(record["seconds"]) if record["seconds"] else "", reason[0][:_SHOWN] if reason else "",
         ]  # fmt: skip
         table.add_row(*map(Text, cells))
     Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(table)
 
 
-def _cell(value: Any) -> str:
-    return "" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+def _cell(key: str, value: Any) -> str:
+    if value is None or value == "":
+        return ""
+    if key.endswith("_bytes"):
+        return format_bytes(int(value))
+    if key == "tokens_per_s" or (isinstance(value, int) and value >= _MANY):
+        return format_count(value)
+    return f"{value:.4g}" if key.endswith("_ms") else f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def draw_axes(folder: Path, records: Sequence[dict[str, Any]], axes: Sequence[str], objective: str) -> list[Path]:

@@ -17,7 +17,8 @@ from ttrain.core.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER
 from ttrain.core.units import format_duration
 from ttrain.sweep.folder import FINISHED, LOG, Status, SweepFolder, relative
 from ttrain.sweep.jobs import Job
-from ttrain.sweep.outcome import failure_text, objective_of
+from ttrain.sweep.numbers import as_number, objective_key, output_word
+from ttrain.sweep.outcome import failure_text, job_numbers
 from ttrain.train.child import Child, PassOn, describe_exit
 from ttrain.train.run_directory import RECORD
 
@@ -117,8 +118,10 @@ class Runner:
             self._start(job, on_card)
 
     def _start(self, job: Job, on_card: bool) -> None:
-        words = self._words(job)
+        words, output = self._words(job)
         status = {**self._status(job, words), "state": "running", "pid": None}
+        if output is not None:
+            status["output"] = relative(output, self.folder.path)
         path = self.folder.job_folder(job)
         log = path / LOG
         size = log.stat().st_size if log.exists() else 0
@@ -128,17 +131,22 @@ class Runner:
         self._running.append(_Running(job, child, status, size, time.monotonic(), on_card))
         self._say(f"job {job.name} started: {path}")
 
-    def _words(self, job: Job) -> list[str]:
-        """The words of the job; a training job gets a run directory, and continues the run that it has there."""
+    def _words(self, job: Job) -> tuple[list[str], Path | None]:
+        """The words of the job, and where its results go if it does not train.
+
+        A training job gets a run directory, and continues the run that it has there; another one a place for results.
+        """
         words = [word for word in job.overrides if not word.startswith("hydra.")]
         assert job.config is not None
         if job.config.task.name != "train":
-            return words
+            attempt = self.folder.status(job).get("attempts", 0) + 1
+            key, output = output_word(job.config, self.folder.job_folder(job), attempt)
+            return words if key is None else [*words, f"{key}={_quoted(Path(str(output)))}"], output
         run = self._run_directory(job)
         words = [word for word in words if not word.startswith("run.dir=")] + [f"run.dir={_quoted(run)}"]
         if (run / RECORD).exists():
             words = [word for word in words if not word.startswith("resume=")] + ["resume=auto"]
-        return words
+        return words, None
 
     def _run_directory(self, job: Job) -> Path:
         given = None if job.config is None or job.config.task.name != "train" else job.config.run.dir
@@ -148,6 +156,7 @@ class Runner:
         before = self.folder.status(job)
         return {
             "job": job.number,
+            "task": "train" if job.config is None else job.config.task.name,
             "axes": job.axes,
             "words": list(words) or list(job.overrides),
             "run": relative(self._run_directory(job), self.folder.path),
@@ -176,10 +185,11 @@ class Runner:
     def _ended(self, running: _Running, code: int) -> Status:
         job, status = running.job, dict(running.status)
         seconds = time.monotonic() - running.started
-        run = self._run_directory(job)
         status |= {"exit_code": code, "ended": _now(), "seconds": round(seconds, 3)}
-        status["objective"] = objective_of(run, self.settings.objective)
-        reached = "" if status["objective"] is None else f", {self.settings.objective} {status['objective']:.6g}"
+        task, numbers = job_numbers(self.folder, job, status)
+        key = objective_key(task, numbers, self.settings.objective)
+        status["objective"] = as_number(numbers.get(key))
+        reached = "" if status["objective"] is None else f", {key} {status['objective']:.6g}"
         if code == 0:
             self._say(f"job {job.name} finished in {format_duration(seconds)}{reached}")
             return {**status, "state": FINISHED}

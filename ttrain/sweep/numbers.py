@@ -1,0 +1,118 @@
+"""The main numbers of a job, by its task: what training, a plan or a benchmark has left behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ttrain.config.schema import Config
+from ttrain.train.metrics import read_metrics
+
+TRAINING = ("step", "train/loss", "val/loss", "best_val_loss", "tokens_per_s")
+_OUTPUT = {"bench": "bench.out", "plan": "plan.json", "verify": "verify.json"}  # key that says where results go
+_OBJECTIVE = {"bench": "times_as_fast", "plan": "step_ms"}  # where none of the job's numbers is called sweep.objective
+
+Numbers = dict[str, Any]
+
+
+def output_word(config: Config, folder: Path, attempt: int) -> tuple[str | None, Path | None]:
+    """(key that a job has to be given so that its results come to `folder`, or None; where they are).
+
+    A benchmark refuses a folder that holds results, so each attempt has one of its own.
+    """
+    key = _OUTPUT.get(config.task.name)
+    if key is None:
+        return None, None
+    section, _, name = key.partition(".")
+    given = getattr(getattr(config, section), name)
+    if given is not None:
+        return None, Path(given)
+    return key, folder / (f"bench_{attempt}" if section == "bench" else name.replace("json", f"{section}.json"))
+
+
+def numbers_of(task: str, run: Path, output: Path | None) -> Numbers:
+    """Numbers by name, for the columns of a table; those of training are always there, None where not known."""
+    if task == "plan" and output is not None:
+        return _plan(read_json(output))
+    if task == "bench" and output is not None:
+        return _bench(read_json(output / "results.json"))
+    if task != "train":
+        return {}
+    results = read_json(run / "summary.json") or _newest(run)
+    return {**results, **{key: results.get(key) for key in TRAINING}}
+
+
+def columns(task: str, numbers: Numbers) -> Numbers:
+    """The numbers that a table has room for."""
+    return {key: numbers.get(key) for key in TRAINING} if task == "train" else numbers
+
+
+def objective_key(task: str, numbers: Numbers, wanted: str) -> str:
+    """The number that a job is judged by: the one wanted where it has that, else the one usual for its task."""
+    return wanted if wanted in numbers else _OBJECTIVE.get(task, wanted)
+
+
+def as_number(value: Any) -> float | None:
+    """A float where it is a number, else None."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is none."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _newest(run: Path) -> Numbers:
+    newest: Numbers = {}
+    for line in read_metrics(run / "metrics.jsonl"):
+        newest.update({key: value for key, value in line.items() if value is not None})
+    return newest
+
+
+def _plan(plan: dict[str, Any]) -> Numbers:
+    if not plan:
+        return {}
+    expected, largest = plan.get("expected") or {}, plan.get("largest") or {}
+    found: Numbers = {
+        "parameters": plan.get("parameters", {}).get("total"),
+        "flops_per_step": plan.get("flops_per_step", {}).get("total"),
+        "memory_bytes": plan.get("memory", {}).get("total"),
+        "step_ms": expected.get("step_ms"),
+        "tokens_per_s": expected.get("tokens_per_s"),
+    }
+    found |= {f"largest_{key}": value.get("value") for key, value in largest.items() if isinstance(value, dict)}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _bench(results: dict[str, Any]) -> Numbers:
+    """Median step time of every contender, and how many times as fast as the best PyTorch ours is, the best of each.
+
+    Where a benchmark has several tables, `times_as_fast` is the least of them.
+    """
+    found: Numbers = {}
+    ratios: list[float] = []
+    jobs = results.get("jobs") or []
+    for job in jobs:
+        before = f"{job.get('title')} " if len({other.get("title") for other in jobs}) > 1 else ""
+        before += f"{job.get('precision')} " if len({other.get("precision") for other in jobs}) > 1 else ""
+        times = dict(_times(job))
+        found |= {f"{before}{name}_ms": time for (_, name), time in times.items()}
+        ours = [time for (side, _), time in times.items() if side == "ttrain"]
+        others = [time for (side, _), time in times.items() if side == "PyTorch"]
+        if ours and others:
+            ratios.append(min(others) / min(ours))
+            found[f"{before}times_as_fast"] = ratios[-1]
+    return {**found, "times_as_fast": min(ratios)} if ratios else found
+
+
+def _times(job: dict[str, Any]) -> Iterator[tuple[tuple[str, str], float]]:
+    for row in job.get("rows") or []:
+        median = (row.get("step_ms") or {}).get("median")
+        if row.get("status") == "ok" and median is not None:
+            yield (str(row.get("side")), str(row.get("contender"))), float(median)
