@@ -95,6 +95,15 @@ def _optimizer(config: Config) -> Iterator[str]:
         yield f"optimizer.betas={optimizer.betas}: must hold two numbers, got {len(optimizer.betas)}."
 
 
+@check("optimizer", "precision")
+def _stochastic_rounding(config: Config) -> Iterator[str]:
+    if config.optimizer.stochastic_rounding and config.precision.name != "bf16_pure":
+        yield (
+            f"optimizer.stochastic_rounding=true: precision={config.precision.name} keeps fp32 weights, so there is "
+            "nothing to round. Give precision=bf16_pure, or optimizer.state_dtype=bf16 for moments alone."
+        )
+
+
 @check("schedule", "train")
 def _schedule(config: Config) -> Iterator[str]:
     schedule = config.schedule
@@ -199,10 +208,15 @@ def _report(config: Config) -> Iterator[str]:
         yield "task=report: needs a run. Give run=<run directory>, or run=<one>,<another> to compare."
 
 
-@check("resume", "run")
+@check("resume", "run", "train")
 def _resume(config: Config) -> Iterator[str]:
     if config.resume == "auto" and config.run.dir is None:
         yield "resume=auto: continues the run in run.dir, which has no value. Give run.dir=<run directory> as well."
+    if config.resume not in ("", "none", "auto") and "train.init_from" in config.source.explicit:
+        yield (
+            f"train.init_from={config.train.init_from}: is for new runs, but resume={config.resume} continues one. "
+            "Leave one of the two out."
+        )
     if not config.resume:
         yield "resume='': must be none, auto or the folder of a run or checkpoint."
 
@@ -235,7 +249,7 @@ def _bench(config: Config) -> Iterator[str]:
 
 @check("device", "precision")
 def _tenstorrent_precision(config: Config) -> Iterator[str]:
-    if config.precision.name in ("bf16_pure", "bf8") and not isinstance(config.device, TenstorrentConfig):
+    if config.precision.name == "bf8" and not isinstance(config.device, TenstorrentConfig):
         yield f"precision={config.precision.name}: only on Tenstorrent devices. Give precision=bf16 or device=tt."
 
 

@@ -19,6 +19,7 @@ from ttrain.train import resume as resuming
 from ttrain.train.events import Events
 from ttrain.train.heartbeat import Heartbeat
 from ttrain.train.run_directory import RECORD, RunDirectory
+from ttrain.train.warm_start import WarmStart, open_warm_start
 
 if TYPE_CHECKING:
     from ttrain.data.batches import Dataset
@@ -65,11 +66,14 @@ def _run(config: Config) -> float | None:
         resuming.check_architecture(point.checkpoint.config, stored, point.checkpoint.path)
         resuming.check_tokenizer(point.checkpoint.tokenizer, _tokenizer_json(dataset), point.checkpoint.path)
     prompt = _prompt(config, dataset)
+    warm = None
+    if point is None and config.train.init_from is not None:
+        warm = open_warm_start(config.train.init_from, model)
     shorter = {length: build.shorter_model(config, model, length) for length in config.train.block_schedule}
     with ExitStack() as stack:
         device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
         console = build.build_console(config.logger)
-        job = _Job(config, stored, dataset, model, device, console, prompt, point, heartbeat, shorter)
+        job = _Job(config, stored, dataset, model, device, console, prompt, point, heartbeat, shorter, warm)
         if device.computes:
             return job.recorded(stack)
         job.rehearse(stack) if device.step_facts() else job.dry_run(stack)
@@ -126,6 +130,7 @@ class _Job:
     point: ResumePoint | None
     heartbeat: Heartbeat
     shorter: dict[int, Model | None]  # by length: what records training on shorter sequences
+    warm: WarmStart | None  # where a new run takes its first values from
     steps: dict[str, Step] = dataclasses.field(default_factory=dict)
 
     def recorded(self, stack: ExitStack) -> float | None:
@@ -228,21 +233,35 @@ class _Job:
 
         remove_unfinished(run.checkpoints)
         note_earlier_legs(run.path)
-        self._first_values(session)
+        fitted = self._first_values(session)
         if self.point is None:
             cut_metrics(run.metrics, 0)
-            return Progress(), {}
+            return Progress(), self._tell_warm_start()
         progress, leg, notes = resuming.take_up(self.point, run, self.stored, self.dataset.description)
-        for note in notes:
+        for note in (*notes, *fitted):
             self.console.say(note)
         return progress, leg
 
-    def _first_values(self, session: Session) -> None:
-        """The state as this leg begins with it; the optimizer's tensors of a new run are zero."""
-        if self.point is None:
-            session.initialize(self.config.run.seed)
-        else:
-            self.point.checkpoint.load(session.state)
+    def _tell_warm_start(self) -> dict[str, Any]:
+        """Says what was taken from elsewhere; what to record of it."""
+        if self.warm is None:
+            return {}
+        for line in self.warm.lines():
+            self.console.say(line)
+        if None not in (self.warm.tokenizer, given := _tokenizer_json(self.dataset)) and self.warm.tokenizer != given:
+            self.console.say(
+                "WARNING: its tokenizer is another one, so the rows of embedding and head mean other tokens."
+            )
+        return self.warm.record()
+
+    def _first_values(self, session: Session) -> tuple[str, ...]:
+        """The state as this leg begins with it; the optimizer's tensors of a new run are zero. What to tell of it."""
+        if self.point is not None:
+            return self.point.checkpoint.load(session.state)
+        session.initialize(self.config.run.seed)
+        if self.warm is not None:
+            self.warm.apply(session.state)
+        return ()
 
     def _record(self, session: Session, run: RunDirectory, leg: dict[str, Any], steps: dict[str, Step]) -> None:
         from ttrain.train.plan_report import plan_report

@@ -7,7 +7,7 @@ resumed, or rolled back, lands in the right notch and at the right token.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +106,12 @@ class Newest:
     def __call__(self, inputs: Inputs) -> Outputs:
         return self._steps[self._name](inputs)
 
+    def start(self, inputs: Inputs) -> Callable[[], Outputs]:
+        """See engine.base.Step, as for the next two."""
+        return self._steps[self._name].start(inputs)
+
+    def write_ahead(self, inputs: Inputs) -> None:
+        self._steps[self._name].write_ahead(inputs)
+
     def inspect(self, inputs: Inputs, look: Look) -> bool:
-        """See engine.base.Step."""
         return self._steps[self._name].inspect(inputs, look)

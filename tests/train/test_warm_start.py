@@ -1,0 +1,179 @@
+"""First values of a new run from elsewhere: what fits by name and shape, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from tests.models.plain_gpt import PlainGPT
+from ttrain.cli import main
+from ttrain.models.gpt import GPT
+from ttrain.models.settings import GPTConfig
+from ttrain.nn.initialize import initial_values
+
+SIZE = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocabulary": 256}
+MODEL = [f"model.{name}={size}" for name, size in SIZE.items()]
+QUIET = ["logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=4", "model.preset=null", "data=text"]
+DATA = ["data.path=book.txt", "data.tokenizer=byte", "train.batch_size=2", "train.eval_batches=1", "train.log_every=1"]
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text("some words of a book that nobody wrote\n" * 60)
+    return lambda *words: main([*QUIET, *DATA, *MODEL, "train.steps=1", "optimizer.lr=0", *words])
+
+
+def parameters(run: str) -> dict[str, np.ndarray]:
+    (file,) = Path(run, "checkpoints").glob("step_*1/parameters-*.safetensors")
+    return load_file(file)
+
+
+def moments(run: str) -> dict[str, np.ndarray]:
+    (file,) = Path(run, "checkpoints").glob("step_*1/optimizer-*.safetensors")
+    return load_file(file)
+
+
+def first_values(**changes: Any) -> dict[str, np.ndarray]:
+    return initial_values(GPT(GPTConfig(**{**SIZE, "bias": False, **changes})), 1337)
+
+
+@pytest.fixture
+def source(train: Any) -> str:
+    """A run whose values are not those that a new run would draw."""
+    assert train("run.dir=source", "run.seed=5", "optimizer.lr=1e-2", "schedule.warmup=0") == 0
+    return "source"
+
+
+def test_a_run_a_checkpoint_and_a_file_of_one(train: Any, source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = parameters(source)
+    save_file(given, "weights.safetensors")
+    for number, place in enumerate([source, f"{source}/checkpoints/step_00000001", "weights.safetensors"]):
+        capsys.readouterr()
+        assert train(f"run.dir=run{number}", f"train.init_from={place}") == 0
+        taken = parameters(f"run{number}")
+        assert taken.keys() == given.keys() and all((taken[name] == given[name]).all() for name in given)
+        assert f"Warm start from {place}: {len(given)} of {len(given)} parameters" in capsys.readouterr().err
+    record = json.loads(Path("run0/run.json").read_text())["legs"][0]
+    assert record["init_from"] == source and sorted(record["taken"]) == sorted(given)
+    assert json.loads(Path("run0/metrics.jsonl").read_text().splitlines()[0])["step"] == 1
+    # The optimizer starts anew: after one step its moments are those of that step's gradient alone.
+    assert train("run.dir=other", "run.seed=1337", "train.init_from=weights.safetensors") == 0
+    assert all((moments("run0")[name] == moments("other")[name]).all() for name in moments("other"))
+
+
+def test_only_what_fits_by_name_and_shape(train: Any, source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another context and one layer more: the rest is taken, and the table names what starts anew."""
+    assert train("run.dir=run", f"train.init_from={source}", "model.context=12", "model.layers=3") == 0
+    given, taken, own = parameters(source), parameters("run"), first_values(context=12, layers=3)
+    for name, values in taken.items():
+        fits = name in given and given[name].shape == values.shape
+        assert (values == (given if fits else own)[name]).all(), name
+    printed = capsys.readouterr().err
+    assert "positions.weight" in printed and "[12, 32] starts anew: has shape [16, 32] in the source" in printed
+    assert "blocks.2.attention.qkv.weight         [96, 32] starts anew: not in the source" in printed
+    assert train("run.dir=fewer", f"train.init_from={source}", "model.layers=1") == 0
+    assert "not used of the source: blocks.1." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_original_names_of_a_pt_file(train: Any, wrapped: bool) -> None:
+    torch.manual_seed(0)
+    plain = PlainGPT(**SIZE, bias=False)
+    state = {f"_orig_mod.{name}" if wrapped else name: value for name, value in plain.state_dict().items()}
+    torch.save(state, "plain.pt")
+    assert train("run.dir=run", "train.init_from=plain.pt", "model.bias=false") == 0
+    expected = GPT(GPTConfig(**SIZE, bias=False)).from_original(plain.state_dict())
+    taken = parameters("run")
+    assert taken.keys() == expected.keys() and all((taken[name] == expected[name]).all() for name in expected)
+
+
+def test_an_original_with_fewer_layers_fills_the_first(train: Any) -> None:
+    torch.manual_seed(0)
+    plain = PlainGPT(**{**SIZE, "layers": 1}, bias=False)
+    torch.save(plain.state_dict(), "plain.pt")
+    assert train("run.dir=run", "train.init_from=plain.pt", "model.bias=false") == 0
+    expected = GPT(GPTConfig(**{**SIZE, "layers": 1}, bias=False)).from_original(plain.state_dict())
+    own, taken = first_values(), parameters("run")
+    assert all((taken[name] == expected.get(name, own[name])).all() for name in taken)
+
+
+def test_bf16_weights_are_widened(train: Any, source: str) -> None:
+    from safetensors.torch import save_file as save_torch
+
+    given = {name: torch.from_numpy(values).bfloat16() for name, values in parameters(source).items()}
+    save_torch(given, "weights.safetensors")
+    assert train("run.dir=run", "train.init_from=weights.safetensors") == 0
+    taken = parameters("run")
+    assert all((taken[name] == given[name].float().numpy()).all() for name in given)
+
+
+def test_a_resumed_run_does_not_start_warm_again(train: Any, source: str) -> None:
+    words = ["run.dir=run", f"train.init_from={source}", "optimizer.lr=1e-2", "schedule.warmup=0"]
+    assert train(*words, "resume=auto") == 0
+    os.rename(source, "gone")
+    assert train(*words, "resume=auto", "train.steps=2") == 0
+    record = json.loads(Path("run/run.json").read_text())["legs"]
+    assert "taken" in record[0] and "taken" not in record[1]
+
+
+def test_another_tokenizer_is_told(train: Any, source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run.dir=run", f"train.init_from={source}", "data.tokenizer=char") == 0
+    assert "WARNING: its tokenizer is another one" in capsys.readouterr().err
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("harmed",)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("nowhere", "train.init_from=nowhere does not exist"),
+        ("folder", "is neither a run nor a checkpoint"),
+        ("book.txt", "the name must end with .pt or .safetensors"),
+        ("broken.safetensors", "is not a safetensors file that can be read"),
+        ("broken.pt", "is not a .pt file that can be read"),
+        ("harmful.pt", "reading it could run code"),
+        ("strange.safetensors", "holds no weight of gpt: got other"),
+        ("wider.safetensors", "nothing fits this model by name and shape"),
+        ("nan.safetensors", "embedding.weight holds NaN or infinity"),
+        ("damaged", "the file was changed or damaged"),
+    ],
+)
+def test_sources_that_are_refused(train: Any, place: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is made: exit code 2, no traceback, no run directory."""
+    Path("folder").mkdir()
+    Path("broken.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    Path("broken.pt").write_bytes(b"PK\x03\x04 no archive")
+    torch.save({"weight": Harmful()}, "harmful.pt")
+    save_file({"other": np.zeros(3, np.float32)}, "strange.safetensors")
+    save_file({name: values.repeat(2, 0) for name, values in first_values().items()}, "wider.safetensors")
+    save_file({"embedding.weight": np.full((256, 32), np.nan, np.float32)}, "nan.safetensors")
+    if place == "damaged":
+        assert train("run.dir=damaged") == 0
+        (file,) = Path("damaged/checkpoints").glob("step_*/parameters-*")
+        raw = bytearray(file.read_bytes())
+        raw[-1] ^= 1
+        file.write_bytes(raw)
+    capsys.readouterr()
+    assert train("run.dir=run", f"train.init_from={place}") == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+    assert not Path("run").exists() and not Path("harmed").exists()
+
+
+def test_both_a_resume_and_a_warm_start_are_refused(
+    train: Any, source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(f"resume={source}", f"train.init_from={source}") == 2
+    assert "is for new runs, but resume=source continues one" in capsys.readouterr().err

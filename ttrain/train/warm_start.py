@@ -1,0 +1,108 @@
+"""First values of a new run from another run, a checkpoint or a file of weights: what fits by name and shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ttrain.core.errors import CheckpointError
+from ttrain.core.units import format_count
+from ttrain.train.protocols import State
+from ttrain.train.weights_file import Weights, weights_of
+
+_SHOWN = 20  # rows of the table of what does not fit
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """Where first values come from and which parameters they fit. Values are read when they are needed.
+
+    `fitting` are the parameters that are overwritten, in the model's order. `others` tells of every other one the shape
+    that the source has under its name, None where it has none.
+    """
+
+    source: Path
+    model: Any
+    fitting: tuple[str, ...]
+    others: Mapping[str, tuple[int, ...] | None]
+    unused: tuple[str, ...]  # names of the source that no parameter has
+    tokenizer: str | None = None  # the JSON of the source's tokenizer, where it has one
+
+    def apply(self, state: State) -> None:
+        """Overwrites the fitting parameters; the optimizer's tensors stay as they are."""
+        values, _ = _open(self.source, self.model)
+        for path in self.fitting:
+            state.write(path, values[path])
+
+    def lines(self) -> list[str]:
+        """For people: what was taken, then a row for every parameter that keeps its own first values."""
+        shapes = {path: parameter.shape for path, parameter in self.model.parameters().items()}
+        taken = sum(math.prod(shapes[path]) for path in self.fitting)
+        counts = f"{len(self.fitting)} of {len(shapes)} parameters"
+        values = f"{format_count(taken)} of {format_count(self.model.parameter_count)} values"
+        lines = [f"Warm start from {self.source}: {counts} ({values}) are taken."]
+        width = max(map(len, self.others), default=0)
+        for path, found in list(self.others.items())[:_SHOWN]:
+            why = "not in the source" if found is None else f"has shape {list(found)} in the source"
+            lines.append(f"  {path.ljust(width)}  {list(shapes[path])} starts anew: {why}")
+        if len(self.others) > _SHOWN:
+            lines.append(f"  and {len(self.others) - _SHOWN} more start anew")
+        if self.unused:
+            more = f" and {len(self.unused) - 3} more" if len(self.unused) > 3 else ""
+            lines.append(f"  not used of the source: {', '.join(self.unused[:3])}{more}")
+        return lines
+
+    def record(self) -> dict[str, Any]:
+        """For the run record."""
+        others = {path: None if found is None else list(found) for path, found in self.others.items()}
+        return {"init_from": str(self.source), "taken": list(self.fitting), "started_anew": others}
+
+
+def open_warm_start(source: str, model: Any) -> WarmStart:
+    """What a source has for a model. Raises CheckpointError where it can't be read, nothing fits, or NaN is in it."""
+    path = Path(source)
+    values, tokenizer = _open(path, model)
+    fitting: list[str] = []
+    others: dict[str, tuple[int, ...] | None] = {}
+    parameters = model.parameters()
+    for name, parameter in parameters.items():
+        if name not in values:
+            others[name] = None
+            continue
+        array = values[name]
+        if array.shape != tuple(parameter.shape):
+            others[name] = array.shape
+        elif not np.isfinite(array).all():
+            raise CheckpointError(f"train.init_from={source}: {name} holds NaN or infinity. Give another checkpoint.")
+        else:
+            fitting.append(name)
+    start = WarmStart(path, model, tuple(fitting), others, tuple(n for n in values if n not in parameters), tokenizer)
+    if not fitting:
+        raise CheckpointError(
+            f"train.init_from={source}: nothing fits this model by name and shape. Give the model's sizes as the "
+            "source has them.\n" + "\n".join(start.lines()[1:])
+        )
+    return start
+
+
+def _open(path: Path, model: Any) -> tuple[Mapping[str, Any], str | None]:
+    """Values by our paths, each read when it is asked for, and the tokenizer's JSON where the source has one."""
+    from ttrain.train.resume import find_resume_point
+
+    if path.is_file():
+        return Weights(weights_of(path, model)), None
+    if not path.exists():
+        raise CheckpointError(
+            f"train.init_from={path} does not exist. Give a run, a checkpoint, or a .pt or .safetensors file."
+        )
+    try:
+        point = find_resume_point(str(path), None)
+    except CheckpointError as error:
+        raise CheckpointError(f"train.init_from: {str(error).removeprefix('resume=')}") from None
+    assert point is not None  # only resume=none and auto give none
+    return Weights(point.checkpoint.parameters()), point.checkpoint.tokenizer
