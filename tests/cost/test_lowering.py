@@ -18,6 +18,7 @@ MODELS = {
     "gpt fp32": lambda: (gpt(), adamw()),
     "gpt bf16 with dropout": lambda: (gpt(DType.BF16, dropout=0.1), adamw()),
     "gpt that fills no tiles": lambda: (gpt(DType.BF16, context=20), adamw()),
+    "gpt with rounded moments": lambda: (gpt(), adamw(state_dtype="bf16")),
     "mlp with momentum": lambda: (mlp(), sgd(momentum=0.9)),
 }
 

@@ -23,6 +23,7 @@ from ttrain.engine.settings import EngineConfig
 from ttrain.models.presets import resolved
 from ttrain.models.settings import AGILLMConfig, TransformerConfig
 from ttrain.nn.precision import PrecisionConfig
+from ttrain.optim.groups import check_groups
 from ttrain.optim.settings import OptimizerConfig, ScheduleConfig
 from ttrain.train.settings import LoggerConfig, WandbConfig
 
@@ -75,6 +76,7 @@ def build_model(config: Config, vocabulary: int | None = None) -> Model:
     built: Model = component("model", model.name).load()(model, config.precision.compute)
     for parameter in built.parameters().values():
         parameter.master = config.precision.master
+    check_groups(built.parameters(), config.optimizer)
     problems = model_problems(config, built.parameters(), bool(getattr(model, "tied", False)))
     if problems:
         raise ConfigError(problems)

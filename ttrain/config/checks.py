@@ -75,8 +75,11 @@ def _block_schedule(config: Config) -> Iterator[str]:
     context = context_of(config)
     if any(later <= earlier for earlier, later in pairwise(lengths)):
         yield f"{key}: every length must be greater than the one before it."
-    elif context is not None and lengths[-1] > context:
-        yield f"{key}: {lengths[-1]} is longer than model.context={context}. Give model.context={lengths[-1]} or more."
+    elif context is not None and lengths[-1] != context:
+        yield (
+            f"{key}: must end with model.context={context}, which evaluation and sampling use. Give model.context="
+            f"{lengths[-1]}, or end with {context}."
+        )
 
 
 def context_of(config: Config) -> int | None:

@@ -266,7 +266,12 @@ def _update(programs: int, tensors: int) -> Callable[[Node], Iterator[Program]]:
 
 def _adamw(node: Node) -> Iterator[Program]:
     narrow = node.values[0].spec.dtype is not DType.FP32
-    yield from _update((8 if node.attributes["weight_decay"] else 7) + (6 if narrow else 0), 3)(node)
+    yield from _adamw_plain(node)
+    yield from _update(6 if narrow else 0, 3)(node)
+
+
+def _adamw_plain(node: Node) -> Iterator[Program]:
+    yield from _update(8 if node.attributes["weight_decay"] else 7, 3)(node)
 
 
 def _sgd(node: Node) -> Iterator[Program]:
@@ -275,6 +280,16 @@ def _sgd(node: Node) -> Iterator[Program]:
     programs = 1 + bool(scaled) + bool(attributes["weight_decay"])
     programs += bool(attributes["momentum"]) * (2 if attributes["nesterov"] else 1)
     yield from _update(programs, 3)(node)
+
+
+def _rounded(node: Node) -> Iterator[Program]:
+    """The plain update; widening and narrowing of slots that are not fp32, and hashing: see kernels/rounded.py."""
+    count = node.attributes["count"]
+    written = [value.spec.dtype for value in node.outputs[::count]]
+    added = 2 * sum(dtype is not DType.FP32 for dtype in written)
+    added += 18 * min(len(node.attributes["stochastic"]), len(written))
+    yield from (_adamw_plain if "step" in node.op.inputs else _sgd)(node)
+    yield from _update(added, 3)(node)
 
 
 def _clip_factor(node: Node) -> Iterator[Program]:
@@ -295,5 +310,6 @@ _ROWS: dict[str, Callable[[Node], Iterator[Program]]] = {
     "cross_entropy": _cross_entropy, "cross_entropy_grad": _cross_entropy_grad,
     "linear_cross_entropy": _linear_cross_entropy, "squared_error": _squared_error, "squared_error_grad": _two,
     "expand": _two, "tanh_grad": _two, "global_norm": _global_norm, "adamw_update": _adamw, "sgd_update": _sgd,
+    "adamw_rounded": _rounded, "sgd_rounded": _rounded,
     "refresh": _update(1, 2), "clip_factor": _clip_factor, "dropout_mask": _dropout_mask,
 }  # fmt: skip

@@ -12,12 +12,12 @@ _COMPUTE = {"fp32": DType.FP32, "bf16": DType.BF16, "bf16_pure": DType.BF16, "bf
 
 @dataclass
 class PrecisionConfig:
-    """Dtypes of a run. Master weights and optimizer state are fp32 but for bf16_pure."""
+    """Dtypes of a run. Weights that updates change are fp32 but for bf16_pure; see also optimizer.state_dtype."""
 
     name: str = option(
         "fp32",
-        "fp32; bf16 = bf16 compute with fp32 master weights; on Tenstorrent also bf16_pure = everything in bf16, and "
-        "bf8 = bf16 with matrices read as 8-bit block floats",
+        "fp32; bf16 = bf16 compute with fp32 master weights; bf16_pure = everything in bf16, best with "
+        "optimizer.stochastic_rounding; on Tenstorrent also bf8 = bf16 with matrices read as 8-bit block floats",
         choices=tuple(_COMPUTE),
     )
 
@@ -28,5 +28,5 @@ class PrecisionConfig:
 
     @property
     def master(self) -> DType:
-        """dtype of the weights that updates change, and of the optimizer state."""
+        """dtype of the weights that updates change, and of the optimizer state unless optimizer.state_dtype is set."""
         return DType.BF16 if self.name == "bf16_pure" else DType.FP32

@@ -1,8 +1,8 @@
 """Checkpoints: a directory of safetensors and JSON that is written beside, synced, verified, then renamed.
 
     checkpoints/step_00000100/
-        parameters-00001-of-00001.safetensors   unpadded fp32, by module path
-        optimizer-00001-of-00001.safetensors    moments, by `<parameter>/<name>`
+        parameters-00001-of-00001.safetensors   unpadded, by module path; fp32, or bf16 where the run kept them so
+        optimizer-00001-of-00001.safetensors    moments, by `<parameter>/<name>`, likewise
         config.json  tokenizer.json  progress.json
         manifest.json                           step, val_loss, size and SHA-256 of every other file, and its own
                                                 SHA-256; written last
@@ -19,7 +19,7 @@ import re
 import shutil
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,9 +28,11 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.errors import CheckpointError, NonFiniteError, TtrainError
+from ttrain.core.spec import DType
 from ttrain.core.units import format_bytes
 from ttrain.graph.graph import Kind
 from ttrain.train.files import sha256_file, sync_directory, to_json, write_synced
+from ttrain.train.fit import fit
 from ttrain.train.protocols import SAVED_KINDS, Array, State
 
 FORMAT = 1
@@ -106,10 +108,11 @@ class Checkpoint:
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path} is not text that can be read: {error}") from None
 
-    def load(self, state: State, *, optimizer: bool = True) -> None:
-        """Copies parameters, and optimizer state if asked, into the state.
+    def load(self, state: State, *, optimizer: bool = True) -> tuple[str, ...]:
+        """Copies parameters, and optimizer state if asked, into the state; returns what to tell of it.
 
-        Names and shapes must fit exactly, else CheckpointError, and nothing was copied.
+        Names and shapes must fit (see fit.py), else CheckpointError, and nothing was copied. Numbers are rounded to the
+        nearest where the state has a narrower dtype than the checkpoint, and kept as they are otherwise.
         """
         kinds = SAVED_KINDS if optimizer else (Kind.PARAMETER,)
         wanted = {name: tuple(state.spec(name).shape) for name in state.names(*kinds)}
@@ -119,12 +122,16 @@ class Checkpoint:
             if name.endswith(".safetensors") and (optimizer or name.startswith("parameters"))
         ]
         stored = {name: shape for shard in shards for name, shape in _shapes(self.path / shard)}
-        if stored != wanted:
+        fitting = fit(stored, wanted, state, self.config)
+        if fitting.problem is not None:
             what = "model and optimizer" if optimizer else "model"
-            raise CheckpointError(f"{self.path} does not fit this {what}: {_state_difference(stored, wanted)}")
+            raise CheckpointError(f"{self.path} does not fit this {what}: {fitting.problem}")
         for shard in sorted(shards):
-            for name, array in _tensors(self.path / shard):
+            for name, array in _tensors(self.path / shard, wanted):
                 state.write(name, array)
+        for name in fitting.zeros:
+            state.write(name, np.zeros(wanted[name], np.float32))
+        return fitting.notes
 
     def parameters(self) -> Mapping[str, Array]:
         """Parameters by path; each is read from the disk when it is asked for."""
@@ -142,8 +149,7 @@ class _StoredTensors(Mapping[str, Array]):
 
     def __getitem__(self, name: str) -> Array:
         with _open_shard(self._shards[name]) as shard:
-            tensor: Array = shard.get_tensor(name)
-            return tensor
+            return _array(shard, self._shards[name], name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shards)
@@ -278,14 +284,22 @@ def _shards(state: State, kind: Kind) -> Iterator[list[str]]:
 
 
 def _serialize(state: State, names: list[str]) -> bytes:
-    from safetensors.numpy import save
-
+    """A shard in the dtypes of the state."""
     arrays = {}
     for name in names:
         arrays[name] = np.ascontiguousarray(state.read(name))
         if arrays[name].dtype.kind == "f" and not np.isfinite(arrays[name]).all():
             raise NonFiniteError(f"{name} holds NaN or Inf, so the state is not saved")
-    return save(arrays, metadata={"format": "pt"})
+    narrow = [name for name in names if state.spec(name).dtype is DType.BF16]
+    if not narrow:
+        from safetensors.numpy import save
+
+        return save(arrays, metadata={"format": "pt"})
+    import torch  # numpy has no bf16
+    from safetensors.torch import save as save_torch
+
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return save_torch(tensors | {name: tensors[name].bfloat16() for name in narrow}, metadata={"format": "pt"})
 
 
 def _take_place(beside: Path, target: Path) -> None:
@@ -323,11 +337,24 @@ def _shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield name, tuple(shard.get_slice(name).get_shape())
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, Array]]:
-    """Every tensor of a shard by name, one in memory at a time."""
+def _tensors(path: Path, wanted: Container[str]) -> Iterator[tuple[str, Array]]:
+    """The wanted tensors of a shard by name, one in memory at a time."""
     with _open_shard(path) as shard:
         for name in shard.keys():  # noqa: SIM118 - not a mapping
-            yield name, shard.get_tensor(name)
+            if name in wanted:
+                yield name, _array(shard, path, name)
+
+
+def _array(shard: Any, path: Path, name: str) -> Array:
+    """A tensor of an open shard; bf16 comes as fp32, since numpy lacks it."""
+    if shard.get_slice(name).get_dtype() != "BF16":
+        tensor: Array = shard.get_tensor(name)
+        return tensor
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as same:
+        wide: Array = same.get_tensor(name).float().numpy()
+        return wide
 
 
 @contextmanager
@@ -353,21 +380,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {type(value).__name__}, expected an object.")
     return value
-
-
-def _state_difference(stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> str:
-    parts = []
-    if missing := sorted(wanted.keys() - stored.keys()):
-        parts.append(f"it lacks {_some(missing)}")
-    if extra := sorted(stored.keys() - wanted.keys()):
-        parts.append(f"it also holds {_some(extra)}")
-    reshaped = [
-        f"{n} {stored[n]} instead of {wanted[n]}" for n in sorted(wanted) if n in stored and stored[n] != wanted[n]
-    ]
-    if reshaped:
-        parts.append(f"other shapes: {_some(reshaped)}")
-    return "; ".join(parts) + "."
-
-
-def _some(names: list[str], shown: int = 3) -> str:
-    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")

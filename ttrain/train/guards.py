@@ -45,13 +45,17 @@ class SpikeDetector:
 class LearningCheck:
     """Whether the first updates of a leg reach the parameters and the optimizer's tensors.
 
-    Made before the first step, asked after the last: `problems` are certain faults, `doubts` may be rounding.
+    Made before the first step, asked after the last: `problems` are certain faults, `doubts` may be rounding. Frozen
+    parameters have no gradient in the state. `stochastic` tells that bf16 parameters are rounded stochastically: then
+    most of their elements may stay where they are, and none is lost.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, stochastic: bool = False) -> None:
         self._state = state
-        self._before = {name: _checksum(state.read(name)) for name in state.names(Kind.PARAMETER)}
-        narrow = [name for name in self._before if state.spec(name).dtype is DType.BF16]
+        gradients = set(state.names(Kind.GRADIENT))
+        trained = [name for name in state.names(Kind.PARAMETER) if not gradients or f"{name}/gradient" in gradients]
+        self._before = {name: _checksum(state.read(name)) for name in trained}
+        narrow = [name for name in trained if state.spec(name).dtype is DType.BF16 and not stochastic]
         self._narrow = {name: state.read(name) for name in narrow}  # bf16 without master weights
         self._rate = 0.0
 

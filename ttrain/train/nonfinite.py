@@ -43,7 +43,7 @@ class Start:
     """What a leg began with: `restore` gives the state the values from after step `step`."""
 
     step: int
-    restore: Callable[[], None]
+    restore: Callable[[], object]
 
 
 class StepSearch:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import struct
 
+ROUNDING = -1  # in place of a micro-batch: what an update's rounding draws from
+
 
 def step_seed(seed: int, step: int, micro_batch: int = 0, rank: int = 0) -> int:
     """Seed of one micro-batch's random numbers: 63 bits, so that it is a positive int64.

@@ -72,6 +72,11 @@ class Held:
             return values.reshape(self.spec.shape).copy()
         return self.store.read(self.t).reshape(self.spec.shape)
 
+    @property
+    def unwritten(self) -> bool:
+        """Whether the buffer is zeros that exist nowhere yet."""
+        return self.tensor is None and self.pending is None
+
     def adopt(self, tensor: Any) -> None:
         """Take a tensor that a kernel returned as this buffer's own."""
         self.tensor = tensor
@@ -200,15 +205,17 @@ class Derived(Held):
 
 
 class Key(Held):
-    """The key of one dropout mask, int32 [1, 1]: from the seed and the mask's stream, another one on every chip."""
+    """The key of random bits, int32 [1, 1]: from the seed and a stream; another one on every chip if `per_chip`."""
 
-    def __init__(self, store: Store, spec: TensorSpec, seed: IntegerInput, key_of: Callable[[int], int]) -> None:
+    def __init__(
+        self, store: Store, spec: TensorSpec, seed: IntegerInput, key_of: Callable[[int], int], per_chip: bool = True
+    ) -> None:
         super().__init__(store, spec)
-        self._seed, self._key_of = seed, key_of
+        self._seed, self._key_of, self._per_chip = seed, key_of, per_chip
         self.form = TileForm((1, 1), "int32")
 
     def refresh(self) -> None:
         if self._seed.array is not None:
             seed = int(self._seed.array.reshape(()))
-            keys = [self._key_of(seed + chip) for chip in range(self.store.chips)]
+            keys = [self._key_of(seed + chip * self._per_chip) for chip in range(self.store.chips)]
             self.upload(np.asarray(keys, np.int32).reshape(-1, 1))

@@ -15,12 +15,14 @@ from ttrain.device.ttnn.kernels import (
     norm,
     random,
     reduce,
+    rounded,
 )
 from ttrain.device.ttnn.kernels import update as update_family
 from ttrain.device.ttnn.kernels.common import Context
 
 FAMILIES = (
-    elementwise, layout, reduce, matmul, norm, attention, cache, random, embedding, loss, update_family, collective,
+    elementwise, layout, reduce, matmul, norm, attention, cache, random, embedding, loss, update_family, rounded,
+    collective,
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Dropout masks: the hash of core/mask.py in int32 arithmetic on the device, keyed by a tensor.
+"""Dropout masks and random rounding: the hash of core/mask.py in int32 arithmetic on the device, keyed by a tensor.
 
 ttnn's own dropout takes its seed as a number, which a captured step would repeat for ever.
 """
@@ -26,11 +26,12 @@ def signed(number: int) -> int:
     return number - (1 << 32) if number >= _SIGN else number
 
 
-def _key(c: Context, seed: IntegerInput, stream: int) -> Held:
-    """The key of a mask as an int32 tensor that follows the seed."""
+def key_of(c: Context, seed: IntegerInput, stream: int, per_chip: bool = True) -> Held:
+    """The key of a stream of random bits, as an int32 tensor that follows the seed."""
     source = seed.source
     if stream not in source.keys:
-        source.keys[stream] = Key(c.store, TensorSpec((1, 1), DType.INT32), source, partial(_signed_key, stream))
+        spec, key = TensorSpec((1, 1), DType.INT32), partial(_signed_key, stream)
+        source.keys[stream] = Key(c.store, spec, source, key, per_chip)
         source.keys[stream].refresh()
     return source.keys[stream]
 
@@ -41,19 +42,15 @@ def _signed_key(stream: int, seed: int) -> int:
 
 def _dropout_mask(c: Context) -> Kernel:
     def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
-        (mask,), key = outs, _key(c, ins[0], attributes["stream"])
+        (mask,), key = outs, key_of(c, ins[0], attributes["stream"])
         shape, tt = device_shape(mask.spec.shape), c.tt
         size, p = mask.spec.size, attributes["p"]
         index = c.constant("index", TileForm(shape, "int32"), lambda: np.arange(size, dtype=np.int32).reshape(shape))
         least, dtype = signed(keep_threshold(p) ^ _SIGN), getattr(tt, dtype_name(mask.spec.dtype))
-        factors = [*map(signed, MIX_MULTIPLIERS), None]
 
         def run() -> None:
             x = tt.add(index.t, key.t)
-            for shift, factor in zip(MIX_SHIFTS, factors, strict=True):
-                tt.bitwise_xor(x, tt.logical_right_shift(x, shift), output_tensor=x)
-                if factor is not None:
-                    tt.multiply(x, factor, output_tensor=x)
+            mix_into(tt, x)
             # With the top bit flipped, the signed comparison orders the hash as unsigned.
             tt.bitwise_xor(x, -_SIGN, output_tensor=x)
             tt.multiply(tt.ge(x, least, dtype=dtype), 1 / (1 - p), output_tensor=mask.t)
@@ -61,6 +58,14 @@ def _dropout_mask(c: Context) -> Kernel:
         return run
 
     return into(build)
+
+
+def mix_into(tt: Any, x: Any) -> None:
+    """x <- mix(x), int32."""
+    for shift, factor in zip(MIX_SHIFTS, (*map(signed, MIX_MULTIPLIERS), None), strict=True):
+        tt.bitwise_xor(x, tt.logical_right_shift(x, shift), output_tensor=x)
+        if factor is not None:
+            tt.multiply(x, factor, output_tensor=x)
 
 
 def table(c: Context) -> dict[str, Kernel]:

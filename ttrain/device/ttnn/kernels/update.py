@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,16 +48,16 @@ Joined = Any  # a stack or a tensor by itself: both have `t` and `form`
 
 
 @dataclass
-class _Group:
+class UpdateGroup:
     """What one chain of launches updates: a buffer per written slot, and the gradients in the same arrangement."""
 
     slots: list[Joined]
     gradients: Joined
 
 
-def _groups(c: Context, gradients: Sequence[Held], slots: Sequence[Sequence[Held]]) -> list[_Group]:
+def groups_of(c: Context, gradients: Sequence[Held], slots: Sequence[Sequence[Held]]) -> list[UpdateGroup]:
     joined = [stacked(c.store, tensors) for tensors in (gradients, *slots)]
-    return [_Group(list(rest), first) for first, *rest in zip(*joined, strict=True)]
+    return [UpdateGroup(list(rest), first) for first, *rest in zip(*joined, strict=True)]
 
 
 def _adamw(c: Context) -> Kernel:
@@ -70,15 +70,15 @@ def _adamw(c: Context) -> Kernel:
     def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
         count = attributes["count"]
         p, g, m, v = (list(ins[start : start + count]) for start in range(0, 4 * count, count))
-        rates = _Rates(c, ins[4 * count], ins[4 * count + 1], attributes)
+        rates = Rates(c, ins[4 * count], ins[4 * count + 1], attributes)
         factor = ins[4 * count + 2]
-        launches = [_adamw_group(c, group, rates, factor, attributes) for group in _groups(c, g, [p, m, v])]
-        return _each(launches)
+        launches = [_adamw_group(c, group, rates, factor, attributes) for group in groups_of(c, g, [p, m, v])]
+        return each(launches)
 
     return inplace(build)
 
 
-class _Rates:
+class Rates:
     """Scalars of AdamW as tensors."""
 
     def __init__(self, c: Context, lr: Held, step: Held, attributes: Attributes) -> None:
@@ -94,16 +94,16 @@ class _Rates:
         self.keep = c.derived([lr], lambda rate: 1 - rate * decay) if decay else None
 
 
-def _adamw_group(c: Context, group: _Group, rates: _Rates, factor: Held | None, attributes: Attributes) -> Launch:
+def _adamw_group(c: Context, group: UpdateGroup, rates: Rates, factor: Held | None, attributes: Attributes) -> Launch:
     """fp32 state in elementwise launches; bf16 state by ttnn's kernel, which takes its rates as numbers."""
     if group.slots[0].form.dtype == "float32":
-        return _adamw_wide(c, group, rates, factor, attributes)
+        return adamw_wide(c, group, rates, factor, attributes)
     if c.fused and not c.replayed:
         return _adamw_fused(c, group, rates, factor, attributes)
     return _adamw_narrow(c, group, rates, factor, attributes)
 
 
-def _adamw_fused(c: Context, group: _Group, rates: _Rates, factor: Held | None, attributes: Attributes) -> Launch:
+def _adamw_fused(c: Context, group: UpdateGroup, rates: Rates, factor: Held | None, attributes: Attributes) -> Launch:
     tt, (p, m, v), gradients = c.tt, group.slots, group.gradients
     settings = [attributes[key] for key in ("beta1", "beta2", "eps", "weight_decay")]
 
@@ -123,28 +123,44 @@ class _Buffer:
     t: Any
 
 
-def _adamw_narrow(c: Context, group: _Group, rates: _Rates, factor: Held | None, attributes: Attributes) -> Launch:
+def _adamw_narrow(c: Context, group: UpdateGroup, rates: Rates, factor: Held | None, attributes: Attributes) -> Launch:
     """bf16 state, computed on in fp32."""
-    wide = _Group([_Buffer(None) for _ in group.slots], group.gradients)
-    return _on_wide(c, group, wide, _adamw_wide(c, wide, rates, factor, attributes))
+    return on_wide(c, group, lambda wide: adamw_wide(c, wide, rates, factor, attributes))
 
 
-def _on_wide(c: Context, group: _Group, wide: _Group, update: Launch) -> Launch:
-    """An update of fp32 tensors on bf16 state: widened before, rounded after."""
+def on_wide(
+    c: Context,
+    group: UpdateGroup,
+    update: Callable[[UpdateGroup], Launch],
+    rounding: Callable[[int, Any], None] | None = None,
+) -> Launch:
+    """An update of fp32 tensors on state of which some is bf16: widened before, rounded after.
+
+    `rounding` turns the fp32 numbers of a slot into numbers that bf16 has.
+    """
     tt = c.tt
+    narrow = [slot.form.dtype != "float32" for slot in group.slots]
+    wide = UpdateGroup(
+        [_Buffer(None) if cut else slot for cut, slot in zip(narrow, group.slots, strict=True)], group.gradients
+    )
+    launch = update(wide)
 
     def run() -> None:
-        for temporary, slot in zip(wide.slots, group.slots, strict=True):
-            temporary.t = tt.typecast(slot.t, tt.float32)
-        update()
-        for temporary, slot in zip(wide.slots, group.slots, strict=True):
-            tt.typecast(temporary.t, tt.bfloat16, output_tensor=slot.t)
-            temporary.t = None
+        for slot, temporary, cut in zip(group.slots, wide.slots, narrow, strict=True):
+            if cut:
+                temporary.t = tt.typecast(slot.t, tt.float32)
+        launch()
+        for number, (slot, temporary) in enumerate(zip(group.slots, wide.slots, strict=True)):
+            if narrow[number]:
+                if rounding is not None:
+                    rounding(number, temporary)
+                tt.typecast(temporary.t, tt.bfloat16, output_tensor=slot.t)
+                temporary.t = None
 
     return run
 
 
-def _adamw_wide(c: Context, group: _Group, rates: _Rates, factor: Held | None, attributes: Attributes) -> Launch:
+def adamw_wide(c: Context, group: UpdateGroup, rates: Rates, factor: Held | None, attributes: Attributes) -> Launch:
     tt, (p, m, v), gradients = c.tt, group.slots, group.gradients
     beta1, beta2 = attributes["beta1"], attributes["beta2"]
     root = [tt.UnaryOpType.SQRT]
@@ -170,20 +186,19 @@ def _sgd(c: Context) -> Kernel:
         count, momentum = attributes["count"], bool(attributes["momentum"])
         lists = [list(ins[start : start + count]) for start in range(0, (3 if momentum else 2) * count, count)]
         lr, factor = ins[len(lists) * count :]
-        groups = _groups(c, lists[1], [lists[0], *lists[2:]])
-        return _each([_sgd_group(c, group, lr, factor, attributes) for group in groups])
+        groups = groups_of(c, lists[1], [lists[0], *lists[2:]])
+        return each([_sgd_group(c, group, lr, factor, attributes) for group in groups])
 
     return inplace(build)
 
 
-def _sgd_group(c: Context, group: _Group, lr: Held, factor: Held | None, attributes: Attributes) -> Launch:
+def _sgd_group(c: Context, group: UpdateGroup, lr: Held, factor: Held | None, attributes: Attributes) -> Launch:
     if group.slots[0].form.dtype == "float32":
-        return _sgd_wide(c, group, lr, factor, attributes)
-    wide = _Group([_Buffer(None) for _ in group.slots], group.gradients)
-    return _on_wide(c, group, wide, _sgd_wide(c, wide, lr, factor, attributes))
+        return sgd_wide(c, group, lr, factor, attributes)
+    return on_wide(c, group, lambda wide: sgd_wide(c, wide, lr, factor, attributes))
 
 
-def _sgd_wide(c: Context, group: _Group, lr: Held, factor: Held | None, attributes: Attributes) -> Launch:
+def sgd_wide(c: Context, group: UpdateGroup, lr: Held, factor: Held | None, attributes: Attributes) -> Launch:
     tt, p, gradients = c.tt, group.slots[0], group.gradients
     velocity = group.slots[1] if len(group.slots) > 1 else None
     momentum, decay, nesterov = attributes["momentum"], attributes["weight_decay"], attributes["nesterov"]
@@ -211,7 +226,7 @@ def _refresh(c: Context) -> Kernel:
     def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
         count = attributes["count"]
         pairs = zip(stacked(c.store, ins[:count]), stacked(c.store, ins[count:]), strict=True)
-        return _each([_rounded(c, copy, master) for copy, master in pairs])
+        return each([_rounded(c, copy, master) for copy, master in pairs])
 
     return inplace(build)
 
@@ -221,7 +236,7 @@ def _rounded(c: Context, copy: Joined, master: Joined) -> Launch:
     return lambda: c.tt.typecast(master.t, dtype, output_tensor=copy.t)
 
 
-def _each(launches: Sequence[Launch]) -> Launch:
+def each(launches: Sequence[Launch]) -> Launch:
     def run() -> None:
         for launch in launches:
             launch()

@@ -1,0 +1,99 @@
+"""Optimizers on rounded state, on ttnn's reference functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+import torch
+
+from tests.ttnn.runs import Outcome, adamw, golden, gpt, mlp, run, sgd
+from ttrain.core.spec import DType
+from ttrain.device.ttnn.kernels import rounded as rows
+
+OPTIMIZERS: dict[str, Any] = {"adamw": adamw, "sgd": lambda **given: sgd(momentum=0.9, nesterov=True, **given)}
+MODELS: dict[str, Any] = {
+    "stacks": lambda: gpt(),
+    "no stacks": lambda: gpt(vocabulary=50, width=40, context=20),
+}
+
+
+def pure(model: Any) -> Any:
+    for parameter in model.parameters().values():
+        parameter.master = DType.BF16
+    return model
+
+
+def is_bf16(array: np.ndarray) -> bool:
+    return not (array.view(np.uint32) & 0xFFFF).any()
+
+
+def same(one: Outcome, two: Outcome) -> bool:
+    return one.losses == two.losses and all(np.array_equal(one.state[name], two.state[name]) for name in one.state)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_engines_are_bit_equal_and_state_is_bf16(model: str, optimizer: str) -> None:
+    make = OPTIMIZERS[optimizer]
+    outcomes = [
+        run(MODELS[model](), make(state_dtype="bf16"), golden(), engine=engine, steps=4)
+        for engine in ("dynamic", "static", "traced")
+    ]
+    assert same(outcomes[0], outcomes[1]) and same(outcomes[0], outcomes[2])
+    slots = {name: array for name, array in outcomes[0].state.items() if "/" in name}
+    assert slots and all(is_bf16(array) and array.any() for array in slots.values())
+    weights = [array for name, array in outcomes[0].state.items() if "/" not in name and "weight" in name]
+    assert not any(is_bf16(array) for array in weights)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_pure_bf16_rounded_stochastically(optimizer: str) -> None:
+    make = OPTIMIZERS[optimizer]
+    losses = {
+        "fp32 master": run(gpt(DType.BF16), make(), golden(), steps=4).losses,
+        "pure": run(pure(gpt(DType.BF16)), make(stochastic_rounding=True), golden(), steps=4).losses,
+    }
+    np.testing.assert_allclose(losses["pure"], losses["fp32 master"], rtol=2e-2)
+    outcome = run(pure(gpt(DType.BF16)), make(stochastic_rounding=True), golden(), engine="traced", steps=4)
+    assert outcome.losses == losses["pure"]
+    assert all(is_bf16(array) for array in outcome.state.values())
+
+
+def test_pieces_of_stacks_are_rounded_like_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Piece by piece each number goes to one of its two neighbours, as it does in one go."""
+    model = {"width": 128, "layers": 3}
+    whole = run(mlp(**model), adamw(state_dtype="bf16"), golden(), steps=1)
+    monkeypatch.setattr(rows, "PIECE", 12 * 32 * 32)
+    pieces = run(mlp(**model), adamw(state_dtype="bf16"), golden(), steps=1)
+    for name, array in whole.state.items():
+        if "/" in name:
+            assert is_bf16(pieces.state[name])
+            np.testing.assert_allclose(pieces.state[name], array, rtol=2**-7)
+        else:
+            np.testing.assert_array_equal(pieces.state[name], array)
+
+
+@pytest.mark.parametrize("shape", [(12 * 4 * 32, 32), (5, 7), (1, 33), (2, 3, 5)])
+def test_rounding_is_unbiased(shape: tuple[int, ...]) -> None:
+    """Of many elements with the same value, the right share goes up."""
+    from ttrain.core.spec import TensorSpec
+    from ttrain.device.ttnn.form import TileForm
+
+    c = golden().context
+    seed = golden().place(golden().allocate_arena(8, "x"), 0, TensorSpec((), DType.INT64))
+    ups, count = 0, 0
+    form = TileForm(shape)
+    for number in range(1, 1 + 60000 // int(np.prod(shape))):
+        seed.upload(np.asarray(number, np.int64))
+        rounding = rows._Rounding(c, ("parameters",), {"stochastic": ("parameters",), "stream": number}, seed)
+        value = 1 + 0.3 * 2**-7
+        slot = type("Slot", (), {"t": c.tt.from_torch(torch.full(shape, value), c.tt.float32, c.tt.TILE_LAYOUT)})()
+        rounding.of(form, 0)(0, slot)
+        result = c.tt.to_torch(slot.t)
+        assert set(result.unique().tolist()) <= {1.0, 1 + 2**-7}
+        ups, count = ups + int((result > 1).sum()), count + result.numel()
+    assert abs(ups / count - 0.3) < 5 * np.sqrt(0.21 / count)

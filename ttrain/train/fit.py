@@ -1,0 +1,84 @@
+"""Which tensors of a checkpoint go into a state, and what becomes of those that only one of the two has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ttrain.graph.graph import Kind
+from ttrain.optim.groups import frozen
+from ttrain.train.protocols import State
+
+Shapes = Mapping[str, tuple[int, ...]]  # by name
+
+
+@dataclass(frozen=True)
+class Fit:
+    """`problem` tells what does not fit, or is None. Then `zeros` are tensors of the state that the checkpoint has no
+    values for, and `notes` what to tell of them.
+    """
+
+    problem: str | None
+    zeros: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def fit(stored: Shapes, wanted: Shapes, state: State, config: Mapping[str, Any]) -> Fit:
+    """Names and shapes have to be equal, but for the optimizer's tensors of parameters that are frozen on one side.
+
+    A parameter that was frozen when the checkpoint was written (`config` is that run's) starts with zeros, as it would
+    in a new run; what is stored for one that is frozen now is left out.
+    """
+    optimizer = {name for name in state.names(Kind.OPTIMIZER) if name in wanted}
+    before = {key: _strings(config.get("optimizer"), key) for key in ("freeze", "unfreeze")}
+    zeros = [name for name in sorted(optimizer - stored.keys()) if frozen(_parameter(name), **before)]
+    trained = {_parameter(name) for name in state.names(Kind.GRADIENT)}
+    idle = set(state.names(Kind.PARAMETER)) - trained if trained else set()
+    unused = [name for name in sorted(stored.keys() - wanted.keys()) if _parameter(name) in idle]
+    rest = {name: shape for name, shape in stored.items() if name not in unused}
+    needed = {name: shape for name, shape in wanted.items() if name not in zeros}
+    if rest != needed:
+        return Fit(_difference(rest, needed))
+    notes = []
+    if zeros:
+        notes.append(
+            f"Frozen until now, so the optimizer starts from zero for them: {_some(_parameters(zeros))}. Their first "
+            "updates are larger than usual where moments are corrected for their start by the number of the step."
+        )
+    if unused:
+        notes.append(f"Frozen from now on, so what the optimizer kept is dropped: {_some(_parameters(unused))}.")
+    return Fit(None, tuple(zeros), tuple(notes))
+
+
+def _strings(section: Any, key: str) -> list[str]:
+    """A list of texts of a config that may be anything."""
+    given = section.get(key) if isinstance(section, dict) else None
+    return [item for item in given if isinstance(item, str)] if isinstance(given, list) else []
+
+
+def _parameter(name: str) -> str:
+    """The parameter that a tensor of the optimizer or a gradient belongs to."""
+    return name.rpartition("/")[0]
+
+
+def _parameters(names: list[str]) -> list[str]:
+    return list(dict.fromkeys(map(_parameter, names)))
+
+
+def _difference(stored: Shapes, wanted: Shapes) -> str:
+    parts = []
+    if missing := sorted(wanted.keys() - stored.keys()):
+        parts.append(f"it lacks {_some(missing)}")
+    if extra := sorted(stored.keys() - wanted.keys()):
+        parts.append(f"it also holds {_some(extra)}")
+    reshaped = [
+        f"{n} {stored[n]} instead of {wanted[n]}" for n in sorted(wanted) if n in stored and stored[n] != wanted[n]
+    ]
+    if reshaped:
+        parts.append(f"other shapes: {_some(reshaped)}")
+    return "; ".join(parts) + "."
+
+
+def _some(names: list[str], shown: int = 3) -> str:
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
