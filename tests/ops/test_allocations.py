@@ -15,7 +15,8 @@ from ttrain.device.torch.device import TorchDevice
 from ttrain.graph.op import REGISTRY, Case, Op
 
 FRESH = {"layer_norm", "add_layer_norm", "layer_norm_grad"}  # aten returns new tensors
-ONEDNN = {"matmul", "linear", "linear_cross_entropy", "self_attention", "self_attention_grad"}  # scratch in bf16
+PRODUCTS = {"matmul", "linear", "linear_cross_entropy", "head_matmul", "head_product", "head_cross_entropy"}
+ONEDNN = {*PRODUCTS, "self_attention", "self_attention_grad", "attention", "attention_grad"}  # scratch in bf16
 EXPECTED = {DType.FP32: FRESH, DType.BF16: FRESH | ONEDNN}
 
 

@@ -18,6 +18,7 @@ from ttrain.core.errors import Interrupted, NonFiniteError, TtrainError
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.graph import Kind
 from ttrain.train import saver
+from ttrain.train.evaluate import EvaluationResult
 from ttrain.train.events import read_events
 from ttrain.train.metrics import read_metrics
 from ttrain.train.retention import list_checkpoints
@@ -165,7 +166,7 @@ def test_seeds_differ_in_every_argument_and_repeat() -> None:
 def test_evaluation_uses_held_out_batches_only(make_job: MakeJob) -> None:
     job = make_job(steps=8, eval_batches=2)
     job.loop.run()
-    assert [entry for entry in job.dataset.asked if entry[0] == "val"] == [("val", 0), ("val", 1)] * 2
+    assert [entry for entry in job.dataset.asked if entry[0] == "val"] == [("val", 0), ("val", 1)] * 3
     assert [entry[1] for entry in job.dataset.asked if entry[0] == "train"] == list(range(8))
     total, count = 0.0, 0
     for index in range(2):
@@ -181,7 +182,7 @@ def test_evaluation_uses_held_out_batches_only(make_job: MakeJob) -> None:
 def test_whole_held_out_split(make_job: MakeJob) -> None:
     job = make_job(steps=4, eval_batches=None)
     job.loop.run()
-    assert [index for split, index in job.dataset.asked if split == "val"] == [0, 1, 2]
+    assert [index for split, index in job.dataset.asked if split == "val"] == [0, 1, 2] * 2  # counted first
 
 
 def test_last_step_is_evaluated_and_saved_once(make_job: MakeJob) -> None:
@@ -210,7 +211,7 @@ def test_saves_by_time(make_job: MakeJob) -> None:
 
 def test_the_best_is_kept(make_job: MakeJob) -> None:
     job = make_job(steps=8, eval_every=1, save_every=None, keep_last=1)
-    values = iter([3.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0])
+    values = map(EvaluationResult, [3.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0])
     job.loop.evaluation = lambda stopped: next(values)
     progress = job.loop.run()
     assert (progress.best_step, progress.best_val_loss) == (2, 1.0)
@@ -219,7 +220,7 @@ def test_the_best_is_kept(make_job: MakeJob) -> None:
 
 def test_early_stop(make_job: MakeJob) -> None:
     job = make_job(steps=20, eval_every=2, early_stop=2, min_improvement=0.5)
-    values = iter([3.0, 2.0, 1.8, 1.6, 0.1])
+    values = map(EvaluationResult, [3.0, 2.0, 1.8, 1.6, 0.1])
     job.loop.evaluation = lambda stopped: next(values)
     progress = job.loop.run()
     assert (progress.step, progress.best_step, progress.stale_evaluations) == (8, 4, 2)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
+
+from numpy.typing import NDArray
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Value
@@ -11,6 +14,32 @@ from ttrain.nn.module import Parameter
 SCALAR = TensorSpec((), DType.FP32)
 SEED = TensorSpec((), DType.INT64)
 LOSS_WEIGHT = "loss_weight"  # step input fp32 []: the loss is loss_weight * sum over the batch
+
+Batch = Mapping[str, NDArray[Any]]
+# A batch of a whole optimizer step -> the fields that steps take, and for each weight input how many terms it averages.
+Prepare = Callable[[Batch], tuple[dict[str, NDArray[Any]], dict[str, int]]]
+
+
+def valid_targets(batch: Batch) -> int:
+    """Targets that count: token ids below zero mark positions without a target; real-valued targets all count."""
+    targets = batch["targets"]
+    return int((targets >= 0).sum()) if targets.dtype.kind == "i" else int(targets.size)
+
+
+def prepare_plain(batch: Batch) -> tuple[dict[str, NDArray[Any]], dict[str, int]]:
+    """`Prepare` of a model whose loss is the mean over the valid targets."""
+    return dict(batch), {LOSS_WEIGHT: valid_targets(batch)}
+
+
+def preparation(model: Any) -> Prepare:
+    """`Prepare` of a model: its own, or the plain one."""
+    prepare: Prepare = getattr(model, "prepare", prepare_plain)
+    return prepare
+
+
+def loss_weights(counts: Mapping[str, int]) -> dict[str, float]:
+    """The weight inputs: one over how many terms each averages."""
+    return {name: 1.0 / max(count, 1) for name, count in counts.items()}
 
 
 class Model(Protocol):
@@ -42,6 +71,24 @@ class Model(Protocol):
 
     def loss(self, graph: Graph, rows: int, training: bool) -> Value:
         """The loss fp32 []. With `training` it can be differentiated and dropout is on."""
+        ...
+
+
+class ModelWithMetrics(Model, Protocol):
+    """A model of several loss terms: it names further numbers to log, and tells how its terms are averaged."""
+
+    def loss_and_metrics(self, graph: Graph, rows: int, training: bool) -> tuple[Value, dict[str, Value]]:
+        """The loss, and further sums fp32 [] over the batch by names such as ar/ce.
+
+        Like the loss they are weighted so that micro-batches add up. A name holds a slash.
+        """
+        ...
+
+    def prepare(self, batch: Batch) -> tuple[dict[str, NDArray[Any]], dict[str, int]]:
+        """A whole step's batch with the fields that the model derives from it, and for each weight input its count.
+
+        A weight input is a step input fp32 [] whose value is one over its count: `loss_weight` and those of the model.
+        """
         ...
 
 

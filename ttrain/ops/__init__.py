@@ -24,8 +24,11 @@ from ttrain.ops.elementwise import (
 )
 from ttrain.ops.embedding import embedding
 from ttrain.ops.fused import step
+from ttrain.ops.head_loss import head_cross_entropy
+from ttrain.ops.heads import head_matmul, pick_rows
 from ttrain.ops.layout import expand, merge_heads, reshape, split_heads, transpose
 from ttrain.ops.loss import cross_entropy, linear_cross_entropy, squared_error
+from ttrain.ops.masked_attention import attention
 from ttrain.ops.matmul import linear, matmul
 from ttrain.ops.norm import add_layer_norm, layer_norm
 from ttrain.ops.random import dropout
@@ -40,6 +43,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_state",
     "assign",
+    "attention",
     "cache_write",
     "cached_attention",
     "cast",
@@ -53,6 +57,8 @@ __all__ = [
     "full",
     "gelu",
     "global_norm",
+    "head_cross_entropy",
+    "head_matmul",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
@@ -61,6 +67,7 @@ __all__ = [
     "mean",
     "merge_heads",
     "multiply",
+    "pick_rows",
     "relu",
     "reduce_sum",
     "reshape",

@@ -151,7 +151,7 @@ class StepGraph:
             graph.input("seed", SEED)
         if not hasattr(self.model, "loss_and_metrics"):
             return model.loss(graph, rows, training)
-        loss, metrics = cast(ModelWithMetrics, self.model).loss_and_metrics(graph, rows, training)
+        loss, metrics = cast(ModelWithMetrics, model).loss_and_metrics(graph, rows, training)
         for name, value in metrics.items():
             graph.output(name, self._over_all_chips(value))
         return loss

@@ -20,17 +20,22 @@ from ttrain.device.torch.kernels import (
     cache,
     elementwise,
     embedding,
+    head_loss,
     layout,
     loss,
     matmul,
     norm,
     random,
     reduce,
+    rounded,
 )
 from ttrain.device.torch.kernels import update as update_family
 from ttrain.device.torch.kernels.common import Context
 
-FAMILIES = (elementwise, layout, reduce, matmul, norm, attention, cache, random, embedding, loss, update_family)
+FAMILIES = (
+    elementwise, layout, reduce, matmul, norm, attention, cache, random, embedding, loss, head_loss, update_family,
+    rounded,
+)  # fmt: skip
 
 
 def kernel_table(context: Context) -> dict[str, Kernel]:

@@ -9,9 +9,10 @@ import torch
 
 from ttrain.core.mask import HIDDEN
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.visibility import alibi_slopes
 from ttrain.device.base import Kernel, Launch
-from ttrain.device.torch.kernels.attention import softmax_into
 from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, inplace, into
+from ttrain.device.torch.kernels.explicit import softmax_into
 
 
 def _cache_write(
@@ -24,12 +25,14 @@ def _cache_write(
 class _Bias:
     """The terms of op cache_bias, one after the other, on [.., N, C] or its first columns."""
 
-    def __init__(self, positions: Tensor, visible: Tensor, context: int, like: Tensor, attributes: Attributes) -> None:
+    def __init__(
+        self, positions: Tensor, visible: Tensor, context: int, heads: int, like: Tensor, attributes: Attributes
+    ) -> None:
         self.keys = torch.arange(context, device=like.device)
         self.places, self.limits = positions.view(-1, 1), visible.view(-1, 1)
-        self.ahead = attributes.get("ahead", False)
-        slopes = attributes.get("slopes", ())
-        self.slopes = torch.tensor(slopes, dtype=like.dtype, device=like.device).view(-1, 1, 1) if slopes else None
+        self.kind = attributes.get("position_bias", "none")
+        slopes = torch.from_numpy(alibi_slopes(heads)).to(device=like.device, dtype=like.dtype)
+        self.slopes = None if self.kind == "none" else slopes.view(-1, 1, 1)
 
     def add(self, scores: Tensor, distance: Tensor | None, whole: Tensor | None) -> None:
         """scores [B, H, N, c] += -slope * distance, where there are slopes; two buffers of [N, c] help."""
@@ -37,16 +40,20 @@ class _Bias:
             return
         torch.sub(self.keys[: scores.shape[-1]], self.places, out=whole)
         distance.copy_(whole)
-        if self.ahead:
+        if self.kind == "future":
             distance.clamp_(min=0)
-            torch.addcmul(scores, self.slopes, distance, value=-1, out=scores)
         else:
-            torch.addcmul(scores, self.slopes, distance, out=scores)
+            distance.abs_()
+        torch.addcmul(scores, self.slopes, distance, value=-1, out=scores)
 
     def hide(self, scores: Tensor, hidden: Tensor) -> None:
         """Scores of keys that a query does not see become HIDDEN; a buffer bool [N, c] helps."""
         torch.ge(self.keys[: scores.shape[-1]], self.limits, out=hidden)
         scores.masked_fill_(hidden, HIDDEN)
+
+
+def _biased(attributes: Attributes) -> bool:
+    return bool(attributes.get("position_bias", "none") != "none")
 
 
 def _scratch(rows: int, context: int, dtype: DType, slopes: bool) -> list[TensorSpec]:
@@ -59,7 +66,7 @@ def _scratch(rows: int, context: int, dtype: DType, slopes: bool) -> list[Tensor
 def _cache_bias(
     ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
 ) -> Launch:
-    bias = _Bias(ins[0], ins[1], attributes["context"], outs[0], attributes)
+    bias = _Bias(ins[0], ins[1], attributes["context"], attributes.get("heads", 1), outs[0], attributes)
     distance, whole = work[1:] or (None, None)
 
     def launch() -> None:
@@ -72,7 +79,7 @@ def _cache_bias(
 
 def _bias_workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
     _, _, rows, context = outs[0].shape
-    return _scratch(rows, context, outs[0].dtype, bool(attributes.get("slopes")))
+    return _scratch(rows, context, outs[0].dtype, _biased(attributes))
 
 
 def _columns(scratch: Tensor | None, count: int) -> Tensor | None:
@@ -84,7 +91,7 @@ def _cached_attention(context: Context) -> Kernel:
     def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
         q, keys, values, positions, visible = ins
         batch, heads, rows, _ = q.shape
-        bias = _Bias(positions, visible, keys.shape[2], work[0], attributes)
+        bias = _Bias(positions, visible, keys.shape[2], heads, work[0], attributes)
         scale, pairs = attributes["scale"], batch * heads
         queries, y = q.view(pairs, rows, -1), outs[0].view(pairs, rows, -1)
         all_keys, all_values = keys.view(pairs, keys.shape[2], -1), values.view(pairs, values.shape[2], -1)
@@ -107,7 +114,7 @@ def _cached_attention(context: Context) -> Kernel:
     def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
         q, keys = ins[0], ins[1]
         scores = q.with_shape(q.shape[0] * q.shape[1] * q.shape[2], keys.shape[2])
-        return [scores, *_scratch(q.shape[2], keys.shape[2], q.dtype, bool(attributes.get("slopes")))]
+        return [scores, *_scratch(q.shape[2], keys.shape[2], q.dtype, _biased(attributes))]
 
     return into(bind, workspace)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache, partial
+
+import torch
 
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.torch.kernels.common import Attributes, Context, Tensor, chain, copying, inplace, into
@@ -40,6 +43,20 @@ def _merge_heads(
     return chain(*(copying(part, given) for part, given in zip(parts, ins, strict=True)))
 
 
+def _pick_rows(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+    return partial(torch.index_select, ins[0], 1, _index(attributes["rows"], ins[0].device), out=outs[0])
+
+
+def _put_rows(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+    y = outs[0]
+    return chain(y.zero_, partial(y.index_copy_, 1, _index(attributes["rows"], y.device), ins[0]))
+
+
+@lru_cache(maxsize=16)
+def _index(rows: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
 def _nothing(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
     return chain()
 
@@ -54,4 +71,6 @@ def table(context: Context) -> dict[str, Kernel]:
         "transpose": into(_transpose),
         "split_heads": into(_split_heads),
         "merge_heads": into(_merge_heads),
+        "pick_rows": into(_pick_rows),
+        "put_rows": into(_put_rows),
     }

@@ -23,11 +23,12 @@ from ttrain.device.torch.kernels.common import (
 aten = torch.ops.aten
 
 
-def _block_rows(context: Context, rows: int, vocabulary: int) -> int:
+def block_rows(context: Context, rows: int, vocabulary: int) -> int:
+    """Rows of logits that a chain of passes works on at a time."""
     return max(1, min(rows, context.block // max(vocabulary, 1)))
 
 
-class _Rows:
+class TargetRows:
     """Per-row quantities of a token loss: safe targets [N, 1], weights [N] (0 where there is no target)."""
 
     @staticmethod
@@ -88,17 +89,18 @@ class _Rows:
             partial(torch.add, logs, maxima, out=logs),
         ]
 
-    def subtract_one_hot(self, probabilities: Tensor, rows: slice) -> list[Launch]:
-        """probabilities <- probabilities - onehot(target)."""
+    def subtract_one_hot(self, probabilities: Tensor, rows: slice, factor: float = 1.0) -> list[Launch]:
+        """probabilities <- probabilities - factor * onehot(target)."""
         picked = self.shifted[rows]
         return [
             partial(torch.gather, probabilities, 1, self.targets[rows], out=picked),
-            partial(torch.sub, picked, constant(1.0, picked.dtype, picked.device), out=picked),
+            partial(torch.sub, picked, constant(factor, picked.dtype, picked.device), out=picked),
             partial(torch.scatter, probabilities, 1, self.targets[rows], picked, out=probabilities),
         ]
 
 
-def _blocks(rows: int, step: int) -> list[slice]:
+def row_blocks(rows: int, step: int) -> list[slice]:
+    """All rows in ranges of `step`, the last one shorter."""
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
@@ -106,10 +108,10 @@ def _cross_entropy(context: Context) -> Kernel:
     def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
         logits, targets, weight = ins
         loss, log_sum_exp = outs
-        rows, scratch = _Rows(targets, weight, work[:5]), work[5]
+        rows, scratch = TargetRows(targets, weight, work[:5]), work[5]
         first = work[6]
         launches = rows.preparing()
-        for block in _blocks(logits.shape[0], scratch.shape[0]):
+        for block in row_blocks(logits.shape[0], scratch.shape[0]):
             part = logits[block]
             logs = scratch[: part.shape[0]]
             column = first[: part.shape[0]]
@@ -121,8 +123,8 @@ def _cross_entropy(context: Context) -> Kernel:
     def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
         count, vocabulary = ins[0].shape
         dtype = ins[0].dtype.wide
-        block = _block_rows(context, count, vocabulary)
-        return [*_Rows.specs(count, dtype), TensorSpec((block, vocabulary), dtype), TensorSpec((block,), dtype)]
+        block = block_rows(context, count, vocabulary)
+        return [*TargetRows.specs(count, dtype), TensorSpec((block, vocabulary), dtype), TensorSpec((block,), dtype)]
 
     return into(bind, workspace)
 
@@ -131,10 +133,10 @@ def _cross_entropy_grad(context: Context) -> Kernel:
     def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
         logits, targets, _, weight = ins
         dlogits = outs[0]
-        rows = _Rows(targets, weight, work[:5])
+        rows = TargetRows(targets, weight, work[:5])
         launches = rows.preparing()
-        step = work[5].shape[0] if len(work) > 5 else _block_rows(context, *logits.shape)
-        for block in _blocks(logits.shape[0], step):
+        step = work[5].shape[0] if len(work) > 5 else block_rows(context, *logits.shape)
+        for block in row_blocks(logits.shape[0], step):
             part, result = logits[block], dlogits[block]
             target = work[5][: part.shape[0]] if len(work) > 5 else result
             if target is not result:
@@ -153,9 +155,9 @@ def _cross_entropy_grad(context: Context) -> Kernel:
         logits = ins[0]
         count, vocabulary = logits.shape
         dtype = logits.dtype.wide
-        specs = _Rows.specs(count, dtype)
+        specs = TargetRows.specs(count, dtype)
         if dtype is not logits.dtype:
-            specs.append(TensorSpec((_block_rows(context, count, vocabulary), vocabulary), dtype))
+            specs.append(TensorSpec((block_rows(context, count, vocabulary), vocabulary), dtype))
         return specs
 
     return into(bind, workspace)
@@ -164,16 +166,16 @@ def _cross_entropy_grad(context: Context) -> Kernel:
 def _linear_cross_entropy(context: Context) -> Kernel:
     def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
         hidden, head, targets, weight = ins
-        rows, (logits, *rest) = _Rows(targets, weight, work[:5]), work[5:]
+        rows, (logits, *rest) = TargetRows(targets, weight, work[:5]), work[5:]
         wide_logits = rest.pop(0) if hidden.dtype is torch.bfloat16 else None
         gradients = _HeadGradients(outs[1], outs[2], head, rest) if attributes["gradients"] else None
         launches = rows.preparing()
-        chunks = _blocks(hidden.shape[0], attributes["chunk"])
+        chunks = row_blocks(hidden.shape[0], attributes["chunk"])
         for chunk in chunks:
             part = logits[: chunk.stop - chunk.start]
             launches.append(partial(torch.mm, hidden[chunk], head.t(), out=part))
-            step = _block_rows(context, *part.shape)
-            for block in _blocks(part.shape[0], step):
+            step = block_rows(context, *part.shape)
+            for block in row_blocks(part.shape[0], step):
                 at = slice(chunk.start + block.start, chunk.start + block.stop)
                 target = part[block] if wide_logits is None else wide_logits[: block.stop - block.start]
                 if gradients is None:
@@ -191,9 +193,9 @@ def _linear_cross_entropy(context: Context) -> Kernel:
         hidden, head = ins[0], ins[1]
         count, vocabulary, dtype = hidden.shape[0], head.shape[0], hidden.dtype.wide
         chunk = min(attributes["chunk"], count)
-        specs = [*_Rows.specs(count, dtype), hidden.with_shape(chunk, vocabulary)]
+        specs = [*TargetRows.specs(count, dtype), hidden.with_shape(chunk, vocabulary)]
         if dtype is not hidden.dtype:
-            specs.append(TensorSpec((_block_rows(context, chunk, vocabulary), vocabulary), dtype))
+            specs.append(TensorSpec((block_rows(context, chunk, vocabulary), vocabulary), dtype))
         if attributes["gradients"]:
             specs += _HeadGradients.specs(hidden, head, chunk, dtype, chunk < count)
         return specs
@@ -219,7 +221,7 @@ class _HeadGradients:
         self.narrow = free.pop(0) if dhidden.dtype is torch.bfloat16 else None
         self.sums = free
 
-    def products(self, dlogits: Tensor, hidden: Tensor, rows: _Rows, chunk: slice) -> list[Launch]:
+    def products(self, dlogits: Tensor, hidden: Tensor, rows: TargetRows, chunk: slice) -> list[Launch]:
         weights, launches = rows.weights[chunk], []
         if self.narrow is not None:
             launches.append(copying(self.narrow[chunk], weights))

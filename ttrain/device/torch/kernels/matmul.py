@@ -22,6 +22,21 @@ def _matmul(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attribute
     return partial(torch.bmm, a.flatten(0, -3), b.flatten(0, -3), out=c.flatten(0, -3))
 
 
+def _head_matmul(
+    ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
+) -> Launch:
+    x, matrix = ins
+    inner, outer = matrix.shape[::-1] if attributes["transpose"] else matrix.shape
+    return product(x.view(-1, inner), matrix.t() if attributes["transpose"] else matrix, outs[0].view(-1, outer))
+
+
+def _head_product(
+    ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
+) -> Launch:
+    a, b = (x.view(-1, x.shape[2] // attributes["heads"]) for x in ins)
+    return product(a.t(), b, outs[0])
+
+
 def _linear(context: Context) -> Kernel:
     """A product, then the activation's own row in place: fused or not, the bits are the same."""
     activations = elementwise.table(context)
@@ -51,4 +66,9 @@ def _activation(name: str) -> tuple[str, Attributes]:
 
 
 def table(context: Context) -> dict[str, Kernel]:
-    return {"matmul": into(_matmul), "linear": _linear(context)}
+    return {
+        "matmul": into(_matmul),
+        "linear": _linear(context),
+        "head_matmul": into(_head_matmul),
+        "head_product": into(_head_product),
+    }

@@ -1,0 +1,252 @@
+"""Attention that forms its probabilities: batched products over blocks of query rows, each with the keys it can see.
+
+Both attention ops run here: self_attention on a packed projection, attention on separate queries, keys and values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.visibility import score_bias
+from ttrain.device.base import Kernel, Launch
+from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, chain, copying, into
+from ttrain.device.torch.kernels.layout import heads_view
+from ttrain.device.torch.kernels.random import mask_workspace, masking
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Form:
+    """How an op holds queries, keys and values.
+
+    views: from the tensors and the heads to three [B, H, T, width]. specs: the same of specs, each contiguous.
+    count: how many inputs hold them.
+    """
+
+    views: Callable[[Sequence[Tensor], int], list[Tensor]]
+    specs: Callable[[Specs, int], list[TensorSpec]]
+    count: int
+
+
+def _packed_specs(tensors: Specs, heads: int) -> list[TensorSpec]:
+    batch, time, packed = tensors[0].shape
+    return [tensors[0].with_shape(batch, heads, time, packed // (3 * heads))] * 3
+
+
+def _separate_specs(tensors: Specs, heads: int) -> list[TensorSpec]:
+    return [x.with_shape(x.shape[0], heads, x.shape[1], x.shape[2] // heads) for x in tensors]
+
+
+PACKED = Form(lambda tensors, heads: list(heads_view(tensors[0], 3, heads)), _packed_specs, 1)
+SEPARATE = Form(lambda tensors, heads: [heads_view(x, 1, heads)[0] for x in tensors], _separate_specs, 3)
+
+
+@lru_cache(maxsize=4)  # of long sequences and many heads they are large
+def bias_tensor(
+    mask: str, position_bias: str, heads: int, time: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """[heads or 1, T, T]: what is added to scaled scores, -inf where a key is hidden."""
+    return torch.from_numpy(score_bias(mask, position_bias, heads, time, -math.inf)).to(device, dtype)
+
+
+def softmax_into(x: Tensor, y: Tensor) -> Launch:
+    """y <- softmax over the last axis of x; y may be x."""
+    return partial(aten._softmax.out, x, -1, False, out=y)
+
+
+class _Operand:
+    """Queries, keys, values or output gradients as bmm takes them: [B*H, rows, D].
+
+    oneDNN copies an operand that isn't contiguous, into memory of its own, so in bf16 every range of rows is packed by
+    itself. Other products take slices of one packed tensor.
+    """
+
+    def __init__(self, source: Tensor, scratch: Tensor) -> None:
+        self.source, self.scratch = source, scratch  # [B, H, T, D], strided and packed
+        self.sliced = source.dtype is not torch.bfloat16
+
+    def packing(self) -> list[Launch]:
+        """Once, before the first range."""
+        return [copying(self.scratch, self.source)] if self.sliced else []
+
+    def rows(self, start: int, stop: int) -> tuple[list[Launch], Tensor]:
+        """Launches that make the rows ready, and the rows."""
+        if self.sliced:
+            return [], self.scratch.flatten(0, 1)[:, start:stop]
+        shape = (*self.scratch.shape[:2], stop - start, self.scratch.shape[3])
+        packed = _shaped(self.scratch, shape)
+        return [copying(packed, self.source[:, :, start:stop])], packed.flatten(0, 1)
+
+
+def _shaped(scratch: Tensor, shape: Sequence[int]) -> Tensor:
+    """The first elements of a scratch buffer under another shape."""
+    return scratch.view(-1)[: math.prod(shape)].view(shape)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Query rows start to stop, and how many keys they see."""
+
+    start: int
+    stop: int
+    keys: int
+
+
+class _Explicit:
+    """What forward and backward share."""
+
+    def __init__(self, context: Context, parts: Sequence[Tensor], seed: Tensor | None, attributes: Attributes) -> None:
+        self.context, self.seed, self.parts = context, seed, parts
+        self.p, self.stream = attributes.get("p", 0.0), attributes.get("stream", 0)
+        (self.batch, self.heads, self.time, width), dtype = parts[0].shape, parts[0].dtype
+        self.scale = attributes.get("scale", width**-0.5)
+        mask, position_bias = attributes.get("mask", "causal"), attributes.get("position_bias", "none")
+        self.bias = bias_tensor(mask, position_bias, self.heads, self.time, dtype, parts[0].device)
+        step, pair = _query_rows(context, self.time, dtype is torch.bfloat16, self.p), mask == "pairs"
+        starts = range(0, self.time, step)
+        stops = [min(start + step, self.time) for start in starts]
+        self.blocks = [
+            _Block(start, stop, min(stop + (pair and stop % 2), self.time))
+            for start, stop in zip(starts, stops, strict=True)
+        ]
+
+    def probabilities(self, block: _Block, q: Tensor, k: Tensor, scores: Tensor) -> list[Launch]:
+        """scores <- bias + scale q k^T: all launches but the last; then their softmax in place."""
+        bias = self.bias[:, block.start : block.stop, : block.keys]
+        softmax = softmax_into(scores, scores)
+        if bias.shape[0] == 1 or self.batch == 1:
+            return [partial(torch.baddbmm, bias, q, k.mT, beta=1, alpha=self.scale, out=scores), softmax]
+        by_heads = scores.view(self.batch, self.heads, *scores.shape[1:])
+        return [scaled_product(q, k.mT, self.scale, scores), partial(torch.add, by_heads, bias, out=by_heads), softmax]
+
+    def drop(self, x: Tensor, y: Tensor, work: Sequence[Tensor]) -> list[Launch]:
+        """y <- x with dropout; nothing without. Only where one block holds all rows, whose index the mask hashes."""
+        if not self.p:
+            return []
+        assert self.seed is not None
+        return [masking(self.context, x, y, self.seed, self.p, self.stream, work)]
+
+
+def _query_rows(context: Context, time: int, bf16: bool, p: float) -> int:
+    """Few rows skip more of what the mask hides, many make larger products. Dropout hashes indices of whole rows."""
+    if p or not (context.on_cpu or context.query_rows):
+        return time
+    short, long = (64, 128) if bf16 else (32, 64)
+    return min(time, context.query_rows or (short if time < 512 else long))
+
+
+def _scores_spec(context: Context, queries: TensorSpec, attributes: Attributes) -> TensorSpec:
+    """Spec of one block's scores."""
+    batch, heads, time, _ = queries.shape
+    rows = _query_rows(context, time, queries.dtype is DType.BF16, attributes.get("p", 0.0))
+    return queries.with_shape(batch * heads, rows, time)
+
+
+def explicit_forward(context: Context, form: Form) -> Kernel:
+    """The row of a forward op: (queries, keys and values, seed?) -> y, log_sum_exp."""
+
+    def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+        parts = form.views(ins[: form.count], attributes["heads"])
+        shared = _Explicit(context, parts, ins[form.count] if ins[form.count :] else None, attributes)
+        operands = [_Operand(part, scratch) for part, scratch in zip(parts, work[:3], strict=True)]
+        results, all_scores, diagonal, *mask_work = work[3:]
+        y, log_sum_exp = heads_view(outs[0], 1, shared.heads)[0], outs[1].flatten(0, 1)
+        launches = [launch for operand in operands for launch in operand.packing()]
+        for block in shared.blocks:
+            start, stop = block.start, block.stop
+            (pack_q, q), (pack_k, k) = operands[0].rows(start, stop), operands[1].rows(0, block.keys)
+            pack_v, v = operands[2].rows(0, block.keys)
+            scores = _shaped(all_scores, (q.shape[0], stop - start, block.keys))
+            result = _shaped(results, (*y.shape[:2], stop - start, y.shape[3]))
+            *product, softmax = shared.probabilities(block, q, k, scores)
+            own = scores.diagonal(start, 1, 2)
+            picked, statistic = _shaped(diagonal, own.shape), log_sum_exp[:, start:stop]
+            launches += [*pack_q, *pack_k, *pack_v, *product, copying(statistic, own), softmax]
+            launches += _log_sum_exp(own, picked, statistic)
+            launches += [
+                *shared.drop(scores, scores, mask_work),
+                partial(torch.bmm, scores, v, out=result.flatten(0, 1)),
+                copying(y[:, :, start:stop], result),
+            ]
+        return chain(*launches)
+
+    def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+        queries, keys, values = form.specs(ins[: form.count], attributes["heads"])
+        scores = _scores_spec(context, queries, attributes)
+        diagonal = scores.with_shape(scores.shape[0] * scores.shape[1]).with_dtype(scores.dtype.wide)
+        masks = mask_workspace(context, scores.size, scores.dtype) if attributes.get("p", 0.0) else []
+        return [queries, keys, values, values, scores, diagonal, *masks]
+
+    return into(bind, workspace)
+
+
+def _log_sum_exp(own: Tensor, picked: Tensor, statistic: Tensor) -> list[Launch]:
+    """statistic <- log sum exp of a row, which is any score of it less the log of that score's probability.
+
+    The score of a row's own time step is at hand. A probability that underflows is taken as the smallest normal one;
+    backward on this way doesn't read the statistic.
+    """
+    return [
+        copying(picked, own),
+        partial(torch.clamp_min, picked, torch.finfo(picked.dtype).tiny, out=picked),
+        partial(torch.log, picked, out=picked),
+        partial(torch.sub, statistic, picked, out=statistic),
+    ]
+
+
+def explicit_backward(context: Context, form: Form) -> Kernel:
+    """The row of a backward op: (dy, queries, keys and values, y, log_sum_exp, seed?) -> their gradients."""
+
+    def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+        dy, given, rest = ins[0], ins[1 : 1 + form.count], ins[3 + form.count :]
+        parts = form.views(given, attributes["heads"])
+        shared = _Explicit(context, parts, rest[0] if rest else None, attributes)
+        sources = (*parts, heads_view(dy, 1, shared.heads)[0])
+        operands = [_Operand(source, scratch) for source, scratch in zip(sources, work[:4], strict=True)]
+        dq, dk, dv, all_p, all_dp, *rest = work[4:]
+        all_dropped, mask_work = (rest[0], rest[1:]) if rest else (all_p, [])
+        targets = form.views(outs, shared.heads)
+        launches = [launch for operand in operands for launch in operand.packing()]
+        for block in reversed(shared.blocks):  # the last block writes all of dk and dv, the others add
+            start, stop, keys = block.start, block.stop, block.keys
+            (pack_q, q), (pack_k, k) = operands[0].rows(start, stop), operands[1].rows(0, keys)
+            (pack_v, v), (pack_dy, dy_rows) = operands[2].rows(0, keys), operands[3].rows(start, stop)
+            shape = (q.shape[0], stop - start, keys)
+            p, dp, dropped = (_shaped(scratch, shape) for scratch in (all_p, all_dp, all_dropped))
+            dq_rows = _shaped(dq, (*dq.shape[:2], stop - start, dq.shape[3]))
+            dk_rows, dv_rows = dk.flatten(0, 1)[:, :keys], dv.flatten(0, 1)[:, :keys]
+            beta = 0 if block is shared.blocks[-1] else 1
+            launches += [
+                *(*pack_q, *pack_k, *pack_v, *pack_dy),
+                *shared.probabilities(block, q, k, p),
+                *shared.drop(p, dropped, mask_work),
+                partial(torch.baddbmm, dv_rows, dropped.mT, dy_rows, beta=beta, out=dv_rows),
+                partial(torch.bmm, dy_rows, v.mT, out=dp),
+                *shared.drop(dp, dp, mask_work),
+                partial(aten._softmax_backward_data.out, dp, p, -1, p.dtype, grad_input=dp),
+                scaled_product(dp, k, shared.scale, dq_rows.flatten(0, 1)),
+                partial(torch.baddbmm, dk_rows, dp.mT, q, beta=beta, alpha=shared.scale, out=dk_rows),
+                copying(targets[0][:, :, start:stop], dq_rows),
+            ]
+        return chain(*launches, copying(targets[1], dk), copying(targets[2], dv))
+
+    def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+        queries, keys, values = form.specs(ins[1 : 1 + form.count], attributes["heads"])
+        scores = _scores_spec(context, queries, attributes)
+        masks = [scores, *mask_workspace(context, scores.size, scores.dtype)] if attributes.get("p", 0.0) else []
+        return [queries, keys, values, values, queries, keys, values, scores, scores, *masks]
+
+    return into(bind, workspace)
+
+
+def scaled_product(a: Tensor, b: Tensor, scale: float, out: Tensor) -> Launch:
+    """out <- scale a b."""
+    return partial(torch.baddbmm, out, a, b, beta=0, alpha=scale, out=out)
