@@ -7,26 +7,64 @@ token or two.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.graph import Graph, Value
+from ttrain.graph.passes.fuse import chunk_rows
+from ttrain.models import agillm_weights
+from ttrain.models.agillm_windows import GATE_WEIGHT, SAT_WEIGHT, Windows
+from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED, Batch, valid_targets
+from ttrain.models.cache import Caches
 from ttrain.models.presets import required_sizes
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.initialize import Orthogonal
 from ttrain.nn.layers import Dropout, Embedding, LayerNorm, Linear
-from ttrain.nn.module import Module, Parameter
+from ttrain.nn.module import Module, Parameter, Values, kept, recomputed, released, use
+from ttrain.ops.matmul import attention_scale
 
 GATE_CLASSES = 2  # emit one token, emit two
+_PASSES = ("causal", "pairs")  # masks of the AR and of the SAT pass
 
 
 class RankAttention(Module):
     """Multi-head attention with scores (q U)(k U)^T / sqrt(head width): y [B, T, C] -> branch [B, T, C].
 
-    `rank_matrix` U [head width, rank] is one matrix for all heads, queries and keys of the layer.
+    `rank_matrix` U [head width, rank] is one matrix for all heads, queries and keys of the layer. Folded, queries go
+    through M = U U^T and keys stay as they are: the same scores at head width instead of rank.
     """
 
-    def __init__(self, width: int, heads: int, rank: int, config: AGILLMConfig, stream: int) -> None:
+    def __init__(self, width: int, heads: int, rank: int, folded: bool, config: AGILLMConfig, streams: int) -> None:
         self.query, self.key, self.value, self.projection = (Linear(width, width, bias=False) for _ in range(4))
         self.rank_matrix = Parameter((width // heads, rank), Orthogonal())
-        self._dropout = Dropout(config.dropout, stream)
+        self._heads, self._folded, self._scale = heads, folded, attention_scale(width // heads)
+        self._position_bias = "distance" if config.alibi == "standard" else "future"
+        self._dropouts = [Dropout(config.dropout, streams + number) for number in range(len(_PASSES))]
+
+    def __call__(self, y: Value, mask: str, seed: Value | None, caches: Caches | None = None) -> Value:
+        q, k = self.meeting(self.query(y), self.key(y))
+        if caches is not None:
+            return self.projection(self._cached(caches, q, k, self.value(y), mask))
+        mixed = ops.attention(
+            q, k, self.value(y), self._heads, scale=self._scale, mask=mask, position_bias=self._position_bias
+        )
+        return self._dropouts[_PASSES.index(mask)](self.projection(mixed), seed)
+
+    def _cached(self, caches: Caches, q: Value, k: Value, v: Value, mask: str) -> Value:
+        path = self.rank_matrix.path.rpartition(".")[0]
+        bias = "none" if mask == "causal" and self._position_bias == "future" else self._position_bias
+        q, k, v = (ops.split_heads(x, 1, self._heads)[0] for x in (q, k, v))
+        return ops.merge_heads([caches.attend(path, q, k, v, self._scale, bias)])
+
+    def meeting(self, q: Value, k: Value) -> tuple[Value, Value]:
+        """Queries and keys [B, T, heads * head width] where they meet: as wide, or rank wide."""
+        matrix = use(q.graph, self.rank_matrix, q.spec.dtype)
+        if self._folded:
+            return ops.head_matmul(q, ops.matmul(matrix, matrix, transpose_b=True), self._heads), k
+        return ops.head_matmul(q, matrix, self._heads), ops.head_matmul(k, matrix, self._heads)
 
 
 class FeedForward(Module):
@@ -35,15 +73,28 @@ class FeedForward(Module):
     def __init__(self, width: int) -> None:
         self.up, self.down = Linear(width, 4 * width), Linear(4 * width, width)
 
+    def __call__(self, y: Value) -> Value:
+        return self.down(ops.relu(self.up(y)))
+
 
 class Block(Module):
     """Two branches around the residual stream, each reading a layer norm of it."""
 
-    def __init__(self, width: int, heads: int, rank: int, config: AGILLMConfig, stream: int) -> None:
+    def __init__(self, width: int, heads: int, rank: int, folded: bool, config: AGILLMConfig, streams: int) -> None:
         self.attention_norm = LayerNorm(width)
-        self.attention = RankAttention(width, heads, rank, config, stream)
+        self.attention = RankAttention(width, heads, rank, folded, config, streams)
         self.feed_forward_norm = LayerNorm(width)
         self.feed_forward = FeedForward(width)
+
+    def __call__(
+        self, x: Value, y: Value, mask: str, seed: Value | None, caches: Caches | None = None
+    ) -> tuple[Value, Value]:
+        """Residual stream x [B, T, C] and its attention norm y -> the stream, and the last branch not yet added to it.
+
+        Every sum is recorded with the norm that reads it, one op for both.
+        """
+        x, y = self.feed_forward_norm.after_sum(x, self.attention(y, mask, seed, caches))
+        return x, self.feed_forward(y)
 
 
 class SATHead(Linear):
@@ -64,20 +115,183 @@ class AGILLM(Module):
     def __init__(self, config: AGILLMConfig, compute: DType = DType.FP32) -> None:
         self.config, self.compute = config, compute
         self.layers, self.heads, self.width, self.rank, self.context, self.vocabulary = required_sizes(config)
+        self.folded = config.fold == "on" or (config.fold == "auto" and self.rank > self.width // self.heads)
+        self.windows = Windows.of(config, self.context) if config.objective == "joint" else None
         self.embedding = Embedding(self.vocabulary, self.width)
-        self.blocks = [Block(self.width, self.heads, self.rank, config, stream=index) for index in range(self.layers)]
+        self.blocks = [
+            Block(self.width, self.heads, self.rank, self.folded, config, streams=len(_PASSES) * index)
+            for index in range(self.layers)
+        ]
         self.norm = LayerNorm(self.width)
         self.ar_head = None if config.tied else Linear(self.width, self.vocabulary)
-        self.sat_head = SATHead(self.width, self.vocabulary) if config.objective == "joint" else None
-        padding = -self.vocabulary % (config.pad_vocabulary or 1)
-        heads = [head for head in (self.ar_head, self.sat_head) if head is not None]
-        for layer in (self.embedding, *heads):
-            layer.weight.padding = padding
-            if isinstance(layer, Linear) and layer.bias is not None:
-                layer.bias.padding = padding
+        self.sat_head = SATHead(self.width, self.vocabulary) if self.windows is not None else None
+        self._pad(-self.vocabulary % (config.pad_vocabulary or 1))
         self.name_parameters()
 
+    def _pad(self, rows: int) -> None:
+        """Let the vocabulary end with that many ids that do not exist."""
+        padded = [self.embedding.weight]
+        for head in (self.ar_head, self.sat_head):
+            padded += [] if head is None else [p for p in (head.weight, head.bias) if p is not None]
+        for parameter in padded:
+            parameter.padding = rows
+
     def batch_specs(self, rows: int) -> dict[str, TensorSpec]:
-        """`tokens` and `targets`, int64 [rows, context]; a target below zero counts for nothing."""
+        """`tokens` and `targets`, int64 [rows, context]; a target below zero counts for nothing. See `prepare` too."""
         spec = TensorSpec((rows, self.context), DType.INT64)
-        return {"tokens": spec, "targets": spec}
+        own = {"tokens": spec, "targets": spec}
+        return own if self.windows is None else own | self.windows.specs(rows)
+
+    def prepare(self, batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
+        """The batch with what the SAT pass predicts, and for each weight input how many terms it averages over."""
+        counts = {LOSS_WEIGHT: valid_targets(batch)}
+        if self.windows is None:
+            return dict(batch), counts
+        targets = batch["targets"]  # whose length may be that of a shorter model
+        fields, further = Windows.of(self.config, targets.shape[1]).fields(targets)
+        return {**batch, **fields}, counts | further
+
+    def loss(self, graph: Graph, rows: int, training: bool) -> Value:
+        """What is optimised, fp32 []: AR, and in joint training SAT and gate, each the mean over its own targets."""
+        return self.loss_and_metrics(graph, rows, training)[0]
+
+    def loss_and_metrics(self, graph: Graph, rows: int, training: bool) -> tuple[Value, dict[str, Value]]:
+        """The loss, and the plain cross-entropies in nats: ar/ce, and in joint training sat/ce and gate/ce."""
+        seed = graph.input("seed", SEED) if training and self.config.dropout else None
+        hidden = self._flat(self.hidden(graph, rows, "causal", seed, training))
+        targets, weight = graph.input("targets", self.batch_specs(rows)["targets"]), graph.input(LOSS_WEIGHT, SCALAR)
+        with graph.scope("loss"):
+            weights = ops.expand(ops.reshape(weight, (1,)), hidden.shape[:1])
+            loss, entropy = self._head_loss(hidden, self._ar_parameters(graph), targets, weights, training)
+        metrics = {"ar/ce": entropy}
+        if self.windows is not None:
+            further, found = self._sat_loss(graph, rows, seed, training)
+            loss, metrics = ops.add(loss, further), metrics | found
+        return loss, metrics
+
+    def _sat_loss(self, graph: Graph, rows: int, seed: Value | None, training: bool) -> tuple[Value, dict[str, Value]]:
+        """SAT loss plus the gate's, from a pass of its own."""
+        windows, head = self.windows, self.sat_head
+        assert windows is not None and head is not None
+        given = {name: graph.input(name, spec) for name, spec in windows.specs(rows).items()}
+        hidden = self.hidden(graph, rows, "pairs", seed, training)
+        with graph.scope("sat_loss"):
+            times = ops.reshape(given["sat_times"], (rows * len(windows.rows),))
+            weights = ops.multiply(times, graph.input(SAT_WEIGHT, SCALAR))
+            picked = self._flat(ops.pick_rows(hidden, windows.rows))
+            sat, entropy = self._head_loss(
+                picked, self._parameters(graph, head), given["sat_targets"], weights, training
+            )
+        with graph.scope("gate_loss"):
+            firsts = self._flat(ops.pick_rows(hidden, windows.starts))
+            weights = ops.expand(ops.reshape(graph.input(GATE_WEIGHT, SCALAR), (1,)), firsts.shape[:1])
+            gate, gate_entropy = ops.head_cross_entropy(
+                firsts, *self._parameters(graph, head.gate), ops.reshape(given["gate_targets"], firsts.shape[:1]),
+                weights, chunk=firsts.shape[0], gradients=training,
+            )  # fmt: skip
+            gate = ops.scale(gate, self.config.gate_weight)
+        return ops.add(sat, gate), {"sat/ce": entropy, "gate/ce": gate_entropy}
+
+    def _head_loss(
+        self, hidden: Value, head: tuple[Value, Value | None], targets: Value, weights: Value, training: bool
+    ) -> tuple[Value, Value]:
+        """(smoothed, plain) cross-entropy over the vocabulary of hidden states [N, width]."""
+        rows = hidden.shape[:1]
+        return ops.head_cross_entropy(
+            hidden, *head, ops.reshape(targets, rows), weights, chunk=min(chunk_rows(self.vocabulary), rows[0]),
+            gradients=training, smoothing=self.config.label_smoothing, live=self.vocabulary,
+        )  # fmt: skip
+
+    def logits(self, graph: Graph, rows: int) -> Value:
+        """The AR head's scores of the next token, fp32 [1, vocabulary with padding], at step input `position`."""
+        hidden = self._flat(self.hidden(graph, rows, "causal", None, training=False))
+        position = ops.reshape(graph.input("position", SEED), (1,))
+        with graph.scope("head"):
+            return self.scores(ops.embedding(position, hidden))  # a lookup of one row of the hidden states
+
+    def scores(self, rows: Value) -> Value:
+        """The AR head's scores of the next token after each row: [N, width] -> fp32 [N, vocabulary with padding]."""
+        return ops.cast(ops.linear(rows, *self._ar_parameters(rows.graph)), DType.FP32)
+
+    def pair_scores(self, rows: Value) -> tuple[Value, Value]:
+        """A window's two rows under the pair mask, [2, width] -> scores of the two tokens after it, fp32 [2,
+        vocabulary with padding], and the gate's, fp32 [1, 2].
+        """
+        assert self.sat_head is not None, "a model that was trained ar_only has no SAT head"
+        first = ops.reshape(ops.pick_rows(ops.reshape(rows, (1, *rows.shape)), (0,)), (1, self.width))
+        gate = ops.cast(self.sat_head.gate(first), DType.FP32)
+        return ops.cast(ops.linear(rows, *self._parameters(rows.graph, self.sat_head)), DType.FP32), gate
+
+    def hidden(self, graph: Graph, rows: int, mask: str, seed: Value | None, training: bool) -> Value:
+        """What the heads read: the last norm's output [rows, context, width] of a pass under a mask."""
+        tokens = graph.input("tokens", TensorSpec((rows, self.context), DType.INT64))
+        with graph.scope("embedding"):
+            x = self.embedding(tokens, self.compute)
+        return self._blocks(x, mask, seed, training)
+
+    def extend(self, graph: Graph, count: int, mask: str) -> Value:
+        """Hidden states [count, width] of `count` tokens of one text, of which the caches hold what comes before.
+
+        Step inputs and caches are those of models/cache.py. Cached keys are what scores are made of: rank wide, or with
+        the fold as wide as a head.
+        """
+        caches = Caches(graph, count, self.context, mask)
+        with graph.scope("embedding"):
+            x = self.embedding(caches.tokens, self.compute)
+        return self._flat(self._blocks(x, mask, None, False, caches))
+
+    @property
+    def predicts_pairs(self) -> bool:
+        """Whether there is a SAT head."""
+        return self.sat_head is not None
+
+    def _blocks(self, x: Value, mask: str, seed: Value | None, training: bool, caches: Caches | None = None) -> Value:
+        """All blocks and the last norm: [B, T, C] -> [B, T, C].
+
+        Whatever is released or computed again, the same ops run in the same order, so the loss has the same bits.
+        """
+        graph = x.graph
+        record = (recomputed if self.config.recompute == "block" else kept) if training else released
+        norms = [(f"blocks.{index}", block.attention_norm) for index, block in enumerate(self.blocks)]
+        with graph.scope(norms[0][0]):
+            y = norms[0][1](x)
+        for index, (block, (scope, norm)) in enumerate(zip(self.blocks, [*norms[1:], ("norm", self.norm)])):
+            with graph.scope(f"blocks.{index}"):
+                inner: Values = record(graph, partial(block, x, y, mask, seed, caches))
+            done = [] if record is kept else list(inner)
+            done += [] if training else [x, y]
+            with graph.scope(scope):
+                x, y = norm.after_sum(*inner)
+            graph.release(done)
+        return y
+
+    def _flat(self, hidden: Value) -> Value:
+        """[B, T, C] as [B*T, C]."""
+        return ops.reshape(hidden, (hidden.spec.size // self.width, self.width))
+
+    def _parameters(self, graph: Graph, head: Linear) -> tuple[Value, Value | None]:
+        """Weight and bias of a head as layers read them."""
+        bias = None if head.bias is None else use(graph, head.bias, self.compute)
+        return use(graph, head.weight, self.compute), bias
+
+    def _ar_parameters(self, graph: Graph) -> tuple[Value, Value | None]:
+        if self.ar_head is None:
+            return use(graph, self.embedding.weight, self.compute), None
+        return self._parameters(graph, self.ar_head)
+
+    def to_original(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Parameters by path -> weights under the original's flat names."""
+        return agillm_weights.to_original(values, self.specs())
+
+    def original_file(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What the original keeps of a model in a file: the weights of its parts, and its sizes."""
+        sizes = {"d": self.width, "layers": self.layers, "heads": self.heads, "rank": self.rank}
+        return {**agillm_weights.nested(self.to_original(values)), "cfg": sizes, "tie_weights": self.config.tied}
+
+    def from_original(self, content: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
+        """The content of an original's file -> its values by path; see agillm_weights.from_original."""
+        return agillm_weights.from_original(content, self.specs(), strict)
+
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Spec of every parameter by path, without padding."""
+        return {path: p.spec.with_shape(*p.shape) for path, p in self.parameters().items()}
