@@ -149,7 +149,7 @@ class StepGraph:
         graph.input(LOSS_WEIGHT, SCALAR)
         if training:
             graph.input("seed", SEED)
-        if not hasattr(self.model, "loss_and_metrics"):
+        if not hasattr(model, "loss_and_metrics"):
             return model.loss(graph, rows, training)
         loss, metrics = cast(ModelWithMetrics, model).loss_and_metrics(graph, rows, training)
         for name, value in metrics.items():
