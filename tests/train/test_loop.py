@@ -23,7 +23,7 @@ from ttrain.train.events import read_events
 from ttrain.train.metrics import read_metrics
 from ttrain.train.retention import list_checkpoints
 from ttrain.train.seeds import step_seed
-from ttrain.train.step import StepResult, TrainStep
+from ttrain.train.step import StepResult, TrainStep, Turns
 
 MakeJob = Any
 
@@ -42,14 +42,14 @@ def steps_on_disk(job: Any) -> list[int]:
 
 def interrupt_after(job: Any, step: int, number: int = signal.SIGINT) -> None:
     """Sends the process a signal while the step runs."""
-    original = job.loop.step
+    original = job.loop.step.turns
 
-    def call(batch: Any, rates: Any, current: int) -> StepResult:
+    def turns(batch: Any, rates: Any, current: int, following: Any) -> Turns[StepResult]:
         if current == step:
             os.kill(os.getpid(), number)
-        return original(batch, rates, current)
+        return original(batch, rates, current, following)
 
-    job.loop.step = call
+    job.loop.step.turns = turns
 
 
 def reference_run(job: Any, steps: int) -> list[float]:

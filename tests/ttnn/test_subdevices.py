@@ -47,7 +47,7 @@ class PartMesh(GoldenMesh):
 
         whole._op = op  # type: ignore[method-assign]
         self.part = 1
-        self.tt = ConfinedRuntime(whole, CORES, None, 1, sub_device=1)  # type: ignore[assignment]
+        self.tt = ConfinedRuntime(whole, CORES, None, 1, sub_device=1, exact=None)  # type: ignore[assignment]
 
     def settled(self) -> None:
         self.tt.let_go()

@@ -18,15 +18,20 @@ class StopRequests:
     """While entered, notes SIGINT, SIGTERM, SIGHUP and SIGUSR1 instead of dying of them.
 
     After the first one the system's own handling is back: a second one ends the process at once, even where Python does
-    not get to run. Files are safe then, because they are written beside and renamed.
+    not get to run. Files are safe then, because they are written beside and renamed. Several runs of a process may
+    enter the same object.
     """
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
         self.requested: signal.Signals | None = None
-        self._save = False
+        self._saves = 0  # runs that have not saved yet since they were asked to
+        self._entered = 0
 
     def __enter__(self) -> StopRequests:
+        self._entered += 1
+        if self._entered > 1:
+            return self
         if threading.current_thread() is threading.main_thread():  # only there may handlers be set
             wanted = [number for number in SIGNALS if not _hangup_is_ignored(number)]
             self._before = {number: signal.signal(number, self._note) for number in wanted}
@@ -44,16 +49,20 @@ class StopRequests:
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, message.encode())  # print is not safe here
 
     def _note_save(self, number: int, frame: FrameType | None) -> None:
-        self._save = True
+        self._saves = self._entered
 
     def take_save(self) -> bool:
-        """Whether a save was asked for since the last call."""
-        asked, self._save = self._save, False
+        """Whether a save was asked for since the last call of this run."""
+        asked = self._saves > 0
+        self._saves -= asked
         return asked
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._entered -= 1
+        if self._entered:
+            return
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

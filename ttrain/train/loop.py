@@ -29,7 +29,7 @@ from ttrain.train.run_directory import RunDirectory
 from ttrain.train.saver import Saver
 from ttrain.train.session import flops_per_step
 from ttrain.train.settings import GuardConfig, TrainConfig
-from ttrain.train.step import StepResult, TrainStep
+from ttrain.train.step import Following, StepResult, TrainStep, Turns, last_value
 
 
 @dataclass
@@ -56,13 +56,13 @@ class Loop:
     guard: GuardConfig = field(default_factory=GuardConfig)
     search: StepSearch | None = None  # names the first bad tensor of a step
     blocks: Blocks | None = None  # where the length of training sequences grows
+    stop: StopRequests = field(default_factory=StopRequests)
     heartbeat: Callable[[], None] = lambda: None  # tells whoever watches that this process is alive
     rank: int = 0
     world: int = 1
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._stop = StopRequests()
         self.events = Events(self.run_directory.path)
         self._say = self.loggers.console.say
         self.saver = Saver(self.run_directory, self.state, self.config, self.events, self._say)
@@ -70,6 +70,7 @@ class Loop:
         self._saved = self._save_key()  # a resumed run starts from a checkpoint of its current step
         self._spikes = SpikeDetector(self.guard)
         self._started = False
+        self._early: dict[int, dict[str, Array]] = {}  # the batch of the next step, where it was made ahead of time
         self._skips = 0  # in a row
         self._learning: LearningCheck | None = None
         self._check_after = self.guard.check_learning
@@ -80,16 +81,20 @@ class Loop:
         Raises NonFiniteError, Interrupted (the state is saved), and TtrainError where saves fail repeatedly or updates
         change nothing.
         """
+        return last_value(self.turns())
+
+    def turns(self) -> Turns[Progress]:
+        """The same, with a yield wherever the device was given work and the host is about to wait for it."""
         self.loggers.console.start(self.progress.step, self.config.steps)
         try:
-            with self._stop:
+            with self.stop:
                 while True:
                     self._evaluate_and_save()
-                    if self._stop.requested is not None:
-                        raise self._interrupted(self._stop.requested.name)
+                    if self.stop.requested is not None:
+                        raise self._interrupted(self.stop.requested.name)
                     if self._done():
                         break
-                    self._train_step()
+                    yield from self._train_step()
                 self._finish()
         finally:
             self.saver.join()
@@ -107,7 +112,7 @@ class Loop:
         )
         return True
 
-    def _train_step(self) -> None:
+    def _train_step(self) -> Turns[None]:
         progress, number = self.progress, self.progress.step + 1
         self.heartbeat()
         if self._check_after is not None and self._learning is None:
@@ -116,12 +121,11 @@ class Loop:
         self._grow(number)
         self.meter.start()
         batch, rates = self._inputs(number)
-        result = self.step(batch, rates, number)
+        result = yield from self.step.turns(batch, rates, number, self._following(number + 1))
         progress.seconds += self.meter.stop(result.tokens)
         progress.tokens += result.tokens
         if math.isfinite(result.loss):
             progress.train_loss = result.loss
-        rate = next(iter(rates.values()))
         if not result.finite or number % self.config.log_every == 0 or number == self.config.steps:
             self.loggers.log(self._step_metrics(number, result, rates))
         if not result.finite:
@@ -142,14 +146,28 @@ class Loop:
                 number,
                 seconds=round(seconds, 3),
             )
-        self._check_learning(number, rate, result)
+        self._check_learning(number, min(rates.values()), result)
 
     def _inputs(self, number: int) -> tuple[dict[str, Array], dict[str, float]]:
         """Batch and learning rates of a step."""
         self._grow(number)  # repeated steps may be of an earlier length
         dataset = self.dataset if self.blocks is None else self.blocks.dataset
-        batch = dataset.batch("train", self.seed, number - 1, self.config.batch_size, self.rank, self.world)
+        batch = self._early.pop(number, None)
+        if batch is None:
+            batch = dataset.batch("train", self.seed, number - 1, self.config.batch_size, self.rank, self.world)
         return batch, {name: rate * self.progress.lr_factor for name, rate in self.rates(number).items()}
+
+    def _following(self, number: int) -> Following | None:
+        """What makes the inputs of a later step ahead of time; None where there is none, or of another length."""
+        if number > self.config.steps or self.blocks is not None:
+            return None
+
+        def inputs() -> tuple[dict[str, Array], dict[str, float]]:
+            batch, rates = self._inputs(number)
+            self._early = {number: batch}
+            return batch, rates
+
+        return inputs
 
     def _grow(self, number: int) -> None:
         """Builds the steps for the length that a step trains on, where that is another than now."""
@@ -211,7 +229,7 @@ class Loop:
             self.step(*self._inputs(repeated), repeated)
 
         seconds = self.progress.seconds / number
-        return search.go_back(number, checkpoint, repeat, seconds, lambda: self._stop.requested is not None)
+        return search.go_back(number, checkpoint, repeat, seconds, lambda: self.stop.requested is not None)
 
     def _first_bad_state(self, *kinds: Kind) -> str:
         tensor = first_nonfinite(self.state, kinds)
@@ -302,7 +320,7 @@ class Loop:
             improved = self._evaluate()
         by_step = config.save_every is not None and step % config.save_every == 0
         by_time = config.save_minutes is not None and self.clock() - self._last_save >= 60 * config.save_minutes
-        if by_step or by_time or (improved and config.keep_best) or self._stop.take_save():
+        if by_step or by_time or (improved and config.keep_best) or self.stop.take_save():
             self._save()
 
     def _evaluate(self) -> bool:
@@ -324,7 +342,7 @@ class Loop:
     def _stopped(self) -> bool:
         """Asked between the batches of an evaluation."""
         self.heartbeat()
-        return self._stop.requested is not None
+        return self.stop.requested is not None
 
     def _save(self, *, wait: bool = False) -> None:
         """Starts a save unless the disk already has this; with `wait` it is done on return."""

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.errors import ConfigError
-from ttrain.device.ttnn.form import TileForm, up_to_tile
+from ttrain.device.ttnn.form import TILE, TileForm, up_to_tile
 
 Constant = Callable[[Any, TileForm, Callable[[], np.ndarray]], Any]
 
 # Ops that take `sub_core_grids`.
 _TOLD = (
     "add", "subtract", "multiply", "div", "squared_difference", "eq", "ge", "bitwise_xor", "logical_right_shift", "mac",
-    "where", "fill", "typecast", "reshape", "slice", "concat", "to_layout", "identity", "sqrt", "square", "exp", "log",
+    "where", "fill", "typecast", "reshape", "slice", "concat", "identity", "sqrt", "square", "exp", "log",
     "tanh", "relu", "gelu", "silu", "sigmoid", "erf", "neg", "reciprocal", "rsqrt",
 )  # fmt: skip
 # Calls that launch nothing.
@@ -42,9 +42,12 @@ class ConfinedRuntime:
     still reads, because ttnn frees memory when the host lets go of it.
     """
 
-    def __init__(self, tt: Any, cores: Any, grid: Any, queue: int, sub_device: Any = None) -> None:
-        """`cores` as a CoreRangeSet, `grid` its size; without a sub-device that is loaded, products start anywhere."""
-        self._tt, self._cores, self._grid, self._queue = tt, cores, grid, queue
+    def __init__(self, tt: Any, cores: Any, grid: Any, queue: int, sub_device: Any, exact: Any) -> None:
+        """`cores` as a CoreRangeSet, `grid` its size; without a sub-device, None, products start at the first core.
+
+        `exact` is a config of the matrix unit that keeps the bits of bf16 operands.
+        """
+        self._tt, self._cores, self._grid, self._queue, self._exact = tt, cores, grid, queue, exact
         self._place = {} if sub_device is None else {"sub_device_id": sub_device}
         self.constant: Constant
         self._kept: list[Any] = []
@@ -91,6 +94,10 @@ class ConfinedRuntime:
             return self._product(self._tt.matmul, a, b, **options)
         return self._matrix_by_matrix(a, b, batch, **options)
 
+    def pick(self, a: Any, b: Any) -> Any:
+        """A product of bf16 matrices of which one holds a single 1 in every row or column: no bit is lost."""
+        return self.matmul(a, b, compute_kernel_config=self._exact)
+
     def linear(self, a: Any, b: Any, **options: Any) -> Any:
         return self._product(self._tt.linear, a, b, **options)
 
@@ -134,7 +141,7 @@ class ConfinedRuntime:
         axes = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
         reduced = {axis % len(shape) for axis in axes}
         result = tuple(1 if axis in reduced else size for axis, size in enumerate(shape))
-        if shape[-1] % 32 or shape[-2] % 32:
+        if shape[-1] % TILE or shape[-2] % TILE:
             x = self._filled(x, shape, empty)
         call = self._on_cores(getattr(self._tt, name))
         total = call(x, dim=sorted(reduced), keepdim=True, **options)
@@ -228,12 +235,21 @@ class ConfinedRuntime:
     # Head moves, column by column.
 
     def _columns(self, x: Any, start: int, stop: int) -> Any:
-        """[B, T, stop - start] out of [B, T, C]. Columns within a tile go through rows without tiles."""
-        bounds = [0, 0, start], [x.shape[0], x.shape[1], stop]
-        if start % 32 == 0 and (stop % 32 == 0 or stop == x.shape[2]):
-            return self.slice(x, *bounds)
-        rows = self.slice(self.to_layout(x, self._tt.ROW_MAJOR_LAYOUT), *bounds)
-        return self.to_layout(rows, self._tt.TILE_LAYOUT)
+        """[B, T, stop - start] out of [B, T, C]. Columns within a tile are picked by a product."""
+        columns = x.shape[2]
+        if start % TILE == 0 and (stop % TILE == 0 or stop == columns):
+            return self.slice(x, [0, 0, start], [x.shape[0], x.shape[1], stop])
+        form = TileForm((columns, stop - start), "bfloat16")
+        chosen = self.constant(("columns", start, stop), form, lambda: np.eye(columns, dtype=np.float32)[:, start:stop])
+        if x.dtype == self._tt.bfloat16:
+            return self.pick(x, chosen.t)
+        rest, total = x, None
+        for last in (False, False, True):  # three parts in bf16 hold the bits of fp32
+            part = self.typecast(rest, self._tt.bfloat16)
+            found = self._wide(self.pick(part, chosen.t))
+            total = found if total is None else self.add(total, found)
+            rest = rest if last else self.subtract(rest, self._wide(part))
+        return total
 
     def _heads(self, x: Any, first: int, heads: int, width: int) -> Any:
         batch, time = x.shape[0], x.shape[1]

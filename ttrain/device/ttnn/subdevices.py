@@ -48,7 +48,12 @@ class SubDevices:
         grid = tt.CoreGrid(y=last_y - y + 1, x=last_x - x + 1)
         found = copy.copy(mesh)
         found.part, found.queue = index, index if self._loaded else 0
-        found.tt = ConfinedRuntime(tt, cores, grid, found.queue, tt.SubDeviceId(index) if self._loaded else None)
+        exact = tt.init_device_compute_kernel_config(
+            mesh.handle.arch(), math_fidelity=tt.MathFidelity.HiFi4, math_approx_mode=False,
+            fp32_dest_acc_en=True, packer_l1_acc=True,
+        )  # fmt: skip
+        sub_device = tt.SubDeviceId(index) if self._loaded else None
+        found.tt = ConfinedRuntime(tt, cores, grid, found.queue, sub_device, exact)
         found.grid = found.whole_grid = grid
         found.cores = (grid.y, grid.x)
         found.traces, found.divided = [], None

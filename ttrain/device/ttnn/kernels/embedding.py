@@ -41,7 +41,7 @@ def _embedding(c: Context) -> Kernel:
 
         def look_up(table: Any) -> Any:
             if picked is not None:
-                return tt.matmul(picked(), table, **c.product)
+                return tt.pick(picked(), table)
             if aligned:
                 return tt.embedding(rows(), table, layout=tt.TILE_LAYOUT)
             table = tt.to_layout(table, tt.ROW_MAJOR_LAYOUT)
