@@ -41,12 +41,6 @@ def child(cache_folder: str, order: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.fixture(scope="session")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A kernel cache for this session; stand-in kernels must not outlive it."""
-    return str(tmp_path_factory.mktemp("ttnn"))
-
-
 def on_board(
     kernels: str, board: str, *cases: dict[str, Any], **settings: Any
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -65,6 +65,7 @@ def _run(config: Config) -> float | None:
     if point is not None:
         resuming.check_architecture(point.checkpoint.config, stored, point.checkpoint.path)
         resuming.check_tokenizer(point.checkpoint.tokenizer, _tokenizer_json(dataset), point.checkpoint.path)
+        resuming.check_documents(point, dataset.description)
     prompt = _prompt(config, dataset)
     warm = None
     if point is None and config.train.init_from is not None:
@@ -283,7 +284,11 @@ class _Job:
         return Loggers(MetricsFile(run.metrics), self.console, views)
 
     def _announce(self, run: RunDirectory, progress: Progress) -> None:
+        from ttrain.optim.groups import frozen_count
+
         parts = f"{self._model_name} with {format_count(self.model.parameter_count)} parameters"
+        if count := frozen_count(self.model.parameters(), self.config.optimizer):
+            parts += f", {format_count(count)} of them frozen,"
         place = f"device {self.device.name}, engine {self.config.engine.name}, {self.config.precision.name}"
         self.console.say(f"Training {parts} on {place}. Run: {run.path}")
         if progress.step >= self.config.train.steps:
@@ -396,7 +401,7 @@ class _Job:
         print_samples(logits, tokenizer, self.prompt, settings)
 
     def _summary(self, run: RunDirectory, progress: Progress) -> Summary:
-        from ttrain.train.summary import Summary, recent_speed
+        from ttrain.train.summary import Summary, last_rates, recent_speed
 
         speed, mfu = recent_speed(run.metrics)
         baseline = self.dataset.baseline
@@ -409,4 +414,5 @@ class _Job:
             mfu=mfu,
             peak_memory=self.device.memory().get("peak", 0),
             baseline=(baseline.name, baseline.value),
+            rates=last_rates(run.metrics),
         )

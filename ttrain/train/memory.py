@@ -28,20 +28,21 @@ def is_out_of_memory(error: BaseException) -> bool:
 def memory_message(error: BaseException, device: str, steps: Mapping[str, Any], keys: list[str]) -> str:
     """What ran out, the peak of the plan by class, and `keys` that shrink it."""
     said = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-    plans = [step.plan for step in steps.values() if getattr(step, "plan", None) is not None]
-    if plans:
-        peak = max(plans, key=lambda plan: plan.arena_bytes)
-        classes = {str(kind): size for kind, size in peak.state_bytes().items() if size}
-        activations = peak.activation_bytes()
-        classes |= {
-            "activations kept for backward": activations,
-            "other values of a step": peak.arena_bytes - activations,
-        }
-        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in classes.items())
-        need = f"The plan needs {format_bytes(sum(classes.values()))}: {listed}."
-    else:
-        need = "How much the step needs was not planned; task=plan tells it."
+    need = plan_needs(steps) or "How much the step needs was not planned; task=plan tells it."
     return f"Out of memory on {device}: {said}. {need} To need less, give {', or '.join(keys)}."
+
+
+def plan_needs(steps: Mapping[str, Any]) -> str:
+    """A sentence with what the largest plan of the steps needs, by class; empty where nothing was planned."""
+    plans = [step.plan for step in steps.values() if getattr(step, "plan", None) is not None]
+    if not plans:
+        return ""
+    peak = max(plans, key=lambda plan: plan.arena_bytes)
+    classes = {str(kind): size for kind, size in peak.state_bytes().items() if size}
+    activations = peak.activation_bytes()
+    classes |= {"activations kept for backward": activations, "other values of a step": peak.arena_bytes - activations}
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in classes.items())
+    return f"The plan needs {format_bytes(sum(classes.values()))}: {listed}."
 
 
 def shrinking_keys(train: TrainConfig, model: Any, precision: str, engine: str) -> list[str]:

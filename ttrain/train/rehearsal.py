@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ttrain.core.units import format_bytes
@@ -24,6 +24,7 @@ class Rehearsal:
     programs: int
     later: dict[str, int]
     memory: dict[str, int]
+    engines: dict[str, float] = field(default_factory=dict)  # host dispatch per step in ms, by engine
 
     def to_dict(self) -> dict[str, Any]:
         """Values for the run record."""
@@ -32,6 +33,7 @@ class Rehearsal:
             "note": "values are not computed: nothing was trained, no loss means anything, no checkpoint was written",
             "first_step_ms": round(self.first_ms, 3),
             "host_dispatch_ms": round(self.dispatch_ms, 3),
+            "host_dispatch_ms_by_engine": {name: round(value, 3) for name, value in self.engines.items()},
             "device_ops": self.device_ops,
             "programs": self.programs,
             "after_second_step": self.later,
@@ -45,6 +47,9 @@ class Rehearsal:
             f"programs                 {self.programs}",
             f"host dispatch per step   {self.dispatch_ms:.1f} ms (first step {self.first_ms:.0f} ms)",
         ]
+        if len(self.engines) > 1:
+            listed = ", ".join(f"engine={name} {value:.1f} ms" for name, value in self.engines.items())
+            lines.append(f"host dispatch by engine  {listed}")
         lines += [f"{key.replace('_', ' '):24} {format_bytes(size)}" for key, size in self.memory.items()]
         later = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in self.later.items())
         return [*lines, f"after the second step    {later}"]
@@ -67,6 +72,16 @@ def rehearse(device: Device, run: Callable[[int], Any], steps: Mapping[str, Step
         1e3 * seconds[0], 1e3 * min(seconds[1:]),
         facts[-1].get("device_ops", 0) - facts[-2].get("device_ops", 0), facts[-1].get("programs", 0), later, memory,
     )  # fmt: skip
+
+
+def dispatch_ms(run: Callable[[int], Any], steps: int = 4) -> float:
+    """Milliseconds of host time that the fastest of some optimizer steps takes, after one that builds programs."""
+    seconds = []
+    for step in range(1, steps + 1):
+        start = time.perf_counter()
+        run(step)
+        seconds.append(time.perf_counter() - start)
+    return 1e3 * min(seconds[1:])
 
 
 def _facts(device: Device) -> dict[str, int]:

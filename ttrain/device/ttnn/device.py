@@ -71,7 +71,7 @@ IMPOSSIBLE = 1 << 45  # bytes
 
 
 def size_problems(config: TenstorrentConfig, cores: tuple[int, int], memory: int) -> list[str]:
-    """What a config asks of a chip with that many [rows, columns] of cores and bytes of DRAM left, and it does not have."""
+    """What a config asks for and a chip with these [rows, columns] of cores and bytes of DRAM left does not have."""
     found = []
     grid = config.core_grid
     if grid is not None and (grid[0] > cores[0] or grid[1] > cores[1]):

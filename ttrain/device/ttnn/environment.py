@@ -7,6 +7,7 @@ of its own, and a process whose ttnn was imported for one mode refuses another.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,25 @@ def import_ttnn(config: TenstorrentConfig) -> Any:
             f"{missing_ttnn() if error.name == 'ttnn' else f'ttnn can not be imported: {error}'}"
         ) from error
     return ttnn
+
+
+# What ttnn says where a board does not open as asked for -> what to do.
+OPENING_FIXES = (
+    (r"Reserved size must be less than bank size", "Give device.l1_small_kb=0, or less than a core has."),
+    (r"requires \d+ devices", "Give device.mesh=[1,1], or a board with as many chips."),
+    (r"sfpi not found", "A card needs Tenstorrent's sfpi package; task=doctor tells more."),
+    (
+        r"Tracy-enabled build",
+        "Build tt-metal with it, or read the report of such a build: profile.csv=<file>.",
+    ),
+)
+
+
+def opening_failure(error: BaseException) -> str:
+    """Why a board did not open, and what to do about it where that is known."""
+    said = reason(error).rstrip(".")
+    fixes = [fix for pattern, fix in OPENING_FIXES if re.search(pattern, said)]
+    return ". ".join([said, *fixes])
 
 
 def reason(error: BaseException) -> str:

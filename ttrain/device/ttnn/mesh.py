@@ -9,7 +9,7 @@ from typing import Any
 
 from ttrain.core.errors import CaptureError, DeviceBusy, DeviceUnavailable
 from ttrain.device.base import Launch
-from ttrain.device.ttnn.environment import import_ttnn, reason
+from ttrain.device.ttnn.environment import import_ttnn, opening_failure, reason
 from ttrain.device.ttnn.holders import holders_text
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.device.ttnn.store import Store
@@ -254,5 +254,5 @@ def _opened(tt: Any, config: TenstorrentConfig) -> Any:
             "Try again later, or give device.open_timeout_s more seconds."
         )
     if "error" in result:
-        raise DeviceUnavailable(f"device={config.name}: {reason(result['error'])}") from result["error"]
+        raise DeviceUnavailable(f"device={config.name}: {opening_failure(result['error'])}") from result["error"]
     return result["handle"]

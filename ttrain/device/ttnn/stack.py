@@ -32,7 +32,7 @@ class Stack:
 
     def __init__(self, store: Store, members: Sequence[Held]) -> None:
         self.store, self.members = store, list(members)
-        values = [member.download() for member in members]
+        values = [None if member.unwritten else member.download() for member in members]
         starts, end = [], 0
         for member in members:
             starts.append(end)
@@ -45,7 +45,7 @@ class Stack:
         self.t = store.empty(self.form)  # views do not keep their buffer alive, so nobody may let it go
         for member, start, array in zip(members, starts, values, strict=True):
             member.tensor = self._view(member.form, start)
-            if np.any(array):
+            if array is not None and np.any(array):
                 store.write(member.tensor, member.form, array)
 
     def _view(self, form: TileForm, start: int) -> Any:

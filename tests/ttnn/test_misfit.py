@@ -1,0 +1,117 @@
+"""What does not fit is named with the config keys that mend it: by what ttnn says, and by runs on mocked boards."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain.core.errors import EXIT_USER
+from ttrain.device.ttnn.device import size_problems
+from ttrain.device.ttnn.environment import opening_failure
+from ttrain.device.ttnn.settings import TenstorrentConfig
+from ttrain.models.settings import GPTConfig, MLPConfig
+from ttrain.train.misfit import Run, misfit
+from ttrain.train.settings import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+DRAM = "Out of Memory: Not enough space to allocate 134217728 B DRAM buffer across 12 banks, where each bank needs"
+L1 = "Statically allocated dataflow buffers on core range grow to 4300128 B which is beyond max L1 size of 1499136 B"
+NORM = "LayerNorm streaming circular buffers require 118784 bytes, but only 59006 bytes of the allocator's L1 span are"
+TRACE = "Creating trace buffers of size 237371392B on MeshDevice 0, but only 235929600B is allocated for trace region."
+GRID = "WorkUnitSpec 'x' targets node (0,7), which is out of bounds. The compute worker grid on this device is 8x7."
+CHIPS = "Requested mesh shape MeshShape([1, 2]) requires 2 devices, but only 1 devices are available in the system"
+
+
+def fatal(text: str) -> RuntimeError:
+    return RuntimeError(f"TT_FATAL @ /x.cpp:1: cond\ninfo:\n{text}\nbacktrace:\n --- a")
+
+
+def a_run(engine: str = "static", precision: str = "bf16", sizes: dict[str, int] | None = None, **device: Any) -> Run:
+    board = TenstorrentConfig(name="n300", mode="mock", **device)
+    return Run(board, TrainConfig(batch_size=8), GPTConfig(), precision, engine, **(sizes or {}))
+
+
+@pytest.mark.parametrize(
+    ("said", "run", "cause", "keys"),
+    [
+        (DRAM, a_run(), "DRAM", ["device.trace_region_mb=0", "train.accumulation=2", "model.recompute=block",
+                                 "precision=bf16_pure", "device.host_resident=", "device.mesh=[1,2]"]),
+        (DRAM, a_run("dynamic"), "DRAM", ["engine=static"]),
+        (L1, a_run(l1_small_kb=64, core_grid=[2, 2]), "L1", ["device.l1_small_kb=0", "device.core_grid=null"]),
+        (NORM, a_run(), "L1", ["device.fused_kernels=false", "train.accumulation=2"]),
+        (TRACE, a_run("traced"), "trace region", ["device.trace_region_mb=227", "engine=static"]),
+        (GRID, a_run(dispatch="eth"), "core grid", ["device.dispatch=worker"]),
+        (GRID, a_run(core_grid=[8, 8]), "core grid", ["device.core_grid=null"]),
+        (CHIPS, a_run(mesh=[1, 2]), "chips", ["device.mesh=[1,1]"]),
+    ],
+)  # fmt: skip
+def test_every_cause_has_its_keys(said: str, run: Run, cause: str, keys: list[str]) -> None:
+    found = misfit(fatal(said), run)
+    assert found is not None
+    assert found.cause == cause
+    assert [key for key in keys if not any(given.startswith(key) for given in found.keys)] == []
+    assert found.exit_code == EXIT_USER
+    assert "backtrace" not in str(found) and "\n" not in str(found)
+
+
+def test_state_that_alone_is_too_large_is_not_mended_by_a_smaller_batch() -> None:
+    found = misfit(fatal(DRAM), a_run(precision="fp32", sizes={"state": 20 << 30, "memory": 12 << 30}))
+    assert found is not None
+    assert not any("accumulation" in key or "trace_region" in key or "recompute" in key for key in found.keys)
+    assert any(key.startswith("precision=bf16") for key in found.keys)
+
+
+def test_hosted_tables_are_offered_to_models_that_have_some() -> None:
+    run = Run(TenstorrentConfig(name="n150"), TrainConfig(), MLPConfig(), "bf16", "static")
+    assert not any("host_resident" in key for key in getattr(misfit(fatal(DRAM), run), "keys", ["host_resident"]))
+
+
+def test_other_errors_are_no_misfit() -> None:
+    assert misfit(fatal("Inputs to matmul must be tilized"), a_run()) is None
+
+
+def test_what_no_chip_has_is_refused_when_it_is_open() -> None:
+    (problem,) = size_problems(TenstorrentConfig(name="n300", core_grid=[9, 4]), (8, 7), 1 << 33)
+    assert "8 rows of 7 cores" in problem and "device.core_grid=[8,4]" in problem
+    assert size_problems(TenstorrentConfig(core_grid=[8, 7]), (8, 7), 1 << 33) == []
+
+
+def test_a_board_that_does_not_open_names_the_key() -> None:
+    assert "device.l1_small_kb=0" in opening_failure(fatal("Reserved size must be less than bank size"))
+    assert "device.mesh=[1,1]" in opening_failure(fatal(CHIPS))
+
+
+REAL: dict[str, tuple[list[str], str, str]] = {
+    "DRAM": (["model.width=40000", "model.layers=2"], "does not fit: DRAM", "precision=bf16"),
+    "L1": (["model=nano-gpt", "model.layers=1", "model.context=32", "precision=bf16", "device.l1_small_kb=1350"],
+           "does not fit: L1", "device.l1_small_kb=0"),
+    "small buffers": (["device.l1_small_kb=2000"], "Reserved size", "device.l1_small_kb=0"),
+    "trace region": (["device.trace_region_mb=20000"], "device.trace_region_mb=20000", "Give a smaller one"),
+    "core grid": (["device.core_grid=[9,9]"], "8 rows of 8 cores", "device.core_grid=[8,8]"),
+    "batch": (["train.batch_size=3", "device=n300", "device.mesh=[1,2]"], "must divide the 3", "2 chips"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_on_a_mocked_board(name: str, kernels: str, tmp_path: Path) -> None:
+    pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+    words, said, key = REAL[name]
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "ttrain", "device=n150", "model=mlp", "device.mode=mock", f"run.dir={run}", *words]
+    environment = {**os.environ, "TTRAIN_CACHE": kernels, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    text = done.stdout + done.stderr
+    assert done.returncode == EXIT_USER, text
+    assert said in text and key in text and "Traceback" not in text
+    if name in ("DRAM", "L1"):
+        summary = json.loads((run / "summary.json").read_text("utf-8"))
+        assert (summary["accepted"], summary["misfit"]) == (False, name)
+        assert any(given.startswith(key) for given in summary["keys"])
+    else:
+        assert not run.exists()  # refused before a run was claimed

@@ -1,0 +1,115 @@
+"""What does not fit on a Tenstorrent board, told from what ttnn says, and the config keys that would make it fit."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ttrain.core.errors import UserError
+from ttrain.device.ttnn.environment import reason
+from ttrain.device.ttnn.settings import TenstorrentConfig
+from ttrain.train.memory import shrinking_keys
+from ttrain.train.settings import TrainConfig
+
+
+class Misfit(UserError):
+    """A step that a board does not take. `cause` names what it is short of, `keys` what would fix it."""
+
+    def __init__(self, message: str, cause: str, keys: list[str]) -> None:
+        super().__init__(message)
+        self.cause, self.keys = cause, keys
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values for the run record."""
+        return {"accepted": False, "misfit": self.cause, "keys": self.keys, "reason": str(self)}
+
+
+# What ttnn says -> what is short. The first that matches counts.
+CAUSES = (
+    (r"trace buffers of size|allocated for trace region|TRACE buffer", "trace region"),
+    (r"L1_SMALL|Reserved size must be less than bank size", "small buffers of L1"),
+    (r"DRAM buffer|DRAM banks", "DRAM"),
+    (r"allocator's L1 span|max L1 size|clash with L1|L1 buffer|dataflow buffers|circular buffers", "L1"),
+    (r"out of bounds\. The compute worker grid|core grid|compute_with_storage_grid|grid size", "core grid"),
+    (r"requires \d+ devices|Requested mesh shape|cluster_axis|uninitialized fabric", "chips"),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the keys are chosen by."""
+
+    device: TenstorrentConfig
+    train: TrainConfig
+    model: Any  # its small config
+    precision: str
+    engine: str
+    state: int = 0  # bytes of the persistent tensors on the board, where they are known
+    memory: int = 0  # of the board
+
+
+def misfit(error: BaseException, run: Run) -> Misfit | None:
+    """The misfit that an error tells of; None for another kind of error."""
+    said = reason(error)
+    cause = next((cause for pattern, cause in CAUSES if re.search(pattern, said, re.IGNORECASE)), None)
+    if cause is None:
+        return None
+    keys = fixing_keys(cause, said, run)
+    where = f"device={run.device.name}, device.mode={run.device.mode}"
+    first = said.splitlines()[0].rstrip(".")[:300]
+    return Misfit(
+        f"{where}: does not fit: {cause}. ttnn says: {first}. To fit, give {', or '.join(keys)}.", cause, keys
+    )
+
+
+def fixing_keys(cause: str, said: str, run: Run) -> list[str]:
+    """Words for the command line, the one that changes least first."""
+    chosen = {"DRAM": _dram, "L1": _l1, "small buffers of L1": _l1, "trace region": _trace, "core grid": _grid}
+    return chosen[cause](said, run) if cause in chosen else ["device.mesh=[1,1]"]
+
+
+def _dram(said: str, run: Run) -> list[str]:
+    device, keys = run.device, shrinking_keys(run.train, run.model, run.precision, run.engine)
+    keys, last = keys[:-1], keys[-1:]
+    if run.state > run.memory:  # no smaller batch helps, and no idle region
+        keys = [key for key in keys if key.startswith("precision")]
+        return [*keys, *_smaller_state(run), *last]
+    if run.engine != "traced" and device.trace_region_mb:
+        keys.insert(0, f"device.trace_region_mb=0 (nothing is captured, {device.trace_region_mb} MiB lie idle)")
+    keys += _smaller_state(run)
+    if device.name in ("n300", "t3000") and device.mesh == [1, 1] and not device.host_resident:
+        keys.append("device.mesh=[1,2] (half of the batch on each chip)")
+    return keys + last
+
+
+def _smaller_state(run: Run) -> list[str]:
+    keys = []
+    if run.precision in ("fp32", "bf16", "bf8"):
+        keys.append("precision=bf16_pure (weights and moments in bf16)")
+    if not run.device.host_resident and hasattr(run.model, "vocabulary"):
+        keys.append("device.host_resident=[embedding,head] (tables and their state in host memory)")
+    return keys
+
+
+def _l1(said: str, run: Run) -> list[str]:
+    device, keys = run.device, []
+    if device.l1_small_kb:
+        keys.append("device.l1_small_kb=0 (kept from every core)")
+    if device.core_grid is not None:
+        keys.append("device.core_grid=null (more cores share the work)")
+    if device.fused_kernels is not False:
+        keys.append("device.fused_kernels=false (smaller kernels)")
+    return keys + shrinking_keys(run.train, run.model, run.precision, run.engine)
+
+
+def _trace(said: str, run: Run) -> list[str]:
+    found = re.search(r"trace buffers of size (\d+)", said)
+    needed = math.ceil(int(found[1]) / 2**20) if found else 2 * max(run.device.trace_region_mb, 32)
+    return [f"device.trace_region_mb={needed}", "engine=static (captures nothing)"]
+
+
+def _grid(said: str, run: Run) -> list[str]:
+    keys = [] if run.device.core_grid is None else ["device.core_grid=null"]
+    return keys + (["device.dispatch=worker"] if run.device.dispatch == "eth" else []) or ["device.dispatch=worker"]
