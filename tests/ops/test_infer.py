@@ -143,7 +143,7 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("cache_bias", [int64(2), int64(3)], {"context": 9, "dtype": DType.FP32}, "int64[2]"),
     ("cached_attention", [*CACHED[:2], fp32(1, 2, 8, 4), *CACHED[3:]], {"scale": 1.0}, "a value for each key"),
     ("cached_attention", [fp32(1, 2, 3, 5), *CACHED[1:]], {"scale": 1.0}, "equally wide queries and keys"),
-    ("cached_attention", CACHED, {"scale": 1.0, "slopes": (0.5,)}, "one for each of 2 heads"),
+    ("cached_attention", CACHED, {"scale": 1.0, "position_bias": "near"}, "one of none, future, distance"),
 ]
 ANYTHING_GOES = {"full", "all_reduce_state"}
 

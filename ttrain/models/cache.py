@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Kind, Value
@@ -13,6 +11,11 @@ TOKENS, POSITIONS, VISIBLE = "tokens", "positions", "visible"
 CAUSAL, PAIRS = "causal", "pairs"  # masks; pairs: the two places 2n and 2n + 1 also see each other
 
 
+def cache_places(context: int, mask: str) -> int:
+    """Rows of a cache: whole pairs where pairs see each other."""
+    return context + context % 2 if mask == PAIRS else context
+
+
 class Caches:
     """The caches of one text, as a step sees them that reads `count` tokens of it.
 
@@ -20,24 +23,24 @@ class Caches:
     int64 [count]: a token attends to the places below. The caches of a `mask` are its own: what a layer sees differs.
     """
 
-    def __init__(self, graph: Graph, count: int, places: int, mask: str = CAUSAL) -> None:
+    def __init__(self, graph: Graph, count: int, context: int, mask: str = CAUSAL) -> None:
         place = TensorSpec((count,), DType.INT64)
         self.tokens = graph.input(TOKENS, TensorSpec((1, count), DType.INT64))
         self.positions, self.visible = graph.input(POSITIONS, place), graph.input(VISIBLE, place)
-        self._graph, self._places, self._mask = graph, places, mask
+        self._graph, self._places, self._mask = graph, cache_places(context, mask), mask
 
     def attend(
-        self, path: str, q: Value, k: Value, v: Value, scale: float | None = None, slopes: Sequence[float] = (),
-        ahead: bool = False,
-    ) -> Value:  # fmt: skip
+        self, path: str, q: Value, k: Value, v: Value, scale: float | None = None, position_bias: str = "none"
+    ) -> Value:
         """Attention of the layer at `path`: q, k [1, H, count, K] and v [1, H, count, D] -> [1, H, count, D].
 
-        k and v go into the layer's caches first. `scale` is 1/sqrt(K) where it is None; slopes as in op cache_bias.
+        k and v go into the layer's caches first. `scale` is 1/sqrt(K) where it is None; position_bias as in op
+        cache_bias.
         """
         keys = ops.cache_write(self._cache(path, "keys", k), k, self.positions)
         values = ops.cache_write(self._cache(path, "values", v), v, self.positions)
         factor = attention_scale(q.shape[-1]) if scale is None else scale
-        return ops.cached_attention(q, keys, values, self.positions, self.visible, factor, slopes, ahead)
+        return ops.cached_attention(q, keys, values, self.positions, self.visible, factor, position_bias)
 
     def _cache(self, path: str, part: str, rows: Value) -> Value:
         batch, heads, _, width = rows.shape

@@ -11,6 +11,7 @@ from typing import Any
 
 from ttrain.core.mask import HIDDEN
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.visibility import POSITION_BIASES, alibi_slopes
 from ttrain.graph.graph import Node, Value
 from ttrain.graph.op import Case, Op, declare, op
 from ttrain.ops.elementwise import add, scale
@@ -20,6 +21,10 @@ from ttrain.ops.matmul import matmul
 def _check_places(owner: Op, positions: TensorSpec, count: int) -> None:
     wanted = TensorSpec((count,), DType.INT64)
     owner.require(positions == wanted, str(positions), f"{wanted}, one for each new row")
+
+
+def _check_bias(owner: Op, position_bias: str) -> None:
+    owner.require(position_bias in POSITION_BIASES, position_bias, f"one of {', '.join(POSITION_BIASES)}")
 
 
 def _check_cache(owner: Op, cache: TensorSpec, rows: TensorSpec) -> None:
@@ -73,8 +78,8 @@ class CacheWrite(Op):
 class CacheBias(Op):
     """What is added to the scores of N queries for C keys, [1, 1 or H, N, C] in `dtype`.
 
-    Key j is hidden from query i where j >= visible[i]. Where head h has a slope, other keys get -slope[h] * distance:
-    with `ahead`, distance = max(0, j - positions[i]), else positions[i] - j (ALiBi, Press et al., 2022).
+    Key j is hidden from query i where j >= visible[i]. With a position bias, the others get -slope * distance in each
+    of `heads` heads (ALiBi, Press et al., 2022): |j - positions[i]|, or for `future` max(0, j - positions[i]).
     """
 
     name = "cache_bias"
@@ -89,13 +94,14 @@ class CacheBias(Op):
         visible: TensorSpec,
         context: int,
         dtype: DType,
-        slopes: tuple[float, ...] = (),
-        ahead: bool = False,
+        position_bias: str = "none",
+        heads: int = 1,
     ) -> TensorSpec:
         self.require(positions.rank == 1, str(positions), "one place for each query")
         for given in (positions, visible):
             _check_places(self, given, positions.shape[0])
-        return TensorSpec((1, max(1, len(slopes)), positions.shape[0], context), dtype)
+        _check_bias(self, position_bias)
+        return TensorSpec((1, 1 if position_bias == "none" else heads, positions.shape[0], context), dtype)
 
     def reference(
         self,
@@ -103,22 +109,23 @@ class CacheBias(Op):
         visible: Any,
         context: int,
         dtype: DType,
-        slopes: tuple[float, ...] = (),
-        ahead: bool = False,
+        position_bias: str = "none",
+        heads: int = 1,
     ) -> Any:
         import torch
 
         keys = torch.arange(context)
-        behind = (positions[:, None] - keys).double()
-        distance = (-behind).clamp(min=0) if ahead else behind
-        bias = -torch.tensor(slopes or (0.0,), dtype=torch.float64)[:, None, None] * distance
+        ahead = (keys - positions[:, None]).double()
+        distance = ahead.clamp(min=0) if position_bias == "future" else ahead.abs()
+        slopes = torch.zeros(1) if position_bias == "none" else torch.from_numpy(alibi_slopes(heads))
+        bias = -slopes.double()[:, None, None] * distance
         return torch.where(keys >= visible[:, None], HIDDEN, bias)[None]
 
     def cases(self) -> Sequence[Case]:
         settings: list[dict[str, Any]] = [
             {"context": 7},
-            {"context": 33, "slopes": (0.5, 0.25, 0.125), "ahead": True},
-            {"context": 5, "slopes": (0.5,), "ahead": False},
+            {"context": 33, "position_bias": "future", "heads": 3},
+            {"context": 5, "position_bias": "distance", "heads": 1},
         ]
         cases = []
         for rows, attributes in zip((3, 1, 5), settings, strict=True):
@@ -151,13 +158,12 @@ class CachedAttention(Op):
         positions: TensorSpec,
         visible: TensorSpec,
         scale: float,
-        slopes: tuple[float, ...] = (),
-        ahead: bool = False,
+        position_bias: str = "none",
     ) -> TensorSpec:
         _check_cache(self, keys, q)
         self.require(q.shape[3] == keys.shape[3], f"{q} and {keys}", "equally wide queries and keys")
         self.require(values.shape[:3] == keys.shape[:3], f"{values} and {keys}", "a value for each key")
-        self.require(len(slopes) in (0, q.shape[1]), f"{len(slopes)} slopes", f"one for each of {q.shape[1]} heads")
+        _check_bias(self, position_bias)
         for given in (positions, visible):
             _check_places(self, given, q.shape[2])
         return q.with_shape(*q.shape[:3], values.shape[3])
@@ -174,18 +180,17 @@ class CachedAttention(Op):
         positions: Any,
         visible: Any,
         scale: float,
-        slopes: tuple[float, ...] = (),
-        ahead: bool = False,
+        position_bias: str = "none",
     ) -> Any:
-        bias = op("cache_bias").reference(positions, visible, keys.shape[2], DType.FP64, slopes, ahead)
+        bias = op("cache_bias").reference(positions, visible, keys.shape[2], DType.FP64, position_bias, q.shape[1])
         return (scale * (q @ keys.mT) + bias).softmax(-1) @ values
 
     def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
         q, keys, values, positions, visible = inputs
         assert q is not None and keys is not None and values is not None
-        attributes = dict(node.attributes)
-        scores = scale(matmul(q, keys, transpose_b=True), attributes.pop("scale"))
-        bias = op("cache_bias").record(positions, visible, context=keys.shape[2], dtype=q.spec.dtype, **attributes)
+        scores = scale(matmul(q, keys, transpose_b=True), node.attributes["scale"])
+        rule = {"position_bias": node.attributes.get("position_bias", "none"), "heads": q.shape[1]}
+        bias = op("cache_bias").record(positions, visible, context=keys.shape[2], dtype=q.spec.dtype, **rule)
         probabilities = op("softmax").record(add(scores, bias), scale=1.0, causal=False)
         return [matmul(probabilities, values)]
 
@@ -203,8 +208,8 @@ class CachedAttention(Op):
 
 _ATTENTION_CASES: tuple[tuple[tuple[int, int], int, int, int, int, dict[str, Any]], ...] = (
     ((1, 2), 1, 9, 4, 4, {}),
-    ((1, 3), 4, 33, 6, 5, {"slopes": (0.5, 0.25, 0.125), "ahead": True}),
-    ((2, 2), 3, 8, 4, 4, {"slopes": (0.5, 0.25), "ahead": False}),
+    ((1, 3), 4, 33, 6, 5, {"position_bias": "future"}),
+    ((2, 2), 3, 8, 4, 4, {"position_bias": "distance"}),
     ((1, 1), 5, 5, 8, 8, {}),
 )
 
@@ -233,10 +238,7 @@ def cached_attention(
     positions: Value,
     visible: Value,
     scale: float,
-    slopes: Sequence[float] = (),
-    ahead: bool = False,
+    position_bias: str = "none",
 ) -> Value:
     """Attention of queries [B, H, N, K] over caches; query i stands at positions[i] and sees keys below visible[i]."""
-    return op("cached_attention").record(
-        q, keys, values, positions, visible, scale=scale, slopes=tuple(slopes), ahead=ahead
-    )
+    return op("cached_attention").record(q, keys, values, positions, visible, scale=scale, position_bias=position_bias)

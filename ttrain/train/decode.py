@@ -16,7 +16,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.engine.state import StateTensor
 from ttrain.graph import Graph, Kind
 from ttrain.models.base import CachedModel, PairModel
-from ttrain.models.cache import CAUSAL, PAIRS, POSITIONS, TOKENS, VISIBLE
+from ttrain.models.cache import CAUSAL, PAIRS, POSITIONS, TOKENS, VISIBLE, cache_places
 from ttrain.train.protocols import Array, Step
 
 Trace = Callable[[Graph], None]
@@ -65,11 +65,6 @@ def reading_traces(model: CachedModel, mask: str, new: int, rows: int) -> dict[s
     places = cache_places(model.context, mask)
     sizes = dict.fromkeys((min(new, places), max(min(CHUNK, places), min(new, places))))
     return {f"read_{mask}_{count}": extend_trace(model, count, rows, mask) for count in sizes}
-
-
-def cache_places(context: int, mask: str) -> int:
-    """Rows of a cache: whole pairs where pairs see each other."""
-    return context + context % 2 if mask == PAIRS else context
 
 
 class Reader:

@@ -174,10 +174,14 @@ def write_pt(path: Path, content: Mapping[str, Any]) -> None:
     """Writes nested dictionaries of arrays and plain values as PyTorch does, arrays as tensors. Replaces the file."""
     import torch
 
+    made: dict[int, Any] = {}  # an array that occurs twice, as a tied weight does, is written once
+
     def tensors(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {name: tensors(part) for name, part in value.items()}
-        return torch.from_numpy(as_fp32(value)) if isinstance(value, np.ndarray) else value
+        if isinstance(value, np.ndarray) and id(value) not in made:
+            made[id(value)] = torch.from_numpy(as_fp32(value))
+        return made[id(value)] if isinstance(value, np.ndarray) else value
 
     _replaced(path, lambda beside: torch.save(tensors(content), beside))
 

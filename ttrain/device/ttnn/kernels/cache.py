@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.mask import HIDDEN
+from ttrain.core.visibility import alibi_slopes
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.form import TileForm, dtype_name
 from ttrain.device.ttnn.kernels.common import Attributes, Context, inplace, into
@@ -42,9 +43,8 @@ def _cache_write(c: Context) -> Kernel:
 def _cache_bias(c: Context) -> Kernel:
     def build(ins: Sequence[IntegerInput], outs: Sequence[Held], attributes: Attributes, work: Any) -> Launch:
         (positions, visible), (bias,), tt = ins, outs, c.tt
-        context, slopes = attributes["context"], attributes.get("slopes", ())
-        name = dtype_name(bias.spec.dtype)
-        kind = getattr(tt, name)
+        context, kind = attributes["context"], attributes.get("position_bias", "none")
+        dtype = getattr(tt, dtype_name(bias.spec.dtype))
         column = TileForm((positions.spec.size, 1), "int32")
         limits = visible.in_form(column)
         numbers = c.constant(
@@ -53,24 +53,22 @@ def _cache_bias(c: Context) -> Kernel:
         shape = (1, 1, positions.spec.size, context)
 
         def hidden() -> Any:
-            return tt.multiply(tt.ge(numbers.t, limits(), dtype=kind), HIDDEN)
+            return tt.multiply(tt.ge(numbers.t, limits(), dtype=dtype), HIDDEN)
 
         def plain() -> None:
             tt.copy(tt.reshape(hidden(), shape), bias.t)
 
-        if not slopes:
+        if kind == "none":
             return plain
         places = positions.in_form(column)
         keys = c.constant("keys", TileForm((1, context)), lambda: np.arange(context, dtype=np.float32)[None])
-        values = np.asarray(slopes, np.float32).reshape(1, -1, 1, 1)
-        rates = c.constant(("slopes", slopes), TileForm(values.shape), lambda: values)
-        ahead, sign = attributes.get("ahead", False), -1.0 if attributes.get("ahead", False) else 1.0
+        slopes = -np.asarray(alibi_slopes(attributes["heads"]), np.float32).reshape(1, -1, 1, 1)
+        rates = c.constant("alibi", TileForm(slopes.shape), lambda: slopes)
 
         def sloped() -> None:
             distance = tt.subtract(keys.t, tt.typecast(places(), tt.float32))
-            distance = tt.reshape(tt.relu(distance) if ahead else distance, shape)
-            total = tt.multiply(tt.multiply(distance, sign), rates.t)
-            tt.add(total, tt.reshape(hidden(), shape), output_tensor=bias.t)
+            distance = tt.reshape(tt.relu(distance) if kind == "future" else tt.abs(distance), shape)
+            tt.add(tt.multiply(distance, rates.t), tt.reshape(hidden(), shape), output_tensor=bias.t)
 
         return sloped
 

@@ -1,0 +1,124 @@
+"""AGILLM's weights under the original's names, and rank matrices with fewer columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ttrain.core.errors import CheckpointError
+from ttrain.models import agillm_weights
+from ttrain.models.agillm import AGILLM
+from ttrain.models.agillm_compact import compact, compacted, describe
+from ttrain.models.settings import AGILLMConfig
+from ttrain.nn.initialize import initial_values
+
+SIZE: dict[str, Any] = {"preset": None, "layers": 2, "heads": 2, "width": 8, "rank": 6, "context": 10, "vocabulary": 11}
+
+
+def small(**changes: Any) -> AGILLM:
+    return AGILLM(AGILLMConfig(**{**SIZE, **changes}))
+
+
+# As the spec lists them for two layers of width 8 with head width 4 and rank 6.
+CORE = {"emb.weight": (11, 8), "ln.weight": (8,), "ln.bias": (8,)}
+for _layer in range(2):
+    CORE |= {f"blocks.{_layer}.ln{n}.{leaf}": (8,) for n in (1, 2) for leaf in ("weight", "bias")}
+    CORE |= {f"blocks.{_layer}.mha.{n}.weight": (8, 8) for n in ("q", "k", "v", "proj")}
+    CORE |= {f"blocks.{_layer}.mha.U": (4, 6)}
+    CORE |= {f"blocks.{_layer}.ff.0.weight": (32, 8), f"blocks.{_layer}.ff.0.bias": (32,)}
+    CORE |= {f"blocks.{_layer}.ff.2.weight": (8, 32), f"blocks.{_layer}.ff.2.bias": (8,)}
+AR = {"proj.weight": (11, 8), "proj.bias": (11,)}
+SAT = {"proj.weight": (11, 8), "proj.bias": (11,), "gate.weight": (2, 8), "gate.bias": (2,)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "ar", "sat"),
+    [({}, AR, SAT), ({"tied": True}, {"proj.weight": (11, 8)}, SAT), ({"objective": "ar_only"}, AR, None)],
+    ids=["untied", "tied", "ar_only"],
+)
+def test_there_and_back_under_the_names_of_the_original(changes: dict[str, Any], ar: Any, sat: Any) -> None:
+    model = small(**changes)
+    values = initial_values(model, seed=3)
+    content = model.original_file(values)
+    shapes = {part: {n: w.shape for n, w in content[part].items()} for part in ("core", "ar", "sat") if part in content}
+    assert shapes == {"core": CORE, "ar": ar} | ({"sat": sat} if sat else {})
+    assert content["cfg"] == {"d": 8, "layers": 2, "heads": 2, "rank": 6}
+    assert content["tie_weights"] is bool(changes.get("tied"))
+    for given in (content, {"weights": content, "delta": True}, model.to_original(values)):
+        back = model.from_original(given)
+        assert back.keys() == values.keys()
+        assert all(np.array_equal(back[path], value) for path, value in values.items())
+    sizes = agillm_weights.sizes_of(content)
+    assert AGILLM(AGILLMConfig(preset=None, context=10, **sizes)).specs() == model.specs()
+
+
+def test_names_of_compiled_modules_and_padding_are_understood() -> None:
+    model, padded = small(), small(pad_vocabulary=32)
+    values = initial_values(model, seed=3)
+    content = model.original_file(values)
+    compiled = {part: {f"_orig_mod.{name}": w for name, w in content[part].items()} for part in ("core", "ar", "sat")}
+    for target in (model, padded):
+        back = target.from_original(compiled)
+        assert all(np.array_equal(back[path], value) for path, value in values.items())
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "change", "message"),
+    [
+        ("core", "blocks.1.mha.U", None, "core.blocks.1.mha.U: missing"),
+        ("core", "blocks.1.mha.U", np.ones((4, 7)), r"core.blocks.1.mha.U: got \[4, 7\], expected \[4, 6\]"),
+        ("core", "blocks.2.ln1.bias", np.ones(8), "core.blocks.2.ln1.bias: not a weight of this model"),
+        ("ar", "proj.weight", np.ones((12, 8)), r"ar.proj.weight: got \[12, 8\], expected \[11, 8\]"),
+        ("sat", "gate.bias", None, "sat.gate.bias: missing"),
+    ],
+)
+def test_weights_of_another_model_are_refused_by_name(part: str, name: str, change: Any, message: str) -> None:
+    model = small()
+    content = model.original_file(initial_values(model, seed=3))
+    if change is None:
+        del content[part][name]
+    else:
+        content[part][name] = change
+    with pytest.raises(CheckpointError, match=message):
+        model.from_original(content)
+    assert model.from_original(content, strict=False).keys() <= model.parameters().keys()
+
+
+@pytest.mark.parametrize("content", [{}, {"weight": np.ones(3)}, {"core": {}}, {"core": {"x": 1}}, {"core": [1]}])
+def test_content_of_another_kind_is_refused(content: dict[str, Any]) -> None:
+    for read in (small().from_original, agillm_weights.sizes_of):
+        with pytest.raises(CheckpointError, match="holds no weights of AGILLM-3: got "):
+            read(content)
+
+
+def planted(rank: int, columns: int, width: int = 16, seed: int = 0) -> np.ndarray:
+    """A matrix [width, columns] of that rank."""
+    generator = np.random.default_rng(seed)
+    return (generator.normal(size=(width, rank)) @ generator.normal(size=(rank, columns))).astype(np.float32)
+
+
+@pytest.mark.parametrize(("rank", "columns"), [(5, 12), (1, 3), (16, 40), (16, 17)])
+def test_compaction_finds_the_rank_and_keeps_the_metric(rank: int, columns: int) -> None:
+    before = planted(rank, columns)
+    after = compact(before)
+    assert after.shape == (16, rank) and after.dtype == np.float32
+    old = torch.from_numpy(before).double()
+    new = torch.from_numpy(after).double()
+    torch.testing.assert_close(new @ new.T, old @ old.T, rtol=0, atol=2e-6 * float((old @ old.T).abs().max()))
+
+
+def test_nothing_is_left_out_where_there_is_nothing_to_leave_out() -> None:
+    for before in (planted(5, 5), planted(1, 1)):
+        assert compact(before) is before
+    assert compact(np.zeros((4, 6), np.float32)).shape == (4, 1)  # the largest of equal eigenvalues stays
+
+
+def test_layers_get_one_rank_and_columns_of_zeros() -> None:
+    matrices, report = compacted({0: planted(3, 20), 1: planted(7, 20, seed=1)})
+    assert [(entry.layer, entry.before, entry.kept) for entry in report] == [(0, 20, 3), (1, 20, 7)]
+    assert all(entry.error < 1e-6 for entry in report) and describe(report)["rank"] == 7
+    assert matrices[0].shape == matrices[1].shape == (16, 7)
+    assert not matrices[0][:, 3:].any()
