@@ -16,12 +16,22 @@ from ttrain.graph.graph import Graph, Kind, Value
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One persistent tensor. Tensors of one `run` lie side by side, so an update op may treat them as one."""
+    """One persistent tensor. Tensors of one `run` lie side by side, so an update op may treat them as one.
+
+    The last `padding` rows of `spec` are zeros that the host neither reads nor writes.
+    """
 
     name: str
     spec: TensorSpec
     kind: Kind
     run: str = ""
+    padding: int = 0
+
+    @property
+    def host_spec(self) -> TensorSpec:
+        """The spec without padding."""
+        shape = self.spec.shape
+        return self.spec.with_shape(shape[0] - self.padding, *shape[1:]) if self.padding else self.spec
 
 
 class State:
@@ -66,7 +76,8 @@ class State:
         return self.device.hosted is not None and self.device.hosted(name)
 
     def spec(self, name: str) -> TensorSpec:
-        return self.tensor(name).spec
+        """Of the values as `read` gives and `write` takes them."""
+        return self.tensor(name).host_spec
 
     def kind(self, name: str) -> Kind:
         return self.tensor(name).kind
@@ -78,13 +89,16 @@ class State:
 
     def read(self, name: str) -> np.ndarray:
         """A host copy; bf16 comes as fp32."""
-        return self.device.home(self.on_host(name)).download(self.placed(name)[2])
+        values = self.device.home(self.on_host(name)).download(self.placed(name)[2])
+        return values[: len(values) - self.tensor(name).padding] if self.tensor(name).padding else values
 
     def write(self, name: str, array: np.ndarray) -> None:
         """Overwrite one tensor, and the compute-dtype copy that derives from it. Shapes must be equal."""
         spec = self.spec(name)
         if tuple(array.shape) != spec.shape:
             raise GraphError(f"{name}: got an array {list(array.shape)}, expected {spec}.")
+        if padding := self.tensor(name).padding:
+            array = np.concatenate([array, np.zeros((padding, *array.shape[1:]), array.dtype)])
         home = self.device.home(self.on_host(name))
         home.upload(self.placed(name)[2], array)
         copy = f"{name}/compute"

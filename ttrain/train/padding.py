@@ -14,7 +14,7 @@ from ttrain.train.plan_report import Table
 
 def padding_values(state: State, steps: Mapping[str, Step], device: Device) -> dict[str, Any]:
     """Bytes with and without padding, of the persistent tensors and of every planned buffer."""
-    specs = [state.spec(name) for name in state.names() if not state.on_host(name)]
+    specs = [state.tensor(name).spec for name in state.names() if not state.on_host(name)]
     kept = sum(spec.nbytes for spec in specs), sum(device.form_bytes(device.form(spec)) for spec in specs)
     needed = held = 0
     worst: list[tuple[int, str]] = []

@@ -133,13 +133,17 @@ class StepGraph:
         members = [(run.name, parameter) for run in self.runs for parameter in run.parameters]
         compute, slots = self.model.compute, self.optimizer.slots
         placed = [*members, *(("frozen", parameter) for parameter in self.frozen)]
-        tensors = [StateTensor(p.path, p.spec, Kind.PARAMETER, run) for run, p in placed]
+
+        def tensor(name: str, spec: TensorSpec, kind: Kind, run: str, parameter: Parameter) -> StateTensor:
+            return StateTensor(name, spec, kind, run, parameter.padding)
+
+        tensors = [tensor(p.path, p.spec, Kind.PARAMETER, run, p) for run, p in placed]
         copied = [(run, p) for run, p in placed if p.has_copy(compute)]
-        tensors += [StateTensor(p.copy_name, p.read_spec(compute), Kind.COPY, run) for run, p in copied]
+        tensors += [tensor(p.copy_name, p.read_spec(compute), Kind.COPY, run, p) for run, p in copied]
         if training:
-            tensors += [StateTensor(gradient_name(p), self._gradient_spec(p), Kind.GRADIENT, run) for run, p in members]
+            tensors += [tensor(gradient_name(p), self._gradient_spec(p), Kind.GRADIENT, run, p) for run, p in members]
             kept = [(slot, run, p) for slot in slots for run, p in members]
-            tensors += [StateTensor(f"{p.path}/{s}", self._slot_spec(p), Kind.OPTIMIZER, run) for s, run, p in kept]
+            tensors += [tensor(f"{p.path}/{s}", self._slot_spec(p), Kind.OPTIMIZER, run, p) for s, run, p in kept]
         return tensors
 
     def _loss(self, graph: Graph, rows: int, training: bool) -> Value:

@@ -14,7 +14,7 @@ from ttrain.core.spec import DType
 from ttrain.device.base import Device
 from ttrain.engine.state import StateTensor
 from ttrain.graph.graph import Graph, Kind, Value
-from ttrain.models.base import LOSS_WEIGHT, Model
+from ttrain.models.base import Model, loss_weights, preparation
 from ttrain.nn.initialize import generator_of, initial_value
 from ttrain.nn.module import use
 from ttrain.verify.cases import as_torch, rounded
@@ -41,8 +41,9 @@ class ModelTrial:
 
     def _value(self, path: str) -> np.ndarray:
         parameter = self.model.parameters()[path]
-        noise = generator_of(self.seed, f"verify {path}").standard_normal(parameter.spec.shape) * _SPREAD
-        return rounded(initial_value(parameter, self.seed) + noise, parameter.spec.dtype)
+        noise = generator_of(self.seed, f"verify {path}").standard_normal(parameter.shape) * _SPREAD
+        values = rounded(initial_value(parameter, self.seed) + noise, parameter.spec.dtype)
+        return np.pad(values, [(0, parameter.padding), *[(0, 0)] * (values.ndim - 1)])
 
     def _batch(self) -> dict[str, np.ndarray]:
         """Random rows; every third target of a language model is missing."""
@@ -59,10 +60,9 @@ class ModelTrial:
 
     def inputs(self) -> dict[str, np.ndarray]:
         """Step inputs by name."""
-        targets = self.batch["targets"]
-        valid = (targets >= 0).sum() if targets.dtype.kind == "i" else targets.size
-        weight = np.float32(1 / max(int(valid), 1))
-        return {**self.batch, LOSS_WEIGHT: np.asarray(weight), "seed": np.asarray(self.seed)}
+        fields, counts = preparation(self.model)(self.batch)
+        weights = {name: np.asarray(weight, np.float32) for name, weight in loss_weights(counts).items()}
+        return {**fields, **weights, "seed": np.asarray(self.seed)}
 
     def trace_loss(self, graph: Graph) -> Value:
         return self.model.loss(graph, self.rows, training=True)
