@@ -174,7 +174,8 @@ def test_tokens_in_order_and_at_random_take_a_schedule_too(train: Any) -> None:
     [
         (["train.block_schedule=[16,8]"], "every length must be greater than the one before it"),
         (["train.block_schedule=[8,8]"], "every length must be greater than the one before it"),
-        (["train.block_schedule=[8,64]"], "64 is longer than model.context=32. Give model.context=64 or more"),
+        (["train.block_schedule=[8,64]"], "must end with model.context=32, which evaluation and sampling use"),
+        (["train.block_schedule=[8,16]"], "Give model.context=16, or end with 32."),
         (["train.block_schedule=[0,8]"], "must be at least 1"),
         (["train.block_schedule=8"], "must be a list of integers"),
         (["train.block_steps=0"], "must be at least 1"),

@@ -186,6 +186,19 @@ def model_problems(config: Config, parameters: Iterable[str], tied: bool) -> lis
     return [f"device.host_resident: {name!r} is no part of the model. {did_you_mean(name, known)}" for name in unknown]
 
 
+@check("task", "profile", "device")
+def _profile(config: Config) -> Iterator[str]:
+    if config.task.name != "profile" or config.profile.csv is not None:
+        return
+    device = config.device
+    if not isinstance(device, TenstorrentConfig) or device.mode == "mock":
+        mode = f" device.mode={device.mode}" if isinstance(device, TenstorrentConfig) else ""
+        yield (
+            f"task=profile: device={device.name}{mode} has no device profiler. Give a Tenstorrent card or simulator, or "
+            "profile.csv=<its report>; task=plan plan.show=ops tells what ops cost on any device."
+        )
+
+
 @check("task", "run")
 def _sample_needs_a_run(config: Config) -> Iterator[str]:
     if config.task.name == "sample" and config.run.dir is None:
@@ -271,6 +284,8 @@ def _tenstorrent(config: Config) -> Iterator[str]:
         if size is not None and (len(size) != 2 or min(size) < 1):
             yield f"device.{key}={size}: must be [rows, columns], both 1 or more."
             return
+    if device.profile is not None and device.mode == "mock":
+        yield f"device.profile={device.profile}: a mocked board runs no program. Use silicon or simulator, or null."
     if device.mode == "simulator" and device.simulator is None:
         yield "device.mode=simulator: needs device.simulator=<path of the simulator library>."
     chips, rows = device.mesh[0] * device.mesh[1], config.train.batch_size // config.train.accumulation
@@ -281,11 +296,57 @@ def _tenstorrent(config: Config) -> Iterator[str]:
         yield f"device.mesh={device.mesh}: {chips} chips must divide the {rows} sequences of a micro-batch."
 
 
-@check("model", "sample")
+@check("device", "replicas", "run", "task")
+def _replicas(config: Config) -> Iterator[str]:
+    count = config.device.subdevices if isinstance(config.device, TenstorrentConfig) else 1
+    for key in ("seed", "lr"):
+        given = getattr(config.replicas, key)
+        if given is not None and count == 1:
+            yield f"replicas.{key}={given}: there is one run. Give device.subdevices=2 on a Tenstorrent device."
+        elif given is not None and len(given) != count:
+            yield f"replicas.{key}={given}: must hold one value for each of the {count} replicas."
+        elif given is not None and min(given) < 0:
+            yield f"replicas.{key}={given}: must be 0 or more."
+    largest = max(config.replicas.seed or [config.run.seed + count - 1])
+    if count > 1 and largest >= 2**31:
+        yield f"{'replicas' if config.replicas.seed else 'run'}.seed: the largest would be {largest}, above {2**31 - 1}."
+    if count > 1 and config.task.name not in ("train", "plan", "doctor", "runs", "report"):
+        yield f"device.subdevices={count}: task={config.task.name} runs on a whole chip. Give device.subdevices=1."
+
+
+@check("device", "logger", "supervise", "recover", "task")
+def _subdevices(config: Config) -> Iterator[str]:
+    device: Any = config.device
+    count = getattr(device, "subdevices", 1)
+    if count == 1:
+        return
+    if device.command_queues != count:
+        yield f"device.subdevices={count}: needs a queue for each. Give device.command_queues={count} as well."
+    others = {
+        "device.mesh": (device.mesh != [1, 1], "[1,1]", "one chip is divided"),
+        "device.core_grid": (device.core_grid is not None, "null", "each replica has its part of the cores"),
+        "device.host_resident": (bool(device.host_resident), "[]", "the host would make one replica wait for another"),
+        "logger": (config.logger.name == "wandb", "console", "W&B follows one run per process"),
+        "recover.oom": (config.recover.oom == "shrink", "stop", "the replicas share the memory"),
+        "supervise.enabled": (supervised(config), "false", "a supervisor follows one run"),
+    }
+    for key, (wrong, instead, why) in others.items():
+        if wrong:
+            yield f"device.subdevices={count}: {why}. Give {key}={instead}."
+
+
+def supervised(config: Config) -> bool:
+    """Whether training is wanted under a supervisor."""
+    if config.supervise.enabled is None:
+        return any(key.startswith("supervise.") for key in config.source.explicit)
+    return config.supervise.enabled
+
+
+@check("model", "sample", "task")
 def _sample_mode(config: Config) -> Iterator[str]:
     model, mode = config.model, config.sample.mode
-    if mode == "ar" or not isinstance(model, TransformerConfig):
-        return
+    if mode == "ar" or not isinstance(model, TransformerConfig) or config.task.name == "sample":
+        return  # task=sample takes the model from the run, and checks it there
     if not isinstance(model, AGILLMConfig) or model.objective == "ar_only":
         why = f"model.name={model.name}" if not isinstance(model, AGILLMConfig) else "model.objective=ar_only"
         yield f"sample.mode={mode}: needs a SAT head, and {why} has none. Give sample.mode=ar."

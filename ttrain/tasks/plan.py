@@ -55,10 +55,15 @@ def _session(config: Config, model: Model, device: Any) -> Session:
 
 
 def _title(config: Config, model: Model, device: str) -> str:
+    from ttrain.train.blocks import BlockSchedule
+
     name = config.source.choices.get("model", config.model.name)
     parts = [f"Plan of {name} on {device}, engine {config.engine.name}, {config.precision.name}"]
     rows, count = config.train.batch_size, config.train.accumulation
     parts.append(f"{rows} examples per optimizer step" + (f" in {count} micro-batches" if count > 1 else ""))
+    schedule = BlockSchedule.of(config.train)
+    if schedule is not None:
+        parts.append(f"training sequences grow: {schedule.text()}; this is the plan of the longest")
     if config.engine.name == "dynamic":
         parts.append("engine dynamic plans nothing: this is what engine static would take")
     return "; ".join(parts) + "."
@@ -95,12 +100,16 @@ def _rich(table: Table) -> Any:
 
 
 def _show(what: str, session: Session, steps: Any) -> None:
-    """The nodes of every training step: as traced, with gradients and update, or as planned."""
+    """The nodes of every training step: as traced, with gradients and update, as planned, or summed up by op."""
     from ttrain.graph import Graph, Stage
     from ttrain.graph.show import show
     from ttrain.plan.report import show_plan
+    from ttrain.train.plan_report import op_table, plain_table
 
     for name, trace in session.graph.train_steps().items():
+        if what == "ops":
+            print(plain_table(op_table(name, steps[name].plan.launched)))
+            continue
         if what == "plan":
             text = show_plan(steps[name].plan)
         else:

@@ -14,10 +14,12 @@ from ttrain.config.saved import continued
 from ttrain.config.schema import Config, to_dict
 from ttrain.core.errors import Interrupted, OutOfMemory, TtrainError
 from ttrain.core.units import format_count
+from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.tasks.recover import shrunk_config
 from ttrain.train import resume as resuming
 from ttrain.train.events import Events
 from ttrain.train.heartbeat import Heartbeat
+from ttrain.train.interrupt import StopRequests
 from ttrain.train.run_directory import RECORD, RunDirectory
 from ttrain.train.warm_start import WarmStart, open_warm_start
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from ttrain.train.progress import Progress
     from ttrain.train.resume import ResumePoint
     from ttrain.train.session import Session
+    from ttrain.train.step import Turns
     from ttrain.train.summary import Summary
 
 
@@ -41,6 +44,10 @@ def run(config: Config) -> float | None:
 
     Where memory runs out and recover.oom=shrink, trains on with half the micro-batch and twice the accumulation.
     """
+    if isinstance(config.device, TenstorrentConfig) and config.device.subdevices > 1:
+        from ttrain.tasks.replicas import run as run_replicas
+
+        return run_replicas(config)
     while True:
         try:
             return _run(config)
@@ -53,6 +60,20 @@ def run(config: Config) -> float | None:
 
 
 def _run(config: Config) -> float | None:
+    from ttrain.train.step import last_value
+
+    job = prepared(config)
+    with ExitStack() as stack:
+        device = stack.enter_context(closing(build.build_device(job.config.device, job.config.precision)))
+        job.place(device, build.build_console(job.config.logger))
+        if device.computes:
+            return last_value(job.turns(stack))
+        job.rehearse(stack) if device.step_facts() else job.dry_run(stack)
+        return None
+
+
+def prepared(config: Config) -> _Job:
+    """Data, model and what a run continues from, checked before a device is touched."""
     heartbeat = Heartbeat.of_process()
     heartbeat.beat()
     point = resuming.find_resume_point(config.resume, config.run.dir)
@@ -71,14 +92,7 @@ def _run(config: Config) -> float | None:
     if point is None and config.train.init_from is not None:
         warm = open_warm_start(config.train.init_from, model)
     shorter = {length: build.shorter_model(config, model, length) for length in config.train.block_schedule}
-    with ExitStack() as stack:
-        device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
-        console = build.build_console(config.logger)
-        job = _Job(config, stored, dataset, model, device, console, prompt, point, heartbeat, shorter, warm)
-        if device.computes:
-            return job.recorded(stack)
-        job.rehearse(stack) if device.step_facts() else job.dry_run(stack)
-        return None
+    return _Job(config, stored, dataset, model, prompt, point, heartbeat, shorter, warm)
 
 
 def _tokenizer_json(dataset: Dataset) -> str | None:
@@ -125,17 +139,25 @@ class _Job:
     stored: dict[str, Any]  # the config as checkpoints keep it: sizes of the model filled in
     dataset: Dataset
     model: Model
-    device: Device
-    console: Console
     prompt: list[int] | None
     point: ResumePoint | None
     heartbeat: Heartbeat
     shorter: dict[int, Model | None]  # by length: what records training on shorter sequences
     warm: WarmStart | None  # where a new run takes its first values from
     steps: dict[str, Step] = dataclasses.field(default_factory=dict)
+    stop: StopRequests = dataclasses.field(default_factory=StopRequests)
+    device: Device = dataclasses.field(init=False)
+    console: Console = dataclasses.field(init=False)
 
-    def recorded(self, stack: ExitStack) -> float | None:
-        """Trains, and notes in the run's events how that began and ended. Raises OutOfMemory where memory runs out."""
+    def place(self, device: Device, console: Console) -> None:
+        """Where it runs, and what the user sees; before anything else is called."""
+        self.device, self.console = device, console
+
+    def turns(self, stack: ExitStack) -> Turns[float | None]:
+        """Trains, and notes in the run's events how that began and ended; returns the best val/loss.
+
+        Yields where the device computes. Raises OutOfMemory where memory runs out.
+        """
         from ttrain.train.memory import is_out_of_memory
 
         run = stack.enter_context(closing(self._run_directory()))
@@ -143,7 +165,7 @@ class _Job:
         self.heartbeat.tell(run=str(run.path.resolve()))
         events.add("started", f"A leg starts on {self.device.name}.")
         try:
-            progress = self.train(stack, run, events)
+            progress = yield from self.train(stack, run, events)
         except Interrupted as error:
             events.add("interrupted", str(error))
             raise
@@ -167,7 +189,7 @@ class _Job:
         message = memory_message(error, self.device.name, self.steps, keys)
         return OutOfMemory(message, config.train, run.path)
 
-    def train(self, stack: ExitStack, run: RunDirectory, events: Events) -> Progress:
+    def train(self, stack: ExitStack, run: RunDirectory, events: Events) -> Turns[Progress]:
         from ttrain.train.retention import check_space
 
         session = stack.enter_context(closing(open_session(self.config, self.model, self.device, training=True)))
@@ -185,7 +207,7 @@ class _Job:
         self._record(session, run, leg, steps)
         loggers = stack.enter_context(self._loggers(run, progress))
         self._announce(run, progress)
-        self._loop(session, blocks, run, loggers, progress).run()
+        yield from self._loop(session, blocks, run, loggers, progress).turns()
         self.console.close()
         self._sum_up(session, run, progress)
         return progress
@@ -335,6 +357,7 @@ class _Job:
                 Start(progress.step, lambda: self._first_values(session)),
                 self.config.guard.search_seconds,
             ),
+            stop=self.stop,
             heartbeat=self.heartbeat.beat,
             blocks=blocks,
         )
@@ -357,7 +380,8 @@ class _Job:
         from ttrain.train.step import TrainStep
 
         prepare = preparation(self.model) if blocks is None else blocks.prepare
-        return TrainStep(steps, self.config.train.accumulation, self.config.run.seed, prepare=prepare)
+        accumulation, overlaps = self.config.train.accumulation, self.device.overlaps
+        return TrainStep(steps, accumulation, self.config.run.seed, prepare=prepare, overlaps=overlaps)
 
     def _rates(self) -> Any:
         from ttrain.optim.groups import learning_rates

@@ -107,16 +107,35 @@ def config_difference(stored: dict[str, Any], given: dict[str, Any]) -> list[str
     ]
 
 
+def check_documents(point: ResumePoint, description: dict[str, Any]) -> None:
+    """Raises CheckpointError where the documents of a run changed under it, so that its position would be another.
+
+    Other sources, which the command line must have named, are no mistake: the run goes on at the same token of those.
+    """
+    stored = {} if point.run is None else _newest_data(point.run)
+    if "documents" not in stored or stored.get("source") != description.get("source"):
+        return
+    if stored.get("sha256") != description.get("sha256"):
+        raise CheckpointError(
+            f"{point.run} was trained on other content of {', '.join(description['source'])}, so it can't go on where "
+            "it was. Restore the files, name other data.sources, or start anew with train.init_from=<this run>."
+        )
+
+
 def data_difference(run: Path, description: dict[str, Any]) -> list[str]:
     """What the newest leg of a run says of its data, where that is not what the data is now."""
-    try:
-        legs = json.loads((run / RECORD).read_text("utf-8"))["legs"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    if not legs:
-        return []
+    stored = _newest_data(run)
     given = json.loads(json.dumps(description))
-    return [f"data: {key}: {old} -> {new}" for key, old, new in _differences(legs[-1].get("data", {}), given)]
+    return [f"data: {key}: {old} -> {new}" for key, old, new in _differences(stored, given)] if stored else []
+
+
+def _newest_data(run: Path) -> dict[str, Any]:
+    """What the newest leg of a run says of its data; empty where it says nothing."""
+    try:
+        found = json.loads((run / RECORD).read_text("utf-8"))["legs"][-1]["data"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def take_up(

@@ -18,8 +18,8 @@ class TrainConfig:
     accumulation: int = option(1, "micro-batches per step; must divide batch_size", minimum=1)
     block_schedule: list[int] = option(
         [],
-        "lengths of training sequences in tokens, from short to long, each for block_steps steps and the last for the "
-        "rest; empty always takes model.context",
+        "lengths of training sequences in tokens, from short to model.context, each for block_steps steps and the last "
+        "for the rest; empty always takes model.context",
         minimum=1,
     )
     block_steps: int = option(50_000, "steps at each length of block_schedule but the last", minimum=1)
@@ -64,6 +64,16 @@ class RunConfig:
         None, "run directory; null claims outputs/<date>/<time>_<model>_<device>_<engine>", path=True
     )
     seed: int = option(1337, "start of every random number: weights, batches, dropout", minimum=0, maximum=2**31 - 1)
+
+
+@dataclass
+class ReplicasConfig:
+    """How the runs differ that device.subdevices=2 trains side by side."""
+
+    seed: list[int] | None = option(
+        None, "run.seed of each replica, such as [1,2]; null takes run.seed for the first, and the next number on"
+    )
+    lr: list[float] | None = option(None, "optimizer.lr of each replica, such as [1e-3,3e-4]; null takes optimizer.lr")
 
 
 @dataclass
