@@ -176,6 +176,8 @@ def smaller(config: Config, steps: int) -> Config:
     small |= {"train.eval_batches": 1, "train.peak_tflops": 1.0, "schedule.warmup": 0}
     small["train.log_every"] = steps  # one point is no curve, so nothing is drawn
     small |= {"sample.tokens": 4, "device.threads": 1}
+    if config.train.block_schedule:
+        small |= {"train.block_schedule": [8, 16], "train.block_steps": 1}
     if config.device.name == "auto":
         small["device.name"] = "cpu"
     sizes = {"preset": None, "layers": 1, "heads": 1, "width": 16, "context": 16}
