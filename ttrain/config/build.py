@@ -158,11 +158,11 @@ def build_study(config: Config) -> Study:
     return built
 
 
-def build_console(config: LoggerConfig) -> Console:
-    """What the user sees; without a progress bar for logger=jsonl."""
+def build_console(config: LoggerConfig, name: str | None = None, bar: bool = True) -> Console:
+    """What the user sees of a run; without a progress bar for logger=jsonl. `name` marks its messages."""
     from ttrain.train.loggers import Console
 
-    return Console(bar=config.name != "jsonl")
+    return Console(bar=bar and config.name != "jsonl", name=name)
 
 
 def build_views(

@@ -309,7 +309,8 @@ def _replicas(config: Config) -> Iterator[str]:
             yield f"replicas.{key}={given}: must be 0 or more."
     largest = max(config.replicas.seed or [config.run.seed + count - 1])
     if count > 1 and largest >= 2**31:
-        yield f"{'replicas' if config.replicas.seed else 'run'}.seed: the largest would be {largest}, above {2**31 - 1}."
+        key = "replicas.seed" if config.replicas.seed else "run.seed"
+        yield f"{key}: the largest seed would be {largest}, above {2**31 - 1}."
     if count > 1 and config.task.name not in ("train", "plan", "doctor", "runs", "report"):
         yield f"device.subdevices={count}: task={config.task.name} runs on a whole chip. Give device.subdevices=1."
 

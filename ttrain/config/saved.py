@@ -12,7 +12,7 @@ from ttrain.config.validate import typed_config
 # What a command is asked to do is never remembered from the run that it works on.
 ALWAYS_GIVEN = (
     "task", "resume", "run.dir", "plugins", "export", "plan", "prepare", "bench", "supervise", "sweep", "runs",
-    "report",
+    "report", "replicas",
 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from ttrain.train.settings import (
     GuardConfig,
     LoggerConfig,
     RecoverConfig,
+    ReplicasConfig,
     RunConfig,
     SampleConfig,
     SuperviseConfig,
@@ -118,6 +119,7 @@ class Config:
     device: DeviceConfig = option(DeviceConfig, "where a step runs")
     logger: LoggerConfig = option(LoggerConfig, "who else sees the metrics")
     run: RunConfig = option(RunConfig, "where the run lives and its seed")
+    replicas: ReplicasConfig = option(ReplicasConfig, "how replicas on sub-devices differ")
     resume: str = option(
         "none", "none, auto (newest complete checkpoint of run.dir) or a run or checkpoint folder", path=True
     )

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ttrain.config.checks import supervised
 from ttrain.config.schema import Config
 from ttrain.train.heartbeat import VARIABLE
 from ttrain.train.supervisor import Supervisor, continuing
@@ -18,9 +19,7 @@ def wanted(config: Config) -> bool:
     """Whether this process should supervise: asked for, and not itself the child of a supervisor."""
     if config.task.name != "train" or os.environ.get(VARIABLE):
         return False
-    if config.supervise.enabled is None:
-        return any(key.startswith("supervise.") for key in config.source.explicit)
-    return config.supervise.enabled
+    return supervised(config)
 
 
 def run(config: Config, words: Sequence[str], flags: Sequence[str]) -> int:

@@ -30,8 +30,9 @@ class Console:
 
     run_id = None
 
-    def __init__(self, *, bar: bool = True) -> None:
-        self._wanted = bar
+    def __init__(self, *, bar: bool = True, name: str | None = None) -> None:
+        """`name` marks every message, where several runs share the terminal."""
+        self._wanted, self._mark = bar, "" if name is None else f"{name}: "
         self._bar: Any = None
         self._gone = False  # the stream can't be written any more
         self._shown: dict[str, str] = {}
@@ -51,6 +52,7 @@ class Console:
 
     def say(self, message: str) -> None:
         """Prints a line, above the bar where there is one."""
+        message = self._mark + message
         if self._bar is not None:
             self._show(lambda: self._bar.write(message, file=sys.stderr))
         else:

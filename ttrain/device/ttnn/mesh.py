@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ttrain.core.errors import CaptureError, DeviceBusy, DeviceUnavailable
+from ttrain.core.errors import CaptureError, ConfigError, DeviceBusy, DeviceUnavailable
 from ttrain.device.base import Launch
 from ttrain.device.ttnn.environment import import_ttnn, opening_failure, reason
 from ttrain.device.ttnn.holders import holders_text
@@ -41,14 +41,28 @@ class Mesh:
         self.cores = (size.y, size.x)
         self.banks = tt.get_memory_view(handle, tt.BufferType.DRAM).num_banks
         self.whole_grid = tt.CoreGrid(y=size.y, x=size.x)
-        self.grid = None if config.core_grid is None else tt.CoreGrid(y=config.core_grid[0], x=config.core_grid[1])
+        self.grid = None if config.core_grid is None else self._part_of_chip(*config.core_grid)
         self.divided = SubDevices(self, config.subdevices) if config.subdevices > 1 else None
 
     @classmethod
     def open(cls, config: TenstorrentConfig) -> Mesh:
-        """Raises DeviceUnavailable, or DeviceBusy where another process holds a card for too long."""
+        """Raises DeviceUnavailable, DeviceBusy where another process holds a card for too long, or ConfigError."""
         tt = import_ttnn(config)
-        return cls(tt, _opened(tt, config), config)
+        handle = _opened(tt, config)
+        try:
+            return cls(tt, handle, config)
+        except BaseException:
+            tt.close_mesh_device(handle)
+            raise
+
+    def _part_of_chip(self, rows: int, columns: int) -> Any:
+        """A grid of cores; ttnn itself takes one that is larger than the chip, and fails later."""
+        if rows > self.cores[0] or columns > self.cores[1]:
+            raise ConfigError(
+                f"device.core_grid=[{rows},{columns}]: the chip has {self.cores[0]} rows and {self.cores[1]} columns "
+                "of cores. Give at most that, or null for all."
+            )
+        return self.tt.CoreGrid(y=rows, x=columns)
 
     @property
     def overlaps(self) -> bool:

@@ -1,0 +1,103 @@
+"""Several independent runs side by side, each on a sub-device of one chip: steps take turns, the device computes both.
+
+A replica has a run directory of its own, which is that of a plain run: it resumes, samples and reports like one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ttrain.config import build
+from ttrain.config.schema import Config
+from ttrain.tasks.train import _Job, prepared
+from ttrain.train.interrupt import StopRequests
+from ttrain.train.settings import ReplicasConfig
+
+if TYPE_CHECKING:
+    from ttrain.train.step import Turns
+
+
+def run(config: Config) -> float | None:
+    """Trains all replicas; the best val/loss of any. Raises the first failure once the others have ended too."""
+    jobs, stop = [prepared(each) for each in replica_configs(config)], StopRequests()
+    with ExitStack() as stack:
+        device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
+        for number, (job, part) in enumerate(zip(jobs, device.replicas(), strict=True)):
+            # All are at the same step, so one bar is enough.
+            job.place(part, build.build_console(config.logger, name_of(number), bar=number == 0))
+            job.stop = stop
+        if not device.computes:
+            for job in jobs:
+                job.rehearse(stack)
+                job.console.say(f"Note: {job.device.describe()['note']}.")
+            return None
+        results = side_by_side([_turns(job) for job in jobs])
+    losses = [loss for loss in results if loss is not None]
+    return min(losses, default=None)
+
+
+def replica_configs(config: Config) -> list[Config]:
+    """What each replica would be given as a plain run."""
+    device: Any = config.device
+    count, given = device.subdevices, config.replicas
+    seeds = given.seed or [config.run.seed + number for number in range(count)]
+    rates = given.lr or [config.optimizer.lr] * count
+    explicit = {"run.seed"} if given.seed else set()
+    explicit |= {"optimizer.lr"} if given.lr else set()
+    source = dataclasses.replace(config.source, explicit=config.source.explicit | explicit)
+    return [
+        dataclasses.replace(
+            config,
+            device=dataclasses.replace(device, subdevices=1, command_queues=1),
+            optimizer=dataclasses.replace(config.optimizer, lr=rates[number]),
+            run=dataclasses.replace(config.run, seed=seeds[number], dir=_folder(config.run.dir, number)),
+            resume=_resumed(config.resume, number),
+            replicas=ReplicasConfig(),
+            source=source,
+        )
+        for number in range(count)
+    ]
+
+
+def name_of(number: int) -> str:
+    """Of a replica, also of its folder below run.dir."""
+    return f"replica-{number}"
+
+
+def _folder(given: str | None, number: int) -> str | None:
+    return None if given is None else str(Path(given) / name_of(number))
+
+
+def _resumed(given: str, number: int) -> str:
+    """The replica's own run where `resume=` names a folder of several; else all start from the same checkpoint."""
+    own = Path(given) / name_of(number)
+    return str(own) if own.is_dir() else given
+
+
+def _turns(job: _Job) -> Turns[float | None]:
+    with ExitStack() as stack:
+        return (yield from job.turns(stack))
+
+
+def side_by_side(runs: Sequence[Turns[float | None]]) -> list[float | None]:
+    """What the runs return, in their order. Raises the first failure once the others have ended too."""
+    results: dict[int, float | None] = {}
+    failures: list[Exception] = []
+    left = dict(enumerate(runs))
+    while left:
+        for number, turns in list(left.items()):
+            try:
+                next(turns)
+            except StopIteration as end:
+                results[number] = end.value
+                del left[number]
+            except Exception as error:
+                failures.append(error)
+                del left[number]
+    if failures:
+        raise failures[0]
+    return [results[number] for number in range(len(runs))]
