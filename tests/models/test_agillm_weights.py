@@ -51,8 +51,9 @@ def test_there_and_back_under_the_names_of_the_original(changes: dict[str, Any],
         back = model.from_original(given)
         assert back.keys() == values.keys()
         assert all(np.array_equal(back[path], value) for path, value in values.items())
-    sizes = agillm_weights.sizes_of(content)
-    assert AGILLM(AGILLMConfig(preset=None, context=10, **sizes)).specs() == model.specs()
+    for given in (content, values):
+        sizes = agillm_weights.sizes_of(given)
+        assert AGILLM(AGILLMConfig(preset=None, context=10, **sizes)).specs() == model.specs()
 
 
 def test_names_of_compiled_modules_and_padding_are_understood() -> None:

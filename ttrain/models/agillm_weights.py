@@ -118,11 +118,12 @@ def _other_shapes(given: Mapping[str, Any], names: Mapping[str, str], specs: Map
 
 
 def sizes_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The model keys that a file's weights say: layers, width, heads, rank, vocabulary, tied and objective.
+    """The model keys that weights in our names or the original's say: all sizes, vocabulary, tied and objective.
 
     `heads` follows from the width and that of U. Raises CheckpointError where that can't be.
     """
-    given = flat(content)
+    ours = "embedding.weight" in content
+    given = {original_name(path): weight for path, weight in content.items()} if ours else flat(content)
     vocabulary, width = given["core.emb.weight"].shape
     blocks = {name.split(".")[2] for name in given if name.startswith("core.blocks.")}
     rank_matrix = given.get("core.blocks.0.mha.U")

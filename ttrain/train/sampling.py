@@ -67,14 +67,19 @@ class Source:
     _context: int = 0  # of the whole-context step
 
     def build(self, build: Build, whole: Trace) -> None:
-        """Build every step before one runs. `whole` records the step for models that are not read with caches."""
-        keeps = self.config.cache is not False
+        """Build and place every step before one runs. `whole` is for models that are not read with caches."""
+        keeps, placed = self.config.cache is not False, list[Step]()
         for mask, traces in self.traces.items():
             steps = [build(name, trace) for name, trace in traces.items()]
+            placed += steps
             self._readers[mask] = Reader(steps, self.model.context, mask, keeps)
         if not self.traces:
             step = build(WHOLE, whole)
             self._context, self._whole = step.inputs["tokens"].shape[1], whole_text_scores(step, self.vocabulary)
+            placed.append(step)
+        for step in placed:
+            if hasattr(step, "take_addresses"):  # now, because some engines compile then
+                step.take_addresses()
 
     def tokens(self, prompt: list[int], number: int) -> Iterator[int]:
         """The ids of one sample, which continue the prompt; `number` tells samples apart."""
