@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from ttrain.engine.dynamic import DynamicEngine
 from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine
 from ttrain.engine.traced import TracedEngine
+from ttrain.models.base import loss_weights, preparation
 from ttrain.nn.initialize import initial_values
 from ttrain.train.step_graph import StepGraph
 
@@ -46,18 +48,26 @@ class Session:
 
     def train(self, batch: Batch, step: int, rates: Mapping[str, float], seed: int = 0) -> dict[str, float]:
         """One optimizer step on a batch of rows * accumulation rows, weighed by its valid targets."""
-        targets = batch["targets"]
-        valid = (targets >= 0).sum() if targets.dtype.kind == "i" else targets.size
-        scalars = {"loss_weight": 1 / valid, "seed": seed}
+        batch, weights = self.prepared(batch)
+        scalars = {**weights, "seed": seed}
         if self.graph.accumulation == 1:
             return self.steps["train"]({**batch, **scalars, **rates, "step": step})
-        loss = 0.0
+        sums: Counter[str] = Counter()
         for part in range(self.graph.accumulation):
             rows = slice(part * self.graph.rows, (part + 1) * self.graph.rows)
             name = "accumulate_next" if part else "accumulate_first"
-            inputs = {**{key: array[rows] for key, array in batch.items()}, **scalars}
-            loss += self.steps[name](inputs)["loss"]
-        return {"loss": loss, **self.steps["update"]({**rates, "step": step})}
+            sums.update(self.steps[name]({**{key: array[rows] for key, array in batch.items()}, **scalars}))
+        return {**sums, **self.steps["update"]({**rates, "step": step})}
+
+    def prepared(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """The batch as the model wants it, and the weights of its loss terms."""
+        fields, counts = preparation(self.graph.model)(batch)
+        return fields, loss_weights(counts)
+
+    def evaluate(self, batch: Batch) -> dict[str, float]:
+        """The outputs of the evaluation step on one batch."""
+        fields, weights = self.prepared(batch)
+        return self.run(self.graph.trace_evaluate, {**fields, **weights})
 
     def parameters(self) -> dict[str, np.ndarray]:
         return {parameter.path: self.state.read(parameter.path) for parameter in self.graph.parameters}
