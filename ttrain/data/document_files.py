@@ -47,9 +47,11 @@ def fill_documents(folder: Path, config: DocumentsConfig, sources: list[Source],
     with bars.open(total, "reading documents") as shown:
         scan = _scan(config, sources, lambda raw: shown.update(len(raw)))
     with bars.open(total if config.tokenizer == "bpe" else 0, "learning the tokenizer") as shown:
-        tokenizer, end = _tokenizer(config, sources, scan, lambda raw: shown.update(len(raw)))
+        made, file = _tokenizer(config, sources, scan, lambda raw: shown.update(len(raw)))
+    tokenizer, end = with_end_token(made, config.end_token, file)
+    encoder = _Encoder(made, tokenizer, end)
     with bars.open(total, "writing tokens") as shown:
-        splits = _write_splits(folder, config, sources, scan, tokenizer, end, lambda raw: shown.update(len(raw)))
+        splits = _write_splits(folder, config, sources, scan, encoder, lambda raw: shown.update(len(raw)))
     held = int(scan.held_out.sum())
     described = {
         "source": [source.given for source in sources],
@@ -124,18 +126,42 @@ def _scan(config: DocumentsConfig, sources: list[Source], on_bytes: OnBytes) -> 
 
 def _tokenizer(
     config: DocumentsConfig, sources: list[Source], scan: _Scan, on_bytes: OnBytes
-) -> tuple[Tokenizer, EndToken]:
-    made: Tokenizer
-    file = None
+) -> tuple[Tokenizer, Path | None]:
+    """The tokenizer that a config names, and the file that it was read from."""
     if config.tokenizer == "byte":
-        made = ByteTokenizer()
-    elif scan.characters is not None:
-        made = scan.characters
-    elif config.tokenizer == "bpe":
-        made = train_bpe(_training_text(config, sources, scan, on_bytes), config.vocabulary_size)
-    else:
-        made, file = named_tokenizer(config.tokenizer), Path(config.tokenizer).expanduser()
-    return with_end_token(made, config.end_token, file)
+        return ByteTokenizer(), None
+    if scan.characters is not None:
+        return scan.characters, None
+    if config.tokenizer == "bpe":
+        return train_bpe(_training_text(config, sources, scan, on_bytes), config.vocabulary_size), None
+    return named_tokenizer(config.tokenizer), Path(config.tokenizer).expanduser()
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    """Documents to ids, the end token included.
+
+    `made` is the tokenizer before it got an end token. The characters and the bytes have a quick one, which agrees with
+    `whole` on every text in which the end token does not occur.
+    """
+
+    made: Tokenizer
+    whole: Tokenizer
+    end: EndToken
+
+    def encode(self, texts: Iterable[str]) -> Iterator[Ids]:
+        ending = np.array([self.end.id], self.whole.dtype)
+        for ids in self._ids(texts):
+            yield ids if not len(ids) or ids[-1] == self.end.id else np.concatenate([ids, ending])
+
+    def _ids(self, texts: Iterable[str]) -> Iterator[Ids]:
+        if not isinstance(self.made, CharTokenizer | ByteTokenizer):
+            yield from self.whole.encode_documents(texts)
+            return
+        for text in texts:
+            tokenizer = self.whole if self.end.text in text else self.made
+            (ids,) = tokenizer.encode_documents([text])
+            yield ids.astype(self.whole.dtype, copy=False)
 
 
 def _training_text(config: DocumentsConfig, sources: list[Source], scan: _Scan, on_bytes: OnBytes) -> Iterator[str]:
@@ -186,20 +212,17 @@ def _write_splits(
     config: DocumentsConfig,
     sources: list[Source],
     scan: _Scan,
-    tokenizer: Tokenizer,
-    end: EndToken,
+    encoder: _Encoder,
     on_bytes: OnBytes,
 ) -> dict[str, Any]:
-    ending = np.array([end.id], tokenizer.dtype)
     documents, again = tee(Reader(config).in_turn(sources, [on_bytes] * len(sources)))
-    encoded = tokenizer.encode_documents(document.text for document in documents)
+    encoded = encoder.encode(document.text for document in documents)
     with ExitStack() as files:
         writers = {split: _SplitWriter(folder, split, files) for split in FILES}
         for document, ids, left_out in _together(again, encoded, scan.held_out):
             if not len(ids):
                 raise DataError(f"{document.place}: the tokenizer makes no token of this document. Leave it out.")
-            whole = ids if ids[-1] == end.id else np.concatenate([ids, ending])
-            writers["val" if left_out else "train"].add(whole)
+            writers["val" if left_out else "train"].add(ids)
         return {split: writer.finish() for split, writer in writers.items()}
 
 
