@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from itertools import pairwise
 from typing import Any, Protocol
 
+from ttrain.bench.settings import ChipBenchConfig
 from ttrain.config.schema import Config
 from ttrain.core.names import did_you_mean
 from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, TokensConfig
@@ -194,8 +195,8 @@ def _profile(config: Config) -> Iterator[str]:
     if not isinstance(device, TenstorrentConfig) or device.mode == "mock":
         mode = f" device.mode={device.mode}" if isinstance(device, TenstorrentConfig) else ""
         yield (
-            f"task=profile: device={device.name}{mode} has no device profiler. Give a Tenstorrent card or simulator, or "
-            "profile.csv=<its report>; task=plan plan.show=ops tells what ops cost on any device."
+            f"task=profile: device={device.name}{mode} has no device profiler. Give a Tenstorrent card or simulator, "
+            "or profile.csv=<its report>; task=plan plan.show=ops tells what ops cost on any device."
         )
 
 
@@ -244,21 +245,34 @@ def _sample_checkpoint(config: Config) -> Iterator[str]:
         yield f"sample.checkpoint={which}: must be last, best or a step number."
 
 
+_BENCH_LISTS = {"precision": "fp32", "batch": "256", "dim": "256", "layers": "2", "size": "1024", "work": "gpt"}
+
+
 @check("task", "bench", "device")
 def _bench(config: Config) -> Iterator[str]:
     if config.task.name != "bench":
         return
-    bench = config.bench
-    if not bench.engines and not bench.baselines:
+    bench: Any = config.bench
+    contest = hasattr(bench, "baselines")
+    if contest and not bench.engines and not bench.baselines:
         yield "bench.engines=[] and bench.baselines=[]: nobody takes part. Name at least one."
-    if not bench.precision:
-        yield "bench.precision=[]: name at least one, such as [fp32]."
-    if config.device.name == "null":
+    elif not contest and getattr(bench, "engines", None) == []:
+        yield "bench.engines=[]: nobody takes part. Name at least one."
+    for key, example in _BENCH_LISTS.items():
+        if getattr(bench, key, None) == []:
+            yield f"bench.{key}=[]: name at least one, such as [{example}]."
+    elsewhere = not isinstance(config.device, TenstorrentConfig) and config.device.name != "auto"
+    if isinstance(bench, ChipBenchConfig) and elsewhere:
+        yield (
+            f"device={config.device.name}: bench={bench.name} is about a Tenstorrent chip. Give device=n150 or "
+            "device=n300, or leave it out; without a card the times come from the cost model."
+        )
+    elif config.device.name == "null":
         yield "device=null: computes nothing, so there is nothing to time. Give device=cpu or device=cuda."
     unread = ("model", "data", "train", "optimizer", "schedule", "precision")
     for key in sorted(config.source.explicit):
         if key.partition(".")[0] in unread:
-            yield f"{key}: task=bench does not read it; bench.size and bench.precision decide what is measured."
+            yield f"{key}: task=bench does not read it; the keys of bench decide what is measured."
         elif key == "engine.name":
             yield f"engine={config.engine.name}: task=bench takes its engines from bench.engines."
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ttrain.bench.settings import GPTBenchConfig, MLPBenchConfig
+from ttrain.bench import settings as bench
 from ttrain.config.registry import register, rows
 from ttrain.core.options import option
 from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, TokensConfig
@@ -32,6 +32,7 @@ register("task", "prepare", config=TaskConfig, target="ttrain.tasks.prepare:run"
 register("task", "runs", config=TaskConfig, target="ttrain.tasks.runs:run")
 register("task", "report", config=TaskConfig, target="ttrain.tasks.report:run")
 register("task", "verify", config=TaskConfig, target="ttrain.tasks.verify:run")
+register("task", "profile", config=TaskConfig, target="ttrain.tasks.profile:run")
 register("task", "bench", config=TaskConfig, target="ttrain.tasks.bench:run")
 register("task", "doctor", config=TaskConfig, target="ttrain.tasks.doctor:run")
 
@@ -72,7 +73,7 @@ register("logger", "console", config=LoggerConfig, target="ttrain.config.build:n
 register("logger", "jsonl", config=LoggerConfig, target="ttrain.config.build:no_views")
 register("logger", "wandb", config=WandbConfig, target="ttrain.config.build:wandb_views")
 
-register("bench", "gpt", config=GPTBenchConfig, target="ttrain.bench.studies:gpt")
-register("bench", "mlp", config=MLPBenchConfig, target="ttrain.bench.studies:mlp")
+for _study, _settings in bench.STUDIES.items():
+    register("bench", _study, config=_settings, target=f"ttrain.bench.studies:{_study}")
 
 BUILT_IN = frozenset((row.group, row.name) for row in rows())

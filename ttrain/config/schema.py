@@ -34,8 +34,8 @@ class PlanConfig:
     """What task=plan prints after its summary."""
 
     show: str | None = option(
-        None, "also print the traced graph, the graph with gradients, or the op list with buffers",
-        choices=("graph", "backward", "plan"),
+        None, "also print the traced graph, the graph with gradients, the op list with buffers, or what each op costs",
+        choices=("graph", "backward", "plan", "ops"),
     )  # fmt: skip
     json: str | None = option(None, "file to write the same numbers into, in bytes and operations", path=True)
     picture: str | None = option(None, "image file for the planned memory over time, such as plan.png", path=True)
@@ -44,6 +44,18 @@ class PlanConfig:
     )
     limits: bool = option(False, "search the largest micro-batch and context that fit, by planning a few of each")
     memory_gb: float | None = option(None, "memory to fit into, in GiB; null takes that of the device", above=0)
+
+
+@dataclass
+class ProfileConfig:
+    """What task=profile measures with the profiler of a Tenstorrent device."""
+
+    steps: int = option(3, "training steps that are profiled; with profile.csv the steps that it covers", minimum=1)
+    csv: str | None = option(
+        None, "report of ttnn's profiler to read instead of running, such as cpp_device_perf_report.csv",
+        path=True,
+    )  # fmt: skip
+    json: str | None = option(None, "file to write the same numbers into", path=True)
 
 
 @dataclass
@@ -126,6 +138,7 @@ class Config:
     sample: SampleConfig = option(SampleConfig, "how text is drawn from a trained model")
     export: ExportConfig = option(ExportConfig, "what task=export writes")
     plan: PlanConfig = option(PlanConfig, "what task=plan prints")
+    profile: ProfileConfig = option(ProfileConfig, "what task=profile measures")
     prepare: PrepareConfig = option(PrepareConfig, "what task=prepare writes")
     verify: VerifyConfig = option(VerifyConfig, "what task=verify compares with PyTorch")
     bench: BenchConfig = option(GPTBenchConfig, "what task=bench measures")

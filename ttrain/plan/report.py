@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,10 +53,12 @@ class StepCost:
     largest: list[Buffer]  # of those live at the peak
     host_arena: int = 0  # in host memory, of what hosted parameters take part in
     crossings: dict[str, int] = field(default_factory=dict)  # bytes per direction between host and device
+    ops: list[OpCost] = field(default_factory=list)  # of what is launched
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return {**vars(self), "largest": [vars(buffer) for buffer in self.largest]}
+        lists = {"largest": [vars(buffer) for buffer in self.largest], "ops": [vars(cost) for cost in self.ops]}
+        return {**vars(self), **lists}
 
 
 def step_cost(recorded: Graph, plan: Plan | None, largest: int = 5) -> StepCost:
@@ -81,7 +83,30 @@ def step_cost(recorded: Graph, plan: Plan | None, largest: int = 5) -> StepCost:
         largest=live[:largest],
         host_arena=0 if plan is None else plan.host_arena_bytes,
         crossings=crossing_bytes(launched),
+        ops=op_costs(launched),
     )
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """What all launches of one op cost in one run of a step."""
+
+    op: str
+    count: int
+    nbytes: int  # read and written
+    flops: int
+
+
+def op_costs(nodes: Iterable[Node]) -> list[OpCost]:
+    """Launched nodes by op, those that move most bytes first. Hosted ops stand by themselves, as host.<op>."""
+    found: dict[str, list[Node]] = {}
+    for node in nodes:
+        found.setdefault(node.op.name, []).append(node)
+    costs = [
+        OpCost(name, len(of), sum(node.op.nbytes(node) for node in of), sum(node.op.flops(node) for node in of))
+        for name, of in found.items()
+    ]
+    return sorted(costs, key=lambda cost: (-cost.nbytes, cost.op))
 
 
 def model_flops(recorded: Graph) -> dict[str, int]:

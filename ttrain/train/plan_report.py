@@ -10,10 +10,10 @@ from typing import Any
 from ttrain.core.units import format_bytes, format_count
 from ttrain.engine.base import Step
 from ttrain.engine.state import State
-from ttrain.graph import Graph, Kind, Stage
+from ttrain.graph import Graph, Kind, Node, Stage
 from ttrain.graph.place import CROSSINGS
 from ttrain.models.base import Model
-from ttrain.plan.report import CLASSES, StepCost, step_cost
+from ttrain.plan.report import CLASSES, StepCost, op_costs, step_cost
 from ttrain.train.protocols import SAVED_KINDS
 from ttrain.train.step_graph import StepGraph, Trace
 
@@ -183,6 +183,23 @@ def plan_report(graph: StepGraph, state: State, steps: Mapping[str, Step]) -> Pl
 
 def _by_kind(state: State, on_host: bool) -> dict[str, int]:
     return {kind.value: state.nbytes(kind, on_host) for kind in Kind if kind.is_state and state.names(kind)}
+
+
+def op_table(step: str, nodes: Sequence[Node]) -> Table:
+    """Launched ops of one run of a step: how often, bytes moved and operations, with shares of the whole."""
+    costs = op_costs(nodes)
+    moved, flops = sum(cost.nbytes for cost in costs), sum(cost.flops for cost in costs)
+    rows = [
+        (cost.op, str(cost.count), format_bytes(cost.nbytes), _share(cost.nbytes, moved), format_count(cost.flops),
+         _share(cost.flops, flops))
+        for cost in costs
+    ]  # fmt: skip
+    rows.append(("all", str(len(nodes)), format_bytes(moved), "", format_count(flops), ""))
+    return Table(f"Ops of step {step}", ("op", "launches", "bytes moved", "share", "FLOP", "share"), rows)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else ""
 
 
 def parameter_groups(model: Model) -> dict[str, int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import ConfigError, DeviceUnavailable
+from ttrain.device.ttnn.profile import profiler_variables
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.device.ttnn.standin import MOCK_VARIABLE, installed_ttnn, missing_ttnn, runtime_root
 
@@ -41,11 +42,13 @@ def variables(config: TenstorrentConfig) -> dict[str, str]:
     """What must be in the environment before ttnn is imported. Raises DeviceUnavailable or ConfigError."""
     wheel = installed_ttnn()
     common = quiet(config.verbose)
+    if config.profile is not None:
+        common |= profiler_variables(Path(config.profile).expanduser().resolve())
     if config.mode == "mock":
         return {**common, **_mock(config, wheel)}
     if config.mode == "simulator":
         return {**common, **_simulator(config)}
-    if not any(DEVICE_NODES.glob("*")):
+    if not has_card():
         raise DeviceUnavailable(
             f"device={config.name}: this machine has no Tenstorrent card (nothing in {DEVICE_NODES}). Use device=cpu, "
             f"or device.mode=mock to check a run on a mocked board. task=doctor tells more."
@@ -56,6 +59,11 @@ def variables(config: TenstorrentConfig) -> dict[str, str]:
                 f"{key} is set, but device.mode=silicon runs on a card. Unset it or choose its mode."
             )
     return common
+
+
+def has_card() -> bool:
+    """Whether the driver shows a Tenstorrent card on this machine. Opens none."""
+    return any(DEVICE_NODES.glob("*"))
 
 
 def board_of(config: TenstorrentConfig) -> str:

@@ -44,4 +44,8 @@ class TenstorrentConfig(DeviceConfig):
     )
     open_timeout_s: int = option(60, "seconds to wait for a card that another process holds", minimum=1)
     weights: str = option("bf16", "how matrices are held for products; precision=bf8 sets bf8", choices=("bf16", "bf8"))
+    profile: str | None = option(
+        None, "folder for the report of ttnn's device profiler, which needs a card or a simulator; null leaves it off",
+        path=True,
+    )  # fmt: skip
     verbose: bool = option(False, "let ttnn write its log")

@@ -1,0 +1,155 @@
+"""Reports of ttnn's device profiler, hand-written in its format: programs, idle gaps, dispatch overhead."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain.cli import main
+from ttrain.core.errors import UserError
+from ttrain.device.ttnn.environment import opening_failure
+from ttrain.device.ttnn.profile import Dispatch, after, find_report, profiler_variables, read_report
+from ttrain.train.dispatch_profile import DispatchProfile
+
+# Columns as ttnn 0.81.1 names them; a report has many more.
+RUNTIME = (
+    "GLOBAL CALL COUNT,METAL TRACE ID,METAL TRACE REPLAY SESSION ID,DEVICE ID,DEVICE ARCH,OP NAME,CORE COUNT,"
+    "AVAILABLE WORKER CORE COUNT,DEVICE FW START CYCLE,DEVICE FW END CYCLE,DEVICE FW DURATION [ns],"
+    "DEVICE KERNEL DURATION [ns],OP TO OP LATENCY [ns],OP TO OP LATENCY BR/NRISC START [ns]\n"
+    "1024,,,0,wormhole_b0,MatmulDeviceOperation,64,64,1000,5000,4000,3800,,\n"
+    "2048,,,0,wormhole_b0,BinaryNgDeviceOperation,32,64,6000,7000,1000,900,1000,1010\n"
+    "3072,,,0,wormhole_b0,MatmulDeviceOperation,56,64,10000,12000,2000,1900,3000,3010\n"
+    "1025,,,1,wormhole_b0,MatmulDeviceOperation,64,64,900,5100,4200,3800,,\n"
+)
+TRACY = (
+    "OP CODE,OP TYPE,GLOBAL CALL COUNT,DEVICE ID,CORE COUNT,HOST START TS,OP TO OP LATENCY [ns],"
+    "DEVICE FW DURATION [ns],DEVICE KERNEL DURATION [ns],METAL TRACE ID,METAL TRACE REPLAY SESSION ID\n"
+    "torch.add,python_fallback,1,,,17,,,,,\n"
+    "Matmul,tt_dnn_device,2,0,64,18,0,500,400,3,1\n"
+    "Matmul,tt_dnn_device,3,0,64,19,500,500,400,3,2\n"
+)
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    path = tmp_path / ".logs" / "cpp_device_perf_report.csv"
+    path.parent.mkdir()
+    path.write_text(RUNTIME, "utf-8")
+    return path
+
+
+def test_the_report_of_the_runtime(report: Path) -> None:
+    found = read_report(report)
+    assert len(found) == 4
+    assert found[1] == Dispatch("BinaryNgDeviceOperation", 0, 32, 1000.0, 1000.0, 6000, 7000)
+    assert (found[0].gap, found[3].device) == (0.0, 1)
+
+
+def test_times_by_hand(report: Path) -> None:
+    """Busy 4 + 1 + 2 us; idle 1 + 3 us; 4 of 11 us are overhead."""
+    profile = DispatchProfile.of(read_report(report), steps=1)
+    assert (profile.device, profile.dispatches, profile.busy, profile.idle) == (0, 3, 7000.0, 4000.0)
+    assert profile.overhead == pytest.approx(4 / 11)
+    matmul, add = profile.ops
+    assert (matmul.op, matmul.count, matmul.cores, matmul.busy, matmul.gap) == (
+        "MatmulDeviceOperation", 2, 64, 6000.0, 3000.0,
+    )  # fmt: skip
+    assert add.gap == 1000.0
+    assert profile.longest_gaps[0] == (3000.0, "BinaryNgDeviceOperation", "MatmulDeviceOperation")
+
+
+def test_the_report_of_tracy_leaves_out_what_ran_on_the_host(tmp_path: Path) -> None:
+    path = tmp_path / "ops_perf_results_x.csv"
+    path.write_text(TRACY, "utf-8")
+    profile = DispatchProfile.of(read_report(path), steps=2)
+    assert (profile.dispatches, profile.replayed, profile.overhead) == (2, 2, pytest.approx(1 / 3))
+
+
+def test_the_gap_before_the_first_program_is_not_of_the_steps() -> None:
+    dispatches = [Dispatch("a", 0, 1, 100.0, 5000.0, 10, 20), Dispatch("b", 0, 1, 100.0, 50.0, 30, 40)]
+    assert DispatchProfile.of(dispatches, steps=1).idle == 50.0
+
+
+def test_only_what_started_after_the_warm_up_counts(report: Path) -> None:
+    everything = read_report(report)
+    assert [one.op for one in after(everything, everything[:2])] == ["MatmulDeviceOperation", "MatmulDeviceOperation"]
+    assert [one.device for one in after(everything, everything[:2])] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a,b\n1,2\n", "no column OP CODE or OP NAME"),
+        ("", "is no report"),
+        (RUNTIME.replace(",4000,3800", ",many,3800"), "line 2: .*many"),
+    ],
+)
+def test_another_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text(text, "utf-8")
+    with pytest.raises(UserError, match=said):
+        read_report(path)
+
+
+def test_the_newest_report_is_found_and_none_is_told(report: Path, tmp_path: Path) -> None:
+    assert find_report(tmp_path) == report
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"wrote no report.*profile.csv=<file>"):
+        find_report(tmp_path / "empty")
+    assert profiler_variables(tmp_path)["TT_METAL_PROFILER_DIR"] == str(tmp_path)
+
+
+def test_a_ttnn_without_the_profiler_is_one_line() -> None:
+    error = RuntimeError(
+        "TT_FATAL @ /x.cpp:1: false\ninfo:\nTT_METAL_DEVICE_PROFILER requires a Tracy-enabled build of tt-metal.\n"
+        "backtrace:\n --- a"
+    )
+    assert "\n" not in opening_failure(error)
+    assert "profile.csv=<file>" in opening_failure(error)
+
+
+def test_the_task_prints_a_given_report(report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["task=profile", f"profile.csv={report}", "profile.steps=1", f"profile.json={tmp_path / 'out.json'}"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "Dispatch overhead 36.4%" in text and "MatmulDeviceOperation" in text
+    assert json.loads((tmp_path / "out.json").read_text("utf-8"))["dispatches_per_step"] == 3
+
+
+@pytest.mark.parametrize(
+    "words", [["device=cpu"], ["device=n150", "device.mode=mock"]], ids=["not Tenstorrent", "a mocked board"]
+)
+def test_without_a_profiler_the_task_ends_with_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["task=profile", *words]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "no device profiler" in said and "plan.show=ops" in said and "\n" not in said
+
+
+def test_steps_are_profiled_after_a_warm_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On ttnn's reference functions, with a stand-in for the profiler that reports one program a step."""
+    pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+    from tests.ttnn.runs import golden
+    from ttrain.config import build
+    from ttrain.tasks import profile
+
+    device: Any = golden()
+    clock: list[int] = []
+
+    def read(handle: Any) -> None:
+        clock.append(sum(device.mesh.tt.calls.values()))
+        rows = [f"{n},,,0,x,Op,1,64,{n},{n},10,10,5,5" for n in range(1, clock[-1] + 1)]
+        (tmp_path / "cpp_device_perf_report.csv").write_text("\n".join([RUNTIME.partition("\n")[0], *rows]), "utf-8")
+
+    monkeypatch.setattr(device.mesh.tt, "ReadDeviceProfiler", read, raising=False)
+    monkeypatch.setattr(build, "build_device", lambda *_: device)
+    seen: list[Any] = []
+    monkeypatch.setattr(profile, "_write", lambda path, values: seen.append(values))
+    words = ["task=profile", "model=mlp", "model.width=32", "device=n150", f"device.profile={tmp_path}"]
+    assert main([*words, "profile.steps=2", "profile.json=x"]) == 0
+    (values,) = seen
+    assert values["steps"] == 2
+    assert values["dispatches_per_step"] == (clock[1] - clock[0]) / 2 > 10
+    assert values["dispatch_overhead"] == pytest.approx(1 / 3, abs=0.01)
