@@ -94,7 +94,7 @@ class _Reverse:
     def _apply(self, node: Node, incoming: list[Value | None]) -> None:
         source = self._computed_again(node)
         with self.graph.scope(node.scope) if node.scope else self.graph.scope(node.op.name):
-            contributions = node.op.vjp(source, *incoming)
+            contributions = self._contributions(node, source, incoming)
         for value, contribution in zip(node.inputs, contributions, strict=True):
             if value is None or contribution is None or value not in self.needed:
                 continue
@@ -104,6 +104,34 @@ class _Reverse:
                 )
             earlier = self.gradients.get(value)
             self.gradients[value] = contribution if earlier is None else add(earlier, contribution)
+
+    def _contributions(self, node: Node, source: Node, incoming: list[Value | None]) -> Sequence[Value | None]:
+        """Gradients of the node's inputs. What would only serve that of a frozen parameter is not recorded."""
+        graph = self.graph
+        if not any(value.kind.is_state and value not in self.needed for value in node.values):
+            return node.op.vjp(source, *incoming)
+        start, on_record, graph.on_record = len(graph.nodes), graph.on_record, None
+        try:
+            contributions = node.op.vjp(source, *incoming)
+        finally:
+            graph.on_record = on_record
+        wanted = {gradient for value, gradient in zip(node.inputs, contributions, strict=True) if value in self.needed}
+        kept: list[Node] = []
+        for recorded in reversed(graph.nodes[start:]):
+            if any(output in wanted for output in recorded.outputs):
+                kept.insert(0, recorded)
+                wanted.update(recorded.values)
+        graph.nodes[start:] = kept
+        if graph.crossed:
+            present = set(graph.nodes)
+            graph.crossed = {value: twin for value, twin in graph.crossed.items() if twin.producer in present}
+        for recorded in kept:
+            if on_record is not None:
+                on_record(recorded)
+        return [
+            gradient if value in self.needed else None
+            for value, gradient in zip(node.inputs, contributions, strict=True)
+        ]
 
     def _computed_again(self, node: Node) -> Node:
         """The node itself, or its second recording where it belongs to a recomputed segment."""

@@ -83,6 +83,11 @@ def frozen(path: str, freeze: Iterable[str], unfreeze: Iterable[str]) -> bool:
     return longest(path, [*given, *unfreeze]) in given
 
 
+def frozen_count(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> int:
+    """How many numbers stay as they are."""
+    return sum(p.spec.size for path, p in parameters.items() if frozen(path, config.freeze, config.unfreeze))
+
+
 def in_clip_scope(path: str, config: OptimizerConfig) -> bool:
     """Whether a parameter's gradient counts for the norm that is clipped, and is scaled."""
     return not config.clip_scope or longest(path, config.clip_scope) is not None

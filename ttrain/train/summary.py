@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class Summary:
     mfu: float | None
     peak_memory: int
     baseline: tuple[str, float] | None = None  # name and loss of the best prediction that ignores the input
+    rates: Mapping[str, float] = field(default_factory=dict)  # the last learning rate of every group, by its input
 
     def to_dict(self) -> dict[str, Any]:
         """Values for summary.json."""
@@ -45,6 +46,7 @@ class Summary:
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu,
             "peak_memory_bytes": self.peak_memory,
+            "learning_rates": dict(self.rates),
             "baseline": None if self.baseline is None else {"name": self.baseline[0], "loss": self.baseline[1]},
         }
 
@@ -65,6 +67,9 @@ class Summary:
         if self.tokens_per_s:
             mfu = f", mfu {100 * self.mfu:.1f} %" if self.mfu else ""
             lines.append(("speed", f"{format_count(self.tokens_per_s)} tokens/s{mfu}"))
+        if len(self.rates) > 1:
+            shown = (f"{name.removeprefix('lr/')} {rate:.2e}" for name, rate in self.rates.items())
+            lines.append(("learning rates", ", ".join(shown)))
         lines.append(("peak memory", format_bytes(self.peak_memory)))
         return lines
 
@@ -81,6 +86,14 @@ def recent_speed(metrics: Path) -> tuple[float | None, float | None]:
     speeds = [line["tokens_per_s"] for line in lines]
     utilisations = [line["mfu"] for line in lines if line.get("mfu")]
     return _median(speeds), _median(utilisations)
+
+
+def last_rates(metrics: Path) -> dict[str, float]:
+    """The learning rates of the newest recorded step: `lr`, and `lr/<prefix>` of groups that have their own."""
+    newest: dict[str, float] = {}
+    for line in read_metrics(metrics):
+        newest = {key: line[key] for key in line if key.partition("/")[0] == "lr"} or newest
+    return newest
 
 
 def print_summary(summary: Summary, run: Path, *, writes_text: bool = True, plugins: Sequence[str] = ()) -> None:

@@ -1,6 +1,7 @@
 """Rows of the optimizers on state that is rounded (ops/rounded.py): chains of elementwise launches over blocks.
 
-Each launch rounds once, in the order in which the generated kernels compute, so that both give the same bits.
+Each launch rounds once, in the order in which the generated kernels compute, so that both give the same bits, but for
+torch.sqrt, whose last bit is a library's.
 """
 
 from __future__ import annotations

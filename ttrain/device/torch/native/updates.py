@@ -152,7 +152,8 @@ def _sgd_rounded(request: Request, sizing: Sizing) -> Native | None:
     team = sizing.threads_for(20 * _size(slots[0]))
     types = [c_type(slots[position][0]) for position in (0, 1, -1)]
     rounding = [name in settings["stochastic"] for name in ("parameters", "velocities")]
-    name = template("sgd_rounded", *types, *rounding, lists == 3, bool(settings["nesterov"]), team)
+    terms = (lists == 3, bool(settings["nesterov"]), bool(settings["weight_decay"]))
+    name = template("sgd_rounded", *types, *rounding, *terms, team)
     factor = "in<float>(a, 3)" if scalars[1] is not None else "nullptr"
     seed = "in<i64>(a, 4)" if scalars[2] is not None else "nullptr"
     numbers = (c_float(settings[key]) for key in ("momentum", "weight_decay"))

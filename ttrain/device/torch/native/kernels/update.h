@@ -137,7 +137,7 @@ INLINE void adamw_rounded(
 }
 
 // sgd on parameters P and velocities U, with the same last slot.
-template <class P, class G, class U, bool RoundP, bool RoundU, bool Momentum, bool Nesterov, int Threads>
+template <class P, class G, class U, bool RoundP, bool RoundU, bool Momentum, bool Nesterov, bool Decay, int Threads>
 INLINE void sgd_rounded(
     const void* table, const i64* begins, const float* lr, const float* factor, const i64* seed, u32 stream,
     float momentum, float weight_decay) {
@@ -151,7 +151,8 @@ INLINE void sgd_rounded(
         const u32 start = u32(reinterpret_cast<u64>(block.address[slots - 1]));
         over_elements(block.count, [&](const auto& load, const auto& store, i64 j) {
             const u32 element = start + u32(j);
-            vf old = load(p), change = product(load(g), clip) + product(old, weight_decay);
+            vf old = load(p), change = product(load(g), clip);
+            if constexpr (Decay) change = change + product(old, weight_decay);
             if constexpr (Momentum) {
                 U* u = block.template at<U>(2);
                 vf velocity = product(load(u), momentum) + change;

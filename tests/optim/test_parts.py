@@ -1,0 +1,231 @@
+"""Parts of a model: frozen, clipped apart, with learning rates of their own, against torch.optim."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models.session import ENGINES, Session, token_batch
+from tests.optim.test_contract import FP32, STEPS, TABLE, Parameters, Run, factor, gradient
+from ttrain.core.errors import ConfigError
+from ttrain.core.spec import DType
+from ttrain.graph import Graph, Kind, Stage
+from ttrain.graph.passes import remove_dead_code
+from ttrain.models.gpt import GPT
+from ttrain.models.settings import GPTConfig
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.groups import check_groups, frozen, frozen_count, learning_rates, longest
+from ttrain.optim.settings import AdamWConfig
+from ttrain.train.step import TrainStep
+from ttrain.train.step_graph import StepGraph
+
+SIZES: dict[str, Any] = {"layers": 2, "heads": 2, "width": 16, "context": 8, "vocabulary": 11}
+
+
+def gpt(**changes: Any) -> GPT:
+    return GPT(GPTConfig(**{**SIZES, "tied": False, **changes}))
+
+
+class Scoped(Run):
+    """The updates of test_contract.py with torch clipping only some parameters."""
+
+    def __init__(self, row: str, scope: list[str], engine: str, guarded: bool) -> None:
+        super().__init__(row, {"clip_norm": 0.5, "clip_scope": scope}, engine)
+        self.scope = [tensor for path, tensor in self.tensors.items() if any(path.startswith(name) for name in scope)]
+        self.graph = StepGraph(self.model, self.graph.optimizer, 1, 2, guarded=guarded)
+        built = ENGINES[engine](self.state.device, self.state)
+        traces = self.graph.train_steps()
+        self.built = {name: built.build(name, traces[name]) for name in ("norm", "update") if name in traces}
+
+    def advance(self, step: int, own_factor: Any = None) -> dict[str, float]:
+        for path, tensor in self.tensors.items():
+            values = gradient(path, tuple(tensor.shape), step)
+            self.state.write(f"{path}/gradient", values)
+            tensor.grad = torch.from_numpy(values.copy())
+        whole = float(torch.cat([t.grad.flatten().double() for t in self.tensors.values()]).norm())  # type: ignore[union-attr]
+        norm = float(torch.nn.utils.clip_grad_norm_(self.scope, 0.5))
+        for group in self.torch.param_groups:
+            group["lr"] = self.config.lr * factor(step)
+        self.torch.step()
+        outputs: dict[str, float] = {}
+        for built in self.built.values():
+            given = {**self.rates(step), "step": step, **outputs}
+            outputs |= built({key: value for key, value in given.items() if key in built.inputs})
+        assert outputs["grad_norm"] == pytest.approx(whole, rel=1e-5)
+        assert outputs["clipped_norm"] == pytest.approx(norm, rel=1e-5)
+        return outputs
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("row", ["adamw", "sgd-nesterov"])
+def test_only_the_scope_is_clipped(row: str, engine: str, guarded: bool) -> None:
+    run = Scoped(row, ["head", "cube"], engine, guarded)
+    for step in range(1, STEPS + 1):
+        run.advance(step)
+    run.check()
+    assert ("norm" in run.built) == guarded
+
+
+def test_the_train_step_hands_the_norm_of_the_scope_to_a_guarded_update() -> None:
+    """Every parameter after three steps: guarded or not, in one or two micro-batches."""
+    finals = []
+    for guarded, accumulation in ((False, 1), (True, 1), (False, 2), (True, 2)):
+        optimizer = AdamW(AdamWConfig(clip_scope=["blocks"], clip_norm=0.01))
+        graph = StepGraph(gpt(), optimizer, 4 // accumulation, accumulation, guarded=guarded)
+        session = Session(gpt(), optimizer, 4 // accumulation, accumulation=accumulation)
+        steps = {name: session.engine.build(f"again {name}", trace) for name, trace in graph.train_steps().items()}
+        step = TrainStep(steps, accumulation, seed=1)
+        for number in (1, 2, 3):
+            result = step(token_batch(11, 4, 8, number), {"lr": 0.01}, number)
+            assert 0 < result.metrics["clipped_norm"] < result.grad_norm
+        finals.append(session.parameters())
+    for other in finals[1:]:
+        for name, value in finals[0].items():
+            np.testing.assert_allclose(other[name], value, rtol=1e-4, atol=2e-5, err_msg=name)
+
+
+def test_chips_share_the_norm_of_the_scope() -> None:
+    """Gradients are summed over all chips before any norm is formed."""
+    graph = Graph()
+    StepGraph(gpt(), AdamW(AdamWConfig(clip_scope=["blocks"])), 2, chips=2).trace_train(graph)
+    names = [node.op.name for node in graph.nodes if node.stage is Stage.UPDATE]
+    assert names.index("all_reduce_state") < names.index("global_norm") and names.count("global_norm") == 3
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_frozen_parameters_stay_and_the_others_get_the_gradients_they_would_get(engine: str) -> None:
+    freeze = {"freeze": ["blocks", "embedding", "positions"], "unfreeze": ["blocks.*.attention_norm", "blocks.1"]}
+    part, whole = (Session(gpt(), AdamW(AdamWConfig(**given)), 2, engine=engine) for given in (freeze, {}))
+    trained = {parameter.path for parameter in part.graph.parameters}
+    still = {parameter.path for parameter in part.graph.frozen}
+    assert trained & still == set() and trained | still == set(gpt().parameters())
+    assert "blocks.0.attention_norm.weight" in trained and "blocks.1.feed_forward.up.weight" in trained
+    assert "blocks.0.feed_forward.up.weight" in still and "head.weight" in trained
+    before, start = ({name: part.state.read(name) for name in names} for names in (still, trained))
+    for kind in (Kind.GRADIENT, Kind.OPTIMIZER):
+        assert {name.rpartition("/")[0] for name in part.state.names(kind)} == trained
+    for session in (part, whole):
+        session.train(token_batch(11, 2, 8, 1), 1, {"lr": 0.01})
+    for name in trained:
+        gradients = [session.state.read(f"{name}/gradient") for session in (part, whole)]
+        np.testing.assert_allclose(*gradients, rtol=1e-5, atol=1e-8, err_msg=name)
+        assert not np.array_equal(part.state.read(name), start[name])
+    part.train(token_batch(11, 2, 8, 2), 2, {"lr": 0.01})
+    assert all(np.array_equal(part.state.read(name), value) for name, value in before.items())
+
+
+def test_copies_of_frozen_parameters_are_there_in_bf16() -> None:
+    model = GPT(GPTConfig(**SIZES), DType.BF16)
+    session = Session(model, AdamW(AdamWConfig(freeze=["blocks"])), 2)
+    name = "blocks.0.attention.qkv.weight"
+    copy, master = session.state.read(f"{name}/compute"), session.state.read(name)
+    assert master.any() and np.array_equal(copy, torch.from_numpy(master).bfloat16().float().numpy())
+    losses = [session.train(token_batch(11, 2, 8, 1), step, {"lr": 0.01})["loss"] for step in range(1, 12)]
+    assert losses[-1] < losses[0] - 0.5 and np.array_equal(session.state.read(name), master)
+
+
+def test_backward_records_nothing_for_what_is_frozen() -> None:
+    """Not even on an engine that launches as it records: all that is recorded is read."""
+    counts = {}
+    for key, freeze in {"all": [], "no blocks": ["blocks"], "head alone": ["blocks", "embedding", "positions"]}.items():
+        graph = Graph()
+        launched: list[Any] = []
+        graph.on_record = launched.append
+        StepGraph(gpt(), AdamW(AdamWConfig(freeze=freeze)), 2).trace_train(graph)
+        assert launched == graph.nodes
+        kept = [node for node in graph.nodes if node.stage is Stage.BACKWARD]
+        matrices = [n for n in kept if n.op.name == "matmul"]
+        counts[key] = len(matrices)
+        read = {node.op.name for node in kept} - {"full"}  # the gradient of the loss is 1, which its head knows
+        left = [node for node in remove_dead_code(graph).nodes if node.op.name in read and node.stage is Stage.BACKWARD]
+        assert len(left) == sum(node.op.name in read for node in kept)
+    # Four products with a weight per block, each with two gradients; a frozen one needs that of its input alone.
+    assert counts["all"] - counts["no blocks"] == 2 * 4
+    assert counts["head alone"] == counts["all"] - 2 * 8
+
+
+def test_recomputed_blocks_are_pruned_too() -> None:
+    model = gpt(recompute="block")
+    sessions = [Session(model, AdamW(AdamWConfig(freeze=["blocks.0"])), 2, engine=engine) for engine in ENGINES]
+    results = [session.train(token_batch(11, 2, 8, 1), 1, {"lr": 0.01}) for session in sessions]
+    assert results[0]["loss"] == results[1]["loss"]
+    assert all(r["grad_norm"] == pytest.approx(results[0]["grad_norm"], rel=1e-5) for r in results)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"freeze": ["blcks"]}, r"optimizer.freeze.blcks: no parameter's name begins so. Did you mean 'blocks'"),
+        ({"freeze": ["blocks.0.atention"]}, "Did you mean 'blocks.0.attention"),
+        ({"unfreeze": ["nothing.here"]}, "optimizer.unfreeze.nothing.here: no parameter's name begins so"),
+        ({"clip_scope": ["core"]}, "optimizer.clip_scope.core: no parameter's name begins so"),
+        ({"freeze": ["*"]}, "nothing is left to train"),
+        ({"freeze": ["blocks", "embedding", "positions", "norm", "head"]}, "nothing is left to train"),
+        ({"freeze": ["blocks"], "unfreeze": ["blocks"]}, "both name blocks"),
+        ({"unfreeze": ["blocks"]}, r"optimizer.unfreeze=\['blocks'\]: nothing in it is frozen"),
+        ({"freeze": ["blocks"], "clip_scope": ["blocks"]}, "all of it is frozen"),
+        ({"freeze": [""]}, "no parameter's name begins so"),
+        ({"group_lr": {"blocks.*.nrm": 2.0}}, r"optimizer.group_lr.blocks.\*.nrm: no parameter's name begins so"),
+    ],
+)
+def test_what_can_not_be_meant_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_groups(gpt().parameters(), AdamWConfig(**settings))
+
+
+def test_the_longest_prefix_wins_and_stars_lose_against_names() -> None:
+    assert longest("blocks.1.norm.weight", ["blocks", "blocks.*.norm", "blocks.1.norm"]) == "blocks.1.norm"
+    assert longest("blocks.2.norm.weight", ["blocks", "blocks.*.norm", "blocks.1.norm"]) == "blocks.*.norm"
+    assert longest("head.weight", ["blocks", "hea"]) is None and longest("head.weight", ["*"]) == "*"
+    assert not frozen("head.weight", ["*"], ["head"]) and frozen("norm.bias", ["*"], ["head"])
+
+
+def test_how_many_numbers_are_frozen() -> None:
+    parameters = gpt().parameters()
+    assert frozen_count(parameters, AdamWConfig(freeze=["head"])) == 11 * 16
+    assert frozen_count(parameters, AdamWConfig()) == 0
+
+
+# The groups of AGILLM-3: core 5e-5, heads 2e-4. Here the heads are the head and the last norm.
+HEADS = {"head": 4.0, "norm": 4.0}
+
+
+def test_absolute_rates_of_parts_are_factors_of_the_rate_of_the_rest() -> None:
+    config = AdamWConfig(lr=5e-5, group_lr=HEADS)
+    assert learning_rates(gpt().parameters(), config, lambda step: 1.0)(1) == pytest.approx(
+        {"lr": 5e-5, "lr/head": 2e-4, "lr/norm": 2e-4}, rel=1e-12
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_another_rate_for_a_head_moves_that_head_alone(engine: str) -> None:
+    """Two sessions that are equal until one of them gives the head another factor."""
+    sessions = [Session(gpt(), AdamW(AdamWConfig(group_lr=HEADS)), 2, engine=engine) for _ in range(2)]
+    for step in (1, 2):
+        for session, own in zip(sessions, (4.0, 40.0 if step == 2 else 4.0), strict=True):
+            rates = {"lr": 1e-3, "lr/head": 1e-3 * own, "lr/norm": 4e-3}
+            session.train(token_batch(11, 2, 8, step), step, rates)
+    one, two = (session.parameters() for session in sessions)
+    assert {name for name in one if not np.array_equal(one[name], two[name])} == {"head.weight"}
+
+
+def test_a_tied_weight_is_in_one_group() -> None:
+    graph = StepGraph(gpt(tied=True), AdamW(AdamWConfig(group_lr={"embedding": 4.0})), 2)
+    paths = [parameter.path for parameter in graph.parameters]
+    assert len(paths) == len(set(paths)) and not any("head" in path for path in paths)
+    (run,) = [run for run in graph.runs if any(p.path == "embedding.weight" for p in run.parameters)]
+    assert run.lr == "lr/embedding"
+
+
+def test_an_optimizer_of_others_that_can_not_round_is_refused() -> None:
+    class Plain:
+        slots = ("sum",)
+        config = AdamWConfig(name="plain", state_dtype="bf16")
+
+    with pytest.raises(ConfigError, match=r"optimizer.state_dtype=bf16.*optimizer=plain rounds to nearest"):
+        StepGraph(Parameters(FP32), Plain(), rows=1)  # type: ignore[arg-type]
+    assert set(TABLE)  # and those of ours do not
