@@ -1,0 +1,31 @@
+"""Reading with caches in ttnn's reference functions, the same calls as on a card, against the whole text."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+
+from tests.train.test_decode import CONTEXT, Reading, small_gpt, tokens
+from tests.ttnn.runs import ENGINES, golden
+from ttrain.core.spec import DType
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_token_scores_as_in_the_whole_text(engine: str) -> None:
+    reading, text = Reading(small_gpt(), engine, device=golden()), tokens(CONTEXT + 3)
+    assert max(reading.error(text[:length][-CONTEXT:]) for length in (1, 2, 3, 5, 64, 65, 70, 73)) < 2e-5
+    assert reading.engine.counters.captures == (3 if engine == "traced" else 0)  # two that read, and the whole text
+
+
+def test_rejected_drafts_are_overwritten() -> None:
+    reading, text = Reading(small_gpt(), "static", new=3, rows=3, device=golden()), tokens(40)
+    changed = [*text[:20], *tokens(20, seed=5)]
+    assert max(reading.error(given, 3) for given in (text[:30], changed[:22], text[:23], changed)) < 2e-5
+
+
+def test_bf16_stays_within_its_rounding() -> None:
+    model = small_gpt(DType.BF16)
+    model.follow_compute()
+    reading, text = Reading(model, "static", device=golden()), tokens(20)
+    assert max(reading.error(text[:length]) for length in range(1, 20, 3)) < 0.1
