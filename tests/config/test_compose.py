@@ -26,6 +26,7 @@ NEEDS = {
     "task=sample": ["run.dir=x"],
     "task=export": ["run.dir=x", "export.file=x.pt"],
     "task=prepare": ["prepare.dir=x"],
+    "task=profile": ["profile.csv=x"],
     "task=report": ["run=x"],
     "recipe=gpt2-124m": ["data.path=x"],
     "precision=bf16_pure": ["device=tt"],
