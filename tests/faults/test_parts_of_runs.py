@@ -1,0 +1,168 @@
+"""Runs whose parts are trained differently, or kept in bf16: resumed, changed on resume, and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.faults.conftest import Train
+from ttrain.train.metrics import read_metrics
+from ttrain.train.retention import find_checkpoint
+
+PURE = ["precision=bf16_pure", "optimizer.stochastic_rounding=true"]
+KEPT = {
+    "moments": ["optimizer.state_dtype=bf16"],
+    "moments, bf16 compute": ["optimizer.state_dtype=bf16", "precision=bf16"],
+    "all": PURE,
+    "weights alone": [*PURE, "optimizer.state_dtype=fp32"],
+    "sgd": [*PURE, "optimizer=sgd", "optimizer.momentum=0.9"],
+}
+
+
+def stored(run: str) -> dict[str, tuple[str, Any]]:
+    """dtype and values of every tensor of the newest checkpoint."""
+    from safetensors import safe_open
+
+    found = {}
+    for file in find_checkpoint(Path(run), "last").path.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 - not a mapping
+                found[name] = (shard.get_slice(name).get_dtype(), shard.get_tensor(name).float().numpy())
+    return found
+
+
+def equal(one: str, two: str) -> bool:
+    left, right = stored(one), stored(two)
+    return left.keys() == right.keys() and all(
+        left[name][0] == right[name][0] and np.array_equal(left[name][1], right[name][1]) for name in left
+    )
+
+
+@pytest.mark.parametrize(("kept", "engine"), [*((kept, "static") for kept in KEPT), ("all", "dynamic")])
+def test_a_resumed_run_rounds_as_one_that_was_never_stopped(train: Train, kept: str, engine: str) -> None:
+    words = [*KEPT[kept], f"engine={engine}", "schedule=constant"]
+    assert train("run.dir=whole", *words) == train("run.dir=parts", *words, "train.steps=3") == 0
+    assert train("run.dir=parts", "resume=auto", "train.steps=8") == 0
+    assert equal("whole", "parts")
+    dtypes = {name: dtype for name, (dtype, _) in stored("whole").items()}
+    narrow = {"F32": kept == "weights alone", "BF16": kept != "weights alone"}
+    assert all(narrow[dtype] for name, dtype in dtypes.items() if "/" in name)
+    weights = {dtype for name, dtype in dtypes.items() if "/" not in name}
+    assert weights == ({"F32"} if "moments" in kept else {"BF16"})
+
+
+def test_engines_write_the_same_checkpoint(train: Train) -> None:
+    for engine in ("dynamic", "static"):
+        assert train(f"run.dir={engine}", *PURE, f"engine={engine}") == 0
+    assert equal("dynamic", "static")
+
+
+def test_another_dtype_on_resume(train: Train, capsys: Any) -> None:
+    """fp32 -> bf16 rounds to nearest, bf16 -> fp32 keeps the numbers; both are told."""
+    assert train("run.dir=wide", "train.steps=2") == 0
+    capsys.readouterr()
+    assert train("run.dir=narrow", "resume=wide", "optimizer.state_dtype=bf16", "train.steps=2") == 0
+    assert "optimizer.state_dtype: None -> bf16" in capsys.readouterr().err
+    assert train("run.dir=more", "resume=wide", "optimizer.state_dtype=bf16", "train.steps=4") == 0
+    assert train("run.dir=back", "resume=more", "optimizer.state_dtype=fp32", "train.steps=6") == 0
+    dtypes = [{d for name, (d, _) in stored(run).items() if "/" in name} for run in ("wide", "more", "back")]
+    assert dtypes == [{"F32"}, {"BF16"}, {"F32"}]
+
+
+def test_learning_rates_of_all_groups_are_seen_and_one_can_change_on_resume(train: Train, capsys: Any) -> None:
+    words = ["schedule=constant", "optimizer.lr=5e-5", "optimizer.group_lr={layers.2: 4.0, layers.1.bias: 2.0}"]
+    assert train("run.dir=a", *words, "train.steps=4") == 0
+    lines = [line for line in read_metrics(Path("a/metrics.jsonl")) if "lr" in line]
+    for line in lines:
+        rates = {key: line[key] for key in line if key.startswith("lr")}
+        assert rates == pytest.approx({"lr": 5e-5, "lr/layers.2": 2e-4, "lr/layers.1.bias": 1e-4})
+    printed = capsys.readouterr()
+    assert "learning rates" in printed.out and "lr 5.00e-05, layers.2 2.00e-04" in printed.out
+    assert json.loads(Path("a/summary.json").read_text())["learning_rates"]["lr/layers.2"] == pytest.approx(2e-4)
+    assert train("run.dir=same", "resume=a", "train.steps=5") == 0
+    code = train("run.dir=head", "resume=a", "train.steps=5", "optimizer.group_lr={layers.2: 40.0, layers.1.bias: 2.0}")
+    assert code == 0
+    same, head = stored("same"), stored("head")
+    moved = {name for name in same if not np.array_equal(same[name][1], head[name][1])}
+    assert moved == {"layers.2.weight", "layers.2.bias"}
+
+
+def test_the_norm_of_the_scope_is_recorded(train: Train) -> None:
+    words = ["optimizer.clip_scope=[layers.0, layers.1]", "optimizer.clip_norm=0.1"]
+    assert train("run.dir=a", *words) == train("run.dir=b", *words, "guard.nonfinite=skip") == 0
+    for run in ("a", "b"):
+        for line in read_metrics(Path(run) / "metrics.jsonl"):
+            if "lr" in line:
+                assert 0 < line["clipped_norm"] < line["grad_norm"]
+    assert train("run.dir=c", "optimizer.clip_norm=0.1") == 0
+    assert not any("clipped_norm" in line for line in read_metrics(Path("c/metrics.jsonl")))
+
+
+@pytest.mark.parametrize("engine", ["dynamic", "static"])
+def test_frozen_layers_stay_and_are_in_the_checkpoint(train: Train, engine: str, capsys: Any) -> None:
+    words = ["optimizer.freeze=[layers]", "optimizer.unfreeze=[layers.*.bias, layers.2]", f"engine={engine}"]
+    assert train("run.dir=a", *words, "train.steps=2") == 0
+    assert "of them frozen" in capsys.readouterr().err
+    before = stored("a")
+    assert train("run.dir=a", "resume=auto", "train.steps=6") == 0
+    after = stored("a")
+    still = {name for name in before if "/" not in name and np.array_equal(before[name][1], after[name][1])}
+    assert still == {"layers.0.weight", "layers.1.weight"}
+    assert not any(name.startswith(tuple(f"{path}/" for path in still)) for name in after)
+
+
+def test_another_set_of_frozen_layers_on_resume(train: Train, capsys: Any) -> None:
+    assert train("run.dir=a", "optimizer.freeze=[layers.0]", "train.steps=4") == 0
+    first = stored("a")
+    capsys.readouterr()
+    assert train("run.dir=b", "resume=a", "optimizer.freeze=[layers.1]", "train.steps=6") == 0
+    told = capsys.readouterr().err
+    assert "Frozen until now, so the optimizer starts from zero for them: layers.0.bias, layers.0.weight." in told
+    assert "Frozen from now on, so what the optimizer kept is dropped: layers.1.bias, layers.1.weight." in told
+    assert "optimizer.freeze: ['layers.0'] -> ['layers.1']" in told
+    last = stored("b")
+    assert not np.array_equal(first["layers.0.weight"][1], last["layers.0.weight"][1])
+    assert np.array_equal(first["layers.1.weight"][1], last["layers.1.weight"][1])
+    assert last["layers.0.weight/first_moment"][1].any() and "layers.1.weight/first_moment" not in last
+
+
+def test_moments_that_are_missing_for_another_reason_are_refused(train: Train, capsys: Any) -> None:
+    assert train("run.dir=a", "optimizer=sgd", "train.steps=2") == 0
+    assert train("run.dir=b", "resume=a", "optimizer=adamw", "train.steps=4") == 2
+    assert "does not fit this model and optimizer: it lacks" in capsys.readouterr().err
+
+
+REFUSED = {
+    "optimizer.freeze=[layrs]": "optimizer.freeze.layrs: no parameter's name begins so. Did you mean 'layers'?",
+    "optimizer.freeze=[layers]": "nothing is left to train",
+    "optimizer.freeze=['*']": "nothing is left to train",
+    "optimizer.unfreeze=[layers.0]": "nothing in it is frozen",
+    "optimizer.clip_scope=[core]": "optimizer.clip_scope.core: no parameter's name begins so",
+    "optimizer.group_lr={heads: 2.0}": "optimizer.group_lr.heads: no parameter's name begins so",
+    "optimizer.state_dtype=fp16": "optimizer.state_dtype=fp16: no such choice",
+    "optimizer.stochastic_rounding=true": "precision=fp32 keeps fp32 weights, so there is nothing to round",
+    "optimizer.freeze=layers": "optimizer.freeze",
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_bad_parts_are_refused_before_anything_is_made(train: Train, word: str, capsys: Any) -> None:
+    assert train("run.dir=a", word) == 2
+    errors = capsys.readouterr().err
+    assert REFUSED[word] in errors and "Traceback" not in errors and not Path("a").exists()
+
+
+def test_a_group_with_a_rate_of_zero_is_no_fault(train: Train) -> None:
+    assert train("run.dir=a", "optimizer.group_lr={layers.0: 0.0}", "guard.check_learning=3") == 0
+
+
+def test_pure_bf16_warns_unless_it_is_rounded_stochastically(train: Train, capsys: Any) -> None:
+    words = ["precision=bf16_pure", "optimizer.lr=1e-7", "guard.check_learning=3"]
+    assert train("run.dir=nearest", *words) == 0
+    assert "bf16 without a master copy" in capsys.readouterr().err
+    assert train("run.dir=stochastic", *words, "optimizer.stochastic_rounding=true") == 0
+    assert "bf16 without a master copy" not in capsys.readouterr().err
