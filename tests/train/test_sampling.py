@@ -162,7 +162,15 @@ def test_prompts() -> None:
         encode_prompt(tokenizer, "aq")
     with pytest.raises(UserError, match=r"sample\.prompt is empty"):
         encode_prompt(tokenizer, "")
-    assert encode_prompt(tokenizer, "", end=2) == [2]
+
+
+def test_an_empty_prompt_is_the_end_of_a_document_where_the_tokenizer_has_one() -> None:
+    tokenizer = train_bpe(["ab ab"], 260).with_token("<|endoftext|>")
+    assert encode_prompt(tokenizer, "") == [tokenizer.token_id("<|endoftext|>")]
+    both = tokenizer.with_token("</s>")
+    assert encode_prompt(both, "", "</s>") == [both.token_id("</s>")]
+    with pytest.raises(UserError, match=r"sample\.prompt is empty"):
+        encode_prompt(both, "")  # either could be meant
 
 
 @pytest.mark.parametrize("text", ["plain text, two  spaces", "ä€𝄞 mixed 日本語", "\n\n\t x"])

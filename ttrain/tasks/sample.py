@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ttrain.config import build
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config
-from ttrain.core.errors import CheckpointError, DataError
+from ttrain.core.errors import CheckpointError
 from ttrain.tasks.train import open_session
 from ttrain.train.checkpoint import Checkpoint
-
-if TYPE_CHECKING:
-    from ttrain.data.tokenizer import Tokenizer
 
 
 def run(config: Config) -> None:
@@ -29,7 +25,7 @@ def run(config: Config) -> None:
     checkpoint = find_checkpoint(Path(config.run.dir), config.sample.checkpoint)
     config = continued(checkpoint.config, config, ("device", "sample", "engine", "logger"))
     tokenizer = Tokenizer.from_json(_tokenizer(checkpoint))
-    prompt = encode_prompt(tokenizer, config.sample.prompt, _end(config, tokenizer))
+    prompt = encode_prompt(tokenizer, config.sample.prompt, getattr(config.data, "end_token", None))
     model = build.build_model(config, tokenizer.vocabulary)
     traces = sampling_traces(model, config.sample)
     source = Source(model, config.sample, tokenizer.vocabulary, traces)
@@ -40,17 +36,6 @@ def run(config: Config) -> None:
         checkpoint.load(session.state, optimizer=False)
         source.build(session.engine.build, session.graph.trace_logits)
         print_source(source, tokenizer, prompt)
-
-
-def _end(config: Config, tokenizer: Tokenizer) -> int | None:
-    """Id of the token that ends a document, where the tokenizer has one."""
-    from ttrain.data.end_token import with_end_token
-
-    try:
-        _, token = with_end_token(tokenizer, getattr(config.data, "end_token", None), None)
-    except DataError:  # several that could be meant
-        return None
-    return None if token.added else token.id
 
 
 def _tokenizer(checkpoint: Checkpoint) -> str:

@@ -115,11 +115,11 @@ def token_probabilities(
     return cut
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str | None, end: int | None = None) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, prompt: str | None, end_token: str | None = None) -> list[int]:
     """Token ids of the prompt, at least one; None stands for a line break, or id 0 where the tokenizer has none.
 
-    An empty prompt becomes `end`, the token between documents. Raises UserError for an empty prompt without it, and
-    DataError, which names them, for characters the tokenizer never saw.
+    An empty prompt becomes the token between documents: `end_token` or the one that tokenizers have for it. Raises
+    UserError for an empty prompt without one, and DataError, which names them, for characters the tokenizer never saw.
     """
     if prompt is None:
         try:
@@ -127,7 +127,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | None, end: int | None = No
         except DataError:
             return [0]
     ids = tokenizer.encode(prompt)
-    if not ids and end is not None:
+    if not ids and (end := _end_id(tokenizer, end_token)) is not None:
         return [end]
     if not ids:
         raise UserError(
@@ -135,6 +135,16 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | None, end: int | None = No
             "a line break."
         )
     return ids
+
+
+def _end_id(tokenizer: Any, end_token: str | None) -> int | None:
+    from ttrain.data.end_token import with_end_token
+
+    try:
+        _, token = with_end_token(tokenizer, end_token, None)
+    except DataError:  # several that could be meant
+        return None
+    return None if token.added else token.id
 
 
 def draw_tokens(
