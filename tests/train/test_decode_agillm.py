@@ -12,9 +12,11 @@ import torch
 from tests.models.original_agillm import next_scores, pair_scores
 from tests.models.session import ENGINES, open_cpu
 from tests.train.test_sampling import chi_square
-from ttrain.core.spec import DType
+from ttrain import ops
+from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Device
 from ttrain.engine.state import State
+from ttrain.graph import Graph
 from ttrain.models.agillm import AGILLM
 from ttrain.models.cache import CAUSAL, PAIRS
 from ttrain.models.settings import AGILLMConfig
@@ -89,6 +91,26 @@ def test_other_shapes(changes: dict[str, Any]) -> None:
     opened, text = Opened(**changes), tokens(9)
     context = changes.get("context", 70)
     assert max(opened.error(text[:length][-context:]) for length in range(1, 10)) < 1e-5
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, PAIRS])
+def test_the_standard_position_bias_counts_from_the_tokens_place(mask: str) -> None:
+    """Against the pass of training, whose padding behind a text of even length is hidden."""
+    opened = Opened(alibi="standard")
+    model = opened.source.model
+
+    def whole(graph: Graph) -> None:
+        hidden = ops.reshape(model.hidden(graph, 1, mask, None, False), (70, 16))
+        rows = ops.embedding(graph.input("rows", TensorSpec((2,), DType.INT64)), hidden)
+        graph.output("logits", model.scores(rows) if mask == CAUSAL else model.pair_scores(rows)[0])
+
+    step, text = opened.engine.build("whole", whole), tokens(70)
+    for length in range(2, 71, 4):
+        padded = np.zeros((1, 70), np.int64)
+        padded[0, :length] = text[:length]
+        expected = scores_of(dict(step({"tokens": padded, "rows": np.array([length - 2, length - 1])})))
+        found = scores_of(opened.source._readers[mask].read(text[:length], 2))[:2]
+        assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
 
 
 def test_a_text_that_changes_is_read_again_from_there() -> None:

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
 from tests.train.test_decode import CONTEXT, Reading, small_gpt, tokens
+from tests.train.test_decode_agillm import Opened
 from tests.ttnn.runs import ENGINES, golden
 from ttrain.core.spec import DType
 
@@ -16,6 +17,13 @@ def test_every_token_scores_as_in_the_whole_text(engine: str) -> None:
     reading, text = Reading(small_gpt(), engine, device=golden()), tokens(CONTEXT + 3)
     assert max(reading.error(text[:length][-CONTEXT:]) for length in (1, 2, 3, 5, 64, 65, 70, 73)) < 2e-5
     assert reading.engine.counters.captures == (3 if engine == "traced" else 0)  # two that read, and the whole text
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("changes", [{"rank": 6}, {"rank": 12}], ids=["at rank", "folded"])
+def test_agillm_scores_as_the_original(changes: dict[str, int], engine: str) -> None:
+    opened, text = Opened(engine, device=golden(), **changes), tokens(73)
+    assert max(opened.error(text[:length][-CONTEXT:]) for length in (1, 2, 3, 6, 9, 66, 67, 70, 73)) < 1e-5
 
 
 def test_rejected_drafts_are_overwritten() -> None:
