@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from ttrain.core.errors import EXIT_USER
-from ttrain.device.ttnn.device import size_problems
 from ttrain.device.ttnn.environment import opening_failure
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.models.settings import GPTConfig, MLPConfig
@@ -76,12 +75,6 @@ def test_other_errors_are_no_misfit() -> None:
     assert misfit(fatal("Inputs to matmul must be tilized"), a_run()) is None
 
 
-def test_what_no_chip_has_is_refused_when_it_is_open() -> None:
-    (problem,) = size_problems(TenstorrentConfig(name="n300", core_grid=[9, 4]), (8, 7), 1 << 33)
-    assert "8 rows of 7 cores" in problem and "device.core_grid=[8,4]" in problem
-    assert size_problems(TenstorrentConfig(core_grid=[8, 7]), (8, 7), 1 << 33) == []
-
-
 def test_a_board_that_does_not_open_names_the_key() -> None:
     assert "device.l1_small_kb=0" in opening_failure(fatal("Reserved size must be less than bank size"))
     assert "device.mesh=[1,1]" in opening_failure(fatal(CHIPS))
@@ -93,7 +86,8 @@ REAL: dict[str, tuple[list[str], str, str]] = {
            "does not fit: L1", "device.l1_small_kb=0"),
     "small buffers": (["device.l1_small_kb=2000"], "Reserved size", "device.l1_small_kb=0"),
     "trace region": (["device.trace_region_mb=20000"], "device.trace_region_mb=20000", "Give a smaller one"),
-    "core grid": (["device.core_grid=[9,9]"], "8 rows of 8 cores", "device.core_grid=[8,8]"),
+    "core grid": (["device.core_grid=[9,9]"], "8 rows and 8 columns", "device.core_grid=[9,9]"),
+    "eth": (["device=n300", "device.dispatch=eth"], "does not fit: core grid", "device.dispatch=worker"),
     "batch": (["train.batch_size=3", "device=n300", "device.mesh=[1,2]"], "must divide the 3", "2 chips"),
 }  # fmt: skip
 
@@ -109,9 +103,9 @@ def test_on_a_mocked_board(name: str, kernels: str, tmp_path: Path) -> None:
     text = done.stdout + done.stderr
     assert done.returncode == EXIT_USER, text
     assert said in text and key in text and "Traceback" not in text
-    if name in ("DRAM", "L1"):
+    if "does not fit" in said:
         summary = json.loads((run / "summary.json").read_text("utf-8"))
-        assert (summary["accepted"], summary["misfit"]) == (False, name)
+        assert (summary["accepted"], summary["misfit"]) == (False, said.removeprefix("does not fit: "))
         assert any(given.startswith(key) for given in summary["keys"])
     else:
         assert not run.exists()  # refused before a run was claimed

@@ -75,13 +75,40 @@ def test_static_costs_the_host_less_than_dynamic(n150: dict[str, dict[str, Any]]
     assert n150[name]["dispatch_ms"] < n150[f"{name} dynamic"]["dispatch_ms"]
 
 
-@pytest.mark.parametrize(
-    ("board", "mesh", "cores"), [("n300", [1, 2], [7, 8]), ("t3000", [2, 4], [7, 8]), ("p150", [1, 1], [10, 13])]
+# What the boards of several chips must take, with rows per chip; a gpt2 sequence has 1024 tokens.
+ACCEPTED: tuple[dict[str, Any], ...] = (
+    {"model": "mlp"},
+    {"model": "nano-gpt", **BF16},
+    {"model": "nano-gpt", "rows": 32, **BF16},
+    {"model": "gpt2", "rows": 1, **BF16},
+    {"model": "odd", "dropout": 0.1, **BF16},
 )
-def test_other_boards(kernels: str, board: str, mesh: list[int], cores: list[int]) -> None:
-    facts, costs = on_board(kernels, board, {"model": "mlp"}, {"model": "odd", "dropout": 0.1, **BF16}, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("board", "mesh", "cores", "cases"),
+    [
+        ("n300", [1, 1], [7, 8], ACCEPTED[:2]),
+        ("n300", [1, 2], [7, 8], ACCEPTED),
+        ("t3000", [2, 4], [7, 8], ACCEPTED),
+        ("p150", [1, 1], [10, 13], (ACCEPTED[0], ACCEPTED[-1])),
+    ],
+    ids=["n300, one chip", "n300", "t3000", "p150"],
+)
+def test_other_boards(
+    kernels: str,
+    n150: dict[str, dict[str, Any]],
+    board: str,
+    mesh: list[int],
+    cores: list[int],
+    cases: tuple[dict[str, Any], ...],
+) -> None:
+    facts, costs = on_board(kernels, board, *cases, mesh=mesh)
     assert facts["cores"] == cores
+    assert len(costs) == len(cases)
     assert all((cost["later_allocations"], cost["later_dram"]) == (0, 0) for cost in costs)
+    several = mesh != [1, 1]
+    assert (costs[0]["ops"] > n150["mlp"]["ops"]) is several  # gradients are summed over the chips
 
 
 def test_dispatch_from_ethernet_cores_leaves_the_whole_grid(kernels: str) -> None:
@@ -89,8 +116,30 @@ def test_dispatch_from_ethernet_cores_leaves_the_whole_grid(kernels: str) -> Non
 
 
 def test_two_queues(kernels: str) -> None:
-    _, costs = on_board(kernels, "n150", {"model": "mlp"}, {"model": "mlp", "engine": "traced"}, command_queues=2)
-    assert [cost["captures"] for cost in costs] == [0, 1]
+    """The next inputs are written ahead, for which the copies into place are the only further launches."""
+    cases = [{"model": "odd", "dropout": 0.1, **BF16}, {"model": "mlp"}, {"model": "mlp", "engine": "traced"}]
+    _, costs = on_board(kernels, "n150", *cases, command_queues=2)
+    assert [cost["captures"] for cost in costs] == [0, 0, 1]
+    assert all((cost["later_allocations"], cost["later_dram"]) == (0, 0) for cost in costs)
+
+
+@pytest.mark.parametrize(("grid", "last"), [(None, 7), ([4, 3], 2)])
+def test_a_core_grid_limits_products(kernels: str, grid: list[int] | None, last: int) -> None:
+    _, (found, cost) = on_board(kernels, "n150", {"model": "mlp"}, core_grid=grid, product=512)
+    assert found["columns"] == [[0, last]]
+    assert (cost["later_allocations"], cost["later_dram"]) == (0, 0)
+
+
+def test_sub_devices_are_rehearsed(kernels: str) -> None:
+    """Not loaded, so products start at the first core; all other launches are on the replica's columns."""
+    models: list[dict[str, Any]] = [{"model": "mlp"}, {"model": "odd", "dropout": 0.1, **BF16}]
+    cases = [{**model, "part": part, "columns": True} for part in (0, 1) for model in models]
+    _, costs = on_board(kernels, "n150", *cases, subdevices=2, command_queues=2)
+    assert all((cost["later_allocations"], cost["later_dram"]) == (0, 0) for cost in costs)
+    for cost in costs[:2]:
+        assert max(last for _, last in cost["columns"]) == 3
+    for cost in costs[2:]:
+        assert {first for first, _ in cost["columns"]} == {0, 4}
 
 
 def test_a_run_on_a_mocked_board_can_not_be_mistaken_for_training(kernels: str, tmp_path: Path) -> None:

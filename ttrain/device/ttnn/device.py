@@ -60,31 +60,16 @@ def open_device(config: TenstorrentConfig) -> TenstorrentDevice:
         mesh = Mesh.open(config)
     except RuntimeError as error:
         raise DeviceUnavailable(f"device={config.name}: {opening_failure(error)}") from error
-    problems = size_problems(config, mesh.cores, mesh.memory()["total"])
-    if problems:
+    if mesh.memory()["total"] >= IMPOSSIBLE:  # more than the chip has makes the allocator's numbers wrap around
         mesh.close()
-        raise ConfigError(problems)
-    return TenstorrentDevice(mesh, config)
-
-
-IMPOSSIBLE = 1 << 45  # bytes
-
-
-def size_problems(config: TenstorrentConfig, cores: tuple[int, int], memory: int) -> list[str]:
-    """What a config asks for and a chip with these [rows, columns] of cores and bytes of DRAM left does not have."""
-    found = []
-    grid = config.core_grid
-    if grid is not None and (grid[0] > cores[0] or grid[1] > cores[1]):
-        found.append(
-            f"device.core_grid={grid}: device={config.name} has {cores[0]} rows of {cores[1]} cores that compute. "
-            f"Give device.core_grid=[{min(grid[0], cores[0])},{min(grid[1], cores[1])}], or null for all."
-        )
-    if memory >= IMPOSSIBLE:  # a region of more than the chip has makes the allocator's numbers wrap around
-        found.append(
+        raise ConfigError(
             f"device.trace_region_mb={config.trace_region_mb}: is more than device={config.name} has in all. Give a "
             "smaller one; tens of MiB hold a step."
         )
-    return found
+    return TenstorrentDevice(mesh, config)
+
+
+IMPOSSIBLE = 1 << 45  # bytes of DRAM
 
 
 class TenstorrentDevice(Device):
