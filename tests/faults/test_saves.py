@@ -16,10 +16,11 @@ import pytest
 from ttrain.core.errors import CheckpointError, TtrainError
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.graph import Kind
+from ttrain.train import retention
 from ttrain.train.checkpoint import CheckpointContent, read_checkpoint, save_checkpoint
 from ttrain.train.events import Events, read_events
 from ttrain.train.resume import find_resume_point
-from ttrain.train.retention import newest_complete, prune_checkpoints
+from ttrain.train.retention import find_checkpoint, newest_complete, prune_checkpoints
 from ttrain.train.run_directory import RunDirectory
 from ttrain.train.saver import Saver
 from ttrain.train.settings import TrainConfig
@@ -228,6 +229,40 @@ def test_a_kill_during_the_first_save_lets_the_run_begin_again(two: Path) -> Non
     shutil.copytree(two / "step_00000002", run / "checkpoints" / ".unfinished_step_00000002")
     (run / "run.json").write_text('{"legs": []}')
     assert find_resume_point("auto", str(run)) is None
+
+
+def test_a_checkpoint_that_is_read_is_not_removed(two: Path) -> None:
+    """As by task=sample of a run that goes on: it goes after a later save."""
+    (two / "checkpoints").mkdir()
+    for step in (1, 2):
+        (two / f"step_0000000{step}").rename(two / "checkpoints" / f"step_0000000{step}")
+    folder = two / "checkpoints"
+    read, also = find_checkpoint(two, "1"), find_checkpoint(two, "1")
+    assert prune_checkpoints(folder, 1, False) == []
+    loaded = State()
+    read.load(loaded)
+    assert (loaded.arrays["a"] == 1.0).all()
+    del read
+    assert prune_checkpoints(folder, 1, False) == []
+    del also
+    assert [path.name for path in prune_checkpoints(folder, 1, False)] == ["step_00000001"]
+
+
+def test_a_checkpoint_that_goes_away_while_it_is_read(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (two / "checkpoints").mkdir()
+    for step in (1, 2):
+        (two / f"step_0000000{step}").rename(two / "checkpoints" / f"step_0000000{step}")
+    original, calls = retention.hold_for_reading, []
+
+    def hold(path: Path) -> Any:
+        if not calls:
+            save_checkpoint(two / "checkpoints", State(3.0), content(3))
+            shutil.rmtree(path.parent)
+        calls.append(path)
+        return original(path)
+
+    monkeypatch.setattr(retention, "hold_for_reading", hold)
+    assert find_checkpoint(two, "last").step == 3 and len(calls) == 2
 
 
 def test_retention_by_steps_and_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

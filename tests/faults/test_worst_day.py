@@ -16,8 +16,11 @@ import pytest
 from ttrain.cli import main
 from ttrain.config.compose import load
 from ttrain.core.errors import ConfigError
+from ttrain.data.regression import RegressionDataset
+from ttrain.train.events import read_events
 from ttrain.train.interrupt import StopRequests
 from ttrain.train.loggers import Console
+from ttrain.train.metrics import read_metrics
 from ttrain.train.run_directory import read_config
 
 Train = Callable[..., int]
@@ -162,6 +165,58 @@ def test_a_folder_of_empty_files_and_a_separator_that_is_not_text(train: Train, 
     said(capsys, 2, "holds no text: 2 empty file(s)")
     assert main(["data.path=texts", "device=cpu", "data.separator=\udce9"]) == 2
     said(capsys, 2, "is not UTF-8")
+
+
+def test_the_same_command_again_after_a_failure_in_the_first_step(train: Train, capsys: Any) -> None:
+    words = ["run.dir=a", "train.steps=4", "optimizer=sgd", "optimizer.clip_norm=null", "train.log_every=10"]
+    assert train(*words, "optimizer.lr=1e38") == 1
+    assert train(*words, "optimizer.lr=0.1") == 0
+    assert "a held a run that ended before it had done anything" in capsys.readouterr().err
+    kinds = [event["kind"] for event in read_events(Path("a"))]
+    assert kinds == ["started", "first_step", "failed", "started", "first_step", "finished"]
+    assert [line["step"] for line in read_metrics(Path("a/metrics.jsonl")) if "lr" in line] == [4]
+    assert train(*words) == 2
+
+
+def test_other_text_at_a_resume_is_a_matter_of_the_tokenizer(train: Train, capsys: Any) -> None:
+    Path("text.txt").write_text("hello world " * 200)
+    words = ["model=nano-gpt", "data=text", "data.path=text.txt", "model.layers=1", "model.width=8", "model.heads=1"]
+    words += ["model.context=8", "logger=jsonl", "device=cpu", "device.threads=1", "train.peak_tflops=1"]
+    assert main([*words, "train.steps=2", "run.dir=a"]) == 0
+    Path("text.txt").write_text("HELLO, WORLD? hello world " * 200)
+    assert main(["run.dir=a", "resume=auto", "train.steps=3"]) == 2
+    said(capsys, 2, "was trained with another tokenizer")
+    Path("text.txt").write_text("hold low " * 200)
+    kept = "data.tokenizer=a/checkpoints/step_00000002/tokenizer.json"
+    assert main(["run.dir=a", "resume=auto", "train.steps=3", kept]) == 0
+
+
+def test_text_of_one_character(train: Train, capsys: Any) -> None:
+    Path("text.txt").write_text("a" * 2000)
+    words = ["model=nano-gpt", "data=text", "data.path=text.txt", "model.layers=1", "model.width=8", "model.heads=1"]
+    words += ["model.context=8", "logger=jsonl", "device=cpu", "device.threads=1", "train.peak_tflops=1"]
+    assert main([*words, "train.steps=2", "run.dir=a"]) == 0
+    assert "unigram entropy  0.0000" in capsys.readouterr().out
+
+
+def test_a_learning_rate_of_zero_is_told(train: Train, capsys: Any) -> None:
+    assert train("run.dir=a", "train.steps=2", "optimizer.lr=0") == 0
+    assert "WARNING: optimizer.lr=0" in capsys.readouterr().err
+
+
+def test_the_command_that_goes_on_names_the_plugins(train: Train, capsys: Any, monkeypatch: Any) -> None:
+    Path("my_part.py").write_text("")
+    monkeypatch.syspath_prepend(".")
+    original = RegressionDataset.batch
+
+    def interrupting(self: Any, *arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return original(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RegressionDataset, "batch", interrupting)
+        assert train("run.dir=a", "plugins=[my_part]") == 130
+    said(capsys, 130, "Continue with: python -m ttrain 'plugins=[my_part]' resume=auto run.dir=a")
 
 
 class Gone:

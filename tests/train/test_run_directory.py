@@ -56,11 +56,46 @@ def test_a_named_directory_is_claimed_once(tmp_path: Path) -> None:
         RunDirectory.claim(str(tmp_path / "a" / "b"), "x")
     with pytest.raises(UserError, match="in use"):
         RunDirectory.open(tmp_path / "a" / "b")
+    (run.checkpoints / "step_00000002").mkdir()
     run.close()
     run.close()
-    with pytest.raises(UserError, match="already holds a run.*resume=auto"):
+    with pytest.raises(UserError, match="already holds a run.*resume=auto to continue it"):
         RunDirectory.claim(str(tmp_path / "a" / "b"), "x")
     RunDirectory.open(tmp_path / "a" / "b").close()
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        ("checkpoints/step_00000001/manifest.json", "{}"),
+        ("checkpoints/abandoned_after_00000001/x", ""),
+        ("metrics.jsonl", '{"step": 10, "train/loss": 2.5}\n'),
+        ("summary.json", "{}"),
+    ],
+    ids=lambda left: left[0],
+)
+def test_a_run_with_something_to_lose_is_not_written_over(tmp_path: Path, left: tuple[str, str]) -> None:
+    RunDirectory.claim(str(tmp_path / "a"), "x").close()
+    path = tmp_path / "a" / left[0]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(left[1])
+    with pytest.raises(UserError, match="already holds a run"):
+        RunDirectory.claim(str(tmp_path / "a"), "x")
+    assert path.read_text() == left[1]
+
+
+def test_a_run_that_ended_before_it_did_anything_gives_its_place(tmp_path: Path) -> None:
+    """As after a NaN in the first steps, or a save that was cut off: only what is worth nothing is there."""
+    run = RunDirectory.claim(str(tmp_path / "a"), "x")
+    run.metrics.write_text('{"step": 2, "train/loss": null}\n{"step": 3, "tra')
+    (run.checkpoints / ".unfinished_step_00000002").mkdir()
+    run.config.write_text("x")
+    with pytest.raises(UserError, match="in use by process"):
+        RunDirectory.claim(str(tmp_path / "a"), "x")
+    run.close()
+    again = RunDirectory.claim(str(tmp_path / "a"), "x")
+    assert again.note is not None and "takes its place" in again.note and again.legs() == []
+    again.close()
 
 
 def test_an_existing_folder_without_a_run_is_fine(tmp_path: Path) -> None:

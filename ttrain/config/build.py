@@ -38,12 +38,14 @@ if TYPE_CHECKING:
     from ttrain.train.loggers import Console, Logger
 
 
-def build_dataset(config: Config) -> Dataset:
+def build_dataset(config: Config, first: Callable[[Dataset], None] = lambda _: None) -> Dataset:
     """The dataset, with the sizes that the model asks for: target(data config, sizes).
 
-    Raises DataError for data that can't be used, ConfigError with every problem that shows once the data is known.
+    `first` may refuse it before it is compared with the rest of the config. Raises DataError for data that can't be
+    used, ConfigError with every problem that shows once the data is known.
     """
     dataset: Dataset = component("data", config.data.name).load()(config.data, data_sizes(config))
+    first(dataset)
     problems = data_problems(config, dataset)
     if problems:
         raise ConfigError(problems)

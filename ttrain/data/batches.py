@@ -220,7 +220,7 @@ def unigram_entropy(ids: Ids, vocabulary: int) -> float:
     for start in range(0, len(ids), run if len(ids) <= _ENTROPY_TOKENS else len(ids) // _ENTROPY_RUNS):
         counts += np.bincount(np.minimum(ids[start : start + run], vocabulary - 1), minlength=vocabulary)
     shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * np.log(shares)).sum())
+    return max(0.0, float(-(shares * np.log(shares)).sum()))  # one token alone gives -0.0
 
 
 def outside_vocabulary(token: int, vocabulary: int, where: str) -> DataError:

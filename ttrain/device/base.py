@@ -77,11 +77,14 @@ class StepCompiler(Protocol):
     `kernels` is the device's table with compiled rows in place of its own. `prepare(nodes)` compiles, or loads from the
     cache on disk, everything that these nodes need; only then may their rows be bound. `fuses` tells whether the table
     has a row for the op `fused`, so that the elementwise chains of a graph may be joined. `join(launches)` makes the
-    calls of one run as few as it can.
+    calls of one run as few as it can. `compilations` counts runs of the compiler, `built` and `cached` the kernels that
+    it made and that came from the disk.
     """
 
     fuses: bool
     compilations: int
+    built: int
+    cached: int
 
     @property
     def kernels(self) -> Mapping[str, Kernel]: ...

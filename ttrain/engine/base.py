@@ -27,11 +27,14 @@ class EngineCounters:
     """What people ask of an engine: does it still build, allocate or compile after the first step?
 
     `allocations_after_first` and `nodes_after_first` count over all calls of all steps but each step's first.
+    `kernels_built` were compiled by this process, `kernels_cached` were found on the disk.
     """
 
     steps: int = 0
     captures: int = 0
     compilations: int = 0
+    kernels_built: int = 0
+    kernels_cached: int = 0
     allocations_after_first: int = 0
     nodes_after_first: int = 0
     host_writes_in_capture: int = 0

@@ -58,9 +58,12 @@ class TracedEngine(StaticEngine):
 
     def bind(self, plan: Plan) -> BoundPlan:
         if self.compiler is not None:
-            before = self.compiler.compilations
-            self.compiler.prepare(plan.launched)
-            self.counters.compilations += self.compiler.compilations - before
+            compiler, counters = self.compiler, self.counters
+            before = compiler.compilations, compiler.built, compiler.cached
+            compiler.prepare(plan.launched)
+            counters.compilations += compiler.compilations - before[0]
+            counters.kernels_built += compiler.built - before[1]
+            counters.kernels_cached += compiler.cached - before[2]
         bound = super().bind(plan)
         if self.compiler is not None:
             bound.launches = self.compiler.join(bound.launches)

@@ -15,6 +15,7 @@ from ttrain.config.schema import Config, to_dict
 from ttrain.core.errors import Interrupted, OutOfMemory, TtrainError
 from ttrain.core.units import format_count
 from ttrain.device.ttnn.settings import TenstorrentConfig
+from ttrain.tasks.ending import sum_up, tell
 from ttrain.tasks.recover import shrunk_config
 from ttrain.train import resume as resuming
 from ttrain.train.events import Events
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from ttrain.train.resume import ResumePoint
     from ttrain.train.session import Session
     from ttrain.train.step import Turns
-    from ttrain.train.summary import Summary
 
 
 def run(config: Config) -> float | None:
@@ -79,13 +79,12 @@ def prepared(config: Config) -> _Job:
     point = resuming.find_resume_point(config.resume, config.run.dir)
     if point is not None:
         config = continued(point.checkpoint.config, config)
-    dataset = build.build_dataset(config)
+    dataset = build.build_dataset(config, lambda built: _check_tokenizer(point, built))
     model = build.build_model(config, dataset.vocabulary)
     stored = {**to_dict(config), "model": dataclasses.asdict(model.config)}
     stored["run"]["dir"] = None  # a run does not know where it lies, so it can be moved
     if point is not None:
         resuming.check_architecture(point.checkpoint.config, stored, point.checkpoint.path)
-        resuming.check_tokenizer(point.checkpoint.tokenizer, _tokenizer_json(dataset), point.checkpoint.path)
         resuming.check_documents(point, dataset.description)
     prompt = _prompt(config, dataset)
     warm = None
@@ -93,6 +92,12 @@ def prepared(config: Config) -> _Job:
         warm = open_warm_start(config.train.init_from, model)
     shorter = {length: build.shorter_model(config, model, length) for length in config.train.block_schedule}
     return _Job(config, stored, dataset, model, prompt, point, heartbeat, shorter, warm)
+
+
+def _check_tokenizer(point: ResumePoint | None, dataset: Dataset) -> None:
+    """Comes before checks of the vocabulary, whose advice would not help where it is the text that changed."""
+    if point is not None:
+        resuming.check_tokenizer(point.checkpoint.tokenizer, _tokenizer_json(dataset), point.checkpoint.path)
 
 
 def _tokenizer_json(dataset: Dataset) -> str | None:
@@ -163,6 +168,8 @@ class _Job:
         run = stack.enter_context(closing(self._run_directory()))
         events = Events(run.path)
         self.heartbeat.tell(run=str(run.path.resolve()))
+        if run.note is not None:
+            self.console.say(run.note)
         events.add("started", f"A leg starts on {self.device.name}.")
         try:
             progress = yield from self.train(stack, run, events)
@@ -178,7 +185,7 @@ class _Job:
             events.add("failed", str(error) or type(error).__name__, step, error=type(error).__name__)
             raise
         events.add("finished", "All steps are done.")
-        self._tell(run, progress)  # the run is done, whatever becomes of the terminal
+        tell(self, run, progress)  # the run is done, whatever becomes of the terminal
         return progress.best_val_loss
 
     def _out_of_memory(self, error: BaseException, run: RunDirectory) -> OutOfMemory:
@@ -209,7 +216,7 @@ class _Job:
         self._announce(run, progress)
         yield from self._loop(session, blocks, run, loggers, progress).turns()
         self.console.close()
-        self._sum_up(session, run, progress)
+        sum_up(self, session, run, progress)
         return progress
 
     def rehearse(self, stack: ExitStack) -> None:
@@ -230,7 +237,7 @@ class _Job:
         )
 
     @property
-    def _model_name(self) -> str:
+    def model_name(self) -> str:
         """As the user chose it: nano-gpt rather than gpt. A resumed run was chosen by an earlier command."""
         if self.point is not None:
             return str(self.config.model.name)
@@ -239,7 +246,7 @@ class _Job:
     def _run_directory(self) -> RunDirectory:
         """The directory that this leg writes to: the resumed run's own, unless run.dir names another."""
         wanted = self.config.run.dir
-        label = f"{self._model_name}_{self.device.name}_{self.config.engine.name}"
+        label = f"{self.model_name}_{self.device.name}_{self.config.engine.name}"
         if self.point is None:
             started = self.config.resume == "auto" and wanted is not None and (Path(wanted) / RECORD).exists()
             return RunDirectory.open(Path(str(wanted))) if started else RunDirectory.claim(wanted, label)
@@ -308,11 +315,13 @@ class _Job:
     def _announce(self, run: RunDirectory, progress: Progress) -> None:
         from ttrain.optim.groups import frozen_count
 
-        parts = f"{self._model_name} with {format_count(self.model.parameter_count)} parameters"
+        parts = f"{self.model_name} with {format_count(self.model.parameter_count)} parameters"
         if count := frozen_count(self.model.parameters(), self.config.optimizer):
             parts += f", {format_count(count)} of them frozen,"
         place = f"device {self.device.name}, engine {self.config.engine.name}, {self.config.precision.name}"
         self.console.say(f"Training {parts} on {place}. Run: {run.path}")
+        if self.config.optimizer.lr == 0:
+            self.console.say("WARNING: optimizer.lr=0, so no parameter changes.")
         if progress.step >= self.config.train.steps:
             self.console.say(f"All {self.config.train.steps} steps are done; give train.steps=<more> to train on.")
 
@@ -324,6 +333,7 @@ class _Job:
         from ttrain.train.evaluate import Evaluation
         from ttrain.train.loop import Loop
         from ttrain.train.nonfinite import Start, StepSearch
+        from ttrain.train.summary import start_command
 
         config = self.config.train
         rows = config.batch_size // config.accumulation
@@ -359,6 +369,8 @@ class _Job:
             ),
             stop=self.stop,
             heartbeat=self.heartbeat.beat,
+            counters=lambda: session.engine.counters.as_dict(),
+            command=start_command(self.config.plugins),
             blocks=blocks,
         )
 
@@ -398,45 +410,3 @@ class _Job:
         dtype = self.config.precision.name
         peak = 1e12 * given if given else measured_peak(self.device.name, dtype, self.config.device.index)
         return Meter(flops_per_step(session.graph), peak, lambda: self.device.memory().get("in_use", 0))
-
-    def _sum_up(self, session: Session, run: RunDirectory, progress: Progress) -> None:
-        """Summary and loss curve of a run that is done."""
-        from ttrain.train.summary import draw_loss_curve
-
-        summary = self._summary(run, progress)
-        run.write_summary({**summary.to_dict(), "engine": session.engine.counters.as_dict()})
-        draw_loss_curve(run.metrics, run.loss_curve, summary.baseline)
-
-    def _tell(self, run: RunDirectory, progress: Progress) -> None:
-        """Prints a sample and the summary."""
-        from ttrain.train.summary import print_summary
-
-        writes_text = self.prompt is not None and "logits" in self.steps
-        if writes_text:
-            self._print_sample(self.steps["logits"])
-        print_summary(self._summary(run, progress), run.path, writes_text=writes_text, plugins=self.config.plugins)
-
-    def _print_sample(self, logits: Step) -> None:
-        from ttrain.train.sample import print_samples
-
-        tokenizer, settings = self.dataset.tokenizer, dataclasses.replace(self.config.sample, count=1)
-        assert tokenizer is not None and self.prompt is not None
-        print("\nA sample of what the model writes:\n", flush=True)
-        print_samples(logits, tokenizer, self.prompt, settings)
-
-    def _summary(self, run: RunDirectory, progress: Progress) -> Summary:
-        from ttrain.train.summary import Summary, last_rates, recent_speed
-
-        speed, mfu = recent_speed(run.metrics)
-        baseline = self.dataset.baseline
-        return Summary(
-            model=self._model_name,
-            parameters=self.model.parameter_count,
-            progress=progress,
-            steps=self.config.train.steps,
-            tokens_per_s=speed,
-            mfu=mfu,
-            peak_memory=self.device.memory().get("peak", 0),
-            baseline=(baseline.name, baseline.value),
-            rates=last_rates(run.metrics),
-        )

@@ -23,7 +23,7 @@ from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -64,6 +64,9 @@ class Checkpoint:
     val_loss: float | None
     files: dict[str, dict[str, Any]]
     saved_at: float | None = None  # seconds since 1970
+    reader: IO[str] | None = field(
+        default=None, repr=False, compare=False
+    )  # while it is open, nobody removes the files
 
     def verify(self) -> Checkpoint:
         """Checks names, sizes and SHA-256 of all files. Raises CheckpointError at the first that is wrong."""

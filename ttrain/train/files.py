@@ -71,6 +71,18 @@ def lock_file(file: IO[str]) -> bool:
     return True
 
 
+def hold_for_reading(path: Path) -> IO[str]:
+    """The opened file, which `lock_file` fails to lock until it is closed or dropped. Others may hold it as well."""
+    file = open(path, encoding="utf-8")  # noqa: SIM115 - held by the caller
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (ImportError, OSError):  # not a POSIX system, a file system without locks, or about to be removed
+        pass
+    return file
+
+
 def sha256_file(path: Path) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:

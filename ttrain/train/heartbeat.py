@@ -9,9 +9,11 @@ import json
 import os
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ttrain.core.units import format_duration
 from ttrain.train.files import replace_file, to_json
 
 VARIABLE = "TTRAIN_HEARTBEAT"  # path of the file; set where a supervisor watches
@@ -64,3 +66,10 @@ def seconds_since_start() -> float:
     import psutil
 
     return time.time() - psutil.Process().create_time()
+
+
+def first_step_note(seconds: float, counts: Mapping[str, int]) -> str:
+    """How long the start took, and what it compiled or found compiled, by an engine's counters."""
+    built, cached = counts.get("kernels_built", 0), counts.get("kernels_cached", 0)
+    kernels = f" ({built} kernels compiled, {cached} from the cache)" if built or cached else ""
+    return f"First step {format_duration(seconds)} after the start{kernels}."

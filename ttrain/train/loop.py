@@ -16,7 +16,7 @@ from ttrain.train.checkpoint import CheckpointContent
 from ttrain.train.evaluate import Evaluation
 from ttrain.train.events import Events
 from ttrain.train.guards import LearningCheck, SpikeDetector
-from ttrain.train.heartbeat import seconds_since_start
+from ttrain.train.heartbeat import first_step_note, seconds_since_start
 from ttrain.train.interrupt import StopRequests
 from ttrain.train.loggers import Loggers
 from ttrain.train.meter import Meter
@@ -58,6 +58,8 @@ class Loop:
     blocks: Blocks | None = None  # where the length of training sequences grows
     stop: StopRequests = field(default_factory=StopRequests)
     heartbeat: Callable[[], None] = lambda: None  # tells whoever watches that this process is alive
+    counters: Callable[[], dict[str, int]] = dict  # what the engine has built so far
+    command: str = "python -m ttrain"  # what a command that continues the run begins with
     rank: int = 0
     world: int = 1
     clock: Callable[[], float] = time.monotonic
@@ -139,13 +141,10 @@ class Loop:
         self.loggers.console.advance()
         if not self._started:
             self._started = True
-            seconds = seconds_since_start()
-            self.events.add(
-                "first_step",
-                f"The first step of the leg was done after {seconds:.1f} s.",
-                number,
-                seconds=round(seconds, 3),
-            )
+            seconds, counts = seconds_since_start(), self.counters()
+            note = first_step_note(seconds, counts)
+            self.events.add("first_step", note, number, seconds=round(seconds, 3), engine=counts)
+            self._say(note)
         self._check_learning(number, min(rates.values()), result)
 
     def _inputs(self, number: int) -> tuple[dict[str, Array], dict[str, float]]:
@@ -388,11 +387,11 @@ class Loop:
         if self.progress.step == 0:
             return Interrupted(f"Stopped by {signal_name} before the first step was done; there is nothing to save.")
         self._save(wait=True)
-        command = f"python -m ttrain resume=auto run.dir={shlex.quote(str(self.run_directory.path))}"
+        command = f"{self.command} resume=auto run.dir={shlex.quote(str(self.run_directory.path))}"
         return Interrupted(
             f"Stopped by {signal_name} after step {self.progress.step}; the state is saved. Continue with: {command}"
         )
 
     def _message(self, what: str, step: int, found: str) -> str:
         self.saver.join()  # so that the newest checkpoint is there
-        return nonfinite_message(what, step, found, self.run_directory.checkpoints)
+        return nonfinite_message(what, step, found, self.run_directory.checkpoints, self.command)

@@ -13,10 +13,11 @@ import numpy as np
 
 from ttrain.core.units import format_duration
 from ttrain.graph.graph import Kind, Node, Stage, Value
+from ttrain.models.base import Batch
 from ttrain.train.checkpoint import Checkpoint
 from ttrain.train.protocols import SAVED_KINDS, Array, State
 from ttrain.train.retention import newest_complete
-from ttrain.train.step import Batch, TrainStep
+from ttrain.train.step import TrainStep
 
 _WORDS = {Stage.FORWARD: "activation", Stage.BACKWARD: "gradient", Stage.UPDATE: "result"}
 
@@ -132,8 +133,8 @@ def _described(node: Node, output: Value, values: Array) -> str | None:
     return f"the {_WORDS[node.stage]} that {node.op.name} makes{place} ({bad})"
 
 
-def nonfinite_message(what: str, step: int, found: str, checkpoints: Path) -> str:
-    """Step, what was `found` (a sentence), last good checkpoint, and what to do."""
+def nonfinite_message(what: str, step: int, found: str, checkpoints: Path, command: str = "python -m ttrain") -> str:
+    """Step, what was `found` (a sentence), last good checkpoint, and what to do; `command` starts ttrain."""
     good, _ = newest_complete(checkpoints)
     if good is None:
         last = "No checkpoint was saved before it."
@@ -141,5 +142,5 @@ def nonfinite_message(what: str, step: int, found: str, checkpoints: Path) -> st
     else:
         path = shlex.quote(str(good.path))
         last = f"The last good checkpoint is {good.path} (step {good.step})."
-        fix = f"Continue from it with other settings, such as: python -m ttrain resume={path} optimizer.lr=<lower>"
+        fix = f"Continue from it with other settings, such as: {command} resume={path} optimizer.lr=<lower>"
     return f"Step {step}: {what}. {found} {last} {fix}"

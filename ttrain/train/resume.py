@@ -94,7 +94,8 @@ def check_tokenizer(stored: str | None, given: str | None, path: Path) -> None:
     if stored is not None and given is not None and stored != given:
         raise CheckpointError(
             f"{path} was trained with another tokenizer than the data has now, so its token ids would change their "
-            f"meaning. Give the same data.path and data.tokenizer, or train anew."
+            f"meaning. Give the same data.path and data.tokenizer, or keep its own for other text with "
+            f"data.tokenizer={path / 'tokenizer.json'}, or train anew."
         )
 
 

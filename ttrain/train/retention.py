@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shutil
@@ -10,10 +11,12 @@ from typing import NamedTuple
 
 from ttrain.core.errors import CheckpointError
 from ttrain.core.units import format_bytes
-from ttrain.train.checkpoint import UNFINISHED, Checkpoint, read_manifest
+from ttrain.train.checkpoint import MANIFEST, UNFINISHED, Checkpoint, read_manifest
+from ttrain.train.files import hold_for_reading, lock_file
 from ttrain.train.protocols import SAVED_KINDS, State
 
 SMALL_FILES = 1 << 22  # bytes of a checkpoint's JSON and of the file system's own records, generously
+_TRIES = 5  # to read a checkpoint of a run that goes on
 _STEP_NAME = re.compile(r"step_\d{8,}")
 
 
@@ -72,13 +75,22 @@ def prune_checkpoints(
         kept |= {checkpoint.path for checkpoint in found if checkpoint.step % keep_every == 0}
     if keep_hours is not None:
         kept |= {checkpoint.path for checkpoint in _spaced(found, 3600 * keep_hours)}
-    removed = [checkpoint.path for checkpoint in found if checkpoint.path not in kept]
+    removed = [checkpoint.path for checkpoint in found if checkpoint.path not in kept and not _is_read(checkpoint.path)]
     for path in removed:
         doomed = path.with_name(f"{UNFINISHED}removed_{path.name}")
         shutil.rmtree(doomed, ignore_errors=True)
         os.replace(path, doomed)  # a deletion that is cut off must not leave half of a checkpoint under its name
         shutil.rmtree(doomed, ignore_errors=True)
     return removed
+
+
+def _is_read(checkpoint: Path) -> bool:
+    """Whether another process reads it now; it is removed after a later save then."""
+    try:
+        with open(checkpoint / MANIFEST, "r+", encoding="utf-8") as file:
+            return not lock_file(file)
+    except OSError:
+        return False
 
 
 def _spaced(found: list[Checkpoint], seconds: float) -> list[Checkpoint]:
@@ -137,24 +149,43 @@ def check_space(folder: Path, state: State) -> None:
 
 
 def find_checkpoint(run: Path, which: str) -> Checkpoint:
-    """The verified checkpoint of a run that `last`, `best` or a step number names. Raises CheckpointError."""
+    """The verified checkpoint of a run that `last`, `best` or a step number names. Raises CheckpointError.
+
+    While what is returned is held its files stay, also where the run goes on training and would remove them.
+    """
+    for _ in range(_TRIES):
+        candidates, skipped = _candidates(run, which)
+        for candidate in candidates:
+            try:
+                held = dataclasses.replace(candidate, reader=hold_for_reading(candidate.path / MANIFEST))
+                return held.verify()
+            except (OSError, CheckpointError) as error:
+                if not candidate.path.exists():
+                    break  # the run has removed it just now
+                if which != "last":
+                    raise
+                skipped.append(Skipped(candidate.path, str(error)))
+        else:
+            reasons = "".join(f"\n  {path}: {reason}" for path, reason in skipped)
+            raise CheckpointError(f"{run} has no complete checkpoint yet.{reasons}")
+    raise CheckpointError(f"{run} removes its checkpoints faster than they can be read. Stop it first.")
+
+
+def _candidates(run: Path, which: str) -> tuple[list[Checkpoint], list[Skipped]]:
+    """Checkpoints that `which` may mean, by their manifests and the preferred one first, and those without one."""
     folder = run / "checkpoints"
     if not folder.is_dir():
         raise CheckpointError(f"{run} is not a run of ttrain: it has no checkpoints/. Give the folder of a run.")
+    found, skipped = list_checkpoints(folder)
     if which == "last":
-        checkpoint, skipped = newest_complete(folder)
-        if checkpoint is None:
-            reasons = "".join(f"\n  {path}: {reason}" for path, reason in skipped)
-            raise CheckpointError(f"{run} has no complete checkpoint yet.{reasons}")
-        return checkpoint
-    found, _ = list_checkpoints(folder)
+        return found[::-1], skipped
     if which == "best":
         best = best_checkpoint(folder)
         if best is None:
             raise CheckpointError(f"{run} has no checkpoint with a val/loss. Give sample.checkpoint=last.")
-        return best.verify()
-    for checkpoint in found:
-        if checkpoint.step == int(which):
-            return checkpoint.verify()
-    steps = ", ".join(str(checkpoint.step) for checkpoint in found) or "none"
-    raise CheckpointError(f"{run} has no checkpoint of step {which}. It has: {steps}.")
+        return [best], skipped
+    named = [checkpoint for checkpoint in found if checkpoint.step == int(which)]
+    if not named:
+        steps = ", ".join(str(checkpoint.step) for checkpoint in found) or "none"
+        raise CheckpointError(f"{run} has no checkpoint of step {which}. It has: {steps}.")
+    return named, skipped

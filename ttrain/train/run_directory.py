@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from ttrain.core.errors import CheckpointError, UserError
+from ttrain.train.checkpoint import UNFINISHED
 from ttrain.train.files import lock_file, replace_file, to_json
+from ttrain.train.metrics import read_metrics
 
 RECORD = "run.json"
 LOCK = ".lock"
@@ -29,6 +31,7 @@ class RunDirectory:
 
     def __init__(self, path: Path, lock: IO[str]) -> None:
         self.path = path
+        self.note: str | None = None  # what the user should know of how it was claimed
         self._lock: IO[str] | None = lock
 
     @property
@@ -61,8 +64,9 @@ class RunDirectory:
     ) -> RunDirectory:
         """Makes and holds a new run directory. Raises UserError where that can't be done.
 
-        `wanted` is the directory that the user asked for; it may exist if it holds no run. Without it the directory is
-        `root/<date>/<time>_<label>`, with a number appended where another run took that name first.
+        `wanted` is the directory that the user asked for; it may exist if it holds no run, or one that ended before it
+        had anything to lose. Without it the directory is `root/<date>/<time>_<label>`, with a number appended where
+        another run took that name first.
         """
         if wanted is None:
             return cls._claim_new(root, label, now or datetime.now())
@@ -76,11 +80,15 @@ class RunDirectory:
         return run._start()
 
     def _require_unused(self) -> None:
+        if (self.path / RECORD).exists() and self._has_nothing_to_lose():
+            self.note = f"{self.path} held a run that ended before it had done anything; this one takes its place."
+            return
         if (self.path / RECORD).exists():
+            again = "continue it" if any(_entries(self.checkpoints)) else "start it again (it has no checkpoint)"
             raise UserError(
-                f"run.dir={self.path} already holds a run. Give resume=auto to continue it, or another run.dir."
+                f"run.dir={self.path} already holds a run. Give resume=auto to {again}, or another run.dir."
             )
-        checkpoints = [self.checkpoints] if self.checkpoints.is_dir() and any(self.checkpoints.iterdir()) else []
+        checkpoints = [self.checkpoints] if any(_entries(self.checkpoints)) else []
         files = (self.config, self.metrics, self.summary, self.plan, self.loss_curve)
         theirs = [*checkpoints, *(file for file in files if file.exists())]
         if theirs:
@@ -88,6 +96,12 @@ class RunDirectory:
                 f"run.dir={self.path} holds {theirs[0].name} but no {RECORD}, so it is not a run, and a run would "
                 "write over it. Give run.dir=<a new folder>."
             )
+
+    def _has_nothing_to_lose(self) -> bool:
+        """Whether the run that is there has neither checkpoint nor summary nor a recorded step with a finite loss."""
+        saved = [path for path in _entries(self.checkpoints) if not path.name.startswith(UNFINISHED)]
+        trained = any(line.get("train/loss") is not None for line in read_metrics(self.metrics))
+        return not (saved or trained or self.summary.exists() or self.loss_curve.exists())
 
     @classmethod
     def _claim_new(cls, root: Path, label: str, now: datetime) -> RunDirectory:
@@ -188,6 +202,10 @@ def read_config(run: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CheckpointError(f"{run / 'config.yaml'} holds {type(config).__name__}, expected keys and values.")
     return config
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
 
 
 def _not_writable(path: Path, error: OSError) -> UserError:

@@ -104,7 +104,7 @@ def print_summary(summary: Summary, run: Path, *, writes_text: bool = True, plug
     from rich.console import Console
     from rich.text import Text
 
-    command = "python -m ttrain" + (f" {shlex.quote('plugins=[' + ','.join(plugins) + ']')}" if plugins else "")
+    command = start_command(plugins)
     folder, more = shlex.quote(str(run)), 2 * max(summary.steps, summary.progress.step)
     rows = [
         *summary.lines(),
@@ -118,6 +118,11 @@ def print_summary(summary: Summary, run: Path, *, writes_text: bool = True, plug
     console.print()
     for label, value in rows:
         console.print(Text.assemble((label.ljust(width), "bold"), value))
+
+
+def start_command(plugins: Sequence[str]) -> str:
+    """What a command begins with that goes on with a run: plugins are named again, because no file may name them."""
+    return "python -m ttrain" + (f" {shlex.quote('plugins=[' + ','.join(plugins) + ']')}" if plugins else "")
 
 
 def draw_loss_curve(metrics: Path, image: Path, baseline: tuple[str, float] | None = None) -> bool:

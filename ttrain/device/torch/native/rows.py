@@ -48,6 +48,7 @@ class NativeKernels:
             sizing = Sizing(sizing, bf16_products=not has_feature("amx_bf16"))
         self.sizing = sizing
         self.compilations = 0  # how often the compiler ran; libraries from the cache do not count
+        self.built = self.cached = 0  # kernels that were compiled, and that came from the cache
         self.kernels: Mapping[str, Kernel] = {**base, **{name: self._row(name, base.get(name)) for name in RULES}}
         self._toolchain = Toolchain() if toolchain is None else toolchain
         self._functions: dict[str, int] = {}  # body -> address
@@ -80,7 +81,12 @@ class NativeKernels:
         return None if rule is None else rule(request, self.sizing)
 
     def _load(self, bodies: Sequence[str]) -> None:
+        before = self._toolchain.compilations
         library = self._toolchain.load(library_sources(bodies, self._toolchain.processes))
+        if self._toolchain.compilations > before:
+            self.built += len(bodies)
+        else:
+            self.cached += len(bodies)
         self.compilations = self._toolchain.compilations
         entry_points = openmp.entry_points() if self.sizing.threads > 1 else {}
         if self.sizing.threads > 1 and not entry_points:

@@ -1,0 +1,60 @@
+"""How a run ends: summary.json and the loss curve, then a sample and the summary on the terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ttrain.engine.base import Step
+    from ttrain.tasks.train import _Job
+    from ttrain.train.progress import Progress
+    from ttrain.train.run_directory import RunDirectory
+    from ttrain.train.session import Session
+    from ttrain.train.summary import Summary
+
+
+def sum_up(job: _Job, session: Session, run: RunDirectory, progress: Progress) -> None:
+    """Summary and loss curve of a run that is done."""
+    from ttrain.train.summary import draw_loss_curve
+
+    summary = _summary(job, run, progress)
+    run.write_summary({**summary.to_dict(), "engine": session.engine.counters.as_dict()})
+    draw_loss_curve(run.metrics, run.loss_curve, summary.baseline)
+
+
+def tell(job: _Job, run: RunDirectory, progress: Progress) -> None:
+    """Prints a sample and the summary."""
+    from ttrain.train.summary import print_summary
+
+    writes_text = job.prompt is not None and "logits" in job.steps
+    if writes_text:
+        _print_sample(job, job.steps["logits"])
+    print_summary(_summary(job, run, progress), run.path, writes_text=writes_text, plugins=job.config.plugins)
+
+
+def _print_sample(job: _Job, logits: Step) -> None:
+    from ttrain.train.sample import print_samples
+
+    tokenizer, settings = job.dataset.tokenizer, dataclasses.replace(job.config.sample, count=1)
+    assert tokenizer is not None and job.prompt is not None
+    print("\nA sample of what the model writes:\n", flush=True)
+    print_samples(logits, tokenizer, job.prompt, settings)
+
+
+def _summary(job: _Job, run: RunDirectory, progress: Progress) -> Summary:
+    from ttrain.train.summary import Summary, last_rates, recent_speed
+
+    speed, mfu = recent_speed(run.metrics)
+    baseline = job.dataset.baseline
+    return Summary(
+        model=job.model_name,
+        parameters=job.model.parameter_count,
+        progress=progress,
+        steps=job.config.train.steps,
+        tokens_per_s=speed,
+        mfu=mfu,
+        peak_memory=job.device.memory().get("peak", 0),
+        baseline=(baseline.name, baseline.value),
+        rates=last_rates(run.metrics),
+    )
