@@ -6,6 +6,7 @@ python -m tests.ttnn.mock_child '{"board": "n150", "mesh": [1, 1], "cases": [{"m
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 from tests.ttnn.runs import ENGINES, adamw, batch, gpt, mlp, sgd
 from ttrain.core.spec import DType
 from ttrain.device.ttnn.device import TenstorrentDevice, open_device
+from ttrain.device.ttnn.form import TileForm
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.state import State
 from ttrain.train.step_graph import StepGraph
@@ -52,12 +54,16 @@ def measure(device: TenstorrentDevice, case: dict[str, Any]) -> dict[str, Any]:
         inputs = {**given, "loss_weight": 1.0, "seed": number, "lr": 0.1, "step": number}
         device.mesh.handle.set_program_cache_misses_allowed(number < 3)
         start = time.perf_counter()
-        result = step(inputs)
+        read = step.start(inputs)
+        step.write_ahead({**inputs, "step": number + 1})
+        result = read()
         seconds.append(time.perf_counter() - start)
         facts.append({**device.step_facts(), "allocations": device.counters.allocations})
     device.mesh.handle.set_program_cache_misses_allowed(True)
+    cores = columns(device, step.launches()) if case.get("columns") else []
     engine.close()
     return {
+        "columns": cores,
         "ops": facts[-1]["device_ops"] - facts[-2]["device_ops"],
         "programs": facts[-1]["programs"],
         "later_allocations": facts[-1]["allocations"] - facts[1]["allocations"],
@@ -68,14 +74,34 @@ def measure(device: TenstorrentDevice, case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def columns(device: TenstorrentDevice, launches: list[Any]) -> list[list[int]]:
+    """First and last column of cores that programs of the launches run on, each pair once; ends the step's life."""
+    found = set()
+    for node in device.mesh._captured(launches, device.mesh.tt.graph.RunMode.NO_DISPATCH):
+        ranges = re.findall(r"(\d+)-\d+ - (\d+)-\d+", (node["params"] or {}).get("core_range_set", ""))
+        found |= {(int(first), int(last)) for first, last in ranges}
+    return sorted(map(list, found))
+
+
+def product(device: TenstorrentDevice, size: int) -> Any:
+    """A launch that multiplies square matrices the way the rows of the kernel table do."""
+    tt = device.mesh.tt
+    a = device.store.blank(TileForm((size, size), "bfloat16"))
+    return lambda: tt.matmul(a, a, **device.context.product)
+
+
 def main(text: str) -> None:
     order = json.loads(text)
-    settings = {key: order[key] for key in ("mesh", "command_queues", "dispatch") if key in order}
+    keys = ("mesh", "command_queues", "dispatch", "subdevices", "core_grid")
+    settings = {key: order[key] for key in keys if key in order}
     device = open_device(TenstorrentConfig(name=order["board"], mode="mock", **settings))
     print(json.dumps({"cores": device.mesh.cores, "computes": device.computes}), flush=True)
     try:
+        if "product" in order:
+            print(json.dumps({"columns": columns(device, [product(device, order["product"])])}), flush=True)
         for case in order.get("cases", []):
-            print(json.dumps(measure(device, case)), flush=True)
+            part: Any = device.replicas()[case.get("part", 0)]
+            print(json.dumps(measure(part, case)), flush=True)
     finally:
         device.close()
 

@@ -1,0 +1,176 @@
+"""The second queue takes in the next batch while the first computes: order by events, and the numbers of one queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+
+from tests.ttnn.runs import ENGINES, adamw, batch, golden, gpt, mlp, run, step_inputs
+from ttrain.core.errors import ConfigError
+from ttrain.device.base import Launch
+from ttrain.device.ttnn.device import TenstorrentDevice
+from ttrain.device.ttnn.golden import GoldenRuntime, GoldenTensor
+from ttrain.device.ttnn.mesh import Mesh
+from ttrain.device.ttnn.settings import TenstorrentConfig
+from ttrain.engine.state import State
+from ttrain.nn.initialize import initial_values
+from ttrain.train.step import TrainStep
+from ttrain.train.step_graph import StepGraph
+
+
+class QueueRuntime(GoldenRuntime):
+    """Queue 0 computes at once; what queue 1 writes arrives as late as it may: when queue 0 waits for it.
+
+    `log` holds what the host asked for, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[tuple[str, int]] = []
+        self._events = 0
+        self._late: list[tuple[int, Callable[[], None]]] = []  # by number of events before
+
+    def record_event(self, handle: Any, queue: int) -> tuple[int, int]:
+        self._events += 1
+        self.log.append(("record", queue))
+        return queue, self._events
+
+    def wait_for_event(self, queue: int, event: tuple[int, int]) -> None:
+        self.log.append(("wait", queue))
+        if event[0] == 1 and queue == 0:
+            for _, write in [late for late in self._late if late[0] < event[1]]:
+                write()
+            self._late = [late for late in self._late if late[0] >= event[1]]
+
+    def copy_host_to_device_tensor(self, host: GoldenTensor, tensor: GoldenTensor, cq_id: int = 0) -> None:
+        self.log.append(("write", cq_id))
+        if cq_id == 0:
+            super().copy_host_to_device_tensor(host, tensor)
+        else:
+            self._late.append((self._events, lambda: GoldenRuntime.copy_host_to_device_tensor(self, host, tensor)))
+
+    def copy(self, source: GoldenTensor, target: GoldenTensor) -> GoldenTensor:
+        self.log.append(("copy", 0))
+        return super().copy(source, target)
+
+    def init_device_compute_kernel_config(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def get_memory_view(self, *_: Any) -> Any:
+        return SimpleNamespace(num_banks=12)
+
+
+class QueueMesh(Mesh):
+    """Replays launch again, as a capture must not compute."""
+
+    def capture(self, launches: Sequence[Launch], name: str) -> Launch:
+        def replay() -> None:
+            for launch in launches:
+                launch()
+            self.consumed()
+
+        return replay
+
+
+def opened(**settings: Any) -> TenstorrentDevice:
+    grid = SimpleNamespace(y=8, x=8)
+    handle = SimpleNamespace(arch=lambda: "none", compute_with_storage_grid_size=lambda: grid)
+    config = TenstorrentConfig(fused_kernels=False, **{"command_queues": 2, **settings})
+    return TenstorrentDevice(QueueMesh(QueueRuntime(), handle, config), config)
+
+
+def small(**sizes: Any) -> Any:
+    return gpt(layers=1, heads=1, width=32, vocabulary=33, **sizes)
+
+
+def log_of(device: TenstorrentDevice) -> list[tuple[str, int]]:
+    return device.mesh.tt.log  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("engine", ["static", "traced"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+def test_numbers_are_those_of_one_queue(engine: str, ahead: bool) -> None:
+    """Learning rate, step number, tokens and dropout seeds move; each of them comes through the second queue."""
+    one = run(small(dropout=0.1), adamw(), golden(fused=False), engine=engine, rows=1)
+    two = run(small(dropout=0.1), adamw(), opened(), engine=engine, rows=1, ahead=ahead)
+    assert (one.losses, one.norms) == (two.losses, two.norms)
+    assert all(np.array_equal(one.state[name], two.state[name]) for name in one.state)
+    assert two.engine.counters.allocations_after_first == 0
+    assert two.engine.counters.host_writes_in_capture == 0
+
+
+def test_a_step_writes_nothing_but_the_next_inputs() -> None:
+    device = opened()
+    built, model = built_step(device)
+    for step in range(1, 4):
+        built(step_inputs(model, built, 2, step))
+    log_of(device).clear()
+    built.write_ahead(step_inputs(model, built, 2, 4))
+    ahead = list(log_of(device))
+    log_of(device).clear()
+    built.start(step_inputs(model, built, 2, 4))
+    step = log_of(device)
+    assert (ahead[0], ahead[-1]) == (("wait", 1), ("record", 1))  # after the copies out; then the copies in may go
+    assert set(ahead[1:-1]) == {("write", 1)}
+    assert step[:2] == [("wait", 0), ("copy", 0)]
+    assert [entry for entry in step if entry[0] != "copy"] == [("wait", 0), ("record", 0)]
+
+
+def test_inputs_that_turn_out_otherwise_are_written_again() -> None:
+    """As after a rollback, which lowers the learning rate of a step whose inputs were written ahead."""
+    results = []
+    for guess in (1, 3):
+        built, model = built_step(opened())
+        built(step_inputs(model, built, 2, 1))
+        built.write_ahead({**step_inputs(model, built, 2, guess), "lr": 0.5})
+        results.append([built(step_inputs(model, built, 2, step)) for step in (2, 3)])
+    assert results[0] == results[1]
+
+
+def test_the_training_step_hands_over_micro_batches_and_the_next_step() -> None:
+    device, names = opened(), []
+    model = mlp()
+    model.follow_compute()
+    graph = StepGraph(model, adamw(), 2, accumulation=2)
+    state = State(device, graph.state_tensors())
+    engine = ENGINES["static"](device, state)
+    steps = {name: engine.build(name, trace) for name, trace in graph.train_steps().items()}
+    for name, built in steps.items():
+        original = built.write_ahead
+        built.write_ahead = lambda inputs, name=name, to=original: (names.append(name), to(inputs))  # type: ignore
+    train = TrainStep(steps, 2, seed=1, overlaps=True)
+    following = batch(model, 4, 2), {"lr": 0.1}
+    turns = train.turns(batch(model, 4, 1), {"lr": 0.1}, 1, lambda: following)
+    assert len(list(turns)) == 3
+    assert names == ["accumulate_next", "update", "accumulate_first"]
+
+
+def built_step(device: TenstorrentDevice) -> tuple[Any, Any]:
+    model = small()
+    model.follow_compute()
+    graph = StepGraph(model, adamw(), 2)
+    state = State(device, graph.state_tensors())
+    for path, value in initial_values(model, 7).items():
+        state.write(path, value)
+    return ENGINES["static"](device, state).build("train", graph.trace_train), model
+
+
+def test_one_queue_writes_nothing_ahead() -> None:
+    device = opened(command_queues=1)
+    built, model = built_step(device)
+    built(step_inputs(model, built, 2, 1))
+    log_of(device).clear()
+    built.write_ahead(step_inputs(model, built, 2, 2))
+    assert (device.overlaps, log_of(device)) == (False, [])
+
+
+@pytest.mark.parametrize("grid", [[9, 8], [8, 9], [100, 100]])
+def test_a_grid_larger_than_the_chip_is_refused(grid: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"the chip has 8 rows and 8 columns of cores"):
+        opened(core_grid=grid)
