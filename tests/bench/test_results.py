@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from ttrain.bench import folder as folders
-from ttrain.bench.report import draw, markdown, notes, print_result, speed_table
+from ttrain.bench.plot import draw
+from ttrain.bench.report import markdown, notes, print_result
 from ttrain.bench.results import JobResult, Result, Row, read_earlier
+from ttrain.bench.tables import speed_table
 from ttrain.cli import main
 from ttrain.core.errors import UserError
 
@@ -108,7 +110,7 @@ def test_a_plot_of_what_was_timed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["bench=gtp"], "bench=gtp: no such option. Did you mean 'gpt'? Valid: gpt, mlp."),
+        (["bench=gtp"], "bench=gtp: no such option. Did you mean 'gpt'?"),
         (["bench.size=chra"], "bench.size=chra: no such choice. Did you mean 'char'?"),
         (["bench=mlp", "bench.size=char"], "bench.size=char: no such choice. Valid: 1024x512, 256, tiny."),
         (["bench.engines=[statik]"], "bench.engines=statik: no such choice. Did you mean 'static'?"),
@@ -117,7 +119,7 @@ def test_a_plot_of_what_was_timed(tmp_path: Path) -> None:
         (["bench.engines=[]", "bench.baselines=[]"], "bench.engines=[] and bench.baselines=[]: nobody takes part."),
         (["bench.compare=missing.json"], "bench.compare=missing.json: can't be read (No such file or directory)."),
         (["device=null"], "device=null: computes nothing"),
-        (["model.width=64"], "model.width: task=bench does not read it; bench.size"),
+        (["model.width=64"], "model.width: task=bench does not read it; the keys of bench"),
         (["engine=traced"], "engine=traced: task=bench takes its engines from bench.engines."),
         (["bench.rounds=2"], "bench.rounds=2: must be at least 3."),
     ],

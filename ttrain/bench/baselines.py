@@ -35,12 +35,12 @@ class PyTorchContender(Contender):
         # The device sets the same number of threads as for our engines.
         device = build.build_device(self._device_config)
         self._device: torch.device = getattr(device, "device", torch.device("cpu"))
-        model = job.work.reference().to(self._device)
+        model = job.training.reference().to(self._device)
         self._parameters = dict(model.named_parameters())
         self._load()
         self._model: Callable[..., torch.Tensor] = model if self.name == "eager" else torch.compile(model)
         fused = self.name != "compile_all"  # the fused update is one kernel already, and nothing that can be compiled
-        self._optimizer = make_optimizer(list(self._parameters.values()), job.work.optimizer, fused)
+        self._optimizer = make_optimizer(list(self._parameters.values()), job.training.optimizer, fused)
         self._update = torch.compile(self._clip_and_step) if self.name == "compile_all" else self._clip_and_step
         self._batches = [
             [torch.from_numpy(array).to(self._device) for array in batch.values()] for batch in job.batches
@@ -50,14 +50,14 @@ class PyTorchContender(Contender):
         """The same first weights as ours; every parameter must get one."""
         missing = set(self._parameters)
         for path, values in self._job.first_weights():
-            name = self._job.work.reference_name(path)
+            name = self._job.training.reference_name(path)
             with torch.no_grad():
                 self._parameters[name].copy_(torch.from_numpy(values))
             missing.remove(name)
         assert not missing, f"the reference has parameters of its own: {missing}"
 
     def _clip_and_step(self) -> None:
-        limit = self._job.work.optimizer.clip_norm
+        limit = self._job.training.optimizer.clip_norm
         if limit is not None:
             torch.nn.utils.clip_grad_norm_(self._parameters.values(), limit)
         self._optimizer.step()
@@ -75,7 +75,7 @@ class PyTorchContender(Contender):
         return float(handle)
 
     def weight(self, path: str) -> np.ndarray:
-        return self._parameters[self._job.work.reference_name(path)].detach().float().cpu().numpy().copy()
+        return self._parameters[self._job.training.reference_name(path)].detach().float().cpu().numpy().copy()
 
     def synchronize(self) -> None:
         if self._device.type == "cuda":

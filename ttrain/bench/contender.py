@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.bench.workload import Job
+from ttrain.bench.workload import Job, ProductWork
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
 
@@ -37,6 +37,10 @@ class Contender(ABC):
     def synchronize(self) -> None:
         """Wait until all steps are done."""
 
+    def planned_bytes(self) -> int | None:
+        """Peak memory that was planned; None for who plans nothing."""
+        return None
+
     def facts(self) -> dict[str, Any]:
         """What else it tells about itself, such as counters."""
         return {}
@@ -52,6 +56,10 @@ def compiles(name: str) -> bool:
 
 def make_contender(name: str, job: Job, device: DeviceConfig, engine: EngineConfig) -> Contender:
     """A contender by its name in the config. `engine` gives the options that all engines of ours take."""
+    if isinstance(job.work, ProductWork):
+        from ttrain.bench.products import EngineProduct, TorchProduct
+
+        return TorchProduct(name, job, device) if name == "eager" else EngineProduct(name, job, device, engine)
     if name in ("eager", "compile", "compile_all"):
         from ttrain.bench.baselines import PyTorchContender
 

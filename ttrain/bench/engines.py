@@ -12,11 +12,20 @@ from ttrain.bench.workload import Job
 from ttrain.config import build
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
+from ttrain.graph.graph import Kind
 
 if TYPE_CHECKING:
     from ttrain.device.base import Device
     from ttrain.engine.base import HostValue, Step
     from ttrain.train.session import Session
+    from ttrain.train.step_graph import StepGraph
+
+
+def step_graph(job: Job) -> StepGraph:
+    """The steps that an engine builds for a job."""
+    from ttrain.train.step_graph import StepGraph
+
+    return StepGraph(job.model, build.build_optimizer(job.training.optimizer), job.training.rows)
 
 
 class EngineContender(Contender):
@@ -34,18 +43,17 @@ class EngineContender(Contender):
 
     def build(self) -> None:
         from ttrain.train.session import Session
-        from ttrain.train.step_graph import StepGraph
 
         job = self._job
         self.device = build.build_device(self._device_config)
-        graph = StepGraph(job.model, build.build_optimizer(job.work.optimizer), job.work.rows)
+        graph = step_graph(job)
         self.session = Session.open(
             graph, self.device, lambda device, state: build.build_engine(self._engine_config, device, state)
         )
         for path, values in job.first_weights():
             self.session.state.write(path, values)
         self.built = self.session.engine.build("train", graph.trace_train)
-        lr = job.work.optimizer.lr
+        lr = job.training.optimizer.lr
         self._inputs: list[dict[str, HostValue]] = [
             {**batch, "loss_weight": 1 / batch["targets"].size, "lr": lr, "seed": 0} for batch in job.batches
         ]
@@ -62,6 +70,12 @@ class EngineContender(Contender):
 
     def synchronize(self) -> None:
         self.device.synchronize()
+
+    def planned_bytes(self) -> int | None:
+        if self.built.plan is None:
+            return None
+        state = self.session.state
+        return sum(state.nbytes(kind) for kind in Kind if kind.is_state) + self.built.plan.arena_bytes
 
     def facts(self) -> dict[str, Any]:
         facts: dict[str, Any] = {"counters": self.session.engine.counters.as_dict()}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 from pathlib import Path
 
-from ttrain.bench.report import draw, markdown
+from ttrain.bench.plot import draw
+from ttrain.bench.report import markdown
 from ttrain.bench.results import Earlier, Result
 from ttrain.core.errors import UserError
 from ttrain.train.files import replace_file, to_json
@@ -47,7 +48,8 @@ def save(result: Result, folder: Path, earlier: Earlier | None = None) -> None:
     """results.json, results.csv and results.md, each replaced in one step."""
     replace_file(folder / RESULTS, to_json(result.to_dict()))
     replace_file(folder / "results.csv", result.to_csv())
-    replace_file(folder / "results.md", markdown(result, earlier))
+    mark = f"<!-- bench:{result.mark} -->\n" if result.mark else ""
+    replace_file(folder / "results.md", mark + markdown(result, earlier))
 
 
 def save_plot(result: Result, folder: Path) -> str | None:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import sys
 from pathlib import Path
 
 import psutil
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def return_free_memory() -> None:
+    """Collect garbage and let the allocator give back what is free, where it can (glibc)."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 class PeakMemory:

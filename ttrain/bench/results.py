@@ -15,6 +15,12 @@ from ttrain.core.errors import UserError
 
 FORMAT = 1
 BASELINE_SIDE = "PyTorch"
+MEASURED, COST_MODEL, MOCKED = "measured", "cost model", "mocked board"
+_WARNINGS = {
+    MEASURED: "",
+    COST_MODEL: "from the cost model, not from a card",
+    MOCKED: "host dispatch alone on a mocked board, which computes nothing",
+}
 
 
 @dataclass
@@ -39,6 +45,19 @@ class Row:
     weight_difference: float | None = None
     checked_against: str | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    cold_samples_s: list[float] = field(default_factory=list)  # of every start, where there are several
+    warm_samples_s: list[float] = field(default_factory=list)
+    planned_bytes: int | None = None  # what task=plan expects to be used above base_bytes
+    planned_ms: float | None = None  # what task=plan expects of a step
+    published_ms: float | None = None  # measured by others on a card
+    reproduced_ms: float | None = None  # what the cost model says of what they ran
+
+    @property
+    def used_bytes(self) -> int | None:
+        """Peak above what the process held before."""
+        if self.peak_bytes is None or self.base_bytes is None:
+            return None
+        return (self.steady_bytes or self.peak_bytes) - self.base_bytes
 
     @property
     def timed(self) -> bool:
@@ -69,6 +88,12 @@ class JobResult:
     flops_per_step: float | None = None
     peak_flops: float | None = None  # FLOP/s of a large matmul on this device in this precision
     others_cpu: float | None = None  # share of all cores that other processes used during the interleaved steps
+    basis: str = MEASURED  # or COST_MODEL, or MOCKED
+
+    @property
+    def heading(self) -> str:
+        """The work, its precision, and where the numbers come from if they were not measured."""
+        return ", ".join(filter(None, (self.title, self.precision, _WARNINGS[self.basis])))
 
     @property
     def best_baseline(self) -> Row | None:
@@ -119,11 +144,15 @@ class Result:
     environment: dict[str, Any]
     jobs: list[JobResult] = field(default_factory=list)
     complete: bool = False
+    kind: str = "contest"  # see studies.Study
+    notes: list[str] = field(default_factory=list)  # on all jobs
+    mark: str = ""  # of this result on a page, see page.py
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "format": FORMAT, "bench": self.bench, "label": self.label, "complete": self.complete,
-            "settings": self.settings, "environment": self.environment, "jobs": [job.to_dict() for job in self.jobs],
+            "format": FORMAT, "bench": self.bench, "label": self.label, "complete": self.complete, "kind": self.kind,
+            "notes": self.notes, "settings": self.settings, "environment": self.environment,
+            "jobs": [job.to_dict() for job in self.jobs],
         }  # fmt: skip
 
     def to_csv(self) -> str:
@@ -137,9 +166,10 @@ class Result:
 
 
 _COLUMNS = (
-    "job", "precision", "contender", "side", "status", "reason", "median_ms", "q1_ms", "q3_ms", "fastest_ms", "rounds",
-    "items_per_s", "item", "mfu", "best_baseline", "times_as_fast", "times_low", "times_high",
+    "job", "precision", "basis", "contender", "side", "status", "reason", "median_ms", "q1_ms", "q3_ms", "fastest_ms",
+    "rounds", "items_per_s", "item", "mfu", "best_baseline", "times_as_fast", "times_low", "times_high",
     "cold_s", "warm_s", "imports_s", "base_bytes", "peak_bytes", "steady_bytes", "loss_difference", "weight_difference",
+    "planned_bytes", "planned_ms", "published_ms", "reproduced_ms",
 )  # fmt: skip
 
 
@@ -150,7 +180,7 @@ def _csv_rows(job: JobResult) -> Iterator[dict[str, Any]]:
         plain = {name: value for name, value in asdict(row).items() if name in _COLUMNS}
         yield {
             **plain,
-            "job": job.title, "precision": job.precision, "item": job.item,
+            "job": job.title, "precision": job.precision, "basis": job.basis, "item": job.item,
             "median_ms": steps and steps.median, "q1_ms": steps and steps.q1, "q3_ms": steps and steps.q3,
             "rounds": len(row.round_ms), "items_per_s": job.per_second(row), "mfu": job.mfu(row),
             "best_baseline": best and best.contender, "times_as_fast": times and times.ratio,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,26 +14,36 @@ from typing import Any
 import psutil
 
 from ttrain.bench.contender import compiles
+from ttrain.bench.findings import note_event, note_host, note_memory, note_start
 from ttrain.bench.process import Caches, Event, WorkerFailed, events
 from ttrain.bench.progress import Progress
-from ttrain.bench.results import JobResult, Result, Row
-from ttrain.bench.settings import BenchConfig
-from ttrain.bench.studies import Study
-from ttrain.bench.workload import Job
+from ttrain.bench.results import MOCKED, JobResult, Result, Row
+from ttrain.bench.settings import BenchConfig, StartupBenchConfig, TimedConfig, TrainingBenchConfig
+from ttrain.bench.studies import Study, Variant
+from ttrain.bench.workload import Job, ProductWork
 from ttrain.core.errors import UserError
 from ttrain.core.units import format_bytes, format_duration
 from ttrain.device.settings import DeviceConfig
+from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.settings import EngineConfig
 
 Start = Callable[[Mapping[str, Any], Path, Mapping[str, str] | None], Iterator[Event]]
 # Whom to leave out first where not all fit into memory side by side.
 _EXPENDABLE = ("dynamic", "compile_all", "compile", "static", "traced", "eager")
 _MEMORY_SHARE = 0.85  # of what is available
+# glibc keeps up to 64 MiB of free memory for later; here it gives back what is more than a MiB, so that it is not taken
+# for memory in use.
+_TRIMMING = {"MALLOC_TRIM_THRESHOLD_": str(2**20), "MALLOC_TOP_PAD_": "0"}
+_APART_ROUNDS = 3  # of variants that need a process each
 
 
 @dataclass
 class Bench:
-    """One run of a study. `save` is called whenever `result` has grown."""
+    """One run of a study. `save` is called whenever `result` has grown.
+
+    `modelled` says whether a Tenstorrent chip is meant that is not here: then times come from the cost model. `mocked`
+    says whether the host's time per step is measured on a mocked board as well.
+    """
 
     study: Study
     config: BenchConfig
@@ -43,46 +54,106 @@ class Bench:
     progress: Progress
     save: Callable[[], None] = lambda: None
     start: Start = events
+    modelled: bool = False
+    mocked: bool = False
     _numbers: Iterator[int] = field(default_factory=count)
 
     def run(self) -> None:
         """Measure everything. Interrupted by KeyboardInterrupt, what was found so far is in `result`."""
+        self.result.kind = self.study.kind
         with tempfile.TemporaryDirectory(prefix="ttrain-bench-", ignore_cleanup_errors=True) as folder:
-            for job in self.study.jobs:
-                self._job(job, Path(folder) / job.precision)
+            if self.modelled:
+                self._model()
+            if self.mocked:
+                self._mock(Path(folder))
+            if not self.modelled and not self.mocked:
+                for number, job in enumerate(self.study.jobs):
+                    self._job(number, job, Path(folder) / f"job{number}")
         self.result.complete = True
         self.save()
 
-    def _job(self, job: Job, folder: Path) -> None:
-        work, rows = job.work, {name: Row(name) for name in self.study.contenders}
+    def _model(self) -> None:
+        """Every job on the cost model."""
+        from ttrain.bench.modelled import jobs_of, modelled, told
+
+        assert isinstance(self.device, TenstorrentConfig)
+        listed = list(jobs_of(self.study))
+        self.result.notes += filter(None, [told(self.study)])
+        with self.progress.stage(f"cost model of {self.device.name}") as stage:
+            for number, (job, variants) in enumerate(listed):
+                stage.tell(job.work.title, number / len(listed))
+                self.result.jobs.append(modelled(self.study, job, variants, self.device))
+                self.save()
+            stage.done(f"{len(listed)} jobs; there is no card here")
+
+    def _mock(self, folder: Path) -> None:
+        """Host time per step by engine, of every job that trains."""
+        assert isinstance(self.device, TenstorrentConfig)
+        device = replace(self.device, mode="mock")
+        for job, variants in zip(self.study.jobs, self.study.variants, strict=True):
+            if isinstance(job.work, ProductWork):
+                continue
+            work, rows = job.work, {name: Row(name) for name in dict.fromkeys(each.engine for each in variants)}
+            found = JobResult(work.title, job.precision, work.item_plural, work.items_per_step, asdict(work), rows)
+            found.basis = MOCKED
+            self.result.jobs.append(found)
+            for row in rows.values():
+                with self.progress.stage(f"{work.title}, {job.precision}: host dispatch of {row.contender}") as stage:
+                    order = self._order("host", job, [row.contender], device)
+                    for event in self._events(order, folder, None, row):
+                        note_host(found, row, event)
+                    stage.done(row.reason or f"{row.round_ms[0] if row.round_ms else 0:.3g} ms on a mocked board")
+                self.save()
+
+    def _job(self, number: int, job: Job, folder: Path) -> None:
+        work, study = job.work, self.study
+        chip = study.kind == "chip"
+        names = [variant.name for variant in study.variants[number]] if chip else study.contenders
+        rows = {name: Row(name) for name in names}
         found = JobResult(work.title, job.precision, work.item_plural, work.items_per_step, asdict(work), rows)
         self.result.jobs.append(found)
         caches = Caches(folder / "caches")
-        if self.config.startup:
+        label = f"{work.title}, {job.precision}" if len(study.jobs) > 1 else job.precision
+        if chip:
+            self._apart(job, found, study.variants[number], folder, label)
+        elif study.kind == "startup":
+            self._startup(job, rows, folder, label)
+        elif study.kind == "memory":
             for row in rows.values():
-                self._starts(job, row, folder, caches)
-                self.save()
-        taking_part = [name for name, row in rows.items() if row.status != "failed"]
-        for name in _too_many(rows, taking_part):
-            taking_part.remove(name)
-        if taking_part:
-            environment = caches.all() if self.config.startup else None
-            self._together(job, found, taking_part, folder, environment)
+                self._memory(job, row, folder, label)
+            self._contest(job, found, folder, None, label)
+        else:
+            separate = isinstance(self.config, TrainingBenchConfig) and self.config.startup
+            if separate:
+                for row in rows.values():
+                    self._starts(job, row, folder, caches, label)
+                    self.save()
+            self._contest(job, found, folder, caches if separate else None, label)
         self.save()
 
-    def _order(self, do: str, job: Job, contenders: list[str]) -> dict[str, Any]:
+    def _contest(self, job: Job, found: JobResult, folder: Path, caches: Caches | None, label: str) -> None:
+        """Interleaved steps of everybody who can take part."""
+        taking_part = [name for name, row in found.rows.items() if row.status != "failed"]
+        for name in _too_many(found.rows, taking_part):
+            taking_part.remove(name)
+        if taking_part:
+            self._together(job, found, taking_part, folder, caches.all() if caches else None, label)
+
+    def _order(self, do: str, job: Job, contenders: list[str], device: DeviceConfig | None = None) -> dict[str, Any]:
+        timed = self.config if isinstance(self.config, TimedConfig) else TimedConfig()
         return {
             "do": do, "job": job.to_dict(), "contenders": contenders, "plugins": self.plugins,
-            "device": asdict(self.device), "engine": asdict(self.engine), "reference": self.study.reference,
-            "seconds": self.config.seconds, "rounds": self.config.rounds,
+            "device": asdict(device or self.device), "engine": asdict(self.engine), "reference": self.study.reference,
+            "seconds": timed.seconds, "rounds": timed.rounds,
+            "planned": self.study.kind == "memory",
         }  # fmt: skip
 
-    def _starts(self, job: Job, row: Row, folder: Path, caches: Caches) -> None:
+    def _starts(self, job: Job, row: Row, folder: Path, caches: Caches, label: str) -> None:
         """Cold and warm start of one contender, each in a new process."""
         two = compiles(row.contender)
         for temperature in ["cold", "warm"] if two else ["warm"]:
-            label = f"{job.precision}: {f'{temperature} start' if two else 'start'} of {row.contender}"
-            with self.progress.stage(label) as stage:
+            name = f"{label}: {f'{temperature} start' if two else 'start'} of {row.contender}"
+            with self.progress.stage(name) as stage:
                 order = self._order("alone", job, [row.contender])
                 for event in self._events(order, folder, caches.of(row.contender), row):
                     note_start(row, event, temperature)
@@ -90,11 +161,39 @@ class Bench:
             if row.status == "failed":
                 return
 
+    def _startup(self, job: Job, rows: Mapping[str, Row], folder: Path, label: str) -> None:
+        """Starts in turns, each round with empty caches of its own."""
+        assert isinstance(self.config, StartupBenchConfig)
+        order, repeats = random.Random(job.seed), self.config.repeats
+        for number in range(repeats):
+            caches, turns = Caches(folder / f"round{number}"), list(rows.values())
+            order.shuffle(turns)
+            for row in turns:
+                if row.status != "failed":
+                    self._starts(job, row, folder, caches, f"{label}, {number + 1} of {repeats}")
+                    row.status = "ok" if row.warm_samples_s and row.status != "failed" else row.status
+                    self.save()
+
+    def _memory(self, job: Job, row: Row, folder: Path, label: str) -> None:
+        """Peak memory of one contender in a new process."""
+        with self.progress.stage(f"{label}: memory of {row.contender}") as stage:
+            order = self._order("memory", job, [row.contender])
+            for event in self._events(order, folder, _TRIMMING, row):
+                note_memory(row, event)
+            stage.done(row.reason or f"{format_bytes(row.used_bytes or 0)} used")
+        self.save()
+
     def _together(
-        self, job: Job, found: JobResult, names: list[str], folder: Path, environment: Mapping[str, str] | None
+        self,
+        job: Job,
+        found: JobResult,
+        names: list[str],
+        folder: Path,
+        environment: Mapping[str, str] | None,
+        label: str,
     ) -> None:
         rows = [found.rows[name] for name in names]
-        with self.progress.stage(f"{job.precision}: interleaved steps") as stage:
+        with self.progress.stage(f"{label}: interleaved steps") as stage:
             order = self._order("together", job, names)
             rounds = 0
             for event in self._events(order, folder, environment, *rows):
@@ -103,8 +202,36 @@ class Bench:
                     stage.tell(f"building {event['contender']}")
                 elif event["event"] == "round":
                     rounds += 1
-                    stage.tell(f"round {rounds} of {self.config.rounds}", rounds / self.config.rounds)
+                    stage.tell(f"round {rounds} of {order['rounds']}", rounds / order["rounds"])
             stage.done(f"{rounds} rounds")
+
+    def _apart(self, job: Job, found: JobResult, variants: tuple[Variant, ...], folder: Path, label: str) -> None:
+        """Variants whose device has to be opened otherwise, each in a process of its own, in turns."""
+        order = random.Random(job.seed)
+        for number in range(_APART_ROUNDS):
+            turns = list(variants)
+            order.shuffle(turns)
+            for variant in turns:
+                row = found.rows[variant.name]
+                device = variant_device(variant, self.device)
+                if device is None:
+                    row.status, row.reason = "left out", "one product can't be shared between sub-devices yet"
+                elif row.status != "failed":
+                    self._variant(job, found, row, variant, device, folder, f"{label}, {number + 1}: {variant.name}")
+                    self.save()
+
+    def _variant(
+        self, job: Job, found: JobResult, row: Row, variant: Variant, device: DeviceConfig, folder: Path, label: str
+    ) -> None:
+        with self.progress.stage(label) as stage:
+            order = self._order("together", job, [variant.engine], device)
+            order["seconds"] /= _APART_ROUNDS * len(found.rows)
+            alone = replace(found, rows={variant.engine: row})
+            for event in self._events(order, folder, None, row):
+                note_event(alone, event)
+            found.device, found.flops_per_step, found.peak_flops = alone.device, alone.flops_per_step, alone.peak_flops
+            found.parameters, found.others_cpu = alone.parameters, alone.others_cpu
+            stage.done(row.reason or "")
 
     def _events(
         self, order: Mapping[str, Any], folder: Path, environment: Mapping[str, str] | None, *rows: Row
@@ -123,54 +250,19 @@ class Bench:
                     row.fail(str(error))
 
 
-def note_start(row: Row, event: Event, temperature: str) -> None:
-    """Enter what a start found into the row."""
-    if event["event"] == "failed":
-        row.fail(event["reason"])
-        return
-    if temperature == "cold":
-        row.cold_s = event["first_step_s"]
-        return
-    row.warm_s, row.imports_s = event["first_step_s"], event["imports_s"]
-    row.base_bytes, row.peak_bytes, row.steady_bytes = event["base_bytes"], event["peak_bytes"], event["steady_bytes"]
-    row.losses, row.facts = event["losses"], event["facts"]
-    row.side, row.description = event["side"], event["description"]
+def variant_device(variant: Variant, device: DeviceConfig) -> DeviceConfig | None:
+    """The device that a variant opens; None for what can't be run."""
+    if variant.part == "both":
+        return None
+    if not isinstance(device, TenstorrentConfig):
+        return device
+    from ttrain.train.estimate import chip_setting
 
-
-def note_event(found: JobResult, event: Event) -> None:
-    """Enter one event of the interleaved process into the job's rows."""
-    kind = event["event"]
-    row = found.rows[event["contender"]] if "contender" in event else None
-    if kind == "environment":
-        found.device, found.parameters = event["device"], event["parameters"]
-        found.flops_per_step, found.peak_flops = event["flops_per_step"], event["peak_flops"]
-    elif kind == "round":
-        found.others_cpu = event["others_cpu"]
-        for turn in event["turns"]:
-            _note_turn(found.rows[turn["contender"]], turn)
-    elif row is not None:
-        _note_contender(row, event)
-
-
-def _note_contender(row: Row, event: Event) -> None:
-    kind = event["event"]
-    if kind == "failed":
-        row.fail(event["reason"])
-    elif kind == "built":
-        row.side, row.description = event["side"], event["description"]
-    elif kind == "checked":
-        row.losses, row.checked_against = event["losses"], event["reference"]
-        row.loss_difference, row.weight_difference = event["loss_difference"], event["weight_difference"]
-        row.status, row.reason = ("invalid", event["problem"]) if event["problem"] else ("ok", None)
-    elif kind == "facts":
-        row.facts = event["facts"]
-
-
-def _note_turn(row: Row, turn: Mapping[str, Any]) -> None:
-    times = sorted(1e3 * seconds for seconds in turn["seconds"])
-    middle = len(times) // 2
-    row.round_ms.append(times[middle] if len(times) % 2 else (times[middle - 1] + times[middle]) / 2)
-    row.fastest_ms = min(times[0], row.fastest_ms or times[0])
+    device = replace(device, dispatch=variant.dispatch or device.dispatch)
+    if variant.part == "half":
+        rows, columns = chip_setting(device, variant.engine).cores
+        device = replace(device, core_grid=[rows, columns // 2])
+    return device
 
 
 def _first_step(row: Row, temperature: str) -> float:

@@ -10,14 +10,40 @@ ENGINES = ("dynamic", "static", "traced")
 BASELINES = ("eager", "compile", "compile_all")
 PRECISIONS = ("fp32", "bf16")
 MLP_SIZES = ("tiny", "256", "1024x512")
-GPT_SIZES = ("char", "nano", "gpt2")
+GPT_SIZES = ("char", "nano", "nano32", "gpt2")
+PRODUCT_SIZES = [128, 256, 512, 1024, 2048, 4096]
 
 
 @dataclass
 class BenchConfig:
-    """What every benchmark against PyTorch has."""
+    """What every benchmark has."""
 
     name: str = option("gpt", "registered name of the benchmark")
+    compare: str | None = option(None, "results.json of an earlier run to compare with", path=True)
+    out: str | None = option(
+        None, "new folder for the results; null takes outputs/bench/<date>/<time>_<bench>_<size>", path=True
+    )
+    markdown: str | None = option(
+        None,
+        "page to put the result into, between marks that name the benchmark; what stood between them is replaced",
+        path=True,
+    )
+
+
+@dataclass
+class TimedConfig(BenchConfig):
+    """A benchmark whose contenders take turns."""
+
+    seconds: float = option(
+        15.0, "time for the interleaved steps of one table, in s; building and compiling come on top", above=0
+    )
+    rounds: int = option(20, "how often every contender has its turn, in random order; fewer if time is up", minimum=3)
+
+
+@dataclass
+class ContestConfig(BenchConfig):
+    """A benchmark of our engines against PyTorch."""
+
     precision: list[str] = option(list(PRECISIONS), "precisions, each measured by itself", choices=PRECISIONS)
     engines: list[str] = option(list(ENGINES), "engines that take part", choices=ENGINES)
     baselines: list[str] = option(
@@ -25,23 +51,21 @@ class BenchConfig:
         "PyTorch: eager; compile: compiled model, fused optimizer; compile_all: both compiled",
         choices=BASELINES,
     )
-    seconds: float = option(
-        15.0, "time for the interleaved steps of one precision, in s; building and compiling come on top", above=0
-    )
-    rounds: int = option(20, "how often every contender has its turn, in random order; fewer if time is up", minimum=3)
+
+
+@dataclass
+class TrainingBenchConfig(ContestConfig, TimedConfig):
+    """A benchmark of training steps of one size."""
+
     startup: bool = option(
         True,
         "whether a process of its own per contender measures peak memory and time to first step, with empty and with "
         "filled compile caches",
     )
-    compare: str | None = option(None, "results.json of an earlier run to compare with", path=True)
-    out: str | None = option(
-        None, "new folder for the results; null takes outputs/bench/<date>/<time>_<bench>_<size>", path=True
-    )
 
 
 @dataclass
-class MLPBenchConfig(BenchConfig):
+class MLPBenchConfig(TrainingBenchConfig):
     """A multilayer perceptron of two layers on mean squared error, trained by SGD."""
 
     name: str = option("mlp", "registered name of the benchmark")
@@ -54,13 +78,138 @@ class MLPBenchConfig(BenchConfig):
 
 
 @dataclass
-class GPTBenchConfig(BenchConfig):
+class GPTBenchConfig(TrainingBenchConfig):
     """A decoder-only transformer on next-token prediction, trained by AdamW with clipping."""
 
     name: str = option("gpt", "registered name of the benchmark")
     size: str = option(
         "char",
-        "char: 4 layers, 128 wide, 12 x 64 tokens; nano: 6 layers, 384 wide, 8 x 256 tokens; "
-        "gpt2: 124M parameters, 2 x 256 tokens",
+        "char: 4 layers, 128 wide, 12 x 64 tokens; nano: 6 layers, 384 wide, 8 x 256 tokens; nano32: 32 x 256 tokens "
+        "and a vocabulary of 256, as published for a Wormhole chip; gpt2: 124M parameters, 2 x 256 tokens",
         choices=GPT_SIZES,
     )
+
+
+@dataclass
+class SweepConfig(ContestConfig, TimedConfig):
+    """A benchmark of many sizes, each for a few seconds."""
+
+    seconds: float = option(
+        3.0, "time for the interleaved steps of one size, in s; building and compiling come on top", above=0
+    )
+    rounds: int = option(10, "how often every contender has its turn, in random order; fewer if time is up", minimum=3)
+    precision: list[str] = option(["fp32"], "precisions, each measured by itself", choices=PRECISIONS)
+    engines: list[str] = option(["static", "traced"], "engines that take part", choices=ENGINES)
+    baselines: list[str] = option(
+        ["eager", "compile"],
+        "PyTorch: eager; compile: compiled model, fused optimizer; compile_all: both compiled",
+        choices=BASELINES,
+    )
+
+
+@dataclass
+class ShapesBenchConfig(SweepConfig):
+    """A perceptron of two layers at every batch and width."""
+
+    name: str = option("shapes", "registered name of the benchmark")
+    batch: list[int] = option([32, 256, 2048], "examples of a batch", minimum=1, maximum=2**20)
+    dim: list[int] = option([64, 256, 2048], "width of the layers", minimum=1, maximum=2**16)
+
+
+@dataclass
+class DepthBenchConfig(SweepConfig):
+    """A perceptron at every number of layers and width."""
+
+    name: str = option("depth", "registered name of the benchmark")
+    layers: list[int] = option([2, 8, 32], "number of layers", minimum=1, maximum=1024)
+    dim: list[int] = option([64, 512], "width of the layers", minimum=1, maximum=2**16)
+    batch: int = option(256, "examples of a batch", minimum=1, maximum=2**20)
+
+
+@dataclass
+class MatmulBenchConfig(SweepConfig):
+    """One square matrix product at every size, with the share of the device's peak."""
+
+    name: str = option("matmul", "registered name of the benchmark")
+    size: list[int] = option(PRODUCT_SIZES, "rows and columns of the matrices", minimum=1, maximum=2**15)
+    baselines: list[str] = option(["eager"], "PyTorch: eager is torch.mm", choices=("eager",))
+
+
+@dataclass
+class StartupBenchConfig(ContestConfig):
+    """Time to the first step in fresh processes, with compile caches of their own that are empty, then filled."""
+
+    name: str = option("startup", "registered name of the benchmark")
+    work: list[str] = option(["gpt"], "what is started: mlp is 1024x512, gpt is char", choices=("mlp", "gpt"))
+    repeats: int = option(3, "how often everybody starts cold and warm, in turns", minimum=1)
+    precision: list[str] = option(["fp32"], "precisions, each measured by itself", choices=PRECISIONS)
+    baselines: list[str] = option(
+        ["eager", "compile"],
+        "PyTorch: eager; compile: compiled model, fused optimizer; compile_all: both compiled",
+        choices=BASELINES,
+    )
+
+
+@dataclass
+class MemoryBenchConfig(ContestConfig, TimedConfig):
+    """Planned against measured: peak memory of every contender in a process of its own, and the time of a step."""
+
+    seconds: float = option(
+        8.0, "time for the interleaved steps of one table, in s; building and compiling come on top", above=0
+    )
+    name: str = option("memory", "registered name of the benchmark")
+    work: list[str] = option(
+        ["mlp", "nano", "gpt2"], "what is trained: mlp is 1024x512, char, nano and gpt2 are those of bench=gpt",
+        choices=("mlp", "char", "nano", "gpt2"),
+    )  # fmt: skip
+    precision: list[str] = option(["fp32"], "precisions, each measured by itself", choices=PRECISIONS)
+    engines: list[str] = option(["static", "traced"], "engines that take part", choices=ENGINES)
+    baselines: list[str] = option(
+        ["eager"],
+        "PyTorch: eager; compile: compiled model, fused optimizer; compile_all: both compiled",
+        choices=BASELINES,
+    )
+
+
+@dataclass
+class ChipBenchConfig(TimedConfig):
+    """A benchmark of ways to use one Tenstorrent chip; on the cost model where there is no card."""
+
+
+@dataclass
+class DispatchBenchConfig(ChipBenchConfig):
+    """Dispatch on worker cores against Ethernet cores: a perceptron, a transformer, matrix products."""
+
+    name: str = option("dispatch", "registered name of the benchmark")
+    engines: list[str] = option(list(ENGINES), "engines that take part", choices=ENGINES)
+    size: list[int] = option(PRODUCT_SIZES, "rows and columns of the matrices", minimum=1, maximum=2**15)
+
+
+@dataclass
+class CoreGridBenchConfig(ChipBenchConfig):
+    """All cores of a chip against half of them."""
+
+    name: str = option("core_grid", "registered name of the benchmark")
+    engines: list[str] = option(list(ENGINES), "engines that take part", choices=ENGINES)
+
+
+@dataclass
+class SubdevicesBenchConfig(ChipBenchConfig):
+    """Matrix products on the whole chip, and on two halves with one command queue and with two."""
+
+    name: str = option("subdevices", "registered name of the benchmark")
+    size: list[int] = option([256, 512, 1024, 2048], "rows and columns of the matrices", minimum=1, maximum=2**15)
+
+
+STUDIES: dict[str, type[BenchConfig]] = {
+    "gpt": GPTBenchConfig,
+    "mlp": MLPBenchConfig,
+    "shapes": ShapesBenchConfig,
+    "depth": DepthBenchConfig,
+    "matmul": MatmulBenchConfig,
+    "startup": StartupBenchConfig,
+    "memory": MemoryBenchConfig,
+    "dispatch": DispatchBenchConfig,
+    "core_grid": CoreGridBenchConfig,
+    "subdevices": SubdevicesBenchConfig,
+}

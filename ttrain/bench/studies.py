@@ -2,35 +2,165 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from ttrain.bench.settings import BenchConfig, GPTBenchConfig, MLPBenchConfig
-from ttrain.bench.workload import GPT_WORK, MLP_WORK, Job, Work
+from ttrain.bench.settings import (
+    ContestConfig,
+    CoreGridBenchConfig,
+    DepthBenchConfig,
+    DispatchBenchConfig,
+    GPTBenchConfig,
+    MatmulBenchConfig,
+    MemoryBenchConfig,
+    MLPBenchConfig,
+    ShapesBenchConfig,
+    StartupBenchConfig,
+    SubdevicesBenchConfig,
+    TrainingBenchConfig,
+)
+from ttrain.bench.workload import GPT_WORK, MLP_WORK, Job, MLPWork, ProductWork, Work
+
+T = TypeVar("T")
+PUBLISHED_GPT, PUBLISHED_MLP = GPT_WORK["nano32"], MLP_WORK["1024x512"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a job on a Tenstorrent chip. `part` is full, half (of the cores), or both (halves, two queues)."""
+
+    name: str
+    engine: str
+    dispatch: str | None = None  # None: as configured
+    part: str = "full"
 
 
 @dataclass(frozen=True)
 class Study:
-    """Jobs, each done by all contenders. The first baseline is what the others' work is checked against."""
+    """Jobs, each done by all contenders. The first baseline is what the others' work is checked against.
+
+    `kind` tells how: "contest" is interleaved steps, before them starts in processes of their own where the config asks
+    for that; "sweep" the same over many sizes, shown in one table; "startup" starts only; "memory" peak memory first;
+    "chip" variants of running a job on one Tenstorrent chip instead of contenders. `published` names the tables of
+    ttrain/cost/published.py that the times of a chip can be compared with.
+    """
 
     name: str
     label: str  # short, for file names
     jobs: tuple[Job, ...]
     contenders: tuple[str, ...]
     reference: str
+    kind: str = "contest"
+    variants: tuple[tuple[Variant, ...], ...] = ()  # of each job, on a chip
+    published: tuple[str, ...] = ()
+    published_jobs: tuple[Job, ...] = ()  # what was published and may not be among the jobs
 
 
 def mlp(config: MLPBenchConfig, seed: int) -> Study:
     """bench=mlp."""
-    return _training(config, config.size, MLP_WORK[config.size], seed)
+    return _training(config, MLP_WORK[config.size], PUBLISHED_MLP, ("mlp_engines",), seed)
 
 
 def gpt(config: GPTBenchConfig, seed: int) -> Study:
     """bench=gpt."""
-    return _training(config, config.size, GPT_WORK[config.size], seed)
+    return _training(config, GPT_WORK[config.size], PUBLISHED_GPT, ("gpt",), seed)
 
 
-def _training(config: BenchConfig, size: str, work: Work, seed: int) -> Study:
-    jobs = tuple(Job(work, precision, seed) for precision in dict.fromkeys(config.precision))
-    contenders = tuple(dict.fromkeys([*config.baselines, *config.engines]))
-    reference = "eager" if "eager" in contenders else contenders[0]
-    return Study(config.name, f"{config.name}_{size}", jobs, contenders, reference)
+def shapes(config: ShapesBenchConfig, seed: int) -> Study:
+    """bench=shapes."""
+    works = [MLPWork(layers=2, width=dim, rows=rows) for rows in _unique(config.batch) for dim in _unique(config.dim)]
+    known = [MLPWork(2, dim, rows) for rows, dim in ((256, 256), (256, 2048), (2048, 2048), (4096, 2048))]
+    return _contest(config, "sweep", "shapes", works, known, ("shapes",), seed)
+
+
+def depth(config: DepthBenchConfig, seed: int) -> Study:
+    """bench=depth."""
+    works = [MLPWork(layers, dim, config.batch) for layers in _unique(config.layers) for dim in _unique(config.dim)]
+    return _contest(config, "sweep", "depth", works, [], (), seed)
+
+
+def matmul(config: MatmulBenchConfig, seed: int) -> Study:
+    """bench=matmul."""
+    works = [ProductWork(size) for size in _unique(config.size)]
+    known = [ProductWork(size) for size in (4032, 1024, 512)]
+    return _contest(config, "sweep", "matmul", works, known, ("matmul_rate",), seed)
+
+
+def startup(config: StartupBenchConfig, seed: int) -> Study:
+    """bench=startup."""
+    known: dict[str, Work] = {"mlp": PUBLISHED_MLP, "gpt": GPT_WORK["char"]}
+    works = [known[name] for name in _unique(config.work)]
+    return _contest(config, "startup", "startup", works, [], (), seed)
+
+
+def memory(config: MemoryBenchConfig, seed: int) -> Study:
+    """bench=memory."""
+    known: dict[str, Work] = {"mlp": PUBLISHED_MLP, **GPT_WORK}
+    return _contest(config, "memory", "memory", [known[name] for name in _unique(config.work)], [], (), seed)
+
+
+def dispatch(config: DispatchBenchConfig, seed: int) -> Study:
+    """bench=dispatch."""
+
+    def ways(engines: Iterable[str]) -> tuple[Variant, ...]:
+        return tuple(Variant(f"{name}, {kind}", name, kind) for name in engines for kind in ("worker", "eth"))
+
+    listed: list[tuple[Work, tuple[Variant, ...]]] = [
+        (PUBLISHED_MLP, ways(_unique(config.engines))),
+        (PUBLISHED_GPT, ways(name for name in _unique(config.engines) if name != "dynamic")),
+    ]
+    listed += [(ProductWork(size), ways(["static"])) for size in _unique(config.size)]
+    return _chip("dispatch", listed, ("mlp_dispatch", "gpt", "matmul_dispatch"), seed)
+
+
+def core_grid(config: CoreGridBenchConfig, seed: int) -> Study:
+    """bench=core_grid."""
+    names = _unique(config.engines)
+    ways = tuple(Variant(f"{name}, {part} grid", name, part=part) for name in names for part in ("full", "half"))
+    return _chip("core_grid", [(PUBLISHED_MLP, ways)], ("core_grid",), seed)
+
+
+def subdevices(config: SubdevicesBenchConfig, seed: int) -> Study:
+    """bench=subdevices."""
+    ways = (
+        Variant("full, 1 queue", "static"),
+        Variant("half, 1 queue", "static", part="half"),
+        Variant("half each, 2 queues", "static", part="both"),
+    )
+    return _chip("subdevices", [(ProductWork(size), ways) for size in _unique(config.size)], ("subdevices",), seed)
+
+
+def _training(config: TrainingBenchConfig, work: Work, known: Work, published: tuple[str, ...], seed: int) -> Study:
+    size = getattr(config, "size", "")
+    return _contest(config, "contest", f"{config.name}_{size}", [work], [known], published, seed)
+
+
+def _contest(
+    config: ContestConfig,
+    kind: str,
+    label: str,
+    works: Sequence[Work],
+    known: Sequence[Work],
+    published: tuple[str, ...],
+    seed: int,
+) -> Study:
+    jobs = tuple(Job(work, precision, seed) for work in works for precision in _unique(config.precision))
+    contenders = tuple(_unique([*config.baselines, *config.engines]))
+    variants = tuple(Variant(name, name) for name in _unique(config.engines))
+    return Study(
+        config.name, label, jobs, contenders, "eager" if "eager" in contenders else contenders[0], kind,
+        (variants,) * len(jobs), published, tuple(Job(work, "bf16", seed) for work in known),
+    )  # fmt: skip
+
+
+def _chip(
+    name: str, listed: Sequence[tuple[Work, tuple[Variant, ...]]], published: tuple[str, ...], seed: int
+) -> Study:
+    listed = [(work, variants) for work, variants in listed if variants]
+    jobs = tuple(Job(work, "bf16", seed) for work, _ in listed)
+    return Study(name, name, jobs, (), "", "chip", tuple(variants for _, variants in listed), published)
+
+
+def _unique(values: Iterable[T]) -> list[T]:
+    return list(dict.fromkeys(values))

@@ -1,7 +1,8 @@
 """The measuring processes of a benchmark: `python -m ttrain.bench.worker <order.json> <events.jsonl>`.
 
-An order holds a job, the contenders and what to do: `alone` measures one contender's start and memory, `together`
-checks and times several in turns. Every finding is appended to the events file as one JSON line at once, so that
+An order holds a job, the contenders and what to do: `alone` measures one contender's start and memory, `memory` its
+memory above what the process needs for any work, `together` checks and times several in turns, `host` times what one
+costs the host on a mocked board. Every finding is appended to the events file as one JSON line at once, so that
 whoever started the process has all of it even if the process is ended.
 """
 
@@ -20,16 +21,19 @@ import psutil
 
 from ttrain.bench.check import STEPS, FirstSteps, agreement, first_steps
 from ttrain.bench.contender import Contender, make_contender
+from ttrain.bench.engines import step_graph
 from ttrain.bench.interleave import Seat, interleave
-from ttrain.bench.memory import PeakMemory
+from ttrain.bench.memory import PeakMemory, return_free_memory
 from ttrain.bench.reason import reason
-from ttrain.bench.workload import Job
+from ttrain.bench.workload import Job, ProductWork
 from ttrain.config import build, registry
 from ttrain.engine.settings import EngineConfig
 
 if TYPE_CHECKING:
+    from ttrain.device.base import Device
     from ttrain.device.settings import DeviceConfig
 
+HOST_ROUNDS = 5  # measurements of host dispatch, each the fastest of some steps
 Emit = Callable[[Mapping[str, Any]], None]
 
 
@@ -43,8 +47,7 @@ def main(order: Path, events: Path) -> None:
             file.flush()
 
         registry.load_plugins(given["plugins"])
-        run = alone if given["do"] == "alone" else together
-        run(given, emit)
+        {"alone": alone, "memory": memory, "together": together, "host": host}[given["do"]](given, emit)
 
 
 def device_of(order: Mapping[str, Any]) -> DeviceConfig:
@@ -64,8 +67,8 @@ def alone(order: Mapping[str, Any], emit: Emit) -> None:
     opened = build.build_device(device_of(order))
     if not opened.computes:
         return emit({"event": "refused", "reason": _no_values(opened.name)})
-    memory = PeakMemory(opened.name)
-    base, imports = memory.now(), time.time() - psutil.Process().create_time()
+    usage = PeakMemory(opened.name)
+    base, imports = usage.now(), time.time() - psutil.Process().create_time()
     start = time.perf_counter()
     try:
         contender = contender_of(name, order, job)
@@ -73,15 +76,15 @@ def alone(order: Mapping[str, Any], emit: Emit) -> None:
         built = time.perf_counter() - start
         first = contender.loss(contender.step(1))
         until_first = time.perf_counter() - start
-        whole_peak = memory.peak()
-        reset = memory.reset()
+        whole_peak = usage.peak()
+        reset = usage.reset()
         losses = first_steps(contender, [first]).losses
         contender.synchronize()
     except Exception as error:  # what a contender raises is its result
         emit({"event": "failed", "contender": name, "reason": reason(error)})
         return
-    steady = memory.peak() if reset else None
-    peak = max(whole_peak, steady or memory.peak())
+    steady = usage.peak() if reset else None
+    peak = max(whole_peak, steady or usage.peak())
     emit(
         {
             "event": "alone", "contender": name, "side": contender.side, "description": contender.description,
@@ -91,6 +94,69 @@ def alone(order: Mapping[str, Any], emit: Emit) -> None:
         }
     )  # fmt: skip
     contender.close()
+
+
+def memory(order: Mapping[str, Any], emit: Emit) -> None:
+    """Peak memory of a contender in this fresh process, above what the process holds after the same work on a small
+    scale and with the batches in memory: what a plan can speak of.
+    """
+    job, name = Job.of(order["job"]), order["contenders"][0]
+    opened = build.build_device(device_of(order))
+    if not opened.computes:
+        return emit({"event": "refused", "reason": _no_values(opened.name)})
+    usage = PeakMemory(opened.name)
+    try:
+        _rehearse(name, order, job)
+        held = sum(array.nbytes for batch in job.batches for array in batch.values())
+        return_free_memory()
+        base = usage.now()
+        usage.reset()
+        contender = contender_of(name, order, job)
+        contender.build()
+        losses = first_steps(contender).losses
+        building = usage.peak()
+        reset = usage.reset()
+        for number in range(STEPS + 1, 2 * STEPS + 1):
+            contender.loss(contender.step(number))
+        contender.synchronize()
+    except Exception as error:  # what a contender raises is its result
+        emit({"event": "failed", "contender": name, "reason": reason(error)})
+        return
+    emit(
+        {
+            "event": "memory", "contender": name, "side": contender.side, "description": contender.description,
+            "base_bytes": base, "peak_bytes": max(building, usage.peak()),
+            "steady_bytes": usage.peak() if reset else None, "planned_bytes": contender.planned_bytes(),
+            "batch_bytes": held, "losses": losses, "facts": contender.facts(),
+        }
+    )  # fmt: skip
+    contender.close()
+
+
+def host(order: Mapping[str, Any], emit: Emit) -> None:
+    """Host time of an optimizer step on a board that computes nothing."""
+    from ttrain.bench.engines import EngineContender
+    from ttrain.train.rehearsal import dispatch_ms
+
+    job, name = Job.of(order["job"]), order["contenders"][0]
+    try:
+        contender = contender_of(name, order, job)
+        contender.build()
+        assert isinstance(contender, EngineContender) and not contender.device.computes
+        found = [dispatch_ms(contender.step) for _ in range(HOST_ROUNDS)]
+    except Exception as error:  # what a contender raises is its result
+        emit({"event": "failed", "contender": name, "reason": reason(error)})
+        return
+    emit({"event": "host", "contender": name, "ms": found, "device": contender.device.describe()})
+    contender.close()
+
+
+def _rehearse(name: str, order: Mapping[str, Any], job: Job) -> None:
+    """The same ops on a small scale: modules, threads, compiled code and the libraries' own memory come to stay."""
+    small = contender_of(name, order, Job(job.training.smaller(), job.precision, job.seed))
+    small.build()
+    first_steps(small)
+    small.close()
 
 
 def together(order: Mapping[str, Any], emit: Emit) -> None:
@@ -114,7 +180,20 @@ def together(order: Mapping[str, Any], emit: Emit) -> None:
         emit({"event": "round", "turns": [asdict(turn) for turn in turns], "others_cpu": cpu.others()})
     for contender in built:
         emit({"event": "facts", "contender": contender.name, "facts": contender.facts()})
+    if order.get("planned"):
+        _plan(job, built, opened, emit)
+    for contender in built:
         contender.close()
+
+
+def _plan(job: Job, built: Sequence[Contender], opened: Device, emit: Emit) -> None:
+    """What `task=plan` expects of a step, from kernels that are timed now: while the machine is as it was just now."""
+    from ttrain.bench.expected import expected_seconds
+
+    for contender in built:
+        seconds = expected_seconds(job, contender, opened)
+        if seconds is not None:
+            emit({"event": "planned", "contender": contender.name, "step_ms": 1e3 * seconds})
 
 
 def _no_values(device: str) -> str:
@@ -157,14 +236,12 @@ def _work_facts(job: Job, device: str, order: Mapping[str, Any]) -> dict[str, An
     """FLOPs of one step as the ops of our graph declare them, and the peak that mfu is relative to."""
     from ttrain.train.peak import measured_peak
     from ttrain.train.session import flops_per_step
-    from ttrain.train.step_graph import StepGraph
 
-    graph = StepGraph(job.model, build.build_optimizer(job.work.optimizer), job.work.rows)
-    return {
-        "flops_per_step": flops_per_step(graph),
-        "peak_flops": measured_peak(device, job.precision, order["device"].get("index", 0)),
-        "parameters": job.model.parameter_count,
-    }
+    peak = measured_peak(device, job.precision, order["device"].get("index", 0))
+    if isinstance(job.work, ProductWork):
+        return {"flops_per_step": job.work.flops, "peak_flops": peak, "parameters": None}
+    flops = flops_per_step(step_graph(job))
+    return {"flops_per_step": flops, "peak_flops": peak, "parameters": job.model.parameter_count}
 
 
 class _CpuShare:

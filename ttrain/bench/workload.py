@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Batch = dict[str, np.ndarray]
 BATCHES = 8  # distinct ones; steps take them in turn
+PRODUCT = "product"  # stands for a parameter's path where the work is one matrix product
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class GPTWork:
     def optimizer(self) -> OptimizerConfig:
         """nanoGPT's settings for a small transformer."""
         return AdamWConfig(lr=1e-3, betas=[0.9, 0.99], weight_decay=0.1, clip_norm=1.0)
+
+    def smaller(self) -> GPTWork:
+        """A small part of the same: one layer, one sequence."""
+        return replace(self, layers=1, rows=1)
 
     def model(self, compute: DType) -> Model:
         """Ours."""
@@ -104,6 +109,10 @@ class MLPWork:
     def optimizer(self) -> OptimizerConfig:
         return SGDConfig(lr=0.1, momentum=0.0, clip_norm=None)
 
+    def smaller(self) -> MLPWork:
+        """A small part of the same: a quarter of the batch."""
+        return replace(self, rows=max(self.rows // 4, 1))
+
     def model(self, compute: DType) -> Model:
         """Ours."""
         from ttrain.models.mlp import MLP
@@ -128,12 +137,41 @@ class MLPWork:
         return [{"inputs": x, "targets": x @ teacher} for x in inputs]
 
 
-Work = GPTWork | MLPWork
-KINDS: dict[str, type[GPTWork] | type[MLPWork]] = {"gpt": GPTWork, "mlp": MLPWork}
+@dataclass(frozen=True)
+class ProductWork:
+    """One square matrix product [size, size] x [size, size]; nothing is trained."""
+
+    size: int
+    kind: str = "product"
+
+    item = "product"
+    item_plural = "products"
+    items_per_step = 1
+
+    @property
+    def title(self) -> str:
+        return f"matrix product of {self.size}"
+
+    @property
+    def flops(self) -> int:
+        """A multiply-add counts two."""
+        return 2 * self.size**3
+
+    def factors(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """Both matrices, fp32."""
+        generator = generator_of(seed, "bench product")
+        a, b = (generator.standard_normal((self.size, self.size), dtype=np.float32) for _ in range(2))
+        return a, b
+
+
+TrainingWork = GPTWork | MLPWork
+Work = TrainingWork | ProductWork
+KINDS: dict[str, Callable[..., Work]] = {"gpt": GPTWork, "mlp": MLPWork, "product": ProductWork}
 
 GPT_WORK = {
     "char": GPTWork(layers=4, heads=4, width=128, context=64, rows=12, vocabulary=65, bias=False),
     "nano": GPTWork(layers=6, heads=6, width=384, context=256, rows=8, vocabulary=65, bias=False),
+    "nano32": GPTWork(layers=6, heads=6, width=384, context=256, rows=32, vocabulary=256, bias=True),
     "gpt2": GPTWork(layers=12, heads=12, width=768, context=256, rows=2, vocabulary=50257, bias=True),
 }
 MLP_WORK = {
@@ -156,17 +194,26 @@ class Job:
     precision: str
     seed: int
 
+    @property
+    def training(self) -> TrainingWork:
+        """The work, where it is that of training."""
+        assert not isinstance(self.work, ProductWork)
+        return self.work
+
     @cached_property
     def model(self) -> Model:
         """Ours, on symbolic tensors: the list of parameters, whoever computes."""
-        return self.work.model(DType.parse(self.precision))
+        return self.training.model(DType.parse(self.precision))
 
     @cached_property
     def batches(self) -> list[Batch]:
-        return self.work.batches(self.seed)
+        return self.training.batches(self.seed)
 
     def first_weights(self) -> Iterator[tuple[str, np.ndarray]]:
         """(our parameter path, first values fp32), one parameter in memory at a time."""
+        if isinstance(self.work, ProductWork):
+            yield PRODUCT, np.zeros((self.work.size, self.work.size), np.float32)
+            return
         for path, parameter in self.model.parameters().items():
             yield path, initial_value(parameter, self.seed)
 

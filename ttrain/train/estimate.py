@@ -152,7 +152,7 @@ class Work:
 
 def wormhole_time(work: Work, config: TenstorrentConfig, engine: str) -> StepTime:
     """By the cost model."""
-    chip = Wormhole(_setting(config, engine))
+    chip = Wormhole(chip_setting(config, engine))
     parts: dict[str, float] = dict.fromkeys(("total", "host", "dispatch", "compute", "bandwidth"), 0.0)
     programs = 0
     for times, nodes in work.nodes:
@@ -161,15 +161,21 @@ def wormhole_time(work: Work, config: TenstorrentConfig, engine: str) -> StepTim
         programs += times * len(listed)
         for name in parts:
             parts[name] += times * getattr(estimate, name) / 1e6
-    host_input = work.inputs * INPUT_CALL + work.input_bytes / INPUT_RATE
+    given = host_input(work)
     overlapped = config.command_queues == 2
-    total = max(parts["total"], host_input) if overlapped else parts["total"] + host_input
+    total = max(parts["total"], given) if overlapped else parts["total"] + given
     dispatch = max(parts["host"], parts["dispatch"])
     source = "the cost model of a Wormhole chip, fitted to published measurements (docs/planning.md), not from a card"
-    return StepTime(total, dispatch, parts["compute"], parts["bandwidth"], host_input, programs, source)
+    return StepTime(total, dispatch, parts["compute"], parts["bandwidth"], given, programs, source)
 
 
-def _setting(config: TenstorrentConfig, engine: str) -> Setting:
+def host_input(work: Work) -> float:
+    """Seconds that the host takes to hand a step's inputs to a card."""
+    return work.inputs * INPUT_CALL + work.input_bytes / INPUT_RATE
+
+
+def chip_setting(config: TenstorrentConfig, engine: str) -> Setting:
+    """How the model's chip is used by an engine on a card of this config."""
     dispatch = "worker" if config.dispatch == "auto" else config.dispatch
     grid = GRIDS["n150" if config.name == "n150" else "n300"][dispatch]
     if config.core_grid is not None:
@@ -197,7 +203,7 @@ def wormhole_estimate(
         f"step as configured, whose bottleneck is {time.bottleneck.replace('_', ' ')}. device.subdevices=1: two halves "
         "gain nothing where programs fill the chip."
     )
-    peak = Wormhole(_setting(config, engine)).peak_flops()
+    peak = Wormhole(chip_setting(config, engine)).peak_flops()
     return Estimate(time, tokens, unit, flops, peak, tuple(ways), best, reason)
 
 

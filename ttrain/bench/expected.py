@@ -1,0 +1,33 @@
+"""What `task=plan` expects of a step that a contender has built."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ttrain.bench.contender import Contender
+from ttrain.bench.workload import Job
+
+if TYPE_CHECKING:
+    from ttrain.device.base import Device
+
+
+def expected_seconds(job: Job, contender: Contender, device: Device) -> float | None:
+    """Seconds of a step by the time of each kernel of its plan; None for who has no plan, or runs no such kernels.
+
+    Kernels are timed on `device` now, whatever was measured before: what disturbs the machine then disturbs both.
+    """
+    from ttrain.bench.engines import EngineContender
+    from ttrain.train.estimate import Work, host_estimate
+    from ttrain.train.kernel_times import KernelTimes
+
+    if not isinstance(contender, EngineContender) or contender.name != "static":
+        return None
+    work = Work.of({"train": contender.built}, {"train": 1})
+    with tempfile.TemporaryDirectory() as folder:
+        times = KernelTimes(lambda: device, "this process", Path(folder) / "kernels.json")
+        with closing(times):
+            tokens = job.work.items_per_step
+            return host_estimate(work, times, "static", tokens, job.work.item, 0, None, device.name).time.total

@@ -1,0 +1,197 @@
+"""The tables of a result: a line of titles, then lines of text. Empty where there is nothing to say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ttrain.bench.results import BASELINE_SIDE, MEASURED, Earlier, JobResult, Row
+from ttrain.core.units import format_bytes, format_count
+
+Lines = list[list[str]]
+
+
+def tables_of(job: JobResult, kind: str, earlier: Earlier | None) -> list[Lines]:
+    """The tables of one job; `kind` is the study's."""
+    if kind == "chip" or job.basis != MEASURED:
+        found = [chip_table(job, earlier)]
+    elif kind == "startup":
+        found = [startup_table(job)]
+    elif kind == "memory":
+        found = [memory_table(job), speed_table(job, earlier)]
+    else:
+        found = [speed_table(job, earlier), ratio_table(job), start_table(job)]
+    return [lines for lines in found if lines]
+
+
+def speed_table(job: JobResult, earlier: Earlier | None) -> Lines:
+    """Step times, one line per contender. `x` is how many times as fast as the best of PyTorch."""
+    titles = ["contender", "ms/step", "quartiles", "x", "95 %", f"{job.item}/s", "mfu"]
+    lines = [[*titles, *(["earlier ms", "x earlier"] if earlier else []), "same work"]]
+    for row in job.rows.values():
+        times, steps, speed, mfu = job.ratio(row, job.best_baseline), row.spread, job.per_second(row), job.mfu(row)
+        line = [
+            row.contender,
+            ms(steps.median) if steps else "",
+            f"{ms(steps.q1)} – {ms(steps.q3)}" if steps else "",
+            f"{times.ratio:.2f}" if times else "",
+            f"{times.low:.2f} – {times.high:.2f}" if times and row is not job.best_baseline else "",
+            format_count(speed) if speed else "",
+            f"{100 * mfu:.1f} %" if mfu else "",
+        ]
+        lines.append([*line, *_before(job, row, earlier), "yes" if row.status == "ok" else row.status])
+    return lines
+
+
+def _before(job: JobResult, row: Row, earlier: Earlier | None) -> list[str]:
+    """Cells about an earlier result, where there is one."""
+    if earlier is None:
+        return []
+    before, steps = earlier.find(job, row), row.spread
+    return [ms(before.median) if before else "", f"{before.median / steps.median:.2f}" if before and steps else ""]
+
+
+def ratio_table(job: JobResult) -> Lines:
+    """Ours in lines, everybody in columns: how many times as fast, with the interval of 95 %."""
+    timed = [row for row in job.rows.values() if row.timed]
+    ours = [row for row in timed if row.side != BASELINE_SIDE]
+    lines = [["times as fast as", *(row.contender for row in timed)]]
+    for row in ours:
+        found = [None if other is row else job.ratio(row, other) for other in timed]
+        cells = [f"{times.ratio:.2f} ({times.low:.2f} – {times.high:.2f})" if times else "" for times in found]
+        lines.append([row.contender, *cells])
+    return lines if ours and len(timed) > 1 else []
+
+
+def start_table(job: JobResult) -> Lines:
+    """Starts and memory, from a process per contender; empty where that was left out."""
+    lines = [["contender", "cold start", "warm start", "peak memory", "above imports", "after first step"]]
+    for row in job.rows.values():
+        if row.peak_bytes is None or row.base_bytes is None:
+            continue
+        lines.append(
+            [
+                row.contender,
+                _seconds(row.cold_s),
+                _seconds(row.warm_s),
+                format_bytes(row.peak_bytes),
+                format_bytes(row.peak_bytes - row.base_bytes),
+                "" if row.steady_bytes is None else format_bytes(row.steady_bytes),
+            ]
+        )
+    return lines if len(lines) > 1 else []
+
+
+def startup_table(job: JobResult) -> Lines:
+    """Medians and ranges of repeated starts. The imports of the process come on top of each."""
+    lines = [["contender", "cold start", "range", "warm start", "range", "imports", "starts"]]
+    for row in job.rows.values():
+        if row.warm_s is None:
+            continue
+        lines.append(
+            [
+                row.contender, _seconds(row.cold_s), _range(row.cold_samples_s), _seconds(row.warm_s),
+                _range(row.warm_samples_s), _seconds(row.imports_s), str(len(row.warm_samples_s)),
+            ]
+        )  # fmt: skip
+    return lines if len(lines) > 1 else []
+
+
+def memory_table(job: JobResult) -> Lines:
+    """Planned beside measured: memory above the process's own, and the time of a step."""
+    lines = [["contender", "planned", "measured", "off by", "while building", "process", "planned ms", "ms", "off by"]]
+    for row in job.rows.values():
+        if row.used_bytes is None or row.peak_bytes is None or row.base_bytes is None:
+            continue
+        planned, used, steps = row.planned_bytes, row.used_bytes, row.spread
+        lines.append(
+            [
+                row.contender,
+                "" if planned is None else format_bytes(planned),
+                format_bytes(used),
+                "" if planned is None else _off(planned, used),
+                format_bytes(row.peak_bytes - row.base_bytes),
+                format_bytes(row.peak_bytes),
+                "" if row.planned_ms is None else ms(row.planned_ms),
+                ms(steps.median) if steps else "",
+                _off(row.planned_ms, steps.median) if row.planned_ms and steps else "",
+            ]
+        )
+    return lines if len(lines) > 1 else []
+
+
+def chip_table(job: JobResult, earlier: Earlier | None) -> Lines:
+    """Ways to use a chip: time, rate, share of the peak, and what was published for the same."""
+    titles = ["way", "ms", f"{job.item}/s", "TFLOP/s", "of peak", "bound by", "published ms", "model of it", "off by"]
+    lines = [[*titles, *(["earlier ms", "x earlier"] if earlier else [])]]
+    for row in job.rows.values():
+        steps, speed = row.spread, job.per_second(row)
+        rate = job.flops_per_step / steps.median / 1e9 if steps and job.flops_per_step else None
+        again, published = row.reproduced_ms, row.published_ms
+        share = row.facts.get("of_peak", job.mfu(row))
+        cells = [
+            ms(steps.median) if steps else row.status,
+            format_count(speed) if speed else "",
+            f"{rate:.3g}" if rate else "",
+            f"{100 * share:.1f} %" if share else "",
+            str(row.facts.get("bound_by", "")),
+            "" if published is None else ms(published),
+            "" if again is None else ms(again),
+            _off(again, published) if again and published else "",
+        ]
+        lines.append([row.contender, *cells, *_before(job, row, earlier)])
+    used = [column for column in range(len(lines[0])) if any(line[column] for line in lines[1:])]
+    return [[line[column] for column in used] for line in lines]
+
+
+def sweep_tables(jobs: Sequence[JobResult], earlier: Earlier | None) -> list[tuple[str, Lines]]:
+    """One table per precision with a line per size: milliseconds of everybody, and ours against the best of PyTorch."""
+    found = []
+    for precision in dict.fromkeys(job.precision for job in jobs):
+        chosen = [job for job in jobs if job.precision == precision]
+        names = list(dict.fromkeys(name for job in chosen for name in job.rows))
+        ours = [name for name in names if any(job.rows[name].side == "ttrain" for job in chosen if name in job.rows)]
+        products = chosen[0].item == "products"
+        rates = [f"{name} TFLOP/s" for name in names] + [f"{name} of peak" for name in names] if products else []
+        titles = ["size", *(f"{name} ms" for name in names), *rates, *(f"x {name}" for name in ours)]
+        lines = [[*titles, *([f"{name} x earlier" for name in names] if earlier else [])]]
+        lines += [_sweep_line(job, names, ours, products, earlier) for job in chosen]
+        found.append((precision, lines))
+    return found
+
+
+def _sweep_line(
+    job: JobResult, names: Sequence[str], ours: Sequence[str], products: bool, earlier: Earlier | None
+) -> list[str]:
+    rows = [job.rows.get(name) or Row(name) for name in names]
+    line = [job.title, *(_cell(row) for row in rows)]
+    if products:
+        flops = job.flops_per_step or 0.0
+        line += [f"{flops / row.spread.median / 1e9:.3g}" if row.spread else "" for row in rows]
+        line += [f"{100 * share:.0f} %" if (share := job.mfu(row)) else "" for row in rows]
+    for name in ours:
+        times = job.ratio(job.rows[name], job.best_baseline) if name in job.rows else None
+        line.append(f"{times.ratio:.2f}" if times else "")
+    if earlier is not None:
+        line += [_before(job, row, earlier)[1] for row in rows]
+    return line
+
+
+def _cell(row: Row) -> str:
+    return ms(row.spread.median) if row.timed and row.spread else row.status
+
+
+def ms(value: float) -> str:
+    """Milliseconds with three digits."""
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def _off(expected: float, found: float) -> str:
+    return f"{100 * (expected / found - 1):+.0f} %"
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f} s"
+
+
+def _range(samples: Sequence[float]) -> str:
+    return f"{min(samples):.1f} – {max(samples):.1f}" if samples else ""
