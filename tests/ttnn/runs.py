@@ -16,6 +16,7 @@ from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine
 from ttrain.engine.traced import TracedEngine
 from ttrain.graph import Kind
+from ttrain.models.base import loss_weights, preparation
 from ttrain.models.gpt import GPT
 from ttrain.models.mlp import MLP
 from ttrain.models.settings import GPTConfig, MLPConfig
@@ -129,9 +130,8 @@ def turns(
 
 def step_inputs(model: Any, built: Any, rows: int, step: int) -> dict[str, Any]:
     """All inputs of one step, counted from 1."""
-    given = batch(model, rows, step)
-    valid = (given["targets"] >= 0).sum() if given["targets"].dtype.kind == "i" else given["targets"].size
-    inputs = {**given, "loss_weight": 1 / valid, "seed": 1000 + step, "lr": 0.01 / step, "step": step}
+    given, counts = preparation(model)(batch(model, rows, step))
+    inputs = {**given, **loss_weights(counts), "seed": 1000 + step, "lr": 0.01 / step, "step": step}
     return {**inputs, "rounding_seed": 2**40 + step} if "rounding_seed" in built.inputs else inputs
 
 

@@ -123,7 +123,7 @@ class GoldenRuntime:
         assert num_kv_heads == 0
         self._count("nlp_create_qkv_heads")
         batch, _, time, width = x.shape
-        heads = x.data.view(batch, time, num_heads, width // num_heads).transpose(1, 2).contiguous()
+        heads = x.data.view(batch, time, num_heads, width // num_heads).transpose(1, 2).clone(memory_format=torch.contiguous_format)
         return [GoldenTensor(heads, x.dtype, x.layout)]
 
     def copy(self, source: GoldenTensor, target: GoldenTensor) -> GoldenTensor:

@@ -9,6 +9,8 @@ from ttrain.device.ttnn.kernels import (
     collective,
     elementwise,
     embedding,
+    head_loss,
+    heads,
     layout,
     loss,
     matmul,
@@ -21,8 +23,8 @@ from ttrain.device.ttnn.kernels import update as update_family
 from ttrain.device.ttnn.kernels.common import Context
 
 FAMILIES = (
-    elementwise, layout, reduce, matmul, norm, attention, cache, random, embedding, loss, update_family, rounded,
-    collective,
+    elementwise, layout, reduce, matmul, norm, attention, cache, random, embedding, loss, head_loss, heads,
+    update_family, rounded, collective,
 )  # fmt: skip
 
 

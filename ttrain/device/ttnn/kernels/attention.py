@@ -9,6 +9,7 @@ import numpy as np
 
 from ttrain.core.mask import HIDDEN
 from ttrain.core.spec import TensorSpec
+from ttrain.core.visibility import score_bias
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.form import TILE, TileForm, dtype_name
 from ttrain.device.ttnn.kernels.common import Attributes, Context, into, is_bf16
@@ -52,6 +53,28 @@ def _softmax(c: Context) -> Kernel:
     return into(build, overwrites=(0,))
 
 
+def _masked_softmax(c: Context) -> Kernel:
+    """Scaled scores plus what hides keys and prefers near ones, then softmax in place."""
+
+    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+        (x,), (y,), scale = ins, outs, attributes["scale"]
+        _, heads, time, _ = x.spec.shape
+        rules = (attributes["mask"], attributes["position_bias"])
+        values = score_bias(*rules, heads, time, HIDDEN)
+        bias = c.constant(
+            ("bias", *rules), TileForm((1, *values.shape), dtype_name(x.spec.dtype)), lambda: values[None]
+        )
+        one = c.ones_row(1, x.spec.dtype)
+
+        def run() -> None:
+            c.tt.addcmul(bias.t, x.t, one.t, value=scale, output_tensor=y.t)
+            c.tt.softmax_in_place(y.t, numeric_stable=True, **c.exact)
+
+        return run
+
+    return into(build, overwrites=(0,))
+
+
 def _softmax_grad(c: Context) -> Kernel:
     backward = c.tt.operations.moreh.softmax_backward
 
@@ -75,4 +98,4 @@ def _softmax_grad(c: Context) -> Kernel:
 
 
 def table(c: Context) -> dict[str, Kernel]:
-    return {"softmax": _softmax(c), "softmax_grad": _softmax_grad(c)}
+    return {"softmax": _softmax(c), "masked_softmax": _masked_softmax(c), "softmax_grad": _softmax_grad(c)}

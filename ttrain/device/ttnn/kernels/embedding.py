@@ -16,13 +16,15 @@ from ttrain.device.ttnn.tensors import Held, IntegerInput
 ONE_HOT_UP_TO = 2048  # ids: a product with one-hot rows sums in fp32, where embedding_bw sums in bf16
 
 
-def one_hot(c: Context, ids: IntegerInput, count: int, dtype: DType) -> Launch:
-    """A launch that returns [N, count]: 1 where a column's number is the row's id, else 0."""
+def one_hot(c: Context, ids: IntegerInput, count: int, dtype: DType, start: int = 0, stop: int | None = None) -> Launch:
+    """A launch that returns [N, count]: 1 where a column's number is the row's id, else 0; from row `start` to `stop`."""
     rows = ids.spec.size
     column = ids.in_form(TileForm((rows, 1), "int32"))
     numbers = c.constant("numbers", TileForm((1, count), "int32"), lambda: np.arange(count, dtype=np.int32)[None])
     kind = getattr(c.tt, dtype_name(dtype))
-    return lambda: c.tt.eq(column(), numbers.t, dtype=kind)
+    if start == 0 and stop in (None, rows):
+        return lambda: c.tt.eq(column(), numbers.t, dtype=kind)
+    return lambda: c.tt.eq(c.tt.slice(column(), [start, 0], [stop, 1]), numbers.t, dtype=kind)
 
 
 def _embedding(c: Context) -> Kernel:

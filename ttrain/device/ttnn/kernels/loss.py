@@ -37,7 +37,7 @@ class _Targets:
         return cls(one_hot(c, targets, vocabulary, DType.FP32), weights)
 
 
-def _softmax(c: Context, logits: Any) -> tuple[Any, Any, Any]:
+def softmax_parts(c: Context, logits: Any) -> tuple[Any, Any, Any]:
     """(probabilities, sum of exponentials, largest logit) of fp32 logits [N, V]."""
     tt = c.tt
     largest = tt.max(logits, dim=-1, keepdim=True)
@@ -46,16 +46,16 @@ def _softmax(c: Context, logits: Any) -> tuple[Any, Any, Any]:
     return tt.div(powers, total), total, largest
 
 
-def _log_sum(c: Context, total: Any, largest: Any) -> Any:
+def log_sum(c: Context, total: Any, largest: Any) -> Any:
     """log-sum-exp of every row, [N, 1]."""
     return c.tt.add(largest, total, input_tensor_b_activations=[c.tt.UnaryOpType.LOG])
 
 
-def _loss(c: Context, logits: Any, log_sum: Any, hot: Any, weights: Any) -> Any:
+def _loss(c: Context, logits: Any, log_sums: Any, hot: Any, weights: Any) -> Any:
     """[1, 1]: the weighted sum of log-sum-exp minus the target's logit."""
     tt = c.tt
     picked = tt.sum(tt.multiply(logits, hot), dim=-1, keepdim=True, **c.exact)
-    rows = tt.multiply(tt.subtract(log_sum, picked), weights)
+    rows = tt.multiply(tt.subtract(log_sums, picked), weights)
     return tt.reshape(tt.sum(rows, dim=0, keepdim=True, **c.exact), (1, 1))
 
 
@@ -91,10 +91,10 @@ def _cross_entropy(c: Context) -> Kernel:
 
         def run() -> list[Any]:
             z = scores()
-            _, total, largest = _softmax(c, z)
-            log_sum = _log_sum(c, total, largest)
-            loss = _loss(c, z, log_sum, given.hot(), given.weights())
-            return [loss, c.tt.reshape(log_sum, (1, logits.spec.shape[0]))]
+            _, total, largest = softmax_parts(c, z)
+            log_sums = log_sum(c, total, largest)
+            loss = _loss(c, z, log_sums, given.hot(), given.weights())
+            return [loss, c.tt.reshape(log_sums, (1, logits.spec.shape[0]))]
 
         return run
 
@@ -108,7 +108,7 @@ def _cross_entropy_grad(c: Context) -> Kernel:
         scores = _wide(c, logits)
 
         def run() -> list[Any]:
-            probabilities, _, _ = _softmax(c, scores())
+            probabilities, _, _ = softmax_parts(c, scores())
             return [_gradient(c, probabilities, given.hot(), given.weights(), logits.spec.dtype)]
 
         return run

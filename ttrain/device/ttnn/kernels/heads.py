@@ -1,0 +1,107 @@
+"""Products of every head with one matrix, and rows picked out of sequences, all by whole matrix products.
+
+Heads never lie in the last two axes: a head of 16 features would be padded to a tile of its own. Instead the small matrix
+is laid out along the diagonal of a large one, and a product with 0 and 1 moves rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ttrain.core.spec import DType
+from ttrain.device.base import Kernel, Launch
+from ttrain.device.ttnn.form import TileForm, dtype_name
+from ttrain.device.ttnn.kernels.common import Attributes, Context, flattens, into, rows_shape
+from ttrain.device.ttnn.tensors import Held
+
+
+def _stacked_identity(c: Context, heads: int, width: int, dtype: DType) -> Held:
+    """[heads * width, width]: one identity matrix under the other."""
+    form = TileForm((heads * width, width), dtype_name(dtype))
+    return c.constant("stacked identity", form, lambda: np.tile(np.eye(width, dtype=np.float32), (heads, 1)))
+
+
+def _blocks(c: Context, heads: int, height: int, width: int, dtype: DType) -> Held:
+    """[heads * height, heads * width]: 1 within each head's own block, else 0."""
+    form = TileForm((heads * height, heads * width), dtype_name(dtype))
+    block = np.ones((height, width), np.float32)
+    return c.constant(("blocks", heads), form, lambda: np.kron(np.eye(heads, dtype=np.float32), block))
+
+
+def _head_matmul(c: Context) -> Kernel:
+    """x times the matrix repeated along a diagonal: [B, T, H*D] [H*D, H*E]."""
+
+    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+        (x, matrix), (y,) = ins, outs
+        heads, turned, tt = attributes["heads"], attributes["transpose"], c.tt
+        inner, outer = matrix.spec.shape[::-1] if turned else matrix.spec.shape
+        dtype = x.spec.dtype
+        down, across = _stacked_identity(c, heads, inner, dtype), _stacked_identity(c, heads, outer, dtype)
+        own = _blocks(c, heads, inner, outer, dtype)
+
+        def run() -> None:
+            column = tt.matmul(down.t, matrix.t, transpose_b=turned, **c.product)
+            whole = tt.multiply(tt.matmul(column, across.t, transpose_b=True, **c.product), own.t)
+            tt.matmul(x.t, whole, optional_output_tensor=y.t, **c.product)
+
+        return run
+
+    return into(build)
+
+
+def _head_product(c: Context) -> Kernel:
+    """The blocks on the diagonal of a^T b, added up."""
+
+    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+        (a, b), (y,) = ins, outs
+        heads, tt, wide = attributes["heads"], c.tt, DType.FP32
+        height, width = y.spec.shape
+        down, across = _stacked_identity(c, heads, height, wide), _stacked_identity(c, heads, width, wide)
+        own = _blocks(c, heads, height, width, wide)
+
+        def rows(x: Held) -> Any:
+            flat = x.t if flattens(x.spec.shape) else tt.to_layout(x.t, tt.TILE_LAYOUT)
+            return tt.reshape(flat, rows_shape(x.spec.shape))
+
+        def run() -> None:
+            product = tt.matmul(rows(a), rows(b), transpose_a=True, dtype=tt.float32, **c.product)
+            column = tt.matmul(down.t, tt.multiply(product, own.t), transpose_a=True, **c.product)
+            if y.spec.dtype is wide:
+                tt.matmul(column, across.t, optional_output_tensor=y.t, **c.product)
+            else:
+                tt.typecast(tt.matmul(column, across.t, **c.product), tt.bfloat16, output_tensor=y.t)
+
+        return run
+
+    return into(build)
+
+
+def _picking(c: Context, batch: int, rows: tuple[int, ...], time: int, dtype: DType) -> Held:
+    """[batch, len(rows), time]: a product with it picks rows, one with its transpose puts them back."""
+
+    def values() -> np.ndarray:
+        return np.broadcast_to(np.eye(time, dtype=np.float32)[list(rows)], (batch, len(rows), time))
+
+    return c.constant(("picking", rows), TileForm((batch, len(rows), time), dtype_name(dtype)), values)
+
+
+def _move_rows(c: Context, back: bool) -> Kernel:
+    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+        (x,), (y,) = ins, outs
+        time = (y if back else x).spec.shape[1]
+        one_hot = _picking(c, x.spec.shape[0], attributes["rows"], time, x.spec.dtype)
+        return lambda: c.tt.matmul(one_hot.t, x.t, transpose_a=back, optional_output_tensor=y.t, **c.product)
+
+    return into(build)
+
+
+def table(c: Context) -> dict[str, Kernel]:
+    return {
+        "head_matmul": _head_matmul(c),
+        "head_product": _head_product(c),
+        "pick_rows": _move_rows(c, back=False),
+        "put_rows": _move_rows(c, back=True),
+    }
