@@ -123,7 +123,8 @@ class GoldenRuntime:
         assert num_kv_heads == 0
         self._count("nlp_create_qkv_heads")
         batch, _, time, width = x.shape
-        heads = x.data.view(batch, time, num_heads, width // num_heads).transpose(1, 2).clone(memory_format=torch.contiguous_format)
+        split = x.data.view(batch, time, num_heads, width // num_heads).transpose(1, 2)
+        heads = split.clone(memory_format=torch.contiguous_format)  # with one head too
         return [GoldenTensor(heads, x.dtype, x.layout)]
 
     def copy(self, source: GoldenTensor, target: GoldenTensor) -> GoldenTensor:
