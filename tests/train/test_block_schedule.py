@@ -96,13 +96,13 @@ def test_stopped_anywhere_and_resumed_it_has_the_same_bits(train: Any, engine: s
 
 def test_steps_read_the_stream_without_gap_or_overlap(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[np.ndarray] = []
-    called = TrainStep.__call__
+    turns = TrainStep.turns
 
     def recorded(self: TrainStep, batch: Any, *given: Any) -> Any:
         seen.append(np.asarray(batch["tokens"]))
-        return called(self, batch, *given)
+        return (yield from turns(self, batch, *given))
 
-    monkeypatch.setattr(TrainStep, "__call__", recorded)
+    monkeypatch.setattr(TrainStep, "turns", recorded)
     assert train("run.dir=first", "train.steps=9") == 0
     assert train("run.dir=first", "resume=auto", "train.steps=15") == 0
     assert [tokens.shape for tokens in seen] == [(4, 8)] * 6 + [(4, 16)] * 6 + [(4, 32)] * 3
@@ -123,16 +123,16 @@ def test_val_loss_is_that_of_the_whole_context_throughout(train: Any, monkeypatc
 
 
 def test_a_rollback_over_a_notch_goes_back_to_the_shorter_length(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    called, poisoned = TrainStep.__call__, []
+    turns, poisoned = TrainStep.turns, []
 
-    def sometimes(self: TrainStep, batch: Any, rates: Any, step: int) -> Any:
-        result = called(self, batch, rates, step)
+    def sometimes(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> Any:
+        result = yield from turns(self, batch, rates, step, *given)
         if step == 8 and not poisoned:
             poisoned.append(batch["tokens"].shape)
             object.__setattr__(result, "loss", float("nan"))
         return result
 
-    monkeypatch.setattr(TrainStep, "__call__", sometimes)
+    monkeypatch.setattr(TrainStep, "turns", sometimes)
     assert train("run.dir=first", "train.steps=9", "guard.nonfinite=rollback", "train.eval_every=9") == 0
     assert poisoned == [(4, 16)]
     assert [(event["step"], event["length"]) for event in events("first", "block")] == [(7, 16), (6, 8), (7, 16)]
@@ -179,6 +179,7 @@ def test_tokens_in_order_and_at_random_take_a_schedule_too(train: Any) -> None:
         (["train.block_schedule=[0,8]"], "must be at least 1"),
         (["train.block_schedule=8"], "must be a list of integers"),
         (["train.block_steps=0"], "must be at least 1"),
+        (["device=n150", "device.subdevices=2"], "give device.subdevices=1."),
         (["model=mlp", "data=regression"], "model=mlp does not train on sequences"),
     ],
 )

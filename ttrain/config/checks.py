@@ -83,6 +83,16 @@ def _block_schedule(config: Config) -> Iterator[str]:
         )
 
 
+@check("train", "device")
+def _one_capture_at_a_time(config: Config) -> Iterator[str]:
+    count = getattr(config.device, "subdevices", 1)
+    if config.train.block_schedule and count > 1:
+        yield (
+            f"train.block_schedule={config.train.block_schedule}: a notch captures steps anew, which would spoil what "
+            f"the other of device.subdevices={count} has captured. Leave it empty, or give device.subdevices=1."
+        )
+
+
 def context_of(config: Config) -> int | None:
     """The model's context, with what its preset says; None where it has none."""
     model = config.model
