@@ -87,6 +87,51 @@ def test_bf16_stays_within_its_rounding(model: str, fused: bool) -> None:
         assert peak <= PARAMETER_ULP, (name, peak)
 
 
+LR = 0.01  # of the first step in tests.ttnn.runs
+CLEAR = 8.0  # units in the last place of a gradient beyond which its sign is certain
+MOMENT_ULP = 5.0  # of the second moment, the square of a gradient
+LARGEST_MOVE = 2.01 * LR  # AdamW moves by lr in the direction of the sign, so a flipped sign costs two
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused kernels", "plain kernels"])
+@pytest.mark.parametrize("model", [name for name in MODELS if name not in ("mlp", "recomputed blocks")])
+def test_bf16_with_adamw_stays_within_its_rounding(model: str, fused: bool) -> None:
+    """The first update divides a gradient by its size: where the gradient is clear of zero it moves as in fp32."""
+    check_adamw(
+        run(MODELS[model](DType.BF16), adamw(), golden(fused), steps=1), run(MODELS[model](), adamw(), cpu(), steps=1)
+    )
+
+
+def check_adamw(actual: Outcome, expected: Outcome) -> None:
+    assert actual.losses[0] == pytest.approx(expected.losses[0], rel=2e-3)
+    for name, gradient in expected.gradients.items():
+        peak, most = ulps(actual.gradients[name], gradient)
+        top = float(np.abs(gradient).max())
+        assert (peak <= GRADIENT_ULP[0] and most <= GRADIENT_ULP[1]) or top < 1e-7, (name, peak, most)
+        moved = np.abs(actual.state[name].astype(np.float64) - expected.state[name])
+        clear = np.abs(gradient) > CLEAR * 2.0 ** (np.floor(np.log2(max(top, 1e-30))) - 7)
+        assert moved[clear].max(initial=0) < 2e-4 * LR and moved.max() < LARGEST_MOVE, name
+        for moment in ("first_moment", "second_moment"):
+            value = expected.state[f"{name}/{moment}"]
+            assert ulps(actual.state[f"{name}/{moment}"], value)[0] <= MOMENT_ULP or top < 1e-7, (name, moment)
+
+
+@pytest.mark.parametrize("width", [40, 64, 96])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_bf16_with_relu_stays_within_its_rounding(optimizer: str, width: int) -> None:
+    """Of one example, whose units lie clear of zero: a unit that rounds across it would be off by all of its output."""
+    make = OPTIMIZERS[optimizer]
+    expected = run(mlp(width=width, activation="relu"), make(), cpu(), steps=1, rows=1)
+    actual = run(mlp(DType.BF16, width=width, activation="relu"), make(), golden(), steps=1, rows=1)
+    if optimizer == "adamw":
+        check_adamw(actual, expected)
+        return
+    assert actual.losses[0] == pytest.approx(expected.losses[0], rel=2e-3)
+    for name, value in expected.gradients.items():
+        assert ulps(actual.gradients[name], value)[0] <= GRADIENT_ULP[0], name
+        assert ulps(actual.state[name], expected.state[name])[0] <= PARAMETER_ULP, name
+
+
 def test_pure_bf16_trains() -> None:
     losses = {}
     for master in (DType.FP32, DType.BF16):

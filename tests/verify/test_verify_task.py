@@ -92,6 +92,17 @@ def test_an_mlp_and_recomputed_blocks_with_dropout_pass(capsys: pytest.CaptureFi
     assert main(["task=verify", "device=cpu", "model=mlp", "verify.skip_ops=true", "model.activation=gelu"]) == 0
 
 
+def test_the_precision_reaches_the_device_that_is_verified() -> None:
+    """bf8 says how a Tenstorrent device holds matrices."""
+    pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+    from ttrain.config.compose import load
+    from ttrain.tasks.verify import _device
+
+    words = ["task=verify", "device=n150", "verify.golden=true"]
+    held = {name: _device(load([*words, f"precision={name}"])) for name in ("bf16", "bf8")}
+    assert {name: device.config.weights for name, device in held.items()} == {"bf16": "bf16", "bf8": "bf8"}  # type: ignore[attr-defined]
+
+
 def test_a_tenstorrent_device_is_verified_by_reference_functions(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ttnn", reason="the package ttnn is not installed")
     words = ["task=verify", "device=n150", "verify.golden=true", "precision=bf16", "model.context=32", *SMALL[:3]]
