@@ -19,7 +19,7 @@ from ttrain.engine.static import StaticEngine
 from ttrain.graph import REGISTRY, Case, Graph, Kind, Op, Value
 
 TOLERANCE = 2e-5
-UNFORMED = {"self_attention": 1, "attention": 1}  # outputs that the decomposition forms, where it leaves the later ones out
+UNFORMED = {"self_attention": 1, "attention": 1}  # outputs that the decomposition forms, where it leaves some out
 
 
 def cases() -> list[Any]:

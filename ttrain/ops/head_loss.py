@@ -80,8 +80,7 @@ class HeadCrossEntropy(Op):
         formed = node.outputs[2:]
         if not is_one(dloss):
             formed = tuple(multiply(value, cast(dloss, value.spec.dtype)) for value in formed)
-        dhidden, dhead, *dbias = formed
-        return [dhidden, dhead, None, None, *(dbias or [None])]
+        return [formed[0], formed[1], None, None, formed[2] if formed[2:] else None]
 
     def reference(
         self,

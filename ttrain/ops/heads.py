@@ -93,8 +93,8 @@ class HeadProduct(Op):
 
     def cases(self) -> Sequence[Case]:
         return [
-            Case(shapes, {"heads": heads})
-            for *shapes, heads in (
+            Case((a, b), {"heads": heads})
+            for a, b, heads in (
                 ((2, 5, 12), (2, 5, 18), 3),
                 ((1, 33, 32), (1, 33, 32), 2),
                 ((1, 4, 64), (1, 4, 32), 2),

@@ -17,7 +17,7 @@ ONE_HOT_UP_TO = 2048  # ids: a product with one-hot rows sums in fp32, where emb
 
 
 def one_hot(c: Context, ids: IntegerInput, count: int, dtype: DType, start: int = 0, stop: int | None = None) -> Launch:
-    """A launch that returns [N, count]: 1 where a column's number is the row's id, else 0; from row `start` to `stop`."""
+    """A launch that returns rows `start` to `stop` of [N, count]: 1 where a column's number is the row's id, else 0."""
     rows = ids.spec.size
     column = ids.in_form(TileForm((rows, 1), "int32"))
     numbers = c.constant("numbers", TileForm((1, count), "int32"), lambda: np.arange(count, dtype=np.int32)[None])

@@ -42,7 +42,7 @@ class _HeadLoss:
         return self.c.constant((key, live, self.live), TileForm((1, self.vocabulary), "float32"), values)
 
     def launch(self, gradients: bool) -> Launch:
-        """A launch that returns the sums [loss, cross_entropy], and with `gradients` dhidden, dhead, and maybe dbias."""
+        """A launch that returns the sums loss and cross_entropy, and with `gradients` dhidden, dhead and any dbias."""
         c, tt = self.c, self.c.tt
         hiding = self._row("hidden ids", 0.0, HIDDEN) if self.live < self.vocabulary else None
         spread = self._row("smoothing", self.smoothing / self.live, 0.0) if self.smoothing else None

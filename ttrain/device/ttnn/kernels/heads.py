@@ -1,7 +1,7 @@
 """Products of every head with one matrix, and rows picked out of sequences, all by whole matrix products.
 
-Heads never lie in the last two axes: a head of 16 features would be padded to a tile of its own. Instead the small matrix
-is laid out along the diagonal of a large one, and a product with 0 and 1 moves rows.
+Heads never lie in the last two axes: a head of 16 features would be padded to a tile of its own. Instead the small
+matrix is laid out along the diagonal of a large one, and a product with 0 and 1 moves rows.
 """
 
 from __future__ import annotations
