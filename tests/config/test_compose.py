@@ -53,7 +53,7 @@ def test_every_shipped_yaml_composes_and_passes_the_checks(word: str) -> None:
 
 
 def test_the_number_of_shipped_yaml_files_is_known() -> None:
-    assert len(shipped_options()) == 54
+    assert len(shipped_options()) == 74
     assert set(ALWAYS_THERE) < set(shipped_options())
 
 

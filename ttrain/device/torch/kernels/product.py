@@ -3,7 +3,8 @@
 On the CPU aten sends fp32 products to MKL, which on some processors (such as AMD with AVX-512) runs at half the speed
 of oneDNN. Which one is faster here is measured once per machine, on one product per layout, and kept in a table
 (costs.py).
-oneDNN's fp32 product can't write into a given buffer: it returns a fresh tensor that is copied.
+oneDNN's fp32 product can't write into a given buffer: it returns a fresh tensor that is copied. Tall products go row
+block by row block, so that this tensor stays small and is still in the cache when it is copied.
 """
 
 from __future__ import annotations
@@ -13,17 +14,23 @@ from functools import lru_cache, partial
 import torch
 
 from ttrain.device.base import Launch
-from ttrain.device.torch.kernels.common import Tensor
+from ttrain.device.torch.kernels.common import Tensor, chain
 from ttrain.device.torch.kernels.costs import fastest
 
 SMALLEST = 4_000_000  # floating-point operations; below, oneDNN's overhead per call outweighs its speed
+_BLOCK_ROWS = 256  # of a tall product are computed at once by oneDNN, at least: fewer make it slower
+_BLOCK_BYTES = 2**22  # of the fresh tensor of a block, where that many rows allow it
 _PROBE = 384  # rows, columns and inner size of the measured product: a millisecond
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> Launch:
     """out [M, N] <- a [M, K] b [K, N] + bias [N]. a and b may be transposed views."""
     if uses_onednn(a, b):
-        return partial(_onednn_into, out, a, b.t(), bias)
+        if not a.is_contiguous():  # a block of a transposed operand would be read with long strides
+            return partial(_onednn_into, out, a, b.t(), bias)
+        height = max(_BLOCK_ROWS, _BLOCK_BYTES // (out.shape[1] * out.element_size()) // _BLOCK_ROWS * _BLOCK_ROWS)
+        blocks = zip(out.split(height), a.split(height), strict=True)
+        return chain(*(partial(_onednn_into, part, rows, b.t(), bias) for part, rows in blocks))
     if bias is None:
         return partial(torch.mm, a, b, out=out)
     return partial(torch.addmm, bias, a, b, out=out)

@@ -1,0 +1,26 @@
+"""Products that go to oneDNN, whole or block by block, against numpy in fp64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ttrain.device.torch.kernels import product as module
+
+
+@pytest.mark.parametrize("rows", [16, 256, 257, 1000])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_tall_product_in_blocks(rows: int, transposed: bool, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(module, "uses_onednn", lambda a, b: True)
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 1)  # the least height: 256 rows
+    generator = torch.Generator().manual_seed(rows)
+    a = torch.randn(48, rows, generator=generator).t() if transposed else torch.randn(rows, 48, generator=generator)
+    b, shift = torch.randn(48, 40, generator=generator), torch.randn(40, generator=generator) if bias else None
+    out = torch.full((rows, 40), float("nan"))
+    module.product(a, b, out, shift)()
+    expected = a.double().numpy() @ b.double().numpy() + (0 if shift is None else shift.double().numpy())
+    np.testing.assert_allclose(out.numpy(), expected, rtol=1e-4, atol=1e-4)
