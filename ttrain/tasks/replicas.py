@@ -6,13 +6,14 @@ A replica has a run directory of its own, which is that of a plain run: it resum
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttrain.config import build
 from ttrain.config.schema import Config
+from ttrain.core.errors import Interrupted
 from ttrain.tasks.train import _Job, prepared
 from ttrain.train.interrupt import StopRequests
 from ttrain.train.settings import ReplicasConfig
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def run(config: Config) -> float | None:
-    """Trains all replicas; the best val/loss of any. Raises the first failure once the others have ended too."""
+    """Trains all replicas; the best val/loss of any. Raises a failure once the others have ended too."""
     jobs, stop = [prepared(each) for each in replica_configs(config)], StopRequests()
     with ExitStack() as stack:
         device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
@@ -35,7 +36,11 @@ def run(config: Config) -> float | None:
                 job.rehearse(stack)
                 job.console.say(f"Note: {job.device.describe()['note']}.")
             return None
-        results = side_by_side([_turns(job) for job in jobs])
+
+        def failed(number: int, error: Exception) -> None:
+            jobs[number].console.say(f"ended by {type(error).__name__}; the other replicas go on.")
+
+        results = side_by_side([_turns(job) for job in jobs], failed)
     losses = [loss for loss in results if loss is not None]
     return min(losses, default=None)
 
@@ -83,8 +88,10 @@ def _turns(job: _Job) -> Turns[float | None]:
         return (yield from job.turns(stack))
 
 
-def side_by_side(runs: Sequence[Turns[float | None]]) -> list[float | None]:
-    """What the runs return, in their order. Raises the first failure once the others have ended too."""
+def side_by_side(
+    runs: Sequence[Turns[float | None]], failed: Callable[[int, Exception], None] = lambda number, error: None
+) -> list[float | None]:
+    """What the runs return, in their order. Told of every failure, and raises one once the others have ended too."""
     results: dict[int, float | None] = {}
     failures: list[Exception] = []
     left = dict(enumerate(runs))
@@ -98,6 +105,9 @@ def side_by_side(runs: Sequence[Turns[float | None]]) -> list[float | None]:
             except Exception as error:
                 failures.append(error)
                 del left[number]
+                failed(number, error)
+    if failures and all(isinstance(error, Interrupted) for error in failures):
+        raise Interrupted("\n".join(map(str, failures)))
     if failures:
-        raise failures[0]
+        raise next(error for error in failures if not isinstance(error, Interrupted))
     return [results[number] for number in range(len(runs))]
