@@ -86,7 +86,7 @@ def test_every_text_scores_as_in_the_original(fold: str, engine: str) -> None:
     assert max(opened.error(text[:length][-70:]) for length in lengths) < 1e-5
 
 
-@pytest.mark.parametrize("changes", [{"tied": True}, {"context": 7}, {"context": 2}])
+@pytest.mark.parametrize("changes", [{"tied": True}, {"pad_vocabulary": 32}, {"context": 7}, {"context": 2}])
 def test_other_shapes(changes: dict[str, Any]) -> None:
     opened, text = Opened(**changes), tokens(9)
     context = changes.get("context", 70)
