@@ -49,6 +49,22 @@ def test_loss_gradients_and_state_equal_the_cpu(model: str, engine: str) -> None
     assert actual.device.host is not None and actual.device.host.counters.allocations > 0
 
 
+@pytest.mark.parametrize("changes", [{}, {"objective": "ar_only", "recompute": "block"}, {"tied": True}])
+def test_agillm_with_both_heads_on_the_host(changes: dict[str, Any]) -> None:
+    """`head` is ar_head and sat_head. Both passes cross together, so a captured step takes three captures here too."""
+    from ttrain.models.agillm import AGILLM
+    from ttrain.models.settings import AGILLMConfig
+
+    sizes = {"layers": 2, "heads": 4, "width": 64, "rank": 48, "context": 32, "vocabulary": 65, "pad_vocabulary": 32}
+    config = AGILLMConfig(**{**sizes, **changes})
+    actual = run(AGILLM(config), adamw(), golden(host_resident=["embedding", "head"]), engine="traced")
+    check_equal(actual, run(AGILLM(config), adamw(), cpu()))
+    assert actual.engine.counters.captures == 3
+    heads = [name for name in actual.state if name.partition("_")[2].startswith("head.") and "/" not in name]
+    assert heads or changes.get("objective") == "ar_only" or changes.get("tied")
+    assert all(actual.engine.state.on_host(name) for name in heads)
+
+
 def test_replays_equal_launches_bit_for_bit_and_take_three_captures() -> None:
     """Card, host, card, host, card: what the host runs between the captures is not captured."""
     one, two = (run(gpt(), adamw(), golden(host_resident=["embedding"]), engine=name) for name in ("static", "traced"))

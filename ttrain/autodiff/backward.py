@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from ttrain.core.errors import GraphError
 from ttrain.graph.graph import Graph, Node, Stage, Value
@@ -57,7 +58,8 @@ class _Reverse:
 
     def run(self) -> dict[Value, Value]:
         if self.loss in self.needed:
-            self.gradients[self.loss] = full(self.graph, self.loss.spec, 1.0)
+            with self.graph.host() if self.loss.on_host else nullcontext():
+                self.gradients[self.loss] = full(self.graph, self.loss.spec, 1.0)
         for node in reversed(self.forward):
             incoming = [self._take(output) for output in node.outputs]
             recorded = len(self.graph.nodes)

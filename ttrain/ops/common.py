@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.graph import Value
-from ttrain.graph.op import Op, op
+from ttrain.graph.op import Op
 
 # Odd sizes, a scalar and a size-one axis: what kernels with vector loops and tiles get wrong.
 PLAIN_SHAPES = ((4, 8), (2, 3, 32), (1, 1, 33), (257,), ())
@@ -43,12 +43,12 @@ def sum_to(gradient: Value, target: Value) -> Value:
 def is_one(value: Value) -> bool:
     """Whether a value is the literal constant 1, which multiplication may skip."""
     node = value.producer
-    return node is not None and node.op is op("full") and node.attributes["value"] == 1.0
+    return node is not None and is_full(value) and node.attributes["value"] == 1.0
 
 
 def is_full(value: Value) -> bool:
     """Whether a value is a literal constant."""
-    return value.producer is not None and value.producer.op is op("full")
+    return value.producer is not None and value.producer.op.base_name == "full"
 
 
 def rows(spec: TensorSpec) -> int:
