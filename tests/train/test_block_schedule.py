@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from tests.models.plain_gpt import PlainGPT
-from tests.models.session import Session, relative_error, token_batch
+from tests.models.session import Session as BareSession
+from tests.models.session import relative_error, token_batch
 from ttrain.cli import main
 from ttrain.core.errors import ConfigError
 from ttrain.data.batches import Sizes
@@ -24,6 +26,7 @@ from ttrain.optim.settings import AdamWConfig
 from ttrain.train.blocks import BlockSchedule
 from ttrain.train.checkpoint import read_checkpoint
 from ttrain.train.metrics import read_metrics
+from ttrain.train.session import Session
 from ttrain.train.settings import TrainConfig
 from ttrain.train.step import TrainStep
 
@@ -146,7 +149,7 @@ def test_gpt_on_shorter_sequences_against_pytorch(engine: str) -> None:
     torch.manual_seed(0)
     plain, length = PlainGPT(**size), 11
     model = GPT(GPTConfig(**size))
-    ours = Session(
+    ours = BareSession(
         model.at_length(length), AdamW(AdamWConfig(clip_norm=None)), 3, engine=engine,
         values=model.from_original(plain.state_dict()),
     )  # fmt: skip
@@ -159,6 +162,23 @@ def test_gpt_on_shorter_sequences_against_pytorch(engine: str) -> None:
         assert relative_error(gradient, expected[path]) < 1e-4, path
     assert not ours.gradients()["positions.weight"][length:].any()
     assert model.length == 24 and model.batch_specs(3)["tokens"].shape == (3, 24)
+
+
+def test_the_memory_of_the_old_steps_is_free_before_new_ones_take_theirs(
+    train: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[list[bool]] = []
+    engines: list[weakref.ref[Any]] = []
+    built = Session.build_training
+
+    def recorded(self: Session) -> Any:
+        alive.append([engine() is not None for engine in engines])
+        engines.append(weakref.ref(self.engine))
+        return built(self)
+
+    monkeypatch.setattr(Session, "build_training", recorded)
+    assert train("run.dir=run", "train.steps=14") == 0
+    assert alive == [[], [False], [False, False]]
 
 
 def test_tokens_in_order_and_at_random_take_a_schedule_too(train: Any) -> None:

@@ -177,3 +177,43 @@ def test_both_a_resume_and_a_warm_start_are_refused(
 ) -> None:
     assert train(f"resume={source}", f"train.init_from={source}") == 2
     assert "is for new runs, but resume=source continues one" in capsys.readouterr().err
+
+
+def test_an_original_agillm_file_of_another_vocabulary(train: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names and nesting as the original writes them, compiled: the core is taken, what counts ids starts anew."""
+    generator = torch.Generator().manual_seed(0)
+
+    def made(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        return {name.replace("__", "."): torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
+
+    block = made(
+        ln1__weight=(32,), ln1__bias=(32,), ln2__weight=(32,), ln2__bias=(32,),
+        mha__q__weight=(32, 32), mha__k__weight=(32, 32), mha__v__weight=(32, 32), mha__proj__weight=(32, 32),
+        mha__U=(16, 24), ff__0__weight=(128, 32), ff__0__bias=(128,), ff__2__weight=(32, 128), ff__2__bias=(32,),
+    )  # fmt: skip
+    core = {f"blocks.0.{name}": value for name, value in block.items()}
+    core |= made(emb__weight=(99, 32), ln__weight=(32,), ln__bias=(32,))
+    content = {
+        "core": {f"_orig_mod.{name}": value for name, value in core.items()},
+        "ar": made(proj__weight=(99, 32), proj__bias=(99,)),
+        "sat": made(proj__weight=(99, 32), proj__bias=(99,), gate__weight=(2, 32), gate__bias=(2,)),
+        "cfg": {"d": 32, "layers": 1, "heads": 2, "rank": 24},
+        "step": 7,
+    }
+    torch.save(content, "final.pt")
+    model = ["model=agillm", "model.layers=1", "model.width=32", "model.heads=2", "model.rank=24", "model.context=16"]
+    words = ["data=text", *DATA, "logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=4", "optimizer.lr=0"]
+    assert main([*model, *words, "train.steps=1", "run.dir=run", "train.init_from=final.pt"]) == 0
+    taken = parameters("run")
+    for ours, theirs in {
+        "blocks.0.attention.query.weight": core["blocks.0.mha.q.weight"],
+        "blocks.0.attention.rank_matrix": core["blocks.0.mha.U"],
+        "blocks.0.feed_forward.down.bias": core["blocks.0.ff.2.bias"],
+        "norm.weight": core["ln.weight"],
+        "sat_head.gate.weight": content["sat"]["gate.weight"],
+    }.items():
+        assert (taken[ours] == theirs.numpy()).all(), ours
+    printed = capsys.readouterr().err
+    assert "Warm start from final.pt: 17 of 22 parameters" in printed
+    for name, shape in (("embedding.weight", "[256, 32]"), ("ar_head.bias", "[256]"), ("sat_head.weight", "[256, 32]")):
+        assert any(name in line and f"{shape} starts anew: has shape [99" in line for line in printed.splitlines())

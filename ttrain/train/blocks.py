@@ -87,8 +87,8 @@ class Blocks:
         if first:
             self.session.graph = graph
         else:
-            gc.collect()  # the old steps and their memory, before there are new ones
             self.session.renew(graph)
+            gc.collect()  # the old steps and their memory, before new ones take theirs
         self.steps.update(self.session.build_training())
         return True
 
