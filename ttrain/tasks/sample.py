@@ -8,7 +8,7 @@ from pathlib import Path
 from ttrain.config import build
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config
-from ttrain.core.errors import CheckpointError
+from ttrain.core.errors import CheckpointError, UserError
 from ttrain.tasks.train import open_session
 from ttrain.train.checkpoint import Checkpoint
 
@@ -32,6 +32,8 @@ def run(config: Config) -> None:
     caches = cache_tensors([trace for steps in traces.values() for trace in steps.values()])
     with ExitStack() as stack:
         device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
+        if not device.computes:
+            raise UserError(f"device {device.name} computes no values, so there is no text. Give device=cpu or another.")
         session = stack.enter_context(closing(open_session(config, model, device, training=False, further=caches)))
         checkpoint.load(session.state, optimizer=False)
         source.build(session.engine.build, session.graph.trace_logits)

@@ -182,7 +182,7 @@ def _candidates(run: Path, which: str) -> tuple[list[Checkpoint], list[Skipped]]
     if which == "best":
         best = best_checkpoint(folder)
         if best is None:
-            raise CheckpointError(f"{run} has no checkpoint with a val/loss. Give sample.checkpoint=last.")
+            raise CheckpointError(f"{run} has no checkpoint with a val/loss. Give last instead of best.")
         return [best], skipped
     named = [checkpoint for checkpoint in found if checkpoint.step == int(which)]
     if not named:
