@@ -24,6 +24,7 @@ OPS = (
     "gelu_grad", "relu_grad", "tanh_grad", "embedding", "embedding_grad", "split_heads", "merge_heads", "dropout_mask",
     "squared_error", "squared_error_grad", "cross_entropy", "cross_entropy_grad", "linear_cross_entropy",
     "adamw_update", "sgd_update", "clip_factor", "assign", "accumulate", "add", "multiply", "exp", "copy_reshape",
+    "transpose", "head_cross_entropy", "masked_softmax", "adamw_rounded", "sgd_rounded",
 )  # fmt: skip
 
 

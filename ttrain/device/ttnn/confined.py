@@ -94,9 +94,9 @@ class ConfinedRuntime:
             return self._product(self._tt.matmul, a, b, **options)
         return self._matrix_by_matrix(a, b, batch, **options)
 
-    def pick(self, a: Any, b: Any) -> Any:
+    def pick(self, a: Any, b: Any, **options: Any) -> Any:
         """A product of bf16 matrices of which one holds a single 1 in every row or column: no bit is lost."""
-        return self.matmul(a, b, compute_kernel_config=self._exact)
+        return self.matmul(a, b, compute_kernel_config=self._exact, **options)
 
     def linear(self, a: Any, b: Any, **options: Any) -> Any:
         return self._product(self._tt.linear, a, b, **options)
@@ -241,12 +241,25 @@ class ConfinedRuntime:
             return self.slice(x, [0, 0, start], [x.shape[0], x.shape[1], stop])
         form = TileForm((columns, stop - start), "bfloat16")
         chosen = self.constant(("columns", start, stop), form, lambda: np.eye(columns, dtype=np.float32)[:, start:stop])
+        return self._in_parts(x, lambda part: self.pick(part, chosen.t))
+
+    def permute(self, x: Any, order: Sequence[int]) -> Any:
+        """Only the last two axes may change places: a product with the unit matrix."""
+        axes = list(range(len(order)))
+        if list(order) != [*axes[:-2], axes[-1], axes[-2]]:
+            _refuse("permute")
+        rows = x.shape[-2]
+        unit = self.constant(("unit", rows), TileForm((rows, rows), "bfloat16"), lambda: np.eye(rows, dtype=np.float32))
+        return self._in_parts(x, lambda part: self.pick(part, unit.t, transpose_a=True))
+
+    def _in_parts(self, x: Any, product: Callable[[Any], Any]) -> Any:
+        """A product that only moves elements; three parts in bf16 hold the bits of fp32."""
         if x.dtype == self._tt.bfloat16:
-            return self.pick(x, chosen.t)
+            return product(x)
         rest, total = x, None
-        for last in (False, False, True):  # three parts in bf16 hold the bits of fp32
+        for last in (False, False, True):
             part = self.typecast(rest, self._tt.bfloat16)
-            found = self._wide(self.pick(part, chosen.t))
+            found = self._wide(product(part))
             total = found if total is None else self.add(total, found)
             rest = rest if last else self.subtract(rest, self._wide(part))
         return total
