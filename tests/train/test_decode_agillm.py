@@ -41,10 +41,10 @@ class Opened:
     ) -> None:
         model = AGILLM(AGILLMConfig(**{**SIZE, "rank": 12, **changes}))
         config = SampleConfig(**{"mode": "speculative", **(sample or {})})
-        traces = sampling_traces(model, config)
-        graph = StepGraph(model, AdamW(AdamWConfig()), rows=1)
+        traces, device = sampling_traces(model, config), device or open_cpu()
+        graph = StepGraph(model, AdamW(AdamWConfig()), rows=1, hosted=device.hosted)
         caches = cache_tensors([trace for steps in traces.values() for trace in steps.values()])
-        state = State(device or open_cpu(), [*graph.state_tensors(training=False), *caches])
+        state = State(device, [*graph.state_tensors(training=False), *caches])
         values = initial_values(model, seed=7)
         for path, value in values.items():
             state.write(path, value)

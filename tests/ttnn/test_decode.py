@@ -26,6 +26,12 @@ def test_agillm_scores_as_the_original(changes: dict[str, int], engine: str) -> 
     assert max(opened.error(text[:length][-CONTEXT:]) for length in (1, 2, 3, 6, 9, 66, 67, 70, 73)) < 1e-5
 
 
+def test_embedding_and_heads_may_lie_on_the_host() -> None:
+    device = golden(host_resident=["embedding", "ar_head", "sat_head"])
+    opened, text = Opened("traced", device=device, rank=12), tokens(20)
+    assert max(opened.error(text[:length]) for length in (1, 2, 3, 6, 9, 20)) < 1e-5
+
+
 def test_rejected_drafts_are_overwritten() -> None:
     reading, text = Reading(small_gpt(), "static", new=3, rows=3, device=golden()), tokens(40)
     changed = [*text[:20], *tokens(20, seed=5)]
