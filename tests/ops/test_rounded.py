@@ -1,0 +1,93 @@
+"""Rounded updates: the same bits wherever tensors lie and however they are cut, and one of two neighbours each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ops.test_update import PLACED, SCALAR, SHAPES, spaced
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.torch.device import TorchDevice
+from ttrain.graph.op import op
+
+ADAMW = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+SGD = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
+ROWS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
+    "adamw_rounded": (4, ADAMW, ("lr", "step", "factor")),
+    "sgd_rounded": (3, SGD, ("lr", "factor")),
+}
+
+
+def updated(
+    device: TorchDevice, name: str, place: Any, dtypes: list[DType], stochastic: bool, steps: int = 2
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(what is written after some updates, the same before the last), on the same numbers every time."""
+    lists, settings, scalars = ROWS[name]
+    slots = [place(device, SHAPES, dtype) for dtype in dtypes[:lists]]
+    generator = torch.Generator().manual_seed(0)
+    for tensor in slots[0]:
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    numbers = [device.allocate(SCALAR) for _ in scalars]
+    seed = device.allocate(TensorSpec((), DType.INT64)) if stochastic else None
+    written = tuple(declared.rstrip("*") for declared in op(name).outputs) if stochastic else ()
+    attributes = {"count": len(SHAPES), **settings, "stochastic": written, "stream": 16}
+    given = [tensor for slot in slots for tensor in slot]
+    specs = [TensorSpec(tuple(t.shape), dtype) for dtype in dtypes[:lists] for t in slots[0]]
+    kernel = device.kernels[name]
+    inputs = [*specs, *[SCALAR] * len(numbers), None if seed is None else TensorSpec((), DType.INT64)]
+    work = [device.allocate(spec) for spec in kernel.workspace_specs(inputs, [], attributes)]
+    outs = [tensor for position, slot in enumerate(slots) if position != 1 for tensor in slot]
+    launch = kernel.bind([*given, *numbers, seed], outs, attributes, work)
+    before: list[torch.Tensor] = []
+    for step in range(1, steps + 1):
+        for gradient in slots[1]:
+            gradient.copy_(torch.randn(gradient.shape, generator=generator))
+        values = {"lr": 0.01, "step": step, "factor": 0.5}
+        for key, number in zip(scalars, numbers, strict=True):
+            device.upload(number, np.asarray(values[key], np.float32))
+        if seed is not None:
+            device.upload(seed, np.asarray(2**50 + step, np.int64))
+        before = [tensor.cpu().clone() for tensor in outs]
+        launch()
+    return [tensor.cpu() for tensor in outs], before
+
+
+MIXES = {
+    "all bf16": [DType.BF16] * 4,
+    "bf16 moments": [DType.FP32, DType.BF16, DType.BF16, DType.BF16],
+    "bf16 weights": [DType.BF16, DType.BF16, DType.FP32, DType.FP32],
+    "fp32 gradients": [DType.BF16, DType.FP32, DType.BF16, DType.BF16],
+}
+
+
+@pytest.mark.parametrize("stochastic", [True, False], ids=["stochastic", "nearest"])
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("name", ROWS)
+def test_bits_do_not_hang_on_place_or_blocks(device: TorchDevice, name: str, mix: str, stochastic: bool) -> None:
+    plain = TorchDevice("cpu", threads=1)
+    expected, _ = updated(plain, name, spaced, MIXES[mix], stochastic)
+    for place in PLACED.values():
+        found, _ = updated(device, name, place, MIXES[mix], stochastic)
+        if device.kind == "cpu":
+            assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+        else:
+            for one, two in zip(found, expected, strict=True):
+                torch.testing.assert_close(one.float(), two.float(), rtol=2**-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_bf16_results_are_neighbours_of_the_fp32_result(device: TorchDevice, name: str) -> None:
+    """From one state: all in fp32, and all in bf16 rounded stochastically. Some go up and some down."""
+    wide, _ = updated(device, name, spaced, [DType.FP32, DType.BF16, DType.FP32, DType.FP32], False, steps=1)
+    narrow, before = updated(device, name, spaced, MIXES["bf16 moments"], True, steps=1)
+    assert not any(tensor.any() for tensor in before[len(SHAPES) :])
+    up = down = 0
+    for one, two in zip(wide[len(SHAPES) :], narrow[len(SHAPES) :], strict=True):
+        spacing = torch.exp2(torch.floor(torch.log2(one.abs())) - 7)
+        difference = two.float() - one
+        assert bool((difference.abs() <= spacing * 1.001).all())
+        up, down = up + int((difference > 0).sum()), down + int((difference < 0).sum())
+    assert min(up, down) > 100
