@@ -192,7 +192,8 @@ class _Job:
         from ttrain.train.memory import memory_message, shrinking_keys
 
         config = self.config
-        keys = shrinking_keys(config.train, self.model.config, config.precision.name, config.engine.name)
+        names = (config.precision.name, config.engine.name)
+        keys = shrinking_keys(config.train, self.model.config, *names, config.optimizer)
         message = memory_message(error, self.device.name, self.steps, keys)
         return OutOfMemory(message, config.train, run.path)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ttrain.core.units import format_bytes
+from ttrain.optim.settings import OptimizerConfig
 from ttrain.train.settings import TrainConfig
 
 # What torch (CPU and CUDA), ttnn and the C++ runtime say where an allocation fails.
@@ -45,7 +46,9 @@ def plan_needs(steps: Mapping[str, Any]) -> str:
     return f"The plan needs {format_bytes(sum(classes.values()))}: {listed}."
 
 
-def shrinking_keys(train: TrainConfig, model: Any, precision: str, engine: str) -> list[str]:
+def shrinking_keys(
+    train: TrainConfig, model: Any, precision: str, engine: str, optimizer: OptimizerConfig | None = None
+) -> list[str]:
     """Words for the command line, the one that changes least first."""
     keys = []
     smaller = shrunk(train)
@@ -58,6 +61,8 @@ def shrinking_keys(train: TrainConfig, model: Any, precision: str, engine: str) 
         keys.append("model.recompute=block")
     if precision == "fp32":
         keys.append("precision=bf16")
+    if optimizer is not None and optimizer.state_dtype is None and precision != "bf16_pure":
+        keys.append("optimizer.state_dtype=bf16")
     if getattr(model, "context", None):
         keys.append("a smaller model.context")
     return [*keys, "a smaller model"]
