@@ -11,6 +11,7 @@ import pytest
 
 from ttrain.cli import main
 from ttrain.core.spec import DType
+from ttrain.cost.programs import stream
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch.device import cpu
 from ttrain.device.ttnn.settings import TenstorrentConfig
@@ -21,7 +22,7 @@ from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
-from ttrain.train.estimate import Work, host_estimate, wormhole_estimate, wormhole_time
+from ttrain.train.estimate import Work, host_estimate, split_time, wormhole_estimate, wormhole_time
 from ttrain.train.kernel_times import KernelTimes
 from ttrain.train.memory_picture import memory_over_time
 from ttrain.train.step_graph import StepGraph
@@ -76,6 +77,22 @@ def test_two_queues_hide_the_input(work: Work) -> None:
     one, two = (wormhole_time(heavy, TenstorrentConfig(name="n300", command_queues=n), "traced") for n in (1, 2))
     assert two.total == pytest.approx(max(one.host_input, one.total - one.host_input)) and two.total < one.total
     assert one.bottleneck == "host_input"
+
+
+def test_halves_of_a_chip_are_for_runs_that_are_too_small_to_fill_it(work: Work) -> None:
+    card = TenstorrentConfig(name="n300")
+    small = split_time(work, card, "traced")
+    assert small.gains and small.side_by_side < small.in_turn and "device.subdevices=2" in small.text("traced")
+
+    class Moves(Work):
+        def programs(self) -> list[tuple[int, list[Any]]]:
+            return [(1, [stream((8192, 8192), (8192, 8192))] * 3)]
+
+    large = split_time(Moves(work.nodes, 0, 0), card, "traced")
+    assert not large.gains and "halves gain nothing" in large.text("traced")
+    # Issued by the host one by one, two runs share what the host can issue.
+    issued = split_time(work, card, "static")
+    assert issued.side_by_side >= 2 * wormhole_time(work, card, "static").dispatch * 0.9
 
 
 def test_every_kernel_of_a_plan_is_timed_once_and_remembered(steps: Any, tmp_path: Path) -> None:

@@ -42,6 +42,9 @@ class PlanConfig:
     time: bool = option(
         True, "expect a step's time; on the CPU and on a GPU each kernel is timed once for that, and the time is kept"
     )
+    calibrate: bool = option(
+        False, "first open the Tenstorrent card and measure constants of the cost model on it; they are kept for later"
+    )
     limits: bool = option(False, "search the largest micro-batch and context that fit, by planning a few of each")
     memory_gb: float | None = option(None, "memory to fit into, in GiB; null takes that of the device", above=0)
 

@@ -22,6 +22,7 @@ def expected_time(
     config: Config, steps: Mapping[str, Step], report: PlanReport, device: Device, chips: int
 ) -> tuple[Estimate | None, str]:
     """The expected time of one optimizer step, or why there is none."""
+    from ttrain.train.calibration import known_constants
     from ttrain.train.estimate import Work, wormhole_estimate
 
     work = Work.of(steps, report.per_step)
@@ -34,7 +35,8 @@ def expected_time(
             return None, "There is no cost model of a Blackhole chip."
         if device.host is not None:
             return None, "The cost model does not know what the host computes for device.host_resident."
-        return wormhole_estimate(work, config.device, engine, tokens, unit, flops), ""
+        constants, source = known_constants(config.device)
+        return wormhole_estimate(work, config.device, engine, tokens, unit, flops, constants, source), ""
     if device.name not in ("cpu", "cuda"):
         return None, f"device={device.name} computes nothing."
     return _on_this_machine(config, work, device, tokens, unit, flops)

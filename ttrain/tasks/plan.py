@@ -24,6 +24,8 @@ def run(config: Config) -> None:
     """Prints the plan, and with plan.show the nodes or the buffers behind it; writes plan.json=<file> if asked."""
     from ttrain.train.plan_report import plan_report
 
+    if config.plan.calibrate:
+        _calibrate(config)
     model = _model(config)
     with closing(build.planned_device(config.device)) as device, closing(_session(config, model, device)) as session:
         steps = session.build_training()
@@ -36,6 +38,18 @@ def run(config: Config) -> None:
             _write_json(config, device.name, {**report.to_dict(), **extra.values})
         if config.plan.picture is not None:
             _draw(config.plan.picture, report, steps)
+
+
+def _calibrate(config: Config) -> None:
+    """Opens the card and measures. Raises UserError where the device is no card."""
+    from ttrain.core.errors import UserError
+    from ttrain.device.ttnn.settings import TenstorrentConfig
+    from ttrain.train.calibration import calibrate
+
+    device = config.device
+    if not isinstance(device, TenstorrentConfig) or device.mode != "silicon" or device.name == "p150":
+        raise UserError("plan.calibrate=true: measures the cost model of a Wormhole card. Give device=n150 or n300.")
+    print(calibrate(device) + "\n")
 
 
 def _model(config: Config) -> Model:

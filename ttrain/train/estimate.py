@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ttrain.core.units import format_count
+from ttrain.cost.constants import CONSTANTS, Constants
 from ttrain.cost.lowering import node_programs
 from ttrain.cost.programs import Program
 from ttrain.cost.wormhole import Setting, Wormhole
@@ -26,6 +27,7 @@ GRIDS = {"n150": {"worker": (8, 8), "eth": (9, 8)}, "n300": {"worker": (7, 8), "
 INPUT_CALL = 30e-6  # s to turn one host array into tiles and enqueue it: 20 to 34 us measured on a mocked board
 INPUT_RATE = 8e9  # byte/s from host to card: PCIe 4 with 8 lanes at half its 15.8 GB/s
 RECORD = 30e-6  # s of Python to record a node and find memory for it, which engine=dynamic does at every step
+MODEL = "the cost model of a Wormhole chip, fitted to published measurements (docs/planning.md), not from a card"
 LAUNCH = 2.5e-6  # s of Python per launch that a timed kernel does not contain
 
 
@@ -75,6 +77,7 @@ class Estimate:
     ways: tuple[Way, ...]
     recommended: Way
     reason: str
+    split: SplitTime | None = None  # two runs on one Tenstorrent chip
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -92,6 +95,7 @@ class Estimate:
             "ways": [{**vars(way), "step_ms": 1e3 * way.seconds} for way in self.ways],
             "recommended": self.recommended.settings,
             "reason": self.reason,
+            **({} if self.split is None else {"two_runs_ms": {k: 1e3 * v for k, v in vars(self.split).items()}}),
         }
 
     def tables(self) -> list[Table]:
@@ -149,14 +153,19 @@ class Work:
     def launches(self) -> int:
         return sum(times * len(nodes) for times, nodes in self.nodes)
 
+    def programs(self) -> list[tuple[int, list[Program]]]:
+        """What a Tenstorrent chip runs, in order, with how often."""
+        return [(times, [program for node in nodes for program in node_programs(node)]) for times, nodes in self.nodes]
 
-def wormhole_time(work: Work, config: TenstorrentConfig, engine: str) -> StepTime:
-    """By the cost model."""
-    chip = Wormhole(chip_setting(config, engine))
+
+def wormhole_time(
+    work: Work, config: TenstorrentConfig, engine: str, constants: Constants = CONSTANTS, source: str = MODEL
+) -> StepTime:
+    """By the cost model. `source` says where its constants are from."""
+    chip = Wormhole(chip_setting(config, engine), constants)
     parts: dict[str, float] = dict.fromkeys(("total", "host", "dispatch", "compute", "bandwidth"), 0.0)
     programs = 0
-    for times, nodes in work.nodes:
-        listed: list[Program] = [program for node in nodes for program in node_programs(node)]
+    for times, listed in work.programs():
         estimate = chip.step(listed)
         programs += times * len(listed)
         for name in parts:
@@ -165,7 +174,6 @@ def wormhole_time(work: Work, config: TenstorrentConfig, engine: str) -> StepTim
     overlapped = config.command_queues == 2
     total = max(parts["total"], given) if overlapped else parts["total"] + given
     dispatch = max(parts["host"], parts["dispatch"])
-    source = "the cost model of a Wormhole chip, fitted to published measurements (docs/planning.md), not from a card"
     return StepTime(total, dispatch, parts["compute"], parts["bandwidth"], given, programs, source)
 
 
@@ -185,26 +193,73 @@ def chip_setting(config: TenstorrentConfig, engine: str) -> Setting:
 
 
 def wormhole_estimate(
-    work: Work, config: TenstorrentConfig, engine: str, tokens: int, unit: str, flops: int
+    work: Work,
+    config: TenstorrentConfig,
+    engine: str,
+    tokens: int,
+    unit: str,
+    flops: int,
+    constants: Constants = CONSTANTS,
+    source: str = MODEL,
 ) -> Estimate:
     """As configured, and every combination of engine, dispatch and queues beside it."""
-    time = wormhole_time(work, config, engine)
+    time = wormhole_time(work, config, engine, constants, source)
     ways = []
     for name in ("static", "traced", "dynamic"):
         for dispatch in ("worker", "eth"):
             for queues in (1, 2):
                 tried = replace(config, dispatch=dispatch, command_queues=queues)
                 words = f"engine={name} device.dispatch={dispatch} device.command_queues={queues}"
-                ways.append(Way(name, words, wormhole_time(work, tried, name).total))
+                ways.append(Way(name, words, wormhole_time(work, tried, name, constants).total))
     best = _simplest(ways)
     share = time.dispatch / time.total
     reason = (
         f"{_compared(best, ways)} Dispatch would take {_duration(time.dispatch)} by itself, {share:.0%} of the "
-        f"step as configured, whose bottleneck is {time.bottleneck.replace('_', ' ')}. device.subdevices=1: two halves "
-        "gain nothing where programs fill the chip."
+        f"step as configured, whose bottleneck is {time.bottleneck.replace('_', ' ')}. "
     )
-    peak = Wormhole(chip_setting(config, engine)).peak_flops()
-    return Estimate(time, tokens, unit, flops, peak, tuple(ways), best, reason)
+    peak = Wormhole(chip_setting(config, engine), constants).peak_flops()
+    split = split_time(work, config, best.engine, constants)
+    reason += split.text(best.engine)
+    return Estimate(time, tokens, unit, flops, peak, tuple(ways), best, reason, split)
+
+
+@dataclass(frozen=True)
+class SplitTime:
+    """Seconds of a step of two runs on one chip: side by side on its halves, or one after the other on all of it."""
+
+    side_by_side: float
+    in_turn: float
+
+    @property
+    def gains(self) -> bool:
+        return self.side_by_side * (1 + TIE) < self.in_turn
+
+    def text(self, engine: str) -> str:
+        """A sentence with what to choose."""
+        both, turn = _duration(self.side_by_side), _duration(self.in_turn)
+        times = (
+            f"by engine={engine} a step of two runs takes {both} on the halves of a chip, {turn} one after the other"
+        )
+        if self.gains:
+            return f"device.subdevices=2 for two runs at a time: {times}."
+        return f"device.subdevices=1: {times}, so halves gain nothing."
+
+
+def split_time(work: Work, config: TenstorrentConfig, engine: str, constants: Constants = CONSTANTS) -> SplitTime:
+    """Two runs of the same work. Halves have half the columns of cores, half the bandwidth, and one host."""
+    setting = chip_setting(config, engine)
+    rows, columns = setting.cores
+    half = replace(
+        constants,
+        dram_efficiency=constants.dram_efficiency / 2,
+        scatter_efficiency=constants.scatter_efficiency / 2,
+    )
+    chip = Wormhole(replace(setting, grid=(rows, max(columns // 2, 1))), half)
+    estimates = [(times, chip.step(listed)) for times, listed in work.programs()]
+    device = sum(times * estimate.total for times, estimate in estimates) / 1e6
+    host = 2 * sum(times * estimate.host for times, estimate in estimates) / 1e6
+    in_turn = 2 * wormhole_time(work, replace(config, command_queues=1), engine, constants).total
+    return SplitTime(max(device, host) + 2 * host_input(work), in_turn)
 
 
 def host_estimate(

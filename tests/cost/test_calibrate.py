@@ -1,0 +1,176 @@
+"""Calibration on a pretended chip whose constants are known: what is measured must be what it was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ttrain.cli import main
+from ttrain.core.spec import TensorSpec
+from ttrain.cost.calibrate import Calibration
+from ttrain.cost.constants import CONSTANTS, Constants
+from ttrain.cost.programs import Product, Program, scatter, stream
+from ttrain.cost.wormhole import Setting, Wormhole
+from ttrain.device.base import Device, Kernel, Launch
+from ttrain.device.ttnn.settings import TenstorrentConfig
+from ttrain.train.calibration import cache_file, keep, known_constants
+from ttrain.train.estimate import MODEL
+
+TRUTH = replace(
+    CONSTANTS, dram_efficiency=0.5, matrix_efficiency=0.8, launch=4.5, worker_dispatch=2.0, worker_call=90.0,
+    native_host=25.0, scatter_efficiency=0.06, eth_call=70.0,
+)  # fmt: skip
+
+
+class Chip(Device):
+    """Runs nothing; its clock moves as the model says for the given constants. Three stages, as on a chip."""
+
+    name, supports_capture = "chip", True
+
+    def __init__(self, constants: Constants, setting: Setting) -> None:
+        super().__init__()
+        self.model, self.constants, self.setting = Wormhole(setting, constants), constants, setting
+        self.now = self.handed = self.done = 0.0  # microseconds
+        self.captured: list[Program] | None = None
+
+    def clock(self) -> float:
+        return self.now / 1e6
+
+    def start(self, program: Program, host: float) -> None:
+        if self.captured is not None:
+            self.captured.append(program)
+            return
+        self.now += host
+        times = self.model.program(program)
+        self.handed = max(self.now, self.handed) + times.dispatch
+        self.done = max(self.handed, self.done) + times.busy
+
+    def synchronize(self) -> None:
+        call = self.constants.eth_call if self.setting.dispatch == "eth" else self.constants.worker_call
+        waited = self.done > self.now
+        self.now = max(self.now, self.done) + (call - self.constants.native_host if waited else 0.0)
+
+    def capture(self, launches: Sequence[Launch], name: str) -> Launch:
+        self.captured = held = []
+        for launch in launches:
+            launch()
+        self.captured = None
+
+        def replay() -> None:
+            for number, program in enumerate(held):
+                self.start(program, self.constants.native_host if number == 0 else 0.0)
+
+        return replay
+
+    @property
+    def kernels(self) -> dict[str, Kernel]:  # type: ignore[override]
+        def row(programs: Callable[..., list[Program]]) -> Kernel:
+            def bind(ins: Any, outs: Any, attributes: Any, work: Any) -> Launch:
+                made = programs(*(spec.shape for spec in ins))
+
+                def launch() -> None:
+                    for number, program in enumerate(made):
+                        self.start(program, self.constants.native_host if number == 0 else 0.0)
+
+                return launch
+
+            return Kernel(bind)
+
+        return {
+            "add": row(lambda a, b: [stream(a, b, a)]),
+            "matmul": row(lambda a, b: [Product(a[0], a[1], b[1])]),
+            "softmax": row(lambda x: [stream(x, x), scatter(x, x)]),
+        }
+
+    def allocate(self, spec: TensorSpec) -> TensorSpec:
+        return spec
+
+    def _allocate(self, nbytes: int) -> Any: ...
+    def place(self, arena: Any, offset: int, spec: TensorSpec) -> Any: ...
+    def upload(self, buffer: Any, array: np.ndarray) -> None: ...
+    def download(self, buffer: Any) -> np.ndarray: ...
+    def copy(self, source: Any, destination: Any) -> None: ...
+    def memory(self) -> dict[str, int]: ...
+    def describe(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("dispatch", ["worker", "eth"])
+def test_what_is_measured_is_what_the_chip_was_made_of(dispatch: str) -> None:
+    setting = Setting(dispatch, issuer="native")
+    chip = Chip(TRUTH, setting)
+    measured = Calibration(chip, setting, clock=chip.clock)
+    found = measured.run()
+    names = {"launch", "native_host", "dram_efficiency", "matrix_efficiency", "scatter_efficiency", f"{dispatch}_call"}
+    assert names <= measured.changed.keys()
+    for name in names:
+        assert getattr(found, name) == pytest.approx(getattr(TRUTH, name), rel=0.05), name
+    # What was not measured stays as fitted.
+    assert found.python_host == CONSTANTS.python_host and found.clock_mhz == CONSTANTS.clock_mhz
+
+
+def test_a_step_is_predicted_with_what_was_measured() -> None:
+    setting = Setting(issuer="native")
+    chip = Chip(TRUTH, setting)
+    found = Calibration(chip, setting, clock=chip.clock).run()
+    programs = [Product(2048, 512, 512), stream((2048, 512), (2048, 512)), scatter((1024, 1024), (1024, 1024))] * 4
+    expected = Wormhole(setting, TRUTH).step(programs).total
+    assert Wormhole(setting, found).step(programs).total == pytest.approx(expected, rel=0.05)
+    assert Wormhole(setting).step(programs).total != pytest.approx(expected, rel=0.05)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_measured_constants_are_kept_and_used_for_that_board_only(cache: Path) -> None:
+    card = TenstorrentConfig(name="n300")
+    assert known_constants(card) == (CONSTANTS, MODEL)
+    said = keep(card, {"launch": 5.0, "worker_call": 80.0}, {"arch": "wormhole_b0"})
+    assert "launch" in said and str(cache_file()) in said
+    constants, source = known_constants(card)
+    assert (constants.launch, constants.worker_call) == (5.0, 80.0) and "2 constants measured on this card" in source
+    keep(replace(card, dispatch="eth"), {"launch": 6.0, "eth_call": 60.0}, {})
+    both, _ = known_constants(card)
+    assert (both.launch, both.worker_call, both.eth_call) == (5.0, 80.0, 60.0)
+    assert known_constants(replace(card, dispatch="eth"))[0].launch == 6.0
+    assert known_constants(TenstorrentConfig(name="n150"))[0] == CONSTANTS
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"n300 worker HiFi4": 3}', '{"n300 worker HiFi4": {"constants": {}}}'])
+def test_a_damaged_cache_is_as_none(cache: Path, text: str) -> None:
+    cache_file().parent.mkdir(parents=True)
+    cache_file().write_text(text, "utf-8")
+    assert known_constants(TenstorrentConfig(name="n300")) == (CONSTANTS, MODEL)
+
+
+def test_a_plan_says_where_its_constants_are_from(cache: Path, capsys: Any) -> None:
+    keep(TenstorrentConfig(name="n300"), {"launch": 5.0}, {})
+    small = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=32", "model.vocabulary=29"]
+    assert main(["task=plan", "device=n300", *small]) == 0
+    shown = capsys.readouterr().out
+    assert "with 1 constants measured on this card" in shown and "device.subdevices=" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["device=cpu"], "plan.calibrate=true: measures the cost model of a Wormhole card."),
+        (["device=p150"], "plan.calibrate=true: measures the cost model of a Wormhole card."),
+        (["device=n150"], "device=n150: this machine has no Tenstorrent card"),
+    ],
+)
+def test_where_nothing_can_be_measured_it_is_one_line(words: list[str], said: str, cache: Path, capsys: Any) -> None:
+    if words == ["device=n150"] and find_spec("ttnn") is None:
+        pytest.skip("the package ttnn is not installed")
+    assert main(["task=plan", "plan.calibrate=true", *words]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"ttrain: {said}") and shown.err.count("\n") == 1 and not shown.out
