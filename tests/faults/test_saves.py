@@ -6,6 +6,8 @@ import builtins
 import errno
 import os
 import shutil
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from ttrain.train.events import Events, read_events
 from ttrain.train.resume import find_resume_point
 from ttrain.train.retention import find_checkpoint, newest_complete, prune_checkpoints
 from ttrain.train.run_directory import RunDirectory
-from ttrain.train.saver import Saver
+from ttrain.train.saver import Saver, yield_processor
 from ttrain.train.settings import TrainConfig
 
 
@@ -149,6 +151,22 @@ def test_every_operation_of_a_save_fails_in_turn(tmp_path: Path, monkeypatch: py
         run.close()
     print(f"operations of a save that failed in turn: {operations}; told: {told}")
     assert told >= operations - 6  # those that come after the new checkpoint has its place
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of single threads")
+def test_the_thread_that_saves_gives_way_and_the_others_do_not(tmp_path: Path) -> None:
+    found: dict[str, int] = {}
+
+    def look() -> None:
+        yield_processor()
+        found["saving"] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found["saving"] == max(before, 10)
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 def test_a_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
