@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
@@ -43,3 +49,20 @@ def test_bf16_stays_within_its_rounding() -> None:
     model.follow_compute()
     reading, text = Reading(model, "static", device=golden()), tokens(20)
     assert max(reading.error(text[:length]) for length in range(1, 20, 3)) < 0.1
+
+
+# Device ops of a token: on six layers, and on two.
+LIMITS = {"nano-gpt": 340, "agillm": 140, "agillm pairs": 145}
+
+
+def test_a_mocked_board_takes_every_op_and_settles(kernels: str) -> None:
+    """The child forbids new programs after the third text."""
+    environment = {**os.environ, "TTRAIN_CACHE": kernels, "OMP_NUM_THREADS": "1"}
+    command, root = [sys.executable, "-m", "tests.ttnn.decode_child"], Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    cases = {case["name"]: case for case in map(json.loads, done.stdout.splitlines()[-5:])}
+    assert len(cases) == 5
+    captured = {name: case["captures"] for name, case in cases.items() if case["captures"]}
+    assert captured == {"nano-gpt fp32 traced": 2, "agillm pairs": 2}  # the step of a chunk, and that of a token
+    assert all(cases[name]["ops"] <= limit for name, limit in LIMITS.items())
