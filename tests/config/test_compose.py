@@ -32,6 +32,8 @@ NEEDS = {
     "precision=bf16_pure": ["device=tt"],
     "precision=bf8": ["device=tt"],
     "recipe=char-0.8m": ["data.path=x"],
+    "recipe=agillm_large_cpu": ["data.path=x"],
+    "recipe=agillm_large_n300": ["data.path=x"],
 }
 
 
@@ -53,7 +55,7 @@ def test_every_shipped_yaml_composes_and_passes_the_checks(word: str) -> None:
 
 
 def test_the_number_of_shipped_yaml_files_is_known() -> None:
-    assert len(shipped_options()) == 74
+    assert len(shipped_options()) == 77
     assert set(ALWAYS_THERE) < set(shipped_options())
 
 

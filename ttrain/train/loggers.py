@@ -76,6 +76,9 @@ class Console:
         for key, (label, form) in formats.items():
             if metrics.get(key) is not None:
                 self._shown[label] = form.format(metrics[key])
+        for key, value in metrics.items():
+            if "/" in key and not key.startswith(("train/", "val/", "lr/")) and value is not None:
+                self._shown[key] = f"{value:.3f}"
         if metrics.get("tokens_per_s"):
             self._shown["tok/s"] = format_count(float(metrics["tokens_per_s"] or 0))
         self._bar.set_postfix(self._shown, refresh=False)
