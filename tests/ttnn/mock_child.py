@@ -19,6 +19,10 @@ from ttrain.device.ttnn.device import TenstorrentDevice, open_device
 from ttrain.device.ttnn.form import TileForm
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.state import State
+from ttrain.models.agillm import AGILLM
+from ttrain.models.base import loss_weights, preparation
+from ttrain.models.presets import resolved
+from ttrain.models.settings import AGILLMConfig
 from ttrain.train.step_graph import StepGraph
 
 SIZES = {
@@ -34,7 +38,11 @@ def model_of(case: dict[str, Any]) -> Any:
     compute = DType.FP32 if precision == "fp32" else DType.BF16
     if case["model"] == "mlp":
         return mlp(compute, inputs=None, outputs=None)
-    model = gpt(compute, **{**SIZES[case["model"]], "dropout": case.get("dropout", 0.0)})
+    model: Any
+    if case["model"] == "agillm":
+        model = AGILLM(resolved(AGILLMConfig(pad_vocabulary=32, **case["config"])), compute)
+    else:
+        model = gpt(compute, **{**SIZES[case["model"]], "dropout": case.get("dropout", 0.0)})
     for parameter in model.parameters().values():
         parameter.master = DType.BF16 if precision == "bf16_pure" else DType.FP32
     return model
@@ -44,14 +52,15 @@ def measure(device: TenstorrentDevice, case: dict[str, Any]) -> dict[str, Any]:
     """Costs of a step once programs are built."""
     model, rows = model_of(case), case.get("rows", 4)
     model.follow_compute()
-    graph = StepGraph(model, sgd(clip_norm=None) if case["model"] == "mlp" else adamw(), rows, chips=device.chips)
+    optimizer = sgd(clip_norm=None) if case["model"] == "mlp" else adamw()
+    graph = StepGraph(model, optimizer, rows, chips=device.chips, hosted=device.hosted)
     state = State(device, graph.state_tensors())
     engine = ENGINES[case.get("engine", "static")](device, state)
     step = engine.build("train", graph.trace_train)
-    given = batch(model, rows * device.chips, 1)
+    given, counts = preparation(model)(batch(model, rows * device.chips, 1))
     seconds, facts = [], []
     for number in range(1, STEPS + 1):
-        inputs = {**given, "loss_weight": 1.0, "seed": number, "lr": 0.1, "step": number}
+        inputs = {**given, **loss_weights(counts), "seed": number, "lr": 0.1, "step": number}
         device.mesh.handle.set_program_cache_misses_allowed(number < 3)
         start = time.perf_counter()
         read = step.start(inputs)
@@ -69,6 +78,8 @@ def measure(device: TenstorrentDevice, case: dict[str, Any]) -> dict[str, Any]:
         "later_allocations": facts[-1]["allocations"] - facts[1]["allocations"],
         "later_dram": facts[-1]["dram_bytes"] - facts[1]["dram_bytes"],
         "dispatch_ms": 1e3 * min(seconds[1:]),
+        "dram": facts[-1]["dram_bytes"],
+        "host": facts[-1].get("host_bytes", 0),
         "captures": engine.counters.captures,
         "zero": all(not np.any(value) for value in result.values()),
     }
@@ -92,7 +103,7 @@ def product(device: TenstorrentDevice, size: int) -> Any:
 
 def main(text: str) -> None:
     order = json.loads(text)
-    keys = ("mesh", "command_queues", "dispatch", "subdevices", "core_grid")
+    keys = ("mesh", "command_queues", "dispatch", "subdevices", "core_grid", "host_resident")
     settings = {key: order[key] for key in keys if key in order}
     device = open_device(TenstorrentConfig(name=order["board"], mode="mock", **settings))
     print(json.dumps({"cores": device.mesh.cores, "computes": device.computes}), flush=True)

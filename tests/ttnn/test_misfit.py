@@ -19,7 +19,11 @@ from ttrain.train.misfit import Run, misfit
 from ttrain.train.settings import TrainConfig
 
 ROOT = Path(__file__).parents[2]
-DRAM = "Out of Memory: Not enough space to allocate 134217728 B DRAM buffer across 12 banks, where each bank needs"
+DRAM = (
+    "Out of Memory: Not enough space to allocate 134217728 B DRAM buffer across 12 banks, where each bank needs to "
+    "store 11186176 B, but bank size is 1071292352 B (allocated: 1 B, free: {free} B, largest free block: 2 B)."
+)
+NEARLY, FAR = DRAM.format(free=8605632), DRAM.format(free=605632)  # 29 MiB and 121 MiB are lacking
 L1 = "Statically allocated dataflow buffers on core range grow to 4300128 B which is beyond max L1 size of 1499136 B"
 NORM = "LayerNorm streaming circular buffers require 118784 bytes, but only 59006 bytes of the allocator's L1 span are"
 TRACE = "Creating trace buffers of size 237371392B on MeshDevice 0, but only 235929600B is allocated for trace region."
@@ -39,9 +43,9 @@ def a_run(engine: str = "static", precision: str = "bf16", sizes: dict[str, int]
 @pytest.mark.parametrize(
     ("said", "run", "cause", "keys"),
     [
-        (DRAM, a_run(), "DRAM", ["device.trace_region_mb=0", "train.accumulation=2", "model.recompute=block",
-                                 "precision=bf16_pure", "device.host_resident=", "device.mesh=[1,2]"]),
-        (DRAM, a_run("dynamic"), "DRAM", ["engine=static"]),
+        (NEARLY, a_run(), "DRAM", ["device.trace_region_mb=0", "train.accumulation=2", "model.recompute=block",
+                                   "precision=bf16_pure", "device.host_resident=", "device.mesh=[1,2]"]),
+        (FAR, a_run("dynamic"), "DRAM", ["engine=static"]),
         (L1, a_run(l1_small_kb=64, core_grid=[2, 2]), "L1", ["device.l1_small_kb=0", "device.core_grid=null"]),
         (NORM, a_run(), "L1", ["device.fused_kernels=false", "train.accumulation=2"]),
         (TRACE, a_run("traced"), "trace region", ["device.trace_region_mb=227", "engine=static"]),
@@ -60,15 +64,21 @@ def test_every_cause_has_its_keys(said: str, run: Run, cause: str, keys: list[st
 
 
 def test_state_that_alone_is_too_large_is_not_mended_by_a_smaller_batch() -> None:
-    found = misfit(fatal(DRAM), a_run(precision="fp32", sizes={"state": 20 << 30, "memory": 12 << 30}))
+    found = misfit(fatal(FAR), a_run(precision="fp32", sizes={"state": 20 << 30, "memory": 12 << 30}))
     assert found is not None
     assert not any("accumulation" in key or "trace_region" in key or "recompute" in key for key in found.keys)
     assert any(key.startswith("precision=bf16") for key in found.keys)
 
 
+def test_an_idle_region_is_offered_where_it_is_enough() -> None:
+    near, far = (misfit(fatal(said), a_run()) for said in (NEARLY, FAR))
+    assert near is not None and any("trace_region" in key for key in near.keys)
+    assert far is not None and not any("trace_region" in key for key in far.keys)
+
+
 def test_hosted_tables_are_offered_to_models_that_have_some() -> None:
     run = Run(TenstorrentConfig(name="n150"), TrainConfig(), MLPConfig(), "bf16", "static")
-    assert not any("host_resident" in key for key in getattr(misfit(fatal(DRAM), run), "keys", ["host_resident"]))
+    assert not any("host_resident" in key for key in getattr(misfit(fatal(FAR), run), "keys", ["host_resident"]))
 
 
 def test_other_errors_are_no_misfit() -> None:

@@ -76,12 +76,19 @@ def _dram(said: str, run: Run) -> list[str]:
     if run.state > run.memory:  # no smaller batch helps, and no idle region
         keys = [key for key in keys if key.startswith("precision")]
         return [*keys, *_smaller_state(run), *last]
-    if run.engine != "traced" and device.trace_region_mb:
+    if run.engine != "traced" and 0 < _lacking(said) <= device.trace_region_mb * 2**20:
         keys.insert(0, f"device.trace_region_mb=0 (nothing is captured, {device.trace_region_mb} MiB lie idle)")
     keys += _smaller_state(run)
-    if device.name in ("n300", "t3000") and device.mesh == [1, 1] and not device.host_resident:
+    rows = run.train.batch_size // run.train.accumulation
+    if device.name in ("n300", "t3000") and device.mesh == [1, 1] and not device.host_resident and rows % 2 == 0:
         keys.append("device.mesh=[1,2] (half of the batch on each chip)")
     return keys + last
+
+
+def _lacking(said: str) -> int:
+    """Bytes that were asked for beyond what is free; 0 where it is not told."""
+    found = re.search(r"allocate (\d+) B DRAM buffer across (\d+) banks.*?free: (\d+) B", said, re.DOTALL)
+    return int(found[1]) - int(found[2]) * int(found[3]) if found else 0
 
 
 def _smaller_state(run: Run) -> list[str]:

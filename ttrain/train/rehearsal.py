@@ -65,6 +65,8 @@ def rehearse(device: Device, run: Callable[[int], Any], steps: Mapping[str, Step
         facts.append(_facts(device))
     later = {key: facts[-1].get(key, 0) - facts[2].get(key, 0) for key in ("programs", "allocations")}
     memory = {"dram_bytes": facts[-1].get("dram_bytes", 0), "dram_total_bytes": device.memory().get("total", 0)}
+    if "host_bytes" in facts[-1]:
+        memory["host_bytes"] = facts[-1]["host_bytes"]
     for name, built in steps.items():
         for key, size in device.step_peaks(built.launches()).items():
             memory[f"{name}_{key}"] = size
