@@ -115,7 +115,7 @@ def test_help_lists_groups_keys_and_examples(capsys: Any) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     for part in (
-        "model      gpt2, mlp, [nano-gpt]",
+        "model      agillm, gpt2, mlp, [nano-gpt]",
         "recipe     char-0.8m, char-10.7m",
         "train.steps=1000",
         "ttrain task=sample",

@@ -457,6 +457,7 @@ def test_sigusr1_saves_and_goes_on(make_job: MakeJob) -> None:
     interrupt_after(job, 5, signal.SIGUSR1)
     assert job.loop.run().step == 12
     assert steps_on_disk(job) == [5, 12]
+    assert "Saving step 5, as SIGUSR1 asked." in [event["message"] for event in read_events(job.run_directory.path)]
 
 
 def test_a_finished_run_does_nothing_when_resumed(make_job: MakeJob) -> None:

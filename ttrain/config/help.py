@@ -91,8 +91,10 @@ def _table(rows: list[tuple[str, str]]) -> str:
     width = max(len(left) for left, _ in rows)
     beside = window - width - 4 >= 48  # room for a path
     indent = " " * (width + 4 if beside else 6)
+    wrapper = textwrap.TextWrapper(window, initial_indent=indent, subsequent_indent=indent)
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
     lines = []
     for left, right in rows:
-        wrapped = textwrap.fill(right, window, initial_indent=indent, subsequent_indent=indent, break_long_words=False)
+        wrapped = wrapper.fill(right)
         lines.append(f"  {left:<{width}}  {wrapped.strip()}" if beside else f"  {left}\n{wrapped}")
     return "\n".join(lines)

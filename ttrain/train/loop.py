@@ -319,7 +319,12 @@ class Loop:
             improved = self._evaluate()
         by_step = config.save_every is not None and step % config.save_every == 0
         by_time = config.save_minutes is not None and self.clock() - self._last_save >= 60 * config.save_minutes
-        if by_step or by_time or (improved and config.keep_best) or self.stop.take_save():
+        asked = self.stop.take_save()
+        if asked:
+            note = f"Saving step {step}, as SIGUSR1 asked."
+            self.events.add("asked", note, step)
+            self._say(note)
+        if by_step or by_time or (improved and config.keep_best) or asked:
             self._save()
 
     def _evaluate(self) -> bool:
