@@ -180,7 +180,7 @@ def smaller(config: Config, steps: int) -> Config:
         small |= {"train.block_schedule": [8, 16], "train.block_steps": 1}
     if config.device.name == "auto":
         small["device.name"] = "cpu"
-    sizes = {"preset": None, "layers": 1, "heads": 1, "width": 16, "context": 16}
+    sizes = {"preset": None, "layers": 1, "heads": 1, "width": 16, "rank": 24, "context": 16}
     known = {declared.name for declared in fields(config.model)}
     small |= {f"model.{name}": size for name, size in sizes.items() if name in known}
     if config.data.name == "text":
