@@ -80,11 +80,11 @@ def test_notches_and_what_came_before_them() -> None:
 def test_stopped_anywhere_and_resumed_it_has_the_same_bits(train: Any, engine: str) -> None:
     """Within a notch, at the last step of one and at the first of another."""
     words = [f"engine={engine}", "train.accumulation=2"]
-    assert train(*words, "run.dir=whole", "train.steps=17") == 0
-    for stop in (4, 6, 7, 14) if engine == "static" else (6, 8):
+    assert train(*words, "run.dir=whole", "train.steps=14") == 0
+    for stop in (4, 6, 7) if engine == "static" else (6,):
         assert train(*words, f"run.dir=stopped{stop}", f"train.steps={stop}") == 0
-        assert main([f"run.dir=stopped{stop}", "resume=auto", "train.steps=17"]) == 0
-        assert tensors(f"stopped{stop}", 17) == tensors("whole", 17)
+        assert main([f"run.dir=stopped{stop}", "resume=auto", "train.steps=14"]) == 0
+        assert tensors(f"stopped{stop}", 14) == tensors("whole", 14)
         assert [entry for entry in losses(f"stopped{stop}") if entry[1] == "train/loss"] == [
             entry for entry in losses("whole") if entry[1] == "train/loss"
         ]
@@ -181,10 +181,10 @@ def test_the_memory_of_the_old_steps_is_free_before_new_ones_take_theirs(
     assert alive == [[], [False], [False, False]]
 
 
-def test_tokens_in_order_and_at_random_take_a_schedule_too(train: Any) -> None:
+def test_token_files_take_a_schedule_too(train: Any) -> None:
     assert train("task=prepare", "prepare.dir=tokens") == 0
     words = [*MODEL, *BLOCKS, *TRAIN, *QUIET, "data=tokens", "data.path=tokens", "train.steps=14"]
-    for order in ("read", "random", "epoch"):
+    for order in ("read", "epoch"):
         assert main([*words, f"data.order={order}", f"run.dir={order}"]) == 0
         assert [event["length"] for event in events(order, "block")] == [16, 32]
 
