@@ -147,23 +147,39 @@ def _end_id(tokenizer: Any, end_token: str | None) -> int | None:
     return None if token.added else token.id
 
 
+@dataclass(frozen=True)
+class Window:
+    """What a model sees of a text: at most `context` tokens at its end. A longer text loses `slide` tokens at once."""
+
+    context: int
+    slide: int = 1
+
+    @staticmethod
+    def of(context: int, slide: int | None) -> Window:
+        """With `slide` as sample.slide gives it: an eighth of the context where it is None, and never all of it."""
+        return Window(context, max(1, min(context // 8 if slide is None else slide, context - 1)))
+
+    def __call__(self, text: list[int]) -> list[int]:
+        lost = -(-max(0, len(text) - self.context) // self.slide) * self.slide
+        return text[lost:]
+
+
 def draw_tokens(
-    scores: Scores, prompt: list[int], context: int, sampler: Sampler, tokens: int, stream: int = 0
+    scores: Scores, prompt: list[int], window: Window, sampler: Sampler, tokens: int, stream: int = 0
 ) -> Iterator[int]:
     """Yields `tokens` token ids that continue the prompt, one from each call of `scores`.
 
-    `scores` takes the last `context` tokens at most and returns the logits fp32[V] of the token after them: a longer
-    text loses its front.
+    `scores` takes what the window shows of the text and returns the logits fp32[V] of the token after it.
     """
     history = list(prompt)
     for number in range(tokens):
-        token = sampler.choose(scores(history[-context:]), stream, number, history)
+        token = sampler.choose(scores(window(history)), stream, number, history)
         history.append(token)
         yield token
 
 
 def draw_pairs(
-    draft: Draft, prompt: list[int], context: int, sampler: Sampler, tokens: int, stream: int = 0, gated: bool = False
+    draft: Draft, prompt: list[int], window: Window, sampler: Sampler, tokens: int, stream: int = 0, gated: bool = False
 ) -> Iterator[int]:
     """The same, two tokens from each call of `draft`; where `gated`, one or two as the gate says.
 
@@ -171,7 +187,7 @@ def draw_pairs(
     """
     history = list(prompt)
     while (number := len(history) - len(prompt)) < tokens:
-        logits, gate = draft(history[-context:])
+        logits, gate = draft(window(history))
         emitted = sampler.gate(gate, stream, number) + 1 if gated else len(logits)
         for row in logits[: min(emitted, tokens - number)]:
             token = sampler.choose(row, stream, len(history) - len(prompt), history)
@@ -195,7 +211,7 @@ def draw_speculative(
     draft: Draft,
     verify: Verify,
     prompt: list[int],
-    context: int,
+    window: Window,
     sampler: Sampler,
     tokens: int,
     stream: int = 0,
@@ -210,8 +226,8 @@ def draw_speculative(
     """
     history, acceptance = list(prompt), acceptance or Acceptance()
     while (number := len(history) - len(prompt)) < tokens:
-        text = history[-context:]
-        most = min(2, context - len(text), tokens - number)
+        text = window(history)
+        most = min(2, window.context - len(text), tokens - number)
         drafted: list[int] = []
         proposals: list[Probabilities] = []
         for row in draft(text)[0][:most] if most else ():
@@ -293,11 +309,11 @@ def print_samples(step: Step, tokenizer: Tokenizer, prompt: list[int], config: S
 
     `step` is the model's `logits` step: tokens int64[1, context] and a position -> logits fp32[V] there.
     """
-    context, sampler = step.inputs["tokens"].shape[1], Sampler(config)
+    window, sampler = Window.of(step.inputs["tokens"].shape[1], config.slide), Sampler(config)
     scores = whole_text_scores(step, tokenizer.vocabulary)
 
     def draw(number: int) -> Iterator[int]:
-        return draw_tokens(scores, prompt, context, sampler, config.tokens, number)
+        return draw_tokens(scores, prompt, window, sampler, config.tokens, number)
 
     return write_samples(draw, tokenizer, prompt, config.count)
 

@@ -16,6 +16,7 @@ from ttrain.train.sample import (
     Acceptance,
     Sampler,
     Scores,
+    Window,
     checked,
     draw_pairs,
     draw_speculative,
@@ -85,7 +86,7 @@ class Source:
         """The ids of one sample, which continue the prompt; `number` tells samples apart."""
         config, sampler = self.config, Sampler(self.config)
         context = self._context if self._whole is not None else self.model.context
-        shared = (prompt, context, sampler, config.tokens, number)
+        shared = (prompt, Window.of(context, config.slide), sampler, config.tokens, number)
         if config.mode == "ar":
             return draw_tokens(self._whole or self._next, *shared)
         if config.mode == "speculative":

@@ -128,6 +128,12 @@ class SampleConfig:
         "whether keys and values of the text so far are kept instead of computed again for every token; null: where "
         "the model can",
     )
+    slide: int | None = option(
+        None,
+        "how many of the oldest tokens a text loses at once when it outgrows the context; every time, what is left is "
+        "computed anew; null: an eighth of the context",
+        minimum=1,
+    )
     min_p: float | None = option(
         None,
         "draw only from tokens with at least this share of the likeliest one's probability; null draws from all",
