@@ -116,7 +116,7 @@ def test_help_lists_groups_keys_and_examples(capsys: Any) -> None:
     text = capsys.readouterr().out
     for part in (
         "model      agillm, gpt2, mlp, [nano-gpt]",
-        "recipe     char-0.8m, char-10.7m",
+        "recipe     agillm_large_cpu, ",
         "train.steps=1000",
         "ttrain task=sample",
     ):
