@@ -35,24 +35,25 @@ def packed(prefix: str, outcome: Outcome) -> dict[str, np.ndarray]:
 
 def main(out: str, text: str) -> None:
     order = json.loads(text)
-    replicas = order.get("replicas", 1)
+    replicas, first = order.get("replicas", 1), order.get("weights", 7)
     common = {"rows": order.get("rows", 2), "steps": order.get("steps", 5)}
     make = sgd if order.get("optimizer") == "sgd" else adamw
     config = TenstorrentConfig(
         mode="simulator", simulator=os.environ["TT_METAL_SIMULATOR"], trace_region_mb=8,
         command_queues=order.get("queues", replicas), subdevices=replicas, core_grid=order.get("core_grid"),
+        host_resident=order.get("host_resident", []),
     )  # fmt: skip
     device = open_device(config)
     compute = DType.BF16 if not order.get("fp32") else DType.FP32
     how = {**common, "engine": order.get("engine", "static"), "ahead": order.get("ahead", False)}
     try:
         runs = [
-            turns(model_of(order, compute), make(), part, weights=7 + index, **how)
+            turns(model_of(order, compute), make(), part, weights=first + index, **how)
             for index, part in enumerate(device.replicas())
         ]
         arrays: dict[str, np.ndarray] = {}
         for index, there in enumerate(side_by_side(runs)):
-            here = run(model_of(order, DType.FP32), make(), cpu(), weights=7 + index, **common)
+            here = run(model_of(order, DType.FP32), make(), cpu(), weights=first + index, **common)
             number = str(index or "")
             arrays |= {**packed(f"there{number}", there), **packed(f"here{number}", here)}
         np.savez(Path(out), **arrays)
