@@ -298,3 +298,23 @@ def test_by_default_nothing_changes(compute: DType) -> None:
     pure = Session(nano(), AdamW(AdamWConfig()), 2)
     assert "adamw_update" in {node.op.name for node in pure.steps["train"].plan.launched}
     assert pure.state.spec("norm.weight/first_moment").dtype is BF16
+
+
+def test_bytes_of_the_state_are_those_of_its_dtypes() -> None:
+    """Per parameter: weights, gradients, moments and copies, as the plan's classes count them."""
+    table = {
+        (FP32, FP32, None): (4, 4, 8, 0),
+        (BF16, FP32, None): (4, 2, 8, 2),
+        (BF16, FP32, "bf16"): (4, 2, 4, 2),
+        (BF16, BF16, None): (2, 2, 4, 0),
+        (BF16, BF16, "fp32"): (2, 2, 8, 0),
+    }
+    for (compute, master, dtype), expected in table.items():
+        model = nano(compute, master)
+        model.follow_compute()
+        graph = StepGraph(model, AdamW(AdamWConfig(state_dtype=dtype)), 2)
+        sizes = dict.fromkeys(Kind, 0)
+        for tensor in graph.state_tensors():
+            sizes[tensor.kind] += tensor.spec.nbytes
+        kinds = (Kind.PARAMETER, Kind.GRADIENT, Kind.OPTIMIZER, Kind.COPY)
+        assert tuple(sizes[kind] / model.parameter_count for kind in kinds) == expected

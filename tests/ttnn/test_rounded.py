@@ -97,3 +97,22 @@ def test_rounding_is_unbiased(shape: tuple[int, ...]) -> None:
         assert set(result.unique().tolist()) <= {1.0, 1 + 2**-7}
         ups, count = ups + int((result > 1).sum()), count + result.numel()
     assert abs(ups / count - 0.3) < 5 * np.sqrt(0.21 / count)
+
+
+def test_chips_that_hold_the_same_weights_round_them_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks differ from chip to chip, rounding does not: replicas stay equal."""
+    from ttrain.core.spec import TensorSpec
+    from ttrain.device.ttnn.kernels.random import key_of
+    from ttrain.device.ttnn.tensors import Key
+
+    device: Any = golden()
+    seed = device.place(device.allocate_arena(8, "x"), 0, TensorSpec((), DType.INT64))
+    seed.upload(np.asarray(5, np.int64))
+    written: list[np.ndarray] = []
+    monkeypatch.setattr(Key, "upload", lambda self, array: written.append(array.ravel()))
+    device.store.chips = 2
+    for stream, per_chip in ((1, True), (2, False)):
+        key_of(device.context, seed, stream, per_chip).refresh()  # type: ignore[attr-defined]
+    mask, rounding = written[-3], written[-1]
+    assert len(mask) == len(rounding) == 2
+    assert mask[0] != mask[1] and rounding[0] == rounding[1]
