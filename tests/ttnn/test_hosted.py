@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from ttrain.graph import Graph, Kind
 from ttrain.graph.op import op
 from ttrain.graph.place import CROSSINGS, crossing_bytes
 from ttrain.nn.initialize import initial_values
+from ttrain.train.checkpoint import CheckpointContent, read_checkpoint, save_checkpoint
 from ttrain.train.step_graph import StepGraph
 
 ODD = {"tied": False, "vocabulary": 97, "width": 40, "heads": 4, "context": 20, "dropout": 0.1, "recompute": "block"}
@@ -130,6 +132,41 @@ def test_micro_batches_and_a_guarded_update(engine: str) -> None:
             seen.append(norm)
         results.append(seen)
     np.testing.assert_allclose(results[0], results[1], rtol=1e-4)
+
+
+@pytest.mark.parametrize("engine", ["dynamic", "static", "traced"])
+def test_evaluation_and_sampling_between_steps(engine: str) -> None:
+    outcomes = []
+    for device in (cpu(), golden(host_resident=["embedding", "head"])):
+        model = gpt(tied=False, vocabulary=50, width=40, context=20)
+        if device.uniform_compute:
+            model.follow_compute()
+        graph = StepGraph(model, adamw(), rows=2, hosted=device.hosted)
+        state = State(device, graph.state_tensors())
+        for path, value in initial_values(model, 7).items():
+            state.write(path, value)
+        runner = ENGINES[engine if device.hosted else "static"](device, state)
+        traces = {"train": graph.trace_train, "evaluate": graph.trace_evaluate, "logits": graph.trace_logits}
+        steps = {name: runner.build(name, trace) for name, trace in traces.items()}
+        seen = []
+        for number in range(1, 4):
+            given, weight = batch(model, 2, number), {"loss_weight": 1 / 37}
+            seen.append(steps["train"]({**given, **weight, "seed": 1, "lr": 0.01, "step": number})["loss"])
+            seen.append(steps["evaluate"]({**given, **weight})["loss"])
+            scores = steps["logits"]({"tokens": given["tokens"][:1], "position": number})["logits"]
+            seen.append(float(np.abs(scores).sum()))
+        outcomes.append(seen)
+    np.testing.assert_allclose(outcomes[1], outcomes[0], rtol=1e-4)
+
+
+def test_a_checkpoint_does_not_know_where_its_tensors_lay(tmp_path: Path) -> None:
+    trained = run(gpt(), adamw(), golden(host_resident=["embedding"])).engine.state
+    content = CheckpointContent(step=3, config={}, progress={}, tokenizer=None)
+    saved = save_checkpoint(tmp_path / "hosted", trained, content)
+    other = State(cpu(), StepGraph(gpt(), adamw(), rows=2).state_tensors())
+    read_checkpoint(saved.path).load(other)
+    for name in trained.names(Kind.PARAMETER, Kind.OPTIMIZER):
+        assert np.array_equal(trained.read(name), other.read(name)), name
 
 
 def placing() -> Graph:
