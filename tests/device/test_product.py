@@ -24,3 +24,13 @@ def test_a_tall_product_in_blocks(rows: int, transposed: bool, bias: bool, monke
     module.product(a, b, out, shift)()
     expected = a.double().numpy() @ b.double().numpy() + (0 if shift is None else shift.double().numpy())
     np.testing.assert_allclose(out.numpy(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_product_allocates_is_told_to_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_decided", lambda *_: True)
+    assert module.fresh_bytes(1024, 512, 512, True, False) == 4 * 1024 * 512  # a block of 4 MiB holds all of it
+    assert module.fresh_bytes(2048, 384, 1536, True, False) == 4 * 512 * 1536
+    assert module.fresh_bytes(512, 1024, 512, False, True) == 4 * (512 * 512 + 512 * 1024)  # and a's copy
+    assert module.fresh_bytes(32, 64, 64, True, False) == 0  # small products go through aten
+    monkeypatch.setattr(module, "_decided", lambda *_: False)
+    assert module.fresh_bytes(1024, 512, 512, True, False) == 0

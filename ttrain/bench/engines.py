@@ -72,10 +72,10 @@ class EngineContender(Contender):
         self.device.synchronize()
 
     def planned_bytes(self) -> int | None:
-        if self.built.plan is None:
+        plan, state = self.built.plan, self.session.state
+        if plan is None:
             return None
-        state = self.session.state
-        return sum(state.nbytes(kind) for kind in Kind if kind.is_state) + self.built.plan.arena_bytes
+        return sum(state.nbytes(kind) for kind in Kind if kind.is_state) + plan.arena_bytes + plan.outside_bytes
 
     def facts(self) -> dict[str, Any]:
         facts: dict[str, Any] = {"counters": self.session.engine.counters.as_dict()}

@@ -55,8 +55,8 @@ class GPTWork:
         return AdamWConfig(lr=1e-3, betas=[0.9, 0.99], weight_decay=0.1, clip_norm=1.0)
 
     def smaller(self) -> GPTWork:
-        """A small part of the same: one layer, one sequence."""
-        return replace(self, layers=1, rows=1)
+        """The same ops at the same shapes in one layer."""
+        return replace(self, layers=1)
 
     def model(self, compute: DType) -> Model:
         """Ours."""
@@ -110,8 +110,8 @@ class MLPWork:
         return SGDConfig(lr=0.1, momentum=0.0, clip_norm=None)
 
     def smaller(self) -> MLPWork:
-        """A small part of the same: a quarter of the batch."""
-        return replace(self, rows=max(self.rows // 4, 1))
+        """The same ops at the same shapes in two layers."""
+        return replace(self, layers=min(self.layers, 2))
 
     def model(self, compute: DType) -> Model:
         """Ours."""

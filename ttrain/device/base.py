@@ -40,6 +40,8 @@ class Kernel:
     a captured step refuses such a kernel. `overwrites` numbers inputs whose buffer the first output may take over where
     nothing reads them afterwards; the kernel then finds the same buffer on both sides. `forms(inputs, outputs,
     attributes)` gives the forms (see `Device.form`) of outputs that are held otherwise than usual, None for the others.
+    `outside(inputs, outputs, attributes)` tells how many bytes a library allocates by itself during the launch, where
+    that is known: no plan places them, but they count as memory in use.
     """
 
     bind: Callable[[Sequence[Buffer | None], Sequence[Buffer], Mapping[str, Any], Sequence[Buffer]], Launch]
@@ -52,6 +54,8 @@ class Kernel:
     forms: (
         Callable[[Sequence[TensorSpec | None], Sequence[TensorSpec], Mapping[str, Any]], list[Form | None]] | None
     ) = None
+
+    outside: Callable[[Sequence[TensorSpec | None], Sequence[TensorSpec], Mapping[str, Any]], int] | None = None
 
     def workspace_specs(
         self, inputs: Sequence[TensorSpec | None], outputs: Sequence[TensorSpec], attributes: Mapping[str, Any]

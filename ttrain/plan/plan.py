@@ -17,6 +17,7 @@ from ttrain.plan.lifetime import Placement, place
 class Plan:
     """The nodes of one step in order, with an arena slot per value that does not outlive the step.
 
+    `outside_bytes` is the most that libraries allocate by themselves during a launch, as far as kernels tell.
     `offsets` gives the byte offset per owning value, `workspace` those of a node's scratch buffers; `owned` and
     `scratch` are the same with sizes and lifetimes. What hosted nodes make lies in an arena of its own in host memory.
     """
@@ -29,6 +30,7 @@ class Plan:
     scratch: dict[Node, list[Block]]
     arena_bytes: int
     host_arena_bytes: int = 0
+    outside_bytes: int = 0
 
     @property
     def blocks(self) -> list[Block]:
@@ -92,6 +94,7 @@ def build_plan(graph: Graph, kernels: Mapping[str, Kernel], device: Device | Non
         scratch,
         arena_bytes,
         host_arena_bytes,
+        _outside(graph, kernels, placement),
     )
     check(plan, kernels)
     return plan
@@ -113,6 +116,12 @@ def _scratch(graph: Graph, kernels: Mapping[str, Kernel], placement: Placement) 
             on_host = node.op.on_host
             scratch[node] = [Block(label, spec.nbytes, time, time, form=spec, on_host=on_host) for spec in specs]
     return scratch
+
+
+def _outside(graph: Graph, kernels: Mapping[str, Kernel], placement: Placement) -> int:
+    launched = (node for node in graph.nodes if node not in placement.elided and not node.op.on_host)
+    rows = ((kernels[node.op.name].outside, node) for node in launched)
+    return max((tell(*_specs(node), node.attributes) for tell, node in rows if tell is not None), default=0)
 
 
 def _specs(node: Node) -> tuple[list[TensorSpec | None], list[TensorSpec]]:

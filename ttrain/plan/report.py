@@ -52,6 +52,7 @@ class StepCost:
     arena: int
     largest: list[Buffer]  # of those live at the peak
     host_arena: int = 0  # in host memory, of what hosted parameters take part in
+    outside: int = 0  # allocated by libraries during a launch, beside the arena
     crossings: dict[str, int] = field(default_factory=dict)  # bytes per direction between host and device
     ops: list[OpCost] = field(default_factory=list)  # of what is launched
 
@@ -82,6 +83,7 @@ def step_cost(recorded: Graph, plan: Plan | None, largest: int = 5) -> StepCost:
         arena=0 if plan is None else plan.arena_bytes,
         largest=live[:largest],
         host_arena=0 if plan is None else plan.host_arena_bytes,
+        outside=0 if plan is None else plan.outside_bytes,
         crossings=crossing_bytes(launched),
         ops=op_costs(launched),
     )

@@ -226,8 +226,9 @@ class _Extra:
         """Planned bytes of the training steps of another config."""
         with self._planning(config) as session:
             steps = [session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()]
+            plans = [step.plan for step in steps if step.plan is not None]
             state = sum(session.state.nbytes(kind, on_host=False) for kind in Kind if kind.is_state)
-            return state + max(step.plan.arena_bytes for step in steps if step.plan is not None)
+            return state + max(plan.arena_bytes + plan.outside_bytes for plan in plans)
 
 
 def _draw(file: str, report: PlanReport, steps: Mapping[str, Step]) -> None:

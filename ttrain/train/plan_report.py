@@ -60,9 +60,14 @@ class PlanReport:
         return max((cost.arena for cost in self.costs.values()), default=0)
 
     @property
+    def outside(self) -> int:
+        """The most that libraries allocate by themselves during a launch."""
+        return max((cost.outside for cost in self.costs.values()), default=0)
+
+    @property
     def memory(self) -> int:
-        """All planned bytes."""
-        return sum(self.placed.values()) + self.arena
+        """All planned bytes, and what libraries take beside them."""
+        return sum(self.placed.values()) + self.arena + self.outside
 
     @property
     def host_arena(self) -> int:
@@ -90,7 +95,7 @@ class PlanReport:
             "parameters": {"total": sum(self.parameters.values()), "groups": self.parameters},
             "flops_per_step": {"total": sum(self.flops.values()), **self.flops},
             "bytes_moved_per_step": {"total": sum(self.moved.values()), **self.moved},
-            "memory": {"total": self.memory, **self.placed, "arena": self.arena},
+            "memory": {"total": self.memory, **self.placed, "arena": self.arena, "libraries": self.outside},
             "checkpoint_bytes": self.checkpoint,
             "runs_per_step": self.per_step,
             "steps": {name: cost.to_dict() for name, cost in self.costs.items()},
@@ -126,7 +131,10 @@ class PlanReport:
     def _memory(self) -> Table:
         rows = [(_PLURAL[kind], format_bytes(size)) for kind, size in self.placed.items()]
         arena = format_bytes(self.arena) if self.planned else "not planned"
-        rows += [("arena of all steps", arena), ("all", format_bytes(self.memory))]
+        rows.append(("arena of all steps", arena))
+        if self.outside:
+            rows.append(("libraries, during a launch", format_bytes(self.outside)))
+        rows.append(("all", format_bytes(self.memory)))
         notes = [f"A checkpoint takes {format_bytes(self.checkpoint)} on disk."]
         if not self.planned:
             notes.append(

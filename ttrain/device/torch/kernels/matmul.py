@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
-from ttrain.core.spec import TensorSpec
+from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.torch.kernels import elementwise
 from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, chain, into, rows_of
-from ttrain.device.torch.kernels.product import product
+from ttrain.device.torch.kernels.product import fresh_bytes, product
 
 
 def _matmul(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
@@ -20,6 +21,22 @@ def _matmul(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attribute
     if a.ndim == 2:
         return product(a, b, c)
     return partial(torch.bmm, a.flatten(0, -3), b.flatten(0, -3), out=c.flatten(0, -3))
+
+
+def _matmul_outside(ins: Sequence[TensorSpec | None], outs: Specs, attributes: Attributes) -> int:
+    a, (rows, columns) = ins[0], outs[0].shape[-2:]
+    if a is None or a.rank != 2 or a.dtype is not DType.FP32:
+        return 0
+    turned_a, turned_b = attributes["transpose_a"], attributes["transpose_b"]
+    return fresh_bytes(rows, a.size // rows, columns, not turned_a, not turned_b)
+
+
+def _linear_outside(ins: Sequence[TensorSpec | None], outs: Specs, attributes: Attributes) -> int:
+    weight, y = ins[1], outs[0]
+    if weight is None or y.dtype is not DType.FP32:
+        return 0
+    columns, inner = weight.shape
+    return fresh_bytes(y.size // columns, inner, columns, True, False)
 
 
 def _head_matmul(
@@ -56,7 +73,8 @@ def _linear(context: Context) -> Kernel:
         name, settings = _activation(attributes["activation"])
         return activations[name].workspace_specs(outs, outs, settings)
 
-    return into(bind, workspace)
+    row = into(bind, workspace)
+    return replace(row, outside=_linear_outside) if context.on_cpu else row
 
 
 def _activation(name: str) -> tuple[str, Attributes]:
@@ -67,7 +85,7 @@ def _activation(name: str) -> tuple[str, Attributes]:
 
 def table(context: Context) -> dict[str, Kernel]:
     return {
-        "matmul": into(_matmul),
+        "matmul": replace(into(_matmul), outside=_matmul_outside if context.on_cpu else None),
         "linear": _linear(context),
         "head_matmul": into(_head_matmul),
         "head_product": into(_head_product),

@@ -28,7 +28,7 @@ def product(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> La
     if uses_onednn(a, b):
         if not a.is_contiguous():  # a block of a transposed operand would be read with long strides
             return partial(_onednn_into, out, a, b.t(), bias)
-        height = max(_BLOCK_ROWS, _BLOCK_BYTES // (out.shape[1] * out.element_size()) // _BLOCK_ROWS * _BLOCK_ROWS)
+        height = _height(out.shape[1])
         blocks = zip(out.split(height), a.split(height), strict=True)
         return chain(*(partial(_onednn_into, part, rows, b.t(), bias) for part, rows in blocks))
     if bias is None:
@@ -36,12 +36,33 @@ def product(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> La
     return partial(torch.addmm, bias, a, b, out=out)
 
 
+def fresh_bytes(rows: int, inner: int, columns: int, plain_a: bool, plain_b: bool) -> int:
+    """Bytes that an fp32 product on the CPU allocates while it runs: the fresh tensor, and a copy of a transposed a.
+
+    `plain_a` and `plain_b` say whether a [M, K] and b [K, N] lie in memory as their shapes say.
+    """
+    if not _worth(rows, inner, columns) or not _decided(plain_a, plain_b, torch.get_num_threads()):
+        return 0
+    height = min(_height(columns), rows) if plain_a else rows
+    return 4 * (height * columns + (0 if plain_a else rows * inner))
+
+
+def _height(columns: int) -> int:
+    """Rows of a block."""
+    return max(_BLOCK_ROWS, _BLOCK_BYTES // (4 * columns) // _BLOCK_ROWS * _BLOCK_ROWS)
+
+
+def _worth(rows: int, inner: int, columns: int) -> bool:
+    """Whether a product is large enough for oneDNN's overhead per call."""
+    return 2 * rows * inner * columns >= SMALLEST and min(rows, inner, columns) >= 16
+
+
 def uses_onednn(a: Tensor, b: Tensor) -> bool:
     """Whether this product goes to oneDNN directly instead of through aten."""
     if a.device.type != "cpu" or a.dtype is not torch.float32:
         return False
     (rows, inner), columns = a.shape, b.shape[1]
-    if 2 * rows * inner * columns < SMALLEST or min(rows, inner, columns) < 16:
+    if not _worth(rows, inner, columns):
         return False
     return _decided(a.is_contiguous(), b.is_contiguous(), torch.get_num_threads())
 
