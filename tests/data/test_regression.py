@@ -33,7 +33,7 @@ def test_fields_and_sizes() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    order=st.sampled_from(["random", "epoch"]),
+    order=st.sampled_from(["random", "epoch", "read"]),
     split=st.sampled_from(["train", "val"]),
     index=st.integers(0, 10**6),
     rows=st.integers(1, 5),
@@ -85,6 +85,12 @@ def test_the_baseline_is_the_error_of_answering_the_mean() -> None:
     assert data.baseline.name == "variance of the targets"
     assert data.baseline.value == pytest.approx(((targets - targets.mean(0)) ** 2).mean(), rel=1e-5)
     assert 0.3 < data.baseline.value < 3
+
+
+def test_examples_read_one_after_another() -> None:
+    data = dataset(examples=20, held_out=0.25, order="read")
+    passes = np.concatenate([data.batch("train", 1, index, 6)["inputs"] for index in range(5)])
+    assert np.array_equal(passes, np.tile(data.examples(np.arange(15, dtype=np.uint64))["inputs"], (2, 1)))
 
 
 def test_a_limit_repeats_the_first_examples() -> None:
