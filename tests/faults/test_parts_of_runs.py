@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.faults.conftest import Train
+from ttrain.cli import main
 from ttrain.train.metrics import read_metrics
 from ttrain.train.retention import find_checkpoint
 
@@ -166,3 +167,28 @@ def test_pure_bf16_warns_unless_it_is_rounded_stochastically(train: Train, capsy
     assert "bf16 without a master copy" in capsys.readouterr().err
     assert train("run.dir=stochastic", *words, "optimizer.stochastic_rounding=true") == 0
     assert "bf16 without a master copy" not in capsys.readouterr().err
+
+
+def test_heads_of_agillm_have_rates_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The groups of the original; another rate for one head on resume changes that head alone."""
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "model=agillm", "model.preset=femto_1x", "model.context=16", "data=text", "data.path=text.txt", "device=cpu",
+        "device.threads=1", "engine=static", "logger=jsonl", "train.batch_size=2", "train.eval_every=null",
+        "train.eval_batches=1", "train.log_every=1", "train.peak_tflops=1", "schedule=constant", "optimizer.lr=5e-5",
+        "optimizer.decay_rule=all", "optimizer.clip_scope=[embedding,blocks,norm]",
+    ]  # fmt: skip
+    Path("text.txt").write_text("the heads learn faster than the core of a model does\n" * 200)
+    heads = "optimizer.group_lr={ar_head: 4.0, sat_head: 4.0}"
+    assert main([*words, heads, "run.dir=a", "train.steps=2"]) == 0
+    (first, *_) = read_metrics(Path("a/metrics.jsonl"))
+    rates = {key: first[key] for key in first if key.startswith("lr")}
+    assert rates == pytest.approx({"lr": 5e-5, "lr/ar_head": 2e-4, "lr/sat_head": 2e-4}, rel=1e-9)
+    assert 0 < first["clipped_norm"] < first["grad_norm"]
+    assert main(["resume=a", "run.dir=same", "train.steps=3", "logger=jsonl"]) == 0
+    other = "optimizer.group_lr={ar_head: 40.0, sat_head: 4.0}"
+    assert main(["resume=a", "run.dir=other", "train.steps=3", "logger=jsonl", other]) == 0
+    same, changed = stored("same"), stored("other")
+    moved = {name for name in same if not np.array_equal(same[name][1], changed[name][1])}
+    assert moved == {"ar_head.weight", "ar_head.bias"}
+    assert "sat_head.gate.weight" in same

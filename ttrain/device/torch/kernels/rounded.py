@@ -29,7 +29,7 @@ from ttrain.device.torch.kernels.common import (
 )
 from ttrain.device.torch.kernels.random import counting, keying, mixing
 
-_BLOCK = 2**20  # elements at most: the scratch of one slot then takes 4 MiB
+_BLOCK = {True: 2**16, False: 2**20}  # elements at most, on the CPU or not: all scratch of a block stays in its cache
 _LOW, _HIGH = 0xFFFF, -0x10000  # the bits of a fp32 number that a bf16 number lacks, and those that it has
 _SCALARS = 4  # fp32 numbers that the launches of one update read
 _KEYS = 8  # int32 per slot: key, key of the block, and scratch
@@ -230,7 +230,7 @@ def _workspace(context: Context, scalars: int, ins: Sequence[Any], outs: Specs, 
     end, count = len(ins) - scalars, attributes["count"]
     lists: list[Specs] = [ins[start : start + count] for start in range(0, end, count)]
     _, total = run_offsets([spec.size for spec in lists[0]])
-    block = TensorSpec((max(1, min(total, context.block, _BLOCK)),), DType.FP32)
+    block = TensorSpec((max(1, min(total, context.block, _BLOCK[context.on_cpu])),), DType.FP32)
     scratch = 2 + sum(number != 1 and slot[0].dtype is not DType.FP32 for number, slot in enumerate(lists))
     keys = TensorSpec((_KEYS * (len(lists) - 1),), DType.INT32)
     return [TensorSpec((2,), DType.FP64), TensorSpec((_SCALARS,), DType.FP32), keys, *[block] * scratch]
