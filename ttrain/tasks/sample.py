@@ -33,7 +33,9 @@ def run(config: Config) -> None:
     with ExitStack() as stack:
         device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
         if not device.computes:
-            raise UserError(f"device {device.name} computes no values, so there is no text. Give device=cpu or another.")
+            raise UserError(
+                f"device {device.name} computes no values, so there is no text. Give device=cpu or another."
+            )
         session = stack.enter_context(closing(open_session(config, model, device, training=False, further=caches)))
         checkpoint.load(session.state, optimizer=False)
         source.build(session.engine.build, session.graph.trace_logits)
