@@ -1,5 +1,7 @@
-// Causal self-attention of one head at a time, in a core's own caches: what the mask hides is never computed, and no
-// matrix of all scores exists. Everything is widened to fp32 on the way in and rounded once on the way out.
+// Attention of one head at a time, in a core's own caches: what the mask hides is never computed, and no matrix of all
+// scores exists. Everything is widened to fp32 on the way in and rounded once on the way out. Queries, keys and values
+// are [B, T, H, D], rows of T lying `Stride` apart, so they may be parts of one tensor. Under `Pairs` a query sees the
+// other position of its aligned pair too; where that lies ahead, `slopes`, one a head, are taken off its score.
 #pragma once
 #include "gemm.h"
 #include "softmax.h"
@@ -21,6 +23,18 @@ struct HeadSizes {
         return round_up(last, TILE_COLUMNS);
     }
 };
+
+// How many keys a query sees: those from the first on.
+template <bool Pairs, i64 T>
+INLINE i64 keys_seen(i64 t) {
+    if constexpr (!Pairs) return t + 1;
+    return (t | 1) + 1 < T ? (t | 1) + 1 : T;
+}
+template <bool Pairs, i64 T>
+INLINE void prefer_near(float* row, i64 t, i64 head, const float* slopes) {
+    if constexpr (Pairs)
+        if (slopes && t % 2 == 0 && t + 1 < T) row[t + 1] -= slopes[head];
+}
 
 // matrix [T, width] <- factor * the rows x[t * stride ..][0 .. D).
 template <i64 T, i64 D, class X>
@@ -50,37 +64,41 @@ INLINE void round_rows(const float* matrix, Y* y, i64 stride) {
         over_row<D>([&](i64 j, auto lanes) { store(y + t * stride + j, load(matrix + t * width + j), lanes); });
 }
 
-// y [B, T, H * D] and log_sum_exp [B, H, T] from qkv [B, T, 3, H, D]. Scratch: HeadSizes::forward floats a thread.
-template <class X, bool Drop, i64 B, i64 H, i64 T, i64 D, int Threads>
-INLINE void attention(const X* qkv, X* y, float* log_sum_exp, float scale, Mask mask, float* scratch) {
+// y [B, T, H * D] and log_sum_exp [B, H, T]. Scratch: HeadSizes::forward floats a thread.
+template <class X, bool Drop, bool Pairs, i64 B, i64 H, i64 T, i64 D, i64 Stride, int Threads>
+INLINE void attention(
+    const X* queries, const X* keys, const X* values, X* y, float* log_sum_exp, float scale, const float* slopes,
+    Mask mask, float* scratch) {
     using S = HeadSizes<T, D>;
     parallel<Threads>([&](int part) {
         float* q = scratch + part * S::forward;
         float *k = q + S::matrix, *v = k + S::matrix, *scores = v + S::matrix, *out = scores + S::scores;
         if (S::padded) __builtin_memset(q, 0, 3 * S::matrix * sizeof(float));
         for (i64 head = share(B * H, part, Threads); head < share(B * H, part + 1, Threads); ++head) {
-            const X* x = qkv + (head / H * T * 3 * H + head % H) * D;
-            widen_rows<T, D>(x + H * D, 3 * H * D, 1.0f, v);  // v holds k for a moment
+            const i64 at = head / H * T * Stride + head % H * D;
+            widen_rows<T, D>(keys + at, Stride, 1.0f, v);  // v holds k for a moment
             transpose_rows<T, D>(v, k);
-            widen_rows<T, D>(x, 3 * H * D, scale, q);
-            widen_rows<T, D>(x + 2 * H * D, 3 * H * D, 1.0f, v);
+            widen_rows<T, D>(queries + at, Stride, scale, q);
+            widen_rows<T, D>(values + at, Stride, 1.0f, v);
             for (i64 first = 0; first < T; first += S::block) {
                 const i64 columns = S::seen(first), end = first + S::block < T ? first + S::block : T;
                 multiply(S::block, columns, D, q + first * S::width, S::width, 1, k, S::times, scores, S::longest, false);
                 alignas(64) float sums[S::block];
                 for (i64 t = first; t < end; ++t) {
                     float* row = scores + (t - first) * S::longest;
+                    const i64 seen = keys_seen<Pairs, T>(t);
+                    prefer_near<Pairs, T>(row, t, head % H, slopes);
                     const vf lowest = splat(-3.4e38f);
                     vf highest = lowest, sum = {};
                     over_prefix<S::longest>(
-                        t + 1, [&](i64 j, auto, auto keep) { highest = greater(highest, keep(load(row + j), lowest)); });
+                        seen, [&](i64 j, auto, auto keep) { highest = greater(highest, keep(load(row + j), lowest)); });
                     const float most = max_lanes(highest);
-                    over_prefix<S::longest>(t + 1, [&](i64 j, auto, auto keep) {
+                    over_prefix<S::longest>(seen, [&](i64 j, auto, auto keep) {
                         vf e = keep(v_exp(load(row + j) - most), vf{});
                         sum += e;
                         store(row + j, Drop ? mask(e, (head * T + t) * T + j) : e);
                     });
-                    for (i64 j = round_up(t + 1, W); j < columns; j += W) store(row + j, vf{});
+                    for (i64 j = round_up(seen, W); j < columns; j += W) store(row + j, vf{});
                     sums[t - first] = sum_lanes(sum);
                     log_sum_exp[head * T + t] = most + v_log(splat(sums[t - first]))[0];
                 }
@@ -97,10 +115,11 @@ INLINE void attention(const X* qkv, X* y, float* log_sum_exp, float scale, Mask 
     });
 }
 
-// dqkv [B, T, 3, H, D] from dy, qkv, y and log_sum_exp. Scratch: HeadSizes::backward floats a thread.
-template <class X, bool Drop, i64 B, i64 H, i64 T, i64 D, int Threads>
+// Gradients of queries, keys and values, which lie as those do. Scratch: HeadSizes::backward floats a thread.
+template <class X, bool Drop, bool Pairs, i64 B, i64 H, i64 T, i64 D, i64 Stride, int Threads>
 INLINE void attention_grad(
-    const X* dy, const X* qkv, const X* y, const float* log_sum_exp, X* dqkv, float scale, Mask mask, float* scratch) {
+    const X* dy, const X* queries, const X* keys, const X* values, const X* y, const float* log_sum_exp, X* dqueries,
+    X* dkeys, X* dvalues, float scale, const float* slopes, Mask mask, float* scratch) {
     using S = HeadSizes<T, D>;
     parallel<Threads>([&](int part) {
         float* q = scratch + part * S::backward;
@@ -109,11 +128,10 @@ INLINE void attention_grad(
         float *p = dv + S::matrix, *ds = p + S::scores;
         if (S::padded) __builtin_memset(q, 0, 6 * S::matrix * sizeof(float));
         for (i64 head = share(B * H, part, Threads); head < share(B * H, part + 1, Threads); ++head) {
-            const i64 at = (head / H * T * H + head % H) * D, packed = (head / H * T * 3 * H + head % H) * D;
-            const X* x = qkv + packed;
-            widen_rows<T, D>(x, 3 * H * D, scale, q);
-            widen_rows<T, D>(x + H * D, 3 * H * D, 1.0f, k);
-            widen_rows<T, D>(x + 2 * H * D, 3 * H * D, 1.0f, v);
+            const i64 at = (head / H * T * H + head % H) * D, given = head / H * T * Stride + head % H * D;
+            widen_rows<T, D>(queries + given, Stride, scale, q);
+            widen_rows<T, D>(keys + given, Stride, 1.0f, k);
+            widen_rows<T, D>(values + given, Stride, 1.0f, v);
             widen_rows<T, D>(dy + at, H * D, 1.0f, g);
             transpose_rows<T, D>(k, k_turned);
             transpose_rows<T, D>(v, v_turned);
@@ -129,14 +147,16 @@ INLINE void attention_grad(
                         return load(dy + at + t * H * D + j, lanes) * load(y + at + t * H * D + j, lanes);
                     });
                     const float inner = sum_lanes(product), shift = log_sum_exp[head * T + t];
-                    over_prefix<S::longest>(t + 1, [&](i64 j, auto, auto keep) {
+                    const i64 seen = keys_seen<Pairs, T>(t);
+                    prefer_near<Pairs, T>(p_row, t, head % H, slopes);
+                    over_prefix<S::longest>(seen, [&](i64 j, auto, auto keep) {
                         vf probability = keep(v_exp(load(p_row + j) - shift), vf{}), dp = load(ds_row + j);
                         const i64 index = (head * T + t) * T + j;
                         if constexpr (Drop) dp = mask(dp, index);
                         store(ds_row + j, keep(probability * (dp - inner), vf{}));
                         store(p_row + j, Drop ? mask(probability, index) : probability);
                     });
-                    for (i64 j = round_up(t + 1, W); j < columns; j += W) {
+                    for (i64 j = round_up(seen, W); j < columns; j += W) {
                         store(p_row + j, vf{});
                         store(ds_row + j, vf{});
                     }
@@ -149,10 +169,9 @@ INLINE void attention_grad(
             // q carried the scale, so dk has it already.
             for (i64 t = 0; t < T; ++t)
                 over_row<D>([&](i64 j, auto) { store(dq + t * S::width + j, load(dq + t * S::width + j) * scale); });
-            X* dx = dqkv + packed;
-            round_rows<T, D>(dq, dx, 3 * H * D);
-            round_rows<T, D>(dk, dx + H * D, 3 * H * D);
-            round_rows<T, D>(dv, dx + 2 * H * D, 3 * H * D);
+            round_rows<T, D>(dq, dqueries + given, Stride);
+            round_rows<T, D>(dk, dkeys + given, Stride);
+            round_rows<T, D>(dv, dvalues + given, Stride);
         }
     });
 }
