@@ -292,4 +292,4 @@ def test_a_plan_counts_bytes_by_kind() -> None:
     graph, x, state = start()
     weight = parameter(graph, "w", 2, 3)
     graph.output("y", ops.multiply(ops.accumulate(state, x), weight))
-    assert planned(graph).state_bytes() == {"parameter": 24, "gradient": 24, "optimizer": 0, "copy": 0}
+    assert planned(graph).state_bytes() == {"parameter": 24, "gradient": 24, "optimizer": 0, "copy": 0, "cache": 0}
