@@ -39,7 +39,11 @@ class Uniform:
     bound: float
 
     def __call__(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
-        return (generator.random(shape, dtype=np.float32) * 2 - 1) * np.float32(self.bound)
+        values = generator.random(shape, dtype=np.float32)
+        values *= 2  # in place: a vocabulary's matrix is large
+        values -= 1
+        values *= np.float32(self.bound)
+        return values
 
 
 @dataclass(frozen=True)
