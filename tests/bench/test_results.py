@@ -45,7 +45,7 @@ def test_files_say_the_same(tmp_path: Path) -> None:
     text = (tmp_path / "results.md").read_text("utf-8")
     assert "| static | 0.5 | 0.5 – 0.5 | 2.20 | 2.00 – 2.40 |" in text
     assert "| static | 2.20 (2.00 – 2.40) |  |" in text
-    assert text.startswith("    python -m ttrain task=bench\n")
+    assert text.startswith("```sh\npython -m ttrain task=bench\n```\n")
 
 
 def test_a_reader_is_told_what_to_make_of_it(capsys: Any, tmp_path: Path) -> None:

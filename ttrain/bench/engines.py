@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from ttrain.train.step_graph import StepGraph
 
 
-def step_graph(job: Job) -> StepGraph:
-    """The steps that an engine builds for a job."""
+def step_graph(job: Job, device: Device | None = None) -> StepGraph:
+    """The steps that an engine builds for a job, on a device that may want norms' weights in the compute dtype."""
     from ttrain.train.step_graph import StepGraph
 
+    if device is not None and device.uniform_compute:
+        job.model.follow_compute()
     return StepGraph(job.model, build.build_optimizer(job.training.optimizer), job.training.rows)
 
 
@@ -46,7 +48,7 @@ class EngineContender(Contender):
 
         job = self._job
         self.device = build.build_device(self._device_config)
-        graph = step_graph(job)
+        graph = step_graph(job, self.device)
         self.session = Session.open(
             graph, self.device, lambda device, state: build.build_engine(self._engine_config, device, state)
         )

@@ -126,8 +126,8 @@ def _planned(job: Job, device: TenstorrentConfig) -> PlannedWork:
     from ttrain.train.estimate import Work as PlannedWork
     from ttrain.train.session import Session
 
-    graph = step_graph(job)
     with closing(build.planned_device(device)) as planned:
+        graph = step_graph(job, planned)
         session = Session.open(
             graph, planned, lambda place, state: build.build_engine(EngineConfig(name="static"), place, state)
         )

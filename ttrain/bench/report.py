@@ -123,8 +123,10 @@ def _rich_table(lines: Sequence[Sequence[str]], ours: set[str]) -> Any:
 
 def markdown(result: Result, earlier: Earlier | None) -> str:
     """The same as Markdown, for the docs."""
-    command, started = result.environment["command"], result.environment.get("started")
-    parts = [f"    {command}" + (f"\n\nStarted {started}." if started else "")]
+    words, started = shlex.split(result.environment["command"]), result.environment.get("started")
+    # Where the result went to is no part of what was measured.
+    command = shlex.join(word for word in words if not word.startswith(("bench.out=", "bench.markdown=")))
+    parts = [f"```sh\n{command}\n```" + (f"\n\nStarted {started}." if started else "")]
     for heading, tables, told in sections(result, earlier):
         parts.append(f"**{heading}**" if heading else "")
         parts += map(_markdown_table, tables)
