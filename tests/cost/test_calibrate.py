@@ -20,7 +20,7 @@ from ttrain.cost.wormhole import Setting, Wormhole
 from ttrain.device.base import Device, Kernel, Launch
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.train.calibration import cache_file, keep, known_constants
-from ttrain.train.estimate import MODEL
+from ttrain.train.estimate import FITTED
 
 TRUTH = replace(
     CONSTANTS, dram_efficiency=0.5, matrix_efficiency=0.8, launch=4.5, worker_dispatch=2.0, worker_call=90.0,
@@ -133,7 +133,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_measured_constants_are_kept_and_used_for_that_board_only(cache: Path) -> None:
     card = TenstorrentConfig(name="n300")
-    assert known_constants(card) == (CONSTANTS, MODEL)
+    assert known_constants(card) == (CONSTANTS, FITTED)
     said = keep(card, {"launch": 5.0, "worker_call": 80.0}, {"arch": "wormhole_b0"})
     assert "launch" in said and str(cache_file()) in said
     constants, source = known_constants(card)
@@ -149,7 +149,7 @@ def test_measured_constants_are_kept_and_used_for_that_board_only(cache: Path) -
 def test_a_damaged_cache_is_as_none(cache: Path, text: str) -> None:
     cache_file().parent.mkdir(parents=True)
     cache_file().write_text(text, "utf-8")
-    assert known_constants(TenstorrentConfig(name="n300")) == (CONSTANTS, MODEL)
+    assert known_constants(TenstorrentConfig(name="n300")) == (CONSTANTS, FITTED)
 
 
 def test_a_plan_says_where_its_constants_are_from(cache: Path, capsys: Any) -> None:

@@ -141,11 +141,10 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path))
-    assert toolchain.cache_folder() == tmp_path / "native"
+    assert toolchain.library_folder() == tmp_path / "native"
     monkeypatch.delenv("TTRAIN_CACHE")
-    monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert toolchain.cache_folder() == tmp_path / "xdg" / "ttrain" / "native"
+    assert toolchain.library_folder() == tmp_path / "xdg" / "ttrain" / "native"
 
 
 def test_a_cache_that_programs_cannot_run_from_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

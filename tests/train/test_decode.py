@@ -11,8 +11,8 @@ import pytest
 from tests.models.session import ENGINES, open_cpu
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.visibility import CAUSAL, PAIRS
 from ttrain.engine.state import State
-from ttrain.models.cache import CAUSAL, PAIRS
 from ttrain.models.gpt import GPT
 from ttrain.models.mlp import MLP
 from ttrain.models.settings import GPTConfig, MLPConfig

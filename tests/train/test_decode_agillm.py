@@ -14,11 +14,11 @@ from tests.models.session import ENGINES, open_cpu
 from tests.train.test_sampling import chi_square
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.visibility import CAUSAL, PAIRS
 from ttrain.device.base import Device
 from ttrain.engine.state import State
 from ttrain.graph import Graph
 from ttrain.models.agillm import AGILLM
-from ttrain.models.cache import CAUSAL, PAIRS
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.initialize import initial_values
 from ttrain.optim.adamw import AdamW

@@ -10,11 +10,11 @@ from typing import Any
 
 from tests.ttnn.runs import ENGINES, adamw, gpt
 from ttrain.core.spec import DType
+from ttrain.core.visibility import CAUSAL, PAIRS
 from ttrain.device.ttnn.device import open_device
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.state import State
 from ttrain.models.agillm import AGILLM
-from ttrain.models.cache import CAUSAL, PAIRS
 from ttrain.models.settings import AGILLMConfig
 from ttrain.train.decode import Reader, cache_tensors, reading_traces
 from ttrain.train.step_graph import StepGraph

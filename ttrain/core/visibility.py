@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-MASKS = ("causal", "pairs")
+CAUSAL, PAIRS = "causal", "pairs"
+MASKS = (CAUSAL, PAIRS)
 POSITION_BIASES = ("none", "future", "distance")
 
 
 def visible_keys(mask: str, time: int) -> np.ndarray:
     """bool [query, key]. causal: keys up to the query; pairs: keys up to the end of the query's aligned pair."""
     query, key = np.indices((time, time))
-    return key <= query if mask == "causal" else key // 2 <= query // 2
+    return key <= query if mask == CAUSAL else key // 2 <= query // 2
 
 
 def alibi_slopes(heads: int) -> np.ndarray:
@@ -32,7 +33,7 @@ def score_bias(mask: str, position_bias: str, heads: int, time: int, hidden: flo
     AGILLM-3 has; distance counts how far apart they are.
     """
     query, key = np.indices((time, time))
-    if position_bias == "none" or (position_bias == "future" and mask == "causal"):
+    if position_bias == "none" or (position_bias == "future" and mask == CAUSAL):
         bias = np.zeros((1, time, time), np.float32)
     else:
         apart = np.maximum(key - query, 0) if position_bias == "future" else np.abs(key - query)

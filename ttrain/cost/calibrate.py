@@ -67,11 +67,10 @@ class Calibration:
         (program,) = small.programs
         each = self._replayed(small) if self.device.supports_capture else None
         queued = self._queued([small.launch] * QUEUED) / QUEUED
-        handed = self._parts(program).dispatch
         work = self._parts(program)
         if each is not None:
             self._set("launch", each - max(work.compute, work.bandwidth), least=0.1)
-            if each < handed:  # handing out takes no longer than a program does from start to start
+            if each < work.dispatch:  # handing out takes no longer than a program does from start to start
                 self._set("eth_dispatch" if self.setting.dispatch == "eth" else "worker_dispatch", each, least=0.1)
         parts = self._parts(program)
         if queued > 1.05 * max(parts.dispatch, parts.busy):

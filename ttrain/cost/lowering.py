@@ -11,7 +11,6 @@ from ttrain.device.ttnn.form import TILE, device_shape, usual_form
 from ttrain.graph.graph import Node
 
 ONE_HOT_UP_TO = 2048  # ids: a larger vocabulary gets its gradient from ttnn's embedding_bw
-_WIDE_ELEMENT = 4.0
 
 
 def node_programs(node: Node) -> list[Program]:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ttrain.cost.constants import CONSTANTS, Constants
 from ttrain.cost.programs import Product, Program, Scatter, tiles
 
 GRIDS = {"worker": (7, 8), "eth": (8, 8)}  # rows, columns that compute
 FIDELITY_PASSES = {"LoFi": 1, "HiFi2": 2, "HiFi3": 3, "HiFi4": 4}  # of the matrix unit over the mantissas
-ISSUERS = ("replay", "native", "python")  # who hands programs to the queue: a capture, compiled code, Python
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Setting:
     dispatch: str = "worker"
     fidelity: str = "HiFi4"
     grid: tuple[int, int] | None = None
-    issuer: str = "replay"
+    issuer: str = "replay"  # what hands programs to the queue: replay of a capture, native (compiled code), python
 
     @property
     def cores(self) -> tuple[int, int]:
@@ -119,9 +118,6 @@ class Wormhole:
         """Programs that alternate between sub-devices on one queue: each is issued when its predecessor is done."""
         times = [self.program(program) for program in programs]
         return self._estimate(sum(time.host + time.dispatch + time.busy for time in times), times)
-
-    def with_setting(self, **changed: object) -> Wormhole:
-        return Wormhole(replace(self.setting, **changed), self.constants)  # type: ignore[arg-type]
 
     def peak_flops(self) -> float:
         """FLOP/s of the matrix units at this fidelity, if they never waited."""

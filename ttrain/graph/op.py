@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ttrain.core.errors import GraphError, ShapeError
-from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.spec import TensorSpec
 from ttrain.graph.graph import Graph, Node, Value
 
 
@@ -170,7 +170,3 @@ def declare(cls: type[Op]) -> type[Op]:
 def op(name: str) -> Op:
     """A declared op by name."""
     return REGISTRY[name]
-
-
-Recorder = Callable[..., Any]
-FLOATS = (DType.FP64, DType.FP32, DType.BF16)

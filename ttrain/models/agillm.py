@@ -13,6 +13,7 @@ from typing import Any
 
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.visibility import CAUSAL, MASKS, PAIRS
 from ttrain.graph import Graph, Value
 from ttrain.graph.passes.fuse import chunk_rows
 from ttrain.models import agillm_weights
@@ -27,7 +28,6 @@ from ttrain.nn.module import Module, Parameter, Values, kept, recomputed, releas
 from ttrain.ops.matmul import attention_scale
 
 GATE_CLASSES = 2  # emit one token, emit two
-_PASSES = ("causal", "pairs")  # masks of the AR and of the SAT pass
 
 
 class RankAttention(Module):
@@ -42,7 +42,7 @@ class RankAttention(Module):
         self.rank_matrix = Parameter((width // heads, rank), Orthogonal())
         self._heads, self._folded, self._scale = heads, folded, attention_scale(width // heads)
         self._position_bias = "distance" if config.alibi == "standard" else "future"
-        self._dropouts = [Dropout(config.dropout, streams + number) for number in range(len(_PASSES))]
+        self._dropouts = [Dropout(config.dropout, streams + number) for number in range(len(MASKS))]
 
     def __call__(self, y: Value, mask: str, seed: Value | None, caches: Caches | None = None) -> Value:
         q, k = self.meeting(self.query(y), self.key(y))
@@ -51,11 +51,11 @@ class RankAttention(Module):
         mixed = ops.attention(
             q, k, self.value(y), self._heads, scale=self._scale, mask=mask, position_bias=self._position_bias
         )
-        return self._dropouts[_PASSES.index(mask)](self.projection(mixed), seed)
+        return self._dropouts[MASKS.index(mask)](self.projection(mixed), seed)
 
     def _cached(self, caches: Caches, q: Value, k: Value, v: Value, mask: str) -> Value:
         path = self.rank_matrix.path.rpartition(".")[0]
-        bias = "none" if mask == "causal" and self._position_bias == "future" else self._position_bias
+        bias = "none" if mask == CAUSAL and self._position_bias == "future" else self._position_bias
         q, k, v = (ops.split_heads(x, 1, self._heads)[0] for x in (q, k, v))
         return ops.merge_heads([caches.attend(path, q, k, v, self._scale, bias)])
 
@@ -119,7 +119,7 @@ class AGILLM(Module):
         self.windows = Windows.of(config, self.context) if config.objective == "joint" else None
         self.embedding = Embedding(self.vocabulary, self.width)
         self.blocks = [
-            Block(self.width, self.heads, self.rank, self.folded, config, streams=len(_PASSES) * index)
+            Block(self.width, self.heads, self.rank, self.folded, config, streams=len(MASKS) * index)
             for index in range(self.layers)
         ]
         self.norm = LayerNorm(self.width)
@@ -158,7 +158,7 @@ class AGILLM(Module):
     def loss_and_metrics(self, graph: Graph, rows: int, training: bool) -> tuple[Value, dict[str, Value]]:
         """The loss, and the plain cross-entropies in nats: ar/ce, and in joint training sat/ce and gate/ce."""
         seed = graph.input("seed", SEED) if training and self.config.dropout else None
-        hidden = self._flat(self.hidden(graph, rows, "causal", seed, training))
+        hidden = self._flat(self.hidden(graph, rows, CAUSAL, seed, training))
         targets, weight = graph.input("targets", self.batch_specs(rows)["targets"]), graph.input(LOSS_WEIGHT, SCALAR)
         with graph.scope("loss"):
             weights = ops.expand(ops.reshape(weight, (1,)), hidden.shape[:1])
@@ -174,7 +174,7 @@ class AGILLM(Module):
         windows, head = self.windows, self.sat_head
         assert windows is not None and head is not None
         given = {name: graph.input(name, spec) for name, spec in windows.specs(rows).items()}
-        hidden = self.hidden(graph, rows, "pairs", seed, training)
+        hidden = self.hidden(graph, rows, PAIRS, seed, training)
         with graph.scope("sat_loss"):
             times = ops.reshape(given["sat_times"], (rows * len(windows.rows),))
             weights = ops.multiply(times, graph.input(SAT_WEIGHT, SCALAR))
@@ -204,7 +204,7 @@ class AGILLM(Module):
 
     def logits(self, graph: Graph, rows: int) -> Value:
         """The AR head's scores of the next token, fp32 [1, vocabulary with padding], at step input `position`."""
-        hidden = self._flat(self.hidden(graph, rows, "causal", None, training=False))
+        hidden = self._flat(self.hidden(graph, rows, CAUSAL, None, training=False))
         position = ops.reshape(graph.input("position", SEED), (1,))
         with graph.scope("head"):
             return self.scores(ops.embedding(position, hidden))  # a lookup of one row of the hidden states
@@ -294,4 +294,4 @@ class AGILLM(Module):
 
     def specs(self) -> Mapping[str, TensorSpec]:
         """Spec of every parameter by path, without padding."""
-        return {path: p.spec.with_shape(*p.shape) for path, p in self.parameters().items()}
+        return {path: parameter.stored_spec for path, parameter in self.parameters().items()}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.visibility import CAUSAL, PAIRS
 from ttrain.graph import Graph, Kind, Value
 from ttrain.ops.matmul import attention_scale
 
 TOKENS, POSITIONS, VISIBLE = "tokens", "positions", "visible"
-CAUSAL, PAIRS = "causal", "pairs"  # masks; pairs: the two places 2n and 2n + 1 also see each other
 
 
 def cache_places(context: int, mask: str) -> int:

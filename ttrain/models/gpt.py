@@ -10,11 +10,12 @@ from typing import Any
 
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.visibility import CAUSAL
 from ttrain.graph import Graph, Value
 from ttrain.graph.passes.fuse import chunk_rows
 from ttrain.models import gpt_weights
 from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED
-from ttrain.models.cache import CAUSAL, Caches
+from ttrain.models.cache import Caches
 from ttrain.models.presets import required_sizes
 from ttrain.models.settings import GPTConfig
 from ttrain.nn.initialize import Constant, Initializer, Normal

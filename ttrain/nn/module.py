@@ -25,7 +25,7 @@ class Parameter:
     initializer: Initializer
     follows_compute: bool = True
     path: str = ""  # place in the module tree, set once by the model that owns it
-    master: DType = DType.FP32  # of the master values and of the optimizer's tensors
+    master: DType = DType.FP32  # of the master values, and of the optimizer's tensors unless the run says otherwise
     padding: int = 0
 
     @property
@@ -33,6 +33,11 @@ class Parameter:
         """Spec of the master values, padding included."""
         rows = self.shape[:1] if not self.padding else (self.shape[0] + self.padding,)
         return TensorSpec((*rows, *self.shape[1:]), self.master)
+
+    @property
+    def stored_spec(self) -> TensorSpec:
+        """Spec of the master values as checkpoints and files hold them, without padding."""
+        return TensorSpec(self.shape, self.master)
 
     @property
     def count(self) -> int:

@@ -13,7 +13,7 @@ from ttrain.core.folders import cache_folder
 from ttrain.cost.calibrate import Calibration
 from ttrain.cost.constants import CONSTANTS, Constants
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.train.estimate import MODEL, chip_setting
+from ttrain.train.estimate import FITTED, chip_setting
 from ttrain.train.files import replace_file, to_json
 
 _NAMES = {declared.name for declared in fields(Constants)}
@@ -56,7 +56,7 @@ def known_constants(config: TenstorrentConfig) -> tuple[Constants, str]:
     for entry in entries:  # that of the configured dispatch type last, so that it counts where both tell
         changed |= {name: float(value) for name, value in entry["constants"].items() if name in _NAMES}
     if not changed:
-        return CONSTANTS, MODEL
+        return CONSTANTS, FITTED
     source = (
         f"the cost model of a Wormhole chip with {len(changed)} constants measured on this card, {entries[-1]['date']}"
     )

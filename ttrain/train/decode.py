@@ -6,20 +6,20 @@ text that was changed, or whose front fell off, is read again from the first tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
 
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.visibility import CAUSAL, PAIRS
+from ttrain.engine.base import Trace
 from ttrain.engine.state import StateTensor
 from ttrain.graph import Graph, Kind
 from ttrain.models.base import CachedModel, PairModel
-from ttrain.models.cache import CAUSAL, PAIRS, POSITIONS, TOKENS, VISIBLE, cache_places
+from ttrain.models.cache import POSITIONS, TOKENS, VISIBLE, cache_places
 from ttrain.train.protocols import Array, Step
-
-Trace = Callable[[Graph], None]
 
 CHUNK = 64  # tokens that are read at once
 ROWS, KEEP = "rows", "keep"  # step inputs: which of the step's rows are scored, and the factor 0 or 1 of each

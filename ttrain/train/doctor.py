@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import UserError
-from ttrain.device.ttnn.environment import DEVICE_NODES, SIMULATOR_VARIABLE, cache_folder
+from ttrain.device.ttnn.environment import DEVICE_NODES, SIMULATOR_VARIABLE, ttnn_folder
 from ttrain.device.ttnn.holders import holders
 from ttrain.device.ttnn.probe import probe
 from ttrain.device.ttnn.standin import installed_ttnn, missing_ttnn
@@ -54,7 +54,7 @@ def examine(opening: bool = True) -> Iterator[Finding]:
     if opening and ttnn.state == "ok":
         if cards.state == "ok":
             yield from _open_cards()
-        yield _opened("mocked boards", "mock", "n150", f"remove {cache_folder()} and try again")
+        yield _opened("mocked boards", "mock", "n150", f"remove {ttnn_folder()} and try again")
     yield _simulator()
 
 

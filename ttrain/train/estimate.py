@@ -27,7 +27,7 @@ GRIDS = {"n150": {"worker": (8, 8), "eth": (9, 8)}, "n300": {"worker": (7, 8), "
 INPUT_CALL = 30e-6  # s to turn one host array into tiles and enqueue it: 20 to 34 us measured on a mocked board
 INPUT_RATE = 8e9  # byte/s from host to card: PCIe 4 with 8 lanes at half its 15.8 GB/s
 RECORD = 30e-6  # s of Python to record a node and find memory for it, which engine=dynamic does at every step
-MODEL = "the cost model of a Wormhole chip, fitted to published measurements (docs/planning.md), not from a card"
+FITTED = "the cost model of a Wormhole chip, fitted to published measurements (docs/planning.md), not from a card"
 LAUNCH = 2.5e-6  # s of Python per launch that a timed kernel does not contain
 
 
@@ -159,7 +159,7 @@ class Work:
 
 
 def wormhole_time(
-    work: Work, config: TenstorrentConfig, engine: str, constants: Constants = CONSTANTS, source: str = MODEL
+    work: Work, config: TenstorrentConfig, engine: str, constants: Constants = CONSTANTS, source: str = FITTED
 ) -> StepTime:
     """By the cost model. `source` says where its constants are from."""
     chip = Wormhole(chip_setting(config, engine), constants)
@@ -200,7 +200,7 @@ def wormhole_estimate(
     unit: str,
     flops: int,
     constants: Constants = CONSTANTS,
-    source: str = MODEL,
+    source: str = FITTED,
 ) -> Estimate:
     """As configured, and every combination of engine, dispatch and queues beside it."""
     time = wormhole_time(work, config, engine, constants, source)

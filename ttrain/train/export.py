@@ -18,8 +18,6 @@ from ttrain.train.protocols import Array
 from ttrain.train.run_directory import RunDirectory
 from ttrain.train.weights_file import write_pt, write_safetensors
 
-FORMS = ("original", "huggingface", "ttrain")
-
 
 @dataclass
 class Stored:
@@ -43,7 +41,7 @@ class Stored:
 
 def parameter_specs(model: Any) -> dict[str, TensorSpec]:
     """Spec of every parameter by path, without padding of the vocabulary."""
-    return {path: parameter.spec.with_shape(*parameter.shape) for path, parameter in model.parameters().items()}
+    return {path: parameter.stored_spec for path, parameter in model.parameters().items()}
 
 
 def export_problems(model: Any, file: Path, form: str) -> list[str]:

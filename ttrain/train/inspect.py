@@ -17,7 +17,6 @@ from ttrain.train.metrics import read_metrics
 from ttrain.train.retention import list_checkpoints
 from ttrain.train.run_directory import LOCK, RECORD, read_config
 
-STATES = ("running", "finished", "failed", "resumable", "new")
 _NO_RUNS_IN = {"checkpoints", "wandb", ".hydra"}
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ttrain.core.errors import ConfigError
-from ttrain.models.cache import CAUSAL, PAIRS
-from ttrain.train.decode import Reader, Trace, reading_traces, scores_of
+from ttrain.core.visibility import CAUSAL, PAIRS
+from ttrain.engine.base import Trace
+from ttrain.train.decode import Reader, reading_traces, scores_of
 from ttrain.train.protocols import Array, Step, Tokenizer
 from ttrain.train.sample import (
     Acceptance,

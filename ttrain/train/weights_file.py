@@ -118,7 +118,7 @@ def read_parameters(path: Path, model: Any) -> Weights:
     Raises CheckpointError naming what is missing, left over or of another shape.
     """
     content = read_file(path)
-    specs = {name: parameter.spec.with_shape(*parameter.shape) for name, parameter in model.parameters().items()}
+    specs = {name: parameter.stored_spec for name, parameter in model.parameters().items()}
     if any(name in specs for name in content):
         found = _own(path, content, specs)
     elif hasattr(model, "from_original"):

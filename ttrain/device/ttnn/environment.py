@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import ConfigError, DeviceUnavailable
+from ttrain.core.folders import cache_folder
 from ttrain.device.ttnn.profile import profiler_variables
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.device.ttnn.standin import MOCK_VARIABLE, installed_ttnn, missing_ttnn, runtime_root
@@ -23,11 +24,9 @@ DEVICE_NODES = Path("/dev/tenstorrent")
 MODE_VARIABLE = "TTRAIN_TTNN_MODE"  # what this process imported ttnn for
 
 
-def cache_folder() -> Path:
+def ttnn_folder() -> Path:
     """Where stand-in roots and kernel caches of mocked boards and simulators live."""
-    given = os.environ.get("TTRAIN_CACHE")
-    base = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ttrain"
-    return base / "ttnn"
+    return cache_folder() / "ttnn"
 
 
 def quiet(verbose: bool) -> dict[str, str]:
@@ -72,7 +71,7 @@ def board_of(config: TenstorrentConfig) -> str:
 
 
 def _mock(config: TenstorrentConfig, wheel: Path) -> dict[str, str]:
-    base = cache_folder() / f"mock-{_wheel_version()}"
+    base = ttnn_folder() / f"mock-{_wheel_version()}"
     runtime_root(base / "root", wheel)
     return {
         MOCK_VARIABLE: str(BOARD_FOLDER / f"{board_of(config)}.yaml"),
@@ -89,7 +88,7 @@ def _simulator(config: TenstorrentConfig) -> dict[str, str]:
     library = Path(config.simulator).expanduser()
     if not library.exists():
         raise DeviceUnavailable(f"device.simulator={library}: there is no such file.")
-    base = cache_folder() / f"simulator-{_wheel_version()}"
+    base = ttnn_folder() / f"simulator-{_wheel_version()}"
     found = {
         SIMULATOR_VARIABLE: str(library.resolve()),
         "TT_METAL_CACHE": os.environ.get("TT_METAL_CACHE", str(base / "kernels")),

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from ttrain.core.options import option
 from ttrain.device.settings import DeviceConfig
 
-BOARDS = ("n150", "n300", "t3000", "p150")
 FIDELITIES = ("LoFi", "HiFi2", "HiFi3", "HiFi4")
 
 

@@ -97,8 +97,8 @@ def _cached_attention(context: Context) -> Kernel:
         all_keys, all_values = keys.view(pairs, keys.shape[2], -1), values.view(pairs, values.shape[2], -1)
 
         def attend(seen: int) -> None:
-            scores, hidden, distance, whole = (_columns(part, seen) for part in (*work, None, None)[:4])
-            assert scores is not None and hidden is not None
+            hidden, distance, whole = (_columns(part, seen) for part in (*work[1:], None, None)[:3])
+            assert hidden is not None
             scores = work[0].view(-1)[: pairs * rows * seen].view(pairs, rows, seen)
             torch.baddbmm(scores, queries, all_keys[:, :seen].mT, beta=0, alpha=scale, out=scores)
             by_head = scores.view(batch, heads, rows, seen)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from ttrain.core.folders import cache_folder
 from ttrain.device.base import Launch
 
 CLEAR_WIN = 1.25  # how many times faster than the first way another has to be
@@ -57,12 +58,8 @@ def _seconds(make: Callable[[], Launch], repeats: int = 5) -> float:
 
 
 def table_path() -> Path:
-    """`$TTRAIN_CACHE/costs.json`, else in ttrain's folder of the user's cache."""
-    given = os.environ.get("TTRAIN_CACHE")
-    if given:
-        return Path(given).expanduser() / "costs.json"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "ttrain" / "costs.json"
+    """Where the table is kept."""
+    return cache_folder() / "costs.json"
 
 
 @lru_cache(maxsize=1)

@@ -9,11 +9,6 @@ from typing import Any, Protocol
 from ttrain.core.spec import DType, TensorSpec
 
 
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
 class NodeLike(Protocol):
     """What a request reads of a graph's node."""
 

@@ -16,7 +16,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ttrain.core.errors import TtrainError, UserError
+from ttrain.core.folders import cache_folder
 
 HEADERS = Path(__file__).parent / "kernels"
 CANDIDATES = ("g++", "c++", "clang++")
@@ -73,16 +73,9 @@ def find_compiler() -> Compiler:
     )
 
 
-def cache_folder() -> Path:
-    """$TTRAIN_CACHE, else `ttrain` in the user's cache folder, with `native` below it."""
-    given = os.environ.get("TTRAIN_CACHE")
-    if given:
-        return Path(given).expanduser() / "native"
-    if sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "ttrain" / "native"
+def library_folder() -> Path:
+    """Where compiled libraries are kept."""
+    return cache_folder() / "native"
 
 
 @lru_cache(maxsize=1)
@@ -111,7 +104,7 @@ class Toolchain:
     """Builds libraries, or takes them from the cache. `compilations` counts the libraries that had to be built."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = cache_folder() if folder is None else folder
+        self.folder = library_folder() if folder is None else folder
         self.compilations = 0
         usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.processes = usable  # how many compilers may run at once

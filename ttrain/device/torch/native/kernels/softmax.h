@@ -31,11 +31,6 @@ INLINE void clear_after(T* row, i64 n) {
     if (begin < C) __builtin_memset(row + begin, 0, (C - begin) * sizeof(T));
 }
 
-template <bool Causal, i64 C>
-INLINE i64 visible(i64 row) {
-    return Causal ? row % C + 1 : C;
-}
-
 // y = softmax(scale x).
 template <class T, bool Causal, i64 Rows, i64 C, int Threads>
 INLINE void softmax(const T* x, T* y, float scale) {
