@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from tests.models.session import Session, tensor_by_tensor_equal, token_batch
+from ttrain.config import build
+from ttrain.config.compose import load
 from ttrain.core.errors import CheckpointError
 from ttrain.graph import Kind
 from ttrain.models.agillm import AGILLM
@@ -74,3 +76,10 @@ def test_a_checkpoint_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path, trained())
     with pytest.raises(CheckpointError, match=r"ar_head.bias \(37,\) instead of \(38,\)"):
         read_checkpoint(checkpoint.path).load(session(vocabulary=38).state)
+
+
+def test_padding_that_follows_from_the_device_is_not_kept() -> None:
+    config = load(["model=agillm", "model.preset=femto_1x", "model.vocabulary=40", "device=n300"])
+    model: Any = build.build_model(config)
+    assert model.config.pad_vocabulary == 32 and model.embedding.weight.padding == 24
+    assert build.stored_model(config, model)["pad_vocabulary"] is None

@@ -111,6 +111,7 @@ MODEL = {"name": "gpt", "layers": 4, "heads": 4, "dropout": 0.0, "recompute": "n
 def test_another_architecture_names_the_keys() -> None:
     path = Path("step_00000001")
     check_architecture({"model": MODEL}, {"model": {**MODEL, "dropout": 0.2, "recompute": "block"}}, path)
+    check_architecture({"model": {**MODEL, "pad_vocabulary": 1}}, {"model": {**MODEL, "pad_vocabulary": 32}}, path)
     with pytest.raises(CheckpointError) as raised:
         check_architecture({"model": MODEL}, {"model": {**MODEL, "layers": 6, "width": 8}}, path)
     message = str(raised.value)

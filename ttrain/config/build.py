@@ -7,7 +7,7 @@ the modules behind the names, when they are called.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,6 +83,12 @@ def build_model(config: Config, vocabulary: int | None = None) -> Model:
     if problems:
         raise ConfigError(problems)
     return built
+
+
+def stored_model(config: Config, model: Model) -> dict[str, Any]:
+    """The model's config as checkpoints keep it: with its sizes, and without what a null leaves to the device."""
+    kept = asdict(model.config)
+    return kept | ({"pad_vocabulary": config.model.pad_vocabulary} if isinstance(config.model, AGILLMConfig) else {})
 
 
 def shorter_model(config: Config, model: Model, length: int) -> Model | None:

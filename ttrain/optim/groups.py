@@ -85,7 +85,7 @@ def frozen(path: str, freeze: Iterable[str], unfreeze: Iterable[str]) -> bool:
 
 def frozen_count(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> int:
     """How many numbers stay as they are."""
-    return sum(p.spec.size for path, p in parameters.items() if frozen(path, config.freeze, config.unfreeze))
+    return sum(p.count for path, p in parameters.items() if frozen(path, config.freeze, config.unfreeze))
 
 
 def in_clip_scope(path: str, config: OptimizerConfig) -> bool:

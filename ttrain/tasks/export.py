@@ -105,7 +105,8 @@ def _compacted(given: _Parameters) -> tuple[_Parameters, dict[str, Any]]:
     for entry in report:
         print(f"{entry.layer:>5}  {entry.before:>7}  {entry.kept:>4}  {entry.error:>14.1e}")
     print(f"rank {given.model.rank} becomes {described['rank']}, for all layers alike.")
-    model_config = dataclasses.replace(given.model.config, rank=described["rank"])
+    padding = given.config.model.pad_vocabulary
+    model_config = dataclasses.replace(given.model.config, rank=described["rank"], pad_vocabulary=padding)
     config = dataclasses.replace(given.config, model=model_config)
     values = Overlaid(given.values, {rank_matrix_path(layer): matrix for layer, matrix in matrices.items()})
     return dataclasses.replace(given, config=config, model=build.build_model(config), values=values), described
@@ -117,7 +118,7 @@ def _write_run(given: _Parameters, folder: Path, report: dict[str, Any] | None) 
     from ttrain.train.progress import Progress
     from ttrain.train.record import environment_record
 
-    stored = {**to_dict(given.config), "model": dataclasses.asdict(given.model.config)}
+    stored = {**to_dict(given.config), "model": build.stored_model(given.config, given.model)}
     stored["run"]["dir"] = None  # a run does not know where it lies, so it can be moved
     stored["task"]["name"] = "train"
     progress = Progress(step=given.step, compacted=report is not None)

@@ -17,9 +17,12 @@ from ttrain.train.retention import newest_complete, put_back_replaced, set_aside
 from ttrain.train.run_directory import RECORD, RunDirectory
 
 # Model keys that change no tensor's shape or meaning.
-_FREE_MODEL_KEYS = ("dropout", "recompute")
+_FREE_MODEL_KEYS = ("dropout", "recompute", "fold", "pad_vocabulary")
 # Keys that say where and how a run is run, not what it computes.
-_UNREPORTED = ("resume", "task", "run.dir", "sample", "plan", "plugins", "supervise", "sweep", "runs", "report")
+_UNREPORTED = (
+    "resume", "task", "run.dir", "sample", "export", "plan", "profile", "prepare", "verify", "bench", "plugins",
+    "supervise", "sweep", "runs", "report",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
