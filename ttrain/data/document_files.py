@@ -166,13 +166,13 @@ class _Encoder:
 
 def _training_text(config: DocumentsConfig, sources: list[Source], scan: _Scan, on_bytes: OnBytes) -> Iterator[str]:
     """Training documents with a line break after each, so that no merge spans two."""
-    held = 0
+    taken = 0
     documents = Reader(config).in_turn(sources, [on_bytes] * len(sources))
     for document, left_out in zip(documents, scan.held_out, strict=False):
         if not left_out:
             yield document.text + "\n"
-            held += len(document.text)
-            if held > BPE_BYTES:
+            taken += len(document.text)
+            if taken > BPE_BYTES:
                 return
 
 

@@ -38,7 +38,8 @@ def _print_sample(job: _Job, logits: Step) -> None:
 
     tokenizer, settings = job.dataset.tokenizer, dataclasses.replace(job.config.sample, count=1)
     assert tokenizer is not None and job.prompt is not None
-    print("\nA sample of what the model writes:\n", flush=True)
+    how = "" if settings.mode == "ar" else f", a token at a time (task=sample draws with sample.mode={settings.mode})"
+    print(f"\nA sample of what the model writes{how}:\n", flush=True)
     print_samples(logits, tokenizer, job.prompt, settings)
 
 

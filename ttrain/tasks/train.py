@@ -81,7 +81,7 @@ def prepared(config: Config) -> _Job:
         config = continued(point.checkpoint.config, config)
     dataset = build.build_dataset(config, lambda built: _check_tokenizer(point, built))
     model = build.build_model(config, dataset.vocabulary)
-    stored = {**to_dict(config), "model": dataclasses.asdict(model.config)}
+    stored = {**to_dict(config), "model": build.stored_model(config, model)}
     stored["run"]["dir"] = None  # a run does not know where it lies, so it can be moved
     if point is not None:
         resuming.check_architecture(point.checkpoint.config, stored, point.checkpoint.path)
@@ -108,7 +108,8 @@ def _prompt(config: Config, dataset: Dataset) -> list[int] | None:
     """Token ids of the sample's prompt, checked before training starts; None where no text can be made."""
     from ttrain.train.sample import encode_prompt
 
-    return None if dataset.tokenizer is None else encode_prompt(dataset.tokenizer, config.sample.prompt)
+    end_token = getattr(config.data, "end_token", None)
+    return None if dataset.tokenizer is None else encode_prompt(dataset.tokenizer, config.sample.prompt, end_token)
 
 
 def open_session(

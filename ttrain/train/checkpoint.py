@@ -64,9 +64,8 @@ class Checkpoint:
     val_loss: float | None
     files: dict[str, dict[str, Any]]
     saved_at: float | None = None  # seconds since 1970
-    reader: IO[str] | None = field(
-        default=None, repr=False, compare=False
-    )  # while it is open, nobody removes the files
+    # While it is open, nobody removes the files.
+    reader: IO[str] | None = field(default=None, repr=False, compare=False)
 
     def verify(self) -> Checkpoint:
         """Checks names, sizes and SHA-256 of all files. Raises CheckpointError at the first that is wrong."""

@@ -47,7 +47,7 @@ class Run:
     precision: str
     engine: str
     state: int = 0  # bytes of the persistent tensors on the board, where they are known
-    memory: int = 0  # of the board
+    memory: int = 0  # of the board, where it is known
 
 
 def misfit(error: BaseException, run: Run) -> Misfit | None:
@@ -73,7 +73,7 @@ def fixing_keys(cause: str, said: str, run: Run) -> list[str]:
 def _dram(said: str, run: Run) -> list[str]:
     device, keys = run.device, shrinking_keys(run.train, run.model, run.precision, run.engine)
     keys, last = keys[:-1], keys[-1:]
-    if run.state > run.memory:  # no smaller batch helps, and no idle region
+    if run.memory and run.state > run.memory:  # no smaller batch helps, and no idle region
         keys = [key for key in keys if key.startswith("precision")]
         return [*keys, *_smaller_state(run), *last]
     if run.engine != "traced" and 0 < _lacking(said) <= device.trace_region_mb * 2**20:
