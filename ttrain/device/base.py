@@ -18,6 +18,7 @@ Arena = Any  # a device's own handle of a range of bytes
 Form = Hashable  # how a device holds a tensor: its shape with padding, dtype and layout
 Launch = Callable[[], Any]
 
+HOST_PREFIX = "host."  # of the names under which a device's table holds what the host beside it runs
 ALIGNMENT = 64  # bytes; a cache line, and what vector loads of 512 bits want
 
 

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import TensorSpec
+from ttrain.device.base import HOST_PREFIX
 from ttrain.graph.graph import Graph, Kind, Node, Value
 from ttrain.graph.op import Op
 
 Inputs = tuple[Value | None, ...]
-HOST = "host."  # prefix of the names under which a device's table holds what the host runs
 CROSSINGS = ("to_host", "to_card")
 
 
@@ -56,7 +56,7 @@ class Hosted(Op):
 def on_host(op: Op) -> Op:
     """The same op, to be run on the host."""
     kind = type(op)
-    hosted: Op = type(kind.__name__, (Hosted, kind), {"name": HOST + op.name, "cheap": False, "base": op})()
+    hosted: Op = type(kind.__name__, (Hosted, kind), {"name": HOST_PREFIX + op.name, "cheap": False, "base": op})()
     return hosted
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Delivery, Device, Form, Kernel, Launch
+from ttrain.device.base import HOST_PREFIX, Delivery, Device, Form, Kernel, Launch
 from ttrain.device.ttnn.form import usual_form
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.device.ttnn.tensors import Held, IntegerInput
@@ -16,7 +16,6 @@ from ttrain.device.ttnn.tensors import Held, IntegerInput
 if TYPE_CHECKING:
     from ttrain.device.ttnn.store import Store
 
-PREFIX = "host."  # of the rows that the host runs
 Attributes = Mapping[str, Any]
 Specs = Sequence[TensorSpec | None]
 
@@ -55,7 +54,7 @@ def host_device(config: TenstorrentConfig, computes: bool) -> Device:
 
 def both_tables(card: Mapping[str, Kernel], host: Device, store: Store) -> dict[str, Kernel]:
     """The rows of the card, those of the host under their prefix, and those that move values between them."""
-    hosted = {f"{PREFIX}{name}": host.kernels[name] for name in host.kernels}
+    hosted = {f"{HOST_PREFIX}{name}": host.kernels[name] for name in host.kernels}
     return {**card, **hosted, "stage": _stage(store), "to_host": _to_host(host), "host_input": _host_input(host),
             "to_card": _to_card(host, store)}  # fmt: skip
 
