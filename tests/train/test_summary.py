@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from ttrain.train import peak
 from ttrain.train.meter import Meter
 from ttrain.train.progress import Progress
-from ttrain.train.summary import Summary, draw_loss_curve, print_summary, recent_speed
+from ttrain.train.summary import Summary, draw_loss_curve, last_val_metrics, print_summary, recent_speed
 
 
 def test_meter_times_steps_only() -> None:
@@ -112,3 +113,18 @@ def test_loss_curve(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"step": 3, "train/loss": 1}]))
     assert draw_loss_curve(path, image, ("unigram entropy", 2.5))
     assert image.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_further_metrics_of_the_newest_evaluation_are_told(tmp_path: Path) -> None:
+    lines = [
+        {"step": 2, "val/loss": 9.0, "val/ar/ce": 4.0, "val/sat/ce": 5.0},
+        {"step": 4, "val/loss": 7.0, "val/ar/ce": 3.0, "val/sat/ce": 3.5},
+        {"step": 5, "train/loss": 7.5, "ar/ce": 3.1},
+    ]
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    found = last_val_metrics(metrics)
+    assert found == {"ar/ce": 3.0, "sat/ce": 3.5}
+    summary = dataclasses.replace(make_summary(Progress()), val_metrics=found)
+    assert dict(summary.lines())["val metrics"] == "ar/ce 3.0000, sat/ce 3.5000"
+    assert summary.to_dict()["val_metrics"] == found

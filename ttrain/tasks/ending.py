@@ -44,7 +44,7 @@ def _print_sample(job: _Job, logits: Step) -> None:
 
 
 def _summary(job: _Job, run: RunDirectory, progress: Progress) -> Summary:
-    from ttrain.train.summary import Summary, last_rates, recent_speed
+    from ttrain.train.summary import Summary, last_rates, last_val_metrics, recent_speed
 
     speed, mfu = recent_speed(run.metrics)
     baseline = job.dataset.baseline
@@ -58,4 +58,5 @@ def _summary(job: _Job, run: RunDirectory, progress: Progress) -> Summary:
         peak_memory=job.device.memory().get("peak", 0),
         baseline=(baseline.name, baseline.value),
         rates=last_rates(run.metrics),
+        val_metrics=last_val_metrics(run.metrics),
     )

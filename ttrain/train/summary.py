@@ -28,6 +28,7 @@ class Summary:
     peak_memory: int
     baseline: tuple[str, float] | None = None  # name and loss of the best prediction that ignores the input
     rates: Mapping[str, float] = field(default_factory=dict)  # the last learning rate of every group, by its input
+    val_metrics: Mapping[str, float] = field(default_factory=dict)  # the model's further metrics, newest evaluation
 
     def to_dict(self) -> dict[str, Any]:
         """Values for summary.json."""
@@ -47,6 +48,7 @@ class Summary:
             "mfu": self.mfu,
             "peak_memory_bytes": self.peak_memory,
             "learning_rates": dict(self.rates),
+            "val_metrics": dict(self.val_metrics),
             "baseline": None if self.baseline is None else {"name": self.baseline[0], "loss": self.baseline[1]},
         }
 
@@ -62,6 +64,8 @@ class Summary:
             ("train loss", _loss(progress.train_loss)),
             ("val loss", self._val_loss()),
         ]
+        if self.val_metrics:
+            lines.append(("val metrics", ", ".join(f"{name} {value:.4f}" for name, value in self.val_metrics.items())))
         if self.baseline is not None:
             lines.append((self.baseline[0], f"{self.baseline[1]:.4f} (what ignoring the input can reach)"))
         if self.tokens_per_s:
@@ -94,6 +98,14 @@ def last_rates(metrics: Path) -> dict[str, float]:
     for line in read_metrics(metrics):
         newest = {key: line[key] for key in line if key.partition("/")[0] == "lr"} or newest
     return newest
+
+
+def last_val_metrics(metrics: Path) -> dict[str, float]:
+    """What the newest evaluation measured besides the loss, such as `ar/ce`."""
+    newest: dict[str, float] = {}
+    for line in read_metrics(metrics):
+        newest = {key[len("val/") :]: line[key] for key in line if key.startswith("val/")} or newest
+    return {name: value for name, value in newest.items() if name != "loss" and value is not None}
 
 
 def print_summary(summary: Summary, run: Path, *, writes_text: bool = True, plugins: Sequence[str] = ()) -> None:
