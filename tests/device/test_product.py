@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+from ttrain.core.spec import TensorSpec
+from ttrain.device.torch.kernels import matmul
 from ttrain.device.torch.kernels import product as module
+from ttrain.device.torch.kernels.common import Context
 
 
 @pytest.mark.parametrize("rows", [16, 256, 257, 1000])
@@ -34,3 +39,34 @@ def test_what_a_product_allocates_is_told_to_the_plan(monkeypatch: pytest.Monkey
     assert module.fresh_bytes(32, 64, 64, True, False) == 0  # small products go through aten
     monkeypatch.setattr(module, "_decided", lambda *_: False)
     assert module.fresh_bytes(1024, 512, 512, True, False) == 0
+
+
+ROWS: list[tuple[str, list[tuple[int, ...]], tuple[int, ...], dict[str, Any]]] = [
+    ("matmul", [(600, 80), (80, 64)], (600, 64), {"transpose_a": False, "transpose_b": False}),
+    ("matmul", [(600, 80), (600, 64)], (80, 64), {"transpose_a": True, "transpose_b": False}),
+    ("linear", [(2, 300, 80), (64, 80)], (2, 300, 64), {}),
+    ("head_matmul", [(2, 300, 128), (32, 80)], (2, 300, 320), {"heads": 4, "transpose": False}),
+    ("head_matmul", [(2, 300, 320), (32, 80)], (2, 300, 128), {"heads": 4, "transpose": True}),
+    ("head_product", [(2, 300, 128), (2, 300, 320)], (32, 80), {"heads": 4}),
+]
+
+
+@pytest.mark.parametrize(("name", "shapes", "result", "attributes"), ROWS)
+def test_rows_tell_what_their_product_allocates(
+    name: str, shapes: list[tuple[int, ...]], result: tuple[int, ...], attributes: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    made: list[int] = []
+
+    def counted(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        made.append(4 * (out.numel() + (0 if a.is_contiguous() else a.numel())))
+
+    monkeypatch.setattr(module, "_decided", lambda *_: True)
+    monkeypatch.setattr(module, "_onednn_into", counted)
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 1)
+    kernel = matmul.table(Context.of(torch.device("cpu"), 1))[name]
+    given: list[Any] = [torch.zeros(shape) for shape in shapes] + [None] * (name == "linear")
+    kernel.bind(given, [torch.zeros(result)], attributes, [])()
+    specs = [None if x is None else TensorSpec(tuple(x.shape)) for x in given]
+    assert kernel.outside is not None
+    assert kernel.outside(specs, [TensorSpec(result)], attributes) == max(made) > 0

@@ -54,6 +54,21 @@ def _head_product(
     return product(a.t(), b, outs[0])
 
 
+def _head_matmul_outside(ins: Sequence[TensorSpec | None], outs: Specs, attributes: Attributes) -> int:
+    x, matrix = ins
+    if x is None or matrix is None or x.dtype is not DType.FP32:
+        return 0
+    inner, outer = matrix.shape[::-1] if attributes["transpose"] else matrix.shape
+    return fresh_bytes(x.size // inner, inner, outer, True, not attributes["transpose"])
+
+
+def _head_product_outside(ins: Sequence[TensorSpec | None], outs: Specs, attributes: Attributes) -> int:
+    a, (height, width) = ins[0], outs[0].shape
+    if a is None or a.dtype is not DType.FP32:
+        return 0
+    return fresh_bytes(height, a.size // height, width, False, True)
+
+
 def _linear(context: Context) -> Kernel:
     """A product, then the activation's own row in place: fused or not, the bits are the same."""
     activations = elementwise.table(context)
@@ -84,9 +99,13 @@ def _activation(name: str) -> tuple[str, Attributes]:
 
 
 def table(context: Context) -> dict[str, Kernel]:
-    return {
-        "matmul": replace(into(_matmul), outside=_matmul_outside if context.on_cpu else None),
-        "linear": _linear(context),
-        "head_matmul": into(_head_matmul),
-        "head_product": into(_head_product),
+    products = {
+        "matmul": (_matmul, _matmul_outside),
+        "head_matmul": (_head_matmul, _head_matmul_outside),
+        "head_product": (_head_product, _head_product_outside),
     }
+    rows = {
+        name: replace(into(bind), outside=outside if context.on_cpu else None)
+        for name, (bind, outside) in products.items()
+    }
+    return {**rows, "linear": _linear(context)}
