@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ttrain.core.units import format_bytes, format_count
-from ttrain.engine.base import Step
+from ttrain.engine.base import Step, Trace
 from ttrain.engine.state import State
 from ttrain.graph import Graph, Kind, Node, Stage
 from ttrain.graph.place import CROSSINGS
 from ttrain.models.base import Model
 from ttrain.plan.report import CLASSES, StepCost, op_costs, step_cost
 from ttrain.train.protocols import SAVED_KINDS
-from ttrain.train.step_graph import StepGraph, Trace
+from ttrain.train.step_graph import StepGraph
 
 STAGES = tuple(stage.value for stage in Stage)
 

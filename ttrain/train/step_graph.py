@@ -14,6 +14,7 @@ from ttrain import ops
 from ttrain.autodiff import backward
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.engine.base import Trace
 from ttrain.engine.state import StateTensor
 from ttrain.graph import Graph, Kind, Stage, Value
 from ttrain.graph.op import op
@@ -23,7 +24,6 @@ from ttrain.optim.base import ROUNDING_SEED, STEP, STREAMS, Group, Optimizer, Ro
 from ttrain.optim.clip import global_norms
 from ttrain.optim.groups import ParameterRun, parameter_runs
 
-Trace = Callable[[Graph], None]
 GRAD_NORM = "grad_norm"
 CLIPPED_NORM = "clipped_norm"
 ACTIVATION_NORM = "activation_norm"
