@@ -95,6 +95,45 @@ def test_content_of_another_kind_is_refused(content: dict[str, Any]) -> None:
             read(content)
 
 
+@pytest.mark.parametrize(
+    ("part", "name", "change", "message"),
+    [
+        ("core", "emb.weight", 5, "core.emb.weight: is int, expected a tensor"),
+        ("core", "emb.weight", np.ones(8), "no matrix core.blocks.0.mha.U"),
+        ("core", "emb.weight", np.ones((0, 8)), "no matrix core.blocks.0.mha.U"),
+        ("core", "blocks.0.mha.U", np.ones(4), "no matrix core.blocks.0.mha.U"),
+        ("core", "blocks.0.mha.U", np.ones((0, 4)), "no matrix core.blocks.0.mha.U"),
+        ("core", "blocks.0.mha.U", None, "core.blocks.0.mha.U: is NoneType"),
+        ("core", "blocks.0.ln1.bias", [1], "core.blocks.0.ln1.bias: is list"),
+        ("core", 7, np.ones(3), "core.7: not a weight of this model"),
+    ],
+)
+def test_odd_values_are_named(part: str, name: Any, change: Any, message: str) -> None:
+    content = small().original_file(initial_values(small(), seed=3))
+    content[part][name] = change
+    with pytest.raises(CheckpointError, match=message):
+        sizes = agillm_weights.sizes_of(content)
+        AGILLM(AGILLMConfig(preset=None, context=10, **sizes)).from_original(content)
+
+
+def test_a_file_without_its_ar_head_is_no_tied_model() -> None:
+    content = small().original_file(initial_values(small(), seed=3))
+    tied = {**content, "ar": {"proj.weight": content["core"]["emb.weight"]}}
+    assert agillm_weights.sizes_of(tied)["tied"] and small(tied=True).from_original(tied)
+    del content["ar"]
+    assert not agillm_weights.sizes_of(content)["tied"]
+    with pytest.raises(CheckpointError, match="ar.proj.weight: missing"):
+        small().from_original(content)
+    tied["ar"] = {"proj.weight": content["core"]["emb.weight"] + 1}
+    with pytest.raises(CheckpointError, match="ar.proj.weight: differs from core.emb.weight"):
+        small(tied=True).from_original(tied)
+
+
+def test_unknown_names_among_ours_are_left_to_the_reader() -> None:
+    values = initial_values(small(), seed=3)
+    assert agillm_weights.sizes_of({**values, "foo": np.ones(1), 3: np.ones(1)}) == agillm_weights.sizes_of(values)
+
+
 def planted(rank: int, columns: int, width: int = 16, seed: int = 0) -> np.ndarray:
     """A matrix [width, columns] of that rank."""
     generator = np.random.default_rng(seed)

@@ -123,3 +123,15 @@ def test_a_file_with_code_is_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["task=export", "export.source=evil.pt", "export.dir=x", *MODEL]) == 2
     printed = capsys.readouterr()
     assert "could run code" in printed.err and "code ran" not in printed.out
+
+
+def test_a_run_that_can_not_be_written_whole_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ttrain.train.export.save_checkpoint", full)
+    assert export("export.dir=partial") == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert not Path("partial").exists()

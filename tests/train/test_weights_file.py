@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_a_pickle_with_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(Evil()))
     for name in ("evil.pt", "plain.pt"):
         with pytest.raises(
-            CheckpointError, match=f"{name} holds more than tensors and plain values, so reading it could"
+            CheckpointError, match=f"{name} is damaged or holds more than tensors and plain values; reading it could"
         ):
             read_file(tmp_path / name)
     assert "code ran" not in capsys.readouterr().out
@@ -89,7 +90,7 @@ def test_a_pickle_with_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     [
         ("gone.pt", None, "is not a file"),
         ("empty.pt", b"", r"is not a \.pt file that can be read"),
-        ("text.pt", b"hello, this is no archive", r"is not a \.pt file|holds more than tensors"),
+        ("text.pt", b"hello, this is no archive", r"is not a \.pt file|is damaged or holds more"),
         ("cut.pt", "cut", r"is not a \.pt file that can be read"),
         ("x.bin", b"", r"must end with \.pt or \.safetensors"),
         ("x.safetensors", b"\x08\0\0\0\0\0\0\0{", "is not a safetensors file that can be read"),
@@ -108,6 +109,92 @@ def test_what_is_no_file_of_weights_is_refused(tmp_path: Path, name: str, conten
         path.write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         read_file(path)
+
+
+def plant(path: Path, pickled: bytes) -> None:
+    """An archive whose pickle is replaced."""
+    torch.save({"w": torch.zeros(3)}, path)
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in parts.items():
+            archive.writestr(name, pickled if name.endswith("data.pkl") else content)
+
+
+@pytest.mark.parametrize(
+    "pickled", [b"", b"\x80\x02a.", b"\x80\x02h\x05.", b"\x80\x02\xfe.", b"\x80\x02}\x85.", b"junk"]
+)
+def test_damage_of_any_kind_is_one_message(tmp_path: Path, pickled: bytes) -> None:
+    plant(tmp_path / "w.pt", pickled)
+    with pytest.raises(CheckpointError, match=r"w\.pt (is|holds) "):
+        read_file(tmp_path / "w.pt")
+
+
+def test_programs_are_refused_without_advice_to_run_them(tmp_path: Path) -> None:
+    torch.jit.script(torch.nn.Linear(2, 2)).save(str(tmp_path / "w.pt"))
+    with pytest.raises(CheckpointError, match="TorchScript archive, which is a program") as refused:
+        read_file(tmp_path / "w.pt")
+    assert "weights_only" not in str(refused.value)
+
+
+def test_archives_that_were_packed_anew_are_unpacked(tmp_path: Path) -> None:
+    weight = torch.arange(4000.0)
+    torch.save({"w": weight}, tmp_path / "whole.pt")
+    with zipfile.ZipFile(tmp_path / "whole.pt") as whole, zipfile.ZipFile(tmp_path / "w.pt", "w", 8) as archive:
+        for name in whole.namelist():
+            archive.writestr(name, whole.read(name))
+    assert (tmp_path / "w.pt").stat().st_size < 12_000  # compressed
+    assert torch.equal(read_file(tmp_path / "w.pt")["w"], weight)
+
+
+NO_WEIGHTS = {
+    "number": (5, "is int, expected a tensor"),
+    "nothing": (None, "is NoneType, expected a tensor"),
+    "list": ([1.0], "is list, expected a tensor"),
+    "integers": (torch.zeros(8, dtype=torch.int64), "holds torch.int64, expected floating numbers"),
+    "complex": (torch.zeros(8, dtype=torch.complex64), "holds torch.complex64"),
+    "sparse": (torch.zeros(8).to_sparse(), "is torch.sparse_coo, expected a dense tensor"),
+    "meta": (torch.zeros(8, device="meta"), "is without values"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_WEIGHTS)
+@pytest.mark.parametrize("own", [True, False], ids=["own", "original"])
+def test_values_that_are_no_weights_are_named(tmp_path: Path, kind: str, own: bool) -> None:
+    value, message = NO_WEIGHTS[kind]
+    model, values = small()
+    named = dict(values) if own else model.to_original(values)
+    content = {name: torch.from_numpy(value) for name, value in named.items()}
+    content["norm.weight" if own else "transformer.ln_f.weight"] = value
+    torch.save(content, tmp_path / "w.pt")
+    for read in (read_parameters, weights_of):
+        with pytest.raises(CheckpointError, match=r"w\.pt") as refused:
+            read(tmp_path / "w.pt", model)
+        assert message in str(refused.value) and str(tmp_path) in str(refused.value)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), 1e300])
+def test_weights_that_are_not_finite_are_named(tmp_path: Path, bad: float) -> None:
+    model, values = small()
+    content = {name: torch.from_numpy(value).double() for name, value in values.items()}
+    content["norm.weight"][3] = bad
+    torch.save(content, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=r"w\.pt: norm\.weight holds NaN or infinity"):
+        read_parameters(tmp_path / "w.pt", model)
+
+
+def test_a_head_of_its_own_is_not_lost_in_a_tied_model(tmp_path: Path) -> None:
+    model, values = small()
+    weights = model.to_original(values)
+    assert read_parameters(written(tmp_path, weights), model)
+    weights["lm_head.weight"] = weights["lm_head.weight"] + 1
+    with pytest.raises(CheckpointError, match="lm_head.weight: differs from transformer.wte.weight"):
+        read_parameters(written(tmp_path, weights), model)
+
+
+def written(folder: Path, weights: Any) -> Path:
+    write_safetensors(folder / "w.safetensors", weights)
+    return folder / "w.safetensors"
 
 
 def test_wrong_weights_are_named(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def _data_fits_model(config: Config) -> Iterator[str]:
     if isinstance(model, MLPConfig) and not numbers:
         yield f"data={data.name}: model=mlp trains on numbers, not on tokens. Give data=regression."
     if isinstance(model, TransformerConfig) and numbers:
-        yield "data=regression: a language model trains on tokens. Give data=stdlib, data=text or data=tokens."
+        yield "data=regression: a language model trains on tokens. Give data=stdlib, text, tokens or documents."
     if isinstance(model, MLPConfig) and isinstance(data, RegressionConfig):
         for key in ("inputs", "outputs"):
             wanted, given = getattr(model, key) or model.width, getattr(data, key)
@@ -223,6 +223,10 @@ def _export(config: Config) -> Iterator[str]:
         return
     if export.source is None and config.run.dir is None:
         yield "task=export: needs parameters. Give run.dir=<run directory>, or export.source=<file of weights>."
+    elif export.source is not None and config.run.dir is not None:
+        yield "task=export: run.dir and export.source both name parameters. Give one of them; a new run is export.dir."
+    if export.file is not None and export.file == export.source:
+        yield f"export.file={export.file}: is export.source; all but the weights would be lost. Give another name."
     if export.file is None and export.dir is None:
         yield "task=export: nothing to write. Give export.file=<name>.pt or .safetensors, or export.dir=<new folder>."
     if export.checkpoint not in ("last", "best") and not export.checkpoint.isdecimal():
@@ -369,7 +373,10 @@ def supervised(config: Config) -> bool:
 
 @check("model", "sample", "task")
 def _sample_mode(config: Config) -> Iterator[str]:
-    model, mode = config.model, config.sample.mode
+    model, mode, slide = config.model, config.sample.mode, config.sample.slide
+    context = getattr(model, "context", None)
+    if slide is not None and context is not None and slide >= max(2, context) and config.task.name != "sample":
+        yield f"sample.slide={slide}: must be less than model.context={context}."
     if mode == "ar" or not isinstance(model, TransformerConfig) or config.task.name == "sample":
         return  # task=sample takes the model from the run, and checks it there
     if not isinstance(model, AGILLMConfig) or model.objective == "ar_only":

@@ -11,6 +11,7 @@ from typing import Any
 
 from ttrain.core.errors import CheckpointError
 from ttrain.core.spec import TensorSpec
+from ttrain.models.usable import different, same, unusable
 
 PARTS = ("core", "ar", "sat")
 _COMPILED = "_orig_mod."  # what torch.compile puts before names
@@ -67,16 +68,14 @@ def nested(weights: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def flat(content: Mapping[str, Any]) -> dict[str, Any]:
     """The weights of a file by flat name: nested or flat, whole or one of the weight-only files of the original.
 
-    Raises CheckpointError for content that is none of these.
+    Raises CheckpointError for content that is none of these, and for weights that are no floating tensors.
     """
     content = content.get("weights", content) if isinstance(content.get("weights"), Mapping) else content
     if isinstance(content.get("core"), Mapping):
         parts = {part: content[part] for part in PARTS if isinstance(content.get(part), Mapping)}
-        found = {
-            f"{part}.{name.replace(_COMPILED, '')}": w for part, named in parts.items() for name, w in named.items()
-        }
+        found = {f"{part}.{_plain(name)}": weight for part, named in parts.items() for name, weight in named.items()}
     else:
-        found = {name.replace(_COMPILED, ""): weight for name, weight in content.items()}
+        found = {_plain(name): weight for name, weight in content.items()}
     weights = {name: weight for name, weight in found.items() if name.partition(".")[0] in PARTS}
     if "core.emb.weight" not in weights:
         shown = ", ".join(map(str, list(content)[:5])) or "nothing"
@@ -84,7 +83,13 @@ def flat(content: Mapping[str, Any]) -> dict[str, Any]:
             f"the file holds no weights of AGILLM-3: got {shown}; expected a dictionary `core` with emb.weight, and "
             "the heads `ar` and `sat`."
         )
+    if problems := unusable(weights):
+        raise CheckpointError("the file holds values that are no weights:" + _listed(problems))
     return weights
+
+
+def _plain(name: Any) -> str:
+    return str(name).replace(_COMPILED, "")
 
 
 def from_original(content: Mapping[str, Any], specs: Mapping[str, TensorSpec], strict: bool = True) -> dict[str, Any]:
@@ -101,14 +106,20 @@ def from_original(content: Mapping[str, Any], specs: Mapping[str, TensorSpec], s
     problems = [f"{name}: missing" for name in names.values() if name not in given]
     problems += [f"{name}: not a weight of this model" for name in given if name not in {*names.values(), *spare}]
     problems += list(_other_shapes(given, names, specs))
+    if not problems:
+        tied = {name: names[_TIED[name]] for name in spare}
+        problems += [different(name, other) for name, other in tied.items() if not same(given[name], given[other])]
     if problems:
-        shown = "\n".join(f"  {problem}" for problem in problems[:_SHOWN])
-        more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(
             "the weights do not fit this model; layers, width, heads, rank, vocabulary, tied and objective must "
-            "agree:\n" + shown + more
+            "agree:" + _listed(problems)
         )
     return {path: given[name] for path, name in names.items()}
+
+
+def _listed(problems: list[str]) -> str:
+    more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    return "".join(f"\n  {problem}" for problem in problems[:_SHOWN]) + more
 
 
 def _other_shapes(given: Mapping[str, Any], names: Mapping[str, str], specs: Mapping[str, TensorSpec]) -> Iterator[str]:
@@ -123,20 +134,37 @@ def sizes_of(content: Mapping[str, Any]) -> dict[str, Any]:
     `heads` follows from the width and that of U. Raises CheckpointError where that can't be.
     """
     ours = "embedding.weight" in content
-    given = {original_name(path): weight for path, weight in content.items()} if ours else flat(content)
-    vocabulary, width = given["core.emb.weight"].shape
+    given = dict(_renamed(content)) if ours else flat(content)
+    embedding, rank_matrix = (_matrix(given.get(name)) for name in ("core.emb.weight", "core.blocks.0.mha.U"))
     blocks = {name.split(".")[2] for name in given if name.startswith("core.blocks.")}
-    rank_matrix = given.get("core.blocks.0.mha.U")
-    if not blocks or rank_matrix is None or width % rank_matrix.shape[0]:
+    if embedding is None or rank_matrix is None or embedding[1] % rank_matrix[0]:
         raise CheckpointError(
-            "the file has no matrix core.blocks.0.mha.U of [head width, rank] that fits its embedding."
+            "the file has no matrix core.blocks.0.mha.U of [head width, rank] that fits a matrix core.emb.weight of "
+            "[vocabulary, width]."
         )
+    vocabulary, width = embedding
     return {
         "layers": len(blocks),
-        "width": int(width),
-        "heads": int(width // rank_matrix.shape[0]),
-        "rank": int(rank_matrix.shape[1]),
-        "vocabulary": int(vocabulary),
-        "tied": "ar.proj.bias" not in given,
+        "width": width,
+        "heads": width // rank_matrix[0],
+        "rank": rank_matrix[1],
+        "vocabulary": vocabulary,
+        # The original writes a tied head under its own name as well; a file without any has lost its head.
+        "tied": "ar.proj.bias" not in given and (ours or "ar.proj.weight" in given),
         "objective": "joint" if any(name.startswith("sat.") for name in given) else "ar_only",
     }
+
+
+def _renamed(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What our names become the original's for; names that no model has are left out."""
+    for path, weight in content.items():
+        try:
+            yield original_name(path), weight
+        except (AttributeError, KeyError, ValueError):
+            continue
+
+
+def _matrix(value: Any) -> tuple[int, int] | None:
+    """[rows, columns] of a matrix that is not empty, None of anything else."""
+    rows, *columns = getattr(value, "shape", ()) or (0,)
+    return (int(rows), int(columns[0])) if len(columns) == 1 and rows and columns[0] else None

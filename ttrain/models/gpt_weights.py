@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ttrain.core.errors import CheckpointError
 from ttrain.core.spec import TensorSpec
+from ttrain.models.usable import different, same, unusable
 
 Weights = dict[str, NDArray[np.float32]]
 
@@ -29,6 +30,7 @@ _OUTSIDE = {
 }
 _MATRICES = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face keeps them as [inputs, outputs]
 _MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks that some files carry as if they were weights
+_HEAD, _EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 _QKV = "transformer.h.0.attn.c_attn.weight"
 
 
@@ -50,7 +52,7 @@ def to_original(values: Mapping[str, Any], specs: Mapping[str, TensorSpec], tran
     weights = {original_name(path): _fp32(values[path]) for path in specs}
     if transposed:
         weights = {name: _turned(name, weight) for name, weight in weights.items()}
-    weights.setdefault("lm_head.weight", weights["transformer.wte.weight"])
+    weights.setdefault(_HEAD, weights[_EMBEDDING])
     return weights
 
 
@@ -63,13 +65,14 @@ def from_original(weights: Mapping[str, Any], specs: Mapping[str, TensorSpec], s
     `strict`, gives what is there under the names of this model, whatever its shape.
     """
     weights = weights["model"] if isinstance(weights.get("model"), Mapping) else weights
-    given = {_full_name(name): weight for name, weight in weights.items() if not name.endswith(_MASKS)}
+    given = {_full_name(name): weight for name, weight in weights.items() if not str(name).endswith(_MASKS)}
     names = {path: original_name(path) for path in specs}
-    if "head.weight" not in specs:
-        given.pop("lm_head.weight", None)
+    if problems := unusable({name: given[name] for name in names.values() if name in given}):
+        raise _refused(problems)
+    spare = given.pop(_HEAD, None) if "head.weight" not in specs else None
     if not strict:
         projection = given.get(_QKV)
-        turned = projection is not None and projection.shape[0] * 3 == projection.shape[1]
+        turned = projection is not None and list(projection.shape[1:]) == [3 * projection.shape[0]]
         present = {path: _fp32(given[name]) for path, name in names.items() if name in given}
         return {path: _turned(names[path], value) if turned else value for path, value in present.items()}
     problems = [f"{name}: missing" for name in names.values() if name not in given]
@@ -84,13 +87,15 @@ def from_original(weights: Mapping[str, Any], specs: Mapping[str, TensorSpec], s
         if value.shape != specs[path].shape:
             problems.append(f"{name}: got {list(given[name].shape)}, expected {list(specs[path].shape)}")
         parameters[path] = value
+    if not problems and not (unusable({_HEAD: spare}) or same(spare, given[_EMBEDDING])):
+        problems.append(different(_HEAD, _EMBEDDING))
     if problems:
         raise _refused(problems)
     return parameters
 
 
-def _full_name(name: str) -> str:
-    name = name.removeprefix("_orig_mod.").removeprefix("module.")
+def _full_name(name: Any) -> str:
+    name = str(name).removeprefix("_orig_mod.").removeprefix("module.")
     return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ttrain.config import build
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config, to_dict
-from ttrain.core.errors import ConfigError, DataError
+from ttrain.core.errors import CheckpointError, ConfigError, DataError
 from ttrain.core.units import format_bytes, format_count
 from ttrain.models.settings import AGILLMConfig
 
@@ -74,7 +74,10 @@ def _from_file(config: Config, path: Path) -> _Parameters:
 
     content = read_file(path)
     if isinstance(config.model, AGILLMConfig):
-        sized = dataclasses.replace(config.model, preset=None, **sizes_of(content))
+        try:
+            sized = dataclasses.replace(config.model, preset=None, **sizes_of(content))
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
         config = dataclasses.replace(config, model=sized)
     tokenizer = content.get("tokenizer_json")
     if config.export.tokenizer is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -84,11 +85,16 @@ def require_new(folder: Path) -> None:
 def write_run(folder: Path, stored: Stored, content: CheckpointContent, leg: dict[str, Any]) -> Path:
     """A new run folder with one checkpoint that holds parameters only. Returns the folder.
 
-    Raises UserError where the folder can't be made or is not new.
+    Raises UserError where the folder can't be made or is not new; nothing is left of one that does not get whole.
     """
+    require_new(folder)
     with closing(RunDirectory.claim(str(folder), "")) as run:
-        save_checkpoint(run.checkpoints, stored, content)
-        run.record(content.config, leg)
+        try:
+            save_checkpoint(run.checkpoints, stored, content)
+            run.record(content.config, leg)
+        except BaseException:
+            shutil.rmtree(run.path, ignore_errors=True)
+            raise
         return run.path
 
 

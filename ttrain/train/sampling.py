@@ -43,11 +43,13 @@ _READS: dict[str, dict[str, tuple[int, int]]] = {
 def sampling_traces(model: Any, config: SampleConfig) -> dict[str, dict[str, Trace]]:
     """The steps that the mode reads the text with, by mask and name; none where every token computes a whole context.
 
-    Raises ConfigError where the model lacks what the mode or sample.cache=true asks for.
+    Raises ConfigError where the model lacks what the mode or sample.cache=true asks for, or no text is left to slide.
     """
     name, mode = model.config.name, config.mode
     if mode != "ar" and not getattr(model, "predicts_pairs", False):
         raise ConfigError(f"sample.mode={mode}: model.name={name} has no SAT head. Give sample.mode=ar.")
+    if config.slide is not None and config.slide >= max(2, model.context):
+        raise ConfigError(f"sample.slide={config.slide}: must be less than model.context={model.context}.")
     if config.cache and not hasattr(model, "extend"):
         raise ConfigError(f"sample.cache=true: model.name={name} keeps no keys and values. Give sample.cache=null.")
     if mode == "ar" and (config.cache is False or not hasattr(model, "extend")):

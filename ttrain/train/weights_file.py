@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from ttrain.core.errors import CheckpointError, UserError
 from ttrain.core.spec import TensorSpec
+from ttrain.models.usable import unusable
 from ttrain.train.files import sync_directory, sync_file
 
 Weight = NDArray[np.float32]
@@ -63,29 +65,42 @@ def read_file(path: Path) -> dict[str, Any]:
 def _read_pt(path: Path) -> Any:
     import pickle
     import warnings
-    import zipfile
 
     import torch
 
     try:
-        # Files of PyTorch before 1.6 are no archives, and can't be mapped.
+        # Files of PyTorch before 1.6 are no archives, and can't be mapped; archives packed anew may be compressed, and
+        # PyTorch would map the compressed bytes.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pickle protocols that only files with more in them have
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=_mappable(path))
     except pickle.UnpicklingError as error:
         reason = str(error)
         if "weights_only" not in reason and "Unsupported" not in reason:
             raise CheckpointError(f"{path} is not a .pt file that can be read: {_first_line(reason)}") from None
         raise CheckpointError(
-            f"{path} holds more than tensors and plain values, so reading it could run code, and it is not read. "
-            "Save the state dictionaries alone with torch.save."
+            f"{path} is damaged or holds more than tensors and plain values; reading it could run code, so it is not "
+            "read. Save the state dictionaries alone with torch.save."
         ) from None
-    except (OSError, EOFError, RuntimeError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a .pt file that can be read: {_first_line(str(error))}") from None
+    except Exception as error:  # the bytes of a damaged file can make the reader fail in any way
+        if "TorchScript" in str(error):
+            reason = "it is a TorchScript archive, which is a program. Save the state dictionary with torch.save"
+        else:
+            told = isinstance(error, OSError | RuntimeError | ValueError | EOFError)
+            reason = _first_line(str(error)) if told else f"its content is damaged ({type(error).__name__})"
+        raise CheckpointError(f"{path} is not a .pt file that can be read: {reason}.") from None
+
+
+def _mappable(path: Path) -> bool:
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
 
 
 def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0] if text.strip() else "it ends early"
+    text = text.partition("  (Could this error message be improved?")[0]
+    return text.strip().splitlines()[0].rstrip(".") if text.strip() else "it ends early"
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
@@ -101,48 +116,63 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 def weights_of(path: Path, model: Any) -> dict[str, Any]:
     """The weights in a file by the paths of a model's parameters, as arrays or tensors: what fits by name, no more.
 
-    Raises CheckpointError for a file in which no name fits.
+    Raises CheckpointError for a file in which no name fits, or one fits a value that is no weight.
     """
     content, paths = read_file(path), model.parameters()
     found = {name: content[name] for name in content if name in paths}
     if not found and hasattr(model, "from_original"):
-        found = model.from_original(content, strict=False)
+        found = _from_original(path, model, content, strict=False)
     if not found:
         raise CheckpointError(f"{path} holds no weight of {model.config.name}: got {_some(content)}.")
+    if problems := unusable(found):
+        raise CheckpointError(f"{path} holds values that are no weights:\n" + _listed(problems))
     return found
 
 
 def read_parameters(path: Path, model: Any) -> Weights:
     """All parameters of a model from a file, in our names or the original's, one at a time.
 
-    Raises CheckpointError naming what is missing, left over or of another shape.
+    Raises CheckpointError naming what is missing, left over, of another shape, no tensor or not finite.
     """
     content = read_file(path)
     specs = {name: parameter.stored_spec for name, parameter in model.parameters().items()}
     if any(name in specs for name in content):
         found = _own(path, content, specs)
     elif hasattr(model, "from_original"):
-        try:
-            found = model.from_original(content)
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
+        found = _from_original(path, model, content)
     else:
         raise CheckpointError(f"{path} holds no parameters of {model.config.name}: got {_some(content)}.")
-    return Weights(found)
+    weights = Weights(found)
+    for name, weight in weights.items():
+        if not np.isfinite(weight).all():
+            raise CheckpointError(f"{path}: {name} holds NaN or infinity in fp32. Give another file.")
+    return weights
+
+
+def _from_original(path: Path, model: Any, content: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
+    try:
+        return dict(model.from_original(content, strict=strict))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 def _own(path: Path, content: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
     problems = [f"{name}: missing" for name in specs if name not in content]
     problems += [f"{name}: not a parameter of this model" for name in content if name not in specs]
+    problems += (spoilt := unusable({name: content[name] for name in specs if name in content}))
     problems += [
         f"{name}: got {list(content[name].shape)}, expected {list(spec.shape)}"
         for name, spec in specs.items()
-        if name in content and tuple(content[name].shape) != spec.shape
+        if name in content and not spoilt and tuple(content[name].shape) != spec.shape
     ]
     if problems:
-        shown = "\n".join(f"  {problem}" for problem in problems[:20])
-        raise CheckpointError(f"{path} does not fit this model:\n{shown}")
+        raise CheckpointError(f"{path} does not fit this model:\n{_listed(problems)}")
     return dict(content)
+
+
+def _listed(problems: list[str], shown: int = 20) -> str:
+    more = f"\n  and {len(problems) - shown} more" if len(problems) > shown else ""
+    return "\n".join(f"  {problem}" for problem in problems[:shown]) + more
 
 
 def _some(content: Mapping[str, Any], shown: int = 5) -> str:
@@ -150,9 +180,9 @@ def _some(content: Mapping[str, Any], shown: int = 5) -> str:
     return names + (f" and {len(content) - shown} more" if len(content) > shown else "")
 
 
-def write_safetensors(path: Path, weights: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
+def write_safetensors(path: Path, weights: Mapping[str, Any]) -> None:
     """Writes weights as fp32, one after the other, so that no second copy of all is made. Replaces the file."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, weight in weights.items():
         size = 4 * int(np.prod(weight.shape, dtype=np.int64))
