@@ -72,7 +72,7 @@ def test_a_misspelt_key_in_a_config_and_nested(tmp_path: Path) -> None:
         ("optimizer.lr=[1]", "optimizer.lr=[1]: must be a number, got a list."),
         ("optimizer.betas=0.9", "optimizer.betas=0.9: must be a list of numbers, got a number."),
         ("optimizer.group_lr=3", "optimizer.group_lr=3: must be a mapping of names to numbers, got an integer."),
-        ("optimizer.group_lr.a=x", "optimizer.group_lr={'a': 'x'}: must be a mapping of names to numbers, got a mapping."),  # noqa: E501
+        ("optimizer.group_lr.a=x", "optimizer.group_lr={'a': 'x'}: must be a mapping of names to numbers, got a mapping with text in it."),  # noqa: E501
         ("sample.top_k=x", "sample.top_k='x': must be an integer or null, got text."),
         ("data.path=[a]", "data.path=['a']: must be text or null, got a list."),
         ("train=5", "train=5: must be a group of keys such as train.<key>=<value>."),

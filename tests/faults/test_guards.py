@@ -215,6 +215,17 @@ def test_learning_check() -> None:
     assert asked(Tensors(DType.BF16), 1e-3, 50) == ([], [])
     (doubt,) = asked(Tensors(DType.BF16), 1e-3, 2)[1]
     assert doubt == "w is bf16 without a master copy, and 98 % of its elements did not move"
+    # At 1 numbers of bf16 are 2 ** -7 apart, so 1e-3 is lost, and no engine is to blame; 0.5 would not be.
+    problems, (doubt,) = asked(Tensors(DType.BF16), 1e-3, 0)
+    assert not problems and "100 % of its elements did not move" in doubt
+    assert asked(Tensors(DType.BF16), 0.5, 0)[0] == ["w has a gradient but did not move"]
+
+
+def test_bf16_weights_too_large_for_the_learning_rate_are_warned_of(train: Train, capsys: Any) -> None:
+    words = ["run.dir=pure", "precision=bf16_pure", "optimizer.lr=1e-7", "schedule=constant"]
+    assert train(*words) == 0
+    errors = capsys.readouterr().err
+    assert "WARNING: Step 3: " in errors and "optimizer.stochastic_rounding=true keeps them" in errors
 
 
 @pytest.fixture

@@ -169,6 +169,7 @@ def test_recomputed_blocks_are_pruned_too() -> None:
         ({"unfreeze": ["blocks"]}, r"optimizer.unfreeze=\['blocks'\]: nothing in it is frozen"),
         ({"freeze": ["blocks"], "clip_scope": ["blocks"]}, "all of it is frozen"),
         ({"freeze": [""]}, "no parameter's name begins so"),
+        ({"clip_scope": ["blocks"], "clip_norm": None}, "nothing is clipped with optimizer.clip_norm=null"),
         ({"group_lr": {"blocks.*.nrm": 2.0}}, r"optimizer.group_lr.blocks.\*.nrm: no parameter's name begins so"),
     ],
 )

@@ -135,7 +135,9 @@ def _convert(schema: type[Any], key: str, path: str, value: Any, found: Findings
         node.value = value
         converted = OmegaConf.to_container(node)["value"]  # type: ignore[call-overload, index]
     except (OmegaConfBaseException, ValueError):
-        found.add(f"{path}={_shown(value)}: must be {expected(hint)}, got {_kind(value)}{found.origin(path)}.", section)
+        found.add(
+            f"{path}={_shown(value)}: must be {expected(hint)}, got {_given(value, hint)}{found.origin(path)}.", section
+        )
         return _REFUSED
     return _at_home(converted) if schema.__dataclass_fields__[key].metadata.get("path") else converted
 
@@ -172,6 +174,15 @@ def without_none(hint: Any) -> Any:
         rest = [part for part in typing.get_args(hint) if part is not NoneType]
         return rest[0] if len(rest) == 1 else hint
     return hint
+
+
+def _given(value: Any, hint: Any) -> str:
+    """The kind of a value in words; of a list or a mapping, where one is wanted, also of what it holds."""
+    inside: Any = ()
+    if typing.get_origin(without_none(hint)) is type(value):
+        inside = value.values() if isinstance(value, dict) else value
+    kinds = sorted({_kind(each) for each in inside})
+    return _kind(value) + (f" with {' and '.join(kinds)} in it" if kinds else "")
 
 
 def _kind(value: Any) -> str:

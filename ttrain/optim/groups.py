@@ -134,6 +134,11 @@ def check_groups(parameters: Mapping[str, Parameter], config: OptimizerConfig) -
     trained = [path for path in parameters if not frozen(path, config.freeze, config.unfreeze)]
     if not trained:
         problems.append(f"optimizer.freeze={config.freeze}: nothing is left to train. Name something in unfreeze.")
+    elif config.clip_scope and config.clip_norm is None:
+        problems.append(
+            f"optimizer.clip_scope={config.clip_scope}: nothing is clipped with optimizer.clip_norm=null. Give a "
+            "clip_norm, or clip_scope=[]."
+        )
     elif not any(in_clip_scope(path, config) for path in trained):
         problems.append(
             f"optimizer.clip_scope={config.clip_scope}: all of it is frozen. Name something that is trained."

@@ -30,7 +30,9 @@ class OptimizerConfig:
     )
     freeze: list[str] = option([], "parameter-name prefixes that are not trained; * stands for one part of a name")
     unfreeze: list[str] = option(
-        [], "prefixes inside those of freeze that are trained all the same, such as [blocks.*.norm]; the longest wins"
+        [],
+        "prefixes inside those of freeze that are trained all the same, such as [blocks.*.attention_norm]; the longest "
+        "wins",
     )
     state_dtype: str | None = option(
         None,

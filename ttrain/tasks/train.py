@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttrain.config import build
+from ttrain.config.notices import notices
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config, to_dict
 from ttrain.core.errors import Interrupted, OutOfMemory, TtrainError
@@ -322,8 +323,8 @@ class _Job:
             parts += f", {format_count(count)} of them frozen,"
         place = f"device {self.device.name}, engine {self.config.engine.name}, {self.config.precision.name}"
         self.console.say(f"Training {parts} on {place}. Run: {run.path}")
-        if self.config.optimizer.lr == 0:
-            self.console.say("WARNING: optimizer.lr=0, so no parameter changes.")
+        for notice in notices(self.config):
+            self.console.say(f"WARNING: {notice}")
         if progress.step >= self.config.train.steps:
             self.console.say(f"All {self.config.train.steps} steps are done; give train.steps=<more> to train on.")
 

@@ -15,6 +15,7 @@ from ttrain.train.protocols import Array, State
 from ttrain.train.settings import GuardConfig
 
 _FEWEST_MOVED = 0.05  # share of a bf16 parameter's elements that a healthy update moves
+_BF16_SPACING = 2.0**16  # how much further apart numbers of bf16 are than those of fp32
 _MARGIN = 16.0  # a step this many times larger than the spacing of the numbers can't be lost in rounding
 
 
@@ -78,8 +79,12 @@ class LearningCheck:
             if _checksum(values) == before:
                 step = self._rate * (1.0 if f"{name}/second_moment" in slots else largest)
                 spacing = float(np.spacing(np.float32(np.abs(values).max(initial=0.0))))
-                certain = step > _MARGIN * spacing
-                (problems if certain else doubts).append(f"{name} has a gradient but did not move")
+                if self._state.spec(name).dtype is DType.BF16:
+                    spacing *= _BF16_SPACING
+                if step > _MARGIN * spacing:
+                    problems.append(f"{name} has a gradient but did not move")
+                elif name not in self._narrow:
+                    doubts.append(f"{name} has a gradient but did not move")
             for slot in (slot for slot in slots if slot.startswith(f"{name}/")):
                 if not np.any(self._state.read(slot)):
                     problems.append(f"{slot} is still all zero")

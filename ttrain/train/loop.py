@@ -284,7 +284,8 @@ class Loop:
         problems, doubts = self._learning.ask()
         self._learning = self._check_after = None
         for doubt in doubts[:3]:
-            note = f"Step {number}: {doubt}; its updates may be lost in rounding."
+            mend = " optimizer.stochastic_rounding=true keeps them on average." if "bf16" in doubt else ""
+            note = f"Step {number}: {doubt}; its updates may be lost in rounding.{mend}"
             self.events.add("not_moving", note, number)
             self._say(f"WARNING: {note}")
         if problems:

@@ -98,8 +98,10 @@ def token_probabilities(
     Holtzman et al., 2020). min_p then keeps those with at least p times the largest probability (Nguyen et al., 2024).
     Of equally likely tokens at the edge, those with the lower id stay.
     """
-    scaled = np.asarray(logits, np.float64) / temperature
-    probabilities: Probabilities = np.exp(scaled - scaled.max())
+    below = np.asarray(logits, np.float64)
+    below = below - below.max()  # before the division, which the smallest temperatures make overflow
+    with np.errstate(over="ignore"):  # -inf has no probability, as it should
+        probabilities: Probabilities = np.exp(below / temperature)
     probabilities /= probabilities.sum()
     order = np.argsort(-probabilities, kind="stable")
     kept = len(order) if top_k is None else min(top_k, len(order))

@@ -1,0 +1,26 @@
+"""What a config may say although it is seldom meant: told when a run starts, never refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ttrain.config.schema import Config
+from ttrain.models.settings import AGILLMConfig
+
+_SHORTEST_PAIRS = 4  # tokens: a window of two and the two that it predicts
+
+
+def notices(config: Config) -> Iterator[str]:
+    """One sentence each."""
+    train, model = config.train, config.model
+    if config.optimizer.lr == 0:
+        yield "optimizer.lr=0, so no parameter changes."
+    reached = (len(train.block_schedule) - 1) * train.block_steps + 1
+    if train.steps < reached:
+        yield (
+            f"train.steps={train.steps} end before train.block_schedule does: sequences of "
+            f"{train.block_schedule[-1]} tokens begin at step {reached}. A lower train.block_steps gets there."
+        )
+    shortest = min([model.context or _SHORTEST_PAIRS, *train.block_schedule]) if isinstance(model, AGILLMConfig) else 0
+    if 0 < shortest < _SHORTEST_PAIRS and model.objective == "joint":
+        yield f"sequences of {shortest} tokens hold no SAT window, so they train the AR head alone."
