@@ -127,4 +127,6 @@ def test_further_metrics_of_the_newest_evaluation_are_told(tmp_path: Path) -> No
     assert found == {"ar/ce": 3.0, "sat/ce": 3.5}
     summary = dataclasses.replace(make_summary(Progress()), val_metrics=found)
     assert dict(summary.lines())["val metrics"] == "ar/ce 3.0000, sat/ce 3.5000"
+    assert dict(summary.lines())["unigram entropy"] == "3.1000 (what ignoring the input can reach; compare ar/ce)"
+    assert summary.loss_baseline is None and make_summary(Progress()).loss_baseline == ("unigram entropy", 3.1)
     assert summary.to_dict()["val_metrics"] == found

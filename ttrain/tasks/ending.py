@@ -20,7 +20,7 @@ def sum_up(job: _Job, session: Session, run: RunDirectory, progress: Progress) -
 
     summary = _summary(job, run, progress)
     run.write_summary({**summary.to_dict(), "engine": session.engine.counters.as_dict()})
-    draw_loss_curve(run.metrics, run.loss_curve, summary.baseline)
+    draw_loss_curve(run.metrics, run.loss_curve, summary.loss_baseline)
 
 
 def tell(job: _Job, run: RunDirectory, progress: Progress) -> None:

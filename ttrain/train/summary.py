@@ -67,7 +67,8 @@ class Summary:
         if self.val_metrics:
             lines.append(("val metrics", ", ".join(f"{name} {value:.4f}" for name, value in self.val_metrics.items())))
         if self.baseline is not None:
-            lines.append((self.baseline[0], f"{self.baseline[1]:.4f} (what ignoring the input can reach)"))
+            compared = next((f"; compare {name}" for name in self.val_metrics if name.endswith("/ce")), "")
+            lines.append((self.baseline[0], f"{self.baseline[1]:.4f} (what ignoring the input can reach{compared})"))
         if self.tokens_per_s:
             mfu = f", mfu {100 * self.mfu:.1f} %" if self.mfu else ""
             lines.append(("speed", f"{format_count(self.tokens_per_s)} tokens/s{mfu}"))
@@ -76,6 +77,11 @@ class Summary:
             lines.append(("learning rates", ", ".join(shown)))
         lines.append(("peak memory", format_bytes(self.peak_memory)))
         return lines
+
+    @property
+    def loss_baseline(self) -> tuple[str, float] | None:
+        """The baseline where the loss can be compared with it: a sum of several terms can't."""
+        return None if self.val_metrics else self.baseline
 
     def _val_loss(self) -> str:
         progress = self.progress
