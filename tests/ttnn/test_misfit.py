@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from ttrain.core.errors import EXIT_USER
 from ttrain.device.ttnn.environment import opening_failure
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.models.settings import GPTConfig, MLPConfig
+from ttrain.optim.settings import AdamWConfig, OptimizerConfig, SGDConfig
 from ttrain.train.misfit import Run, misfit
 from ttrain.train.settings import TrainConfig
 
@@ -37,7 +39,7 @@ def fatal(text: str) -> RuntimeError:
 
 def a_run(engine: str = "static", precision: str = "bf16", sizes: dict[str, int] | None = None, **device: Any) -> Run:
     board = TenstorrentConfig(name="n300", mode="mock", **device)
-    return Run(board, TrainConfig(batch_size=8), GPTConfig(), precision, engine, **(sizes or {}))
+    return Run(board, TrainConfig(batch_size=8), GPTConfig(), precision, engine, AdamWConfig(), **(sizes or {}))
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,21 @@ def test_an_idle_region_is_offered_where_it_is_enough() -> None:
 def test_hosted_tables_are_offered_to_models_that_have_some() -> None:
     run = Run(TenstorrentConfig(name="n150"), TrainConfig(), MLPConfig(), "bf16", "static")
     assert not any("host_resident" in key for key in getattr(misfit(fatal(FAR), run), "keys", ["host_resident"]))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "offered"),
+    [
+        (AdamWConfig(), True),
+        (AdamWConfig(state_dtype="bf16"), False),
+        (SGDConfig(), False),
+        (SGDConfig(momentum=0.9), True),
+    ],
+)
+def test_moments_in_bf16_are_offered_where_there_are_moments(optimizer: OptimizerConfig, offered: bool) -> None:
+    found = misfit(fatal(FAR), dataclasses.replace(a_run(), optimizer=optimizer))
+    assert found is not None
+    assert any(key.startswith("optimizer.state_dtype=bf16") for key in found.keys) == offered
 
 
 def test_other_errors_are_no_misfit() -> None:

@@ -97,7 +97,9 @@ def _failure(job: _Job, error: Exception) -> Exception:
     plans = [step.plan for step in job.steps.values() if step.plan is not None]
     state = max((sum(plan.state_bytes().values()) for plan in plans), default=0)
     sizes = {"state": state, "memory": job.device.memory().get("total", 0)}
-    run = Run(device, config.train, job.model.config, config.precision.name, config.engine.name, **sizes)
+    run = Run(
+        device, config.train, job.model.config, config.precision.name, config.engine.name, config.optimizer, **sizes
+    )
     found = misfit(error, run)
     if found is None:
         return error

@@ -10,6 +10,7 @@ from typing import Any
 from ttrain.core.errors import UserError
 from ttrain.device.ttnn.environment import reason
 from ttrain.device.ttnn.settings import TenstorrentConfig
+from ttrain.optim.settings import OptimizerConfig
 from ttrain.train.memory import shrinking_keys
 from ttrain.train.settings import TrainConfig
 
@@ -46,6 +47,7 @@ class Run:
     model: Any  # its small config
     precision: str
     engine: str
+    optimizer: OptimizerConfig | None = None
     state: int = 0  # bytes of the persistent tensors on the board, where they are known
     memory: int = 0  # of the board, where it is known
 
@@ -71,10 +73,10 @@ def fixing_keys(cause: str, said: str, run: Run) -> list[str]:
 
 
 def _dram(said: str, run: Run) -> list[str]:
-    device, keys = run.device, shrinking_keys(run.train, run.model, run.precision, run.engine)
+    device, keys = run.device, _shrinking(run)
     keys, last = keys[:-1], keys[-1:]
     if run.memory and run.state > run.memory:  # no smaller batch helps, and no idle region
-        keys = [key for key in keys if key.startswith("precision")]
+        keys = [key for key in keys if key.startswith(("precision", "optimizer"))]
         return [*keys, *_smaller_state(run), *last]
     if run.engine != "traced" and 0 < _lacking(said) <= device.trace_region_mb * 2**20:
         keys.insert(0, f"device.trace_region_mb=0 (nothing is captured, {device.trace_region_mb} MiB lie idle)")
@@ -83,6 +85,10 @@ def _dram(said: str, run: Run) -> list[str]:
     if device.name in ("n300", "t3000") and device.mesh == [1, 1] and not device.host_resident and rows % 2 == 0:
         keys.append("device.mesh=[1,2] (half of the batch on each chip)")
     return keys + last
+
+
+def _shrinking(run: Run) -> list[str]:
+    return shrinking_keys(run.train, run.model, run.precision, run.engine, run.optimizer)
 
 
 def _lacking(said: str) -> int:
@@ -108,7 +114,7 @@ def _l1(said: str, run: Run) -> list[str]:
         keys.append("device.core_grid=null (more cores share the work)")
     if device.fused_kernels is not False:
         keys.append("device.fused_kernels=false (smaller kernels)")
-    return keys + shrinking_keys(run.train, run.model, run.precision, run.engine)
+    return keys + _shrinking(run)
 
 
 def _trace(said: str, run: Run) -> list[str]:
