@@ -202,6 +202,7 @@ def test_another_device_or_engine_continues_the_same_run(train: Any) -> None:
         (["run.dir=run", "resume=auto", "model=gpt2"], "another architecture"),
         (["run.dir=run", "resume=auto", "data.tokenizer=byte", "model.vocabulary=null"], "another"),
         (["run.dir=run", "resume=auto", "optimizer=sgd"], "does not fit this model and optimizer"),
+        (["run.dir=new", "resume=run", "optimizer=sgd"], "Give the optimizer that it was trained with"),
         (["run.dir=new", "resume=nowhere"], "no such folder"),
         (["run.dir=new", "resume=."], "neither a run nor a checkpoint"),
         (["run.dir=file/run"], "can't be written"),
@@ -230,7 +231,7 @@ def test_bad_input_is_one_message_and_exit_2(
     errors = capsys.readouterr().err
     assert message in errors and "Traceback" not in errors
     assert losses(Path("run")) == before
-    assert not Path("new/metrics.jsonl").exists()
+    assert not Path("new").exists()
 
 
 def test_damaged_checkpoints(train: Any, capsys: pytest.CaptureFixture[str]) -> None:

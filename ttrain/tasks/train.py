@@ -13,7 +13,7 @@ from ttrain.config import build
 from ttrain.config.notices import notices
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config, to_dict
-from ttrain.core.errors import Interrupted, OutOfMemory, TtrainError
+from ttrain.core.errors import Interrupted, OutOfMemory, TtrainError, UserError
 from ttrain.core.units import format_count
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.tasks.ending import sum_up, tell
@@ -179,6 +179,8 @@ class _Job:
             events.add("interrupted", str(error))
             raise
         except (Exception, KeyboardInterrupt) as error:
+            if isinstance(error, UserError) and run.discard():
+                raise  # a mistake that only shows once all is built
             if not isinstance(error, TtrainError) and is_out_of_memory(error):
                 failure = self._out_of_memory(error, run)
                 events.add("failed", str(failure))
@@ -217,6 +219,7 @@ class _Job:
         self._record(session, run, leg, steps)
         loggers = stack.enter_context(self._loggers(run, progress))
         self._announce(run, progress)
+        run.keep()
         yield from self._loop(session, blocks, run, loggers, progress).turns()
         self.console.close()
         sum_up(self, session, run, progress)

@@ -127,7 +127,8 @@ class Checkpoint:
         fitting = fit(stored, wanted, state, self.config)
         if fitting.problem is not None:
             what = "model and optimizer" if optimizer else "model"
-            raise CheckpointError(f"{self.path} does not fit this {what}: {fitting.problem}")
+            mend = " Give the optimizer that it was trained with, or start a new run with train.init_from."
+            raise CheckpointError(f"{self.path} does not fit this {what}: {fitting.problem}{mend if optimizer else ''}")
         for shard in sorted(shards):
             for name, array in _tensors(self.path / shard, wanted):
                 state.write(name, array)

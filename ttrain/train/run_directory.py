@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from datetime import datetime
 from errno import EACCES
 from pathlib import Path
@@ -32,6 +33,7 @@ class RunDirectory:
     def __init__(self, path: Path, lock: IO[str]) -> None:
         self.path = path
         self.note: str | None = None  # what the user should know of how it was claimed
+        self._made = False  # by this process, and nothing worth keeping is in it yet
         self._lock: IO[str] | None = lock
 
     @property
@@ -71,7 +73,9 @@ class RunDirectory:
         if wanted is None:
             return cls._claim_new(root, label, now or datetime.now())
         path = Path(wanted)
+        made = not path.exists()
         run = cls._hold(path, make=True)
+        run._made = made
         try:
             run._require_unused()
         except UserError:
@@ -115,7 +119,9 @@ class RunDirectory:
                     path.mkdir()  # fails where it exists: of many processes exactly one gets it
                 except FileExistsError:
                     continue
-                return cls._hold(path)._start()
+                run = cls._hold(path)
+                run._made = True
+                return run._start()
         except OSError as error:
             raise _not_writable(parent, error) from None
         raise UserError(f"{parent} has {_MAX_CLAIMS} runs named {name}. Give run.dir=<a new folder>.")
@@ -179,6 +185,18 @@ class RunDirectory:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         replace_file(self.summary, to_json(summary))
+
+    def keep(self) -> None:
+        """From now on the directory is worth keeping."""
+        self._made = False
+
+    def discard(self) -> bool:
+        """Removes the directory if this process made it and there is nothing to keep; whether it did."""
+        if not self._made:
+            return False
+        self.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+        return True
 
     def close(self) -> None:
         """Lets go of the directory; calling it twice does nothing."""
