@@ -27,7 +27,8 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_the_summary_is_plain_text_where_nobody_looks_at_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     text = planned(capsys, "device=cpu", "train.batch_size=4")
-    assert text.startswith("Plan of nano-gpt on cpu, engine static, fp32; 4 examples per optimizer step.\n")
+    first = "Plan of nano-gpt on cpu, engine static, fp32; 4 examples per optimizer step; vocabulary 29.\nIt fits: "
+    assert text.startswith(first)
     for title in (
         "Parameters",
         "One optimizer step",
@@ -62,6 +63,21 @@ def test_gpt2_has_as_many_parameters_as_published(capsys: pytest.CaptureFixture[
     assert found["memory"]["parameter"] == 4 * 124_439_808 and found["checkpoint_bytes"] == 12 * 124_439_808
     parts = ("parameter", "gradient", "optimizer", "arena", "libraries")
     assert found["memory"]["total"] == sum(found["memory"][part] for part in parts)
+
+
+def test_what_does_not_fit_is_told_first_with_keys_that_take_less(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    words = ["device=n300", "train.batch_size=4", "model.vocabulary=200000", "model.context=4096", "model.layers=40"]
+    told = planned(capsys, *words, f"plan.json={file}").splitlines()[1]
+    assert told.startswith("It does not fit: ") and "of 12.0 GiB, the board's DRAM. Less take: " in told
+    assert "train.accumulation=2 (a micro-batch of 2)" in told and "precision=bf16" in told
+    found = json.loads(file.read_text("utf-8"))
+    assert found["fits"]["fits"] is False and found["memory"]["total"] > found["fits"]["available_bytes"]
+    assert "\nIt fits: " in planned(capsys, "device=cpu", "plan.memory_gb=1")
+    assert "It does not fit: " in planned(capsys, "device=cpu", "plan.memory_gb=0.0001")
+    assert "fit" not in planned(capsys, "device=null").splitlines()[1]
 
 
 @pytest.mark.parametrize(

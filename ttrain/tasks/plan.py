@@ -31,7 +31,7 @@ def run(config: Config) -> None:
         steps = session.build_training()
         report = plan_report(session.graph, session.state, steps)
         extra = _Extra(config, session, steps, report, device)
-        _print(_title(config, model, device.name), [*report.tables(), *extra.tables])
+        _print(_title(config, model, device.name) + extra.verdict, [*report.tables(), *extra.tables])
         if config.plan.show is not None:
             _show(config.plan.show, session, steps)
         if config.plan.json is not None:
@@ -75,6 +75,10 @@ def _title(config: Config, model: Model, device: str) -> str:
     parts = [f"Plan of {name} on {device}, engine {config.engine.name}, {config.precision.name}"]
     rows, count = config.train.batch_size, config.train.accumulation
     parts.append(f"{rows} examples per optimizer step" + (f" in {count} micro-batches" if count > 1 else ""))
+    vocabulary = getattr(model.config, "vocabulary", None)
+    if vocabulary is not None:
+        given = "" if getattr(config.model, "vocabulary", None) is not None else ", that of the data"
+        parts.append(f"vocabulary {vocabulary}{given}")
     schedule = BlockSchedule.of(config.train)
     if schedule is not None:
         parts.append(f"training sequences grow: {schedule.text()}; this is the plan of the longest")
@@ -144,11 +148,32 @@ class _Extra:
         self.vocabulary = getattr(session.graph.model.config, "vocabulary", None)
         self.tables: list[Table] = []
         self.values: dict[str, Any] = {}
+        self.verdict = self._fits(session.graph.model.config)
         self._padding(session, steps)
         if config.plan.time:
             self._time(self._timed_steps(steps), session.graph.chips)
         if config.plan.limits:
             self._limits()
+
+    def _available(self) -> tuple[int, str] | None:
+        """Bytes to fit into, and where the number is from; None if it can't be told."""
+        from ttrain.train.limits import device_memory
+
+        given = self.config.plan.memory_gb
+        return device_memory(self.device.name) if given is None else (int(given * 2**30), "plan.memory_gb")
+
+    def _fits(self, model: Any) -> str:
+        """A line that tells whether the plan fits; empty where that can't be told."""
+        from ttrain.train.limits import fit_text
+        from ttrain.train.memory import shrinking_keys
+
+        known = self._available()
+        if known is None:
+            return ""
+        config, needed = self.config, self.report.memory
+        self.values["fits"] = {"fits": needed <= known[0], "available_bytes": known[0], "source": known[1]}
+        keys = shrinking_keys(config.train, model, config.precision.name, config.engine.name, config.optimizer)
+        return "\n" + fit_text(needed, *known, keys)
 
     def _padding(self, session: Session, steps: Mapping[str, Step]) -> None:
         from ttrain.train.padding import padding_table, padding_values
@@ -179,13 +204,10 @@ class _Extra:
             self.tables.append(Table("Expected time of one optimizer step", ("", ""), [], (why_not,)))
 
     def _limits(self) -> None:
-        from ttrain.train.limits import device_memory, largest, limit_text
+        from ttrain.train.limits import largest, limit_text
         from ttrain.train.plan_report import Table
 
-        known = device_memory(self.device.name)
-        given = self.config.plan.memory_gb
-        if given is not None:
-            known = int(given * 2**30), "plan.memory_gb"
+        known = self._available()
         if known is None:
             note = f"The memory of {self.device.name} can't be told without it; give plan.memory_gb."
             self.tables.append(Table("Largest that fits", ("", ""), [], (note,)))

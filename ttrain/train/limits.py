@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,6 +78,14 @@ def device_memory(name: str) -> tuple[int, str] | None:
     if name == "cuda":
         return _gpu_memory()
     return None
+
+
+def fit_text(needed: int, available: int, source: str, keys: Sequence[str]) -> str:
+    """Whether planned bytes fit, for people; where they do not, the keys that would take less."""
+    room = f"{format_bytes(needed)} of {format_bytes(available)}, {source}"
+    if needed <= available:
+        return f"It fits: {room}."
+    return f"It does not fit: {room}. Less take: {', '.join(keys)}. plan.limits=true finds the largest that fits."
 
 
 def _control_group_limit() -> int | None:

@@ -34,7 +34,7 @@ def padding_table(values: dict[str, Any]) -> Table:
     """For people."""
     rows = [_row("persistent tensors", values["state_bytes"], values["state_padded_bytes"])]
     rows.append(_row("buffers of all steps", values["buffer_bytes"], values["buffer_padded_bytes"]))
-    notes = [f"{one['what']} wastes {format_bytes(one['bytes'])}." for one in values["worst"]]
+    notes = dict.fromkeys(f"{one['what']} wastes {format_bytes(one['bytes'])}." for one in values["worst"])
     return Table("Padding to tiles of 32 x 32", ("", "elements", "held", "waste"), rows, tuple(notes))
 
 
