@@ -22,6 +22,7 @@ from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
+from ttrain.train import kernel_times
 from ttrain.train.estimate import Work, host_estimate, split_time, wormhole_estimate, wormhole_time
 from ttrain.train.kernel_times import KernelTimes
 from ttrain.train.memory_picture import memory_over_time
@@ -113,6 +114,27 @@ def test_every_kernel_of_a_plan_is_timed_once_and_remembered(steps: Any, tmp_pat
     other.of(nodes[:1])
     other.close()
     assert other.measured == 1
+
+
+def test_a_long_measurement_shows_how_far_it_is_and_keeps_what_it_has(
+    steps: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernel_times, "BAR_AFTER", 0.0)
+    times = KernelTimes(lambda: cpu(DeviceConfig(name="cpu", threads=1)), "m", tmp_path / "kernels.json", bar=True)
+    measure, done = times._measure, []
+
+    def interrupted(node: Any) -> float:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(measure(node))
+        return done[-1]
+
+    monkeypatch.setattr(times, "_measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        times.of(steps["train"].plan.launched)
+    times.close()
+    assert "timing kernels" in capsys.readouterr().err
+    assert sorted(json.loads((tmp_path / "kernels.json").read_text("utf-8")).values()) == sorted(done)
 
 
 def test_a_damaged_cache_is_measured_again(steps: Any, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def _on_this_machine(
         return None, "There is no GPU here whose kernels could be timed."
     threads = getattr(device, "threads", None)
     named = dataclasses.replace(config.device, name=device.name)
-    times = KernelTimes(lambda: build.build_device(named), machine_name(device.name, threads))
+    times = KernelTimes(lambda: build.build_device(named), machine_name(device.name, threads), bar=True)
     with closing(times):
         peak = measured_peak(device.name, str(config.precision.compute), config.device.index)
         estimate = host_estimate(work, times, config.engine.name, tokens, unit, flops, peak, device.name)

@@ -25,6 +25,7 @@ from ttrain.train.files import replace_file
 
 REPEATS = 7  # timed launches of a kernel; its time is their lower quartile, since a neighbour can only slow it down
 SECONDS = 0.25  # but no more launches once this much time has gone into one kernel
+BAR_AFTER = 2.0  # seconds; what is done sooner needs no progress bar
 OTHER = 8 * 2**20  # bytes that other kernels touch between two launches: more than a core's own caches hold
 LIMIT = 256 * 2**20  # bytes; lists of state are cut to about this much, and the time scaled
 
@@ -36,25 +37,36 @@ class KernelTimes:
     device: Callable[[], Device]  # opened only if something has to be measured
     machine: str
     path: Path = field(default_factory=lambda: cache_folder() / "kernels.json")
+    bar: bool = False  # shows progress on stderr
     measured: int = 0
     _known: dict[str, float] | None = None
     _open: Device | None = None
     _other_work: Any = field(default_factory=lambda: np.zeros(OTHER, np.uint8))
 
     def of(self, nodes: Iterable[Node]) -> list[float]:
-        """Seconds of every node, in order."""
+        """Seconds of every node, in order. What was measured is kept, also where somebody interrupts."""
         if self._known is None:
             self._known = self._read()
-        times, before = [], self.measured
-        for node in nodes:
-            key = self._key(node)
-            if key not in self._known:
+        nodes = list(nodes)
+        keys = [self._key(node) for node in nodes]
+        missing = {key: node for key, node in zip(keys, nodes, strict=True) if key not in self._known}
+        before = self.measured
+        try:
+            for key, node in self._shown(missing):
                 self._known[key] = self._measure(node)
                 self.measured += 1
-            times.append(self._known[key])
-        if self.measured > before:
-            self._write(self._known)
-        return times
+        finally:
+            if self.measured > before:
+                self._write(self._known)
+        return [self._known[key] for key in keys]
+
+    def _shown(self, missing: dict[str, Node]) -> Iterable[tuple[str, Node]]:
+        """What is to be measured, with a progress bar where one is wanted and it takes long."""
+        if not self.bar:
+            return missing.items()
+        from tqdm import tqdm
+
+        return tqdm(missing.items(), desc="timing kernels", unit="kernel", delay=BAR_AFTER, leave=False)
 
     def close(self) -> None:
         """Close the device, if one was opened."""
