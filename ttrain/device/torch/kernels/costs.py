@@ -20,6 +20,7 @@ from ttrain.core.folders import cache_folder
 from ttrain.device.base import Launch
 
 CLEAR_WIN = 1.25  # how many times faster than the first way another has to be
+_LEAST_TURNS, _MOST_TURNS, _TURNS_SECONDS = 5, 25, 0.1  # of every way while it is timed
 
 
 def fastest(key: str, ways: Mapping[str, Callable[[], Launch]]) -> str:
@@ -35,26 +36,33 @@ def fastest(key: str, ways: Mapping[str, Callable[[], Launch]]) -> str:
 def _chosen(key: str, ways: tuple[tuple[str, Callable[[], Launch]], ...]) -> str:
     costs = _read().get(_machine(), {}).get(key, {})
     if set(costs) != {name for name, _ in ways}:
-        costs = {name: _seconds(make) for name, make in ways}
+        costs = _seconds(ways)
         _write(key, costs)
     first = ways[0][0]
     best = min(costs, key=lambda name: costs[name])
     return best if costs[first] > CLEAR_WIN * costs[best] else first
 
 
-def _seconds(make: Callable[[], Launch], repeats: int = 5) -> float:
-    """Seconds of the fastest of a few runs: what the machine can do when nothing disturbs it."""
-    try:
-        launch = make()
-        launch()
-    except RuntimeError:  # such as an oneDNN build without the primitive
-        return float("inf")
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        launch()
-        best = min(best, time.perf_counter() - start)
-    return best
+def _seconds(ways: tuple[tuple[str, Callable[[], Launch]], ...]) -> dict[str, float]:
+    """Seconds of the fastest run of each way: what the machine can do when nothing disturbs it.
+
+    Ways take turns, so that a machine that is busy for a moment disturbs all of them; short ones get more turns.
+    """
+    costs, launches = {name: float("inf") for name, _ in ways}, {}
+    for name, make in ways:
+        with contextlib.suppress(RuntimeError):  # such as an oneDNN build without the primitive
+            launch = make()
+            launch()
+            launches[name] = launch
+    end = time.perf_counter() + _TURNS_SECONDS
+    for turn in range(_MOST_TURNS):
+        if turn >= _LEAST_TURNS and time.perf_counter() > end:
+            break
+        for name, launch in launches.items():
+            start = time.perf_counter()
+            launch()
+            costs[name] = min(costs[name], time.perf_counter() - start)
+    return costs
 
 
 def table_path() -> Path:
