@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 from collections.abc import Callable
@@ -67,6 +68,11 @@ def test_a_comparison_shows_both_and_names_what_else_changed(tmp_path: Path) -> 
     assert [line[places["x earlier"]] for line in table[1:]] == ["1.00", "2.00", ""]
     assert any("threads differ: 2 earlier, 1 now." in note for note in notes(now, now.jobs[0], earlier))
     assert "earlier ms" in markdown(now, earlier)
+    then = dataclasses.replace(earlier, environment={"device": {"name": "n150", "mode": "cost model"}})
+    now.jobs[0].device = {**now.jobs[0].device, "name": "cpu"}
+    told = list(notes(now, now.jobs[0], then))
+    assert any("n150, cost model earlier, cpu, measured now" in note for note in told)
+    assert not any("None earlier, 1 now" in note for note in told)
 
 
 @pytest.mark.parametrize(

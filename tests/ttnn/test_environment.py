@@ -111,6 +111,18 @@ def test_a_simulator_needs_its_library(installed: None) -> None:
         environment.variables(TenstorrentConfig(mode="simulator", simulator="/no/lib.so"))
 
 
+def test_a_wrong_simulator_library_says_what_is_wanted() -> None:
+    said = environment.opening_failure(RuntimeError("bad file: /x/soc_descriptor.yaml"))
+    assert "device.simulator has to be a simulator's library" in said and "\n" not in said
+
+
+def test_a_ttnn_without_its_runtime_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "wheel").mkdir()
+    with pytest.raises(DeviceUnavailable, match=r"is not whole: it has no runtime/.*--force-reinstall"):
+        standin.runtime_root(tmp_path / "root", tmp_path / "wheel")
+    assert not (tmp_path / "root").exists()
+
+
 def test_modes_have_kernel_caches_of_their_own(
     installed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -85,6 +85,13 @@ def test_only_what_started_after_the_warm_up_counts(report: Path) -> None:
         ("a,b\n1,2\n", "no column OP CODE or OP NAME"),
         ("", "is no report"),
         (RUNTIME.replace(",4000,3800", ",many,3800"), "line 2: .*many"),
+        (RUNTIME.replace(",4000,3800", ",inf,3800"), "line 2: DEVICE FW DURATION .*'inf'; a number of 0 or more"),
+        (RUNTIME.replace(",4000,3800", ",nan,3800"), "line 2: .*'nan'; a number"),
+        (RUNTIME.replace(",4000,3800", ",-4000,3800"), "line 2: .*'-4000'; a number of 0 or more"),
+        (
+            "OP CODE,DEVICE FW DURATION [ns],OP TO OP LATENCY [ns],CORE COUNT\nx,1,1,inf\n",
+            "line 2: CORE COUNT is 'inf'",
+        ),
     ],
 )
 def test_another_file_is_refused(tmp_path: Path, text: str, said: str) -> None:

@@ -79,9 +79,13 @@ def _differences(result: Result, job: JobResult, earlier: Earlier) -> Iterator[s
         if before.get(key) != now.get(key):
             yield f"{key} differ: {before.get(key)} earlier, {now.get(key)} now."
     then = before.get("device") or {}
+    places = [f"{device.get('name')}, {device.get('mode', 'measured')}" for device in (then, job.device)]
+    if then.get("name") and places[0] != places[1]:
+        yield f"The device differs, so the times do not tell of the program: {places[0]} earlier, {places[1]} now."
+        return
     for key in ("hardware", "threads"):
         if then.get(key) != job.device.get(key):
-            yield f"{key} differ: {then.get(key)} earlier, {job.device.get(key)} now."
+            yield f"The {key} differ: {then.get(key)} earlier, {job.device.get(key)} now."
 
 
 def print_result(result: Result, earlier: Earlier | None, folder: Path) -> None:

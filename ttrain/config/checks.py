@@ -14,6 +14,7 @@ from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.models.presets import resolved, size_names
 from ttrain.models.settings import AGILLMConfig, MLPConfig, TransformerConfig
 from ttrain.optim.settings import AdamWConfig, SGDConfig
+from ttrain.train.limits import DRAM
 
 Check = Callable[[Config], Iterator[str]]
 _CHECKS: list[tuple[frozenset[str], Check]] = []
@@ -312,6 +313,18 @@ def _tenstorrent(config: Config) -> Iterator[str]:
         if size is not None and (len(size) != 2 or min(size) < 1):
             yield f"device.{key}={size}: must be [rows, columns], both 1 or more."
             return
+    if device.core_grid is not None:
+        most = (10, 14) if device.name == "p150" else (10, 8)  # of a die with all its cores; no board has more
+        if device.core_grid[0] > most[0] or device.core_grid[1] > most[1]:
+            yield (
+                f"device.core_grid={device.core_grid}: a chip of device={device.name} has at most {most[0]} rows and "
+                f"{most[1]} columns of cores. Give at most that, or null for all."
+            )
+    if device.trace_region_mb * 2**20 >= DRAM.get(device.name, 2**63):
+        yield (
+            f"device.trace_region_mb={device.trace_region_mb}: is more than device={device.name} has in all. Give a "
+            "smaller one; tens of MiB hold a step."
+        )
     if device.profile is not None and device.mode == "mock":
         yield f"device.profile={device.profile}: a mocked board runs no program. Use silicon or simulator, or null."
     if device.mode == "simulator" and device.simulator is None:

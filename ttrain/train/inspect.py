@@ -25,7 +25,8 @@ class RunInfo:
     """One run.
 
     `state` is running (a process holds it), finished, resumable (stopped, with a checkpoint), failed (it ended with an
-    error; where it has a checkpoint it can be resumed too), or new (nothing was trained yet).
+    error; where it has a checkpoint it can be resumed too), rehearsed (its device computed no values), or new (nothing
+    was trained yet).
     """
 
     path: Path
@@ -50,6 +51,8 @@ class RunInfo:
     @property
     def reason(self) -> str:
         """Why it failed, or what happened last."""
+        if self.state == "rehearsed":
+            return str(self.summary.get("reason") or self.summary.get("misfit") or self.summary.get("note", ""))
         wanted = ("failed", "gave_up", "interrupted") if self.state in ("failed", "resumable") else ()
         return next((str(e.get("message", "")) for e in reversed(self.events) if e["kind"] in wanted), "")
 
@@ -77,6 +80,8 @@ def read_run(path: Path) -> RunInfo:
     steps = config.get("train", {}).get("steps")
     finished = bool(summary) and summary.get("step", -1) >= step and summary.get("steps") == steps
     state = _state(path, finished, events, checkpoint, step)
+    if state == "new" and summary.get("computes") is False:
+        state = "rehearsed"
     legs = _json(path / RECORD).get("legs", [])
     return RunInfo(path, state, step, steps, checkpoint, config, metrics, events, legs, summary)
 

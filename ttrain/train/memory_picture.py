@@ -47,6 +47,5 @@ def save_picture(plans: Mapping[str, Plan], placed: Mapping[str, int], path: Pat
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"plan.picture={path}: can't be written: {error}. Give another file, such as plan.png."
-        ) from None
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"plan.picture={path}: can't be written: {why}. Give another file, such as plan.png.") from None

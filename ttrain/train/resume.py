@@ -13,7 +13,7 @@ from ttrain.core.errors import CheckpointError, UserError
 from ttrain.train.checkpoint import MANIFEST, UNFINISHED, Checkpoint, read_checkpoint
 from ttrain.train.metrics import cut_metrics
 from ttrain.train.progress import Progress
-from ttrain.train.retention import newest_complete, put_back_replaced, set_aside_after
+from ttrain.train.retention import REHEARSED, is_rehearsal, newest_complete, put_back_replaced, set_aside_after
 from ttrain.train.run_directory import RECORD, RunDirectory
 
 # Model keys that change no tensor's shape or meaning.
@@ -73,6 +73,8 @@ def _newest_of(run: Path, *, must_exist: bool) -> ResumePoint | None:
         if not (run / RECORD).exists() and any(entry.name != ".hydra" for entry in run.iterdir()):
             raise CheckpointError(f"{run} is not a run of ttrain: it has no {RECORD}. Give the folder of a run.")
         return None
+    if not notes and is_rehearsal(run):
+        raise CheckpointError(f"{run} {REHEARSED}")
     listed = (
         "".join(f"\n  {note}" for note in notes) or " It has none; start anew with resume=none and another run.dir."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -20,11 +21,26 @@ _TRIES = 5  # to read a checkpoint of a run that goes on
 _STEP_NAME = re.compile(r"step_\d{8,}")
 
 
+REHEARSED = (
+    "rehearsed steps on a device that computes no values: nothing was trained, so it has no checkpoint. Train on a "
+    "device that computes, with another run.dir."
+)
+
+
 class Skipped(NamedTuple):
     """A checkpoint that can't be used."""
 
     path: Path
     reason: str
+
+
+def is_rehearsal(run: Path) -> bool:
+    """Whether the record that a run ended with says that no values were computed."""
+    try:
+        summary = json.loads((run / "summary.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(summary, dict) and summary.get("computes") is False
 
 
 def list_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Skipped]]:
@@ -177,6 +193,8 @@ def _candidates(run: Path, which: str) -> tuple[list[Checkpoint], list[Skipped]]
     if not folder.is_dir():
         raise CheckpointError(f"{run} is not a run of ttrain: it has no checkpoints/. Give the folder of a run.")
     found, skipped = list_checkpoints(folder)
+    if not found and is_rehearsal(run):
+        raise CheckpointError(f"{run} {REHEARSED}")
     if which == "last":
         return found[::-1], skipped
     if which == "best":

@@ -136,6 +136,10 @@ def import_ttnn(config: TenstorrentConfig) -> Any:
 OPENING_FIXES = (
     (r"Reserved size must be less than bank size", "Give device.l1_small_kb=0, or less than a core has."),
     (r"requires \d+ devices", "Give device.mesh=[1,1], or a board with as many chips."),
+    (
+        r"soc_descriptor\.yaml",
+        "device.simulator has to be a simulator's library beside its soc_descriptor.yaml, or the folder of both.",
+    ),
     (r"sfpi not found", "A card needs Tenstorrent's sfpi package; task=doctor tells more."),
     (
         r"Tracy-enabled build",

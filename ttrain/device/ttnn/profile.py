@@ -7,6 +7,7 @@ Two reports have the columns read here: `cpp_device_perf_report.csv`, which the 
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,7 @@ def _check(path: Path, columns: Sequence[str]) -> None:
 
 def _dispatch(path: Path, line: int, row: dict[str, str | None]) -> Dispatch | None:
     """None for an op that ran on the host alone: it has no duration on a device."""
-    busy = next((row[name] for name in _BUSY if (row.get(name) or "").strip() not in ("", "-")), None)
+    busy = next((name for name in _BUSY if (row.get(name) or "").strip() not in ("", "-")), None)
     if busy is None:
         return None
     try:
@@ -92,20 +93,26 @@ def _dispatch(path: Path, line: int, row: dict[str, str | None]) -> Dispatch | N
             op=(row.get(_NAMES[0]) or row.get(_NAMES[1]) or "").strip() or "not named",
             device=int(_number(row, "DEVICE ID")),
             cores=int(_number(row, "CORE COUNT")),
-            busy=float(busy),
-            gap=max(_number(row, _GAP), 0.0),
+            busy=_number(row, busy),
+            gap=max(_number(row, _GAP, least=-math.inf), 0.0),
             start=int(_number(row, _START)),
             end=int(_number(row, _END)),
             replayed=(row.get("METAL TRACE REPLAY SESSION ID") or "").strip() not in ("", "-"),
         )
     except ValueError as error:
-        raise UserError(f"{path}, line {line}: {error}; a number was expected.") from None
+        raise UserError(f"{path}, line {line}: {error}.") from None
 
 
-def _number(row: dict[str, str | None], name: str) -> float:
-    """Empty counts as zero: the first program of a device has nothing before it."""
+def _number(row: dict[str, str | None], name: str, least: float = 0.0) -> float:
+    """Empty counts as zero: the first program of a device has nothing before it. Raises ValueError."""
     text = (row.get(name) or "").strip()
-    return float(text) if text not in ("", "-") else 0.0
+    try:
+        number = float(text) if text not in ("", "-") else 0.0
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number) or number < least:
+        raise ValueError(f"{name} is {text[:40]!r}; a number{' of 0 or more' if least == 0 else ''} was expected")
+    return number
 
 
 def after(dispatches: Sequence[Dispatch], earlier: Sequence[Dispatch]) -> list[Dispatch]:

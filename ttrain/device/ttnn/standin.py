@@ -66,8 +66,16 @@ def missing_ttnn() -> str:
 
 
 def runtime_root(folder: Path, wheel: Path | None = None) -> Path:
-    """Fills `folder` with links to the installed ttnn and the stand-in compiler; may run twice, also at once."""
+    """Fills `folder` with links to the installed ttnn and the stand-in compiler; may run twice, also at once.
+
+    Raises DeviceUnavailable where that ttnn lacks its runtime.
+    """
     wheel = installed_ttnn() if wheel is None else wheel
+    if not (wheel / "runtime").is_dir():
+        raise DeviceUnavailable(
+            f"ttnn in {wheel} is not whole: it has no runtime/, which a mocked board needs. Run pip install "
+            "--force-reinstall 'ttrain[tt]'."
+        )
     tools = folder / "runtime" / "sfpi" / "compiler" / "bin"
     tools.mkdir(parents=True, exist_ok=True)
     for inside in ("", "runtime"):
