@@ -156,6 +156,9 @@ def test_resume_from_an_older_checkpoint_sets_later_ones_aside(train: Any, capsy
     before, expected = losses(Path("run")), tensors(Path("run"), 12)
     assert main(["resume=run/checkpoints/step_00000004"]) == 0
     printed = capsys.readouterr().err
+    assert (
+        "Training nano-gpt with" in printed and json.loads(Path("run/summary.json").read_text())["model"] == "nano-gpt"
+    )
     assert "Set aside" in printed and "abandoned_after_00000004/step_00000012" in printed
     assert "Removed 10 lines after step 4" in printed
     assert losses(Path("run")) == before and tensors(Path("run"), 12) == expected

@@ -22,7 +22,7 @@ from ttrain.train import resume as resuming
 from ttrain.train.events import Events
 from ttrain.train.heartbeat import Heartbeat
 from ttrain.train.interrupt import StopRequests
-from ttrain.train.run_directory import RECORD, RunDirectory
+from ttrain.train.run_directory import RECORD, RunDirectory, chosen_model
 from ttrain.train.warm_start import WarmStart, open_warm_start
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ class _Job:
     def model_name(self) -> str:
         """As the user chose it: nano-gpt rather than gpt. A resumed run was chosen by an earlier command."""
         if self.point is not None:
-            return str(self.config.model.name)
+            return chosen_model(self.point.run) or str(self.config.model.name)
         return str(self.config.source.choices.get("model", self.config.model.name))
 
     def _run_directory(self) -> RunDirectory:
@@ -307,7 +307,7 @@ class _Job:
         arguments = list(self.config.source.overrides)
         description = self.dataset.description
         record = environment_record(self.stored, self.device.describe(), description, tokenizer_hash, arguments)
-        run.record(self.stored, {**record, **leg})
+        run.record(self.stored, {**record, "model": self.model_name, **leg})
         run.write_plan(plan_report(session.graph, session.state, steps).text())
 
     def _loggers(self, run: RunDirectory, progress: Progress) -> Loggers:
@@ -326,6 +326,8 @@ class _Job:
             parts += f", {format_count(count)} of them frozen,"
         place = f"device {self.device.name}, engine {self.config.engine.name}, {self.config.precision.name}"
         self.console.say(f"Training {parts} on {place}. Run: {run.path}")
+        if self.config.engine.name == "traced":
+            self.console.say("The first step is compiled or captured, which takes longer than the others.")
         for notice in notices(self.config):
             self.console.say(f"WARNING: {notice}")
         if progress.step >= self.config.train.steps:

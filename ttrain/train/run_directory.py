@@ -205,6 +205,17 @@ class RunDirectory:
             self._lock = None
 
 
+def chosen_model(run: Path | None) -> str | None:
+    """What the newest leg of a run called its model, such as nano-gpt; None where it does not tell."""
+    if run is None:
+        return None
+    try:
+        name = json.loads((run / RECORD).read_text("utf-8"))["legs"][-1]["model"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return name if isinstance(name, str) else None
+
+
 def read_config(run: Path) -> dict[str, Any]:
     """The resolved config of a run. Raises CheckpointError where the folder is not a run or the file is damaged."""
     import yaml
