@@ -97,6 +97,16 @@ def test_stopped_anywhere_and_resumed_it_has_the_same_bits(train: Any, engine: s
         assert summary["engine"]["captures"] >= 3
 
 
+def test_a_resume_may_give_a_schedule_without_the_model(train: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The lengths are held against the model of the checkpoint, not against a default one."""
+    assert train("run.dir=first", "train.steps=2", "train.block_schedule=[]") == 0
+    words = ["resume=first", "train.steps=4", "train.block_steps=3"]
+    assert main([*words, "run.dir=on", "train.block_schedule=[8,32]"]) == 0
+    assert [event["length"] for event in events("on", "block")] == [32]
+    assert main([*words, "run.dir=off", "train.block_schedule=[8,24]"]) == 2
+    assert "must end with model.context=32" in capsys.readouterr().err and not Path("off").exists()
+
+
 def test_steps_read_the_stream_without_gap_or_overlap(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[np.ndarray] = []
     turns = TrainStep.turns

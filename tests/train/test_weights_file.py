@@ -231,3 +231,19 @@ def test_a_file_that_can_not_be_written_is_an_error_and_leaves_nothing(tmp_path:
         with pytest.raises(UserError, match=r"can't be written"):
             write(tmp_path / "file" / name, {"w": np.ones(2, np.float32)})
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("write", [write_pt, write_safetensors])
+def test_a_full_disk_is_told_in_the_systems_words(tmp_path: Path, write: Any) -> None:
+    import resource
+    import signal
+
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, limits[1]))
+    try:
+        with pytest.raises(UserError, match="can't be written: .*File too large"):
+            write(tmp_path / "w.pt", {"w": np.ones(100_000, np.float32)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not list(tmp_path.iterdir())

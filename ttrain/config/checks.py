@@ -68,7 +68,7 @@ def _accumulation_divides_batch(config: Config) -> Iterator[str]:
 @check("train", "model")
 def _block_schedule(config: Config) -> Iterator[str]:
     lengths = config.train.block_schedule
-    if not lengths:
+    if not lengths or config.source.awaits_model(config.resume):
         return
     key = f"train.block_schedule={lengths}"
     if not hasattr(config.model, "context"):
@@ -387,11 +387,13 @@ def supervised(config: Config) -> bool:
 @check("model", "sample", "task")
 def _sample_mode(config: Config) -> Iterator[str]:
     model, mode, slide = config.model, config.sample.mode, config.sample.slide
-    context = getattr(model, "context", None)
-    if slide is not None and context is not None and slide >= max(2, context) and config.task.name != "sample":
+    if config.task.name == "sample" or config.source.awaits_model(config.resume):
+        return  # the model is that of a run, and is checked there
+    context = context_of(config)
+    if slide is not None and context is not None and slide >= max(2, context):
         yield f"sample.slide={slide}: must be less than model.context={context}."
-    if mode == "ar" or not isinstance(model, TransformerConfig) or config.task.name == "sample":
-        return  # task=sample takes the model from the run, and checks it there
+    if mode == "ar" or not isinstance(model, TransformerConfig):
+        return
     if not isinstance(model, AGILLMConfig) or model.objective == "ar_only":
         why = f"model.name={model.name}" if not isinstance(model, AGILLMConfig) else "model.objective=ar_only"
         yield f"sample.mode={mode}: needs a SAT head, and {why} has none. Give sample.mode=ar."

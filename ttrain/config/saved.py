@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ def continued(saved: Mapping[str, Any], given: Config, always_given: Iterable[st
     # Whole groups first, so that single keys of a group that was chosen anew land in it.
     for key in sorted({*given.source.explicit, *ALWAYS_GIVEN, *always_given}, key=lambda key: (key.count("."), key)):
         _copy(key.split("."), values, merged)
-    return typed_config(merged, given.source)
+    return typed_config(merged, dataclasses.replace(given.source, merged=True))
 
 
 def _copy(path: list[str], source: Mapping[str, Any], target: dict[str, Any]) -> None:

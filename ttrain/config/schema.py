@@ -117,6 +117,12 @@ class Source:
     choices: dict[str, str] = field(default_factory=dict)  # group -> option, such as model -> nano-gpt
     overrides: tuple[str, ...] = ()  # the command line's key=value arguments, as given
     explicit: frozenset[str] = frozenset()  # keys and groups that the command line set; a group stands for all its keys
+    merged: bool = False  # whether the config of a checkpoint lies below
+
+    def awaits_model(self, resume: str) -> bool:
+        """Whether the model is still to come from the checkpoint that is resumed; checks of it are made again then."""
+        given = any(key.partition(".")[0] == "model" for key in self.explicit)
+        return resume not in ("", "none", "auto") and not self.merged and not given
 
 
 @dataclass

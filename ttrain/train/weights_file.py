@@ -213,7 +213,11 @@ def write_pt(path: Path, content: Mapping[str, Any]) -> None:
             made[id(value)] = torch.from_numpy(as_fp32(value))
         return made[id(value)] if isinstance(value, np.ndarray) else value
 
-    _replaced(path, lambda beside: torch.save(tensors(content), beside))
+    def write(beside: Path) -> None:
+        with open(beside, "wb") as file:  # a file of ours, so that a full disk is told in the system's words
+            torch.save(tensors(content), file)
+
+    _replaced(path, write)
 
 
 def _replaced(path: Path, write: Callable[[Path], object]) -> None:
@@ -227,5 +231,6 @@ def _replaced(path: Path, write: Callable[[Path], object]) -> None:
         finally:
             beside.unlink(missing_ok=True)
         sync_directory(path.parent)
-    except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a file can't be written
-        raise UserError(f"{path} can't be written: {_first_line(str(error))}") from None
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError on top of the system's error
+        system = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise UserError(f"{path} can't be written: {_first_line(str(system))}") from None
