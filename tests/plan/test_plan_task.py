@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ttrain.cli import main
+from ttrain.train.limits import fit_text
 
 SMALL = [
     "task=plan",
@@ -72,10 +73,15 @@ def test_what_does_not_fit_is_told_first_with_keys_that_take_less(
     words = ["device=n300", "train.batch_size=4", "model.vocabulary=200000", "model.context=4096", "model.layers=40"]
     told = planned(capsys, *words, f"plan.json={file}").splitlines()[1]
     assert told.startswith("It does not fit: ") and "of 12.0 GiB, the board's DRAM. Less take: " in told
-    assert "train.accumulation=2 (a micro-batch of 2)" in told and "precision=bf16" in told
+    assert (
+        "train.accumulation=2 (a micro-batch of 2)" in told
+        and "precision=bf16" in told
+        and "device.host_resident=[embedding,head]" in told
+    )
     found = json.loads(file.read_text("utf-8"))
     assert found["fits"]["fits"] is False and found["memory"]["total"] > found["fits"]["available_bytes"]
     assert "\nIt fits: " in planned(capsys, "device=cpu", "plan.memory_gb=1")
+    assert fit_text(99, 100, "plan.memory_gb", ["engine=static"]).startswith("It may fit: 99 B of 100 B")
     assert "It does not fit: " in planned(capsys, "device=cpu", "plan.memory_gb=0.0001")
     assert "fit" not in planned(capsys, "device=null").splitlines()[1]
 

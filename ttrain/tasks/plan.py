@@ -74,7 +74,8 @@ def _title(config: Config, model: Model, device: str) -> str:
     name = config.source.choices.get("model", config.model.name)
     parts = [f"Plan of {name} on {device}, engine {config.engine.name}, {config.precision.name}"]
     rows, count = config.train.batch_size, config.train.accumulation
-    parts.append(f"{rows} examples per optimizer step" + (f" in {count} micro-batches" if count > 1 else ""))
+    examples = "example" if rows == 1 else "examples"
+    parts.append(f"{rows} {examples} per optimizer step" + (f" in {count} micro-batches" if count > 1 else ""))
     vocabulary = getattr(model.config, "vocabulary", None)
     if vocabulary is not None:
         given = "" if getattr(config.model, "vocabulary", None) is not None else ", that of the data"
@@ -148,8 +149,8 @@ class _Extra:
         self.vocabulary = getattr(session.graph.model.config, "vocabulary", None)
         self.tables: list[Table] = []
         self.values: dict[str, Any] = {}
-        self.verdict = self._fits(session.graph.model.config)
         self._padding(session, steps)
+        self.verdict = self._fits(session.graph.model.config)
         if config.plan.time:
             self._time(self._timed_steps(steps), session.graph.chips)
         if config.plan.limits:
@@ -171,8 +172,12 @@ class _Extra:
         if known is None:
             return ""
         config, needed = self.config, self.report.memory
+        if padding := self.values.get("tile_padding"):  # an arena holds whole tiles already
+            needed += padding["state_padded_bytes"] - padding["state_bytes"]
         self.values["fits"] = {"fits": needed <= known[0], "available_bytes": known[0], "source": known[1]}
         keys = shrinking_keys(config.train, model, config.precision.name, config.engine.name, config.optimizer)
+        if getattr(config.device, "host_resident", None) == [] and self.vocabulary is not None:
+            keys.insert(-1, "device.host_resident=[embedding,head]")
         return "\n" + fit_text(needed, *known, keys)
 
     def _padding(self, session: Session, steps: Mapping[str, Step]) -> None:

@@ -11,6 +11,7 @@ from ttrain.core.units import format_bytes
 
 TRIES = 10  # plans per limit, at most
 CEILING = 2**20
+CLOSE = 0.95  # of the memory: a plan above it has little room for what is in no plan
 DRAM = {"n150": 12 * 1072693184, "n300": 12 * 1072693184, "t3000": 12 * 1072693184, "tt": 12 * 1072693184,
         "p150": 8 * 4277141376}  # bytes of a chip: banks times bytes a bank, as ttnn reports them  # fmt: skip
 
@@ -83,8 +84,10 @@ def device_memory(name: str) -> tuple[int, str] | None:
 def fit_text(needed: int, available: int, source: str, keys: Sequence[str]) -> str:
     """Whether planned bytes fit, for people; where they do not, the keys that would take less."""
     room = f"{format_bytes(needed)} of {format_bytes(available)}, {source}"
-    if needed <= available:
+    if needed <= CLOSE * available:
         return f"It fits: {room}."
+    if needed <= available:
+        return f"It may fit: {room}, and what the runtime itself takes comes on top. Less take: {', '.join(keys)}."
     return f"It does not fit: {room}. Less take: {', '.join(keys)}. plan.limits=true finds the largest that fits."
 
 
