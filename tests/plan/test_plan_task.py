@@ -70,20 +70,16 @@ def test_what_does_not_fit_is_told_first_with_keys_that_take_less(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "plan.json"
-    words = ["device=n300", "train.batch_size=4", "model.vocabulary=200000", "model.context=4096", "model.layers=40"]
+    words = ["device=n300", "train.batch_size=4", "plan.memory_gb=0.0001"]
     told = planned(capsys, *words, f"plan.json={file}").splitlines()[1]
-    assert told.startswith("It does not fit: ") and "of 12.0 GiB, the board's DRAM. Less take: " in told
-    assert (
-        "train.accumulation=2 (a micro-batch of 2)" in told
-        and "precision=bf16" in told
-        and "device.host_resident=[embedding,head]" in told
-    )
+    assert told.startswith("It does not fit: ") and "of 104.9 KiB, plan.memory_gb. Less take: " in told
+    for key in ("train.accumulation=2 (a micro-batch of 2)", "precision=bf16", "device.host_resident=[embedding,head]"):
+        assert key in told
     found = json.loads(file.read_text("utf-8"))
     assert found["fits"]["fits"] is False and found["memory"]["total"] > found["fits"]["available_bytes"]
-    assert "\nIt fits: " in planned(capsys, "device=cpu", "plan.memory_gb=1")
-    assert fit_text(99, 100, "plan.memory_gb", ["engine=static"]).startswith("It may fit: 99 B of 100 B")
-    assert "It does not fit: " in planned(capsys, "device=cpu", "plan.memory_gb=0.0001")
+    assert "\nIt fits: " in planned(capsys, "device=n300")
     assert "fit" not in planned(capsys, "device=null").splitlines()[1]
+    assert fit_text(99, 100, "plan.memory_gb", ["engine=static"]).startswith("It may fit: 99 B of 100 B")
 
 
 @pytest.mark.parametrize(
