@@ -77,6 +77,9 @@ def test_a_misspelt_key_in_a_config_and_nested(tmp_path: Path) -> None:
         ("data.path=[a]", "data.path=['a']: must be text or null, got a list."),
         ("train=5", "train=5: must be a group of keys such as train.<key>=<value>."),
         ("resume=null", "resume=null: must be text, got null."),
+        ("report.run=3", "report.run=3: must be a list of texts, got an integer."),
+        ("optimizer.freeze=blocks", "optimizer.freeze='blocks': must be a list of texts, got text. Write optimizer.freeze=[blocks]."),  # noqa: E501
+        ("data=documents", "data.sources: has no value (set in data/documents.yaml); give one with data.sources=[<value>]."),  # noqa: E501
         ("data=text", "data.path: has no value (set in data/text.yaml); give one with data.path=<value>."),
     ],
 )  # fmt: skip

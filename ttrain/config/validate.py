@@ -123,7 +123,9 @@ def _convert(schema: type[Any], key: str, path: str, value: Any, found: Findings
     hint = typing.get_type_hints(schema)[key]
     section = path.partition(".")[0]
     if value == "???":
-        found.add(f"{path}: has no value{found.origin(path)}; give one with {path}=<value>.", section)
+        many = typing.get_origin(without_none(hint)) is list
+        value = "[<value>]" if many else "<value>"
+        found.add(f"{path}: has no value{found.origin(path)}; give one with {path}={value}.", section)
         return _REFUSED
     bare = without_none(hint)
     if bare is int and isinstance(value, float) and value.is_integer():
@@ -136,7 +138,9 @@ def _convert(schema: type[Any], key: str, path: str, value: Any, found: Findings
         converted = OmegaConf.to_container(node)["value"]  # type: ignore[call-overload, index]
     except (OmegaConfBaseException, ValueError):
         found.add(
-            f"{path}={_shown(value)}: must be {expected(hint)}, got {_given(value, hint)}{found.origin(path)}.", section
+            f"{path}={_shown(value)}: must be {expected(hint)}, got {_given(value, hint)}{found.origin(path)}."
+            + _as_list(path, value, hint),
+            section,
         )
         return _REFUSED
     return _at_home(converted) if schema.__dataclass_fields__[key].metadata.get("path") else converted
@@ -176,6 +180,11 @@ def without_none(hint: Any) -> Any:
     return hint
 
 
+def _as_list(path: str, value: Any, hint: Any) -> str:
+    """How one text is written where a list of them is wanted; empty for everything else."""
+    return f" Write {path}=[{value}]." if isinstance(value, str) and without_none(hint) == list[str] else ""
+
+
 def _given(value: Any, hint: Any) -> str:
     """The kind of a value in words; of a list or a mapping, where one is wanted, also of what it holds."""
     inside: Any = ()
@@ -213,9 +222,10 @@ def _name_problem(section: str, name: Any) -> str:
 
 
 def _suggest(section: str, key: str, known: set[str]) -> str:
-    for row in registry.rows():
-        if row.group == section and key in row.config.__dataclass_fields__:
-            return f"It belongs to {section} {row.name}; here valid are: {', '.join(sorted(known))}."
+    rows = registry.rows()
+    owners = [row.name for row in rows if row.group == section and key in row.config.__dataclass_fields__]
+    if owners:
+        return f"It belongs to {section} {', '.join(owners)}; here valid are: {', '.join(sorted(known))}."
     return did_you_mean(key, known)
 
 
