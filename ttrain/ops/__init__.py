@@ -3,24 +3,21 @@
 Importing this package fills the registry; the functions here record nodes into the graph of their inputs.
 """
 
+from ttrain.ops.activation import activation, gelu, relu, tanh
 from ttrain.ops.attention import self_attention, softmax
 from ttrain.ops.cache import cache_write, cached_attention
 from ttrain.ops.collective import all_reduce, all_reduce_state
 from ttrain.ops.elementwise import (
-    activation,
     add,
     cast,
     divide,
     exp,
     full,
-    gelu,
     log,
     multiply,
-    relu,
     scale,
     sqrt,
     subtract,
-    tanh,
 )
 from ttrain.ops.embedding import embedding
 from ttrain.ops.fused import step

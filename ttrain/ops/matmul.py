@@ -115,7 +115,8 @@ class Linear(Op):
         return op(name).reference(y, form or "none") if name == "gelu" else op(name).reference(y)
 
     def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
-        from ttrain.ops.elementwise import activation, add
+        from ttrain.ops.activation import activation
+        from ttrain.ops.elementwise import add
         from ttrain.ops.layout import reshape
 
         x, weight, bias = inputs

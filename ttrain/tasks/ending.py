@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ttrain.engine.base import Step
-    from ttrain.tasks.train import _Job
+    from ttrain.tasks.job import Job
     from ttrain.train.progress import Progress
     from ttrain.train.run_directory import RunDirectory
     from ttrain.train.session import Session
     from ttrain.train.summary import Summary
 
 
-def sum_up(job: _Job, session: Session, run: RunDirectory, progress: Progress) -> None:
+def sum_up(job: Job, session: Session, run: RunDirectory, progress: Progress) -> None:
     """Summary and loss curve of a run that is done."""
     from ttrain.train.summary import draw_loss_curve
 
@@ -23,7 +23,7 @@ def sum_up(job: _Job, session: Session, run: RunDirectory, progress: Progress) -
     draw_loss_curve(run.metrics, run.loss_curve, summary.loss_baseline)
 
 
-def tell(job: _Job, run: RunDirectory, progress: Progress) -> None:
+def tell(job: Job, run: RunDirectory, progress: Progress) -> None:
     """Prints a sample and the summary."""
     from ttrain.train.summary import print_summary
 
@@ -33,7 +33,7 @@ def tell(job: _Job, run: RunDirectory, progress: Progress) -> None:
     print_summary(_summary(job, run, progress), run.path, writes_text=writes_text, plugins=job.config.plugins)
 
 
-def _print_sample(job: _Job, logits: Step) -> None:
+def _print_sample(job: Job, logits: Step) -> None:
     from ttrain.train.sample import print_samples
 
     tokenizer, settings = job.dataset.tokenizer, dataclasses.replace(job.config.sample, count=1)
@@ -43,7 +43,7 @@ def _print_sample(job: _Job, logits: Step) -> None:
     print_samples(logits, tokenizer, job.prompt, settings)
 
 
-def _summary(job: _Job, run: RunDirectory, progress: Progress) -> Summary:
+def _summary(job: Job, run: RunDirectory, progress: Progress) -> Summary:
     from ttrain.train.summary import Summary, last_rates, last_val_metrics, recent_speed
 
     speed, mfu = recent_speed(run.metrics)

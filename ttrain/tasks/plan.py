@@ -60,7 +60,7 @@ def _model(config: Config) -> Model:
 
 def _session(config: Config, model: Model, device: Any) -> Session:
     """A session on the planned device. What the dynamic engine would run is planned as static does."""
-    from ttrain.tasks.train import open_session
+    from ttrain.tasks.job import open_session
 
     engine = config.engine
     if engine.name == "dynamic":

@@ -53,7 +53,7 @@ def _measured(config: Config) -> tuple[Sequence[Dispatch], int]:
 
 def _steps(config: Config, folder: Path) -> Sequence[Dispatch]:
     from ttrain.device.ttnn.profile import after
-    from ttrain.tasks.train import open_session
+    from ttrain.tasks.job import open_session
 
     dataset = build.build_dataset(config)
     model = build.build_model(config, dataset.vocabulary)

@@ -12,14 +12,14 @@ from ttrain.device.ttnn.settings import TenstorrentConfig
 
 if TYPE_CHECKING:
     from ttrain.engine.base import Step
-    from ttrain.tasks.train import _Job
+    from ttrain.tasks.job import Job
     from ttrain.train.rehearsal import Rehearsal
     from ttrain.train.run_directory import RunDirectory
 
 COMPARED = ("static", "dynamic")  # engines whose dispatch is measured beside that of the configured one
 
 
-def rehearse(job: _Job, run: RunDirectory) -> None:
+def rehearse(job: Job, run: RunDirectory) -> None:
     """Some steps on a device that only tells what steps cost. Writes a record, never a checkpoint.
 
     Raises Misfit where the board does not take the step.
@@ -41,22 +41,22 @@ def rehearse(job: _Job, run: RunDirectory) -> None:
     job.console.say(f"{warning} Run: {run.path}")
 
 
-def _measured(job: _Job, run: RunDirectory, warning: str) -> tuple[Rehearsal, dict[str, int]]:
+def _measured(job: Job, run: RunDirectory, warning: str) -> tuple[Rehearsal, dict[str, int]]:
     """By the configured engine, recorded."""
-    from ttrain.tasks.train import open_session
+    from ttrain.tasks.job import open_session
     from ttrain.train.rehearsal import rehearse as measure
 
     with closing(open_session(job.config, job.model, job.device, training=True)) as session:
         steps = job.steps = session.build_training()
-        job._record(session, run, {"rehearsal": warning}, steps)
+        job.record(session, run, {"rehearsal": warning}, steps)
         names = session.graph.train_steps()
         result = measure(job.device, _one(job, steps), {name: steps[name] for name in names})
         return result, session.engine.counters.as_dict()
 
 
-def _others(job: _Job) -> dict[str, float]:
+def _others(job: Job) -> dict[str, float]:
     """Milliseconds of host dispatch per step by the engines that were not measured yet, where they fit."""
-    from ttrain.tasks.train import open_session
+    from ttrain.tasks.job import open_session
     from ttrain.train.rehearsal import dispatch_ms
 
     found: dict[str, float] = {}
@@ -76,9 +76,9 @@ def _others(job: _Job) -> dict[str, float]:
     return found
 
 
-def _one(job: _Job, steps: dict[str, Step]) -> Any:
+def _one(job: Job, steps: dict[str, Step]) -> Any:
     """One optimizer step, by its number."""
-    config, rates, step = job.config, job._rates(), job._train_step(steps)
+    config, rates, step = job.config, job.rates(), job.train_step(steps)
 
     def run(number: int) -> None:
         step(job.dataset.batch("train", config.run.seed, number, config.train.batch_size), rates(number), number)
@@ -86,7 +86,7 @@ def _one(job: _Job, steps: dict[str, Step]) -> Any:
     return run
 
 
-def _failure(job: _Job, error: Exception) -> Exception:
+def _failure(job: Job, error: Exception) -> Exception:
     """The misfit that an error tells of, with what the plan needs; else the error itself."""
     from ttrain.train.memory import plan_needs
     from ttrain.train.misfit import Run, misfit

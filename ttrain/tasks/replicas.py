@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.errors import Interrupted
-from ttrain.tasks.train import _Job, prepared
+from ttrain.tasks.job import Job
+from ttrain.tasks.train import prepared
 from ttrain.train.interrupt import StopRequests
 from ttrain.train.settings import ReplicasConfig
 
@@ -83,7 +84,7 @@ def _resumed(given: str, number: int) -> str:
     return str(own) if own.is_dir() else given
 
 
-def _turns(job: _Job) -> Turns[float | None]:
+def _turns(job: Job) -> Turns[float | None]:
     with ExitStack() as stack:
         return (yield from job.turns(stack))
 

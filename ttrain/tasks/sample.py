@@ -9,7 +9,7 @@ from ttrain.config import build
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config
 from ttrain.core.errors import CheckpointError, UserError
-from ttrain.tasks.train import open_session
+from ttrain.tasks.job import open_session
 from ttrain.train.checkpoint import Checkpoint
 
 

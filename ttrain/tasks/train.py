@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ttrain.config import build
-from ttrain.config.notices import notices
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config, to_dict
-from ttrain.core.errors import Interrupted, OutOfMemory, TtrainError, UserError
-from ttrain.core.units import format_count
+from ttrain.core.errors import OutOfMemory
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.tasks.ending import sum_up, tell
+from ttrain.tasks.job import Job, tokenizer_json
 from ttrain.tasks.recover import shrunk_config
 from ttrain.train import resume as resuming
-from ttrain.train.events import Events
 from ttrain.train.heartbeat import Heartbeat
-from ttrain.train.interrupt import StopRequests
-from ttrain.train.run_directory import RECORD, RunDirectory, chosen_model
-from ttrain.train.warm_start import WarmStart, open_warm_start
+from ttrain.train.warm_start import open_warm_start
 
 if TYPE_CHECKING:
     from ttrain.data.batches import Dataset
-    from ttrain.device.base import Device
-    from ttrain.engine.base import Step
-    from ttrain.engine.state import StateTensor
-    from ttrain.models.base import Model
-    from ttrain.train.blocks import Blocks
-    from ttrain.train.loggers import Console, Loggers
-    from ttrain.train.loop import Loop
-    from ttrain.train.progress import Progress
     from ttrain.train.resume import ResumePoint
-    from ttrain.train.session import Session
-    from ttrain.train.step import Turns
 
 
 def run(config: Config) -> float | None:
@@ -73,7 +55,7 @@ def _run(config: Config) -> float | None:
         return None
 
 
-def prepared(config: Config) -> _Job:
+def prepared(config: Config) -> Job:
     """Data, model and what a run continues from, checked before a device is touched."""
     heartbeat = Heartbeat.of_process()
     heartbeat.beat()
@@ -92,17 +74,13 @@ def prepared(config: Config) -> _Job:
     if point is None and config.train.init_from is not None:
         warm = open_warm_start(config.train.init_from, model)
     shorter = {length: build.shorter_model(config, model, length) for length in config.train.block_schedule}
-    return _Job(config, stored, dataset, model, prompt, point, heartbeat, shorter, warm)
+    return Job(config, stored, dataset, model, prompt, point, heartbeat, shorter, warm)
 
 
 def _check_tokenizer(point: ResumePoint | None, dataset: Dataset) -> None:
     """Comes before checks of the vocabulary, whose advice would not help where it is the text that changed."""
     if point is not None:
-        resuming.check_tokenizer(point.checkpoint.tokenizer, _tokenizer_json(dataset), point.checkpoint.path)
-
-
-def _tokenizer_json(dataset: Dataset) -> str | None:
-    return None if dataset.tokenizer is None else dataset.tokenizer.to_json()
+        resuming.check_tokenizer(point.checkpoint.tokenizer, tokenizer_json(dataset), point.checkpoint.path)
 
 
 def _prompt(config: Config, dataset: Dataset) -> list[int] | None:
@@ -111,310 +89,3 @@ def _prompt(config: Config, dataset: Dataset) -> list[int] | None:
 
     end_token = getattr(config.data, "end_token", None)
     return None if dataset.tokenizer is None else encode_prompt(dataset.tokenizer, config.sample.prompt, end_token)
-
-
-def open_session(
-    config: Config, model: Model, device: Device, training: bool, further: Sequence[StateTensor] = ()
-) -> Session:
-    """The model on the device, its values still unset, and `further` tensors beside it."""
-    from ttrain.train.session import Session
-    from ttrain.train.step_graph import StepGraph
-
-    rows = config.train.batch_size // config.train.accumulation // device.chips
-    if device.uniform_compute:
-        model.follow_compute()
-    graph = StepGraph(
-        model,
-        build.build_optimizer(config.optimizer),
-        rows,
-        config.train.accumulation,
-        guarded=config.guard.nonfinite == "skip",
-        watched=config.guard.activations,
-        chips=device.chips,
-        hosted=device.hosted,
-    )
-    return Session.open(
-        graph, device, lambda on, state: build.build_engine(config.engine, on, state), training, further
-    )
-
-
-@dataclasses.dataclass
-class _Job:
-    """One training run with its parts built. What its methods open, the exit stack closes."""
-
-    config: Config
-    stored: dict[str, Any]  # the config as checkpoints keep it: sizes of the model filled in
-    dataset: Dataset
-    model: Model
-    prompt: list[int] | None
-    point: ResumePoint | None
-    heartbeat: Heartbeat
-    shorter: dict[int, Model | None]  # by length: what records training on shorter sequences
-    warm: WarmStart | None  # where a new run takes its first values from
-    steps: dict[str, Step] = dataclasses.field(default_factory=dict)
-    stop: StopRequests = dataclasses.field(default_factory=StopRequests)
-    device: Device = dataclasses.field(init=False)
-    console: Console = dataclasses.field(init=False)
-
-    def place(self, device: Device, console: Console) -> None:
-        """Where it runs, and what the user sees; before anything else is called."""
-        self.device, self.console = device, console
-
-    def turns(self, stack: ExitStack) -> Turns[float | None]:
-        """Trains, and notes in the run's events how that began and ended; returns the best val/loss.
-
-        Yields where the device computes. Raises OutOfMemory where memory runs out.
-        """
-        from ttrain.train.memory import is_out_of_memory
-
-        run = stack.enter_context(closing(self._run_directory()))
-        events = Events(run.path)
-        self.heartbeat.tell(run=str(run.path.resolve()))
-        if run.note is not None:
-            self.console.say(run.note)
-        events.add("started", f"A leg starts on {self.device.name}.")
-        try:
-            progress = yield from self.train(stack, run, events)
-        except Interrupted as error:
-            events.add("interrupted", str(error))
-            raise
-        except (Exception, KeyboardInterrupt) as error:
-            if isinstance(error, UserError) and run.discard():
-                raise  # a mistake that only shows once all is built
-            if not isinstance(error, TtrainError) and is_out_of_memory(error):
-                failure = self._out_of_memory(error, run)
-                events.add("failed", str(failure))
-                raise failure from error
-            step = getattr(error, "step", None)
-            events.add("failed", str(error) or type(error).__name__, step, error=type(error).__name__)
-            raise
-        events.add("finished", "All steps are done.")
-        tell(self, run, progress)  # the run is done, whatever becomes of the terminal
-        return progress.best_val_loss
-
-    def _out_of_memory(self, error: BaseException, run: RunDirectory) -> OutOfMemory:
-        from ttrain.train.memory import memory_message, shrinking_keys
-
-        config = self.config
-        names = (config.precision.name, config.engine.name)
-        keys = shrinking_keys(config.train, self.model.config, *names, config.optimizer)
-        message = memory_message(error, self.device.name, self.steps, keys)
-        return OutOfMemory(message, config.train, run.path)
-
-    def train(self, stack: ExitStack, run: RunDirectory, events: Events) -> Turns[Progress]:
-        from ttrain.train.retention import check_space
-
-        session = stack.enter_context(closing(open_session(self.config, self.model, self.device, training=True)))
-        check_space(run.path, session.state)
-        progress, leg = self._start(session, run)
-        self.heartbeat.beat()
-        blocks = self._blocks(session)
-        if blocks is None:
-            self.steps = session.build_training()
-        else:
-            self.steps = blocks.steps
-            blocks.turn(progress.step + 1)
-        steps = self.steps
-        self.heartbeat.beat()
-        self._record(session, run, leg, steps)
-        loggers = stack.enter_context(self._loggers(run, progress))
-        self._announce(run, progress)
-        run.keep()
-        yield from self._loop(session, blocks, run, loggers, progress).turns()
-        self.console.close()
-        sum_up(self, session, run, progress)
-        return progress
-
-    def rehearse(self, stack: ExitStack) -> None:
-        """Some steps on a device that only tells what steps cost."""
-        from ttrain.tasks.rehearse import rehearse
-
-        rehearse(self, stack.enter_context(closing(self._run_directory())))
-
-    def dry_run(self, stack: ExitStack) -> None:
-        """Builds all steps and launches one on a device that computes nothing; leaves nothing behind."""
-        session = stack.enter_context(closing(open_session(self.config, self.model, self.device, training=True)))
-        steps = session.build_training()
-        batch = self.dataset.batch("train", self.config.run.seed, 0, self.config.train.batch_size)
-        self._train_step(steps)(batch, self._rates()(1), 1)
-        self.console.say(
-            f"Dry run: device {self.device.name} computes no values. Every step was built and one was launched; "
-            f"nothing was trained or saved."
-        )
-
-    @property
-    def model_name(self) -> str:
-        """As the user chose it: nano-gpt rather than gpt. A resumed run was chosen by an earlier command."""
-        if self.point is not None:
-            return chosen_model(self.point.run) or str(self.config.model.name)
-        return str(self.config.source.choices.get("model", self.config.model.name))
-
-    def _run_directory(self) -> RunDirectory:
-        """The directory that this leg writes to: the resumed run's own, unless run.dir names another."""
-        wanted = self.config.run.dir
-        label = f"{self.model_name}_{self.device.name}_{self.config.engine.name}"
-        if self.point is None:
-            started = self.config.resume == "auto" and wanted is not None and (Path(wanted) / RECORD).exists()
-            return RunDirectory.open(Path(str(wanted))) if started else RunDirectory.claim(wanted, label)
-        if self.point.run is not None and (wanted is None or Path(wanted).resolve() == self.point.run.resolve()):
-            return RunDirectory.open(self.point.run)
-        return RunDirectory.claim(wanted, label)
-
-    def _start(self, session: Session, run: RunDirectory) -> tuple[Progress, dict[str, Any]]:
-        """Sets the state, and returns how far the run is and what to record of the resume."""
-        from ttrain.train.metrics import cut_metrics
-        from ttrain.train.progress import Progress
-        from ttrain.train.retention import remove_unfinished
-        from ttrain.train.wandb_history import note_earlier_legs
-
-        remove_unfinished(run.checkpoints)
-        note_earlier_legs(run.path)
-        fitted = self._first_values(session)
-        if self.point is None:
-            cut_metrics(run.metrics, 0)
-            return Progress(), self._tell_warm_start()
-        progress, leg, notes = resuming.take_up(self.point, run, self.stored, self.dataset.description)
-        for note in (*notes, *fitted):
-            self.console.say(note)
-        return progress, leg
-
-    def _tell_warm_start(self) -> dict[str, Any]:
-        """Says what was taken from elsewhere; what to record of it."""
-        if self.warm is None:
-            return {}
-        for line in self.warm.lines():
-            self.console.say(line)
-        if None not in (self.warm.tokenizer, given := _tokenizer_json(self.dataset)) and self.warm.tokenizer != given:
-            self.console.say(
-                "WARNING: its tokenizer is another one, so the rows of embedding and head mean other tokens."
-            )
-        return self.warm.record()
-
-    def _first_values(self, session: Session) -> tuple[str, ...]:
-        """The state as this leg begins with it; the optimizer's tensors of a new run are zero. What to tell of it."""
-        if self.point is not None:
-            return self.point.checkpoint.load(session.state)
-        session.initialize(self.config.run.seed)
-        if self.warm is not None:
-            self.warm.apply(session.state)
-        return ()
-
-    def _record(self, session: Session, run: RunDirectory, leg: dict[str, Any], steps: dict[str, Step]) -> None:
-        from ttrain.train.plan_report import plan_report
-        from ttrain.train.record import environment_record
-
-        tokenizer_hash = None if self.dataset.tokenizer is None else self.dataset.tokenizer.hash
-        arguments = list(self.config.source.overrides)
-        description = self.dataset.description
-        record = environment_record(self.stored, self.device.describe(), description, tokenizer_hash, arguments)
-        run.record(self.stored, {**record, "model": self.model_name, **leg})
-        run.write_plan(plan_report(session.graph, session.state, steps).text())
-
-    def _loggers(self, run: RunDirectory, progress: Progress) -> Loggers:
-        from ttrain.train.loggers import Loggers
-        from ttrain.train.metrics import MetricsFile
-
-        views = build.build_views(self.config.logger, run.path, self.stored, progress.wandb_id, self.console.say)
-        progress.wandb_id = next((view.run_id for view in views if view.run_id), progress.wandb_id)
-        return Loggers(MetricsFile(run.metrics), self.console, views)
-
-    def _announce(self, run: RunDirectory, progress: Progress) -> None:
-        from ttrain.optim.groups import frozen_count
-
-        parts = f"{self.model_name} with {format_count(self.model.parameter_count)} parameters"
-        if count := frozen_count(self.model.parameters(), self.config.optimizer):
-            parts += f", {format_count(count)} of them frozen,"
-        place = f"device {self.device.name}, engine {self.config.engine.name}, {self.config.precision.name}"
-        self.console.say(f"Training {parts} on {place}. Run: {run.path}")
-        if self.config.engine.name == "traced":
-            self.console.say("The first step is compiled or captured, which takes longer than the others.")
-        for notice in notices(self.config):
-            self.console.say(f"WARNING: {notice}")
-        if progress.step >= self.config.train.steps:
-            self.console.say(f"All {self.config.train.steps} steps are done; give train.steps=<more> to train on.")
-
-    def _loop(
-        self, session: Session, blocks: Blocks | None, run: RunDirectory, loggers: Loggers, progress: Progress
-    ) -> Loop:
-        from ttrain.models.base import preparation
-        from ttrain.train.blocks import Newest
-        from ttrain.train.evaluate import Evaluation
-        from ttrain.train.loop import Loop
-        from ttrain.train.nonfinite import Start, StepSearch
-        from ttrain.train.summary import start_command
-
-        config = self.config.train
-        rows = config.batch_size // config.accumulation
-        step = self._train_step(self.steps, blocks)
-        return Loop(
-            config=config,
-            seed=self.config.run.seed,
-            step=step,
-            evaluation=Evaluation(
-                Newest(self.steps, "evaluate"),
-                self.dataset,
-                rows,
-                config.eval_batches,
-                self.config.run.seed,
-                preparation(self.model),
-            ),
-            dataset=self.dataset,
-            state=session.state,
-            rates=self._rates(),
-            run_directory=run,
-            loggers=loggers,
-            meter=self._meter(session),
-            stored_config=self.stored,
-            tokenizer=_tokenizer_json(self.dataset),
-            progress=progress,
-            guard=self.config.guard,
-            search=StepSearch(
-                session.state,
-                step,
-                list(self.model.parameters()),
-                Start(progress.step, lambda: self._first_values(session)),
-                self.config.guard.search_seconds,
-            ),
-            stop=self.stop,
-            heartbeat=self.heartbeat.beat,
-            counters=lambda: session.engine.counters.as_dict(),
-            command=start_command(self.config.plugins),
-            blocks=blocks,
-        )
-
-    def _blocks(self, session: Session) -> Blocks | None:
-        """What changes the length of training sequences on the way; None where they keep the model's context."""
-        from ttrain.train.blocks import Blocks, BlockSchedule
-
-        schedule = BlockSchedule.of(self.config.train)
-        if schedule is None:
-            return None
-        for model in self.shorter.values():
-            if model is not None and self.device.uniform_compute:
-                model.follow_compute()
-        dataset: Any = self.dataset  # build_dataset has made sure that its length can change
-        return Blocks(schedule, session, dataset, self.config.train.batch_size, self.shorter)
-
-    def _train_step(self, steps: dict[str, Step], blocks: Blocks | None = None) -> Any:
-        from ttrain.models.base import preparation
-        from ttrain.train.step import TrainStep
-
-        prepare = preparation(self.model) if blocks is None else blocks.prepare
-        accumulation, overlaps = self.config.train.accumulation, self.device.overlaps
-        return TrainStep(steps, accumulation, self.config.run.seed, prepare=prepare, overlaps=overlaps)
-
-    def _rates(self) -> Any:
-        from ttrain.optim.groups import learning_rates
-
-        schedule = build.build_schedule(self.config.schedule, self.config.train.steps)
-        return learning_rates(self.model.parameters(), self.config.optimizer, schedule)
-
-    def _meter(self, session: Session) -> Any:
-        from ttrain.train.meter import Meter
-        from ttrain.train.peak import measured_peak
-        from ttrain.train.session import flops_per_step
-
-        given = self.config.train.peak_tflops
-        dtype = self.config.precision.name
-        peak = 1e12 * given if given else measured_peak(self.device.name, dtype, self.config.device.index)
-        return Meter(flops_per_step(session.graph), peak, lambda: self.device.memory().get("in_use", 0))
