@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,7 +85,32 @@ class Resizable(Dataset, Protocol):
         ...
 
 
-class TokenDataset:
+_Sequences = TypeVar("_Sequences", bound="TokenSequences")
+
+
+class TokenSequences:
+    """What datasets of tokens share: sequences of `context` ids whose length can change on the way."""
+
+    context: int
+    fields: dict[str, TensorSpec]
+
+    def at(self: _Sequences, context: int, sequences: int, tokens: int) -> _Sequences:
+        """The same data in sequences of `context`, at most as many tokens as before; see Resizable.at.
+
+        Where it is read in order, the sequence of number `sequences` starts at token `tokens`, so that a run that
+        changes its length goes on where it was.
+        """
+        changed = copy(self)
+        changed._resize(context, sequences, tokens)
+        return changed
+
+    def _resize(self, context: int, sequences: int, tokens: int) -> None:
+        self.context, self._first, self._offset = context, sequences, tokens
+        sequence = TensorSpec((context,), DType.INT64)
+        self.fields = {"tokens": sequence, "targets": sequence}
+
+
+class TokenDataset(TokenSequences):
     """Next-token prediction: sequences of `context` ids, and as targets the ids that follow each of them.
 
     `train` and `val` are one-dimensional arrays of unsigned ids, in memory or memory-mapped. With order=random
@@ -124,20 +149,8 @@ class TokenDataset:
             "order": config.order,
         }
 
-    def at(self, context: int, sequences: int, tokens: int) -> TokenDataset:
-        """The same tokens in sequences of `context`, at most as many as before.
-
-        With order=read the sequence of number `sequences` starts at token `tokens`, so that a run that changes its
-        length goes on where it was.
-        """
-        changed = copy(self)
-        changed._resize(context, sequences, tokens)
-        return changed
-
     def _resize(self, context: int, sequences: int, tokens: int) -> None:
-        self.context, self._first, self._offset = context, sequences, tokens
-        sequence = TensorSpec((context,), DType.INT64)
-        self.fields = {"tokens": sequence, "targets": sequence}
+        super()._resize(context, sequences, tokens)
         windows = np.lib.stride_tricks.sliding_window_view
         self._windows = {split: windows(ids, context + 1) for split, ids in self._splits.items()}
 

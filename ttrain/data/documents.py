@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError
 from ttrain.core.folders import cache_folder
-from ttrain.core.spec import DType, TensorSpec
-from ttrain.data.batches import Baseline, Batch, Sizes, Split, held_out, sample_numbers, unigram_entropy
+from ttrain.data.batches import Baseline, Batch, Sizes, Split, TokenSequences, held_out, sample_numbers, unigram_entropy
 from ttrain.data.counter import Words
 from ttrain.data.document_files import ENDS_FILE, fill_documents
 from ttrain.data.end_token import CONFIG_FILE
@@ -34,7 +32,7 @@ _QUIET_SECONDS = 1.0  # tokenizing that takes less shows no bar
 _FREE_KEYS = ("name", "sources", "order", "shuffle_buffer", "limit", "cache")
 
 
-class DocumentDataset:
+class DocumentDataset(TokenSequences):
     """Next-token prediction on the stream of documents.
 
     Training sequence n holds the tokens [n * context, (n + 1) * context) of the endless stream that the passes over the
@@ -75,20 +73,6 @@ class DocumentDataset:
             "shuffle_buffer": config.shuffle_buffer if group is not None else None,
         }
         self._resize(context, 0, 0)
-
-    def at(self, context: int, sequences: int, tokens: int) -> DocumentDataset:
-        """The same documents in sequences of `context` tokens, of which number `sequences` starts at token `tokens`.
-
-        So a run that changes its length after so many sequences goes on where it was in the stream.
-        """
-        changed = copy(self)
-        changed._resize(context, sequences, tokens)
-        return changed
-
-    def _resize(self, context: int, sequences: int, tokens: int) -> None:
-        self.context, self._first, self._offset = context, sequences, tokens
-        sequence = TensorSpec((context,), DType.INT64)
-        self.fields = {"tokens": sequence, "targets": sequence}
 
     def batch(self, split: Split, seed: int, index: int, rows: int, rank: int = 0, world: int = 1) -> Batch:
         """Arrays `tokens` and `targets`, int64 [rows, context]; the last target of a row is -1. See batches.Dataset."""

@@ -33,7 +33,7 @@ from ttrain.core.units import format_bytes
 from ttrain.graph.graph import Kind
 from ttrain.train.files import sha256_file, sync_directory, to_json, write_synced
 from ttrain.train.fit import fit
-from ttrain.train.protocols import SAVED_KINDS, Array, State
+from ttrain.train.protocols import SAVED_KINDS, Array, State, StateValues
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -223,7 +223,7 @@ def _check_seal(path: Path, manifest: dict[str, Any]) -> None:
         raise CheckpointError(f"{path / MANIFEST} does not have its own SHA-256: the file was changed or damaged.")
 
 
-def save_checkpoint(folder: Path, state: State, content: CheckpointContent) -> Checkpoint:
+def save_checkpoint(folder: Path, state: StateValues, content: CheckpointContent) -> Checkpoint:
     """Writes `folder/step_<step>` and returns it verified. What was there before stays intact if that fails.
 
     Raises NonFiniteError where a tensor holds NaN or Inf, and TtrainError where the files can't be written.
@@ -251,7 +251,7 @@ def save_checkpoint(folder: Path, state: State, content: CheckpointContent) -> C
     return read_manifest(target)
 
 
-def _write_files(folder: Path, state: State, content: CheckpointContent) -> None:
+def _write_files(folder: Path, state: StateValues, content: CheckpointContent) -> None:
     files: dict[str, dict[str, Any]] = {}
 
     def write(name: str, data: bytes) -> None:
@@ -271,7 +271,7 @@ def _write_files(folder: Path, state: State, content: CheckpointContent) -> None
     write_synced(folder / MANIFEST, sealed(manifest).encode())
 
 
-def _shards(state: State, kind: Kind) -> Iterator[list[str]]:
+def _shards(state: StateValues, kind: Kind) -> Iterator[list[str]]:
     """Names of one kind in groups of at most SHARD_BYTES, so that a save holds one group in memory."""
     names: list[str] = []
     filled = 0
@@ -286,7 +286,7 @@ def _shards(state: State, kind: Kind) -> Iterator[list[str]]:
         yield names
 
 
-def _serialize(state: State, names: list[str]) -> bytes:
+def _serialize(state: StateValues, names: list[str]) -> bytes:
     """A shard in the dtypes of the state."""
     arrays = {}
     for name in names:

@@ -36,9 +36,6 @@ class Stored:
     def read(self, name: str) -> Array:
         return np.asarray(self.values[name], np.float32)
 
-    def write(self, name: str, array: Array) -> None:
-        raise NotImplementedError("what is stored is not written")
-
 
 def parameter_specs(model: Any) -> dict[str, TensorSpec]:
     """Spec of every parameter by path, without padding of the vocabulary."""

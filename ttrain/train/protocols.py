@@ -30,12 +30,17 @@ class Step(Protocol):
     def inspect(self, inputs: Inputs, look: Look) -> bool: ...
 
 
-class State(Protocol):
-    """Persistent tensors: parameters by module path, optimizer state by `<parameter path>/<name>`."""
+class StateValues(Protocol):
+    """Persistent tensors to read: parameters by module path, optimizer state by `<parameter path>/<name>`."""
 
     def names(self, *kinds: Kind) -> list[str]: ...
     def spec(self, name: str) -> TensorSpec: ...
     def read(self, name: str) -> Array: ...
+
+
+class State(StateValues, Protocol):
+    """Persistent tensors to read and to write."""
+
     def write(self, name: str, array: Array) -> None: ...
 
 

@@ -14,7 +14,7 @@ from ttrain.core.errors import CheckpointError
 from ttrain.core.units import format_bytes
 from ttrain.train.checkpoint import MANIFEST, UNFINISHED, Checkpoint, read_manifest
 from ttrain.train.files import hold_for_reading, lock_file
-from ttrain.train.protocols import SAVED_KINDS, State
+from ttrain.train.protocols import SAVED_KINDS, StateValues
 
 SMALL_FILES = 1 << 22  # bytes of a checkpoint's JSON and of the file system's own records, generously
 _TRIES = 5  # to read a checkpoint of a run that goes on
@@ -149,12 +149,12 @@ def set_aside_after(folder: Path, step: int) -> list[Path]:
     return moved
 
 
-def checkpoint_bytes(state: State) -> int:
+def checkpoint_bytes(state: StateValues) -> int:
     """Bytes that the disk must have for a checkpoint: its tensors, and room for all else."""
     return SMALL_FILES + sum(state.spec(name).nbytes for name in state.names(*SAVED_KINDS))
 
 
-def check_space(folder: Path, state: State) -> None:
+def check_space(folder: Path, state: StateValues) -> None:
     """Raises CheckpointError unless two checkpoints fit on the disk: the newest is kept until the next is verified."""
     needed, free = 2 * checkpoint_bytes(state), shutil.disk_usage(folder).free
     if free < needed:

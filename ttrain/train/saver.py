@@ -22,7 +22,7 @@ from ttrain.graph.graph import Kind
 from ttrain.train.checkpoint import CheckpointContent, save_checkpoint
 from ttrain.train.events import Events
 from ttrain.train.files import sync_file
-from ttrain.train.protocols import SAVED_KINDS, Array, State
+from ttrain.train.protocols import SAVED_KINDS, Array, StateValues
 from ttrain.train.retention import checkpoint_bytes, prune_checkpoints
 from ttrain.train.run_directory import RunDirectory
 from ttrain.train.settings import TrainConfig
@@ -34,7 +34,7 @@ _NICENESS = 10  # of the thread that saves: a tenth of a processor that a step w
 class HostCopy:
     """The saved part of a state in host memory, as it is now."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: StateValues) -> None:
         self._kinds = {name: kind for kind in SAVED_KINDS for name in state.names(kind)}
         self._specs = {name: state.spec(name) for name in self._kinds}
         self._arrays = {name: state.read(name) for name in self._kinds}
@@ -48,15 +48,12 @@ class HostCopy:
     def read(self, name: str) -> Array:
         return self._arrays[name]
 
-    def write(self, name: str, array: Array) -> None:
-        raise TypeError("a copy of the state is read only")
-
 
 class Saver:
     """Writes the checkpoints of one run and lets old ones go once the new one is verified."""
 
     def __init__(
-        self, run: RunDirectory, state: State, config: TrainConfig, events: Events, say: Callable[[str], None]
+        self, run: RunDirectory, state: StateValues, config: TrainConfig, events: Events, say: Callable[[str], None]
     ) -> None:
         self._run, self._state, self._config, self._events, self._say = run, state, config, events, say
         self._thread: threading.Thread | None = None
@@ -101,12 +98,12 @@ class Saver:
             self._thread.join()
             self._thread = None
 
-    def _write_beside(self, state: State, content: CheckpointContent) -> None:
+    def _write_beside(self, state: StateValues, content: CheckpointContent) -> None:
         """The body of the thread: it takes what time steps leave, so as not to hold up threads that wait together."""
         yield_processor()
         self._write(state, content)
 
-    def _write(self, state: State, content: CheckpointContent) -> None:
+    def _write(self, state: StateValues, content: CheckpointContent) -> None:
         self._error = None
         folder = self._run.checkpoints
         try:
@@ -152,7 +149,7 @@ def yield_processor() -> None:
             os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
-def _check_room(folder: Path, state: State, step: int) -> None:
+def _check_room(folder: Path, state: StateValues, step: int) -> None:
     """Raises TtrainError unless a checkpoint fits on the disk; the newest one is kept until this one is verified."""
     folder.mkdir(parents=True, exist_ok=True)
     needed, free = checkpoint_bytes(state), shutil.disk_usage(folder).free
