@@ -251,12 +251,18 @@ def test_every_command_of_the_help(folder: Path, capsys: pytest.CaptureFixture[s
         run(Command(line), number, capsys)
 
 
-@pytest.mark.parametrize("line", sorted(set(inline_commands())))
-def test_a_command_in_running_text_composes(line: str, folder: Path) -> None:
-    words = Command(re.sub(r"<[\w ]+>", "book.txt", re.sub(r"\[(\w+=\S+)\]", r"\1", line))).words
-    assert words is not None
-    flags, _ = parse_arguments(words)
-    assert flags.help or flags.version or flags.shell_completion or composed(words)
+def test_commands_in_running_text_compose(folder: Path) -> None:
+    wrong: dict[str, str] = {}
+    for line in sorted(set(inline_commands())):
+        words = Command(re.sub(r"<[\w ]+>", "book.txt", re.sub(r"\[(\w+=\S+)\]", r"\1", line))).words
+        assert words is not None
+        flags, _ = parse_arguments(words)
+        try:
+            if not (flags.help or flags.version or flags.shell_completion):
+                composed(words)
+        except ConfigError as error:
+            wrong[line] = str(error)
+    assert not wrong
 
 
 def check_the_plugin() -> None:
@@ -302,12 +308,13 @@ def check_the_plugin() -> None:
     np.testing.assert_allclose(losses["cpu"], expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_no_command_hides_outside_a_shell_block(page: Path) -> None:
-    text = page.read_text("utf-8")
-    outside = FENCE.sub(lambda match: "" if match[1] in SHELL else match[2], text)
-    hidden = [line for line in outside.splitlines() if re.match(r"\s*(\$ |python -m ttrain|ttrain .*=)", line)]
-    assert not hidden, f"put these into a ```sh block: {hidden}"
+def test_no_command_hides_outside_a_shell_block() -> None:
+    hidden: list[str] = []
+    for page in PAGES:
+        outside = FENCE.sub(lambda match: "" if match[1] in SHELL else match[2], page.read_text("utf-8"))
+        found = [line for line in outside.splitlines() if re.match(r"\s*(\$ |python -m ttrain|ttrain .*=)", line)]
+        hidden += [f"{name_of(page)}: {line}" for line in found]
+    assert not hidden, "put these into a ```sh block"
 
 
 def test_reasons_are_needed() -> None:
@@ -318,23 +325,29 @@ def test_reasons_are_needed() -> None:
     assert not unused
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_and_paths_exist(page: Path) -> None:
-    text = FENCE.sub("", page.read_text("utf-8"))
-    targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
-    for target in targets:
+def anchors(page: Path) -> set[str]:
+    """What a link may name after `#`."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+def dead_names(page: Path) -> Iterator[str]:
+    """Links, paths and modules that a page names and that aren't there."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text("utf-8"))):
         name, _, anchor = target.partition("#")
         linked = (page.parent / name).resolve() if name else page
-        assert linked.exists(), f"{name_of(page)} links to {target}"
-        if anchor:
-            titles = re.findall(r"^#+ (.*)$", linked.read_text("utf-8"), re.MULTILINE)
-            assert anchor in {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
-    folders = tuple(f"{name}/" for name in ("conf", "docs", "recipes", "tests", "ttrain", ".ci"))
+        if "://" not in target and not (linked.exists() and (not anchor or anchor in anchors(linked))):
+            yield target
+    folders = tuple(f"{name}/" for name in ("conf", "docs", "examples", "recipes", "tests", "ttrain", ".ci"))
     for span in spans(page):
-        if span.startswith(folders) and not re.search(r"[<*{ ]|\.\.\.", span):
-            assert (REPO / span).exists(), f"{name_of(page)} names {span}"
-        if re.fullmatch(r"ttrain(\.\w+)+", span) and span != "ttrain.plugins":
-            assert find_spec(span) is not None, f"{name_of(page)} names {span}"
+        if span.startswith(folders) and not re.search(r"[<*{ ]|\.\.\.", span) and not (REPO / span).exists():
+            yield span
+        if re.fullmatch(r"ttrain(\.\w+)+", span) and span != "ttrain.plugins" and find_spec(span) is None:
+            yield span
+
+
+def test_links_paths_and_modules_exist() -> None:
+    assert not {name_of(page): dead for page in PAGES if (dead := list(dead_names(page)))}
 
 
 def known_keys() -> set[str]:
@@ -345,19 +358,19 @@ def known_keys() -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_keys_and_options_exist(page: Path) -> None:
-    keys = known_keys()
+def test_keys_and_options_exist() -> None:
+    keys, plugin = known_keys(), {"bigram", "adagrad", "my-cpu"}
+    wrong: list[str] = []
     with Composer() as composer:
         options = composer.groups()
-    for span in spans(page):
+    for page, span in [(of, span) for of in PAGES for span in spans(of)]:
         key, equals, value = span.partition("=")
         section = key.partition(".")[0]
         if re.fullmatch(r"[a-z_]+\.[a-z_]+", key) and section in sections() and Path(key).suffix not in FILES:
-            assert key in keys, f"{name_of(page)} names the key {key}"
+            wrong += [f"{name_of(page)}: the key {key}"] if key not in keys else []
         if equals and key in options and re.fullmatch(r"[\w.,-]+", value) and "mine" not in value:
-            plugin = {"bigram", "adagrad", "my-cpu"}
-            assert set(value.split(",")) <= {*options[key], *plugin}, f"{name_of(page)} names {span}"
+            wrong += [f"{name_of(page)}: {span}"] if set(value.split(",")) - {*options[key], *plugin} else []
+    assert not wrong, "these keys and options don't exist"
 
 
 def test_the_readme_lists_every_option() -> None:
@@ -370,12 +383,14 @@ def test_the_readme_lists_every_option() -> None:
         assert sorted(re.findall(r"`([\w-]+)`", listed)) == sorted(options[group]), f"the README's row of {group}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_blocks_of_code_are_valid(page: Path) -> None:
-    for language, text in blocks(page):
-        if language == "python":
-            compile(text, name_of(page), "exec")
-        elif language == "yaml":
-            assert yaml.safe_load(text)
-        elif language == "json":
-            json.loads(text)
+def test_blocks_of_code_are_valid() -> None:
+    checks: dict[str, Callable[[str], Any]] = {"yaml": yaml.safe_load, "json": json.loads}
+    checks["python"] = lambda text: compile(text, "page", "exec")
+    wrong: dict[str, str] = {}
+    for page in PAGES:
+        for language, text in blocks(page):
+            try:
+                checks.get(language, str)(text)
+            except (SyntaxError, ValueError, yaml.YAMLError) as error:
+                wrong[f"{name_of(page)}: {text.splitlines()[0]}"] = str(error)
+    assert not wrong
