@@ -11,12 +11,13 @@ import torch
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Buffer, Delivery, Device
 from ttrain.graph.graph import Graph, Kind, Node, Value
-from ttrain.graph.op import REGISTRY, Op
+from ttrain.graph.op import REGISTRY, Case, Op
+from ttrain.plan.lifetime import overwritable
 from ttrain.verify.cases import TORCH, Arrays, as_torch, draw, input_names, input_specs, record, reference, rounded
 
 __all__ = [
     "TORCH", "Arrays", "Interpreter", "all_cases", "as_torch", "bound", "draw", "input_names", "input_specs",
-    "inputs_of_kind", "record", "recorded_by_models", "reference", "rounded",
+    "inputs_of_kind", "only", "record", "recorded_by_models", "reference", "rounded", "shared_with",
 ]  # fmt: skip
 POISON = {DType.INT64: -(2**40), DType.INT32: -(2**30), DType.BOOL: True}
 
@@ -37,6 +38,21 @@ def all_cases(*dtypes: DType, where: Callable[[Op], bool] = recorded_by_models) 
         for number, case in enumerate(op.cases())
         for dtype in dtypes
     ]
+
+
+def only(cases: Sequence[Any], keep: Callable[[Op, Case, DType], bool]) -> list[Any]:
+    """Those cases in which a test has something to assert."""
+    kept = [case for case in cases if keep(*case.values)]
+    assert kept, "no case is left"
+    return kept
+
+
+def shared_with(device: Device, op: Op, case: Case, dtype: DType) -> list[Value]:
+    """Inputs whose buffer a plan may give to the first output of a case."""
+    graph, _, outputs = record(op, case, dtype)
+    node = graph.nodes[0]
+    taken = [] if op.aliases(node) else overwritable(node, device.kernels[op.name])
+    return [value for value in taken if value.spec == outputs[0].spec]
 
 
 class Interpreter:

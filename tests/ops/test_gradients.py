@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.ops.harness import Arrays, Interpreter, all_cases, draw, record
+from tests.ops.harness import Arrays, Interpreter, all_cases, draw, only, record
 from tests.ops.ulp import assert_within
 from ttrain.autodiff import backward
 from ttrain.core.spec import DType
@@ -28,8 +29,9 @@ from ttrain.verify.tolerances import GRADIENT
 COMPOSITE = ("self_attention", "layer_norm", "add_layer_norm", "linear_cross_entropy", "cross_entropy", "gelu")
 
 
-def has_gradient(op: Op) -> bool:
-    return op.differentiable
+def trained(*dtypes: DType, where: Callable[[Op], bool] = lambda op: True) -> list[Any]:
+    """Every case that backward may pass through."""
+    return only(all_cases(*dtypes, where=where), lambda op, case, dtype: trainable(op, case))
 
 
 def traced_gradients(
@@ -46,10 +48,8 @@ def traced_gradients(
     return {name: interpreter.read(g) for name, g in zip(names, gradients, strict=True)}, weights
 
 
-@pytest.mark.parametrize(("op", "case", "dtype"), all_cases(*GRADIENT, where=has_gradient))
+@pytest.mark.parametrize(("op", "case", "dtype"), trained(*GRADIENT))
 def test_gradient_equals_autograd(device: Device, op: Op, case: Case, dtype: DType) -> None:
-    if not trainable(op, case):
-        return
     for chosen in output_choices(op, case, dtype):
         arrays = draw(op, case, dtype)
         got, weights = traced_gradients(device, op, case, dtype, arrays, chosen, unreached(op, chosen))
@@ -59,10 +59,8 @@ def test_gradient_equals_autograd(device: Device, op: Op, case: Case, dtype: DTy
             assert_within(gradient, expected[name], dtype, GRADIENT[dtype], what)
 
 
-@pytest.mark.parametrize(("op", "case", "dtype"), all_cases(DType.FP64, where=lambda op: op.name in COMPOSITE))
+@pytest.mark.parametrize(("op", "case", "dtype"), trained(DType.FP64, where=lambda op: op.name in COMPOSITE))
 def test_gradient_equals_finite_differences_of_the_kernel(device: Device, op: Op, case: Case, dtype: DType) -> None:
-    if not trainable(op, case):
-        return
     chosen = list(range(DIFFERENTIABLE_OUTPUTS.get(op.name, 1)))
     arrays = draw(op, case, dtype)
     got, weights = traced_gradients(device, op, case, dtype, arrays, chosen)
@@ -82,10 +80,8 @@ def test_gradient_equals_finite_differences_of_the_kernel(device: Device, op: Op
         assert slope == pytest.approx(expected, rel=1e-6, abs=1e-7), f"d{op.name}/d{name}"
 
 
-@pytest.mark.parametrize(("op", "case", "dtype"), all_cases(DType.FP32, where=has_gradient))
+@pytest.mark.parametrize(("op", "case", "dtype"), trained(DType.FP32))
 def test_backward_reads_only_what_the_op_declares_to_save(op: Op, case: Case, dtype: DType) -> None:
-    if not trainable(op, case):
-        return
     for chosen in output_choices(op, case, dtype):
         graph, values, outputs = record(op, case, dtype)
         node = graph.nodes[0]
