@@ -6,6 +6,9 @@ import pytest
 
 from ttrain.config.compose import load
 from ttrain.config.notices import notices
+from ttrain.config.rates import rate_jump, train_on
+from ttrain.config.schema import to_dict
+from ttrain.train.progress import Progress
 
 GROWING = ("model.context=64", "train.block_schedule=[16,32,64]", "train.block_steps=10")
 PAIRS = ("model=agillm", "model.preset=femto_1x")
@@ -28,3 +31,64 @@ def test_what_is_seldom_meant_is_told(words: tuple[str, ...], told: str | None) 
     found = list(notices(load(words)))
     assert len(found) == (told is not None)
     assert told is None or told in found[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "step", "told"),
+    [
+        # (1 - r) from 1 to 0.1: the end of 100 steps, then the step after it of a line over 200 steps.
+        (("schedule=linear",), ("train.steps=200",), 100, (1e-4, 1e-3 * (1 - 0.9 * 100 / 199))),
+        (("schedule=linear",), ("train.steps=200", "schedule.steps=100"), 100, None),
+        (("schedule=linear",), (), 50, None),
+        (("schedule=linear",), ("train.steps=105",), 50, None),  # a rate 2 percent higher
+        (("schedule=linear",), ("optimizer.lr=5e-4",), 99, (1e-3 * (1 - 0.9 * 98 / 99), 5e-5)),
+        (("schedule=linear", "schedule.final=0"), ("train.steps=101",), 100, None),
+        (("schedule=linear", "schedule.final=0"), ("train.steps=200",), 100, (0.0, 1e-3 * (1 - 100 / 199))),
+        (("schedule=constant",), ("train.steps=200",), 100, None),
+        (("schedule=linear", "schedule.warmup=50"), (), 10, None),
+        (("schedule=wsd",), ("train.steps=200",), 100, (1e-4, 1e-3)),
+        (("schedule=linear",), (), 100, None),  # all is done
+    ],
+)
+def test_a_resume_tells_a_rate_that_jumps(
+    before: tuple[str, ...], now: tuple[str, ...], step: int, told: tuple[float, float] | None
+) -> None:
+    base = ("train.steps=100", "optimizer.lr=1e-3", *before)
+    note = rate_jump(to_dict(load(base)), load((*base, *now)), Progress(step, lr_factor=0.5))
+    if told is None:
+        assert note is None
+    else:
+        old, new = (rate / 2 for rate in told)  # a rollback halved it
+        assert note is not None and f"from {old:.2e} at step {step} to {new:.2e} at step {step + 1}" in note
+        assert ("schedule.steps=100 keeps its end" in note) == ("train.steps=200" in now)
+
+
+@pytest.mark.parametrize(
+    ("given", "step", "words", "rate"),
+    [
+        (("schedule=linear",), 100, "train.steps=200 schedule.steps=100", "goes on at 1.00e-04; with"),
+        (("schedule=linear", "schedule.steps=100"), 100, "train.steps=200", "goes on at 1.00e-04; with"),
+        (
+            ("schedule=linear",),
+            40,
+            "train.steps=200 schedule.steps=100",
+            f"goes on at {1e-3 * (1 - 0.9 * 40 / 99):.2e}",
+        ),
+        (("schedule=linear", "schedule.final=0"), 100, "train.steps=200", "rises from 0.00e+00 to 4.97e-04"),
+        (
+            ("schedule=linear", "schedule.final=0", "schedule.steps=100"),
+            100,
+            "train.steps=200 schedule.steps=200",
+            "rises from 0.00e+00 to 4.97e-04",
+        ),
+        (("schedule=constant",), 100, "train.steps=200", None),
+    ],
+)
+def test_the_command_that_trains_on(given: tuple[str, ...], step: int, words: str, rate: str | None) -> None:
+    """Where a rate is left, the command leads to no jump; what the other choice would do is told."""
+    base = ("train.steps=100", "optimizer.lr=1e-3", *given)
+    found, told = train_on(load(base), Progress(step))
+    assert found == words
+    assert told == rate or (told is not None and rate is not None and told.startswith(rate))
+    jump = rate_jump(to_dict(load(base)), load((*base, *found.split())), Progress(step))
+    assert (jump is not None) == (told is not None and told.startswith("rises"))

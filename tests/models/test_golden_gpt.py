@@ -84,11 +84,14 @@ def test_logits_loss_and_every_gradient(variant: str, engine: str) -> None:
 
 
 def nanogpt_rate(step: int, peak: float, warmup: int, steps: int, lowest: float) -> float:
-    """The schedule of nanoGPT's training script, from its description: linear warm-up, then half a cosine."""
+    """The schedule of nanoGPT's training script, from its description: linear warm-up, then half a cosine.
+
+    Its lr_decay_iters counts from 0, so the last of `steps` steps is `steps - 1`, where the lowest rate is reached.
+    """
     index = step - 1
     if index < warmup:
         return peak * (index + 1) / (warmup + 1)
-    return lowest + 0.5 * (1 + np.cos(np.pi * (index - warmup) / (steps - warmup))) * (peak - lowest)
+    return lowest + 0.5 * (1 + np.cos(np.pi * (index - warmup) / (steps - 1 - warmup))) * (peak - lowest)
 
 
 def plain_run(plain: PlainGPT) -> list[float]:

@@ -49,9 +49,9 @@ def batches() -> list[dict[str, np.ndarray]]:
 
 
 def rate(step: int) -> float:
-    """Linear warm-up over 3 steps, then a line to zero at step index 20."""
+    """Linear warm-up over 3 steps, then a line to zero at step 20, the last."""
     index = step - 1
-    return 0.1 * (index + 1) / 4 if index < 3 else 0.1 * (1 - (index - 3) / 17)
+    return 0.1 * (index + 1) / 4 if index < 3 else 0.1 * (1 - (index - 3) / 16)
 
 
 def plain_run(plain: torch.nn.Module, options: dict[str, Any]) -> list[float]:

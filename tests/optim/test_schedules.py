@@ -33,7 +33,7 @@ def nanogpt_rate(iteration: int, warmup: int, decay_steps: int, lowest: float) -
 def test_cosine_is_nanogpts_schedule(warmup: int, final: float) -> None:
     factor = build("cosine", warmup=warmup, final=final)
     for step in range(1, STEPS + 50):
-        assert factor(step) == pytest.approx(nanogpt_rate(step - 1, warmup, STEPS, final), abs=1e-12)
+        assert factor(step) == pytest.approx(nanogpt_rate(step - 1, warmup, STEPS - 1, final), abs=1e-12)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -48,26 +48,50 @@ def test_without_warmup_the_first_step_is_at_the_peak(name: str) -> None:
     assert build(name)(1) == 1.0
 
 
-@pytest.mark.parametrize("name", ["linear", "cosine", "wsd"])
-def test_the_final_factor_is_reached_at_the_end_and_kept(name: str) -> None:
-    factor = build(name, final=0.25, warmup=5)
-    assert factor(STEPS) > 0.25
-    assert factor(STEPS + 1) == factor(STEPS + 1000) == pytest.approx(0.25)
-    falling = [factor(step) for step in range(6, STEPS + 2)]
+# Factor at step 1, the last of the warm-up, the first after it, one on the way, the step before the last, and the last.
+LANDMARKS = {
+    "linear": (0.1, 0.9, 1.0, 1 - 45 / 90 * 0.75, 1 - 89 / 90 * 0.75, 0.25),
+    "cosine": (0.1, 0.9, 1.0, 0.625, 0.25 + 0.375 * (1 + math.cos(math.pi * 89 / 90)), 0.25),
+    "constant": (0.1, 0.9, 1.0, 1.0, 1.0, 1.0),
+    "wsd": (0.1, 0.9, 1.0, 1.0, 1 - 19 / 20 * 0.75, 0.25),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_first_warmup_end_and_last_step(name: str) -> None:
+    factor = build(name, final=0.25, warmup=9)
+    assert tuple(map(factor, (1, 9, 10, 55, 99, STEPS))) == pytest.approx(LANDMARKS[name], abs=1e-12)
+    last = LANDMARKS[name][-1]
+    assert factor(STEPS) == factor(STEPS + 1) == factor(STEPS + 1000) == last  # to the bit
+    falling = [factor(step) for step in range(10, STEPS + 2)]
     assert all(later <= earlier for earlier, later in pairwise(falling))
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "wsd"])
+@pytest.mark.parametrize("final", [0.0, 0.1, 1 / 3, 1.0])
+def test_the_last_step_has_the_final_factor_to_the_bit(name: str, final: float) -> None:
+    assert build(name, final=final, warmup=7)(STEPS) == final
 
 
 def test_linear_falls_in_equal_steps() -> None:
     factor = build("linear", final=0.0, warmup=20)
-    assert factor(21) == 1.0
-    assert factor(61) == pytest.approx(0.5)
-    assert factor(41) == pytest.approx(0.75)
+    falls = [factor(step) - factor(step + 1) for step in range(21, STEPS)]
+    assert factor(21) == 1.0 and falls == pytest.approx([1 / 79] * 79)
 
 
 def test_wsd_stays_at_the_peak_until_the_decay() -> None:
+    """A fifth of the 100 steps is below the peak, the last of them at the end."""
     factor = build("wsd", final=0.0, decay=0.2, warmup=10)
-    assert {factor(step) for step in range(11, 82)} == {1.0}
-    assert factor(91) == pytest.approx(0.5)
+    assert {factor(step) for step in range(11, 81)} == {1.0}
+    assert [factor(step) for step in range(81, 101)] == pytest.approx([1 - k / 20 for k in range(1, 21)])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_an_only_step_after_the_warmup_is_at_the_peak(name: str, warmup: int) -> None:
+    factor = SHAPES[name](ScheduleConfig(name=name, warmup=warmup, final=0.0), warmup + 1)
+    assert factor(warmup + 1) == 1.0
+    assert factor(warmup + 2) == (1.0 if name == "constant" else 0.0)
 
 
 def test_wsd_without_decay_stays_at_the_peak_to_the_end() -> None:
@@ -80,7 +104,8 @@ def test_constant_stays_at_the_peak() -> None:
 
 @pytest.mark.parametrize("name", ["linear", "cosine", "wsd"])
 def test_the_config_may_set_an_end_other_than_the_runs(name: str) -> None:
-    assert build(name, steps=10, final=0.5)(11) == pytest.approx(0.5)
+    assert build(name, steps=10, final=0.5)(10) == pytest.approx(0.5)
+    assert build(name, steps=10, final=0.5)(9) > 0.5
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -69,7 +69,13 @@ def make_summary(progress: Progress) -> Summary:
 
 
 def test_commands_of_a_run_with_plugins_name_them_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    print_summary(make_summary(Progress(100)), tmp_path, writes_text=False, plugins=["my_parts", "mine"])
+    print_summary(
+        make_summary(Progress(100)),
+        tmp_path,
+        ("train.steps=200", None),
+        writes_text=False,
+        plugins=["my_parts", "mine"],
+    )
     printed = capsys.readouterr().out
     assert "python -m ttrain 'plugins=[my_parts,mine]' resume=auto" in printed
     assert "task=sample" not in printed
@@ -79,7 +85,7 @@ def test_summary_tells_the_numbers_and_the_next_commands(tmp_path: Path, capsys:
     progress = Progress(100, 6400, 12.0, 1.5, 1.75, 100, 1.625, 80)
     summary = make_summary(progress)
     run = tmp_path / "a run"
-    print_summary(summary, run)
+    print_summary(summary, run, ("train.steps=200", "goes on at 1.00e-04"))
     printed = capsys.readouterr().out
     for expected in (
         "nano-gpt, 1.2M parameters",
@@ -88,7 +94,7 @@ def test_summary_tells_the_numbers_and_the_next_commands(tmp_path: Path, capsys:
         "3.1000",
         "50.0k tokens/s, mfu 31.0 %",
         "3.0 GiB",
-        f"python -m ttrain resume=auto run.dir='{run}' train.steps=200",
+        f"python -m ttrain resume=auto run.dir='{run}' train.steps=200\nlearning rate    goes on at 1.00e-04\n",
         f"python -m ttrain task=sample run.dir='{run}'",
     ):
         assert expected in printed

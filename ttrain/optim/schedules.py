@@ -1,14 +1,15 @@
 """Learning rate over steps, as a factor of the peak.
 
 Steps count from 1. With i = step - 1, W warm-up steps and S steps to the end, every shape starts as nanoGPT's schedule
-does: factor = (i + 1) / (W + 1) for i < W. Then, with the progress r = min(1, (i - W) / (S - W)):
+does: factor = (i + 1) / (W + 1) for i < W. Then, with the progress r = (i - W) / (S - 1 - W), which is 0 at the first
+step after the warm-up and 1 at step S:
 
     constant  1
     linear    1 - r (1 - final)
     cosine    final + (1 - final) (1 + cos(pi r)) / 2          (Loshchilov and Hutter, 2017)
-    wsd       1 until i = S - decay S, then linear to final at i = S    (warm-up, stable, decay; Hu et al., 2024)
+    wsd       1 up to step S - decay S, then linear to final at step S  (warm-up, stable, decay; Hu et al., 2024)
 
-From i = S on the factor is `final`.
+Step S and those after it have the factor `final`; where it is the only step after the warm-up, it has the peak.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def wsd(config: ScheduleConfig, steps: int) -> Schedule:
     """The peak, then a straight line to `final` over the last `decay` share of the steps."""
 
     def shape(index: int, end: int) -> float:
-        start = max(config.warmup, end - config.decay * end)
+        start = max(config.warmup, end - 1 - config.decay * end)
         return _line(_progress(index, start, end), config.final)
 
     return _shaped(config, steps, shape)
@@ -62,11 +63,11 @@ def _shaped(config: ScheduleConfig, steps: int, shape: Callable[[int, int], floa
 
 
 def _progress(index: int, start: float, end: int) -> float:
-    """0 up to `start`, 1 from `end` on."""
+    """0 up to index `start`, 1 at index `end` - 1, the last step's, and from there on; 0 where the two are one."""
     if index >= end:
         return 1.0
-    return 0.0 if index <= start else (index - start) / (end - start)
+    return 0.0 if index <= start else (index - start) / (end - 1 - start)
 
 
 def _line(progress: float, final: float) -> float:
-    return 1 - progress * (1 - final)
+    return (1 - progress) + progress * final

@@ -71,6 +71,6 @@ class ScheduleConfig:
 
     name: str = option("cosine", "registered name of the shape: constant, linear, cosine or wsd")
     warmup: int = option(0, "steps of linear warm-up", minimum=0)
-    steps: int | None = option(None, "step at which the final factor is reached; null takes train.steps", minimum=1)
+    steps: int | None = option(None, "step that the final factor is reached at; null takes train.steps", minimum=1)
     final: float = option(0.1, "factor of the peak at the end; unused by constant", minimum=0, maximum=1)
     decay: float = option(0.2, "wsd only: share of the steps spent decaying at the end", minimum=0, maximum=1)

@@ -25,12 +25,14 @@ def sum_up(job: Job, session: Session, run: RunDirectory, progress: Progress) ->
 
 def tell(job: Job, run: RunDirectory, progress: Progress) -> None:
     """Prints a sample and the summary."""
+    from ttrain.config.rates import train_on
     from ttrain.train.summary import print_summary
 
     writes_text = job.prompt is not None and "logits" in job.steps
     if writes_text:
         _print_sample(job, job.steps["logits"])
-    print_summary(_summary(job, run, progress), run.path, writes_text=writes_text, plugins=job.config.plugins)
+    on = train_on(job.config, progress)
+    print_summary(_summary(job, run, progress), run.path, on, writes_text=writes_text, plugins=job.config.plugins)
 
 
 def _print_sample(job: Job, logits: Step) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttrain.config import build
 from ttrain.config.notices import notices
+from ttrain.config.rates import rate_jump
 from ttrain.config.schema import Config
 from ttrain.core.errors import Interrupted, OutOfMemory, TtrainError, UserError
 from ttrain.core.units import format_count
@@ -257,7 +258,8 @@ class Job:
         self.console.say(f"Training {parts} on {place}. Run: {run.path}")
         if self.config.engine.name == "traced":
             self.console.say("The first step is compiled or captured, which takes longer than the others.")
-        for notice in notices(self.config):
+        jump = None if self.point is None else rate_jump(self.point.checkpoint.config, self.config, progress)
+        for notice in (*notices(self.config), *filter(None, [jump])):
             self.console.say(f"WARNING: {notice}")
         if progress.step >= self.config.train.steps:
             self.console.say(f"All {self.config.train.steps} steps are done; give train.steps=<more> to train on.")

@@ -114,20 +114,24 @@ def last_val_metrics(metrics: Path) -> dict[str, float]:
     return {name: value for name, value in newest.items() if name != "loss" and value is not None}
 
 
-def print_summary(summary: Summary, run: Path, *, writes_text: bool = True, plugins: Sequence[str] = ()) -> None:
+def print_summary(
+    summary: Summary, run: Path, on: tuple[str, str | None], *, writes_text: bool = True, plugins: Sequence[str] = ()
+) -> None:
     """Prints the summary, where the run is, and the commands that go on from it.
 
-    `writes_text` tells that the model can be sampled, `plugins` which modules a command has to name again.
+    `on` has the words with which the run trains on and what its learning rate does then, `writes_text` tells that the
+    model can be sampled, `plugins` which modules a command has to name again.
     """
     from rich.console import Console
     from rich.text import Text
 
     command = start_command(plugins)
-    folder, more = shlex.quote(str(run)), 2 * max(summary.steps, summary.progress.step)
+    folder, (words, rate) = shlex.quote(str(run)), on
     rows = [
         *summary.lines(),
         ("run", str(run)),
-        ("train on", f"{command} resume=auto run.dir={folder} train.steps={more}"),
+        ("train on", f"{command} resume=auto run.dir={folder} {words}"),
+        *([] if rate is None else [("learning rate", rate)]),
     ]
     if writes_text:
         rows.append(("sample", f"{command} task=sample run.dir={folder}"))
