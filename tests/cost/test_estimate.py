@@ -22,10 +22,11 @@ from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
-from ttrain.train import kernel_times
+from ttrain.train import kernel_times, peak
 from ttrain.train.estimate import Work, host_estimate, split_time, wormhole_estimate, wormhole_time
 from ttrain.train.kernel_times import KernelTimes
 from ttrain.train.memory_picture import memory_over_time
+from ttrain.train.peak import Rates
 from ttrain.train.step_graph import StepGraph
 
 SMALL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=32", "model.vocabulary=29"]
@@ -135,6 +136,75 @@ def test_a_long_measurement_shows_how_far_it_is_and_keeps_what_it_has(
     times.close()
     assert "timing kernels" in capsys.readouterr().err
     assert sorted(json.loads((tmp_path / "kernels.json").read_text("utf-8")).values()) == sorted(done)
+
+
+class Machine(KernelTimes):
+    """Takes twice as long for a kernel as the rates say, by a clock of its own."""
+
+    now = 0.0
+    families: frozenset[str] = frozenset()  # that were measured
+
+    def _measure(self, node: Any) -> float:
+        assert self.rates is not None
+        self.families |= {node.op.family}
+        seconds = 2 * self.rates.seconds(node)
+        self.now += 2 * seconds  # once to warm up, once timed
+        return seconds
+
+
+def machine(path: Path, seconds: float) -> Machine:
+    times = Machine(lambda: pytest.fail("nothing is opened"), "m", path, seconds=seconds, rates=Rates(1e6, 1e6))
+    times.clock = lambda: times.now
+    return times
+
+
+def test_timing_ends_when_its_seconds_are_over_and_the_rest_is_estimated(steps: Any, tmp_path: Path) -> None:
+    nodes, path = steps["train"].plan.launched, tmp_path / "kernels.json"
+    whole = machine(tmp_path / "whole.json", 1e9)
+    true = whole.of(nodes)
+    assert not whole.note
+    part = machine(path, whole.now / 2)
+    times = part.of(nodes)
+    # A kernel of a family that was not measured before may take longer than was expected.
+    assert 0.4 * whole.now < part.now <= 0.52 * whole.now and 0 < part.measured < whole.measured
+    assert part.measured + len(part.estimated) == whole.measured and f"{len(part.estimated)} kernels" in part.note
+    # Kernels of a family that was measured are estimated exactly here, others are taken to reach what rates say.
+    for node, time in zip(nodes, times, strict=True):
+        assert time == pytest.approx((2 if node.op.family in part.families else 1) * Rates(1e6, 1e6).seconds(node))
+    assert sum(times) == pytest.approx(sum(true), rel=0.2)  # the longest were measured first
+    again = machine(path, 0)
+    assert again.of(nodes) == pytest.approx(times) and again.now == 0 and again.measured == 0
+
+
+def test_rates_bound_a_kernel_by_its_operations_or_its_bytes(steps: Any) -> None:
+    product = max(steps["train"].plan.launched, key=lambda node: node.op.flops(node))
+    flops, nbytes = product.op.flops(product), product.op.nbytes(product)
+    assert Rates(flops / 3, 1e30).seconds(product) == pytest.approx(3 / 0.6)
+    assert Rates(1e30, nbytes / 5).seconds(product) == pytest.approx(5 / 0.6)
+
+
+def test_rates_of_this_machine_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path))
+    found = peak.measured_rates("cpu", "fp32")
+    assert found is not None and found.flops > 1e9 and found.nbytes > 1e8
+    monkeypatch.setattr(peak, "_fastest", lambda *_: pytest.fail("measured again"))
+    assert peak.measured_rates("cpu", "fp32") == found and peak.measured_rates("null", "fp32") is None
+
+
+def test_a_plan_without_times_is_there_before_kernels_are_timed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path))
+    given = []
+
+    def interrupted(times: KernelTimes, nodes: Any) -> list[float]:
+        given.append(times.seconds)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(KernelTimes, "of", interrupted)
+    text = planned(capsys, "device=cpu", "plan.seconds=7", code=130)
+    assert "One optimizer step" in text and "Largest buffers at the peak" in text and "Expected" not in text
+    assert given == [7]
 
 
 def test_a_damaged_cache_is_measured_again(steps: Any, tmp_path: Path) -> None:

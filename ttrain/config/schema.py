@@ -42,6 +42,9 @@ class PlanConfig:
     time: bool = option(
         True, "expect a step's time; on the CPU and on a GPU each kernel is timed once for that, and the time is kept"
     )
+    seconds: float = option(
+        10.0, "time kernels for so long; those that are left then are estimated from their FLOPs and bytes", minimum=0
+    )
     calibrate: bool = option(
         False, "first open the Tenstorrent card and measure constants of the cost model on it; they are kept for later"
     )

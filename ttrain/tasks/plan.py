@@ -31,7 +31,10 @@ def run(config: Config) -> None:
         steps = session.build_training()
         report = plan_report(session.graph, session.state, steps)
         extra = _Extra(config, session, steps, report, device)
-        _print(_title(config, model, device.name) + extra.verdict, [*report.tables(), *extra.tables])
+        print(_title(config, model, device.name) + extra.verdict + "\n")
+        _print([*report.tables(), *extra.tables])  # what takes no time is there at once
+        for table in extra.slow_tables(session, steps):
+            _print([table])
         if config.plan.show is not None:
             _show(config.plan.show, session, steps)
         if config.plan.json is not None:
@@ -88,15 +91,14 @@ def _title(config: Config, model: Model, device: str) -> str:
     return "; ".join(parts) + "."
 
 
-def _print(title: str, tables: Sequence[Table]) -> None:
+def _print(tables: Sequence[Table]) -> None:
     from rich.console import Console
 
     from ttrain.train.plan_report import plain_table
 
     console = Console()
-    print(title + "\n")
     if not console.is_terminal:
-        print("\n".join(map(plain_table, tables)))
+        print("\n".join(map(plain_table, tables)), flush=True)
         return
     for table in tables:
         console.print(_rich(table))
@@ -151,10 +153,13 @@ class _Extra:
         self.values: dict[str, Any] = {}
         self._padding(session, steps)
         self.verdict = self._fits(session.graph.model.config)
-        if config.plan.time:
-            self._time(self._timed_steps(steps), session.graph.chips)
-        if config.plan.limits:
-            self._limits()
+
+    def slow_tables(self, session: Session, steps: Mapping[str, Step]) -> Iterator[Table]:
+        """Those that are timed or searched for, each as soon as it is known."""
+        if self.config.plan.time:
+            yield from self._time(self._timed_steps(steps), session.graph.chips)
+        if self.config.plan.limits:
+            yield self._limits()
 
     def _available(self) -> tuple[int, str] | None:
         """Bytes to fit into, and where the number is from; None if it can't be told."""
@@ -197,26 +202,25 @@ class _Extra:
         with self._planning(config) as session:
             return {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
 
-    def _time(self, steps: Mapping[str, Step], chips: int) -> None:
+    def _time(self, steps: Mapping[str, Step], chips: int) -> list[Table]:
         from ttrain.tasks.expected import expected_time
         from ttrain.train.plan_report import Table
 
-        estimate, why_not = expected_time(self.config, steps, self.report, self.device, chips)
-        if estimate is not None:
-            self.tables += estimate.tables()
-            self.values["expected"] = estimate.to_dict()
-        else:
-            self.tables.append(Table("Expected time of one optimizer step", ("", ""), [], (why_not,)))
+        seconds = self.config.plan.seconds
+        estimate, why_not = expected_time(self.config, steps, self.report, self.device, chips, seconds)
+        if estimate is None:
+            return [Table("Expected time of one optimizer step", ("", ""), [], (why_not,))]
+        self.values["expected"] = estimate.to_dict()
+        return estimate.tables()
 
-    def _limits(self) -> None:
+    def _limits(self) -> Table:
         from ttrain.train.limits import largest, limit_text
         from ttrain.train.plan_report import Table
 
         known = self._available()
         if known is None:
             note = f"The memory of {self.device.name} can't be told without it; give plan.memory_gb."
-            self.tables.append(Table("Largest that fits", ("", ""), [], (note,)))
-            return
+            return Table("Largest that fits", ("", ""), [], (note,))
         available, source = known
         train = self.config.train
         rows = largest(self._with_rows, train.batch_size // train.accumulation, available)
@@ -229,7 +233,7 @@ class _Extra:
             lines.append(("context, at this micro-batch", limit_text(length, "context")))
         self.values["largest"] = {"available_bytes": available, "source": source, **found}
         note = f"Of {format_bytes(available)}, {source}; what the runtime itself takes comes on top."
-        self.tables.append(Table("Largest that fits", ("", "value (planned memory)"), lines, (note,)))
+        return Table("Largest that fits", ("", "value (planned memory)"), lines, (note,))
 
     @contextmanager
     def _planning(self, config: Config) -> Iterator[Session]:

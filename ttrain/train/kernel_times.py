@@ -1,15 +1,18 @@
 """How long this machine's kernels take: each distinct kernel of a plan is timed once, and the time is kept.
 
 A kernel is timed on zeros in memory of its own. State that one update takes together lies side by side, as in a run.
+Where the time for measuring is over, the rest is estimated from operations and bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,10 +25,11 @@ from ttrain.core.spec import TensorSpec, run_offsets
 from ttrain.device.base import Delivery, Device
 from ttrain.graph.graph import Node
 from ttrain.train.files import replace_file
+from ttrain.train.peak import Rates
 
 REPEATS = 7  # timed launches of a kernel; its time is their lower quartile, since a neighbour can only slow it down
 SECONDS = 0.25  # but no more launches once this much time has gone into one kernel
-BAR_AFTER = 2.0  # seconds; what is done sooner needs no progress bar
+BAR_AFTER = 1.0  # seconds; what is done sooner needs no progress bar
 OTHER = 8 * 2**20  # bytes that other kernels touch between two launches: more than a core's own caches hold
 LIMIT = 256 * 2**20  # bytes; lists of state are cut to about this much, and the time scaled
 
@@ -38,9 +42,15 @@ class KernelTimes:
     machine: str
     path: Path = field(default_factory=lambda: cache_folder() / "kernels.json")
     bar: bool = False  # shows progress on stderr
+    seconds: float = math.inf  # to measure for in all; what is left then is estimated by `rates`
+    rates: Rates | None = None
+    clock: Callable[[], float] = time.perf_counter
     measured: int = 0
+    estimated: dict[str, float] = field(default_factory=dict)  # seconds by kernel
     _known: dict[str, float] | None = None
     _open: Device | None = None
+    _end: float | None = None  # of measuring, by the clock
+    _sums: dict[str, tuple[float, float]] = field(default_factory=dict)  # by family: measured and expected seconds
     _other_work: Any = field(default_factory=lambda: np.zeros(OTHER, np.uint8))
 
     def of(self, nodes: Iterable[Node]) -> list[float]:
@@ -49,24 +59,66 @@ class KernelTimes:
             self._known = self._read()
         nodes = list(nodes)
         keys = [self._key(node) for node in nodes]
-        missing = {key: node for key, node in zip(keys, nodes, strict=True) if key not in self._known}
+        kernels = dict(zip(keys, nodes, strict=True))
+        missing = {key: node for key, node in kernels.items() if key not in self._known}
+        for key in kernels.keys() - missing.keys():
+            self._learn(kernels[key], self._known[key])
+        if self.seconds > 0 or self.rates is None:
+            self._measure_all(self._known, self._in_order(missing, keys))
+        self.estimated |= {key: self._expected(node) for key, node in missing.items() if key not in self._known}
+        return [self._known[key] if key in self._known else self.estimated[key] for key in keys]
+
+    @property
+    def note(self) -> str:
+        """What a reader of the times should know of them; empty where all were measured."""
+        if not self.estimated:
+            return ""
+        kernels = "kernel was" if len(self.estimated) == 1 else "kernels were"
+        return f"; {len(self.estimated)} {kernels} not timed but estimated from FLOPs and bytes"
+
+    def _in_order(self, missing: dict[str, Node], keys: Sequence[str]) -> dict[str, Node]:
+        """First those that take most of the step, where the time may not suffice for all."""
+        counts = Counter(keys)
+        return dict(sorted(missing.items(), key=lambda item: -self._expected(item[1]) * counts[item[0]]))
+
+    def _measure_all(self, known: dict[str, float], missing: dict[str, Node]) -> None:
+        """As many as the time suffices for; a kernel is launched twice at least."""
+        if self._end is None:
+            self._end = self.clock() + self.seconds
         before = self.measured
         try:
             for key, node in self._shown(missing):
-                self._known[key] = self._measure(node)
-                self.measured += 1
+                if self.rates is None or self.clock() + 2 * self._expected(node) < self._end:
+                    known[key] = self._measure(node)
+                    self._learn(node, known[key])
+                    self.measured += 1
         finally:
             if self.measured > before:
-                self._write(self._known)
-        return [self._known[key] for key in keys]
+                self._write(known)
+
+    def _expected(self, node: Node) -> float:
+        """By the rates, and by how much longer kernels of the family were measured to take."""
+        measured, expected = self._sums.get(node.op.family, (1.0, 1.0))
+        return 0.0 if self.rates is None else self.rates.seconds(node) * measured / expected
+
+    def _learn(self, node: Node, seconds: float) -> None:
+        if self.rates is not None and (plain := self.rates.seconds(node)) > 0:
+            measured, expected = self._sums.get(node.op.family, (0.0, 0.0))
+            self._sums[node.op.family] = measured + seconds, expected + plain
 
     def _shown(self, missing: dict[str, Node]) -> Iterable[tuple[str, Node]]:
         """What is to be measured, with a progress bar where one is wanted and it takes long."""
         if not self.bar:
-            return missing.items()
+            yield from missing.items()
+            return
         from tqdm import tqdm
 
-        return tqdm(missing.items(), desc="timing kernels", unit="kernel", delay=BAR_AFTER, leave=False)
+        with tqdm(total=len(missing), desc="timing kernels", unit="kernel", delay=BAR_AFTER, leave=False) as bar:
+            for item in missing.items():
+                if self._end is not None and math.isfinite(self._end):
+                    bar.set_postfix_str(f"at most {max(self._end - self.clock(), 0):.0f} s left", refresh=False)
+                yield item
+                bar.update()
 
     def close(self) -> None:
         """Close the device, if one was opened."""
@@ -85,13 +137,13 @@ class KernelTimes:
         launch, scale = _bound(self._open, node)
         launch()
         times: list[float] = []
-        end = time.perf_counter() + SECONDS
-        while len(times) < REPEATS and (not times or time.perf_counter() < end):
+        end = self.clock() + SECONDS
+        while len(times) < REPEATS and (not times or self.clock() < end):
             self._other_work += 1  # in a step, other kernels have used the cache since this one's inputs were made
-            start = time.perf_counter()
+            start = self.clock()
             launch()
             self._open.synchronize()
-            times.append(time.perf_counter() - start)
+            times.append(self.clock() - start)
         return scale * sorted(times)[len(times) // 4]
 
     def _read(self) -> dict[str, float]:

@@ -1,4 +1,7 @@
-"""Peak of a device in FLOP/s, measured with a large matrix product: what mfu is relative to."""
+"""Peak of a device in FLOP/s, measured with a large matrix product: what mfu is relative to; and what follows from it.
+
+With the bytes per second of its memory the peak bounds the time of any kernel from below.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,42 @@ import json
 import platform
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ttrain.core.folders import cache_folder
+from ttrain.graph.graph import Node
 from ttrain.train.files import replace_file
 
 _SECONDS = 0.15
 _SIZES = {"cpu": 1024, "cuda": 8192}
+_MOVED = 64 * 2**20  # bytes that are copied: more than caches hold
+REACHED = 0.6  # share of peak and bandwidth that kernels are taken to reach where none was timed
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does at best: FLOP/s of products, byte/s of memory, read and written together."""
+
+    flops: float
+    nbytes: float
+
+    def seconds(self, node: Node) -> float:
+        """About what a kernel takes, from its operations and bytes."""
+        return max(node.op.flops(node) / self.flops, node.op.nbytes(node) / self.nbytes) / REACHED
+
+
+def measured_rates(device: str, dtype: str, index: int = 0) -> Rates | None:
+    """The rates of `cpu` or `cuda`. What was measured on this machine before is not measured again."""
+    if device not in _SIZES:
+        return None
+    key = _key(device, dtype, index)
+    peak = _read(cache_folder() / "peak.json").get(key) or measured_peak(device, dtype, index)
+    key = f"bandwidth {_key(device, 'bytes', index)}"
+    moved = _read(cache_folder() / "peak.json").get(key) or _cached(key, lambda: _measure_bandwidth(device, index))
+    return None if peak is None else Rates(peak, moved)
 
 
 def measured_peak(device: str, dtype: str, index: int = 0) -> float | None:
@@ -27,10 +57,27 @@ def measured_peak(device: str, dtype: str, index: int = 0) -> float | None:
         return None
     import torch
 
+    return _cached(_key(device, dtype, index), lambda: _measure(torch, device, dtype, index))
+
+
+def _key(device: str, dtype: str, index: int) -> str:
+    """What a measurement holds for."""
+    import torch
+
     model = torch.cuda.get_device_name(index) if device == "cuda" else platform.processor() or platform.machine()
     precision = torch.get_float32_matmul_precision()
     parts = [device, model, platform.node(), dtype, precision, torch.get_num_threads(), torch.__version__]
-    return _cached(" ".join(map(str, parts)), lambda: _measure(torch, device, dtype, index))
+    return " ".join(map(str, parts))
+
+
+def _measure_bandwidth(device: str, index: int) -> float:
+    """Byte/s of a copy, which reads and writes."""
+    import torch
+
+    place = torch.device(device, index) if device == "cuda" else torch.device(device)
+    source, target = (torch.zeros(_MOVED, dtype=torch.uint8, device=place) for _ in range(2))
+    synchronize = partial(torch.cuda.synchronize, index) if device == "cuda" else lambda: None
+    return 2 * _MOVED / _fastest(lambda: target.copy_(source), synchronize)
 
 
 def _measure(torch: Any, device: str, dtype: str, index: int) -> float:
