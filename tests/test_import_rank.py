@@ -21,10 +21,10 @@ ROWS = [
     ("models",),
     ("train",),
     ("bench", "config", "verify"),
-    ("cli", "sweep", "tasks", "__main__"),
+    ("api", "cli", "sweep", "tasks", "__main__"),
 ]
 RANK = {folder: rank for rank, row in enumerate(ROWS) for folder in row}
-FREE = {"__init__"}  # holds the version only
+FREE = {"__init__"}  # holds the version, and loads what it offers when that is first used
 
 
 def imported_modules(source: str, module: str) -> Iterator[str]:

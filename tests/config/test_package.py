@@ -28,6 +28,10 @@ def test_the_wheel_carries_conf_and_recipes_and_works_from_any_folder(tmp_path: 
             path.relative_to(unpacked / "ttrain" / folder) for path in (unpacked / "ttrain" / folder).rglob("*.yaml")
         }
         assert carried == {path.relative_to(packaged(folder)) for path in packaged(folder).rglob("*.yaml")}
+    assert (unpacked / "ttrain" / "py.typed").exists()
+    metadata = next(unpacked.glob("*.dist-info/METADATA")).read_text("utf-8")
+    assert "License-Expression: Apache-2.0" in metadata
+    assert next(unpacked.glob("*.dist-info/licenses/LICENSE")).read_bytes() == (REPO / "LICENSE").read_bytes()
     entry_points = next(unpacked.glob("*.dist-info/entry_points.txt")).read_text()
     assert "ttrain = ttrain.__main__:main" in entry_points
     code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from ttrain.cli import main; sys.exit(main())"

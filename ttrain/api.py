@@ -1,0 +1,130 @@
+"""What `import ttrain` offers to programs: configs, whole runs, and training one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ttrain.cli import run_task
+from ttrain.config import build
+from ttrain.config.compose import MAIN_CONFIG, load
+from ttrain.config.registry import register
+from ttrain.config.schema import Config
+from ttrain.core.errors import TtrainError, UserError
+from ttrain.core.options import option
+from ttrain.train.step import StepResult
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ttrain.models.base import Batch, Model
+
+__all__ = [
+    "Config",
+    "StepResult",
+    "Training",
+    "TtrainError",
+    "UserError",
+    "load_config",
+    "option",
+    "register",
+    "run",
+]
+
+
+def load_config(*words: str, config_dir: str | Path | None = None) -> Config:
+    """The checked config of a command: `load_config("model=gpt2", "train.steps=10")`.
+
+    `config_dir` is a folder of further YAML files, as `--config-dir` names it. Raises ConfigError, a UserError, with
+    every problem that there is.
+    """
+    return load(words, MAIN_CONFIG, config_dir)
+
+
+def run(*words: str, config_dir: str | Path | None = None) -> Any:
+    """Do in this process what `python -m ttrain` does with these words, sweeps and supervision apart.
+
+    Returns what the task returns: of task=train the lowest loss on held-out data, or None where there is none. Raises
+    TtrainError where the command would end with a message.
+    """
+    return run_task(load_config(*words, config_dir=config_dir))
+
+
+class Training:
+    """A model and an optimizer on a device, trained by calls instead of a loop. Use it as a context manager.
+
+    The config chooses device, engine, optimizer, precision and rows as it does for a run; data, files and logging stay
+    with the caller. `model` is the config's unless another is given.
+    """
+
+    def __init__(self, config: Config, model: Model | None = None) -> None:
+        """Opens the device, sets first values from run.seed, and builds the steps; nothing is computed yet.
+
+        Raises UserError for what can't be built: a device that is missing, a model whose sizes are not all given.
+        """
+        from ttrain.models.base import preparation
+        from ttrain.tasks.job import open_session
+        from ttrain.train.step import TrainStep
+
+        if model is None and getattr(config.model, "vocabulary", 0) is None:
+            raise UserError("model.vocabulary=null: there is no tokenizer here to ask. Give the number of token ids.")
+        self.config, self.steps = config, 0
+        self.model = build.build_model(config) if model is None else model
+        self._prepare = preparation(self.model)
+        with ExitStack() as stack:
+            device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
+            if not device.computes:
+                raise UserError(f"device={config.device.name}: computes no values. Choose another, such as device=cpu.")
+            self._session = stack.enter_context(closing(open_session(config, self.model, device, training=True)))
+            self._session.initialize(config.run.seed)
+            self._built = self._session.build_training()
+            seed, accumulation = config.run.seed, config.train.accumulation
+            self._step = TrainStep(self._built, accumulation, seed, prepare=self._prepare)
+            self._stack = stack.pop_all()
+
+    def step(self, batch: Batch, lr: float | None = None) -> StepResult:
+        """One optimizer step on the fields of a batch, each an array of train.batch_size rows.
+
+        `lr` replaces optimizer.lr times the schedule. Raises ShapeError for a missing field or another shape.
+        """
+        from ttrain.optim.groups import learning_rates
+
+        optimizer = self.config.optimizer if lr is None else replace(self.config.optimizer, lr=lr)
+        schedule = build.build_schedule(self.config.schedule, self.config.train.steps) if lr is None else _as_it_is
+        number = self.steps + 1
+        result = self._step(batch, learning_rates(self.model.parameters(), optimizer, schedule)(number), number)
+        self.steps = number
+        return result
+
+    def evaluate(self, batch: Batch) -> float:
+        """The loss of train.batch_size / train.accumulation rows, without dropout; changes nothing."""
+        from ttrain.models.base import loss_weights
+
+        fields, counts = self._prepare(batch)
+        return float(self._built["evaluate"]({**fields, **loss_weights(counts)})["loss"])
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        """Host copies of the parameters by path; bf16 comes as fp32."""
+        return {path: self._session.state.read(path) for path in self.model.parameters()}
+
+    def set_parameters(self, values: Mapping[str, np.ndarray]) -> None:
+        """Overwrite parameters by path. Raises GraphError for an unknown path or another shape."""
+        for path, value in values.items():
+            self._session.state.write(path, value)
+
+    def close(self) -> None:
+        """Release the steps, then the device."""
+        self._stack.close()
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _as_it_is(step: int) -> float:
+    return 1.0
