@@ -1,4 +1,4 @@
-"""Batches: pure, repeatable, shared out between ranks, and never across the boundary of the splits."""
+"""Batches: pure, repeatable, parts of one stream, and never across the boundary of the splits."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from ttrain.data.settings import DataConfig, TextConfig
 from ttrain.data.text import open_text
 
 ORDERS = st.sampled_from(["random", "epoch"])
+ALL_ORDERS = st.sampled_from(["random", "epoch", "read"])
 
 
 def dataset(train: int, val: int, context: int, order: str = "random", limit: int | None = None) -> TokenDataset:
@@ -46,7 +47,7 @@ def test_sequences_are_windows_of_their_own_split(
     data = dataset(train, val, context, order)
     assert data.fields == {name: TensorSpec((context,), DType.INT64) for name in ("tokens", "targets")}
     for split, first, last in (("train", 0, train - 1), ("val", train, train + val - 1)):
-        batch = data.batch(split, seed, index, rows)
+        batch = data.batch(split, seed, index * rows, rows)
         tokens, targets = batch["tokens"], batch["targets"]
         assert tokens.shape == targets.shape == (rows, context)
         assert tokens.dtype == targets.dtype == np.int64
@@ -58,23 +59,21 @@ def test_sequences_are_windows_of_their_own_split(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    order=ORDERS,
+    order=ALL_ORDERS,
     split=st.sampled_from(["train", "val"]),
     seed=st.integers(0, 2**40),
-    index=st.integers(0, 10**6),
-    rows=st.integers(1, 6),
-    world=st.integers(1, 5),
+    first=st.integers(0, 10**6),
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=5),
     limit=st.one_of(st.none(), st.integers(1, 9)),
 )
-def test_ranks_and_micro_batches_share_out_one_batch(
-    order: str, split: str, seed: int, index: int, rows: int, world: int, limit: int | None
+def test_batches_of_any_sizes_are_parts_of_one_stream(
+    order: str, split: str, seed: int, first: int, sizes: list[int], limit: int | None
 ) -> None:
     data = dataset(90, 40, 4, order, limit)
-    whole = data.batch(split, seed, index, rows * world)["tokens"]
-    ranks = [data.batch(split, seed, index, rows, rank, world)["tokens"] for rank in range(world)]
-    micro = [data.batch(split, seed, index * world + number, rows)["tokens"] for number in range(world)]
-    assert (np.concatenate(ranks) == whole).all()
-    assert (np.concatenate(micro) == whole).all()
+    whole = data.batch(split, seed, first, sum(sizes))["tokens"]
+    firsts = [first + sum(sizes[:number]) for number in range(len(sizes))]
+    parts = [data.batch(split, seed, at, rows)["tokens"] for at, rows in zip(firsts, sizes, strict=True)]
+    assert (np.concatenate(parts) == whole).all()
 
 
 def test_a_batch_is_the_same_in_another_process() -> None:
@@ -82,12 +81,12 @@ def test_a_batch_is_the_same_in_another_process() -> None:
         "import numpy as np; from ttrain.data.batches import TokenDataset; "
         "from ttrain.data.settings import DataConfig; "
         "ids = np.arange(1000, dtype=np.uint16); "
-        "[print(TokenDataset(ids[:900], ids[900:], 8, 1000, DataConfig(order=order)).batch(split, 7, 123, 5)"
+        "[print(TokenDataset(ids[:900], ids[900:], 8, 1000, DataConfig(order=order)).batch(split, 7, 123 * 5, 5)"
         "['tokens'][:, 0].tolist()) for order in ('random', 'epoch') for split in ('train', 'val')]"
     )
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     here = [
-        dataset(900, 100, 8, order).batch(split, 7, 123, 5)["tokens"][:, 0].tolist()
+        dataset(900, 100, 8, order).batch(split, 7, 123 * 5, 5)["tokens"][:, 0].tolist()
         for order in ("random", "epoch")
         for split in ("train", "val")
     ]
@@ -95,20 +94,15 @@ def test_a_batch_is_the_same_in_another_process() -> None:
 
 
 @pytest.mark.parametrize("order", ["random", "epoch"])
-def test_seeds_steps_and_ranks_give_other_batches(order: str) -> None:
+def test_seeds_and_places_give_other_batches(order: str) -> None:
     data = dataset(5000, 100, 8, order)
-    seen = {
-        data.batch("train", seed, index, 4, rank, 3)["tokens"].tobytes()
-        for seed in range(5)
-        for index in range(5)
-        for rank in range(3)
-    }
-    assert len(seen) == 5 * 5 * 3
+    seen = {data.batch("train", seed, first, 4)["tokens"].tobytes() for seed in range(5) for first in range(0, 60, 4)}
+    assert len(seen) == 5 * 15
 
 
 def test_random_order_draws_every_start_about_equally_often() -> None:
     data = dataset(44, 10, 4)
-    starts = np.concatenate([data.batch("train", 1, index, 100)["tokens"][:, 0] for index in range(80)])
+    starts = np.concatenate([data.batch("train", 1, index * 100, 100)["tokens"][:, 0] for index in range(80)])
     counts = np.bincount(starts, minlength=40)
     assert len(counts) == 40 and counts.min() > 120 and counts.max() < 290  # 200 expected
 
@@ -119,7 +113,7 @@ def test_a_pass_takes_every_block_once(context: int, train: int, seed: int, firs
     train += context
     data = dataset(train, context + 1, context, "epoch")
     blocks = (train - 1) // context
-    starts = data.batch("train", seed, first, blocks)["tokens"][:, 0]
+    starts = data.batch("train", seed, first * blocks, blocks)["tokens"][:, 0]
     ordered = np.sort(starts)
     assert ordered[0] <= (train - 1) % context
     assert (np.diff(ordered) == context).all()
@@ -127,7 +121,7 @@ def test_a_pass_takes_every_block_once(context: int, train: int, seed: int, firs
 
 def test_passes_are_shuffled_and_shifted_anew() -> None:
     data = dataset(1000, 10, 7, "epoch")
-    passes = [data.batch("train", 3, index, 999 // 7)["tokens"][:, 0] for index in range(12)]
+    passes = [data.batch("train", 3, index * 142, 142)["tokens"][:, 0] for index in range(12)]
     assert len({order.tobytes() for order in passes}) == 12
     assert len({int(order.min()) for order in passes}) > 1
     assert not (np.diff(passes[0]) == 7).all()
@@ -148,7 +142,7 @@ def test_evaluation_covers_the_held_out_split_once(context: int, val: int, rows:
     data = dataset(50, val, context)
     blocks, batches = (val - 1) // context, data.val_batches(rows)
     assert batches == max(1, blocks // rows)
-    starts = [int(start) for i in range(batches) for start in data.batch("val", i, i, rows)["tokens"][:, 0] - 50]
+    starts = [int(start) for i in range(batches) for start in data.batch("val", i, i * rows, rows)["tokens"][:, 0] - 50]
     assert all(start % context == 0 for start in starts)
     assert len(set(starts)) == min(blocks, batches * rows)
     if blocks >= rows:
@@ -158,7 +152,7 @@ def test_evaluation_covers_the_held_out_split_once(context: int, val: int, rows:
 
 def test_the_first_held_out_batches_are_spread_over_the_split() -> None:
     data = dataset(50, 10_001, 10)
-    starts = np.concatenate([data.batch("val", 0, index, 8)["tokens"][:, 0] - 50 for index in range(10)])
+    starts = np.concatenate([data.batch("val", 0, index * 8, 8)["tokens"][:, 0] - 50 for index in range(10)])
     assert len(np.unique(starts // 2000)) == 5
     assert abs(starts.mean() - 5000) < 1200
 
@@ -166,8 +160,8 @@ def test_the_first_held_out_batches_are_spread_over_the_split() -> None:
 @pytest.mark.parametrize("order", ["random", "epoch"])
 def test_one_token_more_than_the_context_is_enough(order: str) -> None:
     data = dataset(9, 9, 8, order)
-    assert data.batch("train", 0, 5, 3)["tokens"].tolist() == [list(range(8))] * 3
-    assert data.batch("val", 0, 5, 3)["targets"].tolist() == [list(range(10, 18))] * 3
+    assert data.batch("train", 0, 5 * 3, 3)["tokens"].tolist() == [list(range(8))] * 3
+    assert data.batch("val", 0, 5 * 3, 3)["targets"].tolist() == [list(range(10, 18))] * 3
     assert data.val_batches(3) == 1
 
 
@@ -198,7 +192,7 @@ def test_held_out_text_is_the_end_and_never_trained_on(tmp_path: Path) -> None:
     assert data.tokenizer is not None
     t, v = data.tokenizer.encode("tv")
     for index in range(50):
-        train, val = data.batch("train", 0, index, 8), data.batch("val", 0, index, 8)
+        train, val = data.batch("train", 0, index * 8, 8), data.batch("val", 0, index * 8, 8)
         assert (train["tokens"] == t).all() and (train["targets"] == t).all()
         assert (val["tokens"] == v).all() and (val["targets"] == v).all()
 

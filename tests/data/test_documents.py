@@ -331,18 +331,19 @@ def endless(documents: list[list[int]], passes: int) -> list[int]:
 def test_blocks_are_the_stream_as_read_cut_without_gap_or_overlap() -> None:
     data = opened(many("a.jsonl", 40, "a"), many("b.jsonl", 25, "b"), order="read", context=16)
     expected = np.array(endless(stored(data, "train"), 3))
-    found = np.concatenate([data.batch("train", 7, index, 4)["tokens"].ravel() for index in range(len(expected) // 64)])
+    firsts = range(0, len(expected) // 64 * 4, 4)
+    found = np.concatenate([data.batch("train", 7, first, 4)["tokens"].ravel() for first in firsts])
     assert (found == expected[: len(found)]).all() and len(found) > 2 * len(expected) / 3
-    batch = data.batch("train", 7, 3, 4)
+    batch = data.batch("train", 7, 3 * 4, 4)
     assert (batch["targets"][:, :-1] == batch["tokens"][:, 1:]).all() and (batch["targets"][:, -1] == -1).all()
     assert batch["tokens"].dtype == batch["targets"].dtype == np.int64 and batch["tokens"].shape == (4, 16)
 
 
-def test_ranks_and_micro_batches_share_the_stream() -> None:
+def test_batches_of_any_sizes_share_the_stream() -> None:
     data = opened(many("a.jsonl", 90), context=8)
-    whole = data.batch("train", 3, 5, 6)["tokens"]
-    halves = [data.batch("train", 3, 5, 3, rank, 2)["tokens"] for rank in range(2)]
-    assert (np.concatenate(halves) == whole).all()
+    whole = data.batch("train", 3, 30, 6)["tokens"]
+    parts = [data.batch("train", 3, first, rows)["tokens"] for first, rows in ((30, 1), (31, 3), (34, 2))]
+    assert (np.concatenate(parts) == whole).all()
 
 
 @pytest.mark.parametrize("buffer", [None, 7, 1000])
@@ -380,11 +381,11 @@ def test_any_position_can_be_read_first() -> None:
 
 def test_a_changed_length_goes_on_in_tokens() -> None:
     data = opened(many("a.jsonl", 70), context=16)
-    stream = [data.batch("train", 1, index, 2)["tokens"].ravel() for index in range(20)]
+    stream = [data.batch("train", 1, index * 2, 2)["tokens"].ravel() for index in range(20)]
     longer = data.at(16, 0, 0).at(8, 0, 0)
-    first = [longer.batch("train", 1, index, 2)["tokens"].ravel() for index in range(5)]
+    first = [longer.batch("train", 1, index * 2, 2)["tokens"].ravel() for index in range(5)]
     later = data.at(16, 10, 80)  # ten sequences of 8 were read
-    rest = [later.batch("train", 1, index, 2)["tokens"].ravel() for index in range(5, 15)]
+    rest = [later.batch("train", 1, index * 2, 2)["tokens"].ravel() for index in range(5, 15)]
     joined = np.concatenate([*first, *rest])
     assert (joined == np.concatenate(stream)[: len(joined)]).all()
     assert data.context == 16 and longer.context == 8
@@ -402,7 +403,7 @@ def test_held_out_batches_are_fixed_and_cover_the_split() -> None:
 
 def test_a_limit_repeats_the_first_sequences() -> None:
     data = opened(many("a.jsonl", 50), limit=3)
-    assert (data.batch("train", 1, 0, 3)["tokens"] == data.batch("train", 1, 4, 3)["tokens"]).all()
+    assert (data.batch("train", 1, 0, 3)["tokens"] == data.batch("train", 1, 4 * 3, 3)["tokens"]).all()
 
 
 # the cache and task=prepare
@@ -486,7 +487,7 @@ def test_prepared_documents_keep_their_order(buffer: int | None) -> None:
     assert prepared.tokenizer is not None and direct.tokenizer is not None
     assert prepared.tokenizer.hash == direct.tokenizer.hash
     for index in range(12):  # more than a pass
-        expected, given = direct.batch("train", 1, index, 4), prepared.batch("train", 9, index, 4)
+        expected, given = direct.batch("train", 1, index * 4, 4), prepared.batch("train", 9, index * 4, 4)
         assert (expected["tokens"] == given["tokens"]).all()
         assert (expected["targets"][:, :-1] == given["targets"][:, :-1]).all() and (given["targets"] >= 0).all()
 
@@ -496,8 +497,8 @@ def test_tokens_read_in_order_go_on_when_the_length_changes() -> None:
     data = open_tokens(TokensConfig(path="tokens", order="read"), Sizes(context=16))
     ids = np.tile(data._splits["train"], 3)
     short, long = data.at(8, 0, 0), data.at(16, 20, 160)
-    assert (short.batch("train", 1, 9, 2)["targets"].ravel() == ids[145:161]).all()
-    assert (long.batch("train", 1, 10, 2)["tokens"].ravel() == ids[160:192]).all()
+    assert (short.batch("train", 1, 9 * 2, 2)["targets"].ravel() == ids[145:161]).all()
+    assert (long.batch("train", 1, 10 * 2, 2)["tokens"].ravel() == ids[160:192]).all()
 
 
 def test_byte_ids_of_documents_are_those_of_their_text() -> None:

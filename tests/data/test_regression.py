@@ -35,22 +35,21 @@ def test_fields_and_sizes() -> None:
 @given(
     order=st.sampled_from(["random", "epoch", "read"]),
     split=st.sampled_from(["train", "val"]),
-    index=st.integers(0, 10**6),
-    rows=st.integers(1, 5),
-    world=st.integers(1, 4),
+    first=st.integers(0, 10**6),
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
 )
-def test_ranks_share_out_one_batch(order: str, split: str, index: int, rows: int, world: int) -> None:
+def test_batches_of_any_sizes_are_parts_of_one_stream(order: str, split: str, first: int, sizes: list[int]) -> None:
     data, again = dataset(order=order, examples=50), dataset(order=order, examples=50)
-    whole = data.batch(split, 3, index, rows * world)
-    ranks = [again.batch(split, 3, index, rows, rank, world) for rank in range(world)]
+    whole = data.batch(split, 3, first, sum(sizes))
+    parts = [again.batch(split, 3, first + sum(sizes[:number]), rows) for number, rows in enumerate(sizes)]
     for name in whole:
-        np.testing.assert_allclose(np.concatenate([part[name] for part in ranks]), whole[name], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(np.concatenate([part[name] for part in parts]), whole[name], rtol=1e-6, atol=1e-6)
 
 
 def test_held_out_examples_are_never_trained_on() -> None:
     data = dataset(examples=60, held_out=0.25, order="epoch")
     assert data.description["examples"] == {"train": 45, "val": 15}
-    train = {row.tobytes() for index in range(4) for row in data.batch("train", 1, index, 45)["inputs"]}
+    train = {row.tobytes() for index in range(4) for row in data.batch("train", 1, index * 45, 45)["inputs"]}
     val = {row.tobytes() for row in data.batch("val", 1, 0, 15)["inputs"]}
     assert len(train) == 45 and len(val) == 15 and not train & val
     assert data.val_batches(4) == 3 and data.val_batches(100) == 1
@@ -81,7 +80,7 @@ def test_targets_are_a_function_of_the_inputs_plus_noise() -> None:
 
 def test_the_baseline_is_the_error_of_answering_the_mean() -> None:
     data = dataset(examples=2000, held_out=0.5)
-    targets = np.concatenate([data.batch("val", 0, index, 100)["targets"] for index in range(10)])
+    targets = np.concatenate([data.batch("val", 0, index * 100, 100)["targets"] for index in range(10)])
     assert data.baseline.name == "variance of the targets"
     assert data.baseline.value == pytest.approx(((targets - targets.mean(0)) ** 2).mean(), rel=1e-5)
     assert 0.3 < data.baseline.value < 3
@@ -89,7 +88,7 @@ def test_the_baseline_is_the_error_of_answering_the_mean() -> None:
 
 def test_examples_read_one_after_another() -> None:
     data = dataset(examples=20, held_out=0.25, order="read")
-    passes = np.concatenate([data.batch("train", 1, index, 6)["inputs"] for index in range(5)])
+    passes = np.concatenate([data.batch("train", 1, index * 6, 6)["inputs"] for index in range(5)])
     assert np.array_equal(passes, np.tile(data.examples(np.arange(15, dtype=np.uint64))["inputs"], (2, 1)))
 
 
@@ -110,4 +109,4 @@ def test_sizes_must_be_the_models() -> None:
 def test_two_examples_are_enough() -> None:
     data = dataset(examples=2, held_out=0.01)
     assert data.description["examples"] == {"train": 1, "val": 1}
-    assert data.batch("train", 0, 9, 3)["inputs"].shape == (3, 5)
+    assert data.batch("train", 0, 9 * 3, 3)["inputs"].shape == (3, 5)

@@ -57,7 +57,7 @@ def test_prepared_tokens_train_as_the_text_does(text: Path, tokenizer: str, monk
     assert prepared.baseline == direct.baseline
     for split in ("train", "val"):
         for index in range(3):
-            expected, given = direct.batch(split, 1, index, 4), prepared.batch(split, 1, index, 4)
+            expected, given = direct.batch(split, 1, index * 4, 4), prepared.batch(split, 1, index * 4, 4)
             assert all((expected[name] == given[name]).all() for name in expected)
     ids = np.fromfile(folder / "train.bin", header["dtype"])
     assert prepared.tokenizer.decode(ids) == TEXT.encode()[: direct.description["bytes"]["train"]].decode()
@@ -171,7 +171,7 @@ def test_a_file_too_long_to_read_at_the_start_is_checked_batch_by_batch(
     assert data.description["sha256"] == {"train": None}
     with pytest.raises(DataError, match=r"of the train split has id 60"):
         for index in range(20):
-            data.batch("train", 0, index, 8)
+            data.batch("train", 0, index * 8, 8)
     with pytest.raises(DataError, match=r"token 60 of"):
         open_tokens(config_of(file, dtype="uint16", vocabulary=50, verify=True), SIZES)
 
@@ -183,8 +183,8 @@ def test_a_file_far_larger_than_memory_opens_and_gives_batches(tmp_path: Path) -
     for order in ("random", "epoch"):
         data = open_tokens(config_of(file, dtype="uint16", vocabulary=10, order=order), SIZES)
         assert sum(data.description["tokens"].values()) == 1 << 39
-        assert data.batch("train", 0, 10**7, 8)["tokens"].shape == (8, 16)
-        assert data.batch("val", 0, 10**7, 8)["tokens"].sum() == 0
+        assert data.batch("train", 0, 10**7 * 8, 8)["tokens"].shape == (8, 16)
+        assert data.batch("val", 0, 10**7 * 8, 8)["tokens"].sum() == 0
 
 
 @pytest.fixture

@@ -57,9 +57,9 @@ def fifth(monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray]:
     """Step 5 has large inputs or targets, once `scale` says so; its batch is noted."""
     original, noted = RegressionDataset.batch, {"scale": {}, "index": 4}
 
-    def batch(self: Any, split: Any, seed: int, index: int, rows: int, *rest: int) -> Any:
-        fields = original(self, split, seed, index, rows, *rest)
-        if split == "train" and index == noted["index"]:
+    def batch(self: Any, split: Any, seed: int, first: int, rows: int) -> Any:
+        fields = original(self, split, seed, first, rows)
+        if split == "train" and first // rows == noted["index"]:
             for name, factor in noted["scale"].items():
                 fields[name] = fields[name] * np.float32(factor)
             noted["batch"] = {name: array.copy() for name, array in fields.items()}

@@ -37,10 +37,10 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Any:
     original = RegressionDataset.batch
 
     def poison(values: dict[int, float]) -> None:
-        def batch(self: Any, split: Any, seed: int, index: int, rows: int, *rest: int) -> Any:
-            fields = original(self, split, seed, index, rows, *rest)
-            if split == "train" and index + 1 in values:
-                fields["inputs"][0, 0] = values[index + 1]
+        def batch(self: Any, split: Any, seed: int, first: int, rows: int) -> Any:
+            fields = original(self, split, seed, first, rows)
+            if split == "train" and first // rows + 1 in values:
+                fields["inputs"][0, 0] = values[first // rows + 1]
             return fields
 
         monkeypatch.setattr(RegressionDataset, "batch", batch)
@@ -103,9 +103,9 @@ def test_a_rollback_goes_on_from_the_checkpoint_with_a_lower_rate(
     """The step is bad once; after the rollback the run equals one that resumed by hand with the lower rate."""
     bad, original = [6], RegressionDataset.batch
 
-    def batch(self: Any, split: Any, seed: int, index: int, rows: int, *rest: int) -> Any:
-        fields = original(self, split, seed, index, rows, *rest)
-        if split == "train" and bad and index + 1 == bad[0]:
+    def batch(self: Any, split: Any, seed: int, first: int, rows: int) -> Any:
+        fields = original(self, split, seed, first, rows)
+        if split == "train" and bad and first // rows + 1 == bad[0]:
             fields["inputs"][0, 0] = bad.pop() * math.nan
         return fields
 
@@ -135,9 +135,9 @@ def test_rollbacks_end(train: Train, poisoned: Any, capsys: Any) -> None:
 def test_spikes(train: Train, monkeypatch: pytest.MonkeyPatch, action: str, expected: list[str]) -> None:
     spikes, original = [7], RegressionDataset.batch
 
-    def batch(self: Any, split: Any, seed: int, index: int, rows: int, *rest: int) -> Any:
-        fields = original(self, split, seed, index, rows, *rest)
-        if split == "train" and spikes and index + 1 == spikes[0]:
+    def batch(self: Any, split: Any, seed: int, first: int, rows: int) -> Any:
+        fields = original(self, split, seed, first, rows)
+        if split == "train" and spikes and first // rows + 1 == spikes[0]:
             fields["targets"] *= spikes.pop() * 10
         return fields
 
@@ -290,7 +290,7 @@ def test_watched_activations_change_nothing_and_have_the_right_norm(
     from safetensors.numpy import load_file
 
     config = RegressionConfig(examples=64)
-    batch = RegressionDataset(config, 8, 8).batch("train", 1337, 2, 4)
+    batch = RegressionDataset(config, 8, 8).batch("train", 1337, 2 * 4, 4)
     (folder,) = Path("watched/checkpoints").glob("step_00000002")
     weights = load_file(folder / "parameters-00001-of-00001.safetensors")
     norms = []

@@ -14,6 +14,7 @@ import pytest
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.graph import Kind
+from ttrain.train.blocks import Reading
 from ttrain.train.evaluate import Evaluation
 from ttrain.train.loggers import Console, Loggers
 from ttrain.train.loop import Loop
@@ -150,11 +151,9 @@ class Cycles:
         self.description = {"source": "cycles"}
         self.asked: list[tuple[str, int]] = []
 
-    def batch(
-        self, split: str, seed: int, index: int, rows: int, rank: int = 0, world: int = 1
-    ) -> dict[str, np.ndarray]:
-        self.asked.append((split, index))
-        generator = np.random.default_rng([seed if split == "train" else 99, index, rank])
+    def batch(self, split: str, seed: int, first: int, rows: int) -> dict[str, np.ndarray]:
+        self.asked.append((split, first))
+        generator = np.random.default_rng([seed if split == "train" else 99, first // rows, 0])
         start = generator.integers(0, VOCABULARY, (rows, 1))
         text = (start + np.arange(self.context + 1)) % VOCABULARY
         text = np.where(generator.random(text.shape) < 0.1, generator.integers(0, VOCABULARY, text.shape), text)
@@ -202,7 +201,7 @@ def make_job(tmp_path: Path) -> Iterator[MakeJob]:
             checkpoint, _ = newest_complete(run_directory.checkpoints)
             assert checkpoint is not None
             checkpoint.load(model.state)
-            progress = Progress.from_dict(checkpoint.progress)
+            progress = Progress.of(checkpoint)
             cut_metrics(run_directory.metrics, progress.step)
         loggers = Loggers(MetricsFile(run_directory.metrics), Console(bar=False), views or [])
         loop = Loop(
@@ -211,6 +210,7 @@ def make_job(tmp_path: Path) -> Iterator[MakeJob]:
             step=TrainStep(model.steps(), config.accumulation, seed=7),
             evaluation=Evaluation(model.evaluate, dataset, 4, config.eval_batches, seed=7),
             dataset=dataset,
+            reading=Reading.of(config, 1, progress.step, progress.read),
             state=model.state,
             rates=lambda step: {"lr": 0.5 * (1 - step / 100)},
             run_directory=run_directory,

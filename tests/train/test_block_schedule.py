@@ -23,7 +23,7 @@ from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
-from ttrain.train.blocks import BlockSchedule
+from ttrain.train.blocks import BlockSchedule, Position, Reading
 from ttrain.train.checkpoint import read_checkpoint
 from ttrain.train.metrics import read_metrics
 from ttrain.train.session import Session
@@ -72,7 +72,7 @@ def test_notches_and_what_came_before_them() -> None:
     assert [schedule.notch(step) for step in (1, 6, 7, 12, 13, 99)] == [0, 0, 1, 1, 2, 2]
     for notch in range(3):  # counted step by step
         tokens = sum(4 * schedule.lengths[schedule.notch(step)] for step in range(1, 6 * notch + 1))
-        assert schedule.before(notch, 4) == (24 * notch, tokens)
+        assert Reading(0, Position(), 4, schedule).before(6 * notch + 1) == (24 * notch, tokens)
     assert BlockSchedule.of(TrainConfig()) is None
 
 

@@ -57,7 +57,7 @@ def reference_run(job: Any, steps: int) -> list[float]:
     model, table, velocity = job.model, None, None
     found = []
     for step in range(1, steps + 1):
-        batch = job.dataset.batch("train", 7, step - 1, 4)
+        batch = job.dataset.batch("train", 7, 4 * (step - 1), 4)
         table = model.state.arrays["table.weight"] if table is None else table
         velocity = np.zeros_like(table) if velocity is None else velocity
         model.state.arrays["table.weight"] = table
@@ -166,11 +166,11 @@ def test_seeds_differ_in_every_argument_and_repeat() -> None:
 def test_evaluation_uses_held_out_batches_only(make_job: MakeJob) -> None:
     job = make_job(steps=8, eval_batches=2)
     job.loop.run()
-    assert [entry for entry in job.dataset.asked if entry[0] == "val"] == [("val", 0), ("val", 1)] * 3
-    assert [entry[1] for entry in job.dataset.asked if entry[0] == "train"] == list(range(8))
+    assert [entry for entry in job.dataset.asked if entry[0] == "val"] == [("val", 0), ("val", 4)] * 3
+    assert [entry[1] for entry in job.dataset.asked if entry[0] == "train"] == list(range(0, 32, 4))
     total, count = 0.0, 0
     for index in range(2):
-        batch = job.dataset.batch("val", 0, index, 4)
+        batch = job.dataset.batch("val", 0, 4 * index, 4)
         tokens, targets = batch["tokens"].reshape(-1), batch["targets"].reshape(-1)
         logits = job.model.state.arrays["table.weight"].astype(np.float64)[tokens[targets >= 0]]
         picked = logits[np.arange(len(logits)), targets[targets >= 0]]
@@ -182,7 +182,7 @@ def test_evaluation_uses_held_out_batches_only(make_job: MakeJob) -> None:
 def test_whole_held_out_split(make_job: MakeJob) -> None:
     job = make_job(steps=4, eval_batches=None)
     job.loop.run()
-    assert [index for split, index in job.dataset.asked if split == "val"] == [0, 1, 2] * 2  # counted first
+    assert [index for split, index in job.dataset.asked if split == "val"] == [0, 4, 8] * 2  # counted first
 
 
 def test_last_step_is_evaluated_and_saved_once(make_job: MakeJob) -> None:

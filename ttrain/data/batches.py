@@ -1,8 +1,7 @@
-"""Batches as pure functions of (split, seed, index, rank): nothing to save, nothing to replay on resume.
+"""Batches as pure functions of (split, seed, number of the first sample): nothing to replay on resume.
 
-Every batch is a run of the one endless stream of samples that a seed names: batch `index` of rank `rank` holds the
-samples (index * world + rank) * rows up to that plus rows. So two ranks of 6 rows, or two micro-batches of 6, together
-hold the samples of one batch of 12.
+Every batch is a part of the one endless stream of samples that a seed names, so two batches of 6 rows hold the samples
+of one batch of 12, and a run may change its batch size wherever it is.
 """
 
 from __future__ import annotations
@@ -56,9 +55,10 @@ class Dataset(Protocol):
     tokenizer: Tokenizer | None
     description: dict[str, Any]  # JSON for the run record
 
-    def batch(self, split: Split, seed: int, index: int, rows: int, rank: int = 0, world: int = 1) -> Batch:
-        """Arrays of shape [rows, *field shape], the same for the same arguments, in any process.
+    def batch(self, split: Split, seed: int, first: int, rows: int) -> Batch:
+        """The samples [first, first + rows) of the stream: arrays of shape [rows, *field shape].
 
+        They are the same for the same arguments, in any process.
         `val` ignores the seed: it runs through the held-out split in one fixed mixed order, again and again.
         """
         ...
@@ -154,9 +154,9 @@ class TokenDataset(TokenSequences):
         windows = np.lib.stride_tricks.sliding_window_view
         self._windows = {split: windows(ids, context + 1) for split, ids in self._splits.items()}
 
-    def batch(self, split: Split, seed: int, index: int, rows: int, rank: int = 0, world: int = 1) -> Batch:
+    def batch(self, split: Split, seed: int, first: int, rows: int) -> Batch:
         """Arrays `tokens` and `targets`, int64 [rows, context]. See Dataset. Raises DataError for a bad id."""
-        numbers = sample_numbers(index, rows, rank, world)
+        numbers = sample_numbers(first, rows)
         starts = self._train_starts(seed, numbers) if split == "train" else self._val_starts(numbers)
         if split == "train" and self._order == "read":
             ids = self._splits[split]
@@ -204,9 +204,8 @@ class TokenDataset(TokenSequences):
             raise outside_vocabulary(int(rows_read[row, column]), self._ids, where)
 
 
-def sample_numbers(index: int, rows: int, rank: int, world: int) -> Words:
-    """Which samples of the stream a batch holds, uint64 [rows]. `rows` counts one rank's own."""
-    first = (index * world + rank) * rows
+def sample_numbers(first: int, rows: int) -> Words:
+    """Which samples of the stream a batch holds, uint64 [rows]."""
     return np.arange(first, first + rows, dtype=np.uint64)
 
 

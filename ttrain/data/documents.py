@@ -74,9 +74,9 @@ class DocumentDataset(TokenSequences):
         }
         self._resize(context, 0, 0)
 
-    def batch(self, split: Split, seed: int, index: int, rows: int, rank: int = 0, world: int = 1) -> Batch:
+    def batch(self, split: Split, seed: int, first: int, rows: int) -> Batch:
         """Arrays `tokens` and `targets`, int64 [rows, context]; the last target of a row is -1. See batches.Dataset."""
-        numbers = sample_numbers(index, rows, rank, world)
+        numbers = sample_numbers(first, rows)
         tokens = np.stack(self._train_rows(seed, numbers) if split == "train" else self._val_rows(numbers))
         tokens = tokens.astype(np.int64)
         targets = np.full_like(tokens, -1)

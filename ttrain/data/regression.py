@@ -49,9 +49,9 @@ class RegressionDataset:
             "order": config.order,
         }
 
-    def batch(self, split: Split, seed: int, index: int, rows: int, rank: int = 0, world: int = 1) -> Batch:
+    def batch(self, split: Split, seed: int, first: int, rows: int) -> Batch:
         """Arrays `inputs` fp32 [rows, inputs] and `targets` fp32 [rows, outputs]. See batches.Dataset."""
-        numbers = sample_numbers(index, rows, rank, world)
+        numbers = sample_numbers(first, rows)
         count = self._counts[split]
         if split == "val":
             return self.examples(held_out(numbers, count) + np.uint64(self._counts["train"]))

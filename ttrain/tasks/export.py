@@ -118,13 +118,14 @@ def _compacted(given: _Parameters) -> tuple[_Parameters, dict[str, Any]]:
 def _write_run(given: _Parameters, folder: Path, report: dict[str, Any] | None) -> None:
     from ttrain.train.checkpoint import CheckpointContent
     from ttrain.train.export import Stored, parameter_specs, write_run
-    from ttrain.train.progress import Progress
+    from ttrain.train.progress import Progress, position_after
     from ttrain.train.record import environment_record
 
     stored = {**to_dict(given.config), "model": build.stored_model(given.config, given.model)}
     stored["run"]["dir"] = None  # a run does not know where it lies, so it can be moved
     stored["task"]["name"] = "train"
     progress = Progress(step=given.step, compacted=report is not None)
+    progress.read = position_after(given.step, stored)
     content = CheckpointContent(given.step, stored, progress.to_dict(), given.tokenizer)
     arguments = list(given.config.source.overrides)
     leg = {**environment_record(stored, {}, {}, None, arguments), "exported_from": given.origin}

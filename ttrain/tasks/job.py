@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ttrain.engine.base import Step
     from ttrain.engine.state import StateTensor
     from ttrain.models.base import Model
-    from ttrain.train.blocks import Blocks
+    from ttrain.train.blocks import Blocks, Reading
     from ttrain.train.loggers import Console, Loggers
     from ttrain.train.loop import Loop
     from ttrain.train.progress import Progress
@@ -131,13 +131,15 @@ class Job:
         return OutOfMemory(message, config.train, run.path)
 
     def train(self, stack: ExitStack, run: RunDirectory, events: Events) -> Turns[Progress]:
+        from ttrain.train.blocks import Reading
         from ttrain.train.retention import check_space
 
         session = stack.enter_context(closing(open_session(self.config, self.model, self.device, training=True)))
         check_space(run.path, session.state)
         progress, leg = self._start(session, run)
         self.heartbeat.beat()
-        blocks = self._blocks(session)
+        reading = Reading.of(self.config.train, getattr(self.dataset, "context", 1), progress.step, progress.read)
+        blocks = self._blocks(session, reading)
         if blocks is None:
             self.steps = session.build_training()
         else:
@@ -149,7 +151,7 @@ class Job:
         loggers = stack.enter_context(self._loggers(run, progress))
         self._announce(run, progress)
         run.keep()
-        yield from self._loop(session, blocks, run, loggers, progress).turns()
+        yield from self._loop(session, reading, blocks, run, loggers, progress).turns()
         self.console.close()
         sum_up(self, session, run, progress)
         return progress
@@ -265,7 +267,13 @@ class Job:
             self.console.say(f"All {self.config.train.steps} steps are done; give train.steps=<more> to train on.")
 
     def _loop(
-        self, session: Session, blocks: Blocks | None, run: RunDirectory, loggers: Loggers, progress: Progress
+        self,
+        session: Session,
+        reading: Reading,
+        blocks: Blocks | None,
+        run: RunDirectory,
+        loggers: Loggers,
+        progress: Progress,
     ) -> Loop:
         from ttrain.models.base import preparation
         from ttrain.train.blocks import Newest
@@ -289,7 +297,8 @@ class Job:
                 self.config.run.seed,
                 preparation(self.model),
             ),
-            dataset=self.dataset,
+            dataset=reading.opened(self.dataset, progress.step + 1),
+            reading=reading,
             state=session.state,
             rates=self.rates(),
             run_directory=run,
@@ -313,18 +322,17 @@ class Job:
             blocks=blocks,
         )
 
-    def _blocks(self, session: Session) -> Blocks | None:
+    def _blocks(self, session: Session, reading: Reading) -> Blocks | None:
         """What changes the length of training sequences on the way; None where they keep the model's context."""
-        from ttrain.train.blocks import Blocks, BlockSchedule
+        from ttrain.train.blocks import Blocks
 
-        schedule = BlockSchedule.of(self.config.train)
-        if schedule is None:
+        if not self.config.train.block_schedule:
             return None
         for model in self.shorter.values():
             if model is not None and self.device.uniform_compute:
                 model.follow_compute()
         dataset: Any = self.dataset  # build_dataset has made sure that its length can change
-        return Blocks(schedule, session, dataset, self.config.train.batch_size, self.shorter)
+        return Blocks(reading, session, dataset, self.shorter)
 
     def train_step(self, steps: dict[str, Step], blocks: Blocks | None = None) -> TrainStep:
         """What runs one optimizer step with the built steps."""

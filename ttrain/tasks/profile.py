@@ -78,10 +78,10 @@ def _one_step(config: Config, dataset: Any, model: Any, steps: Any) -> Any:
 
     train = TrainStep(steps, config.train.accumulation, config.run.seed, prepare=preparation(model))
     schedule = build.build_schedule(config.schedule, config.train.steps)
-    rates = learning_rates(model.parameters(), config.optimizer, schedule)
+    rates, rows = learning_rates(model.parameters(), config.optimizer, schedule), config.train.batch_size
 
     def run(number: int) -> None:
-        train(dataset.batch("train", config.run.seed, number, config.train.batch_size), rates(number), number)
+        train(dataset.batch("train", config.run.seed, number * rows, rows), rates(number), number)
 
     return run
 

@@ -79,9 +79,10 @@ def _others(job: Job) -> dict[str, float]:
 def _one(job: Job, steps: dict[str, Step]) -> Any:
     """One optimizer step, by its number."""
     config, rates, step = job.config, job.rates(), job.train_step(steps)
+    rows = config.train.batch_size
 
     def run(number: int) -> None:
-        step(job.dataset.batch("train", config.run.seed, number, config.train.batch_size), rates(number), number)
+        step(job.dataset.batch("train", config.run.seed, number * rows, rows), rates(number), number)
 
     return run
 

@@ -1,7 +1,8 @@
-"""Training on longer sequences as a run goes on: at each notch of the schedule the steps are built anew.
+"""What each step reads, and training on longer sequences as a run goes on: at each notch the steps are built anew.
 
-Parameters and optimizer state stay where they are. What a step reads follows from its number alone, so a run that is
-resumed, or rolled back, lands in the right notch and at the right token.
+Parameters and optimizer state stay where they are. A notch follows from the step's number. The place in the data is
+counted in samples and tokens, which a checkpoint holds: so a run that is resumed with another batch size or other
+lengths, or rolled back, goes on at the very next sample and token.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ttrain.models.base import Batch, preparation
 from ttrain.train.protocols import Inputs, Look, Outputs, Step
@@ -37,13 +38,50 @@ class BlockSchedule:
         """Index of the length that a step, counted from 1, trains on."""
         return min((step - 1) // self.every, len(self.lengths) - 1)
 
-    def before(self, notch: int, rows: int) -> tuple[int, int]:
-        """Sequences and tokens that come before a notch, where a step has so many rows."""
-        return notch * self.every * rows, sum(self.lengths[:notch]) * self.every * rows
+    def tokens(self, steps: int) -> int:
+        """Tokens of the first so many steps, where each reads one sequence."""
+        passed = min(steps // self.every, len(self.lengths) - 1)
+        return sum(self.lengths[:passed]) * self.every + (steps - passed * self.every) * self.lengths[passed]
 
     def text(self) -> str:
         """For people."""
         return f"{', '.join(map(str, self.lengths))} tokens, {self.every} steps each"
+
+
+class Position(NamedTuple):
+    """How much of the endless stream of training data was read: samples, and their tokens (examples count as one)."""
+
+    samples: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the steps of one leg read, which is a function of their number: a leg keeps batch size and schedule."""
+
+    step: int  # done when the leg starts
+    start: Position  # of its first sample
+    rows: int  # of one step
+    schedule: BlockSchedule
+
+    @classmethod
+    def of(cls, config: TrainConfig, context: int, step: int, start: Position) -> Reading:
+        """That of a config, for a model of this context (1 for one that reads examples)."""
+        schedule = BlockSchedule.of(config) or BlockSchedule((context,), 1)
+        return cls(step, start, config.batch_size, schedule)
+
+    def before(self, step: int) -> Position:
+        """Where a step of the leg, counted from 1, starts to read."""
+        tokens = self.schedule.tokens(step - 1) - self.schedule.tokens(self.step)
+        return Position(self.start.samples + self.rows * (step - 1 - self.step), self.start.tokens + self.rows * tokens)
+
+    def opened(self, dataset: Any, step: int) -> Any:
+        """The data in sequences of the length that a step trains on, at the right token."""
+        if not hasattr(dataset, "at"):
+            return dataset  # all samples are of one kind
+        notch = self.schedule.notch(step)
+        first = max(notch * self.schedule.every, self.step) + 1
+        return dataset.at(self.schedule.lengths[notch], *self.before(first))
 
 
 class Blocks:
@@ -51,15 +89,14 @@ class Blocks:
 
     def __init__(
         self,
-        schedule: BlockSchedule,
+        reading: Reading,
         session: Session,
         dataset: Resizable,
-        rows: int,
         shorter: Mapping[int, Model | None],
     ) -> None:
-        """`rows` of one step over all ranks; `shorter` has, by length, the model that records such sequences."""
-        self.schedule, self.session = schedule, session
-        self._whole, self._rows, self._shorter = dataset, rows, shorter
+        """`shorter` has, by length, the model that records such sequences."""
+        self.schedule, self.session = reading.schedule, session
+        self._reading, self._whole, self._shorter = reading, dataset, shorter
         self._notch: int | None = None
         self.dataset: Any = dataset
         self.steps: dict[str, Any] = {}  # the same mapping at every notch
@@ -81,7 +118,7 @@ class Blocks:
         if notch == self._notch:
             return False
         first, self._notch = self._notch is None, notch
-        self.dataset = self._whole.at(self.length, *self.schedule.before(notch, self._rows))
+        self.dataset = self._reading.opened(self._whole, step)
         self.steps.clear()
         graph = replace(self.session.graph, shorter=self._shorter[self.length])
         if first:

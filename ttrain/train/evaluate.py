@@ -67,4 +67,4 @@ class Evaluation:
         return total
 
     def _fields(self, index: int) -> tuple[dict[str, Array], dict[str, int]]:
-        return self._prepare(self._dataset.batch("val", self._seed, index, self._rows))
+        return self._prepare(self._dataset.batch("val", self._seed, index * self._rows, self._rows))

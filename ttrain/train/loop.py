@@ -11,7 +11,7 @@ from typing import Any
 
 from ttrain.core.errors import Interrupted, NonFiniteError, TtrainError
 from ttrain.graph.graph import Kind
-from ttrain.train.blocks import Blocks
+from ttrain.train.blocks import Blocks, Reading
 from ttrain.train.checkpoint import CheckpointContent
 from ttrain.train.evaluate import Evaluation
 from ttrain.train.events import Events
@@ -36,8 +36,8 @@ from ttrain.train.step import Following, StepResult, TrainStep, Turns, last_valu
 class Loop:
     """Trains from `progress.step` to `config.steps`.
 
-    Everything that varies from step to step is a function of (seed, step), so a run that was stopped after any step and
-    resumed from its checkpoint continues exactly.
+    Everything that varies from step to step is a function of the seed, the step and what was read before it, so a run
+    that was stopped after any step and resumed from its checkpoint continues exactly.
     """
 
     config: TrainConfig
@@ -45,6 +45,7 @@ class Loop:
     step: TrainStep
     evaluation: Evaluation
     dataset: Dataset
+    reading: Reading
     state: State
     rates: Callable[[int], Mapping[str, float]]  # step (from 1) -> the lr inputs; "lr" or the first is the bar's
     run_directory: RunDirectory
@@ -60,8 +61,6 @@ class Loop:
     heartbeat: Callable[[], None] = lambda: None  # tells whoever watches that this process is alive
     counters: Callable[[], dict[str, int]] = dict  # what the engine has built so far
     command: str = "python -m ttrain"  # what a command that continues the run begins with
-    rank: int = 0
-    world: int = 1
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -137,7 +136,7 @@ class Loop:
             return
         else:
             self._skips = 0
-        progress.step = number
+        progress.step, progress.read = number, self.reading.before(number + 1)
         self.loggers.console.advance()
         if not self._started:
             self._started = True
@@ -153,7 +152,7 @@ class Loop:
         dataset = self.dataset if self.blocks is None else self.blocks.dataset
         batch = self._early.pop(number, None)
         if batch is None:
-            batch = dataset.batch("train", self.seed, number - 1, self.config.batch_size, self.rank, self.world)
+            batch = dataset.batch("train", self.seed, self.reading.before(number).samples, self.config.batch_size)
         return batch, {name: rate * self.progress.lr_factor for name, rate in self.rates(number).items()}
 
     def _following(self, number: int) -> Following | None:
@@ -255,7 +254,7 @@ class Loop:
         if checkpoint is None or rollbacks > self.guard.max_rollbacks:
             return False
         checkpoint.load(self.state)
-        stored = Progress.from_dict(checkpoint.progress).to_dict()
+        stored = Progress.of(checkpoint).to_dict()
         stored |= {"lr_factor": factor, "rollbacks": rollbacks, "wandb_id": self.progress.wandb_id}
         for name, value in stored.items():
             setattr(self.progress, name, value)

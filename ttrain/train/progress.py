@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ttrain.core.errors import CheckpointError
+from ttrain.train.blocks import Position, Reading
+from ttrain.train.settings import TrainConfig
+
+if TYPE_CHECKING:
+    from ttrain.train.checkpoint import Checkpoint
 
 
 @dataclass
 class Progress:
-    """How far a run is. Batches, dropout masks and learning rates are functions of the seed and `step` alone."""
+    """How far a run is.
+
+    Dropout masks and learning rates are functions of the seed and `step`; batches of the seed and what was read before.
+    """
 
     step: int = 0  # optimizer steps done
+    read_samples: int = 0  # sequences (or examples) of the training data, whatever batches they came in
+    read_tokens: int = 0  # of those sequences, with or without a target
     tokens: int = 0  # tokens (or examples) trained on
     seconds: float = 0.0  # time spent in the loop, over all legs
     train_loss: float | None = None  # of the newest step
@@ -37,8 +47,26 @@ class Progress:
             self.stale_evaluations += 1
         return improved
 
+    @property
+    def read(self) -> Position:
+        """Where the next step starts to read."""
+        return Position(self.read_samples, self.read_tokens)
+
+    @read.setter
+    def read(self, position: Position) -> None:
+        self.read_samples, self.read_tokens = position
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Progress:
+        """That of a checkpoint. One that does not tell what was read is of a run that never changed its batch size."""
+        stored = checkpoint.progress
+        progress = cls.from_dict(stored)
+        if "read_samples" not in stored:
+            progress.read = position_after(progress.step, checkpoint.config)
+        return progress
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Progress:
@@ -46,3 +74,10 @@ class Progress:
         if unknown := sorted(stored.keys() - names):
             raise CheckpointError(f"progress.json holds {unknown[0]!r}, which this version of ttrain does not know.")
         return cls(**stored)
+
+
+def position_after(step: int, config: dict[str, Any]) -> Position:
+    """What so many steps read under a stored config."""
+    names = {declared.name for declared in fields(TrainConfig)}
+    train = TrainConfig(**{name: value for name, value in config["train"].items() if name in names})
+    return Reading.of(train, config["model"].get("context") or 1, 0, Position()).before(step + 1)

@@ -54,11 +54,9 @@ class Tokenizer(Protocol):
 
 
 class Dataset(Protocol):
-    """Batches as a pure function of (seed, index, rank)."""
+    """Batches as a pure function of the seed and the number of their first sample."""
 
     description: dict[str, Any]
 
-    def batch(
-        self, split: Literal["train", "val"], seed: int, index: int, rows: int, rank: int = 0, world: int = 1
-    ) -> dict[str, Array]: ...
+    def batch(self, split: Literal["train", "val"], seed: int, first: int, rows: int) -> dict[str, Array]: ...
     def val_batches(self, rows: int) -> int: ...

@@ -152,7 +152,7 @@ def take_up(
     Metrics and checkpoints of later steps are cut off and set aside. `config` and `data` describe the run as it is now.
     """
     checkpoint = point.checkpoint
-    progress = Progress.from_dict(checkpoint.progress)
+    progress = Progress.of(checkpoint)
     notes = [f"Resuming from {checkpoint.path} (step {checkpoint.step}).", *point.notes]
     if point.run is None or run.path.resolve() != point.run.resolve():
         progress.wandb_id = None  # another run of W&B as well
