@@ -20,7 +20,8 @@ from ttrain.config import registry
 from ttrain.config.compose import MAIN_CONFIG, Composer, one_sentence
 from ttrain.config.help import help_text
 from ttrain.config.help import shown as as_word
-from ttrain.config.schema import Config, to_dict
+from ttrain.config.schema import Config, sections, to_dict
+from ttrain.config.validate import owner_of
 from ttrain.core.errors import (
     EXIT_DONE,
     EXIT_FAILURE,
@@ -31,6 +32,8 @@ from ttrain.core.errors import (
 from ttrain.core.names import did_you_mean
 
 _ABSENT = object()
+VERSION_FLAGS = ("--version", "-V")
+DASHES = "-‐‑‒–—−"  # the one of the keyboard, and those that text is set with
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: 1 shows the traceback of every error
 
 
@@ -76,7 +79,8 @@ def _run(arguments: list[str]) -> int:
     if flags.version:
         print(f"ttrain {ttrain.__version__}")
         return EXIT_DONE
-    with Composer(flags.config_name or MAIN_CONFIG, flags.config_dir, flags.config_path) as composer:
+    name = MAIN_CONFIG if flags.config_name is None else flags.config_name
+    with Composer(name, flags.config_dir, flags.config_path) as composer:
         if flags.help:
             print(help_text(composer))
         elif flags.hydra_help:
@@ -121,24 +125,37 @@ def _run_one(config: Config, words: list[str], flags: list[str]) -> int:
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Hydra's flags and the key=value words. `--a=b` means `a=b` unless --a is a flag; W&B agents write it so."""
-    real = set(flag_names())
+    """Hydra's flags and the key=value words. `--a=b` means `a=b` unless --a is a flag; W&B agents write it so.
+
+    So do `-a=b` and a dash as a word processor sets it.
+    """
+    real = {*flag_names(), *VERSION_FLAGS}
     plain = []
     for argument in arguments:
         name, equals, _ = argument.partition("=")
-        if name.startswith("--") and equals and name not in real:
-            argument = argument[2:]
+        if argument and argument[0] in DASHES and (name not in real or (equals and name == "--run")):
+            bare = argument.lstrip(DASHES)
+            argument = bare if equals and not bare.startswith("=") else argument if argument.isascii() else f"--{bare}"
         plain.append(argument)
     parser = Flags(add_help=False, allow_abbrev=False, conflict_handler="resolve", parents=[get_args_parser()])
-    parser.add_argument("--version", action="store_true", help="Show ttrain's version and exit")
+    parser.add_argument(*VERSION_FLAGS, action="store_true", help="Show ttrain's version and exit")
     flags, unknown = parser.parse_known_intermixed_args(plain)
     if unknown:
-        raise ConfigError(f"{unknown[0]}: unknown flag. {did_you_mean(unknown[0], real)}")
+        raise ConfigError(f"{unknown[0]}: unknown flag. {_key_hint(unknown[0]) or did_you_mean(unknown[0], real)}")
     if flags.experimental_rerun:
         raise ConfigError("--experimental-rerun: refused, because it would load a pickle. Use resume=<run>.")
     if sum(map(bool, (flags.run, flags.multirun, flags.cfg, flags.shell_completion, flags.info))) > 1:
         raise ConfigError("only one of --run, --multirun, --cfg, --info and --shell-completion can be given.")
     return flags, flags.overrides
+
+
+def _key_hint(flag: str) -> str:
+    """How a key that was given as a flag, such as `--train.steps 5` or `--lr 1e-3`, is written; empty for a flag."""
+    key = flag.lstrip("-").replace("-", "_")
+    if key.partition(".")[0] in sections():
+        return f"A key is given as {key}=<value>, with an equals sign."
+    owner = owner_of(key)
+    return f"Give {owner}.{key}=<value>." if owner else ""
 
 
 def run_task(config: Config) -> Any:

@@ -76,7 +76,7 @@ def test_a_misspelt_key_in_a_config_and_nested(tmp_path: Path) -> None:
         ("sample.top_k=x", "sample.top_k='x': must be an integer or null, got text."),
         ("data.path=[a]", "data.path=['a']: must be text or null, got a list."),
         ("train=5", "train=5: must be a group of keys such as train.<key>=<value>."),
-        ("resume=null", "resume=null: must be text, got null."),
+        ("runs.root=null", "runs.root=null: must be text, got null."),
         ("report.run=3", "report.run=3: must be a list of texts, got an integer."),
         ("optimizer.freeze=blocks", "optimizer.freeze='blocks': must be a list of texts, got text. Write optimizer.freeze=[blocks]."),  # noqa: E501
         ("data=documents", "data.sources: has no value (set in data/documents.yaml); give one with data.sources=[<value>]."),  # noqa: E501
@@ -143,10 +143,10 @@ def test_all_problems_come_at_once() -> None:
         ("optimizer.name=sgd", "optimizer.name=sgd: a component is chosen by its group; give optimizer=sgd."),
         ("~model", "model: nothing is chosen."),
         ("train.steps=[1,2", "'train.steps=[1,2': the value can't be read."),
-        ("train.steps", "'train.steps': expected key=value."),
+        ("train.steps", "'train.steps': expected key=value. No space goes around the equals sign"),
         ("train.steps=1,2", "train.steps=1,2: a comma means a sweep, which needs -m."),
         ("train.steps=${model.widht}", "train.steps: Interpolation key 'model.widht' not found."),
-        ("hydra.sweep.dri=x", "Could not override 'hydra.sweep.dri'."),
+        ("hydra.sweep.dri=x", "hydra.sweep.dri: has no effect with ttrain. Give sweep.dir=<folder>."),
     ],
 )
 def test_what_hydra_refuses_is_said_in_one_sentence(word: str, part: str) -> None:

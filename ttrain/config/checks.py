@@ -234,10 +234,14 @@ def _export(config: Config) -> Iterator[str]:
         yield f"export.checkpoint={export.checkpoint}: must be last, best or a step number."
 
 
-@check("task", "report")
+@check("task", "run", "report")
 def _report(config: Config) -> Iterator[str]:
-    if config.task.name == "report" and not config.report.run:
-        yield "task=report: needs a run. Give run=<run directory>, or run=<one>,<another> to compare."
+    if config.task.name == "report" and not (config.report.run or config.run.dir):
+        yield "task=report: needs a run. Give run.dir=<run directory>, or run=<one>,<another> to compare."
+    elif config.task.name == "report" and config.report.run and config.run.dir:
+        yield "task=report: run.dir and report.run both name runs. Give run=<one>,<another> for all of them."
+    elif config.task.name != "report" and config.report.run and config.run.dir is None:
+        yield f"report.run={config.report.run}: task={config.task.name} takes one run. Give run.dir=<run directory>."
 
 
 @check("resume", "run", "train")

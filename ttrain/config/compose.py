@@ -11,7 +11,6 @@ import hydra.version
 import yaml
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
-from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -25,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 import ttrain
 from ttrain.config import registry
 from ttrain.config.components import BUILT_IN
-from ttrain.config.loader import NULL_OPTION, SchemaLoader, shadowed
+from ttrain.config.loader import NULL_OPTION, SchemaLoader, ignored
 from ttrain.config.schema import Config
 from ttrain.config.words import parse
 from ttrain.core.errors import ConfigError
@@ -33,6 +32,7 @@ from ttrain.core.names import did_you_mean
 
 MAIN_CONFIG = "config"
 RECIPE_GROUP = "recipe"
+YAML = ".yaml"
 
 
 def packaged(folder: str) -> Path:
@@ -49,13 +49,15 @@ class Composer:
         self, config_name: str = MAIN_CONFIG, config_dir: str | Path | None = None, conf: str | Path | None = None
     ) -> None:
         hydra.version.setbase("1.3")
-        self.config_name = config_name
-        main = Path(conf).resolve() if conf is not None else packaged("conf")
+        main = packaged("conf") if conf is None else _folder("--config-path", conf)
+        own = None if config_dir is None else _added_folder(config_dir, main)
+        self.config_name, folders = _config_name(config_name, own, main)
         _store_recipes(packaged("recipes"))
         path = create_config_search_path(str(main))
-        if config_dir is not None:
-            path.prepend("command-line", f"file://{_own_folder(Path(config_dir), main)}", SearchPathQuery("schema"))
+        for folder in reversed(folders):
+            path.prepend("command-line", f"file://{folder}")
         self.loader = SchemaLoader(path)
+        self.loader.only_theirs = conf is not None
         self.hydra = Hydra(task_name="ttrain", config_loader=self.loader)
 
     def __enter__(self) -> Composer:
@@ -109,6 +111,8 @@ class Composer:
         for word in words:
             try:
                 override = parse(word, sweep=mode == RunMode.MULTIRUN)
+                if self.loader.repository.group_exists(override.key_or_group):  # `recipe=x.yaml` is recipe=x
+                    override = parse(re.sub(r"\.yaml(?=,|$)", "", str(override.input_line)), mode == RunMode.MULTIRUN)
                 problem = self._option_problem(override, mode)
             except ConfigError as error:
                 problem = str(error)
@@ -121,7 +125,9 @@ class Composer:
     def _option_problem(self, override: Override, mode: RunMode) -> str | None:
         key, line = override.key_or_group, str(override.input_line)
         if override.is_hydra_override():
-            return f"{line}: the key _target_ is refused." if "_target_" in line else None
+            if "_target_" in line:
+                return f"{line}: the key _target_ is refused."
+            return next(iter(ignored([key])), None)
         if override.value_type == ValueType.SIMPLE_CHOICE_SWEEP and mode != RunMode.MULTIRUN:
             return f"{line}: a comma means a sweep, which needs -m. For a list write {key}=[...]; quote text twice."
         if override.is_delete() or not self.loader.repository.group_exists(key):
@@ -132,10 +138,18 @@ class Composer:
         for option in chosen:
             name = NULL_OPTION if option is None else str(option)
             if name not in valid and not isinstance(option, list | dict):
-                return f"{key}={name}: no such option. {did_you_mean(name, valid)}"
+                return f"{key}={name}: no such option. {self._option_hint(key, name, valid)}"
             if isinstance(option, dict):
                 return f"{line}: {key} takes the name of an option. Set single keys as {key}.<key>=<value>."
         return None
+
+    def _option_hint(self, group: str, name: str, valid: list[str]) -> str:
+        """The nearest option; for a path, how an own file is chosen."""
+        path = Path(name).expanduser()
+        own = next((file for file in (path, path.with_name(f"{path.name}.yaml")) if file.is_file()), None)
+        if own is not None and own.parent.name == group and own.stem not in valid:
+            return f"For a file of yours give --config-dir {own.parent.parent} {group}={own.stem}."
+        return did_you_mean(path.name, valid)
 
 
 def load(words: Sequence[str] = (), config_name: str = MAIN_CONFIG, config_dir: str | Path | None = None) -> Config:
@@ -163,8 +177,9 @@ def one_sentence(loader: SchemaLoader) -> Iterator[None]:
 def _missing_problem(loader: SchemaLoader, error: MissingConfigException) -> str:
     missing = str(error.missing_cfg_file)
     group, _, name = missing.rpartition("/")
-    valid = loader.get_group_options(group, ObjectType.CONFIG)
-    return f"there is no config {missing}.yaml. {did_you_mean(name, valid)}"
+    valid = set(loader.get_group_options(group, ObjectType.CONFIG)) - {"_dummy_empty_config_"}
+    hint = " --config-path stands for ttrain's own files; --config-dir adds to them." if loader.only_theirs else ""
+    return f"there is no config {missing}.yaml. {did_you_mean(name, valid)}{hint}"
 
 
 def _flat(error: BaseException) -> str:
@@ -178,16 +193,56 @@ def _flat(error: BaseException) -> str:
     return ": ".join(parts) or type(error).__name__
 
 
-def _own_folder(directory: Path, conf: Path) -> Path:
-    if not directory.is_dir():
-        raise ConfigError(f"--config-dir {directory}: there is no such folder.")
-    hidden = shadowed(directory, conf)
+def _folder(flag: str, given: str | Path) -> Path:
+    """The folder that a flag names, absolute. Raises ConfigError where it is none."""
+    path = Path(given).expanduser()
+    if path.is_dir() and str(given):
+        return path.resolve()
+    if not path.exists():
+        raise ConfigError(f"{flag} {given}: there is no such folder (looked for {path.absolute()}).")
+    hint = f" For this file give --config-name {given}." if path.suffix == YAML else ""
+    raise ConfigError(f"{flag} {given}: is a file; give the folder of your YAML files.{hint}")
+
+
+def _added_folder(given: str | Path, ours: Path) -> Path:
+    """The folder of `--config-dir`. Raises ConfigError where a file in it would be hidden by one of ours."""
+    path = _folder("--config-dir", given)
+    hidden = _shadowed(path, ours)
     if hidden:
         raise ConfigError(
-            f"--config-dir {directory}: {', '.join(hidden)} has the name of a config that ttrain ships and would be "
-            "ignored. Rename it."
+            f"{given}: {', '.join(hidden)} has the name of a config that ttrain ships and would be ignored. Rename it."
         )
-    return directory.resolve()
+    return path
+
+
+def _shadowed(directory: Path, ours: Path) -> list[str]:
+    """YAML files of a user's folder that ours would hide, because Hydra takes the first of one name."""
+    if directory == ours:
+        return []
+    files = sorted(path.relative_to(ours) for path in ours.rglob(f"*{YAML}"))
+    return [str(path) for path in files if (directory / path).is_file()]
+
+
+def _config_name(given: str, own: Path | None, ours: Path) -> tuple[str, list[Path]]:
+    """Hydra's name of the config that `--config-name` means, and the folders to search before `ours`.
+
+    The name may end in .yaml and lie in a folder below `own` or `ours`; else it is the path of a file. The folder of
+    the file comes first, so that what it names beside it is found. Raises ConfigError with where it was looked for.
+    """
+    name = given.removesuffix(YAML)
+    places = list(dict.fromkeys(place for place in (own, ours, Path.cwd()) if place is not None))
+    for place in places if name else ():
+        file = (place / Path(f"{name}{YAML}").expanduser()).resolve()
+        if file.is_file():
+            searched = [] if own is None else [own]
+            if file.parent not in (own, ours):
+                searched.insert(0, _added_folder(file.parent, ours))
+            return file.stem, searched
+    known = [path.stem for place in places[:-1] for path in place.glob(f"*{YAML}")]
+    hint = did_you_mean(Path(name).name, known)
+    if Path(given).suffix in (".yml", ".json"):
+        hint = f"The name of a config ends in {YAML}; rename the file."
+    raise ConfigError(f"--config-name {given}: there is no {name}{YAML} in {', '.join(map(str, places))}. {hint}")
 
 
 def _store_recipes(folder: Path) -> None:

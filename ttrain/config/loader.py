@@ -7,8 +7,8 @@ has is not refused by Hydra one at a time, but kept for `validate`, which report
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -27,6 +27,36 @@ from ttrain.core.errors import ConfigError
 from ttrain.core.options import default_of
 
 NULL_OPTION = "null"
+SILENT = {
+    "hydra/launcher": "basic",
+    "hydra/sweeper": "basic",
+    "hydra/job_logging": "none",
+    "hydra/hydra_logging": "none",
+}
+OWN_HYDRA = "hydra/default"  # the file of ours that silences what Hydra would do itself
+# Keys of Hydra that do anything with ttrain, and what to give instead of the others, so that none is ignored.
+_HEEDED = re.compile(
+    r"hydra\.(mode|searchpath(\[\d+\])?|sweep\.dir|sweeper\.params(\..+)?|job\.(num|id)"
+    r"|job\.config\.override_dirname(\..+)?)"  # what ${hydra:job.override_dirname} is made of
+)
+_INSTEAD = {
+    "hydra.run.dir": "Give run.dir=<folder>.",
+    "hydra.output_subdir": "Give run.dir=<folder>; the config lies in it.",
+    "hydra.sweep.subdir": "Give sweep.dir=<folder>, or run.dir='<folder>/${hydra:job.num}' for each job.",
+    "hydra.sweep": "Give sweep.dir=<folder>.",
+    "hydra.sweeper.max_batch_size": "Give sweep.parallel=<jobs>.",
+    "hydra.sweeper.n_jobs": "Give sweep.parallel=<jobs>.",
+    "hydra.sweeper.n_trials": "Give sweep.trials=<jobs>.",
+    "hydra.sweeper.direction": "Give sweep.direction=<minimize or maximize>.",
+    "hydra.sweeper": "ttrain runs sweeps itself; for a search give sweep.search=tpe.",
+    "hydra.launcher": "ttrain starts jobs itself; give sweep.parallel=<jobs>.",
+    "hydra.job.name": "Give logger.run_name=<name>, or run.dir=<folder>.",
+    "hydra.job.chdir": "ttrain never changes the folder; paths are those of the folder it is started in.",
+    "hydra.job.env_set": "Set the variable in the shell, before the command.",
+    "hydra.job_logging": "What a run tells is in its folder: log.txt, metrics.jsonl and events.jsonl.",
+    "hydra.hydra_logging": "What a run tells is in its folder: log.txt, metrics.jsonl and events.jsonl.",
+    "hydra.verbose": "HYDRA_FULL_ERROR=1 shows tracebacks.",
+}
 
 
 class NullAwareRepository(ConfigRepository):
@@ -49,6 +79,7 @@ class SchemaLoader(ConfigLoaderImpl):
     def __init__(self, search_path: ConfigSearchPath) -> None:
         self.config_search_path = search_path
         self.repository = NullAwareRepository(search_path)
+        self.only_theirs = False  # whether `--config-path` stands for the files of ours
         self._forget()
 
     def _forget(self) -> None:
@@ -66,6 +97,7 @@ class SchemaLoader(ConfigLoaderImpl):
         self._forget()
         composed = super().load_configuration(*args, **kwargs)
         chosen = composed.hydra.runtime.choices.items()
+        self.problems += ignored(group for group, option in chosen if SILENT.get(group, option) != option)
         self.choices = {
             group: option for group, option in chosen if option is not None and not group.startswith("hydra")
         }
@@ -149,8 +181,12 @@ class SchemaLoader(ConfigLoaderImpl):
     def _refuse_code(self, values: dict[Any, Any], keys: list[str]) -> None:
         """Nothing in a file may name code: our own part is checked by `validate`, Hydra's part here."""
         for key in keys:
-            if key.startswith("hydra.") and key.rpartition(".")[2] in ("_target_", "()", "class"):
+            if not key.startswith("hydra."):
+                continue
+            if key.rpartition(".")[2] in ("_target_", "()", "class"):
                 self.problems.append(f"{key}: refused (set in {self.reading}.yaml); a config file can't name code.")
+            elif self.reading != OWN_HYDRA:
+                self.problems += ignored([key], f" (set in {self.reading}.yaml)")
         supervise = values.get("supervise")
         if isinstance(supervise, dict) and supervise.get("on_restart"):
             self.problems.append(
@@ -239,7 +275,20 @@ def _flat_keys(values: Any, prefix: str) -> Iterator[str]:
             yield path
 
 
-def shadowed(directory: Path, ours: Path) -> list[str]:
-    """YAML files of a user's folder that ours would hide, because Hydra takes the first of one name."""
-    files = sorted(path.relative_to(directory) for path in directory.rglob("*.yaml"))
-    return [str(path) for path in files if (ours / path).is_file()]
+def ignored(keys: Iterable[str], origin: str = "") -> list[str]:
+    """One problem for each of Hydra's keys, such as `hydra.run.dir` or `hydra/launcher`, that would do nothing.
+
+    `origin` says which file set them.
+    """
+    problems = []
+    for key in keys:
+        name = key.lstrip("+~").replace("/", ".")
+        if name != "hydra" and not _HEEDED.fullmatch(name):
+            problems.append(f"{key.lstrip('+~')}: has no effect with ttrain{origin}. {_instead(name)}")
+    return problems
+
+
+def _instead(name: str) -> str:
+    while name and name not in _INSTEAD:
+        name = name.rpartition(".")[0]
+    return _INSTEAD.get(name, "Leave it out.")

@@ -22,12 +22,15 @@ anything runs.
 
 **Own files.** `--config-dir <folder>` adds a folder of your own: `<folder>/optimizer/mine.yaml` is `optimizer=mine`.
 Such a file may start from ours with `defaults: [adamw]`. A whole experiment is `<folder>/mine.yaml` with
-`defaults: [config, _self_]`, run with `--config-name mine`; to choose options in it, add `override model: gpt2` to its
-defaults. A file holds names and values only: `_target_` and plugins are refused there.
+`defaults: [config, _self_]`, run with `--config-name mine`, or from anywhere with the path of the file; to choose
+options in it, add `override model: gpt2` to its defaults. A file holds names and values only: `_target_` and plugins
+are refused there. The `.yaml` of a name may be left out or given.
 
 **Text.** A value that only text can be is taken as text, and `sample.prompt` exactly as the shell passes it. Elsewhere
 the rules are Hydra's: a list is `[a,b]`, a mapping `{a: 1}`, and text with commas is quoted twice, as in
 `'run.dir="a,b"'`. `null` as a value means none; `device=null` is the device of that name.
+`None`, `True` and `{'a': 1}`, as agents of W&B write them, are read by the type of their key; where text is wanted they
+are text. `hydra.run.dir` and whatever else of Hydra would do nothing here is refused with the key to give instead.
 
 **Sweeps.** `-m engine=dynamic,static run.seed=1,2` runs every combination, each in a process of its own, one after the
 other or `sweep.parallel` at once. All of them are checked before the first one starts; one that does not fit, or fails,

@@ -105,9 +105,9 @@ class RunsConfig:
 
 @dataclass
 class ReportConfig:
-    """What task=report writes. `run=<folder>` is short for report.run=[<folder>]."""
+    """What task=report writes. `run=<folder>,<folder>` is short for report.run=[<folder>,<folder>]."""
 
-    run: list[str] = option([], "runs to report on; several are compared side by side", path=True)
+    run: list[str] = option([], "runs that are compared side by side; one run is given as run.dir", path=True)
     out: str | None = option(
         None, "HTML file to write; null takes report.html in the run, for several runs in this folder", path=True
     )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -21,6 +23,8 @@ from ttrain.core.names import did_you_mean
 from ttrain.core.options import default_of, option_problems
 
 TYPE_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+NO_VALUE = "None"  # Python's word for null, in which W&B's agents pass it
+VERBATIM = ("prompt", "separator")  # text that may be any text
 MANY_WORDS = {int: "integers", float: "numbers", bool: "true or false", str: "texts"}
 
 
@@ -128,6 +132,8 @@ def _convert(schema: type[Any], key: str, path: str, value: Any, found: Findings
         found.add(f"{path}: has no value{found.origin(path)}; give one with {path}={value}.", section)
         return _REFUSED
     bare = without_none(hint)
+    if value is None or (isinstance(value, str) and key not in VERBATIM):
+        value = _meant(value, hint, schema.__dataclass_fields__[key])
     if bare is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     try:
@@ -144,6 +150,22 @@ def _convert(schema: type[Any], key: str, path: str, value: Any, found: Findings
         )
         return _REFUSED
     return _at_home(converted) if schema.__dataclass_fields__[key].metadata.get("path") else converted
+
+
+def _meant(text: str | None, hint: Any, declared: Field[Any]) -> Any:
+    """What a text stands for by the type that is wanted: null, or a list or mapping that was quoted as a whole."""
+    bare = without_none(hint)
+    if text in (None, NO_VALUE) or (text == "null" and bare is not str):
+        if bare is not hint:
+            return None
+        return declared.default if declared.default == "none" else text
+    if typing.get_origin(bare) in (list, dict) and str(text).strip()[:1] in ("[", "{", "("):
+        given = re.sub(r"^\s*\((.*?),?\s*\)\s*$", r"[\1]", str(text), flags=re.DOTALL)  # a tuple of Python is a list
+        try:
+            return yaml.safe_load(given)
+        except yaml.YAMLError:
+            return text
+    return text
 
 
 def _at_home(path: Any) -> Any:
@@ -182,7 +204,9 @@ def without_none(hint: Any) -> Any:
 
 def _as_list(path: str, value: Any, hint: Any) -> str:
     """How one text is written where a list of them is wanted; empty for everything else."""
-    return f" Write {path}=[{value}]." if isinstance(value, str) and without_none(hint) == list[str] else ""
+    if not isinstance(value, str) or without_none(hint) != list[str]:
+        return ""
+    return f" Write {path}=[{'' if value == NO_VALUE else value}]."
 
 
 def _given(value: Any, hint: Any) -> str:
@@ -231,11 +255,17 @@ def _suggest(section: str, key: str, known: set[str]) -> str:
 
 def _suggest_root(key: str) -> str:
     """Another section's key of the same name, else the nearest section."""
+    owner = owner_of(key)
+    return f"Did you mean '{owner}.{key}'?" if owner else did_you_mean(key, sections())
+
+
+def owner_of(key: str) -> str | None:
+    """The first section that has a key of that name, None where none has."""
     for section in sections():
         default = default_of(Config.__dataclass_fields__[section])
         if is_dataclass(default) and key in {declared.name for declared in fields(default)} and key != "name":
-            return f"Did you mean '{section}.{key}'?"
-    return did_you_mean(key, sections())
+            return section
+    return None
 
 
 def _target_keys(values: Any, prefix: str) -> Iterator[str]:

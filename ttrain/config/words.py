@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -12,10 +13,13 @@ from hydra.errors import OverrideParseException
 
 from ttrain.config import registry
 from ttrain.config.schema import Config, sections
-from ttrain.config.validate import section_type, without_none
+from ttrain.config.validate import NO_VALUE, VERBATIM, expected, section_type, without_none
 from ttrain.core.errors import ConfigError
 
-FREE_TEXT = ("sample.prompt", "data.separator")
+FREE_TEXT = tuple(f"{section}.{name}" for section, name in zip(("sample", "data"), VERBATIM, strict=True))
+OPTIONAL_GROUPS = ("recipe", "debug")  # of which none may be chosen
+# What a word processor or a web page makes of quotes and minus signs. No number, name or list holds one of them.
+TYPOGRAPHIC = str.maketrans("“”„‘’‚\u00a0‐‑‒–—−", "\"\"\"''' ------")
 
 
 def parse(word: str, sweep: bool = False) -> Override:
@@ -24,38 +28,66 @@ def parse(word: str, sweep: bool = False) -> Override:
     Free text, such as a prompt, is taken as it stands unless it is quoted. So is the value of any other text key that
     the grammar has no way to read, such as a path with an accent or a bracket. With `sweep` a comma separates values.
     """
-    word = _spelt_out(word)
-    text_key = _wants_text(word)
+    word = _spelt_out(word, sweep)
+    if word.startswith("="):
+        raise ConfigError(_syntax_problem(word, []))
+    hints = list(_hints(word))
+    text_key = any(without_none(hint) is str for hint in hints)
     if text_key and not sweep and _key(word) in FREE_TEXT and not _is_quoted(word):
         word = _quoted(word)
     parser = OverridesParser.create()
     try:
         return parser.parse_overrides([word])[0]
     except OverrideParseException:
-        if text_key and not (sweep and "," in word):
+        # A list or mapping as Python writes it comes as text too: the type of its key tells how it is read.
+        if (text_key and not (sweep and "," in word)) or _is_python(word, hints):
             return parser.parse_overrides([_quoted(word)])[0]
-        raise ConfigError(_syntax_problem(word)) from None
+        raise ConfigError(_syntax_problem(word, hints)) from None
 
 
-def _spelt_out(word: str) -> str:
-    """`supervise=true` and `run=<folder>,<folder>` as the keys that they are short for."""
-    key, _, value = word.partition("=")
-    if key == "supervise" and value.lower() in ("true", "false", "null"):
+def _spelt_out(word: str, sweep: bool) -> str:
+    """The word as its key has it: no space around the key, plain quotes and minus signs where no text is wanted.
+
+    `run=<folder>` is short for run.dir, `run=<folder>,<folder>` for report.run, `supervise=true` for supervise.enabled;
+    `recipe=None`, as W&B's agents write it, chooses none.
+    """
+    key, equals, value = word.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        return word
+    if not any(without_none(hint) is str for hint in _hints(word)) and not value.isascii():
+        value = value.translate(TYPOGRAPHIC)
+    if key == "supervise" and value and value[0] not in "{$":
         return f"supervise.enabled={value}"
-    if key == "run" and value and value[0] not in "{[":
-        words = [f"run={part}" for part in value.split(",")]
+    if key.lstrip("+") in OPTIONAL_GROUPS and value in ("null", NO_VALUE):
+        return f"~{_key(word)}"
+    if key == "run" and value.startswith("["):
+        if "," in value or not value.endswith("]"):
+            return f"report.run={value}"
+        value = value[1:-1].strip()
+    if key == "run" and value and value[0] not in "{$":
+        words = [f"run={part}" for part in value.split(",") if part]
         parts = [(each if _is_quoted(each) else _quoted(each)).partition("=")[2] for each in words]
-        return f"report.run=[{','.join(parts)}]"
-    return f"report.run={value}" if key == "run" and value.startswith("[") else word
+        if len(parts) > 1 and not sweep:
+            return f"report.run=[{','.join(parts)}]"
+        return f"run.dir={','.join(parts)}"
+    return f"{key}={value}"
 
 
 def _key(word: str) -> str:
-    return word.partition("=")[0].lstrip("+")
+    return word.partition("=")[0].strip().lstrip("+")
 
 
 def _is_quoted(word: str) -> bool:
     value = word.partition("=")[2]
     return len(value) > 1 and value[0] in "'\"" and value[0] == value[-1]
+
+
+def _is_python(word: str, hints: list[Any]) -> bool:
+    """Whether the key holds lists or mappings and the value has the brackets of one."""
+    value = word.partition("=")[2].strip()
+    held = any(typing.get_origin(without_none(hint)) in (list, dict) for hint in hints)
+    return held and len(value) > 1 and value[0] + value[-1] in ("[]", "{}", "()")
 
 
 def _quoted(word: str) -> str:
@@ -65,12 +97,15 @@ def _quoted(word: str) -> str:
     return f"{key}={QuotedString(literal, Quote.double).with_quotes()}"
 
 
-def _wants_text(word: str) -> bool:
-    """Whether the key's type is text in any schema that its section may have."""
+def _hints(word: str) -> Iterator[Any]:
+    """The key's type in every schema that its section may have; none for a word that is no key of ours."""
     section, _, name = _key(word).partition(".")
     if "=" not in word or section not in sections():
-        return False
-    return any(without_none(typing.get_type_hints(schema).get(name or section)) is str for schema in _schemas(section))
+        return
+    for schema in _schemas(section):
+        hints = typing.get_type_hints(schema)
+        if (name or section) in hints:
+            yield hints[name or section]
 
 
 def _schemas(section: str) -> Iterator[type[Any]]:
@@ -81,9 +116,24 @@ def _schemas(section: str) -> Iterator[type[Any]]:
         yield section_type(section, None) or Config
 
 
-def _syntax_problem(word: str) -> str:
+def _syntax_problem(word: str, hints: list[Any]) -> str:
     key, equals, value = word.partition("=")
-    if not equals:
-        return f"{word!r}: expected key=value."
+    if not equals or not key:
+        return f"{word!r}: expected key=value. {_nearest(word)}"
+    if hints:
+        return f"{word!r}: the value can't be read. It must be {expected(hints[0])}."
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     return f"{word!r}: the value can't be read. To pass it as plain text, quote it twice: '{key}=\"{escaped}\"'."
+
+
+def _nearest(word: str) -> str:
+    """What a word without an equals sign was probably meant to be, else the commonest reason for one."""
+    bare = word.strip().lower()
+    if bare in registry.names("task"):
+        return f"Did you mean 'task={bare}'?"
+    if bare in ("help", "version"):
+        return f"Did you mean '--{bare}'?"
+    key, colon, value = word.partition(":")
+    if colon and key.partition(".")[0] in sections() and re.fullmatch(r"[\w.]+", key):
+        return f"Did you mean '{key}={value.strip()}'?"
+    return "No space goes around the equals sign; text with a space is quoted."

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 def did_you_mean(given: str, valid: Iterable[str]) -> str:
     """A sentence to append to an error: the nearest valid name where one is near, else the valid names."""
     options = sorted(set(valid))
-    near = difflib.get_close_matches(given, options, n=1, cutoff=0.6)
+    folded = {option.lower(): option for option in options}
+    near = difflib.get_close_matches(given.lower(), folded, n=1, cutoff=0.6)
     if near:
-        return f"Did you mean {near[0]!r}? Valid: {', '.join(options)}."
+        return f"Did you mean {folded[near[0]]!r}? Valid: {', '.join(options)}."
     return f"Valid: {', '.join(options)}." if options else "There is none."

@@ -44,7 +44,7 @@ summary { cursor: pointer; font-weight: bold; }
 
 def run(config: Config) -> None:
     """Writes the page. Raises UserError or CheckpointError where a folder is not a run or the page can't be written."""
-    runs = [read_run(Path(path)) for path in config.report.run]
+    runs = [read_run(Path(path)) for path in config.report.run or [config.run.dir or ""]]
     own = runs[0].path / "report.html" if len(runs) == 1 else Path("report.html")
     target = Path(config.report.out) if config.report.out else own
     try:

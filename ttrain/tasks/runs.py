@@ -13,11 +13,14 @@ _PLAIN_WIDTH = 240
 
 
 def run(config: Config) -> None:
-    """Prints one line per run below `runs.root`, the newest last. Raises UserError where there is no such folder."""
-    root = Path(config.runs.root)
-    if not root.is_dir():
-        raise UserError(f"runs.root={root}: there is no such folder. Give the folder that holds your runs.")
-    found = [read_run(path) for path in find_runs(root)]
+    """Prints one line per run below `runs.root`, the newest last, or for run.dir alone where that is given.
+
+    Raises UserError where there is no such folder.
+    """
+    key, root = ("run.dir", config.run.dir) if config.run.dir else ("runs.root", config.runs.root)
+    if not Path(root).is_dir():
+        raise UserError(f"{key}={root}: there is no such folder. Give the folder that holds your runs.")
+    found = [read_run(path) for path in find_runs(Path(root))]
     wanted = config.runs.state
     shown = [info for info in found if wanted in (None, info.state)]
     if not shown:
