@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from ttrain.core.errors import CheckpointError
 from ttrain.models import agillm_weights
 from ttrain.models.agillm import AGILLM
 from ttrain.models.agillm_compact import compact, compacted, describe
+from ttrain.models.identity import differing
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.initialize import initial_values
 
@@ -162,3 +164,20 @@ def test_layers_get_one_rank_and_columns_of_zeros() -> None:
     assert all(entry.error < 1e-6 for entry in report) and describe(report)["rank"] == 7
     assert matrices[0].shape == matrices[1].shape == (16, 7)
     assert not matrices[0][:, 3:].any()
+
+
+def test_what_a_file_of_the_original_says_of_the_function() -> None:
+    """Heads and tying as the original writes them; a head of its own under our name says that it is not tied."""
+    model = small()
+    file = model.original_file(initial_values(model, 0))
+    assert model.claimed(file) == {"heads": 2, "tied": False} and not differing(model.claimed(file), model.config)
+    other = {**file, "cfg": {**file["cfg"], "heads": 4}, "tie_weights": True}
+    assert differing(model.claimed(other), model.config) == [
+        "model.heads: 4 where the weights come from, 2 given",
+        "model.tied: True where the weights come from, False given",
+    ]
+    assert model.claimed(initial_values(model, 0)) == {"tied": False}
+    standard = dataclasses.replace(model.config, alibi="standard", dropout=0.0, label_smoothing=0.0)
+    assert differing(dataclasses.asdict(model.config), standard) == [
+        "model.alibi: 'agillm3' where the weights come from, 'standard' given"
+    ]

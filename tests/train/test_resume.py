@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ttrain.core.errors import CheckpointError, UserError
+from ttrain.models.settings import AGILLMConfig, GPTConfig
 from ttrain.train.resume import check_architecture, check_tokenizer, config_difference, find_resume_point
 from ttrain.train.retention import find_checkpoint
 
@@ -110,13 +111,17 @@ MODEL = {"name": "gpt", "layers": 4, "heads": 4, "dropout": 0.0, "recompute": "n
 
 def test_another_architecture_names_the_keys() -> None:
     path = Path("step_00000001")
-    check_architecture({"model": MODEL}, {"model": {**MODEL, "dropout": 0.2, "recompute": "block"}}, path)
-    check_architecture({"model": {**MODEL, "pad_vocabulary": 1}}, {"model": {**MODEL, "pad_vocabulary": 32}}, path)
+    check_architecture({"model": MODEL}, GPTConfig(layers=4, heads=4, dropout=0.2, recompute="block"), path)
+    check_architecture({"model": MODEL}, GPTConfig(layers=4, heads=4, preset="124M"), path)
+    padded = {"name": "agillm", "pad_vocabulary": 1}
+    check_architecture({"model": padded}, AGILLMConfig(pad_vocabulary=32), path)
     with pytest.raises(CheckpointError) as raised:
-        check_architecture({"model": MODEL}, {"model": {**MODEL, "layers": 6, "width": 8}}, path)
+        check_architecture({"model": MODEL}, GPTConfig(layers=6, width=8, heads=4), path)
     message = str(raised.value)
-    assert "model.layers: 4 in the checkpoint, 6 given" in message
-    assert "model.width: None in the checkpoint, 8 given" in message and "heads" not in message
+    assert "model.layers: 4 where the weights come from, 6 given" in message
+    assert "model.width: None where the weights come from, 8 given" in message and "heads" not in message
+    with pytest.raises(CheckpointError, match="model.sat_target: 'future_window' where .* 'legacy' given"):
+        check_architecture({"model": padded}, AGILLMConfig(sat_target="legacy"), path)
 
 
 def test_another_tokenizer_is_refused() -> None:

@@ -125,9 +125,95 @@ def test_a_resumed_run_does_not_start_warm_again(train: Any, source: str) -> Non
     assert "taken" in record[0] and "taken" not in record[1]
 
 
-def test_another_tokenizer_is_told(train: Any, source: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train("run.dir=run", f"train.init_from={source}", "data.tokenizer=char") == 0
-    assert "WARNING: its tokenizer is another one" in capsys.readouterr().err
+def test_another_tokenizer_is_refused_unless_it_is_wanted(
+    train: Any, source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"train.init_from={source}", "data.tokenizer=char"]
+    assert train("run.dir=run", *words) == 2 and not Path("run").exists()
+    said = capsys.readouterr().err
+    assert "its tokenizer is another one, so the rows of embedding.weight mean other tokens" in said
+    assert "train.init_anyway=true" in said
+    assert train("run.dir=run", *words, "train.init_anyway=true") == 0
+    assert "WARNING: taken anyway: its tokenizer is another one" in capsys.readouterr().err
+    taken, given = parameters("run"), parameters(source)
+    assert all((taken[name] == given[name]).all() for name in given)
+    # Rows that start anew mean what the data says, so another tokenizer is no matter then.
+    assert train("run.dir=anew", *words, "model.vocabulary=99") == 0
+
+
+# What changes the function of weights that fit by name and shape, for each kind of source.
+OTHERS = {"heads": ("model.heads=4", "2", "4"), "activation": ("model.activation=relu", "'gelu_tanh'", "'relu'")}
+
+
+@pytest.mark.parametrize("key", OTHERS)
+def test_weights_of_another_function_are_refused(
+    key: str, train: Any, source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    word, old, new = OTHERS[key]
+    checkpoint = f"{source}/checkpoints/step_00000001"
+    for form, file in (("ttrain", "own.safetensors"), ("original", "theirs.safetensors"), ("original", "theirs.pt")):
+        assert main(["task=export", f"run.dir={source}", f"export.file={file}", f"export.form={form}"]) == 0
+    places = [source, checkpoint, f"{checkpoint}/parameters-00001-of-00001.safetensors"]
+    for place in [*places, "own.safetensors", "theirs.safetensors", "theirs.pt"]:
+        capsys.readouterr()
+        assert train("run.dir=run", f"train.init_from={place}", word) == 2, place
+        assert f"model.{key}: {old} where the weights come from, {new} given" in capsys.readouterr().err
+        assert not Path("run").exists()
+    assert train("run.dir=run", f"train.init_from={source}", word, "train.init_anyway=true") == 0
+    assert "WARNING: taken anyway: model." + key in capsys.readouterr().err
+    assert (parameters("run")["embedding.weight"] == parameters(source)["embedding.weight"]).all()
+    difference = f"model.{key}: {old} where the weights come from, {new} given"
+    assert json.loads(Path("run/run.json").read_text())["legs"][0]["taken_anyway"] == [difference]
+    capsys.readouterr()
+    for words in (
+        ["task=sample", f"run.dir={source}", word],
+        ["task=export", f"run.dir={source}", "export.file=out.safetensors", word],
+        [f"resume={source}", "run.dir=on", "train.steps=2", word],
+        ["task=export", "export.source=own.safetensors", "export.dir=out", *MODEL, "model.bias=false", word],
+        ["task=export", "export.source=theirs.pt", "export.dir=out", *MODEL, "model.bias=false", word],
+    ):
+        assert main(["device=cpu", "logger=jsonl", *words]) == 2, words
+        assert difference in capsys.readouterr().err, words
+    assert not Path("out.safetensors").exists() and not Path("out").exists() and not Path("on").exists()
+
+
+def test_a_head_of_its_own_does_not_become_a_tied_one(train: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    plain = PlainGPT(**SIZE, bias=False, tied=False)
+    torch.save(plain.state_dict(), "plain.pt")
+    save_file(first_values(tied=False), "own.safetensors")
+    for file in ("plain.pt", "own.safetensors"):
+        assert train("run.dir=run", f"train.init_from={file}") == 2
+        assert "model.tied: False where the weights come from, True given" in capsys.readouterr().err
+    assert train("run.dir=run", "train.init_from=plain.pt", "model.tied=false") == 0
+    assert train("run.dir=other", "train.init_from=run") == 2
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"n_head": 2, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}, None),
+        ({"n_head": 4}, "model.heads: 4 where the weights come from, 2 given"),
+        ({"activation_function": "silu"}, "model.activation: 'silu' where the weights come from, 'gelu_tanh' given"),
+        ({"layer_norm_epsilon": 1e-6}, "norm_eps: 1e-06 where the weights come from, 1e-05 given"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: True where"),
+    ],
+)
+def test_the_config_beside_a_file_of_hugging_face_counts(
+    entry: dict[str, Any], message: str | None, train: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("hub").mkdir()
+    model = GPT(GPTConfig(**SIZE, bias=False))
+    save_file(model.to_original(initial_values(model, 1), transposed=True), "hub/model.safetensors")
+    Path("hub/config.json").write_text(json.dumps({"model_type": "gpt2", **entry}))
+    assert train("run.dir=run", "train.init_from=hub/model.safetensors") == (0 if message is None else 2)
+    assert message is None or message in capsys.readouterr().err
+
+
+def test_dropout_and_recomputing_do_not_matter(train: Any, source: str) -> None:
+    words = ["model.dropout=0.1", "model.recompute=block", "model.preset=0.8M"]
+    assert train("run.dir=run", f"train.init_from={source}", *words) == 0
+    assert train(f"resume={source}", "run.dir=on", "train.steps=2", *words) == 0
 
 
 class Harmful:

@@ -92,6 +92,15 @@ def _plain(name: Any) -> str:
     return str(name).replace(_COMPILED, "")
 
 
+def claimed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file of the original says of its model besides shapes, by our keys."""
+    cfg, tied = content.get("cfg"), content.get("tie_weights")
+    heads = {"heads": cfg["heads"]} if isinstance(cfg, Mapping) and "heads" in cfg else {}
+    if "ar_head.weight" in content:
+        tied = False
+    return heads | ({"tied": tied} if isinstance(tied, bool) else {})
+
+
 def from_original(content: Mapping[str, Any], specs: Mapping[str, TensorSpec], strict: bool = True) -> dict[str, Any]:
     """The content of an original's file -> its values by our path.
 

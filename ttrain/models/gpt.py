@@ -207,6 +207,10 @@ class GPT(Module):
         sizes |= {"bias": self.config.bias, "vocab_size": self.vocabulary, "dropout": self.config.dropout}
         return {"model": self.to_original(values), "model_args": sizes}
 
+    def claimed(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """What a file of an original says of its model; see gpt_weights.claimed."""
+        return gpt_weights.claimed(content)
+
     def from_original(self, weights: Mapping[str, Any], strict: bool = True) -> gpt_weights.Weights:
         """Weights of nanoGPT or of Hugging Face's GPT-2 -> parameters by path; see gpt_weights.from_original."""
         return gpt_weights.from_original(weights, self._specs(), strict)

@@ -30,6 +30,11 @@ _OUTSIDE = {
 }
 _MATRICES = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face keeps them as [inputs, outputs]
 _MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks that some files carry as if they were weights
+_CLAIMS = {  # the original's entry -> our key
+    "n_head": "heads", "activation_function": "activation", "layer_norm_epsilon": "norm_eps",
+    "scale_attn_weights": "scale_attn_weights", "scale_attn_by_inverse_layer_idx": "scale_attn_by_inverse_layer_idx",
+}  # fmt: skip
+_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 _HEAD, _EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 _QKV = "transformer.h.0.attn.c_attn.weight"
 
@@ -54,6 +59,22 @@ def to_original(values: Mapping[str, Any], specs: Mapping[str, TensorSpec], tran
         weights = {name: _turned(name, weight) for name, weight in weights.items()}
     weights.setdefault(_HEAD, weights[_EMBEDDING])
     return weights
+
+
+def claimed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file of an original says of its model besides shapes, by our keys.
+
+    Understands nanoGPT's model_args and the config.json of Hugging Face's GPT-2, whose entries lie beside the weights.
+    """
+    args = content["model_args"] if isinstance(content.get("model_args"), Mapping) else content
+    said = {ours: args[theirs] for theirs, ours in _CLAIMS.items() if theirs in args}
+    if isinstance(activation := said.get("activation"), str):
+        said["activation"] = _ACTIVATIONS.get(activation, activation)
+    weights = content["model"] if isinstance(content.get("model"), Mapping) else content
+    given = {_full_name(name): weight for name, weight in weights.items()}
+    head, embedding = given.get(_HEAD), given.get(_EMBEDDING)
+    own_head = head is not None and embedding is not None and not (unusable({_HEAD: head}) or same(head, embedding))
+    return said | ({"tied": False} if own_head or "head.weight" in weights else {})
 
 
 def from_original(weights: Mapping[str, Any], specs: Mapping[str, TensorSpec], strict: bool = True) -> Weights:

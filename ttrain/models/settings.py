@@ -17,12 +17,12 @@ class MLPConfig:
     """A stack of linear layers with an activation between them, trained on mean squared error."""
 
     name: str = option("mlp", "registered name of the model")
-    inputs: int | None = option(None, "features per example; null takes width", minimum=1)
-    outputs: int | None = option(None, "targets per example; null takes width", minimum=1)
-    layers: int = option(2, "number of linear layers", minimum=1)
-    width: int = option(64, "features of every hidden layer", minimum=1)
+    inputs: int | None = option(None, "features per example; null takes width", minimum=1, changes="shape")
+    outputs: int | None = option(None, "targets per example; null takes width", minimum=1, changes="shape")
+    layers: int = option(2, "number of linear layers", minimum=1, changes="shape")
+    width: int = option(64, "features of every hidden layer", minimum=1, changes="shape")
     activation: str = option("relu", "function between two layers", choices=ACTIVATIONS)
-    bias: bool = option(True, "whether linear layers have a bias")
+    bias: bool = option(True, "whether linear layers have a bias", changes="shape")
 
 
 @dataclass
@@ -32,14 +32,14 @@ class TransformerConfig:
     presets: ClassVar[Mapping[str, Preset]] = {}
 
     name: str = option("", "registered name of the model")
-    preset: str | None = option(None, "named size whose numbers fill every field left null")
-    layers: int | None = option(None, "number of transformer blocks", minimum=1)
+    preset: str | None = option(None, "named size whose numbers fill every field left null", changes="nothing")
+    layers: int | None = option(None, "number of transformer blocks", minimum=1, changes="shape")
     heads: int | None = option(None, "attention heads per block; must divide width", minimum=1)
-    width: int | None = option(None, "features of the residual stream", minimum=1)
+    width: int | None = option(None, "features of the residual stream", minimum=1, changes="shape")
     context: int | None = option(
-        None, "longest sequence in tokens; training uses sequences of exactly this length", minimum=1
+        None, "longest sequence in tokens; training uses sequences of exactly this length", minimum=1, changes="shape"
     )
-    vocabulary: int | None = option(None, "number of token ids; null takes the tokenizer's", minimum=1)
+    vocabulary: int | None = option(None, "number of token ids; null takes the tokenizer's", minimum=1, changes="shape")
 
 
 @dataclass
@@ -49,13 +49,19 @@ class GPTConfig(TransformerConfig):
     presets = GPT_PRESETS
 
     name: str = option("gpt", "registered name of the model")
-    bias: bool = option(True, "whether linear layers and layer norms have a bias")
+    bias: bool = option(True, "whether linear layers and layer norms have a bias", changes="shape")
     dropout: float = option(
-        0.0, "probability of zeroing after embedding, attention weights and each branch", minimum=0, below=1
+        0.0,
+        "probability of zeroing after embedding, attention weights and each branch",
+        minimum=0,
+        below=1,
+        changes="nothing",
     )
     activation: str = option("gelu_tanh", "function inside the feed-forward branch", choices=ACTIVATIONS)
     tied: bool = option(True, "whether the output head shares the token embedding's weight")
-    recompute: str = option("none", "what backward computes again instead of keeping", choices=("none", "block"))
+    recompute: str = option(
+        "none", "what backward computes again instead of keeping", choices=("none", "block"), changes="nothing"
+    )
 
 
 @dataclass
@@ -66,23 +72,34 @@ class AGILLMConfig(TransformerConfig):
 
     name: str = option("agillm", "registered name of the model")
     rank: int | None = option(
-        None, "columns of the matrix through which a layer's queries and keys meet; any number", minimum=1
+        None,
+        "columns of the matrix through which a layer's queries and keys meet; any number",
+        minimum=1,
+        changes="shape",
     )
     context: int | None = option(
-        1122, "longest sequence in tokens; training uses sequences of exactly this length", minimum=1
+        1122, "longest sequence in tokens; training uses sequences of exactly this length", minimum=1, changes="shape"
     )
     objective: str = option(
-        "joint", "joint: AR and SAT; ar_only: no SAT pass and no SAT head, half the work", choices=("joint", "ar_only")
+        "joint",
+        "joint: AR and SAT; ar_only: no SAT pass and no SAT head, half the work",
+        choices=("joint", "ar_only"),
+        changes="shape",
     )
     tied: bool = option(False, "whether the AR head shares the token embedding's weight, and then has no bias")
     dropout: float = option(
-        0.1, "probability of zeroing after the attention branch's output projection", minimum=0, below=1
+        0.1,
+        "probability of zeroing after the attention branch's output projection",
+        minimum=0,
+        below=1,
+        changes="nothing",
     )
     fold: str = option(
         "auto",
         "on: queries meet keys through U U^T at head width, off: both go through U at rank; the same function; auto: "
         "on where rank exceeds head width",
         choices=("auto", "on", "off"),
+        changes="nothing",
     )
     alibi: str = option(
         "agillm3",
@@ -91,21 +108,33 @@ class AGILLMConfig(TransformerConfig):
         choices=("agillm3", "standard"),
     )
     label_smoothing: float = option(
-        0.1, "share of the target's probability spread evenly over the vocabulary, in both losses", minimum=0, below=1
+        0.1,
+        "share of the target's probability spread evenly over the vocabulary, in both losses",
+        minimum=0,
+        below=1,
+        changes="loss",
     )
     sat_target: str = option(
         "future_window",
         "what a window of two positions predicts; future_window: the two tokens after it; legacy: the last window "
         "predicts the tokens 1 and 2, a misalignment of early versions",
         choices=("future_window", "legacy"),
+        changes="loss",
     )
-    sat_stride: int = option(1, "positions from the start of a SAT window to that of the next", minimum=1)
-    sat_max_windows: int = option(0, "at most so many SAT windows of a sequence, evenly spaced; 0 takes all", minimum=0)
-    gate_weight: float = option(0.1, "factor of the gate's cross-entropy in the loss", minimum=0)
-    recompute: str = option("none", "what backward computes again instead of keeping", choices=("none", "block"))
+    sat_stride: int = option(
+        1, "positions from the start of a SAT window to that of the next", minimum=1, changes="loss"
+    )
+    sat_max_windows: int = option(
+        0, "at most so many SAT windows of a sequence, evenly spaced; 0 takes all", minimum=0, changes="loss"
+    )
+    gate_weight: float = option(0.1, "factor of the gate's cross-entropy in the loss", minimum=0, changes="loss")
+    recompute: str = option(
+        "none", "what backward computes again instead of keeping", choices=("none", "block"), changes="nothing"
+    )
     pad_vocabulary: int | None = option(
         None,
         "round the vocabulary up to a multiple of this while running; the added ids get no probability and are in no "
         "checkpoint; null: 32 on Tenstorrent devices, else 1",
         minimum=1,
+        changes="nothing",
     )

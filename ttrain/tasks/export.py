@@ -12,6 +12,7 @@ from ttrain.config.saved import continued
 from ttrain.config.schema import Config, to_dict
 from ttrain.core.errors import CheckpointError, ConfigError, DataError
 from ttrain.core.units import format_bytes, format_count
+from ttrain.models.identity import FUNCTION, differing
 from ttrain.models.settings import AGILLMConfig
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class _Parameters:
 def run(config: Config) -> None:
     """Writes what export.file and export.dir ask for, and says what it wrote."""
     from ttrain.train.export import export_problems, require_new, write_weights
+    from ttrain.train.weights_file import Said
 
     given = _from_run(config) if config.export.source is None else _from_file(config, Path(config.export.source))
     wanted, file = config.export, None if config.export.file is None else Path(config.export.file)
@@ -48,8 +50,8 @@ def run(config: Config) -> None:
     if wanted.compact:
         given, report = _compacted(given)
     if file is not None:
-        tokenizer = {} if given.tokenizer is None else {"tokenizer_json": given.tokenizer}
-        write_weights(given.model, given.values, file, wanted.form, {"step": given.step, **tokenizer})
+        stored = build.stored_model(given.config, given.model)
+        write_weights(given.model, given.values, file, wanted.form, given.step, Said(stored, given.tokenizer))
         size = format_bytes(file.stat().st_size)
         print(f"{file}: {format_count(given.model.parameter_count)} parameters, {size}.")
     if wanted.dir is not None:
@@ -57,20 +59,22 @@ def run(config: Config) -> None:
 
 
 def _from_run(config: Config) -> _Parameters:
+    from ttrain.train.resume import check_architecture
     from ttrain.train.retention import find_checkpoint
 
     assert config.run.dir is not None  # the config's checks hold it so
     checkpoint = find_checkpoint(Path(config.run.dir), config.export.checkpoint)
     merged = continued(checkpoint.config, config, _FOR_EXPORT)
     model = build.build_model(merged)
+    check_architecture(checkpoint.config, model.config, checkpoint.path, FUNCTION)
     origin = f"step {checkpoint.step} of {config.run.dir}"
     return _Parameters(merged, model, checkpoint.parameters(), checkpoint.step, checkpoint.tokenizer, origin)
 
 
 def _from_file(config: Config, path: Path) -> _Parameters:
-    from ttrain.data.tokenizer import Tokenizer, read_tokenizer
+    from ttrain.data.tokenizer import Tokenizer
     from ttrain.models.agillm_weights import sizes_of
-    from ttrain.train.weights_file import read_file, read_parameters
+    from ttrain.train.weights_file import read_file, read_parameters, said_of
 
     content = read_file(path)
     if isinstance(config.model, AGILLMConfig):
@@ -79,18 +83,34 @@ def _from_file(config: Config, path: Path) -> _Parameters:
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
         config = dataclasses.replace(config, model=sized)
-    tokenizer = content.get("tokenizer_json")
-    if config.export.tokenizer is not None:
-        tokenizer = read_tokenizer(config.export.tokenizer, "export.tokenizer").to_json()
-    elif tokenizer is not None:
-        try:
-            tokenizer = Tokenizer.from_json(str(tokenizer)).to_json()
-        except (DataError, ValueError, KeyError) as error:
-            raise DataError(f"{path} holds a tokenizer that can't be used: {error}") from None
-    vocabulary = None if tokenizer is None else Tokenizer.from_json(tokenizer).vocabulary
-    model = build.build_model(config, vocabulary)
-    values, step = read_parameters(path, model), content.get("step", 0)
+    said = said_of(path, content)
+    tokenizer = _tokenizer(config, path, said.tokenizer)
+    model = build.build_model(config, None if tokenizer is None else Tokenizer.from_json(tokenizer).vocabulary)
+    if differences := differing(said.of(model), model.config):
+        raise CheckpointError(f"{path} holds another function: {'; '.join(differences)}. Give these keys as they were.")
+    values, step = read_parameters(path, model, content), content.get("step", 0)
     return _Parameters(config, model, values, step if isinstance(step, int) and step >= 0 else 0, tokenizer, str(path))
+
+
+def _tokenizer(config: Config, path: Path, own: str | None) -> str | None:
+    """The JSON of the tokenizer of a file, else that of export.tokenizer. Raises DataError where the two differ."""
+    from ttrain.data.tokenizer import Tokenizer, read_tokenizer
+    from ttrain.train.weights_file import same_tokenizer
+
+    given = config.export.tokenizer
+    other = None if given is None else read_tokenizer(given, "export.tokenizer").to_json()
+    if own is None:
+        return other
+    try:
+        own = Tokenizer.from_json(own).to_json()
+    except (DataError, ValueError, KeyError) as error:
+        raise DataError(f"{path} holds a tokenizer that can't be used: {error}") from None
+    if not same_tokenizer(own, other):
+        raise DataError(
+            f"export.tokenizer={given} is not the tokenizer that {path} holds, so its token ids would change their "
+            "meaning. Leave the key out."
+        )
+    return own
 
 
 def _compacted(given: _Parameters) -> tuple[_Parameters, dict[str, Any]]:

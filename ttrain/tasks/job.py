@@ -215,10 +215,6 @@ class Job:
             return {}
         for line in self.warm.lines():
             self.console.say(line)
-        if None not in (self.warm.tokenizer, given := tokenizer_json(self.dataset)) and self.warm.tokenizer != given:
-            self.console.say(
-                "WARNING: its tokenizer is another one, so the rows of embedding and head mean other tokens."
-            )
         return self.warm.record()
 
     def _first_values(self, session: Session) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from ttrain.config import build
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config
 from ttrain.core.errors import CheckpointError, UserError
+from ttrain.models.identity import FUNCTION
 from ttrain.tasks.job import open_session
 from ttrain.train.checkpoint import Checkpoint
 
@@ -17,6 +18,7 @@ def run(config: Config) -> None:
     """Prints `sample.count` samples. The model is rebuilt from what its checkpoint says; the data is not needed."""
     from ttrain.data.tokenizer import Tokenizer
     from ttrain.train.decode import cache_tensors
+    from ttrain.train.resume import check_architecture
     from ttrain.train.retention import find_checkpoint
     from ttrain.train.sample import encode_prompt
     from ttrain.train.sampling import Source, print_source, sampling_traces
@@ -27,6 +29,7 @@ def run(config: Config) -> None:
     tokenizer = Tokenizer.from_json(_tokenizer(checkpoint))
     prompt = encode_prompt(tokenizer, config.sample.prompt, getattr(config.data, "end_token", None))
     model = build.build_model(config, tokenizer.vocabulary)
+    check_architecture(checkpoint.config, model.config, checkpoint.path, FUNCTION)
     traces = sampling_traces(model, config.sample)
     source = Source(model, config.sample, tokenizer.vocabulary, traces)
     caches = cache_tensors([trace for steps in traces.values() for trace in steps.values()])

@@ -67,12 +67,12 @@ def prepared(config: Config) -> Job:
     stored = {**to_dict(config), "model": build.stored_model(config, model)}
     stored["run"]["dir"] = None  # a run does not know where it lies, so it can be moved
     if point is not None:
-        resuming.check_architecture(point.checkpoint.config, stored, point.checkpoint.path)
+        resuming.check_architecture(point.checkpoint.config, model.config, point.checkpoint.path)
         resuming.check_documents(point, dataset.description)
     prompt = _prompt(config, dataset)
     warm = None
     if point is None and config.train.init_from is not None:
-        warm = open_warm_start(config.train.init_from, model)
+        warm = open_warm_start(config.train.init_from, model, tokenizer_json(dataset), anyway=config.train.init_anyway)
     shorter = {length: build.shorter_model(config, model, length) for length in config.train.block_schedule}
     return Job(config, stored, dataset, model, prompt, point, heartbeat, shorter, warm)
 

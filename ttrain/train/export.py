@@ -17,7 +17,7 @@ from ttrain.graph.graph import Kind
 from ttrain.train.checkpoint import CheckpointContent, save_checkpoint
 from ttrain.train.protocols import Array
 from ttrain.train.run_directory import RunDirectory
-from ttrain.train.weights_file import write_pt, write_safetensors
+from ttrain.train.weights_file import Said, write_pt, write_safetensors
 
 
 @dataclass
@@ -57,20 +57,21 @@ def export_problems(model: Any, file: Path, form: str) -> list[str]:
     return []
 
 
-def write_weights(model: Any, values: Mapping[str, Array], file: Path, form: str, metadata: dict[str, Any]) -> None:
-    """Writes parameters by path into a file. Raises ConfigError where the model has no such form."""
+def write_weights(model: Any, values: Mapping[str, Array], file: Path, form: str, step: int, said: Said) -> None:
+    """Writes parameters by path into a file, with what is said of them. Raises ConfigError without such a form."""
     if problems := export_problems(model, file, form):
         raise ConfigError(problems)
+    metadata = said.metadata()
     if file.suffix == ".pt":
-        write_pt(file, {**model.original_file(values), **metadata})
+        write_pt(file, {**model.original_file(values), "step": step, **metadata})
     elif form == "ttrain":
-        write_safetensors(file, values)
+        write_safetensors(file, values, metadata)
     else:
         transposed = {"transposed": True} if form == "huggingface" else {}
         weights = model.to_original(values, **transposed)
         if form == "huggingface":
             weights.pop("lm_head.weight", None) if model.config.tied else None  # a file names no tensor twice
-        write_safetensors(file, weights)
+        write_safetensors(file, weights, metadata)
 
 
 def require_new(folder: Path) -> None:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import CheckpointError, UserError
+from ttrain.models.identity import ALL, differing, whole
 from ttrain.train.checkpoint import MANIFEST, UNFINISHED, Checkpoint, read_checkpoint
 from ttrain.train.metrics import cut_metrics
 from ttrain.train.progress import Progress
 from ttrain.train.retention import REHEARSED, is_rehearsal, newest_complete, put_back_replaced, set_aside_after
 from ttrain.train.run_directory import RECORD, RunDirectory
 
-# Model keys that change no tensor's shape or meaning.
-_FREE_MODEL_KEYS = ("dropout", "recompute", "fold", "pad_vocabulary")
 # Keys that say where and how a run is run, not what it computes.
 _UNREPORTED = (
     "resume", "task", "run.dir", "sample", "export", "plan", "profile", "prepare", "verify", "bench", "plugins",
@@ -81,16 +80,15 @@ def _newest_of(run: Path, *, must_exist: bool) -> ResumePoint | None:
     raise CheckpointError(f"{run} has no checkpoint that can be resumed.{listed}")
 
 
-def check_architecture(stored: dict[str, Any], given: dict[str, Any], path: Path) -> None:
-    """Raises CheckpointError naming every model key that differs, given two whole configs as dicts."""
-    differing = [
-        f"model.{key}: {old!r} in the checkpoint, {new!r} given"
-        for key, old, new in _differences(stored.get("model", {}), given.get("model", {}))
-        if key not in _FREE_MODEL_KEYS
-    ]
-    if differing:
+def check_architecture(stored: dict[str, Any], model: Any, path: Path, effects: Collection[str] = ALL) -> None:
+    """Raises CheckpointError naming every model key that differs between a checkpoint's config and a model's.
+
+    `effects` says which count, see models/identity.py; all of them where the model is trained on.
+    """
+    if differences := differing(whole(stored.get("model", {}), model), model, effects):
         raise CheckpointError(
-            f"{path} is of another architecture: {'; '.join(differing)}. Leave these keys as they were, or train anew."
+            f"{path} is of another architecture: {'; '.join(differences)}. Leave these keys as they were, or train "
+            "anew."
         )
 
 

@@ -29,6 +29,11 @@ class TrainConfig:
         "file or the original's .pt file; null draws all of them",
         path=True,
     )
+    init_anyway: bool = option(
+        False,
+        "take what fits of train.init_from although a key that changes what weights compute, or the tokenizer, is "
+        "another one there",
+    )
     eval_every: int | None = option(250, "steps between evaluations; null evaluates once, at the end", minimum=1)
     eval_batches: int | None = option(20, "batches per evaluation; null covers the whole held-out split", minimum=1)
     save_every: int | None = option(500, "steps between checkpoints; null saves by time and at the end", minimum=1)

@@ -12,8 +12,9 @@ import numpy as np
 
 from ttrain.core.errors import CheckpointError
 from ttrain.core.units import format_count
+from ttrain.models.identity import differing
 from ttrain.train.protocols import State
-from ttrain.train.weights_file import Weights, weights_of
+from ttrain.train.weights_file import Said, Weights, read_file, said_of, same_tokenizer, weights_of
 
 _SHOWN = 20  # rows of the table of what does not fit
 
@@ -31,7 +32,7 @@ class WarmStart:
     fitting: tuple[str, ...]
     others: Mapping[str, tuple[int, ...] | None]
     unused: tuple[str, ...]  # names of the source that no parameter has
-    tokenizer: str | None = None  # the JSON of the source's tokenizer, where it has one
+    differences: tuple[str, ...] = ()  # why the values mean something else here, where they are taken all the same
 
     def apply(self, state: State) -> None:
         """Overwrites the fitting parameters; the optimizer's tensors stay as they are."""
@@ -55,18 +56,24 @@ class WarmStart:
         if self.unused:
             more = f" and {len(self.unused) - 3} more" if len(self.unused) > 3 else ""
             lines.append(f"  not used of the source: {', '.join(self.unused[:3])}{more}")
+        lines += [f"WARNING: taken anyway: {difference}" for difference in self.differences]
         return lines
 
     def record(self) -> dict[str, Any]:
         """For the run record."""
         others = {path: None if found is None else list(found) for path, found in self.others.items()}
-        return {"init_from": str(self.source), "taken": list(self.fitting), "started_anew": others}
+        differences = {"taken_anyway": list(self.differences)} if self.differences else {}
+        return {"init_from": str(self.source), "taken": list(self.fitting), "started_anew": others, **differences}
 
 
-def open_warm_start(source: str, model: Any) -> WarmStart:
-    """What a source has for a model. Raises CheckpointError where it can't be read, nothing fits, or NaN is in it."""
+def open_warm_start(source: str, model: Any, tokenizer: str | None = None, anyway: bool = False) -> WarmStart:
+    """What a source has for a model whose data has this tokenizer.
+
+    Raises CheckpointError where it can't be read, nothing fits, or NaN is in it, and, unless `anyway`, where the values
+    would compute something else or belong to other tokens.
+    """
     path = Path(source)
-    values, tokenizer = _open(path, model)
+    values, said = _open(path, model)
     fitting: list[str] = []
     others: dict[str, tuple[int, ...] | None] = {}
     parameters = model.parameters()
@@ -81,21 +88,34 @@ def open_warm_start(source: str, model: Any) -> WarmStart:
             raise CheckpointError(f"train.init_from={source}: {name} holds NaN or infinity. Give another checkpoint.")
         else:
             fitting.append(name)
-    start = WarmStart(path, model, tuple(fitting), others, tuple(n for n in values if n not in parameters), tokenizer)
+    differences = tuple(differing(said.of(model), model.config))
+    vocabulary = getattr(model.config, "vocabulary", None)
+    rows = [name for name in fitting if parameters[name].shape[0] == vocabulary]
+    if rows and not same_tokenizer(said.tokenizer, tokenizer):
+        differences += (f"its tokenizer is another one, so the rows of {', '.join(rows)} mean other tokens",)
+    unused = tuple(name for name in values if name not in parameters)
+    start = WarmStart(path, model, tuple(fitting), others, unused, differences)
     if not fitting:
         raise CheckpointError(
             f"train.init_from={source}: nothing fits this model by name and shape. Give the model's sizes as the "
             "source has them.\n" + "\n".join(start.lines()[1:])
         )
+    if differences and not anyway:
+        raise CheckpointError(
+            f"train.init_from={source} holds another function than this model: {'; '.join(differences)}. Give these "
+            "keys, and the tokenizer with data.tokenizer=<its tokenizer.json>, as they were, or take what fits with "
+            "train.init_anyway=true."
+        )
     return start
 
 
-def _open(path: Path, model: Any) -> tuple[Mapping[str, Any], str | None]:
-    """Values by our paths, each read when it is asked for, and the tokenizer's JSON where the source has one."""
+def _open(path: Path, model: Any) -> tuple[Mapping[str, Any], Said]:
+    """Values by our paths, each read when it is asked for, and what the source says besides."""
     from ttrain.train.resume import find_resume_point
 
     if path.is_file():
-        return Weights(weights_of(path, model)), None
+        content = read_file(path)
+        return Weights(weights_of(path, model, content)), said_of(path, content)
     if not path.exists():
         raise CheckpointError(
             f"train.init_from={path} does not exist. Give a run, a checkpoint, or a .pt or .safetensors file."
@@ -105,4 +125,5 @@ def _open(path: Path, model: Any) -> tuple[Mapping[str, Any], str | None]:
     except CheckpointError as error:
         raise CheckpointError(f"train.init_from: {str(error).removeprefix('resume=')}") from None
     assert point is not None  # only resume=none and auto give none
-    return Weights(point.checkpoint.parameters()), point.checkpoint.tokenizer
+    checkpoint = point.checkpoint
+    return Weights(checkpoint.parameters()), Said(checkpoint.config.get("model"), checkpoint.tokenizer)

@@ -7,7 +7,9 @@ import os
 import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,13 @@ from numpy.typing import NDArray
 
 from ttrain.core.errors import CheckpointError, UserError
 from ttrain.core.spec import TensorSpec
+from ttrain.models.identity import whole
 from ttrain.models.usable import unusable
 from ttrain.train.files import sync_directory, sync_file
 
 Weight = NDArray[np.float32]
 SUFFIXES = (".pt", ".safetensors")
+_MODEL, _TOKENIZER = "ttrain_model", "tokenizer_json"  # names of texts that our files hold beside the weights
 
 
 class Weights(Mapping[str, Weight]):
@@ -113,12 +117,79 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not a safetensors file that can be read: {error}") from None
 
 
-def weights_of(path: Path, model: Any) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Said:
+    """What a source of weights says of its model and of its tokens, besides the weights."""
+
+    model: Mapping[str, Any] | None  # the model's config by our keys
+    tokenizer: str | None = None  # the JSON of the tokenizer
+    original: Mapping[str, Any] = field(default_factory=dict)  # all that a file of another program holds
+
+    def of(self, model: Any) -> dict[str, Any]:
+        """By our keys; a model with `claimed` understands what its original writes. Plain values only."""
+        said = self.model
+        if said is None:
+            said = model.claimed(self.original) if hasattr(model, "claimed") else {}
+        plain = {key: value for key, value in said.items() if isinstance(value, str | int | float | NoneType)}
+        return plain if self.model is None else whole(plain, model.config)
+
+    def metadata(self) -> dict[str, str]:
+        """As texts by name, for a file of weights."""
+        tokenizer = {} if self.tokenizer is None else {_TOKENIZER: self.tokenizer}
+        return ({} if self.model is None else {_MODEL: json.dumps(dict(self.model))}) | tokenizer
+
+
+def said_of(path: Path, content: Mapping[str, Any]) -> Said:
+    """What a file says besides its weights: in itself, or in a config.json beside it. `content` is the file's."""
+    texts = {**content, **(_metadata(path) if path.suffix == ".safetensors" else {})}
+    beside, tokenizer = _beside(path), texts.get(_TOKENIZER)
+    model = _object(texts.get(_MODEL))
+    if model is None and isinstance(beside.get("model"), dict):  # a shard of a checkpoint of ours
+        model, file = beside["model"], path.with_name("tokenizer.json")
+        tokenizer = file.read_text("utf-8", "replace") if tokenizer is None and file.is_file() else tokenizer
+    return Said(model, tokenizer if isinstance(tokenizer, str) else None, {**beside, **content})
+
+
+def same_tokenizer(one: str | None, other: str | None) -> bool:
+    """Whether two tokenizers are one, by their JSON; one that is not known is like any other."""
+    return one is None or other is None or one == other or (_object(one) or one) == _object(other)
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    """The texts in the header of a safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return dict(file.metadata() or {})
+    except (SafetensorError, OSError):
+        return {}
+
+
+def _beside(path: Path) -> dict[str, Any]:
+    """The config.json in a file's folder."""
+    try:
+        return _object(path.with_name("config.json").read_text("utf-8")) or {}
+    except (OSError, UnicodeDecodeError):
+        return {}
+
+
+def _object(text: Any) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def weights_of(path: Path, model: Any, content: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The weights in a file by the paths of a model's parameters, as arrays or tensors: what fits by name, no more.
+
+    `content` is the file's, where it was read already.
 
     Raises CheckpointError for a file in which no name fits, or one fits a value that is no weight.
     """
-    content, paths = read_file(path), model.parameters()
+    content, paths = read_file(path) if content is None else content, model.parameters()
     found = {name: content[name] for name in content if name in paths}
     if not found and hasattr(model, "from_original"):
         found = _from_original(path, model, content, strict=False)
@@ -129,12 +200,14 @@ def weights_of(path: Path, model: Any) -> dict[str, Any]:
     return found
 
 
-def read_parameters(path: Path, model: Any) -> Weights:
+def read_parameters(path: Path, model: Any, content: Mapping[str, Any] | None = None) -> Weights:
     """All parameters of a model from a file, in our names or the original's, one at a time.
+
+    `content` is the file's, where it was read already.
 
     Raises CheckpointError naming what is missing, left over, of another shape, no tensor or not finite.
     """
-    content = read_file(path)
+    content = read_file(path) if content is None else content
     specs = {name: parameter.stored_spec for name, parameter in model.parameters().items()}
     if any(name in specs for name in content):
         found = _own(path, content, specs)
@@ -180,9 +253,9 @@ def _some(content: Mapping[str, Any], shown: int = 5) -> str:
     return names + (f" and {len(content) - shown} more" if len(content) > shown else "")
 
 
-def write_safetensors(path: Path, weights: Mapping[str, Any]) -> None:
+def write_safetensors(path: Path, weights: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
     """Writes weights as fp32, one after the other, so that no second copy of all is made. Replaces the file."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name, weight in weights.items():
         size = 4 * int(np.prod(weight.shape, dtype=np.int64))

@@ -1,0 +1,50 @@
+"""Whether weights mean the same under another config: which keys of a model change what its weights compute.
+
+Every key of a model's config declares what it `changes` (see core/options.py):
+
+    function  what weights of the same names and shapes compute; so does a key that declares nothing
+    shape     names or shapes of weights, which show it
+    loss      what is trained for, not what the weights compute
+    nothing   neither, as dropout and what is computed again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+from ttrain.core.options import default_of
+
+FUNCTION = ("function",)
+ALL = ("function", "shape", "loss")  # what has to stay while one model is trained
+# What no config can change here: a source that says otherwise holds another function.
+_FIXED = {"norm_eps": 1e-5, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+
+
+def whole(stored: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """A model's stored config with the defaults of keys that were not there yet when it was stored."""
+    if stored.get("name") != config.name:
+        return dict(stored)
+    return {**{declared.name: default_of(declared) for declared in fields(config)}, **stored}
+
+
+def differing(said: Mapping[str, Any], config: Any, effects: Collection[str] = FUNCTION) -> list[str]:
+    """One `model.key: old where the weights come from, new given` per key whose value is another one.
+
+    `said` is what the weights' source says of the model, by our keys: the whole config or a part. `config` is that of
+    the model that is to take the weights, sizes filled in.
+    """
+    return [
+        f"{key if key in _FIXED else f'model.{key}'}: {said[key]!r} where the weights come from, {new!r} given"
+        for key, new in _compared(config, effects)
+        if key in said and said[key] != new
+    ]
+
+
+def _compared(config: Any, effects: Collection[str]) -> Iterator[tuple[str, Any]]:
+    yield "name", config.name
+    for declared in fields(config):
+        if declared.name != "name" and declared.metadata.get("changes", "function") in effects:
+            yield declared.name, getattr(config, declared.name)
+    yield from _FIXED.items()
