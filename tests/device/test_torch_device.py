@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from ttrain.core import cores
 from ttrain.core.errors import CaptureError, DeviceUnavailable, TtrainError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch import device as module
 from ttrain.device.torch.device import TorchDevice
+from ttrain.train.record import environment_record
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 KINDS = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -143,6 +145,7 @@ class TestThreads:
         import psutil
 
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        monkeypatch.setattr(cores, "quota_cores", lambda: None)
         monkeypatch.setattr(psutil, "cpu_count", lambda logical: 64)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
         assert module.default_threads() == 3
@@ -150,6 +153,10 @@ class TestThreads:
         assert module.default_threads() == 2
         monkeypatch.setattr(psutil, "cpu_count", lambda logical: None)
         assert module.default_threads() == 3
+        monkeypatch.setattr(cores, "quota_cores", lambda: 1.5)
+        assert module.default_threads() == 2
+        assert module.cpu(DeviceConfig()).threads == 2
+        assert environment_record({}, None, {}, None, [])["cores"] == {"physical": 3, "affinity": 3, "quota": 2}
 
 
 class TestWithoutGPU:

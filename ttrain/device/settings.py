@@ -13,6 +13,9 @@ class DeviceConfig:
 
     name: str = option("auto", "registered name of the device; auto takes a GPU where there is one, else the CPU")
     threads: int | None = option(
-        None, "cpu: threads per kernel; null takes the number of physical cores", minimum=1, maximum=1024
+        None,
+        "cpu: threads per kernel; null takes the physical cores that affinity and a container's quota leave",
+        minimum=1,
+        maximum=1024,
     )
     index: int = option(0, "cuda: which GPU", minimum=0)

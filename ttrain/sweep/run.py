@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ttrain.config.schema import SweepConfig
+from ttrain.core.cores import usable_cores
 from ttrain.core.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER
 from ttrain.core.units import format_duration
 from ttrain.sweep.folder import FINISHED, LOG, Status, SweepFolder, relative
@@ -232,13 +233,11 @@ def _on_card(job: Job) -> bool:
 
 
 def available_threads(environment: Mapping[str, str] = os.environ) -> int:
-    """OMP_NUM_THREADS where it is set, else the physical cores."""
-    import psutil
-
+    """OMP_NUM_THREADS where it is set, else the cores that this process may use."""
     given = environment.get("OMP_NUM_THREADS", "")
     if given.isdecimal() and int(given) > 0:
         return int(given)
-    return psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    return usable_cores()
 
 
 def _now() -> str:

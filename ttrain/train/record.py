@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ttrain
+from ttrain.core.cores import core_limits
 from ttrain.train.files import sha256_json
 
 PACKAGES = ("numpy", "torch", "ttnn", "safetensors", "tokenizers", "hydra-core", "omegaconf", "wandb")
@@ -26,6 +27,7 @@ def environment_record(
         "command": shlex.join(["python", "-m", "ttrain", *arguments]),
         "versions": {"ttrain": ttrain.__version__, "python": platform.python_version(), **package_versions()},
         "platform": platform.platform(),
+        "cores": core_limits(),
         "device": device,
         "data": data,
         "config_hash": sha256_json(config),

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from ttrain.core.cores import usable_cores
 from ttrain.core.errors import CaptureError, DeviceUnavailable, GraphError
 from ttrain.core.options import LARGEST_INTEGER
 from ttrain.core.spec import TensorSpec
@@ -44,7 +45,8 @@ class TorchDevice(Device):
     """Memory and kernels of torch on one CPU or one GPU.
 
     An arena is a one-dimensional uint8 tensor, a buffer a typed view of it. `threads` is the number of CPU threads a
-    kernel uses: by default OMP_NUM_THREADS where it is set, else the number of physical cores this process may use.
+    kernel uses: by default OMP_NUM_THREADS where it is set, else the physical cores that affinity and a container's
+    quota leave.
     """
 
     def __init__(self, kind: Literal["cpu", "cuda"] = "cpu", threads: int | None = None, index: int = 0) -> None:
@@ -214,13 +216,11 @@ def _require_gpu(index: int) -> None:
 
 
 def default_threads() -> int:
-    import psutil
-
+    """Threads of a kernel where the config does not say: OMP_NUM_THREADS, else what this process may use."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     if given.isdigit() and int(given) > 0:
         return int(given)
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(psutil.cpu_count(logical=False) or usable, usable))
+    return usable_cores()
 
 
 def _process_memory() -> dict[str, int]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from ttrain.core.cores import usable_cores
 from ttrain.core.errors import TtrainError, UserError
 from ttrain.core.folders import cache_folder
 
@@ -106,8 +107,7 @@ class Toolchain:
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = library_folder() if folder is None else folder
         self.compilations = 0
-        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.processes = usable  # how many compilers may run at once
+        self.processes = usable_cores()  # how many compilers may run at once
 
     def load(self, sources: Sequence[str]) -> ctypes.CDLL:
         """The library that these translation units make.

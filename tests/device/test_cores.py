@@ -1,0 +1,71 @@
+"""How many cores a container leaves: fake control groups of both versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ttrain.core import cores
+from ttrain.sweep.run import available_threads
+
+
+def write(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"{text}\n", "ascii")
+
+
+def quota(root: Path, membership: str) -> float | None:
+    write(root.parent, "membership", membership)
+    return cores.quota_cores(root, root.parent / "membership")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("150000 100000", 1.5), ("max 100000", None), ("50000 100000", 0.5), ("400000 200000", 2.0), ("nonsense", None)],
+)
+def test_version_2(tmp_path: Path, text: str, expected: float | None) -> None:
+    write(tmp_path / "cgroup", "cpu.max", text)
+    assert quota(tmp_path / "cgroup", "0::/") == expected
+    assert quota(tmp_path / "cgroup", "0::/of/the/host") == expected  # a path that is not there inside a container
+
+
+def test_a_group_is_bounded_by_those_above_it(tmp_path: Path) -> None:
+    root = tmp_path / "cgroup"
+    write(root / "a", "cpu.max", "200000 100000")
+    write(root / "a" / "b", "cpu.max", "300000 100000")
+    assert quota(root, "0::/a/b") == 2.0
+    write(root / "a" / "b", "cpu.max", "max 100000")
+    assert quota(root, "0::/a/b") == 2.0
+    assert quota(root, "0::/c") is None
+
+
+@pytest.mark.parametrize("mount", ["cpu", "cpu,cpuacct"])
+def test_version_1(tmp_path: Path, mount: str) -> None:
+    root = tmp_path / "cgroup"
+    write(root / mount / "docker" / "x", "cpu.cfs_quota_us", "250000")
+    write(root / mount / "docker" / "x", "cpu.cfs_period_us", "100000")
+    write(root / mount, "cpu.cfs_quota_us", "-1")
+    write(root / mount, "cpu.cfs_period_us", "100000")
+    assert quota(root, f"5:memory:/docker/x\n3:{mount}:/docker/x") == 2.5
+    assert quota(root, f"3:{mount}:/") is None
+
+
+def test_no_groups_at_all(tmp_path: Path) -> None:
+    assert cores.quota_cores(tmp_path / "none", tmp_path / "neither") is None
+
+
+@pytest.mark.parametrize(("text", "expected"), [("150000 100000", 2), ("1000 100000", 1), ("max 100000", 4)])
+def test_the_least_counts_and_a_part_of_a_core_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: int
+) -> None:
+    import psutil
+
+    write(tmp_path / "cgroup", "cpu.max", text)
+    monkeypatch.setattr(cores, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(cores, "MEMBERSHIP", tmp_path / "none")
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)
+    monkeypatch.setattr(cores, "affinity_cores", lambda: 4)
+    assert cores.usable_cores() == expected
+    assert available_threads({}) == expected
+    assert available_threads({"OMP_NUM_THREADS": "7"}) == 7

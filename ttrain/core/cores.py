@@ -1,0 +1,78 @@
+"""How many processor cores this process may use: the machine's, its affinity mask's, its container's quota."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def usable_cores() -> int:
+    """The least of the physical cores, the affinity mask and the quota rounded up; at least 1."""
+    return max(1, min(core_limits().values()))
+
+
+def core_limits() -> dict[str, int]:
+    """What bounds the number of threads, each in whole cores: `physical`, `affinity`, and `quota` if there is one."""
+    import psutil
+
+    affinity = affinity_cores()
+    limits = {"physical": psutil.cpu_count(logical=False) or affinity, "affinity": affinity}
+    quota = quota_cores()
+    return limits if quota is None else {**limits, "quota": math.ceil(quota)}
+
+
+def affinity_cores() -> int:
+    """Logical cores that the system lets this process run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def quota_cores(root: Path | None = None, membership: Path | None = None) -> float | None:
+    """Cores' worth of time that the cgroups of this process allow, version 2 or 1; None where nothing bounds it.
+
+    A group is bounded by every group above it too, so the least counts.
+    """
+    found = [quota for folder in _folders(root or CGROUPS, membership or MEMBERSHIP) for quota in _quotas(folder)]
+    return min(found, default=None)
+
+
+def _folders(root: Path, membership: Path) -> Iterator[Path]:
+    """The folders of the groups that this process is in, each with those above it.
+
+    In a container the path that the system tells may be the host's, and not be there: then its parents are read alone.
+    """
+    try:
+        lines = membership.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        lines = []
+    for line in ["0::/", *lines]:
+        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        for mount in (controllers, "cpu") if controllers else ("", "unified", "cpu", "cpu,cpuacct"):
+            top = root / mount
+            folder = top / path.lstrip("/")
+            while folder.is_relative_to(top):
+                yield folder
+                folder = folder.parent
+
+
+def _quotas(folder: Path) -> Iterator[float]:
+    """The quota of one group in cores, where it has one."""
+    both = _words(folder / "cpu.max") or [
+        *_words(folder / "cpu.cfs_quota_us")[:1],
+        *_words(folder / "cpu.cfs_period_us")[:1],
+    ]
+    if len(both) == 2 and all(word.isdecimal() and int(word) > 0 for word in both):  # not `max`, not -1
+        yield int(both[0]) / int(both[1])
+
+
+def _words(file: Path) -> list[str]:
+    try:
+        return file.read_text("ascii").split()
+    except (OSError, UnicodeDecodeError):
+        return []
