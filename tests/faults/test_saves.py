@@ -21,7 +21,7 @@ from ttrain.graph.graph import Kind
 from ttrain.train import retention
 from ttrain.train.checkpoint import CheckpointContent, read_checkpoint, save_checkpoint
 from ttrain.train.events import Events, read_events
-from ttrain.train.resume import find_resume_point
+from ttrain.train.resume import find_resume_point, hold_run
 from ttrain.train.retention import find_checkpoint, newest_complete, prune_checkpoints
 from ttrain.train.run_directory import RunDirectory
 from ttrain.train.saver import Saver, yield_processor
@@ -238,6 +238,9 @@ def test_a_kill_while_a_checkpoint_takes_the_place_of_its_step(two: Path) -> Non
     """Between the two renames neither has the name; the old one gets it back when the run is resumed."""
     run = two / "run"
     shutil.copytree(two / "step_00000002", run / "checkpoints" / ".unfinished_replaced_step_00000002")
+    (run / "run.json").write_text('{"legs": []}')
+    held = hold_run("auto", str(run))
+    assert held is not None
     point = find_resume_point("auto", str(run))
     assert point is not None and point.checkpoint.step == 2
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttrain.config import build
@@ -19,7 +18,8 @@ from ttrain.train import resume as resuming
 from ttrain.train.events import Events
 from ttrain.train.heartbeat import Heartbeat
 from ttrain.train.interrupt import StopRequests
-from ttrain.train.run_directory import RECORD, RunDirectory, chosen_model
+from ttrain.train.retention import is_rehearsal
+from ttrain.train.run_directory import RunDirectory, chosen_model
 from ttrain.train.warm_start import WarmStart
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ class Job:
     heartbeat: Heartbeat
     shorter: dict[int, Model | None]  # by length: what records training on shorter sequences
     warm: WarmStart | None  # where a new run takes its first values from
+    held: RunDirectory | None  # the run that this one continues
+    notes: list[str]  # of its config, to tell when it starts
     steps: dict[str, Step] = dataclasses.field(default_factory=dict)
     stop: StopRequests = dataclasses.field(default_factory=StopRequests)
     device: Device = dataclasses.field(init=False)
@@ -96,7 +98,7 @@ class Job:
         """
         from ttrain.train.memory import is_out_of_memory
 
-        run = stack.enter_context(closing(self._run_directory()))
+        run = self.held or stack.enter_context(closing(self._new_run()))
         events = Events(run.path)
         self.heartbeat.tell(run=str(run.path.resolve()))
         if run.note is not None:
@@ -160,7 +162,8 @@ class Job:
         """Some steps on a device that only tells what steps cost."""
         from ttrain.tasks.rehearse import rehearse
 
-        rehearse(self, stack.enter_context(closing(self._run_directory())))
+        run = self.held if self.held is not None and is_rehearsal(self.held.path) else None
+        rehearse(self, run or stack.enter_context(closing(self._new_run())))
 
     def dry_run(self, stack: ExitStack) -> None:
         """Builds all steps and launches one on a device that computes nothing; leaves nothing behind."""
@@ -176,20 +179,22 @@ class Job:
     @property
     def model_name(self) -> str:
         """As the user chose it: nano-gpt rather than gpt. A resumed run was chosen by an earlier command."""
-        if self.point is not None:
-            return chosen_model(self.point.run) or str(self.config.model.name)
+        if self.config.source.merged:
+            held = None if self.held is None else self.held.path
+            earlier = held if self.point is None else self.point.run
+            return chosen_model(earlier) or str(self.config.model.name)
         return str(self.config.source.choices.get("model", self.config.model.name))
 
-    def _run_directory(self) -> RunDirectory:
-        """The directory that this leg writes to: the resumed run's own, unless run.dir names another."""
-        wanted = self.config.run.dir
+    def _new_run(self) -> RunDirectory:
+        """A directory for a run that is new, or branches off from another."""
+        wanted = None if self.held is not None else self.config.run.dir  # a rehearsal writes into no run that trains
         label = f"{self.model_name}_{self.device.name}_{self.config.engine.name}"
-        if self.point is None:
-            started = self.config.resume == "auto" and wanted is not None and (Path(wanted) / RECORD).exists()
-            return RunDirectory.open(Path(str(wanted))) if started else RunDirectory.claim(wanted, label)
-        if self.point.run is not None and (wanted is None or Path(wanted).resolve() == self.point.run.resolve()):
-            return RunDirectory.open(self.point.run)
-        return RunDirectory.claim(wanted, label)
+        return RunDirectory.claim(wanted, label, fill=self._fill)
+
+    def _fill(self, run: RunDirectory) -> None:
+        run.write_config(self.stored)
+        if self.point is not None and self.device.computes:
+            self.point = resuming.branch_off(self.point, run)
 
     def _start(self, session: Session, run: RunDirectory) -> tuple[Progress, dict[str, Any]]:
         """Sets the state, and returns how far the run is and what to record of the resume."""
@@ -203,9 +208,11 @@ class Job:
         fitted = self._first_values(session)
         if self.point is None:
             cut_metrics(run.metrics, 0)
+            for note in self.notes:
+                self.console.say(note)
             return Progress(), self._tell_warm_start()
         progress, leg, notes = resuming.take_up(self.point, run, self.stored, self.dataset.description)
-        for note in (*notes, *fitted):
+        for note in (*notes, *self.notes, *fitted):
             self.console.say(note)
         return progress, leg
 

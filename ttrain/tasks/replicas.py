@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 def run(config: Config) -> float | None:
     """Trains all replicas; the best val/loss of any. Raises a failure once the others have ended too."""
-    jobs, stop = [prepared(each) for each in replica_configs(config)], StopRequests()
     with ExitStack() as stack:
+        jobs, stop = [prepared(each, stack) for each in replica_configs(config)], StopRequests()
         device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
         for number, (job, part) in enumerate(zip(jobs, device.replicas(), strict=True)):
             # All are at the same step, so one bar is enough.

@@ -64,6 +64,7 @@ class Checkpoint:
     val_loss: float | None
     files: dict[str, dict[str, Any]]
     saved_at: float | None = None  # seconds since 1970
+    noted: dict[str, Any] | None = None  # progress that came after the files, such as an evaluation
     # While it is open, nobody removes the files.
     reader: IO[str] | None = field(default=None, repr=False, compare=False)
 
@@ -99,7 +100,7 @@ class Checkpoint:
 
     @property
     def progress(self) -> dict[str, Any]:
-        return dict(self._json("progress.json"))
+        return dict(self._json("progress.json") if self.noted is None else self.noted)
 
     @property
     def tokenizer(self) -> str | None:
@@ -173,7 +174,8 @@ def read_manifest(path: Path) -> Checkpoint:
         complete = (path / MANIFEST).is_file()
     if not complete:
         raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MANIFEST}, which is written last.")
-    manifest = _read_json(path / MANIFEST)
+    data = _read_bytes(path / MANIFEST)  # once: a run that goes on may replace it
+    manifest = _parsed(path / MANIFEST, data)
     try:
         checkpoint = _parse_manifest(path, manifest)
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -181,7 +183,7 @@ def read_manifest(path: Path) -> Checkpoint:
     for required in ("config.json", "progress.json"):
         if required not in checkpoint.files:
             raise CheckpointError(f"{path / MANIFEST} lists no {required}.")
-    _check_seal(path, manifest)
+    _check_seal(path, manifest, data)
     return checkpoint
 
 
@@ -208,7 +210,9 @@ def _parse_manifest(path: Path, manifest: dict[str, Any]) -> Checkpoint:
         files[name] = {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
     val_loss = None if manifest["val_loss"] is None else float(manifest["val_loss"])
     saved_at = manifest.get("saved_at")
-    return Checkpoint(path, int(manifest["step"]), val_loss, files, None if saved_at is None else float(saved_at))
+    noted = None if manifest.get("progress") is None else dict(manifest["progress"])
+    saved_at = None if saved_at is None else float(saved_at)
+    return Checkpoint(path, int(manifest["step"]), val_loss, files, saved_at, noted)
 
 
 def sealed(manifest: dict[str, Any]) -> str:
@@ -217,9 +221,9 @@ def sealed(manifest: dict[str, Any]) -> str:
     return to_json({**manifest, "sha256": digest})
 
 
-def _check_seal(path: Path, manifest: dict[str, Any]) -> None:
+def _check_seal(path: Path, manifest: dict[str, Any], data: bytes) -> None:
     content = {key: value for key, value in manifest.items() if key != "sha256"}
-    if (path / MANIFEST).read_bytes() != sealed(content).encode():
+    if data != sealed(content).encode():
         raise CheckpointError(f"{path / MANIFEST} does not have its own SHA-256: the file was changed or damaged.")
 
 
@@ -249,6 +253,26 @@ def save_checkpoint(folder: Path, state: StateValues, content: CheckpointContent
             f"Earlier checkpoints are untouched. Make room or make the folder writable, then resume."
         ) from error
     return read_manifest(target)
+
+
+def note_progress(path: Path, progress: dict[str, Any], **facts: Any) -> Checkpoint:
+    """Replaces what a checkpoint says of its progress, and the manifest's keys in `facts`, in one step.
+
+    The other files stay, so whoever reads them goes on. Raises TtrainError where that can't be written.
+    """
+    beside = path.with_name(f"{UNFINISHED}{path.name}")
+    try:
+        manifest = {key: value for key, value in _read_json(path / MANIFEST).items() if key != "sha256"}
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir()
+        write_synced(beside / MANIFEST, sealed({**manifest, **facts, "progress": progress}).encode())
+        os.replace(beside / MANIFEST, path / MANIFEST)
+        sync_directory(path)
+    except (OSError, CheckpointError) as error:
+        raise TtrainError(f"{path} could not be told of its progress: {error}. Make room, then resume.") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return read_manifest(path)
 
 
 def _write_files(folder: Path, state: StateValues, content: CheckpointContent) -> None:
@@ -372,13 +396,24 @@ def _open_shard(path: Path) -> Iterator[Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    return _parsed(path, _read_bytes(path))
+
+
+def _read_bytes(path: Path) -> bytes:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError(
                 f"{path} has {format_bytes(path.stat().st_size)}; at most {format_bytes(MAX_JSON_BYTES)} fit."
             )
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from None
+
+
+def _parsed(path: Path, data: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON that can be read: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {type(value).__name__}, expected an object.")

@@ -72,13 +72,16 @@ def lock_file(file: IO[str]) -> bool:
 
 
 def hold_for_reading(path: Path) -> IO[str]:
-    """The opened file, which `lock_file` fails to lock until it is closed or dropped. Others may hold it as well."""
+    """The opened file, which `lock_file` fails to lock until it is closed or dropped. Others may hold it as well.
+
+    Waits while a process locks it, as one does for the moment in which it removes it.
+    """
     file = open(path, encoding="utf-8")  # noqa: SIM115 - held by the caller
     try:
         import fcntl
 
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except (ImportError, OSError):  # not a POSIX system, a file system without locks, or about to be removed
+        fcntl.flock(file, fcntl.LOCK_SH)
+    except (ImportError, OSError):  # not a POSIX system, or a file system without locks
         pass
     return file
 

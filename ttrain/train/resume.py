@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Collection, Iterator
@@ -11,10 +12,10 @@ from typing import Any
 
 from ttrain.core.errors import CheckpointError, UserError
 from ttrain.models.identity import ALL, differing, whole
-from ttrain.train.checkpoint import MANIFEST, UNFINISHED, Checkpoint, read_checkpoint
+from ttrain.train.checkpoint import MANIFEST, UNFINISHED, Checkpoint, note_progress, read_checkpoint, read_manifest
 from ttrain.train.metrics import cut_metrics
 from ttrain.train.progress import Progress
-from ttrain.train.retention import REHEARSED, is_rehearsal, newest_complete, put_back_replaced, set_aside_after
+from ttrain.train.retention import REHEARSED, hold, is_rehearsal, newest_complete, set_aside_after
 from ttrain.train.run_directory import RECORD, RunDirectory
 
 # Keys that say where and how a run is run, not what it computes.
@@ -31,13 +32,37 @@ class ResumePoint:
     checkpoint: Checkpoint
     run: Path | None
     notes: list[str] = field(default_factory=list)
+    named: bool = False  # whether the checkpoint itself was given, rather than its run
+    source: Path | None = None  # the checkpoint that this one is a copy of
+
+
+def hold_run(resume: str, run_dir: str | None) -> RunDirectory | None:
+    """Holds the run that `resume` continues, so that nobody else changes it while it is read; None where there is none.
+
+    A run that is only read, because run.dir is another folder, is not held. Raises UserError where a process holds it.
+    """
+    run = Path(run_dir) if resume == "auto" and run_dir is not None else _run_of(Path(resume))
+    if resume == "none" or run is None or not (run / RECORD).exists():
+        return None
+    if run_dir is not None and Path(run_dir).resolve() != run.resolve():
+        return None
+    return RunDirectory.open(run)
+
+
+def _run_of(path: Path) -> Path | None:
+    """The run that a path names: its folder, or that of one of its checkpoints."""
+    if not ((path / MANIFEST).exists() or path.parent.name == "checkpoints"):
+        return path
+    run = path.parent.parent if len(path.parts) > 2 else path.absolute().parent.parent
+    return run if (run / RECORD).exists() else None
 
 
 def find_resume_point(resume: str, run_dir: str | None) -> ResumePoint | None:
     """What `resume=` names: none, auto, or the folder of a run or of a checkpoint.
 
     None where a new run should start: for `none`, and for `auto` where run.dir holds no checkpoint at all yet. Whatever
-    else can't be resumed raises CheckpointError: a requested resume never becomes a fresh start.
+    else can't be resumed raises CheckpointError: a requested resume never becomes a fresh start. The checkpoint is held
+    against a run that goes on and would remove it.
     """
     if resume == "none":
         return None
@@ -45,13 +70,17 @@ def find_resume_point(resume: str, run_dir: str | None) -> ResumePoint | None:
         if run_dir is None:
             raise UserError("resume=auto continues the run in run.dir, which is not set. Give run.dir=<run> as well.")
         run = Path(run_dir)
-        return _newest_of(run, must_exist=False) if run.exists() else None
+        if not run.exists():
+            return None
+        if not (run / RECORD).exists() and any(entry.name != ".hydra" for entry in run.iterdir()):
+            raise CheckpointError(f"{run} is not a run of ttrain: it has no {RECORD}. Give the folder of a run.")
+        return _newest_of(run, must_exist=False)
     path = Path(resume)
     if not path.is_dir():
         raise CheckpointError(f"resume={resume}: there is no such folder. Give the folder of a run or of a checkpoint.")
-    if (path / MANIFEST).exists() or path.parent.name == "checkpoints":
-        run = path.parent.parent if len(path.parts) > 2 else path.absolute().parent.parent
-        return ResumePoint(read_checkpoint(path), run if (run / RECORD).exists() else None)
+    owner = _run_of(path)
+    if owner != path:
+        return ResumePoint(hold(read_manifest(path)) or read_checkpoint(path), owner, named=True)
     if (path / "checkpoints").is_dir():
         point = _newest_of(path, must_exist=True)
         assert point is not None
@@ -62,15 +91,12 @@ def find_resume_point(resume: str, run_dir: str | None) -> ResumePoint | None:
 
 
 def _newest_of(run: Path, *, must_exist: bool) -> ResumePoint | None:
-    put_back_replaced(run / "checkpoints")
     checkpoint, skipped = newest_complete(run / "checkpoints")
     notes = [f"Skipped {path}: {reason}" for path, reason in skipped]
     if checkpoint is not None:
         return ResumePoint(checkpoint, run, notes)
     # A save that was cut off never was a checkpoint: where there is nothing else, the run begins again.
     if all(entry.path.name.startswith(UNFINISHED) for entry in skipped) and not must_exist:
-        if not (run / RECORD).exists() and any(entry.name != ".hydra" for entry in run.iterdir()):
-            raise CheckpointError(f"{run} is not a run of ttrain: it has no {RECORD}. Give the folder of a run.")
         return None
     if not notes and is_rehearsal(run):
         raise CheckpointError(f"{run} {REHEARSED}")
@@ -142,6 +168,22 @@ def _newest_data(run: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def branch_off(point: ResumePoint, run: RunDirectory) -> ResumePoint:
+    """Gives a new run directory the checkpoint and the metrics that it goes on from; it needs the other no more.
+
+    Returns the point with the copy.
+    """
+    source = point.checkpoint.path
+    if point.run is not None and (point.run / run.metrics.name).exists():
+        shutil.copyfile(point.run / run.metrics.name, run.metrics)
+    beside = run.checkpoints / f"{UNFINISHED}{source.name}"
+    shutil.copytree(source, beside)
+    target = run.checkpoints / f"step_{point.checkpoint.step:08d}"
+    beside.rename(target)
+    copied = note_progress(target, {**point.checkpoint.progress, "wandb_id": None})  # another run of W&B as well
+    return dataclasses.replace(point, checkpoint=copied, source=source)
+
+
 def take_up(
     point: ResumePoint, run: RunDirectory, config: dict[str, Any], data: dict[str, Any]
 ) -> tuple[Progress, dict[str, Any], list[str]]:
@@ -151,11 +193,7 @@ def take_up(
     """
     checkpoint = point.checkpoint
     progress = Progress.of(checkpoint)
-    notes = [f"Resuming from {checkpoint.path} (step {checkpoint.step}).", *point.notes]
-    if point.run is None or run.path.resolve() != point.run.resolve():
-        progress.wandb_id = None  # another run of W&B as well
-        if point.run is not None and (point.run / run.metrics.name).exists():
-            shutil.copyfile(point.run / run.metrics.name, run.metrics)
+    notes = [f"Resuming from {point.source or checkpoint.path} (step {checkpoint.step}).", *point.notes]
     aside = set_aside_after(run.checkpoints, checkpoint.step)
     notes += [f"Set aside, because it is of a later step: {path}" for path in aside]
     dropped = cut_metrics(run.metrics, checkpoint.step)

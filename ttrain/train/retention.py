@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from ttrain.core.errors import CheckpointError
 from ttrain.core.units import format_bytes
-from ttrain.train.checkpoint import MANIFEST, UNFINISHED, Checkpoint, read_manifest
+from ttrain.train.checkpoint import UNFINISHED, Checkpoint, read_manifest
 from ttrain.train.files import hold_for_reading, lock_file
 from ttrain.train.protocols import SAVED_KINDS, StateValues
 
 SMALL_FILES = 1 << 22  # bytes of a checkpoint's JSON and of the file system's own records, generously
 _TRIES = 5  # to read a checkpoint of a run that goes on
+_HELD = "config.json"  # the file of a checkpoint that who reads it holds; nothing ever replaces it
 _STEP_NAME = re.compile(r"step_\d{8,}")
 
 
@@ -53,20 +56,19 @@ def list_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Skipped]]:
             try:
                 found.append(read_manifest(path))
             except CheckpointError as error:
-                skipped.append(Skipped(path, str(error)))
+                if path.exists():  # else the run that goes on has removed it just now
+                    skipped.append(Skipped(path, str(error)))
     return sorted(found, key=lambda checkpoint: checkpoint.step), skipped
 
 
 def newest_complete(folder: Path) -> tuple[Checkpoint | None, list[Skipped]]:
     """The checkpoint with the highest step that verifies, and every one that was passed over, with the reason."""
-    found, skipped = list_checkpoints(folder)
-    newest = None
-    for checkpoint in reversed(found):
-        try:
-            newest = checkpoint.verify()
-            break
-        except CheckpointError as error:
-            skipped.append(Skipped(checkpoint.path, str(error)))
+
+    def newest_first() -> tuple[list[Checkpoint], list[Skipped]]:
+        found, skipped = list_checkpoints(folder)
+        return found[::-1], skipped
+
+    newest, skipped = _first_readable(folder.parent, newest_first)
     return newest, sorted(skipped, key=lambda entry: entry.path.name, reverse=True)
 
 
@@ -91,22 +93,57 @@ def prune_checkpoints(
         kept |= {checkpoint.path for checkpoint in found if checkpoint.step % keep_every == 0}
     if keep_hours is not None:
         kept |= {checkpoint.path for checkpoint in _spaced(found, 3600 * keep_hours)}
-    removed = [checkpoint.path for checkpoint in found if checkpoint.path not in kept and not _is_read(checkpoint.path)]
-    for path in removed:
-        doomed = path.with_name(f"{UNFINISHED}removed_{path.name}")
-        shutil.rmtree(doomed, ignore_errors=True)
-        os.replace(path, doomed)  # a deletion that is cut off must not leave half of a checkpoint under its name
-        shutil.rmtree(doomed, ignore_errors=True)
-    return removed
+    return [checkpoint.path for checkpoint in found if checkpoint.path not in kept and _remove(checkpoint.path)]
 
 
-def _is_read(checkpoint: Path) -> bool:
-    """Whether another process reads it now; it is removed after a later save then."""
+def _remove(checkpoint: Path) -> bool:
+    """Whether it is gone; one that another process reads now is removed after a later save."""
+    doomed = checkpoint.with_name(f"{UNFINISHED}removed_{checkpoint.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            if not lock_file(held.enter_context(open(checkpoint / _HELD, "r+", encoding="utf-8"))):
+                return False
+        os.replace(checkpoint, doomed)  # a deletion that is cut off must not leave half of a checkpoint under its name
+    shutil.rmtree(doomed, ignore_errors=True)
+    return True
+
+
+def hold(checkpoint: Checkpoint) -> Checkpoint | None:
+    """The checkpoint, verified; its files stay for as long as what is returned is held, whatever its run does.
+
+    None where its run has removed it meanwhile. Raises CheckpointError where it is damaged.
+    """
+    file = checkpoint.path / _HELD
     try:
-        with open(checkpoint / MANIFEST, "r+", encoding="utf-8") as file:
-            return not lock_file(file)
-    except OSError:
-        return False
+        reader = hold_for_reading(file)
+        if not os.path.samestat(os.fstat(reader.fileno()), file.stat()):
+            return None  # another took its place
+        return dataclasses.replace(checkpoint, reader=reader).verify()
+    except (OSError, CheckpointError) as error:
+        if not checkpoint.path.exists():
+            return None
+        raise CheckpointError(str(error)) from None
+
+
+def _first_readable(
+    run: Path, candidates: Callable[[], tuple[list[Checkpoint], list[Skipped]]]
+) -> tuple[Checkpoint | None, list[Skipped]]:
+    """The first of the candidates that can be read, held, and those passed over; looks again where one goes away."""
+    for _ in range(_TRIES):
+        found, skipped = candidates()
+        for candidate in found:
+            try:
+                held = hold(candidate)
+            except CheckpointError as error:
+                skipped.append(Skipped(candidate.path, str(error)))
+                continue
+            if held is None:
+                break
+            return held, skipped
+        else:
+            return None, skipped
+    raise CheckpointError(f"{run} removes its checkpoints faster than they can be read. Stop it first.")
 
 
 def _spaced(found: list[Checkpoint], seconds: float) -> list[Checkpoint]:
@@ -169,22 +206,13 @@ def find_checkpoint(run: Path, which: str) -> Checkpoint:
 
     While what is returned is held its files stay, also where the run goes on training and would remove them.
     """
-    for _ in range(_TRIES):
-        candidates, skipped = _candidates(run, which)
-        for candidate in candidates:
-            try:
-                held = dataclasses.replace(candidate, reader=hold_for_reading(candidate.path / MANIFEST))
-                return held.verify()
-            except (OSError, CheckpointError) as error:
-                if not candidate.path.exists():
-                    break  # the run has removed it just now
-                if which != "last":
-                    raise
-                skipped.append(Skipped(candidate.path, str(error)))
-        else:
-            reasons = "".join(f"\n  {path}: {reason}" for path, reason in skipped)
-            raise CheckpointError(f"{run} has no complete checkpoint yet.{reasons}")
-    raise CheckpointError(f"{run} removes its checkpoints faster than they can be read. Stop it first.")
+    found, skipped = _first_readable(run, lambda: _candidates(run, which))
+    if found is not None:
+        return found
+    if which != "last":
+        raise CheckpointError(skipped[-1].reason)
+    reasons = "".join(f"\n  {path}: {reason}" for path, reason in skipped)
+    raise CheckpointError(f"{run} has no complete checkpoint yet.{reasons}")
 
 
 def _candidates(run: Path, which: str) -> tuple[list[Checkpoint], list[Skipped]]:

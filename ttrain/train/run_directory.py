@@ -12,6 +12,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
+import time
+from collections.abc import Callable
 from datetime import datetime
 from errno import EACCES
 from pathlib import Path
@@ -21,10 +24,13 @@ from ttrain.core.errors import CheckpointError, UserError
 from ttrain.train.checkpoint import UNFINISHED
 from ttrain.train.files import lock_file, replace_file, to_json
 from ttrain.train.metrics import read_metrics
+from ttrain.train.retention import put_back_replaced
 
 RECORD = "run.json"
 LOCK = ".lock"
 _MAX_CLAIMS = 10_000
+_STARTING = ".starting"  # marks a folder that is about to become a run
+_LOOKS, _LOOK_SECONDS = 5, 0.05  # at a lock: who lists runs holds each for a moment
 
 
 class RunDirectory:
@@ -62,16 +68,23 @@ class RunDirectory:
 
     @classmethod
     def claim(
-        cls, wanted: str | None, label: str, root: Path = Path("outputs"), now: datetime | None = None
+        cls,
+        wanted: str | None,
+        label: str,
+        root: Path = Path("outputs"),
+        now: datetime | None = None,
+        fill: Callable[[RunDirectory], None] = lambda run: None,
     ) -> RunDirectory:
         """Makes and holds a new run directory. Raises UserError where that can't be done.
+
+        `fill` writes what a resume of the run needs: only then comes the record, without which it is no run.
 
         `wanted` is the directory that the user asked for; it may exist if it holds no run, or one that ended before it
         had anything to lose. Without it the directory is `root/<date>/<time>_<label>`, with a number appended where
         another run took that name first.
         """
         if wanted is None:
-            return cls._claim_new(root, label, now or datetime.now())
+            return cls._claim_new(root, label, now or datetime.now(), fill)
         path = Path(wanted)
         made = not path.exists()
         run = cls._hold(path, make=True)
@@ -81,7 +94,7 @@ class RunDirectory:
         except UserError:
             run.close()
             raise
-        return run._start()
+        return run._start(fill)
 
     def _require_unused(self) -> None:
         if (self.path / RECORD).exists() and self._has_nothing_to_lose():
@@ -92,6 +105,9 @@ class RunDirectory:
             raise UserError(
                 f"run.dir={self.path} already holds a run. Give resume=auto to {again}, or another run.dir."
             )
+        if (self.path / _STARTING).exists():  # killed before it was a run
+            shutil.rmtree(self.checkpoints, ignore_errors=True)
+            return
         checkpoints = [self.checkpoints] if any(_entries(self.checkpoints)) else []
         files = (self.config, self.metrics, self.summary, self.plan, self.loss_curve)
         theirs = [*checkpoints, *(file for file in files if file.exists())]
@@ -108,7 +124,7 @@ class RunDirectory:
         return not (saved or trained or self.summary.exists() or self.loss_curve.exists())
 
     @classmethod
-    def _claim_new(cls, root: Path, label: str, now: datetime) -> RunDirectory:
+    def _claim_new(cls, root: Path, label: str, now: datetime, fill: Callable[[RunDirectory], None]) -> RunDirectory:
         parent = root / now.strftime("%Y-%m-%d")
         name = f"{now.strftime('%H-%M-%S')}_{label}"
         try:
@@ -121,7 +137,7 @@ class RunDirectory:
                     continue
                 run = cls._hold(path)
                 run._made = True
-                return run._start()
+                return run._start(fill)
         except OSError as error:
             raise _not_writable(parent, error) from None
         raise UserError(f"{parent} has {_MAX_CLAIMS} runs named {name}. Give run.dir=<a new folder>.")
@@ -136,6 +152,7 @@ class RunDirectory:
             if part.exists() and not os.access(part, os.W_OK):
                 run.close()
                 raise _not_writable(path, PermissionError(EACCES, f"no permission to write {part.name or part}"))
+        put_back_replaced(run.checkpoints)
         return run
 
     @classmethod
@@ -146,31 +163,42 @@ class RunDirectory:
             lock = open(path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - held for as long as the run
         except OSError as error:
             raise _not_writable(path, error) from None
-        if not lock_file(lock):
+        if not _locked(lock):
             lock.seek(0)
             holder = lock.read().strip() or "unknown"
             lock.close()
             raise UserError(f"{path} is in use by process {holder}. Wait for it, or give another run.dir.")
         lock.truncate(0)
-        lock.write(str(os.getpid()))
+        lock.write(f"{os.getpid()} on {socket.gethostname()}")
         lock.flush()
         return cls(path, lock)
 
-    def _start(self) -> RunDirectory:
+    def _start(self, fill: Callable[[RunDirectory], None]) -> RunDirectory:
+        starting = self.path / _STARTING
         try:
+            starting.touch()
+            (self.path / RECORD).unlink(missing_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
+            fill(self)
             replace_file(self.path / RECORD, to_json({"legs": []}))
-        except OSError as error:
+            starting.unlink()
+        except BaseException as error:
+            self.discard()
             self.close()
-            raise _not_writable(self.path, error) from None
+            if isinstance(error, OSError):
+                raise _not_writable(self.path, error) from None
+            raise
         return self
+
+    def write_config(self, config: dict[str, Any]) -> None:
+        """Writes the resolved config."""
+        import yaml
+
+        replace_file(self.config, yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=120))
 
     def record(self, config: dict[str, Any], leg: dict[str, Any]) -> None:
         """Writes the resolved config, and adds the environment record of this leg."""
-        import yaml
-
-        text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=120)
-        replace_file(self.config, text)
+        self.write_config(config)
         replace_file(self.path / RECORD, to_json({"legs": [*self.legs(), leg]}))
 
     def legs(self) -> list[dict[str, Any]]:
@@ -203,6 +231,14 @@ class RunDirectory:
         if self._lock is not None:
             self._lock.close()  # releases the lock
             self._lock = None
+
+
+def _locked(lock: IO[str]) -> bool:
+    for _ in range(_LOOKS - 1):
+        if lock_file(lock):
+            return True
+        time.sleep(_LOOK_SECONDS)
+    return lock_file(lock)
 
 
 def chosen_model(run: Path | None) -> str | None:

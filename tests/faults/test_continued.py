@@ -1,0 +1,254 @@
+"""A run that is continued goes on as itself, whatever it had written when it ended, and by one process at a time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.faults.conftest import TINY, Train, losses, tensors
+from tests.faults.test_saves import State, content
+from ttrain.cli import main
+from ttrain.tasks.job import Job
+from ttrain.train import resume
+from ttrain.train.checkpoint import MANIFEST, UNFINISHED, read_checkpoint, save_checkpoint
+from ttrain.train.files import lock_file
+from ttrain.train.loop import Loop
+from ttrain.train.retention import find_checkpoint, list_checkpoints, prune_checkpoints
+from ttrain.train.run_directory import RECORD, RunDirectory, read_config
+
+OWN = ["model.width=6", "optimizer.lr=0.02", "run.seed=5", "train.save_every=100"]  # none is a default
+
+
+class Killed(BaseException):
+    """Leaves a run as a kill does: nothing is written on the way out."""
+
+
+def killed(train: Any, monkeypatch: pytest.MonkeyPatch, *words: str, step: int = 3, owner: Any = Loop) -> None:
+    """Runs until `step` would be trained, or with `owner` Job until the leg would be recorded."""
+    name = "_train_step" if owner is Loop else "record"
+    original = getattr(owner, name)
+
+    def call(self: Any, *arguments: Any) -> Any:
+        if owner is Job or self.progress.step >= step - 1:
+            raise Killed
+        return original(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, call)
+        with pytest.raises(Killed):
+            train(*words)
+
+
+@pytest.mark.parametrize("owner", [Loop, Job])
+def test_before_its_first_checkpoint_a_run_starts_again_as_itself(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: Any, owner: Any
+) -> None:
+    assert train("run.dir=whole", *OWN, "train.steps=6") == 0
+    killed(train, monkeypatch, "run.dir=run", *OWN, owner=owner)
+    before = read_config(Path("run"))
+    capsys.readouterr()
+    assert main(["run.dir=run", "resume=auto", "train.steps=6"]) == 0
+    told = capsys.readouterr().err
+    assert "starts again with its own config" in told and "Changed since the run started: train.steps: 8 -> 6" in told
+    assert tensors("run") == tensors("whole") and losses("run") == losses("whole")
+    before["train"]["steps"] = 6
+    after = read_config(Path("run"))
+    assert {**after, "resume": None} == {**before, "resume": None}
+
+
+def test_a_moved_run_without_a_checkpoint(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert train("run.dir=whole", *OWN) == 0
+    killed(train, monkeypatch, "run.dir=run", *OWN)
+    Path("run").rename("moved")
+    assert main(["run.dir=moved", "resume=auto"]) == 0
+    assert tensors("moved") == tensors("whole") and not Path("run").exists()
+
+
+HALF = {
+    "gone": lambda text: None,
+    "empty": lambda text: "",
+    "half of the text": lambda text: text[: len(text) // 2],
+    "a section less": lambda text: text[: text.index("\nrecover:") + 1],
+    "of another kind": lambda text: "- 1\n",
+}
+
+
+def spoil(run: Path, how: str) -> None:
+    text = HALF[how]((run / "config.yaml").read_text())
+    (run / "config.yaml").unlink() if text is None else (run / "config.yaml").write_text(text)
+
+
+@pytest.mark.parametrize("how", HALF)
+def test_a_config_that_is_not_whole_is_no_config(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: Any, how: str
+) -> None:
+    """Without a checkpoint the run is refused and stays as it is; with one, the checkpoint tells."""
+    killed(train, monkeypatch, "run.dir=run", *OWN)
+    spoil(Path("run"), how)
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file() and path.name != ".lock"}
+    capsys.readouterr()
+    assert main(["run.dir=run", "resume=auto", "train.steps=6"]) == 2
+    told = capsys.readouterr().err
+    assert "config.yaml" in told and "has no checkpoint either" in told and "Traceback" not in told
+    after = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file() and path.name != ".lock"}
+    assert after == before
+
+    assert train("run.dir=saved", *OWN, "train.steps=4") == 0
+    assert train("run.dir=whole", *OWN, "train.steps=6", "schedule.steps=4") == 0
+    spoil(Path("saved"), how)
+    capsys.readouterr()
+    assert main(["run.dir=saved", "resume=auto", "train.steps=6", "schedule.steps=4"]) == 0
+    assert "The config of the checkpoint is taken instead" in capsys.readouterr().err
+    assert tensors("saved") == tensors("whole")
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_left_alone(train: Train, capsys: Any) -> None:
+    assert train("run.dir=run", *OWN) == 0
+    (Path("run/checkpoints/step_00000008") / MANIFEST).write_text("{}")
+    before = read_config(Path("run")), losses("run")
+    for words in (["resume=auto"], ["resume=run"], ["task=sample"], ["task=export", "export.file=x.safetensors"]):
+        capsys.readouterr()
+        assert main(["run.dir=run", *words]) == 2
+        assert MANIFEST in capsys.readouterr().err
+    assert (read_config(Path("run")), losses("run")) == before
+
+
+def test_what_a_leg_was_told_holds_for_the_next(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it ended before its first checkpoint. A checkpoint that is named brings its own config."""
+    assert train("run.dir=run", *OWN, "train.steps=4", "schedule=constant") == 0
+    shutil.copytree("run", "named")
+    killed(main_with, monkeypatch, "run.dir=run", "resume=auto", "train.steps=8", "optimizer.lr=0.005", step=6)
+    assert main(["run.dir=run", "resume=auto"]) == 0
+    assert read_config(Path("run"))["optimizer"]["lr"] == 0.005 and losses("run")[-1][0] == 8
+    assert main(["resume=named/checkpoints/step_00000004", "train.steps=6"]) == 0
+    assert read_config(Path("named"))["optimizer"]["lr"] == 0.02
+
+
+def main_with(*words: str) -> int:
+    return main(list(words))
+
+
+@pytest.mark.parametrize("owner", [Loop, Job])
+def test_a_branch_goes_on_from_where_it_branched_off(train: Train, monkeypatch: pytest.MonkeyPatch, owner: Any) -> None:
+    """Also where it ended before its first own checkpoint, and the run that it came from is gone."""
+    more = ["train.steps=8", "schedule=constant"]
+    assert train("run.dir=whole", *OWN, *more) == 0
+    assert train("run.dir=first", *OWN, *more, "train.steps=4") == 0
+    killed(main_with, monkeypatch, "resume=first", "run.dir=second", "train.steps=8", step=6, owner=owner)
+    assert read_checkpoint(Path("second/checkpoints/step_00000004")).step == 4
+    shutil.rmtree("first")
+    assert main(["run.dir=second", "resume=auto"]) == 0
+    assert tensors("second") == tensors("whole") and losses("second") == losses("whole")
+
+
+def test_a_kill_before_a_folder_is_a_run(train: Train, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The same command begins again; a resume, which may leave out what the run is, does not."""
+    assert train("run.dir=first", *OWN, "train.steps=4") == 0
+    original = resume.note_progress
+
+    def kill(*arguments: Any) -> None:
+        original(*arguments)
+        os._exit(9)
+
+    command = ["resume=first", "run.dir=second", "train.steps=8"]
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(resume, "note_progress", kill)
+        main(command)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert not Path("second", RECORD).exists()
+    capsys.readouterr()
+    assert main(["run.dir=second", "resume=auto"]) == 2
+    assert "not a run of ttrain" in capsys.readouterr().err
+    assert main(command) == 0
+    assert [step for step, _ in losses("second")] == list(range(1, 9))
+
+
+def test_a_run_that_is_running_is_not_looked_into(train: Train, capsys: Any) -> None:
+    """Its files come and go: the first word is that it is in use, and by whom. Nothing in it is touched."""
+    assert train("run.dir=run", *OWN, "train.save_every=4", "train.keep_last=9") == 0
+    checkpoints = Path("run/checkpoints")
+    shutil.copytree(checkpoints / "step_00000004", checkpoints / f"{UNFINISHED}replaced_step_00000006")
+    holder = f"in use by process {os.getpid()} on {socket.gethostname()}"
+    with closing(RunDirectory.open(Path("run"))):
+        (checkpoints / "step_00000006").rename(checkpoints / f"{UNFINISHED}replaced_step_00000006")
+        (checkpoints / "step_00000008" / "progress.json").unlink()  # as in the middle of a removal
+        before = sorted(checkpoints.rglob("*"))
+        for words in (["resume=auto"], ["resume=run"], ["resume=run/checkpoints/step_00000008"], []):
+            capsys.readouterr()
+            assert main([*TINY, "run.dir=run", *words]) == 2
+            told = capsys.readouterr().err
+            assert holder in told and "can't be read" not in told and "progress.json" not in told
+        assert sorted(checkpoints.rglob("*")) == before
+    assert main(["run.dir=run", "resume=auto"]) == 0
+
+
+def test_whoever_lists_runs_does_not_keep_one_from_being_continued(train: Train) -> None:
+    """Looking at a lock holds it for a moment."""
+    assert train("run.dir=run", *OWN) == 0
+    with open("run/.lock", "a", encoding="utf-8") as file:
+        assert lock_file(file)
+        threading.Timer(0.05, file.close).start()
+        RunDirectory.open(Path("run")).close()
+
+
+def test_reading_beside_a_run_that_removes(tmp_path: Path) -> None:
+    """As task=sample and task=export do: every tensor is that of the step that was found, and nothing is damaged."""
+    folder, stop = tmp_path / "checkpoints", threading.Event()
+    save_checkpoint(folder, State(1.0), content(1))
+
+    def run() -> None:
+        step = 1
+        while not stop.is_set():
+            step += 1
+            save_checkpoint(folder, State(float(step)), content(step))
+            prune_checkpoints(folder, 1, False)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        seen, until = set[int](), time.monotonic() + 60
+        while len(seen) < 10 and time.monotonic() < until:
+            found = find_checkpoint(tmp_path, "last")
+            loaded = State()
+            found.load(loaded)
+            assert all((array == found.step).all() for array in loaded.arrays.values())
+            assert all(reason == "the save was cut off" for _, reason in list_checkpoints(folder)[1])
+            seen.add(found.step)
+    finally:
+        stop.set()
+        thread.join()
+    assert len(seen) == 10
+
+
+def test_a_removal_and_a_reader_do_not_pass_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody begins to read between the question whether someone reads and the removal."""
+    for step in (1, 2):
+        save_checkpoint(tmp_path, State(float(step)), content(step))
+    original, tried = os.replace, []
+
+    def replace(source: Any, target: Any) -> None:
+        with open(Path(source) / "config.json", encoding="utf-8") as file:
+            tried.append(lock_file(file))
+        original(source, target)
+
+    monkeypatch.setattr("ttrain.train.retention.os.replace", replace)
+    assert [path.name for path in prune_checkpoints(tmp_path, 1, False)] == ["step_00000001"] and tried == [False]
+
+
+def test_the_config_has_every_section(train: Train) -> None:
+    """What a resume asks of it to be whole."""
+    from ttrain.config.schema import sections
+
+    assert train("run.dir=run", *OWN) == 0
+    assert list(yaml.safe_load(Path("run/config.yaml").read_text())) == sections()
