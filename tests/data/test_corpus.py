@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import subprocess
 import sys
@@ -14,8 +15,13 @@ from hypothesis import strategies as st
 
 from ttrain.core.errors import DataError
 from ttrain.data import corpus as corpus_module
+from ttrain.data.batches import Sizes
 from ttrain.data.corpus import Corpus, cut
-from ttrain.data.settings import TextConfig
+from ttrain.data.documents import open_documents
+from ttrain.data.prepare import prepare
+from ttrain.data.settings import DocumentsConfig, TextConfig
+from ttrain.data.text import open_text
+from ttrain.data.tokenizer import CharTokenizer
 
 MIXED = "plain, é, 中文, 😀\r\n\ttabs\n"
 
@@ -136,7 +142,7 @@ def test_paths_that_hold_no_text_are_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=words) as caught:
             Corpus(TextConfig(path=str(path)))
         assert "data.path" in str(caught.value) and str(path) in str(caught.value)
-    with pytest.raises(DataError, match=r"\.md \(data\.suffixes\)"):
+    with pytest.raises(DataError, match=r"\.md \(data\.suffixes\)\. It has .*empty\.txt"):
         Corpus(TextConfig(path=str(tmp_path), suffixes=[".md"]))
 
 
@@ -191,3 +197,83 @@ def test_pieces_depend_on_the_text_alone(text: str, size: int, data: st.DataObje
 def test_pieces_end_at_line_ends() -> None:
     text = "a line of text\n" * 40
     assert all(piece.endswith("\n") for piece in cut([text], 20))
+
+
+def test_a_file_that_changes_while_being_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer was made of the text as it was; nothing of the new one may be mixed in."""
+    file = write(tmp_path / "a.txt", "ab" * 50)
+    original = CharTokenizer.of
+
+    def changing(texts: Any) -> CharTokenizer:
+        made = original(texts)
+        file.write_text("ba" * 50)
+        os.utime(file, ns=(1, next(times)))
+        return made
+
+    times = iter(range(1, 9))
+    monkeypatch.setattr(CharTokenizer, "of", changing)
+    for read in (
+        lambda: open_text(TextConfig(path=str(file)), Sizes(context=4)),
+        lambda: prepare(TextConfig(path=str(file)), tmp_path / "tokens", progress=False),
+    ):
+        with pytest.raises(DataError, match=r"a\.txt changed while being read"):
+            read()
+    assert not (tmp_path / "tokens").exists()
+
+
+def test_links_that_are_not_followed_are_told(tmp_path: Path) -> None:
+    write(tmp_path / "books/a.txt", "text a")
+    write(tmp_path / "elsewhere/b.txt", "text b")
+    (tmp_path / "books/linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "books/gone.txt").symlink_to(tmp_path / "nowhere.txt")
+    (tmp_path / "books/c.txt").symlink_to(tmp_path / "elsewhere/b.txt")
+    (tmp_path / "books/.hidden").symlink_to(tmp_path / "elsewhere")
+    corpus = Corpus(TextConfig(path=str(tmp_path / "books"), separator="|"))
+    assert whole(corpus) == "text a|text b"  # a linked file is read
+    (notice,) = corpus.notices
+    assert "2 linked folder(s) or broken link(s)" in notice and "gone.txt" in notice and "books/linked" in notice
+    (tmp_path / "books/a.txt").unlink()
+    (tmp_path / "books/c.txt").unlink()
+    with pytest.raises(DataError, match=r"without any file.* 2 linked folder\(s\)"):
+        Corpus(TextConfig(path=str(tmp_path / "books")))
+
+
+def test_rows_that_are_read_as_text_are_told(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", '{"text": "one"}\n' * 20)
+    dataset = open_text(TextConfig(path=str(file)), Sizes(context=4))
+    (notice,) = dataset.description["notices"]
+    assert "JSON syntax" in notice and f"data=documents 'data.sources=[{file}]'" in notice
+    write(tmp_path / "plain.txt", "text")
+    (notice,) = Corpus(TextConfig(path=str(tmp_path))).notices
+    assert "rows.jsonl" in notice and "plain.txt" not in notice
+    assert not Corpus(TextConfig(path=str(tmp_path), suffixes=[".txt"])).notices
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [(gzip.compress(b"text"), "begins as gzip does. Unpack it"), ("é".encode("utf-16"), "as UTF-16 does. Convert it")],
+)
+def test_what_a_file_looks_like_that_is_no_text(tmp_path: Path, content: bytes, told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        whole(Corpus(TextConfig(path=str(write(tmp_path / "a.txt", content)))))
+    write(tmp_path / "b/a.txt", content)
+    with pytest.raises(DataError, match=told):
+        open_documents(DocumentsConfig(sources=[str(tmp_path / "b")]), Sizes(context=4))
+
+
+@pytest.mark.parametrize("ending", ["", "\n", "\r\n"])
+def test_a_text_without_line_ends_or_with_those_of_windows_is_read_whole(tmp_path: Path, ending: str) -> None:
+    text = ("word " * 60_000 + ending) * 2
+    dataset = open_text(TextConfig(path=str(write(tmp_path / "a.txt", text)), tokenizer="bpe"), Sizes(context=4))
+    assert dataset.tokenizer is not None
+    assert "".join(dataset.tokenizer.decode(ids.tolist()) for ids in dataset._splits.values()) == text
+
+
+def test_samples_are_spread_over_the_text_and_cover_a_short_one(tmp_path: Path) -> None:
+    text = "".join(f"é{i:05d}\n" for i in range(5000))
+    corpus = Corpus(TextConfig(path=str(write(tmp_path / "a.txt", text))))
+    assert "".join(corpus.samples(1 << 20)) == text
+    samples = list(corpus.samples(80))
+    assert len(samples) in (16, 17) and all(sample in text for sample in samples)
+    places = [text.index(sample) / len(text) for sample in samples[:16]]
+    assert max(abs(place - i / 16) for i, place in enumerate(places)) < 0.001

@@ -13,16 +13,17 @@ import numpy as np
 import pytest
 
 from ttrain.core.errors import DataError
+from ttrain.data import library_tokenizer as tokenizer_module
 from ttrain.data import sources as sources_module
-from ttrain.data import tokenizer as tokenizer_module
 from ttrain.data.batches import Sizes
 from ttrain.data.chat import Template
 from ttrain.data.documents import DocumentDataset, open_documents
+from ttrain.data.library_tokenizer import LibraryTokenizer, train_bpe
 from ttrain.data.prepare import prepare
 from ttrain.data.settings import DocumentsConfig, TokensConfig
-from ttrain.data.sources import Reader, find_sources
+from ttrain.data.sources import Reader, find_sources, stamp
 from ttrain.data.stream import DocumentStream
-from ttrain.data.tokenizer import ByteTokenizer, LibraryTokenizer, Tokenizer, train_bpe
+from ttrain.data.tokenizer import ByteTokenizer, Tokenizer
 from ttrain.data.tokens import open_tokens
 
 END = 256  # what follows the 256 ids of the byte tokenizer
@@ -175,12 +176,20 @@ def test_a_template_that_could_do_more_or_less_than_fill_in(template: str, messa
     [
         ('{"text": "x"', "a.jsonl:3: not JSON: Expecting ',' delimiter at column"),
         ('{"txt": "x", "id": 1}', "a.jsonl:3: has neither 'text' (data.text_key) nor 'messages' (data.chat_key); its"),
-        ('{"text": 5}', "a.jsonl:3: 'text' is int, not text"),
-        ('"text"', "a.jsonl:3: is str, not an object"),
-        ('{"messages": "x"}', "a.jsonl:3: 'messages' is str, not a list"),
+        ('{"text": 5}', "a.jsonl:3: 'text' is a number, not text"),
+        ('{"text": null}', "a.jsonl:3: 'text' is null, not text"),
+        ('{"text": ["x"], "messages": null}', "a.jsonl:3: 'text' is a list, not text"),
+        ('{"text": true}', "a.jsonl:3: 'text' is true, not text"),
+        ('{"text": {"x": "y"}}', "a.jsonl:3: 'text' is an object, not text"),
+        ('{"messages": null}', "a.jsonl:3: 'messages' is null, not a list of messages"),
+        ('{"text": null, "messages": 5}', "a.jsonl:3: 'messages' is a number, not a list of messages"),
+        ("null", "a.jsonl:3: is null, not an object"),
+        ('"text"', "a.jsonl:3: is a text, not an object"),
+        ('{"messages": "x"}', "a.jsonl:3: 'messages' is a text, not a list"),
         ('{"messages": [{"from": "human", "value": "x"}]}', "message 1 is not an object with role and content"),
         ('{"messages": [{"role": "robot", "content": "x"}]}', "a.jsonl:3: message 1 has the role 'robot'; known are"),
-        ('{"messages": [{"role": "user", "content": null}]}', "a.jsonl:3: message 1 has as content NoneType"),
+        ('{"messages": [{"role": "user", "content": null}]}', "a.jsonl:3: message 1 has as content null, not text"),
+        ('{"messages": [{"role": null, "content": "x"}]}', "a.jsonl:3: message 1 has the role null; known are"),
         (r'{"text": "half \ud83d"}', "a.jsonl:3: has '\\ud83d', half of a surrogate pair"),
         ("[" * 100_000, "a.jsonl:3: not JSON that can be read"),
     ],
@@ -195,11 +204,11 @@ def test_a_bad_row_is_named_or_skipped(row: str, message: str) -> None:
 
 def test_bytes_that_are_no_text_name_the_line() -> None:
     Path("a.jsonl").write_bytes(b'{"text": "one"}\n{"text": "caf\xe9"}\n')
-    assert "a.jsonl:2: not UTF-8 text (byte 14 of the line, 0xe9)" in refused("a.jsonl")
+    assert "a.jsonl:2 is not UTF-8 text: byte 14 of the line (0xe9 is" in refused("a.jsonl")
     Path("b.txt").write_bytes("text".encode("utf-16"))
-    assert "b.txt:1: not UTF-8 text (it begins as UTF-16 does)" in refused("b.txt")
+    assert "it begins as UTF-16 does. Convert it" in refused("b.txt")
     Path("c.txt").write_bytes(b"one\ntwo\0\n")
-    assert "c.txt:2: not UTF-8 text (byte 4 of the line is 0x00)" in refused("c.txt")
+    assert "c.txt:2 is not UTF-8 text: byte 4 of the line (0x00)" in refused("c.txt")
 
 
 def test_sources_that_can_not_be_used() -> None:
@@ -428,6 +437,48 @@ def test_the_cache_is_used_again_until_a_file_or_a_key_changes(cache: Path, monk
     opened(source, cache="elsewhere")
     assert len(list(Path("elsewhere").iterdir())) == 1 and len(list(cache.iterdir())) == 4
     assert not [path for path in cache.iterdir() if path.name.startswith(".")] and folder.is_dir()
+
+
+@pytest.mark.parametrize("cache_key", [None, "file/inside"])
+def test_a_cache_that_can_not_be_written_is_told_with_the_key(cache: Path, cache_key: str | None) -> None:
+    """A file stands where a folder should be: this fails for every user."""
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    (cache if cache_key is None else Path("file")).write_text("")
+    message = refused(many("a.jsonl", 30), cache=cache_key)
+    assert "cannot write" in message and "data.cache=<folder>" in message
+    assert opened("a.jsonl", cache="free").description["documents"] == {"train": 27, "val": 3}
+
+
+def test_what_is_left_out_is_told() -> None:
+    Path("docs/sub").mkdir(parents=True)
+    many("docs/a.jsonl", 30)
+    Path("docs/a.jsonl").write_text(Path("docs/a.jsonl").read_text() + '{"text": null}\n{"text": ""}\n{"txt": 1}\n')
+    Path("docs/b.md").write_text("not read")
+    Path("docs/linked").symlink_to("sub")
+    for _ in range(2):  # the second time from the cache
+        data = opened("docs", bad_rows="skip")
+        assert data.description["bad_rows"] == 2 and sum(data.description["documents"].values()) == 30
+        bad, blank, links, others = data.description["notices"]
+        assert "2 bad row(s)" in bad and "docs/a.jsonl:31: 'text' is null" in bad
+        assert "1 blank document(s)" in blank and "1 linked folder(s)" in links and "docs/linked" in links
+        assert "1 file(s) of docs are not read" in others and "docs/b.md" in others and "data.suffixes" in others
+    assert "notices" not in opened("docs/a.jsonl", max_documents=9).description
+
+
+def test_a_file_that_is_gone_or_may_not_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = os.stat
+
+    def denied(path: Any, **options: Any) -> Any:
+        if str(path).endswith("a.jsonl"):
+            raise PermissionError(13, "Permission denied")
+        return original(path, **options)
+
+    (source,) = find_sources(config_of(many("a.jsonl", 30)))
+    monkeypatch.setattr(os, "stat", denied)
+    with pytest.raises(DataError, match=r"data\.sources: cannot read a\.jsonl: Permission denied"):
+        stamp([source])
+    with pytest.raises(DataError, match=r"data\.sources: cannot read a\.jsonl: Permission denied"):
+        _ = source.size
 
 
 @pytest.mark.parametrize("name", ["train.bin", "val.ends", "tokens.json"])

@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 
 from ttrain.core.errors import DataError
 from ttrain.data.corpus import Corpus
+from ttrain.data.library_tokenizer import LibraryTokenizer, train_bpe
 from ttrain.data.settings import TextConfig
 from ttrain.data.text import choose_tokenizer
 from ttrain.data.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
-    LibraryTokenizer,
     Tokenizer,
     read_tokenizer,
-    train_bpe,
 )
 
 ALPHABET = "aZ09 \n\t\r.é中😀"

@@ -10,7 +10,8 @@ import pytest
 
 from ttrain.core.errors import DataError, NonFiniteError, UserError
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer, train_bpe
+from ttrain.data.library_tokenizer import train_bpe
+from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer
 from ttrain.train.sample import (
     Acceptance,
     Sampler,

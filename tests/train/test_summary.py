@@ -1,4 +1,4 @@
-"""Speed, peak, summary and loss curve."""
+"""Speed, peak, summary, loss curve, and what the start of a run tells of its data."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from ttrain.cli import main
+from ttrain.data.batches import Sizes
+from ttrain.data.documents import open_documents
+from ttrain.data.prepare import prepare
+from ttrain.data.regression import open_regression
+from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, TokensConfig
+from ttrain.data.text import open_text
+from ttrain.data.tokens import open_tokens
 from ttrain.train import peak
 from ttrain.train.meter import Meter
 from ttrain.train.progress import Progress
-from ttrain.train.summary import Summary, draw_loss_curve, last_val_metrics, print_summary, recent_speed
+from ttrain.train.summary import Summary, draw_loss_curve, extent_line, last_val_metrics, print_summary, recent_speed
 
 
 def test_meter_times_steps_only() -> None:
@@ -82,7 +90,7 @@ def test_commands_of_a_run_with_plugins_name_them_again(tmp_path: Path, capsys: 
 
 
 def test_summary_tells_the_numbers_and_the_next_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(100, 6400, 12.0, 1.5, 1.75, 100, 1.625, 80)
+    progress = Progress(100, 400, 6400, 6400, 12.0, 1.5, 1.75, 100, 1.625, 80)
     summary = make_summary(progress)
     run = tmp_path / "a run"
     print_summary(summary, run, ("train.steps=200", "goes on at 1.00e-04"))
@@ -136,3 +144,53 @@ def test_further_metrics_of_the_newest_evaluation_are_told(tmp_path: Path) -> No
     assert dict(summary.lines())["unigram entropy"] == "3.1000 (what ignoring the input can reach; compare ar/ce)"
     assert summary.loss_baseline is None and make_summary(Progress()).loss_baseline == ("unigram entropy", 3.1)
     assert summary.to_dict()["val_metrics"] == found
+
+
+@pytest.fixture
+def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("book").mkdir()
+    for name in "abcd":
+        Path(f"book/{name}.txt").write_text(f"{name}23456789\n" * 25)
+    return Path("book")
+
+
+def test_the_start_tells_files_bytes_tokens_and_passes(book: Path) -> None:
+    text = open_text(TextConfig(path="book", separator=""), Sizes(context=9))
+    assert extent_line(text, 10, 4) == (
+        "Data: book, 4 files, 1000 B: 900 tokens to train on, 100 held out. "
+        "A pass is 99 sequences of 9 tokens; 10 steps of 4 make 0.40 passes."
+    )
+    assert "10 steps of 4 make 0.89 passes" in extent_line(text, 10, 4, tokens=801)
+    assert "A pass is 8 sequences of 9 tokens (data.limit); 10 steps of 4 make 5.00 passes." in extent_line(
+        text, 10, 4, limit=8
+    )
+    assert "1 steps of 1 make less than 0.01 passes" in extent_line(text, 1, 1, tokens=8)
+    prepare(TextConfig(path="book", separator="", tokenizer="byte"), "tokens", progress=False)
+    tokens = open_tokens(TokensConfig(path="tokens"), Sizes(context=9))
+    assert extent_line(tokens, 10, 4).startswith("Data: tokens, 2 files, 2.0 KiB: 900 tokens to train on, 100 held")
+
+
+def test_the_start_tells_of_documents_and_examples(book: Path) -> None:
+    documents = open_documents(DocumentsConfig(sources=["book"], tokenizer="byte"), Sizes(context=10))
+    assert extent_line(documents, 50, 3).endswith(
+        "book, 4 files, 1000 B: 753 tokens to train on, 251 held out. "
+        "A pass is 75 sequences of 10 tokens; 50 steps of 3 make 1.99 passes."
+    )
+    regression = open_regression(RegressionConfig(examples=1000), Sizes(inputs=2, outputs=1))
+    assert extent_line(regression, 450, 4) == (
+        "Data: synthetic regression: 900 examples to train on, 100 held out. "
+        "A pass is 900 examples; 450 steps of 4 make 2.00 passes."
+    )
+
+
+def test_a_run_begins_with_its_data_and_what_is_left_out(book: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (book / "linked").symlink_to(".")
+    small = ["model.layers=1", "model.heads=2", "model.width=8", "model.context=9", "device=cpu", "train.steps=2"]
+    assert main([*small, "train.batch_size=2", "data.path=book", "data.separator=", "run.dir=run"]) == 0
+    printed = capsys.readouterr().err
+    assert "Data: book, 4 files, 1000 B: 900 tokens to train on, 100 held out." in printed
+    assert "2 steps of 2 make 0.04 passes." in printed
+    assert printed.count("1 linked folder(s) or broken link(s) are not read: book/linked") == 1
+    assert json.loads(Path("run/run.json").read_text())["legs"][0]["data"]["notices"]

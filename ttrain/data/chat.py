@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from string import Formatter
 from typing import Any
@@ -16,6 +17,14 @@ TEMPLATES = {
     "chatml": "<|im_start|>{role}\n{content}<|im_end|>\n",
 }
 _PARTS = ("role", "Role", "content")
+
+
+def json_kind(value: Any) -> str:
+    """What a value of JSON is called there."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    kinds = {str: "a text", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return kinds[type(value)]
 
 
 class Template:
@@ -57,8 +66,9 @@ class Template:
             raise ValueError(f"message {number} is not an object with role and content")
         role, content = message["role"], message["content"]
         if role not in ROLES:
-            raise ValueError(f"message {number} has the role {role!r}; known are {', '.join(ROLES)}")
+            given = repr(role) if isinstance(role, str) else json_kind(role)
+            raise ValueError(f"message {number} has the role {given}; known are {', '.join(ROLES)}")
         if not isinstance(content, str):
-            raise ValueError(f"message {number} has as content {type(content).__name__}, not text")
+            raise ValueError(f"message {number} has as content {json_kind(content)}, not text")
         values = {"role": role, "Role": role.capitalize(), "content": content}
         return "".join(literal + (values[name] if name is not None else "") for literal, name in self._parts)

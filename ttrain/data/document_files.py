@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -21,11 +22,20 @@ from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError
 from ttrain.data.end_token import EndToken, with_end_token
+from ttrain.data.library_tokenizer import train_bpe
 from ttrain.data.prepare import FILES, Bars, write_file, write_header
 from ttrain.data.settings import DocumentsConfig
 from ttrain.data.sources import OnBytes, Reader, Skipped, Source
-from ttrain.data.text import BPE_BYTES, named_tokenizer
-from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer, Ids, Tokenizer, train_bpe
+from ttrain.data.text import BPE_BYTES, named_tokenizer, with_notices
+from ttrain.data.tokenizer import (
+    SAMPLE_CHARACTERS,
+    ByteTokenizer,
+    CharTokenizer,
+    Ids,
+    Tokenizer,
+    check_round_trip,
+    named_place,
+)
 
 ENDS_FILE = {"train": "train.ends", "val": "val.ends"}
 
@@ -39,6 +49,7 @@ class _Scan:
     skipped: Skipped
     sha256: str
     bytes: int
+    samples: list[str]  # of the start of documents 1, 2, 4, 8 and so on
 
 
 def fill_documents(folder: Path, config: DocumentsConfig, sources: list[Source], bars: Bars) -> dict[str, Any]:
@@ -50,7 +61,9 @@ def fill_documents(folder: Path, config: DocumentsConfig, sources: list[Source],
         made, file = _tokenizer(config, sources, scan, lambda raw: shown.update(len(raw)))
     tokenizer, end = with_end_token(made, config.end_token, file)
     encoder = _Encoder(made, tokenizer, end)
-    with bars.open(total, "writing tokens") as shown:
+    with named_place(lambda wanted: _place(config, sources, wanted)):
+        tokenizer.notices += tuple(check_round_trip(tokenizer, scan.samples))
+    with bars.open(total, "writing tokens") as shown, named_place(lambda wanted: _place(config, sources, wanted)):
         splits = _write_splits(folder, config, sources, scan, encoder, lambda raw: shown.update(len(raw)))
     held = int(scan.held_out.sum())
     described = {
@@ -65,6 +78,7 @@ def fill_documents(folder: Path, config: DocumentsConfig, sources: list[Source],
     }
     if scan.skipped.first_bad is not None:
         described["first_bad_row"] = scan.skipped.first_bad
+    described = with_notices(described, tokenizer.notices)
     return write_header(folder, tokenizer, splits, described, end_token=vars(end))
 
 
@@ -103,10 +117,12 @@ def _scan(config: DocumentsConfig, sources: list[Source], on_bytes: OnBytes) -> 
 
         return called
 
-    reader, hashes = Reader(config), array("Q")
+    reader, hashes, samples = Reader(config), array("Q"), list[str]()
 
     def texts() -> Iterator[str]:
         for document in reader.in_turn(sources, [counted(digest) for digest in digests]):
+            if not len(hashes) & (len(hashes) + 1):
+                samples.append(document.text[:SAMPLE_CHARACTERS])
             hashes.append(content_hash(document.text))
             yield document.text
 
@@ -121,7 +137,15 @@ def _scan(config: DocumentsConfig, sources: list[Source], on_bytes: OnBytes) -> 
         raise DataError(f"data.sources has only blank documents{left_out}. Give files with text.")
     held = held_out_documents(np.frombuffer(hashes, np.uint64), config.held_out)
     joined = hashlib.sha256("".join(digest.hexdigest() for digest in digests).encode()).hexdigest()
-    return _Scan(held, characters, reader.skipped, joined, size)
+    return _Scan(held, characters, reader.skipped, joined, size, samples)
+
+
+def _place(config: DocumentsConfig, sources: list[Source], wanted: re.Pattern[str]) -> str:
+    """The first document with a match, and the number of the character there."""
+    for document in Reader(config).in_turn(sources, [lambda _: None] * len(sources)):
+        if found := wanted.search(document.text):
+            return f"{document.place}, character {found.start() + 1} of the document"
+    return f"data.sources={','.join(source.given for source in sources)}"
 
 
 def _tokenizer(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,16 @@ from ttrain.data.prepare import Bars, clear_partial, write_folder
 from ttrain.data.settings import DocumentsConfig, TokensConfig
 from ttrain.data.sources import Source, find_sources, stamp
 from ttrain.data.stream import DocumentStream
-from ttrain.data.text import require_context
+from ttrain.data.text import require_context, with_notices
 from ttrain.data.tokenizer import Ids, Tokenizer
 from ttrain.data.tokens import HEADER_FILE, find_token_files, open_split
 
-_LAYOUT = 1  # of a cached folder; a new number makes all be written again
+_LAYOUT = 2  # of a cached folder; a new number makes all be written again
 _QUIET_SECONDS = 1.0  # tokenizing that takes less shows no bar
+_ADVICE = (
+    "The tokenized documents are kept there for the next run. Make room, or name a folder that can be written: "
+    "data.cache=<folder>."
+)
 # Keys that change neither tokens nor splits.
 _FREE_KEYS = ("name", "sources", "order", "shuffle_buffer", "limit", "cache")
 
@@ -125,7 +131,19 @@ def open_documents(config: DocumentsConfig, sizes: Sizes) -> DocumentDataset:
         raise DataError(f"{error} These are tokenized documents that can be made again: remove {folder}.") from None
     described = {**files.header["corpus"], "tokenizer": files.tokenizer.description}
     described |= {"dtype": files.dtype.name, "end_token": files.header["end_token"]}
+    described = with_notices(
+        described, [*_left_out(described), *(told for source in sources for told in source.notices)]
+    )
     return DocumentDataset(splits, ends, context, files.vocabulary, config, files.tokenizer, described)
+
+
+def _left_out(described: dict[str, Any]) -> Iterator[str]:
+    """What to tell of rows and documents that were not used."""
+    if described["bad_rows"]:
+        first = described["first_bad_row"]
+        yield f"{described['bad_rows']} bad row(s) are left out (data.bad_rows=skip), the first: {first}."
+    if described["blank_documents"]:
+        yield f"{described['blank_documents']} blank document(s) are left out."
 
 
 def tokenized(config: DocumentsConfig, sources: list[Source]) -> Path:
@@ -136,7 +154,7 @@ def tokenized(config: DocumentsConfig, sources: list[Source]) -> Path:
     base = cache_folder() / "documents" if config.cache is None else Path(config.cache).expanduser()
     stamped = stamp(sources)
     folder = base / _key(config, stamped)
-    if (folder / HEADER_FILE).is_file():
+    if os.path.isfile(folder / HEADER_FILE):
         return folder
 
     def fill(place: Path) -> dict[str, Any]:
@@ -147,9 +165,9 @@ def tokenized(config: DocumentsConfig, sources: list[Source]) -> Path:
 
     clear_partial(folder)
     try:
-        write_folder(folder, fill)
+        write_folder(folder, fill, _ADVICE)
     except DataError:
-        if not (folder / HEADER_FILE).is_file():  # else another process was faster
+        if not os.path.isfile(folder / HEADER_FILE):  # else another process was faster
             raise
     return folder
 
@@ -157,7 +175,9 @@ def tokenized(config: DocumentsConfig, sources: list[Source]) -> Path:
 def _key(config: DocumentsConfig, stamped: list[list[Any]]) -> str:
     kept = {name: value for name, value in dataclasses.asdict(config).items() if name not in _FREE_KEYS}
     files = [Path(config.tokenizer).expanduser(), Path(config.tokenizer).expanduser().with_name(CONFIG_FILE)]
-    contents = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
+    contents = [
+        hashlib.sha256(file.read_bytes()).hexdigest() for file in files if os.access(file, os.R_OK) and file.is_file()
+    ]
     text = json.dumps([_LAYOUT, stamped, kept, contents], sort_keys=True)
     return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:32]
 

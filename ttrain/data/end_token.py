@@ -9,7 +9,8 @@ from typing import Any
 
 from ttrain.core.errors import DataError
 from ttrain.core.names import did_you_mean
-from ttrain.data.tokenizer import LibraryTokenizer, Tokenizer
+from ttrain.data.library_tokenizer import LibraryTokenizer
+from ttrain.data.tokenizer import Tokenizer
 
 ADDED = "<|endoftext|>"
 # What tokenizers call the end of a document; a separator serves where there is none of them.

@@ -19,6 +19,7 @@ from ttrain.data.text import OnBytes, choose_tokenizer, describe, encode_split, 
 from ttrain.data.tokenizer import Tokenizer
 from ttrain.data.tokens import HEADER_FILE, HEADER_FORMAT, TOKENIZER_FILE, TRAIN_FILE, VAL_FILE
 
+_ADVICE = "Make room or name another folder: prepare.dir=<folder>."
 FILES = {"train": TRAIN_FILE, "val": VAL_FILE}
 
 
@@ -38,15 +39,15 @@ def prepare(config: TextConfig | DocumentsConfig, destination: Path | str, *, pr
         raise DataError(f"{final} exists already. Give another folder, or remove it first.")
     if isinstance(config, DocumentsConfig):
         sources = find_sources(config)
-        return write_folder(final, lambda folder: fill_documents(folder, config, sources, bars=Bars(progress)))
+        return write_folder(final, lambda folder: fill_documents(folder, config, sources, Bars(progress)), _ADVICE)
     corpus = Corpus(config)
-    return write_folder(final, lambda folder: _fill(folder, corpus, config, Bars(progress)))
+    return write_folder(final, lambda folder: _fill(folder, corpus, config, Bars(progress)), _ADVICE)
 
 
-def write_folder(final: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+def write_folder(final: Path, fill: Callable[[Path], dict[str, Any]], advice: str) -> dict[str, Any]:
     """Let `fill` write a folder's files beside their place, then put them there in one step; what it returns.
 
-    Raises DataError where that can't be written.
+    Raises DataError, which ends with the `advice`, where that can't be written.
     """
     partial = final.with_name(f"{_partial(final)}{os.getpid()}")
     try:
@@ -55,7 +56,7 @@ def write_folder(final: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[st
         os.rename(partial, final)
         _sync(final.parent)
     except OSError as error:
-        raise DataError(f"cannot write {final}: {error.strerror or error}. Choose another folder.") from error
+        raise DataError(f"cannot write {final}: {error.strerror or error}. {advice}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return header
@@ -116,6 +117,7 @@ def _fill(folder: Path, corpus: Corpus, config: TextConfig, bars: Bars) -> dict[
 
         for split in FILES:
             splits[split] = _write_split(folder, corpus, tokenizer, split, on_bytes)
+    corpus.require_unchanged()
     return write_header(folder, tokenizer, splits, describe(corpus, tokenizer, digest.hexdigest()))
 
 

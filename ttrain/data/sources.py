@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -13,11 +12,10 @@ from typing import Any, NamedTuple
 
 from ttrain.core.errors import DataError
 from ttrain.core.units import format_bytes
-from ttrain.data.chat import Template
-from ttrain.data.corpus import files_in
+from ttrain.data.chat import Template, json_kind
+from ttrain.data.corpus import ROW_SUFFIXES, Listing, files_in, named_files, not_text
 from ttrain.data.settings import DocumentsConfig
 
-ROW_SUFFIXES = (".jsonl", ".ndjson")
 LONGEST_DOCUMENT = 1 << 30  # bytes; a document is held in memory as a whole
 # Files whose bytes are neither rows nor text, whatever is in them.
 _NOT_READ = {
@@ -49,11 +47,12 @@ class Source:
 
     given: str
     files: tuple[Path, ...]
+    notices: tuple[str, ...] = ()  # what of it is not read
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
-        return sum(file.stat().st_size for file in self.files)
+        """Bytes of all files. Raises DataError for one that can't be looked at."""
+        return sum(found.st_size for found in map(_facts, self.files))
 
 
 @dataclass
@@ -69,14 +68,14 @@ def find_sources(config: DocumentsConfig) -> list[Source]:
     """The sources of a config. Raises DataError for one that is missing, empty, given twice or of another kind."""
     if not config.sources:
         raise DataError("data=documents needs data.sources, a list of .jsonl or text files or of folders with them.")
-    sources = [Source(given, tuple(_files(given, config))) for given in config.sources]
+    sources = [_source(given, config) for given in config.sources]
     seen: dict[Path, str] = {}
     for source in sources:
         for file in source.files:
             other = seen.setdefault(file.resolve(), source.given)
             if other != source.given or sum(entry.given == source.given for entry in sources) > 1:
                 raise DataError(f"data.sources: {file} is given twice, by {other} and {source.given}. Leave one out.")
-        if not any(file.stat().st_size for file in source.files):
+        if not source.size:
             raise DataError(f"data.sources: {source.given} is empty. Leave it out, or give a file with documents.")
     return sources
 
@@ -159,22 +158,37 @@ class Reader:
     def _field(self, row: Any) -> str:
         text_key, chat_key = self._config.text_key, self._config.chat_key
         if not isinstance(row, dict):
-            raise ValueError(f"is {type(row).__name__}, not an object with {text_key!r} or {chat_key!r}")
-        if row.get(text_key) is not None:
-            if not isinstance(row[text_key], str):
-                raise ValueError(f"{text_key!r} is {type(row[text_key]).__name__}, not text")
-            return str(row[text_key])
-        if row.get(chat_key) is not None:
-            if not isinstance(row[chat_key], list):
-                raise ValueError(f"{chat_key!r} is {type(row[chat_key]).__name__}, not a list of messages")
-            return self._template.text(row[chat_key])
+            raise ValueError(f"is {json_kind(row)}, not an object with {text_key!r} or {chat_key!r}")
+        # A null under one key leaves the choice to the other.
+        key = next((key for key in (text_key, chat_key) if row.get(key) is not None), None)
+        key = key or next((key for key in (text_key, chat_key) if key in row), None)
+        value = row[key] if key is not None else None
+        if key == text_key and isinstance(value, str):
+            return value
+        if key == chat_key and isinstance(value, list):
+            return self._template.text(value)
+        if key is not None:
+            raise ValueError(
+                f"{key!r} is {json_kind(value)}, not {'text' if key == text_key else 'a list of messages'}"
+            )
         keys = ", ".join(list(map(str, row))[:_NAMED_KEYS]) or "none"
         raise ValueError(
             f"has neither {text_key!r} (data.text_key) nor {chat_key!r} (data.chat_key); its keys are {keys}"
         )
 
 
-def _files(given: str, config: DocumentsConfig) -> list[Path]:
+def _source(given: str, config: DocumentsConfig) -> Source:
+    found = _files(given, config)
+    notices = found.notices("data.sources")
+    if found.others:
+        notices.append(
+            f"data.sources: {len(found.others)} file(s) of {given} are not read, because their names don't end in "
+            f"{' or '.join(config.suffixes)}: {named_files(found.others)}. data.suffixes says which are."
+        )
+    return Source(given, tuple(found.files), tuple(notices))
+
+
+def _files(given: str, config: DocumentsConfig) -> Listing:
     path = Path(given).expanduser()
     try:
         if path.is_dir():
@@ -183,7 +197,7 @@ def _files(given: str, config: DocumentsConfig) -> list[Path]:
             why = _NOT_READ.get(path.suffix.lower())
             if why is not None:
                 raise DataError(f"data.sources: {given} {why}.")
-            return [path]
+            return Listing([path])
     except OSError as error:
         raise DataError(f"data.sources: cannot read {path}: {error.strerror or error}.") from error
     what = "is neither a file nor a folder" if path.exists() else "does not exist"
@@ -221,30 +235,28 @@ def _lines(file: Path, on_bytes: OnBytes) -> Iterator[tuple[int, str]]:
             if len(raw) == LONGEST_DOCUMENT:
                 raise DataError(f"{file}:{number}: a line of more than {format_bytes(LONGEST_DOCUMENT)}. Split it.")
             on_bytes(raw)
-            if number == 1 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                raise _not_text(file, number, "it begins as UTF-16 does")
             try:
                 line = raw.decode("utf-8")
             except UnicodeDecodeError as error:
-                why = f"byte {error.start + 1} of the line, 0x{raw[error.start]:02x}"
-                raise _not_text(file, number, why) from None
+                why = f"byte {error.start + 1} of the line (0x{raw[error.start]:02x} is not UTF-8)"
+                raise not_text(f"{file}:{number}", file, why) from None
             if "\0" in line:
-                raise _not_text(file, number, f"byte {raw.index(0) + 1} of the line is 0x00")
+                raise not_text(f"{file}:{number}", file, f"byte {raw.index(0) + 1} of the line (0x00)")
             yield number, line.removeprefix("\ufeff") if number == 1 else line
 
 
-def _not_text(file: Path, number: int, why: str) -> DataError:
-    return DataError(
-        f"{file}:{number}: not UTF-8 text ({why}). Convert the file to UTF-8, or leave it out of a folder with "
-        "data.suffixes."
-    )
+def _facts(file: Path) -> os.stat_result:
+    try:
+        return os.stat(file)
+    except OSError as error:
+        raise DataError(f"data.sources: cannot read {file}: {error.strerror or error}.") from error
 
 
 def stamp(sources: list[Source]) -> list[list[Any]]:
     """Path, size and time of change of every file: what tells that none has changed, without reading them."""
 
     def facts(file: Path) -> list[Any]:
-        found = os.stat(file)
+        found = _facts(file)
         return [str(file.absolute()), found.st_size, found.st_mtime_ns]
 
     return [[source.given, *map(facts, source.files)] for source in sources]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,18 @@ from ttrain.core.errors import DataError
 from ttrain.core.units import format_bytes
 from ttrain.data.batches import Sizes, TokenDataset
 from ttrain.data.corpus import Corpus
+from ttrain.data.library_tokenizer import train_bpe
 from ttrain.data.settings import TOKENIZERS, TextConfig
-from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer, Ids, Tokenizer, read_tokenizer, train_bpe
+from ttrain.data.tokenizer import (
+    SAMPLE_CHARACTERS,
+    ByteTokenizer,
+    CharTokenizer,
+    Ids,
+    Tokenizer,
+    check_round_trip,
+    named_place,
+    read_tokenizer,
+)
 
 # Bytes held per byte of text while its ids are gathered: two copies of at most one 16-bit id per byte.
 _HELD_PER_BYTE = 4
@@ -32,6 +42,7 @@ def open_text(config: TextConfig, sizes: Sizes) -> TokenDataset:
     digest = hashlib.sha256()
     train = _gather(encode_split(corpus, tokenizer, "train", digest.update), tokenizer)
     val = _gather(encode_split(corpus, tokenizer, "val", digest.update), tokenizer)
+    corpus.require_unchanged()
     description = describe(corpus, tokenizer, digest.hexdigest())
     return TokenDataset(train, val, context, tokenizer.vocabulary, config, tokenizer=tokenizer, description=description)
 
@@ -40,15 +51,22 @@ def choose_tokenizer(config: TextConfig, corpus: Corpus, on_bytes: OnBytes | Non
     """The tokenizer that a config names, made from the corpus where it has to be.
 
     The character vocabulary is that of the whole corpus, so that held-out text has no unseen character; merges of
-    byte-pair encoding are learnt from the training split alone, and cover every text because bytes do.
+    byte-pair encoding are learnt from the training split alone, and cover every text because bytes do. Raises DataError
+    for one that is not fit for the corpus; see check_round_trip.
     """
+    learnt = corpus.text(0, learning_bytes(config, corpus), on_bytes)
+    tokenizer: Tokenizer
     if config.tokenizer == "byte":
-        return ByteTokenizer()
-    if config.tokenizer == "char":
-        return CharTokenizer.of(corpus.text(0, learning_bytes(config, corpus), on_bytes))
-    if config.tokenizer == "bpe":
-        return train_bpe(corpus.text(0, learning_bytes(config, corpus), on_bytes), config.vocabulary_size)
-    return named_tokenizer(config.tokenizer)
+        tokenizer = ByteTokenizer()
+    elif config.tokenizer == "char":
+        tokenizer = CharTokenizer.of(learnt)
+    elif config.tokenizer == "bpe":
+        tokenizer = train_bpe(learnt, config.vocabulary_size)
+    else:
+        tokenizer = named_tokenizer(config.tokenizer)
+    with named_place(corpus.place):
+        tokenizer.notices += tuple(check_round_trip(tokenizer, corpus.samples(SAMPLE_CHARACTERS)))
+    return tokenizer
 
 
 def named_tokenizer(path: str) -> Tokenizer:
@@ -69,18 +87,26 @@ def learning_bytes(config: TextConfig, corpus: Corpus) -> int:
 def encode_split(corpus: Corpus, tokenizer: Tokenizer, split: str, on_bytes: OnBytes) -> Iterator[Ids]:
     """Ids of one split of a corpus, some at a time. No token spans the boundary of the splits."""
     start, stop = (0, corpus.boundary) if split == "train" else (corpus.boundary, corpus.size)
-    return tokenizer.encode_pieces(corpus.text(start, stop, on_bytes))
+    with named_place(corpus.place):
+        yield from tokenizer.encode_pieces(corpus.text(start, stop, on_bytes))
 
 
 def describe(corpus: Corpus, tokenizer: Tokenizer, sha256: str) -> dict[str, Any]:
     """What a run record says of a corpus; `sha256` is that of its bytes, separators included."""
-    return {
+    described = {
         "source": corpus.source,
         "files": len(corpus.files),
         "bytes": {"train": corpus.boundary, "val": corpus.size - corpus.boundary},
         "sha256": sha256,
         "tokenizer": tokenizer.description,
     }
+    return with_notices(described, (*corpus.notices, *tokenizer.notices))
+
+
+def with_notices(described: dict[str, Any], notices: Iterable[str]) -> dict[str, Any]:
+    """A description of data with `notices`, which the start of a run tells, where there are any."""
+    told = [*described.get("notices", ()), *notices]
+    return {**described, "notices": told} if told else described
 
 
 def require_context(name: str, sizes: Sizes) -> int:

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError
-from ttrain.data.corpus import cut
 
 Ids = NDArray[Any]  # uint16 where the vocabulary allows, else uint32
 
 _UNICODE_SIZE = 0x110000
-_UNKNOWN = "\ufffd"
-_PIECES_AT_ONCE = 16  # what the library encodes in parallel in one call
-CALL_CHARACTERS = 1 << 20  # likewise, of many short texts
+UNKNOWN = "\ufffd"  # what ids that stand for no text are decoded to
+SAMPLE_CHARACTERS = 1 << 12  # of one place of a corpus, or of one document, to check what comes back of it
+_FEWEST_KNOWN = 0.5  # of the visible characters; below it a tokenizer is not one for this text
+_SHOWN_BEFORE, _SHOWN_AFTER = 12, 20  # characters around a difference
 _NAMED_CHARACTERS = 8  # most that an error message lists
 
 
@@ -30,6 +31,9 @@ class Tokenizer(ABC):
 
     name: str
     vocabulary: int
+    notices: tuple[str, ...] = ()  # what of its file is not obeyed, and how it changes the text that was read
+    unknown: int | None = None  # the id for what it does not know
+    normalizers: Sequence[str] = ()  # names of what changes a text before it is split
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -79,6 +83,10 @@ class Tokenizer(ABC):
             described = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
             raise DataError(f"the tokenizer is not JSON: {error}. Give a tokenizer.json.") from None
+        from ttrain.data.library_tokenizer import LibraryTokenizer
+
+        if isinstance(described, dict):
+            described = {**described, "truncation": None, "padding": None}  # no tokenizer here obeys them
         if described == ByteTokenizer().described:
             return ByteTokenizer()
         characters = _characters_of(described)
@@ -113,7 +121,7 @@ class CharTokenizer(Tokenizer):
             yield ids.astype(self.dtype)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return "".join(self.characters[i] if 0 <= i < self.vocabulary else _UNKNOWN for i in ids)
+        return "".join(self.characters[i] if 0 <= i < self.vocabulary else UNKNOWN for i in ids)
 
     @property
     def described(self) -> dict[str, Any]:
@@ -154,7 +162,7 @@ class ByteTokenizer(Tokenizer):
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": False,
-            "vocab": {character: byte for byte, character in enumerate(_visible_bytes())},
+            "vocab": {character: byte for byte, character in enumerate(visible_bytes())},
             "merges": [],
         }
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -162,115 +170,6 @@ class ByteTokenizer(Tokenizer):
 
     def to_json(self) -> str:
         return json.dumps(self.described)
-
-
-class LibraryTokenizer(Tokenizer):
-    """Whatever a tokenizer.json describes, run by the `tokenizers` library. No special tokens are added to a text."""
-
-    def __init__(self, text: str) -> None:
-        from tokenizers import Tokenizer as LibraryModel
-
-        try:
-            self._model = LibraryModel.from_str(text)
-        except Exception as error:  # the library raises plain Exception
-            raise DataError(f"the tokenizers library cannot read the tokenizer: {error}. Give another.") from None
-        self._text = text
-        ids = self._model.get_vocab(with_added_tokens=True).values()
-        if not ids:
-            raise DataError("the tokenizer has an empty vocabulary. Give another tokenizer.json.")
-        described = json.loads(text)
-        self.name = str(described["model"].get("type") or "library").lower()
-        self.vocabulary = max(ids) + 1
-        self._covers_all = self._covers_every_text(described)
-        self._known: set[str] = set()
-
-    def encode_pieces(self, texts: Iterable[str]) -> Iterator[Ids]:
-        batch: list[str] = []
-        for piece in cut(texts):
-            batch.append(piece)
-            if len(batch) == _PIECES_AT_ONCE:
-                yield from self._encode(batch)
-                batch = []
-        yield from self._encode(batch)
-
-    def encode_documents(self, texts: Iterable[str]) -> Iterator[Ids]:
-        """See Tokenizer. Several texts go through the library in one call, which it spreads over the processor."""
-        for group in _groups(texts, CALL_CHARACTERS):
-            pieces = [list(cut([text])) for text in group]
-            encoded = self._encode([piece for several in pieces for piece in several])
-            for several in pieces:
-                yield np.concatenate([np.zeros(0, self.dtype), *islice(encoded, len(several))])
-
-    def token_id(self, token: str) -> int | None:
-        """The id of a token by its text, None where there is no such token."""
-        return self._model.token_to_id(token)
-
-    def special_tokens(self) -> list[str]:
-        """Texts of the tokens that no text is split into."""
-        return [str(token.content) for token in self._model.get_added_tokens_decoder().values()]
-
-    def with_token(self, token: str) -> LibraryTokenizer:
-        """This tokenizer with one special token more, under the next id."""
-        from tokenizers import Tokenizer as LibraryModel
-
-        model = LibraryModel.from_str(self._text)
-        model.add_special_tokens([token])
-        return LibraryTokenizer(model.to_str())
-
-    def decode(self, ids: Sequence[int]) -> str:
-        known = [int(i) for i in ids if 0 <= i < self.vocabulary]
-        return self._model.decode(known, skip_special_tokens=False) + _UNKNOWN * (len(ids) - len(known))
-
-    def to_json(self) -> str:
-        return self._text
-
-    def _encode(self, pieces: list[str]) -> Iterator[Ids]:
-        if not self._covers_all:
-            self._require_known(set().union(*pieces) if pieces else set())
-        for encoding in self._model.encode_batch_fast(pieces, add_special_tokens=False):
-            yield np.asarray(encoding.ids, self.dtype)
-
-    def _require_known(self, characters: set[str]) -> None:
-        """The library drops in silence what it has neither an id nor an unknown token for."""
-        fresh = characters - self._known
-        missing = {character for character in fresh if not character.isspace() and not self._has_id(character)}
-        if missing:
-            raise unseen(missing, self)
-        self._known |= fresh
-
-    def _has_id(self, character: str) -> bool:
-        try:
-            return bool(self._model.encode(character, add_special_tokens=False).ids)
-        except Exception:  # the library raises plain Exception when an unknown token is named but has no id
-            return False
-
-    def _covers_every_text(self, described: dict[str, Any]) -> bool:
-        """Whether this works on bytes, or has an id for what it does not know."""
-        pre = described.get("pre_tokenizer") or {}
-        kinds = {pre.get("type"), *(step.get("type") for step in pre.get("pretokenizers", []))}
-        model = described["model"]
-        unknown = model.get("unk_token")
-        has_unknown = model.get("unk_id") is not None or (unknown and self._model.token_to_id(unknown) is not None)
-        return "ByteLevel" in kinds or bool(model.get("byte_fallback") or has_unknown)
-
-
-def train_bpe(texts: Iterable[str], vocabulary_size: int) -> LibraryTokenizer:
-    """Byte-level byte-pair encoding learnt from a text: the 256 bytes, then merges until there are enough ids.
-
-    A short text can give fewer ids. GPT-2's rule splits the text into words.
-    """
-    from tokenizers import Tokenizer as LibraryModel
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    model = LibraryModel(models.BPE())
-    # The library's stubs don't declare these as settable.
-    settable = cast(Any, model)
-    settable.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    settable.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary_size, initial_alphabet=alphabet, show_progress=False)
-    model.train_from_iterator(cut(texts), trainer)
-    return LibraryTokenizer(model.to_str())
 
 
 def read_tokenizer(path: Path | str, key: str = "data.tokenizer") -> Tokenizer:
@@ -284,29 +183,78 @@ def read_tokenizer(path: Path | str, key: str = "data.tokenizer") -> Tokenizer:
         raise DataError(f"{key}={path}: {error}") from None
 
 
-def unseen(characters: Iterable[str], tokenizer: Tokenizer) -> DataError:
-    """The error that names characters a tokenizer has no id for."""
-    ordered = sorted(characters)
-    named = ", ".join(f"{character!a} (U+{ord(character):04X})" for character in ordered[:_NAMED_CHARACTERS])
+class UnseenText(DataError):
+    """A tokenizer has no id for `texts`, characters or words. `pattern` finds them."""
+
+    def __init__(self, message: str, texts: Sequence[str]) -> None:
+        super().__init__(message)
+        # Of words whole ones alone: others may hold them as a part.
+        found = (re.escape(text) if len(text) == 1 else rf"(?<!\S){re.escape(text)}(?!\S)" for text in texts)
+        self.pattern = re.compile("|".join(found))
+
+
+def unseen(texts: Iterable[str], tokenizer: Tokenizer) -> UnseenText:
+    """The error that names the characters or words that a tokenizer has no id for."""
+    ordered = sorted(texts)
+    named = ", ".join(map(_named, ordered[:_NAMED_CHARACTERS]))
     more = f" and {len(ordered) - _NAMED_CHARACTERS} more" if len(ordered) > _NAMED_CHARACTERS else ""
-    return DataError(
+    message = (
         f"the {tokenizer.name} tokenizer of {tokenizer.vocabulary} ids never saw {named}{more}. "
         "Leave these characters out, or train with data.tokenizer=byte or bpe, which cover every text."
     )
+    return UnseenText(message, ordered)
 
 
-def _groups(texts: Iterable[str], size: int) -> Iterator[list[str]]:
-    """The texts in lists of about `size` characters."""
-    group: list[str] = []
-    held = 0
-    for text in texts:
-        group.append(text)
-        held += len(text)
-        if held >= size:
-            yield group
-            group, held = [], 0
-    if group:
-        yield group
+def check_round_trip(tokenizer: Tokenizer, samples: Iterable[str]) -> Iterator[str]:
+    """What to tell of samples that come back changed, at most one sentence for each way.
+
+    Raises DataError where less than half of their visible characters come back at all, and for what can't be encoded.
+    """
+    tokens = unknown = visible = returned = 0
+    example: str | None = None
+    for text in samples:
+        ids = tokenizer.encode(text)
+        known = [token for token in ids if token != tokenizer.unknown]
+        tokens, unknown = tokens + len(ids), unknown + len(ids) - len(known)
+        visible, returned = visible + _visible(text), returned + _visible(tokenizer.decode(known))
+        if example is None and (back := tokenizer.decode(ids)) != text:
+            example = _difference(text, back)
+    if returned < _FEWEST_KNOWN * visible:
+        raise DataError(
+            f"the {tokenizer.name} tokenizer gives back {returned} of {visible} visible characters of a sample of the "
+            "text, so it is not one for this text. Give another data.tokenizer, such as byte or bpe."
+        )
+    if unknown and tokenizer.unknown is not None:
+        token = tokenizer.decode([tokenizer.unknown])
+        yield f"{unknown} of {tokens} tokens of a sample of the text are {token!r}, what the tokenizer does not know."
+    if example is not None:
+        why = f" (its normalizers: {', '.join(tokenizer.normalizers)})" if tokenizer.normalizers else ""
+        yield f"The tokenizer changes the text{why}: {example}. The model learns and writes the changed text."
+
+
+@contextmanager
+def named_place(find: Callable[[re.Pattern[str]], str]) -> Iterator[None]:
+    """Puts the place of the first text that a tokenizer has no id for, as `find` knows it, before the error."""
+    try:
+        yield
+    except UnseenText as error:
+        raise DataError(f"{find(error.pattern)}: {error}") from None
+
+
+def _visible(text: str) -> int:
+    return sum(not character.isspace() and character != UNKNOWN for character in text)
+
+
+def _difference(text: str, back: str) -> str:
+    """The first place where two texts differ."""
+    pairs = enumerate(zip(text, back, strict=False))
+    first = next((place for place, (one, other) in pairs if one != other), min(len(text), len(back)))
+    shown = slice(max(0, first - _SHOWN_BEFORE), first + _SHOWN_AFTER)
+    return f"{text[shown]!r} comes back as {back[shown]!r}"
+
+
+def _named(text: str) -> str:
+    return f"{text!a} (U+{ord(text):04X})" if len(text) == 1 else f"{text!a}"
 
 
 def _described(model: dict[str, Any], pre_tokenizer: dict[str, Any], decoder: dict[str, Any]) -> dict[str, Any]:
@@ -341,7 +289,7 @@ def _code_points(text: str) -> NDArray[Any]:
     return np.frombuffer(text.encode("utf-32-le"), "<u4")
 
 
-def _visible_bytes() -> list[str]:
+def visible_bytes() -> list[str]:
     """The character that stands for each byte in a byte-level vocabulary (GPT-2): itself or from U+0100 on."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     stand_ins = iter(range(0x100, 0x200))

@@ -18,7 +18,7 @@ import numpy as np
 from ttrain.core.errors import DataError
 from ttrain.data.batches import Sizes, TokenDataset, outside_vocabulary
 from ttrain.data.settings import TOKEN_DTYPES, TokensConfig
-from ttrain.data.text import require_context
+from ttrain.data.text import require_context, with_notices
 from ttrain.data.tokenizer import Ids, Tokenizer, read_tokenizer
 
 TRAIN_FILE, VAL_FILE, HEADER_FILE, TOKENIZER_FILE = "train.bin", "val.bin", "tokens.json", "tokenizer.json"
@@ -51,9 +51,16 @@ def open_tokens(config: TokensConfig, sizes: Sizes) -> TokenDataset:
     else:
         boundary = round(len(train) * (1 - config.held_out))
         train, val = train[:boundary], train[boundary:]
-    description: dict[str, Any] = {"source": config.path, "dtype": files.dtype.name, "sha256": hashes}
+    description: dict[str, Any] = {
+        "source": config.path,
+        "files": 1 if files.val is None else 2,
+        "bytes": {"train": train.nbytes, "val": val.nbytes},
+        "dtype": files.dtype.name,
+        "sha256": hashes,
+    }
     if files.header is not None:
         description["corpus"] = files.header["corpus"]
+        description = with_notices(description, files.header["corpus"].get("notices", ()))
     if files.tokenizer is not None:
         description["tokenizer"] = files.tokenizer.description
     return TokenDataset(

@@ -263,11 +263,22 @@ class Job:
         self.console.say(f"Training {parts} on {place}. Run: {run.path}")
         if self.config.engine.name == "traced":
             self.console.say("The first step is compiled or captured, which takes longer than the others.")
+        self.console.say(self._data_line())
         jump = None if self.point is None else rate_jump(self.point.checkpoint.config, self.config, progress)
-        for notice in (*notices(self.config), *filter(None, [jump])):
+        told = (*notices(self.config), *filter(None, [jump]), *self.dataset.description.get("notices", ()))
+        for notice in told:
             self.console.say(f"WARNING: {notice}")
         if progress.step >= self.config.train.steps:
             self.console.say(f"All {self.config.train.steps} steps are done; give train.steps=<more> to train on.")
+
+    def _data_line(self) -> str:
+        from ttrain.train.blocks import BlockSchedule
+        from ttrain.train.summary import extent_line
+
+        train = self.config.train
+        schedule = BlockSchedule.of(train)
+        tokens = None if schedule is None else schedule.tokens(train.steps) * train.batch_size
+        return extent_line(self.dataset, train.steps, train.batch_size, tokens, self.config.data.limit)
 
     def _loop(
         self,

@@ -14,6 +14,8 @@ def run(config: Config) -> None:
     # The config's checks hold it so.
     assert isinstance(config.data, TextConfig | DocumentsConfig) and config.prepare.dir is not None
     header = prepare(config.data, config.prepare.dir)
+    for notice in header["corpus"].get("notices", ()):
+        print(f"WARNING: {notice}")
     counts = ", ".join(f"{split} {format_count(part['tokens'])}" for split, part in header["splits"].items())
     print(f"{config.prepare.dir}: {counts} tokens of {header['vocabulary']} ids")
     order = " data.order=read" if isinstance(config.data, DocumentsConfig) else ""

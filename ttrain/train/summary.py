@@ -1,4 +1,4 @@
-"""What a run tells at its end."""
+"""What a run tells of its data at the start, and of itself at its end."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ttrain.core.units import format_bytes, format_count, format_duration
 from ttrain.train.metrics import read_metrics
 from ttrain.train.progress import Progress
+
+if TYPE_CHECKING:
+    from ttrain.data.batches import Dataset
 
 _RECENT_LINES = 20
 
@@ -88,6 +91,41 @@ class Summary:
         best = progress.best_val_loss
         better = best is not None and progress.val_loss is not None and best < progress.val_loss
         return _loss(progress.val_loss) + (f" (best {best:.4f} at step {progress.best_step})" if better else "")
+
+
+def extent_line(dataset: Dataset, steps: int, rows: int, tokens: int | None = None, limit: int | None = None) -> str:
+    """Files, bytes, tokens, sequences a pass and the passes that `steps` of `rows` sequences make.
+
+    `tokens` that those steps read are given where not all sequences have the dataset's length; `limit` is data.limit.
+    """
+    described = dataset.description
+    counts = described.get("tokens") or described.get("examples") or {}
+    source = described.get("source")
+    parts = [f"Data: {', '.join(source) if isinstance(source, list) else source}"]
+    if "files" in described:
+        size = described["bytes"]
+        plural = "" if described["files"] == 1 else "s"
+        parts.append(f", {described['files']:,} file{plural}, ")
+        parts.append(format_bytes(sum(size.values()) if isinstance(size, dict) else size))
+    if not counts:
+        return "".join(parts) + "."
+    unit = "tokens" if "tokens" in described else "examples"
+    parts.append(f": {counts['train']:,} {unit} to train on, {counts['val']:,} held out.")
+    length = dataset.fields["tokens"].shape[0] if "tokens" in described else 1
+    # Documents follow one another without end; elsewhere the last token of a split is a target alone.
+    whole = counts["train"] - ("tokens" in described and "documents" not in described)
+    sequences = min(max(1, whole // length), limit or whole)
+    passes = (steps * rows * length if tokens is None else tokens) / (sequences * length if limit else counts["train"])
+    what = f"sequences of {length:,} tokens" if "tokens" in described else "examples"
+    only = " (data.limit)" if limit else ""
+    parts.append(f" A pass is {sequences:,} {what}{only}; {steps:,} steps of {rows:,} make {_passes(passes)}.")
+    return "".join(parts)
+
+
+def _passes(passes: float) -> str:
+    if 0 < passes < 0.01:
+        return "less than 0.01 passes"
+    return f"{passes:,.2f} passes" if passes < 100 else f"{passes:,.0f} passes"
 
 
 def recent_speed(metrics: Path) -> tuple[float | None, float | None]:

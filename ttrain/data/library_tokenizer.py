@@ -1,0 +1,245 @@
+"""Tokenizers that the `tokenizers` library runs, from files of others or learnt here."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import islice
+from typing import Any, cast
+
+import numpy as np
+
+from ttrain.core.errors import DataError
+from ttrain.data.corpus import cut
+from ttrain.data.tokenizer import UNKNOWN, Ids, Tokenizer, unseen, visible_bytes
+
+_PIECES_AT_ONCE = 16  # what the library encodes in parallel in one call
+CALL_CHARACTERS = 1 << 20  # likewise, of many short texts
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class LibraryTokenizer(Tokenizer):
+    """Whatever a tokenizer.json describes, run by the `tokenizers` library. No special tokens are added to a text.
+
+    Settings of the file that are meant for single sentences are off, see `_switch_off`; `notices` tells which. A text
+    is encoded as a whole, whatever the pieces that the library gets: only its start is treated as the start of a text.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._model = _library_model(text)
+        described = json.loads(self._model.to_str())
+        self.notices = tuple(_switch_off(described))
+        if self.notices:
+            text = json.dumps(described)
+            self._model = _library_model(text)
+        ids = self._model.get_vocab(with_added_tokens=True).values()
+        if not ids:
+            raise DataError("the tokenizer has an empty vocabulary. Give another tokenizer.json.")
+        self._text, self._described = text, described
+        self.name = str(described["model"].get("type") or "library").lower()
+        self.vocabulary = max(ids) + 1
+        self.unknown = self._unknown(described["model"])
+        steps = _parts(described.get("normalizer"))
+        self.normalizers = [str(step["type"]) for step in steps if step["type"] != "Sequence"]
+        self._drops = _may_drop(described)
+        self._known: set[str] = set()
+
+    def encode_pieces(self, texts: Iterable[str]) -> Iterator[Ids]:
+        pieces = cut(texts)
+        yield from self._encode(list(islice(pieces, 1)), self._model)
+        while batch := list(islice(pieces, _PIECES_AT_ONCE)):
+            yield from self._encode(batch, self._continuing)
+
+    def encode_documents(self, texts: Iterable[str]) -> Iterator[Ids]:
+        """See Tokenizer. Several texts go through the library in one call, which it spreads over the processor."""
+        for group in _groups(texts, CALL_CHARACTERS):
+            pieces = [list(cut([text])) for text in group]
+            starts = self._encode([piece for several in pieces for piece in several[:1]], self._model)
+            others = self._encode([piece for several in pieces for piece in several[1:]], self._continuing)
+            for several in pieces:
+                start, rest = islice(starts, min(1, len(several))), islice(others, max(0, len(several) - 1))
+                yield np.concatenate([np.zeros(0, self.dtype), *start, *rest])
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its text, None where there is no such token."""
+        return self._model.token_to_id(token)
+
+    def special_tokens(self) -> list[str]:
+        """Texts of the tokens that no text is split into."""
+        return [str(token.content) for token in self._model.get_added_tokens_decoder().values()]
+
+    def with_token(self, token: str) -> LibraryTokenizer:
+        """This tokenizer with one special token more, under the next id."""
+        model = _library_model(self._text)
+        model.add_special_tokens([token])
+        extended = LibraryTokenizer(model.to_str())
+        extended.notices = self.notices
+        return extended
+
+    def decode(self, ids: Sequence[int]) -> str:
+        known = [int(i) for i in ids if 0 <= i < self.vocabulary]
+        return self._model.decode(known, skip_special_tokens=False) + UNKNOWN * (len(ids) - len(known))
+
+    def to_json(self) -> str:
+        return self._text
+
+    @cached_property
+    def _continuing(self) -> Any:
+        """The library's model for what follows the start of a text: it puts nothing in front."""
+        described = json.loads(json.dumps(self._described))
+        for part in _parts(described.get("pre_tokenizer")):
+            if part["type"] == "ByteLevel":
+                part["add_prefix_space"] = False
+            elif part["type"] == "Metaspace":
+                part["prepend_scheme"] = "never"
+        described["normalizer"] = _without(described.get("normalizer"), "Prepend")
+        return self._model if described == self._described else _library_model(json.dumps(described))
+
+    def _encode(self, pieces: list[str], model: Any) -> Iterator[Ids]:
+        if self._drops and pieces:
+            self._require_known(set().union(*pieces))
+        try:
+            encodings = model.encode_batch_fast(pieces, add_special_tokens=False)
+        except Exception as error:  # the library raises plain Exception
+            failing = next((piece for piece in pieces if self._fails(piece)), None)
+            if failing is None:
+                raise DataError(f"the tokenizers library cannot encode the text: {error}. Give another.") from None
+            raise unseen([self._narrowed(failing)], self) from None
+        for encoding in encodings:
+            yield np.asarray(encoding.ids, self.dtype)
+
+    def _fails(self, text: str) -> bool:
+        try:
+            self._model.encode(text, add_special_tokens=False)
+        except Exception:  # as above
+            return True
+        return False
+
+    def _narrowed(self, text: str) -> str:
+        """The first word of a text that can't be encoded, or the first character where others of that word can be."""
+        for parts in (str.splitlines, str.split):
+            text = next((part for part in parts(text) if self._fails(part)), text)
+        failing = [character for character in text if self._fails(character)]
+        return failing[0] if 0 < len(failing) < len(text) else text
+
+    def _require_known(self, characters: set[str]) -> None:
+        """Byte-pair encoding drops in silence what it has neither an id nor an unknown token for."""
+        fresh = characters - self._known
+        missing = [character for character in sorted(fresh) if not self._keeps(character)]
+        if missing:
+            raise unseen(missing, self)
+        self._known |= fresh
+
+    def _keeps(self, character: str) -> bool:
+        """Whether the tokens of a character, alone and at any place in a word, make up what the model was handed."""
+        return all(self._keeps_all(probe) for probe in (character, character * 3))
+
+    def _keeps_all(self, probe: str) -> bool:
+        encoding = self._model.encode(probe, add_special_tokens=False)
+        normalizer, pre_tokenizer = self._model.normalizer, self._model.pre_tokenizer
+        text = probe if normalizer is None else normalizer.normalize_str(probe)
+        words = [text] if pre_tokenizer is None else [word for word, _ in pre_tokenizer.pre_tokenize_str(text)]
+        made = b"".join(map(self._bytes_of, encoding.tokens))
+        return made == "".join(words).encode() or self._model.decode(encoding.ids, skip_special_tokens=False) == probe
+
+    def _bytes_of(self, token: str) -> bytes:
+        """What a token of byte-pair encoding covers of a word."""
+        model = self._described["model"]
+        if model.get("byte_fallback") and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(byte[1])
+        prefix, suffix = model.get("continuing_subword_prefix") or "", model.get("end_of_word_suffix") or ""
+        return token.removeprefix(prefix).removesuffix(suffix).encode()
+
+    def _unknown(self, model: dict[str, Any]) -> int | None:
+        if model.get("unk_id") is not None:
+            return int(model["unk_id"])
+        return self.token_id(model["unk_token"]) if model.get("unk_token") else None
+
+
+def train_bpe(texts: Iterable[str], vocabulary_size: int) -> LibraryTokenizer:
+    """Byte-level byte-pair encoding learnt from a text: the 256 bytes, then merges until there are enough ids.
+
+    A short text can give fewer ids. GPT-2's rule splits the text into words.
+    """
+    from tokenizers import Tokenizer as LibraryModel
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    model = LibraryModel(models.BPE())
+    # The library's stubs don't declare these as settable.
+    settable = cast(Any, model)
+    settable.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    settable.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary_size, initial_alphabet=alphabet, show_progress=False)
+    model.train_from_iterator(cut(texts), trainer)
+    return LibraryTokenizer(model.to_str())
+
+
+def _library_model(text: str) -> Any:
+    from tokenizers import Tokenizer as LibraryModel
+
+    try:
+        return LibraryModel.from_str(text)
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(f"the tokenizers library cannot read the tokenizer: {error}. Give another.") from None
+
+
+def _switch_off(described: dict[str, Any]) -> Iterator[str]:
+    """Takes out of a description what would cut, lengthen or vary each piece of a text; what to tell of each."""
+    for key, does in (("truncation", "nothing is cut"), ("padding", "nothing is padded")):
+        if described.get(key) is not None:
+            described[key] = None
+            yield f"The tokenizer's {key} is left off: {does}."
+    if described["model"].get("dropout"):
+        described["model"]["dropout"] = None
+        yield "The tokenizer's dropout is left off: a text always gets the same tokens."
+    if any(part["type"] == "Strip" for part in _parts(described.get("normalizer"))):
+        described["normalizer"] = _without(described["normalizer"], "Strip")
+        yield "The tokenizer's normalizer Strip is left off: blanks at the ends of a text are kept."
+
+
+def _may_drop(described: dict[str, Any]) -> bool:
+    """Whether characters can be missing in the ids without an error: where there are too few symbols for bytes."""
+    model = described["model"]
+    if model.get("type") != "BPE" or model.get("unk_token") is not None:
+        return False
+    whole = not model.get("continuing_subword_prefix") and not model.get("end_of_word_suffix")
+    kinds = {part["type"] for key in ("normalizer", "pre_tokenizer") for part in _parts(described.get(key))}
+    of_bytes = "ByteLevel" in kinds and all(symbol in model["vocab"] for symbol in visible_bytes())
+    falls_back = model.get("byte_fallback") and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
+    return not (whole and (of_bytes or falls_back))
+
+
+def _parts(step: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """A normalizer or pre-tokenizer of a description and, of a sequence, all that it consists of."""
+    if not step:
+        return []
+    return [
+        step,
+        *(part for key in ("normalizers", "pretokenizers") for child in step.get(key, ()) for part in _parts(child)),
+    ]
+
+
+def _without(step: dict[str, Any] | None, kind: str) -> dict[str, Any] | None:
+    """A normalizer without its parts of one kind."""
+    if step is None or step["type"] == kind:
+        return None
+    if step["type"] != "Sequence":
+        return step
+    return {**step, "normalizers": [kept for child in step["normalizers"] if (kept := _without(child, kind))]}
+
+
+def _groups(texts: Iterable[str], size: int) -> Iterator[list[str]]:
+    """The texts in lists of about `size` characters."""
+    group: list[str] = []
+    held = 0
+    for text in texts:
+        group.append(text)
+        held += len(text)
+        if held >= size:
+            yield group
+            group, held = [], 0
+    if group:
+        yield group
