@@ -19,6 +19,10 @@ PAIRS = ("model=agillm", "model.preset=femto_1x")
     [
         ((), None),
         (("optimizer.lr=0",), "no parameter changes"),
+        (("model=gpt2",), "data.tokenizer=bpe"),
+        (("model=gpt2", "data.tokenizer=bpe"), None),
+        (("model=gpt2", "data.tokenizer=char"), None),
+        (("model=gpt2", "data=tokens", "data.path=x"), None),
         ((*GROWING, "train.steps=21"), None),
         ((*GROWING, "train.steps=20"), "64 tokens begin at step 21"),
         ((*PAIRS, "model.context=4"), None),

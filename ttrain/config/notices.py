@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ttrain.config.schema import Config
+from ttrain.data.settings import TextConfig
 from ttrain.models.settings import AGILLMConfig
 
 _SHORTEST_PAIRS = 4  # tokens: a window of two and the two that it predicts
@@ -15,6 +16,12 @@ def notices(config: Config) -> Iterator[str]:
     train, model = config.train, config.model
     if config.optimizer.lr == 0:
         yield "optimizer.lr=0, so no parameter changes."
+    characters = isinstance(config.data, TextConfig) and config.data.tokenizer == "char"
+    if config.source.choices.get("model") == "gpt2" and characters and "data.tokenizer" not in config.source.explicit:
+        yield (
+            "model=gpt2 reads characters here, but is made for tokens of several characters. data.tokenizer=bpe trains "
+            "such a tokenizer on the text; data.vocabulary_size=50257 gives it as many tokens as GPT-2 has."
+        )
     reached = (len(train.block_schedule) - 1) * train.block_steps + 1
     if train.steps < reached:
         yield (

@@ -1,21 +1,56 @@
-"""What task=plan says about time: which source of numbers fits the device, and what it gives."""
+"""What a step, a run and other ways to run it are expected to take: which source of numbers fits, and what it gives."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from contextlib import closing
-from typing import TYPE_CHECKING
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from ttrain.config import build
+from ttrain.config.checks import context_of, cross_field_problems
 from ttrain.config.schema import Config
 from ttrain.device.ttnn.settings import TenstorrentConfig
+from ttrain.models.presets import size_names
+from ttrain.models.settings import TransformerConfig
+from ttrain.train.blocks import BlockSchedule
+from ttrain.train.meter import Forecast, Other, Pace, evaluations_left
 
 if TYPE_CHECKING:
     from ttrain.device.base import Device
     from ttrain.engine.base import Step
+    from ttrain.models.base import Model
+    from ttrain.tasks.job import Job
     from ttrain.train.estimate import Estimate, Work
     from ttrain.train.plan_report import PlanReport
+    from ttrain.train.session import Session
+
+
+LESS = 0.8  # of the run's time: what takes more is not worth telling
+PRESETS, SHOWN = 8, 2  # smaller presets that are planned and shown at most
+SHORTEST = 32  # tokens of a context that is still offered
+
+
+def session_to_plan(config: Config, model: Model, device: Device) -> Session:
+    """A session on a device that is planned only. What the dynamic engine would run is planned as static does."""
+    from ttrain.tasks.job import open_session
+
+    engine = config.engine
+    if engine.name == "dynamic":
+        engine = replace(engine, name="static")
+    return open_session(replace(config, engine=engine), model, device, training=True)
+
+
+@contextmanager
+def planned_session(config: Config, vocabulary: int | None) -> Iterator[Session]:
+    """Such a session of another config. The data may be too short for it."""
+    model = build.build_model(config, vocabulary)
+    with (
+        closing(build.planned_device(config.device)) as device,
+        closing(session_to_plan(config, model, device)) as opened,
+    ):
+        yield opened
 
 
 def expected_time(
@@ -58,7 +93,7 @@ def _on_this_machine(
     if device.name == "cuda" and not torch.cuda.is_available():
         return None, "There is no GPU here whose kernels could be timed."
     threads = getattr(device, "threads", None)
-    named = dataclasses.replace(config.device, name=device.name)
+    named = replace(config.device, name=device.name)
     rates = measured_rates(device.name, str(config.precision.compute), config.device.index)
     assert rates is not None  # it is a CPU or a GPU
     machine = machine_name(device.name, threads)
@@ -66,4 +101,141 @@ def _on_this_machine(
         estimate = host_estimate(work, by, config.engine.name, tokens, unit, flops, rates.flops, device.name)
     more = "; plan.seconds=<more> times them" if by.note and seconds else ""
     source = estimate.time.source + by.note + more
-    return dataclasses.replace(estimate, time=dataclasses.replace(estimate.time, source=source)), ""
+    return replace(estimate, time=replace(estimate.time, source=source)), ""
+
+
+def pace_of(job: Job, session: Session, step: int) -> Pace:
+    """What says how long a run takes that continues after `step`."""
+    config = job.config
+    hours, steps = config.train.long_hours, config.train.steps
+    plain = Forecast(0.0, _left(config, step), 0.0, evaluations_left(step, steps, config.train.eval_every))
+    found = plain
+    if hours is None or step >= steps:
+        return Pace(plain, float("inf"), job.console.say, list)
+    if not isinstance(config.device, TenstorrentConfig) or config.device.mode == "silicon":
+        built = all(each.plan is not None for each in job.steps.values())
+        found = _forecast(job, config, plain, session, job.steps) if built else _planned(job, config, plain)
+    return Pace(found, 3600 * hours, job.console.say, lambda: _others(job, found, plain))
+
+
+def _left(config: Config, step: int) -> float:
+    """Steps that are left, in steps as long as the next one."""
+    schedule, steps = BlockSchedule.of(config.train), config.train.steps
+    if schedule is None:
+        return max(steps - step, 0)
+    now, left = schedule.lengths[schedule.notch(step + 1)], 0.0
+    for notch, length in enumerate(schedule.lengths):
+        end = steps if notch + 1 == len(schedule.lengths) else min((notch + 1) * schedule.every, steps)
+        left += max(end - max(notch * schedule.every, step), 0) * length / now
+    return left
+
+
+def _forecast(job: Job, config: Config, plain: Forecast, session: Session, steps: Mapping[str, Step]) -> Forecast:
+    """By the plans of built steps. What can't be told stays unknown, until steps were timed."""
+    from ttrain.train.plan_report import plan_report
+
+    report = plan_report(session.graph, session.state, steps)
+    evaluation = replace(report, per_step={"evaluate": 1})
+    device, chips = session.engine.device, session.graph.chips
+    train, batch = (expected_time(config, steps, each, device, chips, 0)[0] for each in (report, evaluation))
+    if train is None or batch is None:
+        return plain
+    return replace(plain, step=train.time.total, evaluation=batch.time.total * _batches(job, config))
+
+
+def _planned(job: Job, config: Config, plain: Forecast) -> Forecast:
+    """By plans made for this: of another config, or where the engine makes none."""
+
+    with planned_session(config, job.dataset.vocabulary) as session:
+        return _forecast(job, config, plain, session, session.build_training())
+
+
+def _batches(job: Job, config: Config) -> float:
+    """Of an evaluation; a split that is covered as a whole has more batches where they are smaller."""
+    rows = config.train.batch_size // config.train.accumulation
+    own, other = context_of(job.config) or 1, context_of(config) or 1
+    available = job.dataset.val_batches(rows) * own / other
+    return available if config.train.eval_batches is None else min(config.train.eval_batches, available)
+
+
+def _others(job: Job, found: Forecast, plain: Forecast) -> list[Other]:
+    """Ways that take less, each planned; none for a run that goes on, which has to stay what it is."""
+    config = job.config
+    if job.point is not None or isinstance(config.device, TenstorrentConfig) or not found.step:
+        return []
+    others: list[Other] = []
+    together: dict[str, Any] = {}
+    for changes in _single(config, job.device.name):
+        seconds = _seconds(job, changes, plain)
+        if seconds is not None and seconds < LESS * found.total:
+            others.append(Other(command(config, changes), seconds))
+            together |= changes
+    if len(others) > 1 and (seconds := _seconds(job, together, plain)) is not None:
+        others.append(Other(command(config, together), seconds))
+    return others + _smaller(job, plain, found)
+
+
+def _single(config: Config, device: str) -> Iterator[dict[str, Any]]:
+    """Changes of one thing each: precision, batch, context, device."""
+    import torch
+
+    if device == "cpu" and torch.cuda.device_count():
+        yield {"device": "cuda"}
+    if config.precision.name == "fp32":
+        yield {"precision": "bf16"}
+    size, parts = config.train.batch_size, config.train.accumulation
+    if parts >= 4:
+        yield {"train.batch_size": size // parts * (parts // 4), "train.accumulation": parts // 4}
+    elif size // parts >= 4:
+        yield {"train.batch_size": size // parts // 4 * parts}
+    context = context_of(config)
+    if context is not None and context >= 4 * SHORTEST and not config.train.block_schedule:
+        yield {"model.context": context // 4}
+
+
+def _smaller(job: Job, plain: Forecast, found: Forecast) -> list[Other]:
+    """The smaller presets down to one that is not long itself; of many the last."""
+    config, model = job.config, job.config.model
+    if not isinstance(model, TransformerConfig) or model.preset is None:
+        return []
+    given = [name for name in size_names(model) if name != "context" and getattr(model, name) is not None]
+    if given or config.train.block_schedule:
+        return []
+    own = _width_and_depth(model.presets[model.preset])
+    names = [name for name, sizes in model.presets.items() if _width_and_depth(sizes) < own]
+    last: list[Other] = []
+    for name in sorted(names, key=lambda name: _width_and_depth(model.presets[name]), reverse=True)[-PRESETS:]:
+        seconds = _seconds(job, {"model.preset": name}, plain)
+        if seconds is not None and seconds < LESS * found.total:
+            last.append(Other(command(config, {"model.preset": name}), seconds))
+            if seconds <= 3600 * (config.train.long_hours or 0):
+                break
+    return last[-SHOWN:]
+
+
+def _width_and_depth(sizes: Mapping[str, int]) -> int:
+    """What the parameters of blocks grow with."""
+    return sizes["layers"] * sizes["width"] ** 2
+
+
+def _seconds(job: Job, changes: Mapping[str, Any], plain: Forecast) -> float | None:
+    """Of the run with these changes; None where they don't go together with the rest."""
+    config = changed(job.config, changes)
+    if cross_field_problems(config):
+        return None
+    return _planned(job, config, plain).total
+
+
+def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The config with other values; a group stands for its name."""
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{name or "name": value})})
+    return config
+
+
+def command(config: Config, changes: Mapping[str, Any]) -> str:
+    """What the user gave, with changes, in a run directory of its own."""
+    dropped = {*changes, "run.dir", "resume"}
+    kept = [word for word in config.source.overrides if word.lstrip("+").partition("=")[0] not in dropped]
+    return shlex.join(["python", "-m", "ttrain", *kept, *(f"{key}={value}" for key, value in changes.items())])

@@ -14,6 +14,7 @@ from ttrain.config.schema import Config
 from ttrain.core.errors import Interrupted, OutOfMemory, TtrainError, UserError
 from ttrain.core.units import format_count
 from ttrain.tasks.ending import sum_up, tell
+from ttrain.tasks.expected import pace_of
 from ttrain.train import resume as resuming
 from ttrain.train.events import Events
 from ttrain.train.heartbeat import Heartbeat
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ttrain.train.blocks import Blocks, Reading
     from ttrain.train.loggers import Console, Loggers
     from ttrain.train.loop import Loop
+    from ttrain.train.meter import Pace
     from ttrain.train.progress import Progress
     from ttrain.train.resume import ResumePoint
     from ttrain.train.session import Session
@@ -153,7 +155,9 @@ class Job:
         loggers = stack.enter_context(self._loggers(run, progress))
         self._announce(run, progress)
         run.keep()
-        yield from self._loop(session, reading, blocks, run, loggers, progress).turns()
+        pace = pace_of(self, session, progress.step)
+        pace.announce()
+        yield from self._loop(session, reading, blocks, run, loggers, progress, pace).turns()
         self.console.close()
         sum_up(self, session, run, progress)
         return progress
@@ -288,6 +292,7 @@ class Job:
         run: RunDirectory,
         loggers: Loggers,
         progress: Progress,
+        pace: Pace,
     ) -> Loop:
         from ttrain.models.base import preparation
         from ttrain.train.blocks import Newest
@@ -317,7 +322,7 @@ class Job:
             rates=self.rates(),
             run_directory=run,
             loggers=loggers,
-            meter=self._meter(session),
+            meter=self._meter(session, pace),
             stored_config=self.stored,
             tokenizer=tokenizer_json(self.dataset),
             progress=progress,
@@ -364,7 +369,7 @@ class Job:
         schedule = build.build_schedule(self.config.schedule, self.config.train.steps)
         return learning_rates(self.model.parameters(), self.config.optimizer, schedule)
 
-    def _meter(self, session: Session) -> Any:
+    def _meter(self, session: Session, pace: Pace) -> Any:
         from ttrain.train.meter import Meter
         from ttrain.train.peak import measured_peak
         from ttrain.train.session import flops_per_step
@@ -372,4 +377,4 @@ class Job:
         given = self.config.train.peak_tflops
         dtype = self.config.precision.name
         peak = 1e12 * given if given else measured_peak(self.device.name, dtype, self.config.device.index)
-        return Meter(flops_per_step(session.graph), peak, lambda: self.device.memory().get("in_use", 0))
+        return Meter(flops_per_step(session.graph), peak, lambda: self.device.memory().get("in_use", 0), timed=pace)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.units import format_bytes
 from ttrain.graph.graph import Kind
+from ttrain.tasks.expected import planned_session, session_to_plan
 
 if TYPE_CHECKING:
     from ttrain.device.base import Device
@@ -27,7 +28,10 @@ def run(config: Config) -> None:
     if config.plan.calibrate:
         _calibrate(config)
     model = _model(config)
-    with closing(build.planned_device(config.device)) as device, closing(_session(config, model, device)) as session:
+    with (
+        closing(build.planned_device(config.device)) as device,
+        closing(session_to_plan(config, model, device)) as session,
+    ):
         steps = session.build_training()
         report = plan_report(session.graph, session.state, steps)
         extra = _Extra(config, session, steps, report, device)
@@ -59,16 +63,6 @@ def _model(config: Config) -> Model:
     """The model; the data is only opened where its tokenizer decides the vocabulary."""
     needs_data = getattr(config.model, "vocabulary", 0) is None
     return build.build_model(config, build.build_dataset(config).vocabulary if needs_data else None)
-
-
-def _session(config: Config, model: Model, device: Any) -> Session:
-    """A session on the planned device. What the dynamic engine would run is planned as static does."""
-    from ttrain.tasks.job import open_session
-
-    engine = config.engine
-    if engine.name == "dynamic":
-        engine = dataclasses.replace(engine, name="static")
-    return open_session(dataclasses.replace(config, engine=engine), model, device, training=True)
 
 
 def _title(config: Config, model: Model, device: str) -> str:
@@ -199,7 +193,7 @@ class _Extra:
         if config.engine.name != "traced" or self.device.compiler() is None:
             return steps
         config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, name="static"))
-        with self._planning(config) as session:
+        with planned_session(config, self.vocabulary) as session:
             return {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
 
     def _time(self, steps: Mapping[str, Step], chips: int) -> list[Table]:
@@ -235,13 +229,6 @@ class _Extra:
         note = f"Of {format_bytes(available)}, {source}; what the runtime itself takes comes on top."
         return Table("Largest that fits", ("", "value (planned memory)"), lines, (note,))
 
-    @contextmanager
-    def _planning(self, config: Config) -> Iterator[Session]:
-        """A session of another config on a device that is planned only. The data may be too short for it."""
-        model = build.build_model(config, self.vocabulary)
-        with closing(build.planned_device(config.device)) as device, closing(_session(config, model, device)) as opened:
-            yield opened
-
     def _with_rows(self, rows: int) -> int:
         train = self.config.train
         return self._planned(
@@ -255,7 +242,7 @@ class _Extra:
 
     def _planned(self, config: Config) -> int:
         """Planned bytes of the training steps of another config."""
-        with self._planning(config) as session:
+        with planned_session(config, self.vocabulary) as session:
             steps = [session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()]
             plans = [step.plan for step in steps if step.plan is not None]
             state = sum(session.state.nbytes(kind, on_host=False) for kind in Kind if kind.is_state)

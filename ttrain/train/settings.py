@@ -23,6 +23,12 @@ class TrainConfig:
         minimum=1,
     )
     block_steps: int = option(50_000, "steps at each length of block_schedule but the last", minimum=1)
+    long_hours: float | None = option(
+        1.0,
+        "hours; a run that is expected to take longer says so before its first step, with commands that take less, and "
+        "goes on; null never says it",
+        above=0,
+    )
     init_from: str | None = option(
         None,
         "what a new run takes its first values from, where name and shape match: a run, a checkpoint, a .safetensors "
