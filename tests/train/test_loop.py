@@ -93,6 +93,7 @@ def test_metrics_of_a_step(make_job: MakeJob) -> None:
         "tokens_per_s",
         "step_ms",
         "tokens",
+        "seconds",
         "nonfinite_steps",
     }
     assert first["tokens_per_s"] * first["step_ms"] / 1e3 == pytest.approx(first["tokens"], rel=1e-2)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.train.conftest import Job, MakeJob
 from ttrain.cli import main
 from ttrain.data.batches import Sizes
 from ttrain.data.documents import open_documents
@@ -16,10 +18,20 @@ from ttrain.data.regression import open_regression
 from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, TokensConfig
 from ttrain.data.text import open_text
 from ttrain.data.tokens import open_tokens
+from ttrain.sweep.numbers import numbers_of
 from ttrain.train import peak
+from ttrain.train.inspect import read_run
 from ttrain.train.meter import Meter
 from ttrain.train.progress import Progress
-from ttrain.train.summary import Summary, draw_loss_curve, extent_line, last_val_metrics, print_summary, recent_speed
+from ttrain.train.summary import (
+    RecordedSteps,
+    Summary,
+    draw_loss_curve,
+    extent_line,
+    last_val_metrics,
+    print_summary,
+    recorded_steps,
+)
 
 
 def test_meter_times_steps_only() -> None:
@@ -72,8 +84,11 @@ def test_measured_peak_is_plausible(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1e9 < peak._measure(torch, "cpu", "fp32", 0) < 1e15
 
 
+RECORDED = RecordedSteps(mfu=0.31, step_ms=1.25, tokens_per_s=5.2e4)
+
+
 def make_summary(progress: Progress) -> Summary:
-    return Summary("nano-gpt", 1_234_567, progress, 100, 5e4, 0.31, 3 << 30, ("unigram entropy", 3.1))
+    return Summary("nano-gpt", 1_234_567, progress, 100, RECORDED, 3 << 30, ("unigram entropy", 3.1))
 
 
 def test_commands_of_a_run_with_plugins_name_them_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +105,16 @@ def test_commands_of_a_run_with_plugins_name_them_again(tmp_path: Path, capsys: 
 
 
 def test_summary_tells_the_numbers_and_the_next_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(100, 400, 6400, 6400, 12.0, 1.5, 1.75, 100, 1.625, 80)
+    progress = Progress(
+        100,
+        tokens=6400,
+        seconds=0.128,
+        train_loss=1.5,
+        val_loss=1.75,
+        evaluated_at=100,
+        best_val_loss=1.625,
+        best_step=80,
+    )
     summary = make_summary(progress)
     run = tmp_path / "a run"
     print_summary(summary, run, ("train.steps=200", "goes on at 1.00e-04"))
@@ -100,7 +124,7 @@ def test_summary_tells_the_numbers_and_the_next_commands(tmp_path: Path, capsys:
         "1.5000",
         "1.7500 (best 1.6250 at step 80)",
         "3.1000",
-        "50.0k tokens/s, mfu 31.0 %",
+        "50.0k tokens/s, mfu 31.0 %\n",
         "3.0 GiB",
         f"python -m ttrain resume=auto run.dir='{run}' train.steps=200\nlearning rate    goes on at 1.00e-04\n",
         f"python -m ttrain task=sample run.dir='{run}'",
@@ -111,11 +135,66 @@ def test_summary_tells_the_numbers_and_the_next_commands(tmp_path: Path, capsys:
     assert "not measured" in dict(make_summary(Progress()).lines())["val loss"]
 
 
-def test_recent_speed(tmp_path: Path) -> None:
+def test_speed_is_that_of_the_whole_loop() -> None:
+    """A busy machine: most steps are quick, the time went elsewhere."""
+    summary = dataclasses.replace(
+        make_summary(Progress(1800, tokens=115_200, seconds=46.0)), recorded=RecordedSteps(0.05, 3.6, 17_800.0)
+    )
+    assert dict(summary.lines())["speed"] == "2.5k tokens/s, mfu 5.0 %; 17.8k in the median step, 3.6 ms"
+    stored = summary.to_dict()
+    assert stored["tokens_per_s"] == round(115_200 / 46, 1) and stored["median_tokens_per_s"] == 17_800
+    assert "speed" not in dict(make_summary(Progress()).lines())
+
+
+def test_pace_over_all_lines(tmp_path: Path) -> None:
+    """Medians over the lines; mfu over their time: one step of 10 ms at 0.5, nine of 100 ms at 0.05."""
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": i, "tokens_per_s": i, "mfu": i / 100}) + "\n" for i in range(1, 101)))
-    assert recent_speed(path) == (91, 0.91)
-    assert recent_speed(tmp_path / "none") == (None, None)
+    lines = [
+        {"step": 1, "tokens_per_s": 1000.0, "step_ms": 10.0, "mfu": 0.5},
+        {"step": 5, "val/loss": 1.0},
+        {"step": 7, "tokens_per_s": 100.0, "step_ms": 100.0, "mfu": 0.05},
+        {"step": 10, "tokens_per_s": 100.0, "step_ms": 100.0, "mfu": 0.05},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert recorded_steps(path) == RecordedSteps(round((10 * 0.5 + 900 * 0.05) / 910, 4), 100.0, 100.0)
+    assert recorded_steps(tmp_path / "none") == RecordedSteps()
+
+
+def test_speed_of_a_run_with_all_its_legs(make_job: MakeJob, tmp_path: Path) -> None:
+    """By a clock of ours: a step takes 1 s, the fourth 21 s, its line of metrics 0.5 s, an evaluation 100 s."""
+    now = [0.0]
+
+    def slowed(job: Job) -> Job:
+        loop, batch, evaluation, log = job.loop, job.dataset.batch, job.loop.evaluation, job.loop.loggers.log
+        loop.meter = Meter(clock=lambda: now[0])
+
+        def take(seconds: float, value: Any) -> Any:
+            now[0] += seconds
+            return value
+
+        seconds = iter([1, 1, 1, 21, 1, 1, 1, 1])
+        job.dataset.batch = lambda split, *rest: take(next(seconds) if split == "train" else 0, batch(split, *rest))
+        loop.evaluation = lambda stopped: take(100, evaluation(stopped))
+        loop.loggers.log = lambda metrics: take(0.5 if "train/loss" in metrics else 0, log(metrics))
+        return job
+
+    first = slowed(make_job(steps=8))
+    first.loop.run()
+    done = first.loop.progress
+    assert done.seconds == 7 * 1.5 + 21.5
+    first.close()
+    second = slowed(make_job(resume=True, steps=10))
+    second.loop.run()
+    progress, run = second.loop.progress, second.run_directory
+    assert progress.step == 10 and progress.seconds == 32 + 2 * 1.5
+    assert make_summary(progress).tokens_per_s == round(progress.tokens / 35, 1)
+    assert recorded_steps(run.metrics).step_ms == 1500  # but for the first line of a leg, and the slow step
+    run.record({"train": {"steps": 10}}, {})
+    so_far = round(progress.tokens / 34.5, 1)  # the last line says what was known before it was written
+    assert read_run(run.path).tokens_per_s == so_far == numbers_of("train", run.path, None)["tokens_per_s"]
+    run.write_summary(make_summary(progress).to_dict())
+    done = round(progress.tokens / 35, 1)
+    assert read_run(run.path).tokens_per_s == done == numbers_of("train", run.path, None)["tokens_per_s"]
 
 
 def test_loss_curve(tmp_path: Path) -> None:

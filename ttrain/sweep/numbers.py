@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config.schema import Config
+from ttrain.train.meter import loop_speed
 from ttrain.train.metrics import read_metrics
 
 TRAINING = ("step", "train/loss", "val/loss", "best_val_loss", "tokens_per_s")
@@ -41,6 +42,7 @@ def numbers_of(task: str, run: Path, output: Path | None) -> Numbers:
     if task != "train":
         return {}
     results = read_json(run / "summary.json") or _newest(run)
+    results["tokens_per_s"] = loop_speed(results.get("tokens"), results.get("seconds")) or results.get("tokens_per_s")
     return {**results, **{key: results.get(key) for key in TRAINING}}
 
 

@@ -46,17 +46,15 @@ def _print_sample(job: Job, logits: Step) -> None:
 
 
 def _summary(job: Job, run: RunDirectory, progress: Progress) -> Summary:
-    from ttrain.train.summary import Summary, last_rates, last_val_metrics, recent_speed
+    from ttrain.train.summary import Summary, last_rates, last_val_metrics, recorded_steps
 
-    speed, mfu = recent_speed(run.metrics)
     baseline = job.dataset.baseline
     return Summary(
         model=job.model_name,
         parameters=job.model.parameter_count,
         progress=progress,
         steps=job.config.train.steps,
-        tokens_per_s=speed,
-        mfu=mfu,
+        recorded=recorded_steps(run.metrics),
         peak_memory=job.device.memory().get("peak", 0),
         baseline=(baseline.name, baseline.value),
         rates=last_rates(run.metrics),

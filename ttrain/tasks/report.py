@@ -90,8 +90,12 @@ def _overview(runs: Sequence[RunInfo], labels: Sequence[str]) -> str:
     rows.append(("best held-out loss", [_best(info) for info in runs]))
     rows.append(("parameters", [format_count(s["parameters"]) if s.get("parameters") else "" for s in summaries]))
     rows.append(("tokens", [format_count(info.newest("tokens") or 0) for info in runs]))
-    rows.append(("time in the loop", [format_duration(s["seconds"]) if s.get("seconds") else "" for s in summaries]))
-    rows.append(("tokens/s", [format_count(s["tokens_per_s"]) if s.get("tokens_per_s") else "" for s in summaries]))
+    seconds = [s.get("seconds") or info.newest("seconds") for s, info in zip(summaries, runs, strict=True)]
+    rows.append(("time in the loop", [format_duration(found) if found else "" for found in seconds]))
+    speeds = [info.tokens_per_s for info in runs]
+    rows.append(("tokens/s over that time", [format_count(speed) if speed else "" for speed in speeds]))
+    medians = [s.get("median_step_ms") for s in summaries]
+    rows.append(("median step", [format_duration(median / 1e3) if median else "" for median in medians]))
     peaks = [s.get("peak_memory_bytes") for s in summaries]
     rows.append(("peak memory", [format_bytes(peak) if peak else "" for peak in peaks]))
     rows.append(("legs", [str(len(info.legs)) for info in runs]))

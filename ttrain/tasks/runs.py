@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ttrain.config.schema import Config
 from ttrain.core.errors import UserError
+from ttrain.core.units import format_count
 from ttrain.train.inspect import RunInfo, find_runs, read_run
 
 _PLAIN_WIDTH = 240
@@ -35,7 +36,18 @@ def _print(runs: list[RunInfo]) -> None:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
-    for name in ("run", "state", "model", "step", "train/loss", "val/loss", "checkpoint", "updated", "note"):
+    for name in (
+        "run",
+        "state",
+        "model",
+        "step",
+        "train/loss",
+        "val/loss",
+        "tokens/s",
+        "checkpoint",
+        "updated",
+        "note",
+    ):
         table.add_column(name, no_wrap=name != "note")
     for info in runs:
         updated = info.updated
@@ -46,6 +58,7 @@ def _print(runs: list[RunInfo]) -> None:
             f"{info.step}/{info.steps}" if info.steps else str(info.step),
             _loss(info.newest("train/loss")),
             _loss(info.newest("val/loss")),
+            "" if info.tokens_per_s is None else format_count(info.tokens_per_s),
             "none" if info.checkpoint is None else str(info.checkpoint),
             "" if updated is None else updated.strftime("%Y-%m-%d %H:%M:%S"),
             (info.reason.splitlines() or [""])[0][:160],

@@ -13,6 +13,7 @@ from typing import Any
 from ttrain.core.errors import CheckpointError
 from ttrain.train.events import Event, read_events
 from ttrain.train.files import lock_file
+from ttrain.train.meter import loop_speed
 from ttrain.train.metrics import read_metrics
 from ttrain.train.retention import list_checkpoints
 from ttrain.train.run_directory import LOCK, RECORD, read_config
@@ -43,6 +44,13 @@ class RunInfo:
     def newest(self, key: str) -> float | None:
         """The last recorded value of a metric."""
         return next((line[key] for line in reversed(self.metrics) if line.get(key) is not None), None)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Over the time of the loop so far, all legs."""
+        done = self.summary if self.summary.get("step", -1) >= self.step else {}
+        tokens, seconds = ((done.get(key) or self.newest(key)) for key in ("tokens", "seconds"))
+        return loop_speed(tokens, seconds)
 
     @property
     def model(self) -> str:

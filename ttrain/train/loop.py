@@ -96,6 +96,7 @@ class Loop:
                     if self._done():
                         break
                     yield from self._train_step()
+                    self.progress.seconds += self.meter.rest()
                 self._finish()
         finally:
             self.saver.join()
@@ -304,6 +305,7 @@ class Loop:
             "grad_norm": result.grad_norm,
             **self.meter.read(),
             "tokens": self.progress.tokens,
+            "seconds": round(self.progress.seconds, 3),
             "nonfinite_steps": 0 if result.finite else 1,
             **({} if result.activation_norm is None else {"activation_norm": result.activation_norm}),
         }

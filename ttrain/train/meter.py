@@ -1,6 +1,7 @@
 """Speed of the steps since the last recorded one, and how it compares with the device's peak; how long a run takes.
 
-A long run is told before its first step, and again once some steps were timed.
+The time of the loop is that of steps and of what comes with them, such as batches and lines of metrics; evaluations,
+saves and samples are apart. A long run is told before its first step, and again once some steps were timed.
 """
 
 from __future__ import annotations
@@ -19,8 +20,13 @@ MANY = 50  # or steps where so many take less
 CLOSE = 1.2  # times as long or as short as was said: no reason to speak of the others again
 
 
+def loop_speed(tokens: float | None, seconds: float | None) -> float | None:
+    """Tokens per second over the time of the loop; None where either is not known yet."""
+    return round(tokens / seconds, 1) if tokens and seconds else None
+
+
 class Meter:
-    """Times steps only: evaluations and saves between them do not count."""
+    """Times the loop from the start of a step to its rest: evaluations and saves between them do not count."""
 
     def __init__(
         self,
@@ -37,7 +43,7 @@ class Meter:
         self._timed = timed
         self._flops, self._peak, self._memory, self._clock = flops_per_step, peak_flops, memory, clock
         self._steps, self._tokens, self._seconds = 0, 0, 0.0
-        self._started = 0.0
+        self._started = self._stopped = 0.0
 
     def restart(self, flops_per_step: float) -> None:
         """Forgets the steps so far; those that follow take another number of operations."""
@@ -49,9 +55,16 @@ class Meter:
 
     def stop(self, tokens: int) -> float:
         """Ends the timing of one step; its seconds."""
-        seconds = self._clock() - self._started
+        self._stopped = self._clock()
+        seconds = self._stopped - self._started
         self._steps, self._tokens, self._seconds = self._steps + 1, self._tokens + tokens, self._seconds + seconds
         self._timed(seconds)
+        return seconds
+
+    def rest(self) -> float:
+        """Ends what comes with a step after it, such as a line of metrics; its seconds, which count for the next."""
+        seconds = self._clock() - self._stopped
+        self._seconds += seconds
         return seconds
 
     def read(self) -> Metrics:

@@ -24,7 +24,7 @@ class Progress:
     read_samples: int = 0  # sequences (or examples) of the training data, whatever batches they came in
     read_tokens: int = 0  # of those sequences, with or without a target
     tokens: int = 0  # tokens (or examples) trained on
-    seconds: float = 0.0  # time spent in the loop, over all legs
+    seconds: float = 0.0  # time of the loop over all legs, see meter.py
     train_loss: float | None = None  # of the newest step
     val_loss: float | None = None  # of the newest evaluation
     evaluated_at: int | None = None  # step of the newest evaluation

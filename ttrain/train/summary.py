@@ -9,13 +9,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttrain.core.units import format_bytes, format_count, format_duration
+from ttrain.train.meter import loop_speed
 from ttrain.train.metrics import read_metrics
 from ttrain.train.progress import Progress
 
 if TYPE_CHECKING:
     from ttrain.data.batches import Dataset
 
-_RECENT_LINES = 20
+_ALIKE = 0.1  # speeds that differ by less than this share of the greater are told as one
+
+
+@dataclass(frozen=True)
+class RecordedSteps:
+    """How fast a run's recorded steps were, over all legs."""
+
+    mfu: float | None = None  # mean over their time
+    step_ms: float | None = None  # median
+    tokens_per_s: float | None = None  # median
 
 
 @dataclass(frozen=True)
@@ -26,8 +36,7 @@ class Summary:
     parameters: int
     progress: Progress
     steps: int
-    tokens_per_s: float | None
-    mfu: float | None
+    recorded: RecordedSteps
     peak_memory: int
     baseline: tuple[str, float] | None = None  # name and loss of the best prediction that ignores the input
     rates: Mapping[str, float] = field(default_factory=dict)  # the last learning rate of every group, by its input
@@ -48,7 +57,9 @@ class Summary:
             "best_val_loss": progress.best_val_loss,
             "best_step": progress.best_step,
             "tokens_per_s": self.tokens_per_s,
-            "mfu": self.mfu,
+            "mfu": self.recorded.mfu,
+            "median_step_ms": self.recorded.step_ms,
+            "median_tokens_per_s": self.recorded.tokens_per_s,
             "peak_memory_bytes": self.peak_memory,
             "learning_rates": dict(self.rates),
             "val_metrics": dict(self.val_metrics),
@@ -73,13 +84,24 @@ class Summary:
             compared = next((f"; compare {name}" for name in self.val_metrics if name.endswith("/ce")), "")
             lines.append((self.baseline[0], f"{self.baseline[1]:.4f} (what ignoring the input can reach{compared})"))
         if self.tokens_per_s:
-            mfu = f", mfu {100 * self.mfu:.1f} %" if self.mfu else ""
-            lines.append(("speed", f"{format_count(self.tokens_per_s)} tokens/s{mfu}"))
+            lines.append(("speed", self._speed(self.tokens_per_s)))
         if len(self.rates) > 1:
             shown = (f"{name.removeprefix('lr/')} {rate:.2e}" for name, rate in self.rates.items())
             lines.append(("learning rates", ", ".join(shown)))
         lines.append(("peak memory", format_bytes(self.peak_memory)))
         return lines
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Over the time of the loop, all legs."""
+        return loop_speed(self.progress.tokens, self.progress.seconds)
+
+    def _speed(self, mean: float) -> str:
+        mfu = f", mfu {100 * self.recorded.mfu:.1f} %" if self.recorded.mfu else ""
+        median, step = self.recorded.tokens_per_s, self.recorded.step_ms
+        differs = median and step and abs(median - mean) > _ALIKE * max(median, mean)
+        told = f"; {format_count(median)} in the median step, {step:.4g} ms" if differs and median and step else ""
+        return f"{format_count(mean)} tokens/s{mfu}{told}"
 
     @property
     def loss_baseline(self) -> tuple[str, float] | None:
@@ -128,12 +150,20 @@ def _passes(passes: float) -> str:
     return f"{passes:,.2f} passes" if passes < 100 else f"{passes:,.0f} passes"
 
 
-def recent_speed(metrics: Path) -> tuple[float | None, float | None]:
-    """Median tokens/s and mfu of the newest recorded steps."""
-    lines = [line for line in read_metrics(metrics) if line.get("tokens_per_s")][-_RECENT_LINES:]
-    speeds = [line["tokens_per_s"] for line in lines]
-    utilisations = [line["mfu"] for line in lines if line.get("mfu")]
-    return _median(speeds), _median(utilisations)
+def recorded_steps(metrics: Path) -> RecordedSteps:
+    """How fast the recorded steps were; each line has the means over the steps since the one before it."""
+    lines = [line for line in read_metrics(metrics) if line.get("tokens_per_s") and line.get("step_ms")]
+    before = [0, *(line["step"] for line in lines)]
+    timed = [
+        ((line["step"] - last) * line["step_ms"], line.get("mfu")) for line, last in zip(lines, before, strict=False)
+    ]
+    rated = [(time, mfu) for time, mfu in timed if mfu is not None]
+    whole = sum(time for time, _ in rated)
+    return RecordedSteps(
+        round(sum(time * mfu for time, mfu in rated) / whole, 4) if whole > 0 else None,
+        _median([line["step_ms"] for line in lines]),
+        _median([line["tokens_per_s"] for line in lines]),
+    )
 
 
 def last_rates(metrics: Path) -> dict[str, float]:
