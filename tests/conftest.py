@@ -1,9 +1,40 @@
-"""Settings of the whole suite, made before anything imports torch."""
+"""Settings of the whole suite, made before anything imports torch; and its tiers.
+
+    python -m pytest -m fast         under a minute on two cores: the contracts of the core, in the folders of FAST
+    python -m pytest -m "not slow"   what takes at most ten seconds each
+    python -m pytest                 everything that this machine can run, under ten minutes
+
+A test is fast by where it lies; nothing is marked by hand. Left out is what is slow or runs a kernel another way.
+"""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+import pytest
 
 # Several test processes share the cores: threads that wait for one another cost more than they give.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+TESTS = Path(__file__).parent
+FAST = ("engine", "graph", "ops", "optim", "plan", "test_architecture.py", "test_budget.py", "test_import_rank.py")
+
+
+def is_fast(path: Path) -> bool:
+    """Whether a file lies in the fast tier."""
+    return path.relative_to(TESTS).parts[0] in FAST
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m fast` the other files aren't even imported."""
+    left_out = config.option.markexpr == "fast" and collection_path != TESTS and TESTS in collection_path.parents
+    return True if left_out and not is_fast(collection_path) else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_fast(item.path) and not any(item.get_closest_marker(name) for name in ("slow", "another_way")):
+            item.add_marker("fast")

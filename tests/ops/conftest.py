@@ -26,7 +26,13 @@ KINDS = [(kind, WAYS[way], f"{kind}, {way}") for kind in ("cpu", *(["cuda"] if G
 KINDS.append(("cpu", CUDA_ON_CPU, "cpu, as on cuda"))
 
 
-@pytest.fixture(scope="session", params=KINDS, ids=[name for _, _, name in KINDS])
+def parameter(kind: str, changed: dict[str, Any], name: str) -> Any:
+    """The first kind is in the fast tier, see tests/conftest.py."""
+    marks = [] if (kind, changed, name) == KINDS[0] else [pytest.mark.another_way]
+    return pytest.param((kind, changed, name), id=name, marks=marks)
+
+
+@pytest.fixture(scope="session", params=[parameter(*row) for row in KINDS])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     kind, changed, _ = request.param
     opened = TorchDevice(kind, threads=1)
