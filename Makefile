@@ -11,4 +11,4 @@ ci:  # what must pass before a change is merged, in a fresh environment
 	bash .ci/run
 
 docs:  # the site in site/, from docs/ and docstrings; any warning is an error
-	python -m mkdocs build --strict
+	python -m zensical build --strict --clean

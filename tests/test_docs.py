@@ -1,4 +1,4 @@
-"""README.md and docs/: every command is checked, and run where this machine can; names, paths and links exist.
+"""README.md, its neighbours and docs/: every command is checked, and run where it can be; names and links exist.
 
 A page is run from top to bottom in an empty folder. Files that it shows, which begin with a comment that names them,
 are written there first. Commands of ttrain run in this process with sizes made small; those in NOT_RUN are composed and
@@ -34,7 +34,8 @@ from ttrain.core.errors import ConfigError
 from ttrain.graph.op import REGISTRY
 
 REPO = Path(__file__).parents[1]
-PAGES = [REPO / "README.md", REPO / "outputs" / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "outputs/README.md")
+PAGES = [*(REPO / name for name in TOP), *sorted((REPO / "docs").glob("*.md"))]
 SHELL = ("sh", "bash", "shell", "console")
 FILES = (".json", ".jsonl", ".yaml", ".bin", ".md", ".txt", ".png", ".py", ".html", ".csv")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -373,14 +374,14 @@ def test_keys_and_options_exist() -> None:
     assert not wrong, "these keys and options don't exist"
 
 
-def test_the_readme_lists_every_option() -> None:
-    """In the table of choices; an option that is added belongs there too."""
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", (REPO / "README.md").read_text("utf-8"), re.MULTILINE)
+def test_the_table_of_choices_lists_every_option() -> None:
+    """An option that is added belongs there too."""
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", (REPO / "docs" / "choosing.md").read_text("utf-8"), re.MULTILINE)
     with Composer() as composer:
         options = composer.groups()
     assert len(rows) >= 8
     for group, listed in rows:
-        assert sorted(re.findall(r"`([\w-]+)`", listed)) == sorted(options[group]), f"the README's row of {group}"
+        assert sorted(re.findall(r"`([\w-]+)`", listed)) == sorted(options[group]), f"the row of {group}"
 
 
 def test_blocks_of_code_are_valid() -> None:
