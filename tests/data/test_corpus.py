@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import subprocess
 import sys
@@ -241,9 +242,12 @@ def test_rows_that_are_read_as_text_are_told(tmp_path: Path) -> None:
     dataset = open_text(TextConfig(path=str(file)), Sizes(context=4))
     (notice,) = dataset.description["notices"]
     assert "JSON syntax" in notice and f"data=documents 'data.sources=[{file}]'" in notice
-    write(tmp_path / "plain.txt", "text")
+    write(tmp_path / "plain.txt", "{braces}\n")
+    write(tmp_path / "renamed.txt", b"\xef\xbb\xbf" + b'{"text": "one"}\n' * 20)
+    write(tmp_path / "all.json", json.dumps([{"text": "one"}] * 20))
     (notice,) = Corpus(TextConfig(path=str(tmp_path))).notices
-    assert "rows.jsonl" in notice and "plain.txt" not in notice
+    assert all(name in notice for name in ("rows.jsonl", "renamed.txt", "all.json")) and "plain.txt" not in notice
+    (tmp_path / "renamed.txt").unlink()
     assert not Corpus(TextConfig(path=str(tmp_path), suffixes=[".txt"])).notices
 
 

@@ -183,6 +183,8 @@ def test_a_template_that_could_do_more_or_less_than_fill_in(template: str, messa
         ('{"text": {"x": "y"}}', "a.jsonl:3: 'text' is an object, not text"),
         ('{"messages": null}', "a.jsonl:3: 'messages' is null, not a list of messages"),
         ('{"text": null, "messages": 5}', "a.jsonl:3: 'messages' is a number, not a list of messages"),
+        ('[{"text": "x"}, {"text": "y"}]', "a.jsonl:3: is a list of rows, not one conversation; write each row"),
+        ("{", "(a row is one line)"),
         ("null", "a.jsonl:3: is null, not an object"),
         ('"text"', "a.jsonl:3: is a text, not an object"),
         ('{"messages": "x"}', "a.jsonl:3: 'messages' is a text, not a list"),
@@ -463,6 +465,17 @@ def test_what_is_left_out_is_told() -> None:
         assert "1 blank document(s)" in blank and "1 linked folder(s)" in links and "docs/linked" in links
         assert "1 file(s) of docs are not read" in others and "docs/b.md" in others and "data.suffixes" in others
     assert "notices" not in opened("docs/a.jsonl", max_documents=9).description
+
+
+def test_rows_in_a_file_of_another_name_are_told() -> None:
+    """They are one document of JSON syntax."""
+    many("a.jsonl", 30)
+    Path("rows.txt").write_bytes(Path("a.jsonl").read_bytes())
+    Path("plain.txt").write_text("{braces} [and brackets] are no JSON\n" * 3)
+    data = opened("rows.txt", "plain.txt", max_documents=2)
+    (told,) = data.description["notices"]
+    assert "rows.txt are read as plain text, JSON syntax included" in told and "plain.txt" not in told
+    assert "notices" not in opened("a.jsonl").description
 
 
 def test_a_file_that_is_gone_or_may_not_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 import os
 import platform
 import re
@@ -56,7 +57,7 @@ class Corpus:
     def __init__(self, config: TextConfig) -> None:
         self.source, found = _find(config)
         self.files, self.notices = found.files, found.notices("data.path")
-        if rows := [file for file in self.files if file.suffix.lower() in ROW_SUFFIXES]:
+        if config.path is not None and (rows := [file for file in self.files if holds_json(file)]):
             self.notices.append(
                 f"data={config.name} trains on the JSON syntax of {named_files(rows)} as well. For the texts in the "
                 f"rows: data=documents 'data.sources=[{config.path}]'."
@@ -270,6 +271,18 @@ def files_in(folder: Path, suffixes: list[str], key: str) -> Listing:
             f"{key}={folder} is a folder without any file{wanted}.{holds} Give a folder of UTF-8 text files.{more}"
         )
     return listing
+
+
+def holds_json(file: Path) -> bool:
+    """Whether a file has a row per line by its name, or its first line is an object or a list of JSON."""
+    if file.suffix.lower() in ROW_SUFFIXES:
+        return True
+    try:
+        with open(file, "rb") as stream:
+            first = stream.readline(READ_BYTES).removeprefix(codecs.BOM_UTF8).strip()
+        return first[:1] in (b"{", b"[") and isinstance(json.loads(first), dict | list)
+    except (OSError, ValueError, RecursionError):  # reading it tells
+        return False
 
 
 def named_files(paths: Sequence[Path]) -> str:

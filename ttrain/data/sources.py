@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ttrain.core.errors import DataError
 from ttrain.core.units import format_bytes
 from ttrain.data.chat import Template, json_kind
-from ttrain.data.corpus import ROW_SUFFIXES, Listing, files_in, named_files, not_text
+from ttrain.data.corpus import ROW_SUFFIXES, Listing, files_in, holds_json, named_files, not_text
 from ttrain.data.settings import DocumentsConfig
 
 LONGEST_DOCUMENT = 1 << 30  # bytes; a document is held in memory as a whole
@@ -145,9 +145,11 @@ class Reader:
         try:
             row: Any = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
+            raise ValueError(f"not JSON: {error.msg} at column {error.colno} (a row is one line)") from None
         except RecursionError:
             raise ValueError("not JSON that can be read: too many brackets inside each other") from None
+        if isinstance(row, list) and any(isinstance(item, dict) and self._config.text_key in item for item in row):
+            raise ValueError("is a list of rows, not one conversation; write each row in a line of its own")
         text = self._template.text(row) if isinstance(row, list) else self._field(row)
         try:
             text.encode()
@@ -184,6 +186,11 @@ def _source(given: str, config: DocumentsConfig) -> Source:
         notices.append(
             f"data.sources: {len(found.others)} file(s) of {given} are not read, because their names don't end in "
             f"{' or '.join(config.suffixes)}: {named_files(found.others)}. data.suffixes says which are."
+        )
+    if rows := [file for file in found.files if file.suffix.lower() not in ROW_SUFFIXES and holds_json(file)]:
+        notices.append(
+            f"data.sources: {named_files(rows)} are read as plain text, JSON syntax included. To read the rows in "
+            "them, name such files .jsonl."
         )
     return Source(given, tuple(found.files), tuple(notices))
 
