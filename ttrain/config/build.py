@@ -17,6 +17,7 @@ from ttrain.config.checks import data_problems, model_problems
 from ttrain.config.registry import component
 from ttrain.config.schema import Config
 from ttrain.core.errors import ConfigError
+from ttrain.core.waiting import Waiting
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.settings import EngineConfig
@@ -44,7 +45,8 @@ def build_dataset(config: Config, first: Callable[[Dataset], None] = lambda _: N
     `first` may refuse it before it is compared with the rest of the config. Raises DataError for data that can't be
     used, ConfigError with every problem that shows once the data is known.
     """
-    dataset: Dataset = component("data", config.data.name).load()(config.data, data_sizes(config))
+    with Waiting("Reading the data"):
+        dataset: Dataset = component("data", config.data.name).load()(config.data, data_sizes(config))
     first(dataset)
     problems = data_problems(config, dataset)
     if problems:

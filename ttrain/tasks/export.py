@@ -12,6 +12,7 @@ from ttrain.config.saved import continued
 from ttrain.config.schema import Config, to_dict
 from ttrain.core.errors import CheckpointError, ConfigError, DataError
 from ttrain.core.units import format_bytes, format_count
+from ttrain.core.waiting import Waiting
 from ttrain.models.identity import FUNCTION, differing
 from ttrain.models.settings import AGILLMConfig
 
@@ -40,7 +41,8 @@ def run(config: Config) -> None:
     from ttrain.train.export import export_problems, require_new, write_weights
     from ttrain.train.weights_file import Said
 
-    given = _from_run(config) if config.export.source is None else _from_file(config, Path(config.export.source))
+    with Waiting("Reading the parameters"):
+        given = _from_run(config) if config.export.source is None else _from_file(config, Path(config.export.source))
     wanted, file = config.export, None if config.export.file is None else Path(config.export.file)
     if file is not None and (problems := export_problems(given.model, file, wanted.form)):
         raise ConfigError(problems)
@@ -48,14 +50,17 @@ def run(config: Config) -> None:
         require_new(Path(wanted.dir))
     report = None
     if wanted.compact:
-        given, report = _compacted(given)
+        with Waiting("Compacting the rank matrices"):
+            given, report = _compacted(given)
     if file is not None:
         stored = build.stored_model(given.config, given.model)
-        write_weights(given.model, given.values, file, wanted.form, given.step, Said(stored, given.tokenizer))
+        with Waiting(f"Writing {file}"):
+            write_weights(given.model, given.values, file, wanted.form, given.step, Said(stored, given.tokenizer))
         size = format_bytes(file.stat().st_size)
         print(f"{file}: {format_count(given.model.parameter_count)} parameters, {size}.")
     if wanted.dir is not None:
-        _write_run(given, Path(wanted.dir), report)
+        with Waiting(f"Writing {wanted.dir}"):
+            _write_run(given, Path(wanted.dir), report)
 
 
 def _from_run(config: Config) -> _Parameters:

@@ -13,6 +13,7 @@ from ttrain.config.rates import rate_jump
 from ttrain.config.schema import Config
 from ttrain.core.errors import Interrupted, OutOfMemory, TtrainError, UserError
 from ttrain.core.units import format_count
+from ttrain.core.waiting import Waiting
 from ttrain.tasks.ending import sum_up, tell
 from ttrain.tasks.expected import pace_of
 from ttrain.train import resume as resuming
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from ttrain.train.blocks import Blocks, Reading
     from ttrain.train.loggers import Console, Loggers
     from ttrain.train.loop import Loop
-    from ttrain.train.meter import Pace
     from ttrain.train.progress import Progress
     from ttrain.train.resume import ResumePoint
     from ttrain.train.session import Session
@@ -138,17 +138,18 @@ class Job:
         from ttrain.train.blocks import Reading
         from ttrain.train.retention import check_space
 
-        session = stack.enter_context(closing(open_session(self.config, self.model, self.device, training=True)))
-        check_space(run.path, session.state)
-        progress, leg = self._start(session, run)
-        self.heartbeat.beat()
-        reading = Reading.of(self.config.train, getattr(self.dataset, "context", 1), progress.step, progress.read)
-        blocks = self._blocks(session, reading)
-        if blocks is None:
-            self.steps = session.build_training()
-        else:
-            self.steps = blocks.steps
-            blocks.turn(progress.step + 1)
+        with Waiting("Placing the model and building its steps", self.console.say):
+            session = stack.enter_context(closing(open_session(self.config, self.model, self.device, training=True)))
+            check_space(run.path, session.state)
+            progress, leg = self._start(session, run)
+            self.heartbeat.beat()
+            reading = Reading.of(self.config.train, getattr(self.dataset, "context", 1), progress.step, progress.read)
+            blocks = self._blocks(session, reading)
+            if blocks is None:
+                self.steps = session.build_training()
+            else:
+                self.steps = blocks.steps
+                blocks.turn(progress.step + 1)
         steps = self.steps
         self.heartbeat.beat()
         self.record(session, run, leg, steps)
@@ -157,7 +158,13 @@ class Job:
         run.keep()
         pace = pace_of(self, session, progress.step)
         pace.announce()
-        yield from self._loop(session, reading, blocks, run, loggers, progress, pace).turns()
+        first = stack.enter_context(Waiting("The first step is under way", self.console.say))
+
+        def timed(seconds: float) -> None:
+            first.close()
+            pace(seconds)
+
+        yield from self._loop(session, reading, blocks, run, loggers, progress, timed).turns()
         self.console.close()
         sum_up(self, session, run, progress)
         return progress
@@ -292,7 +299,7 @@ class Job:
         run: RunDirectory,
         loggers: Loggers,
         progress: Progress,
-        pace: Pace,
+        timed: Callable[[float], None],
     ) -> Loop:
         from ttrain.models.base import preparation
         from ttrain.train.blocks import Newest
@@ -315,6 +322,7 @@ class Job:
                 config.eval_batches,
                 self.config.run.seed,
                 preparation(self.model),
+                self.console.say,
             ),
             dataset=reading.opened(self.dataset, progress.step + 1),
             reading=reading,
@@ -322,7 +330,7 @@ class Job:
             rates=self.rates(),
             run_directory=run,
             loggers=loggers,
-            meter=self._meter(session, pace),
+            meter=self._meter(session, timed),
             stored_config=self.stored,
             tokenizer=tokenizer_json(self.dataset),
             progress=progress,
@@ -369,7 +377,7 @@ class Job:
         schedule = build.build_schedule(self.config.schedule, self.config.train.steps)
         return learning_rates(self.model.parameters(), self.config.optimizer, schedule)
 
-    def _meter(self, session: Session, pace: Pace) -> Any:
+    def _meter(self, session: Session, timed: Callable[[float], None]) -> Any:
         from ttrain.train.meter import Meter
         from ttrain.train.peak import measured_peak
         from ttrain.train.session import flops_per_step
@@ -377,4 +385,4 @@ class Job:
         given = self.config.train.peak_tflops
         dtype = self.config.precision.name
         peak = 1e12 * given if given else measured_peak(self.device.name, dtype, self.config.device.index)
-        return Meter(flops_per_step(session.graph), peak, lambda: self.device.memory().get("in_use", 0), timed=pace)
+        return Meter(flops_per_step(session.graph), peak, lambda: self.device.memory().get("in_use", 0), timed=timed)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.units import format_bytes
+from ttrain.core.waiting import Waiting
 from ttrain.graph.graph import Kind
 from ttrain.tasks.expected import planned_session, session_to_plan
 
@@ -32,8 +33,9 @@ def run(config: Config) -> None:
         closing(build.planned_device(config.device)) as device,
         closing(session_to_plan(config, model, device)) as session,
     ):
-        steps = session.build_training()
-        report = plan_report(session.graph, session.state, steps)
+        with Waiting("Planning"):
+            steps = session.build_training()
+            report = plan_report(session.graph, session.state, steps)
         extra = _Extra(config, session, steps, report, device)
         print(_title(config, model, device.name) + extra.verdict + "\n")
         _print([*report.tables(), *extra.tables])  # what takes no time is there at once
@@ -56,7 +58,9 @@ def _calibrate(config: Config) -> None:
     device = config.device
     if not isinstance(device, TenstorrentConfig) or device.mode != "silicon" or device.name == "p150":
         raise UserError("plan.calibrate=true: measures the cost model of a Wormhole card. Give device=n150 or n300.")
-    print(calibrate(device) + "\n")
+    with Waiting("Measuring the card"):
+        measured = calibrate(device)
+    print(measured + "\n")
 
 
 def _model(config: Config) -> Model:
@@ -153,7 +157,9 @@ class _Extra:
         if self.config.plan.time:
             yield from self._time(self._timed_steps(steps), session.graph.chips)
         if self.config.plan.limits:
-            yield self._limits()
+            with Waiting("Searching the largest micro-batch and context that fit"):
+                limits = self._limits()
+            yield limits
 
     def _available(self) -> tuple[int, str] | None:
         """Bytes to fit into, and where the number is from; None if it can't be told."""

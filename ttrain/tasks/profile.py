@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.errors import UserError
+from ttrain.core.waiting import waited_for
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
 if TYPE_CHECKING:
@@ -62,10 +63,10 @@ def _steps(config: Config, folder: Path) -> Sequence[Dispatch]:
         session.initialize(config.run.seed)
         steps = {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
         one = _one_step(config, dataset, model, steps)
-        for number in range(1, WARM_UP + 1):
+        for number in waited_for(range(1, WARM_UP + 1), "Warming up"):
             one(number)
         earlier = _read(device, folder)
-        for number in range(WARM_UP + 1, WARM_UP + config.profile.steps + 1):
+        for number in waited_for(range(WARM_UP + 1, WARM_UP + config.profile.steps + 1), "Profiling steps"):
             one(number)
         return after(_read(device, folder), earlier)
 

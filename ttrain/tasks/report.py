@@ -16,6 +16,7 @@ import ttrain
 from ttrain.config.schema import Config
 from ttrain.core.errors import UserError
 from ttrain.core.units import format_bytes, format_count, format_duration
+from ttrain.core.waiting import waited_for
 from ttrain.train.chart import Series, line_chart
 from ttrain.train.files import replace_file
 from ttrain.train.inspect import RunInfo, read_run
@@ -44,7 +45,8 @@ summary { cursor: pointer; font-weight: bold; }
 
 def run(config: Config) -> None:
     """Writes the page. Raises UserError or CheckpointError where a folder is not a run or the page can't be written."""
-    runs = [read_run(Path(path)) for path in config.report.run or [config.run.dir or ""]]
+    given = config.report.run or [config.run.dir or ""]
+    runs = [read_run(Path(path)) for path in waited_for(given, "Reading runs")]
     own = runs[0].path / "report.html" if len(runs) == 1 else Path("report.html")
     target = Path(config.report.out) if config.report.out else own
     try:

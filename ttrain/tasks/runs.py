@@ -8,6 +8,7 @@ from pathlib import Path
 from ttrain.config.schema import Config
 from ttrain.core.errors import UserError
 from ttrain.core.units import format_count
+from ttrain.core.waiting import waited_for
 from ttrain.train.inspect import RunInfo, find_runs, read_run
 
 _PLAIN_WIDTH = 240
@@ -21,7 +22,7 @@ def run(config: Config) -> None:
     key, root = ("run.dir", config.run.dir) if config.run.dir else ("runs.root", config.runs.root)
     if not Path(root).is_dir():
         raise UserError(f"{key}={root}: there is no such folder. Give the folder that holds your runs.")
-    found = [read_run(path) for path in find_runs(Path(root))]
+    found = [read_run(path) for path in waited_for(find_runs(Path(root)), "Reading runs")]
     wanted = config.runs.state
     shown = [info for info in found if wanted in (None, info.state)]
     if not shown:

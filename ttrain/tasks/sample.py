@@ -9,6 +9,7 @@ from ttrain.config import build
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config
 from ttrain.core.errors import CheckpointError, UserError
+from ttrain.core.waiting import Waiting
 from ttrain.models.identity import FUNCTION
 from ttrain.tasks.job import open_session
 from ttrain.train.checkpoint import Checkpoint
@@ -39,9 +40,10 @@ def run(config: Config) -> None:
             raise UserError(
                 f"device {device.name} computes no values, so there is no text. Give device=cpu or another."
             )
-        session = stack.enter_context(closing(open_session(config, model, device, training=False, further=caches)))
-        checkpoint.load(session.state, optimizer=False)
-        source.build(session.engine.build, session.graph.trace_logits)
+        with Waiting("Loading the model"):
+            session = stack.enter_context(closing(open_session(config, model, device, training=False, further=caches)))
+            checkpoint.load(session.state, optimizer=False)
+            source.build(session.engine.build, session.graph.trace_logits)
         print_source(source, tokenizer, prompt)
 
 

@@ -11,6 +11,7 @@ from ttrain.config.registry import names
 from ttrain.config.schema import Config
 from ttrain.core.errors import CaptureError, ConfigError, UserError
 from ttrain.core.spec import DType
+from ttrain.core.waiting import Waiting
 
 if TYPE_CHECKING:
     from ttrain.device.base import Device
@@ -37,8 +38,10 @@ def run(config: Config) -> None:
             )
         work = _Work(config, device, engines)
         print(work.title, flush=True)
-        found = work.ops(chosen) if chosen else []
-        found += work.model() if config.verify.model else []
+        with Waiting("Comparing ops with PyTorch") as waiting:
+            found = work.ops(chosen, waiting) if chosen else []
+        with Waiting("Comparing the model with PyTorch"):
+            found += work.model() if config.verify.model else []
     _print(report.COLUMNS, report.rows(found), work.notes)
     if config.verify.json is not None:
         _write(config.verify.json, report.to_dict(found, work.head))
@@ -96,7 +99,7 @@ class _Work:
 
         return built
 
-    def ops(self, chosen: list[Any]) -> list[Comparison]:
+    def ops(self, chosen: list[Any], waiting: Waiting) -> list[Comparison]:
         """Every op in all its cases, forward and backward."""
         from ttrain.verify.models import equal_engines
         from ttrain.verify.ops import reach, run_trials, trials
@@ -115,7 +118,7 @@ class _Work:
         found = [
             one
             for name, outputs in results.items()
-            for trial in planned
+            for trial in waiting.each(planned)
             for one in trial.compared(outputs, name, factor, uniform)
         ]
         return found + equal_engines("ops", results, self.dtype, GRADIENT[self.dtype] * factor, self._exact())

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ttrain.core.errors import NonFiniteError
+from ttrain.core.waiting import Waiting
 from ttrain.models.base import Prepare, loss_weights, prepare_plain
 from ttrain.train.protocols import Array, Dataset, Step
 from ttrain.train.step import summed_metrics
@@ -32,8 +33,13 @@ class Evaluation:
         batches: int | None,
         seed: int,
         prepare: Prepare = prepare_plain,
+        say: Callable[[str], None] | None = None,
     ) -> None:
-        """`rows` per call as the step was built for; `batches` None covers the whole split."""
+        """`rows` per call as the step was built for; `batches` None covers the whole split.
+
+        `say` is told how far an evaluation is that takes long.
+        """
+        self._say = say
         self._step, self._dataset, self._rows, self._seed = step, dataset, rows, seed
         self._prepare = prepare
         available = dataset.val_batches(rows)
@@ -42,6 +48,10 @@ class Evaluation:
 
     def __call__(self, stopped: Callable[[], bool] = lambda: False) -> EvaluationResult | None:
         """The loss per valid target; None if `stopped` became true on the way. Raises NonFiniteError."""
+        with Waiting("Evaluating on held-out data", self._say) as waiting:
+            return self._evaluated(stopped, waiting)
+
+    def _evaluated(self, stopped: Callable[[], bool], waiting: Waiting) -> EvaluationResult | None:
         if self._counts is None:
             self._counts = self._counted(stopped)
         if self._counts is None:
@@ -51,6 +61,7 @@ class Evaluation:
         for index in range(self.batches):
             if stopped():
                 return None
+            waiting.at(index, self.batches)
             outputs = self._step({**self._fields(index)[0], **weights})
             loss, metrics = loss + float(outputs["loss"]), summed_metrics(metrics, outputs)
         if not math.isfinite(loss):

@@ -1,0 +1,99 @@
+"""What takes long says what it is and how far it is, and what is quick says nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain.cli import main
+from ttrain.core import waiting
+from ttrain.core.waiting import Waiting, waited_for
+
+SMALL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=16", "device=cpu", "data.max_bytes=90000"]
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def test_what_takes_long_is_told_again_and_again_until_it_is_done() -> None:
+    said: list[str] = []
+    now = [100.0]
+    with Waiting("Baking", said.append, after=0.001, every=0.001, clock=lambda: now[0]) as baking:
+        now[0] = 104.0
+        until(lambda: len(said) > 1)
+        baking.at(5, 25)
+        until(lambda: "5 of 25" in said[-1])
+    assert said[1] == "Baking: 4.0 s so far." and said[-1] == "Baking: 5 of 25 after 4.0 s, about 16.0 s left."
+    until(lambda: not any(thread.name == "waiting: Baking" for thread in threading.enumerate()))
+    count = len(said)
+    time.sleep(0.02)
+    assert len(said) == count
+
+
+def test_what_is_quick_or_fails_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(waited_for([3, 1, 2], "Counting")) == [3, 1, 2]
+    with pytest.raises(KeyError), Waiting("Failing"):
+        raise KeyError
+    until(lambda: not any(thread.name.startswith("waiting: ") for thread in threading.enumerate()))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train.steps=2", "train.eval_batches=null"],
+         ["Reading the data", "Placing the model", "The first step is under way", "Evaluating on held-out data"]),
+        (["task=plan", "plan.limits=true", "plan.time=false"], ["Planning", "Searching the largest"]),
+        (["task=verify", "verify.ops=[gelu,linear]"], ["Comparing ops", "Comparing the model"]),
+    ],
+    ids=["train", "plan", "verify"],
+)  # fmt: skip
+def test_what_a_command_does_is_told_where_it_takes_long(
+    words: list[str],
+    told: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each of its parts waits here until it was told of."""
+    leave: Any = Waiting.close
+
+    def close(self: Waiting) -> None:
+        if not self._ended.is_set():
+            until(lambda: self in spoken)
+        leave(self)
+
+    spoken: set[Waiting] = set()
+    text = Waiting.text
+    monkeypatch.setattr(Waiting, "text", lambda self: (spoken.add(self), text(self))[1])
+    monkeypatch.setattr(Waiting, "close", close)
+    monkeypatch.setattr(waiting, "AFTER", 0.0)
+    assert main([*SMALL, *words, f"run.dir={tmp_path}/run", "sample.tokens=1"]) == 0
+    err = capsys.readouterr().err
+    assert not [part for part in told if f"{part}" not in err]
+
+
+def test_a_run_and_what_is_made_of_it_tell_what_they_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SMALL, "train.steps=2", f"run.dir={tmp_path}/run", "sample.tokens=1"]) == 0
+    opened: list[str] = []
+    enter = Waiting.__enter__
+    monkeypatch.setattr(Waiting, "__enter__", lambda self: (opened.append(self._what), enter(self))[1])
+    run = f"run.dir={tmp_path}/run"
+    assert main(["task=sample", run, "sample.tokens=1", "device=cpu"]) == 0
+    assert main(["task=export", run, f"export.file={tmp_path}/a.safetensors", f"export.dir={tmp_path}/b"]) == 0
+    assert main(["task=runs", f"runs.root={tmp_path}"]) == 0 and main(["task=report", f"run={tmp_path}/run"]) == 0
+    assert opened == [
+        "Loading the model", "Reading the parameters", f"Writing {tmp_path}/a.safetensors", f"Writing {tmp_path}/b",
+        "Reading runs", "Reading runs",
+    ]  # fmt: skip

@@ -1,0 +1,88 @@
+"""What is under way, said where it takes longer than people like to wait without a word."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import TypeVar
+
+from ttrain.core.units import format_duration
+
+AFTER = 3.0  # seconds of silence before the first word,
+EVERY = 30.0  # and between any two after it
+
+Item = TypeVar("Item")
+
+
+class Waiting:
+    """Says what is under way as long as it is open: after AFTER seconds, then every EVERY.
+
+    Lines go to the standard error stream unless `say` takes them, from a thread of their own.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        say: Callable[[str], None] | None = None,
+        after: float | None = None,
+        every: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._what, self._say, self._clock = what, say or _to_stderr, clock
+        self._after, self._every = AFTER if after is None else after, EVERY if every is None else every
+        self._parts: tuple[int, int] | None = None
+        self._ended = threading.Event()
+        self._started = clock()
+
+    def __enter__(self) -> Waiting:
+        threading.Thread(target=self._run, daemon=True, name=f"waiting: {self._what}").start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """It is done; nothing more is said."""
+        self._ended.set()
+
+    def at(self, done: int, total: int) -> None:
+        """How much of it is done."""
+        self._parts = done, total
+
+    def each(self, items: Sequence[Item]) -> Iterator[Item]:
+        """The items, counted as they are done."""
+        for number, item in enumerate(items):
+            self.at(number, len(items))
+            yield item
+
+    def text(self) -> str:
+        """What is said now."""
+        seconds = self._clock() - self._started
+        if self._parts is None:
+            return f"{self._what}: {format_duration(seconds)} so far."
+        done, total = self._parts
+        left = f", about {format_duration(seconds * (total - done) / done)} left" if done else ""
+        return f"{self._what}: {done} of {total} after {format_duration(seconds)}{left}."
+
+    def _run(self) -> None:
+        pause = self._after
+        while not self._ended.wait(pause):
+            self._say(self.text())
+            pause = self._every
+
+
+def waited_for(items: Iterable[Item], what: str, say: Callable[[str], None] | None = None) -> Iterator[Item]:
+    """The items, with a word about how far it is where they take long."""
+    with Waiting(what, say) as waiting:
+        yield from waiting.each(list(items))
+
+
+def _to_stderr(message: str) -> None:
+    with suppress(OSError, ValueError):  # nobody reads it any more
+        print(message, file=sys.stderr, flush=True)
