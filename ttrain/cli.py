@@ -29,6 +29,7 @@ from ttrain.core.errors import (
     ConfigError,
     TtrainError,
 )
+from ttrain.core.folders import settle_without_home
 from ttrain.core.names import did_you_mean
 
 _ABSENT = object()
@@ -99,6 +100,9 @@ def _run(arguments: list[str]) -> int:
 
 
 def _run_or_sweep(composer: Composer, words: list[str], flags: argparse.Namespace) -> int:
+    settled = settle_without_home()
+    if settled:
+        _say(settled)
     if not flags.multirun:
         composed = composer.compose(words)
         if composed.hydra.mode != RunMode.MULTIRUN:  # which a config file may ask for too

@@ -1,9 +1,16 @@
-"""Where ttrain keeps what it can make again."""
+"""Where ttrain keeps what it can make again, and what libraries get where there is no home to keep theirs in."""
 
 from __future__ import annotations
 
 import os
+import stat
+import tempfile
 from pathlib import Path
+
+# Where libraries write by themselves, unless told otherwise; with XDG_CACHE_HOME it is all of them.
+_LIBRARIES = {
+    "MPLCONFIGDIR": "matplotlib", "WANDB_CONFIG_DIR": "wandb", "WANDB_DATA_DIR": "wandb", "TRITON_CACHE_DIR": "triton",
+}  # fmt: skip
 
 
 def cache_folder() -> Path:
@@ -13,3 +20,40 @@ def cache_folder() -> Path:
         return Path(given).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "ttrain"
+
+
+def settle_without_home() -> str | None:
+    """Where the home folder is missing or can't be written, gives this process and its children a folder instead.
+
+    A sentence says so, once: a child finds it settled. It is None as well where there is nothing to settle.
+    """
+    home = os.path.expanduser("~") if os.environ.get("HOME", "set") else ""
+    missing = not os.path.isdir(home)
+    if not (missing or not os.access(home, os.W_OK | os.X_OK)) or os.environ.get("XDG_CACHE_HOME"):
+        return None
+    try:
+        folder = _own_temporary_folder()
+    except OSError:
+        return None  # whoever needs one says so
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    for variable, name in _LIBRARIES.items():
+        os.environ.setdefault(variable, str(folder / name))
+        (folder / name).mkdir(exist_ok=True)
+    if missing:
+        os.environ["HOME"] = str(folder)
+    if os.environ.get("TTRAIN_CACHE"):
+        return None
+    state = "is no folder" if missing else "can't be written"
+    return (
+        f"the home folder {home or '(HOME is empty)'} {state}, so compiled kernels and timings are kept in "
+        f"{folder / 'ttrain'}. TTRAIN_CACHE=<folder> keeps them elsewhere."
+    )
+
+
+def _own_temporary_folder() -> Path:
+    """A folder that nobody else can write, the same at every start: code is loaded from it."""
+    folder = Path(tempfile.gettempdir()) / f"ttrain-{os.getuid() if hasattr(os, 'getuid') else 'home'}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    own = not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077)
+    return folder if stat.S_ISDIR(found.st_mode) and own else Path(tempfile.mkdtemp(prefix="ttrain-"))
