@@ -161,7 +161,7 @@ def test_an_option_given_as_a_path(tmp_path: Path) -> None:
         ("hydra.job.chdir=true", "ttrain never changes the folder"),
         ("hydra.job.env_set.A=1", "Set the variable in the shell"),
         ("hydra.launcher.n_jobs=2", "sweep.parallel=<jobs>"),
-        ("hydra.sweeper.n_trials=2", "sweep.trials=<jobs>"),
+        ("hydra.sweeper.n_trials=2", "sweep.trials"),
         ("hydra/launcher=joblib", "sweep.parallel=<jobs>"),
         ("hydra/sweeper=optuna", "sweep.search=tpe"),
         ("hydra/job_logging=default", "log.txt"),

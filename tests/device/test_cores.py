@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from ttrain.core import cores
-from ttrain.sweep.run import available_threads
 
 
 def write(folder: Path, name: str, text: str) -> None:
@@ -67,5 +66,5 @@ def test_the_least_counts_and_a_part_of_a_core_is_one(
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)
     monkeypatch.setattr(cores, "affinity_cores", lambda: 4)
     assert cores.usable_cores() == expected
-    assert available_threads({}) == expected
-    assert available_threads({"OMP_NUM_THREADS": "7"}) == 7
+    assert cores.default_threads({}) == expected
+    assert cores.default_threads({"OMP_NUM_THREADS": "7"}) == 7

@@ -148,13 +148,13 @@ class TestThreads:
         monkeypatch.setattr(cores, "quota_cores", lambda: None)
         monkeypatch.setattr(psutil, "cpu_count", lambda logical: 64)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
-        assert module.default_threads() == 3
+        assert cores.default_threads() == 3
         monkeypatch.setattr(psutil, "cpu_count", lambda logical: 2)
-        assert module.default_threads() == 2
+        assert cores.default_threads() == 2
         monkeypatch.setattr(psutil, "cpu_count", lambda logical: None)
-        assert module.default_threads() == 3
+        assert cores.default_threads() == 3
         monkeypatch.setattr(cores, "quota_cores", lambda: 1.5)
-        assert module.default_threads() == 2
+        assert cores.default_threads() == 2
         assert module.cpu(DeviceConfig()).threads == 2
         assert environment_record({}, None, {}, None, [])["cores"] == {"physical": 3, "affinity": 3, "quota": 2}
 

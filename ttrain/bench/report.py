@@ -5,12 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from ttrain.bench.results import COST_MODEL, Earlier, JobResult, Result, Row
 from ttrain.bench.tables import Lines, sweep_tables, tables_of
+from ttrain.core.tables import fitted, window
 
-_WIDTH = 120  # of tables that go to a file or a pipe
 BUSY = 0.1  # share of all cores used by others from which on a note says so
 
 
@@ -91,38 +90,25 @@ def _differences(result: Result, job: JobResult, earlier: Earlier) -> Iterator[s
 def print_result(result: Result, earlier: Earlier | None, folder: Path) -> None:
     """Tables and notes on the standard output."""
     from rich.console import Console
-    from rich.markup import escape
+    from rich.text import Text
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH)
+    console = Console(highlight=False, soft_wrap=True)
     ours = {row.contender for job in result.jobs for row in job.rows.values() if row.side == "ttrain"}
     for heading, tables, told in sections(result, earlier):
         if heading:
-            console.print(escape(heading), style="bold", soft_wrap=True)
+            console.print(Text(heading, style="bold"))
         for lines in tables:
-            console.print(_rich_table(lines, ours))
+            left = [
+                number for number, title in enumerate(lines[0]) if number == 0 or title in ("same work", "bound by")
+            ]
+            for row, line in fitted(lines, window(), left):
+                console.print(Text(line, style="bold" if row >= 0 and lines[row][0] in ours else ""))
             console.print()
         for note in told:
-            console.print(escape(note), soft_wrap=True)
+            console.print(Text(note))
         console.print()
-    console.print(f"results: {escape(str(folder))}", soft_wrap=True)
-    file = escape(shlex.quote(str(folder / "results.json")))
-    console.print(f"compare a later run with it: bench.compare={file}", soft_wrap=True)
-
-
-def _rich_table(lines: Sequence[Sequence[str]], ours: set[str]) -> Any:
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE, padding=(0, 1), show_edge=False)
-    for number, title in enumerate(lines[0]):
-        left = number == 0 or title in ("same work", "bound by")
-        table.add_column(escape(title), justify="left" if left else "right", no_wrap=number == 0)
-    for line in lines[1:]:
-        table.add_row(*map(escape, line), style="bold" if line[0] in ours else None)
-    return table
+    console.print(Text(f"results: {folder}"))
+    console.print(Text(f"compare a later run with it: bench.compare={shlex.quote(str(folder / 'results.json'))}"))
 
 
 def markdown(result: Result, earlier: Earlier | None) -> str:

@@ -42,19 +42,13 @@ _HEEDED = re.compile(
 _INSTEAD = {
     "hydra.run.dir": "Give run.dir=<folder>.",
     "hydra.output_subdir": "Give run.dir=<folder>; the config lies in it.",
-    "hydra.sweep.subdir": "Give sweep.dir=<folder>, or run.dir='<folder>/${hydra:job.num}' for each job.",
     "hydra.sweep": "Give sweep.dir=<folder>.",
-    "hydra.sweeper.max_batch_size": "Give sweep.parallel=<jobs>.",
-    "hydra.sweeper.n_jobs": "Give sweep.parallel=<jobs>.",
-    "hydra.sweeper.n_trials": "Give sweep.trials=<jobs>.",
-    "hydra.sweeper.direction": "Give sweep.direction=<minimize or maximize>.",
-    "hydra.sweeper": "ttrain runs sweeps itself; for a search give sweep.search=tpe.",
+    "hydra.sweeper": "ttrain runs sweeps itself: see sweep.search=tpe, sweep.trials, sweep.parallel.",
     "hydra.launcher": "ttrain starts jobs itself; give sweep.parallel=<jobs>.",
     "hydra.job.name": "Give logger.run_name=<name>, or run.dir=<folder>.",
     "hydra.job.chdir": "ttrain never changes the folder; paths are those of the folder it is started in.",
     "hydra.job.env_set": "Set the variable in the shell, before the command.",
     "hydra.job_logging": "What a run tells is in its folder: log.txt, metrics.jsonl and events.jsonl.",
-    "hydra.hydra_logging": "What a run tells is in its folder: log.txt, metrics.jsonl and events.jsonl.",
     "hydra.verbose": "HYDRA_FULL_ERROR=1 shows tracebacks.",
 }
 

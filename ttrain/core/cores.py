@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -14,6 +14,12 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 def usable_cores() -> int:
     """The least of the physical cores, the affinity mask and the quota rounded up; at least 1."""
     return max(1, min(core_limits().values()))
+
+
+def default_threads(environment: Mapping[str, str] = os.environ) -> int:
+    """Threads where nothing else says how many: OMP_NUM_THREADS, else the cores that may be used."""
+    given = environment.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdecimal() and int(given) > 0 else usable_cores()
 
 
 def core_limits() -> dict[str, int]:
@@ -63,10 +69,8 @@ def _folders(root: Path, membership: Path) -> Iterator[Path]:
 
 def _quotas(folder: Path) -> Iterator[float]:
     """The quota of one group in cores, where it has one."""
-    both = _words(folder / "cpu.max") or [
-        *_words(folder / "cpu.cfs_quota_us")[:1],
-        *_words(folder / "cpu.cfs_period_us")[:1],
-    ]
+    old = _words(folder / "cpu.cfs_quota_us")[:1] + _words(folder / "cpu.cfs_period_us")[:1]
+    both = _words(folder / "cpu.max") or old
     if len(both) == 2 and all(word.isdecimal() and int(word) > 0 for word in both):  # not `max`, not -1
         yield int(both[0]) / int(both[1])
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ttrain.core.tables import fitted, window
 from ttrain.core.units import format_bytes, format_count, format_duration
 from ttrain.sweep.folder import Status, SweepFolder
 from ttrain.sweep.jobs import Job
@@ -20,7 +20,6 @@ from ttrain.train.files import replace_file
 _LOG_BYTES = 1 << 18
 _WIDE = 10.0  # an axis that spans more than this factor is drawn on a logarithmic scale
 _SHOWN = 160  # characters of a reason; sweep.csv has all of them
-_PLAIN_WIDTH = 240  # characters of a table that goes to a file
 _LAST = ("objective", "seconds", "exit_code", "reason", "folder")
 _MANY = 100_000  # counts from here on are rounded
 
@@ -82,18 +81,12 @@ def write_table(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 def print_table(records: Sequence[dict[str, Any]], axes: Sequence[str], objective: str) -> None:
     """One line a job on the terminal."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False)
     shown = {"step": "step", "train/loss": "train/loss", "objective": objective, "tokens_per_s": "tokens/s"}
     training = any(record.get("step") is not None for record in records)
     hidden = {"job", "state", *axes, *_LAST, *(TRAINING if training else ())}
     numbers = [key for record in records for key, value in record.items() if key not in hidden and value is not None]
     shown = {**(shown if training or not numbers else {}), **{key: key for key in numbers}}
-    for name in ("job", *axes, "state", *shown.values(), "time", "reason"):
-        table.add_column(name, no_wrap=name != "reason")  # where there is no room, the reason gives way
+    lines = [["job", *axes, "state", *shown.values(), "time", "reason"]]
     for record in records:
         reason = str(record["reason"] or "").splitlines()
         cells = [
@@ -101,8 +94,9 @@ def print_table(records: Sequence[dict[str, Any]], axes: Sequence[str], objectiv
             *(_cell(key, record.get(key)) for key in shown),
             format_duration(record["seconds"]) if record["seconds"] else "", reason[0][:_SHOWN] if reason else "",
         ]  # fmt: skip
-        table.add_row(*map(Text, cells))
-    Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(table)
+        lines.append(cells)
+    for _, line in fitted(lines, window(), range(len(lines[0]))):
+        print(line)
 
 
 def _cell(key: str, value: Any) -> str:

@@ -6,14 +6,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
 from ttrain.config.schema import SweepConfig
-from ttrain.core.cores import usable_cores
+from ttrain.core.cores import default_threads
 from ttrain.core.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER
 from ttrain.core.units import format_duration
 from ttrain.sweep.folder import FINISHED, LOG, Status, SweepFolder, relative
@@ -170,7 +170,7 @@ class Runner:
         environment = {"PYTHONUNBUFFERED": "1"}  # so that a log has lines in the order in which they were printed
         environment |= {"WANDB_RUN_GROUP": os.environ.get("WANDB_RUN_GROUP", self.folder.path.name)}
         if self.settings.parallel > 1:
-            environment["OMP_NUM_THREADS"] = str(max(1, available_threads() // self.settings.parallel))
+            environment["OMP_NUM_THREADS"] = str(max(1, default_threads() // self.settings.parallel))
         return environment
 
     def _collect(self, source: Source) -> None:
@@ -230,14 +230,6 @@ def _on_card(job: Job) -> bool:
         return False
     name = job.config.device.name
     return name not in _ON_CPU and (name != "auto" or Path("/dev/nvidiactl").exists())
-
-
-def available_threads(environment: Mapping[str, str] = os.environ) -> int:
-    """OMP_NUM_THREADS where it is set, else the cores that this process may use."""
-    given = environment.get("OMP_NUM_THREADS", "")
-    if given.isdecimal() and int(given) > 0:
-        return int(given)
-    return usable_cores()
 
 
 def _now() -> str:

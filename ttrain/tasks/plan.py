@@ -90,32 +90,9 @@ def _title(config: Config, model: Model, device: str) -> str:
 
 
 def _print(tables: Sequence[Table]) -> None:
-    from rich.console import Console
-
     from ttrain.train.plan_report import plain_table
 
-    console = Console()
-    if not console.is_terminal:
-        print("\n".join(map(plain_table, tables)), flush=True)
-        return
-    for table in tables:
-        console.print(_rich(table))
-        for note in table.notes:
-            console.print(note, markup=False, highlight=False, style="dim")
-        console.print()
-
-
-def _rich(table: Table) -> Any:
-    from rich import box
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    shown = RichTable(title=table.title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
-    for index, column in enumerate(table.columns):
-        shown.add_column(column, justify="right" if index else "left", overflow="fold")
-    for row in table.rows:
-        shown.add_row(*map(Text, row))
-    return shown
+    print("\n".join(map(plain_table, tables)), flush=True)
 
 
 def _show(what: str, session: Session, steps: Any) -> None:

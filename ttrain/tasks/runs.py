@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from ttrain.config.schema import Config
 from ttrain.core.errors import UserError
+from ttrain.core.tables import fitted, window
 from ttrain.core.units import format_count
 from ttrain.core.waiting import waited_for
 from ttrain.train.inspect import RunInfo, find_runs, read_run
-
-_PLAIN_WIDTH = 240
 
 
 def run(config: Config) -> None:
@@ -32,40 +30,18 @@ def run(config: Config) -> None:
 
 
 def _print(runs: list[RunInfo]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False)
-    for name in (
-        "run",
-        "state",
-        "model",
-        "step",
-        "train/loss",
-        "val/loss",
-        "tokens/s",
-        "checkpoint",
-        "updated",
-        "note",
-    ):
-        table.add_column(name, no_wrap=name != "note")
+    rows = [["run", "state", "model", "step", "train/loss", "val/loss", "tokens/s", "checkpoint", "updated", "note"]]
     for info in runs:
-        updated = info.updated
-        cells = [
-            str(info.path),
-            info.state,
-            info.model,
-            f"{info.step}/{info.steps}" if info.steps else str(info.step),
-            _loss(info.newest("train/loss")),
-            _loss(info.newest("val/loss")),
+        rows.append([
+            str(info.path), info.state, info.model, f"{info.step}/{info.steps}" if info.steps else str(info.step),
+            _loss(info.newest("train/loss")), _loss(info.newest("val/loss")),
             "" if info.tokens_per_s is None else format_count(info.tokens_per_s),
             "none" if info.checkpoint is None else str(info.checkpoint),
-            "" if updated is None else updated.strftime("%Y-%m-%d %H:%M:%S"),
+            "" if info.updated is None else info.updated.strftime("%Y-%m-%d %H:%M:%S"),
             (info.reason.splitlines() or [""])[0][:160],
-        ]
-        table.add_row(*map(Text, cells))
-    Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(table)
+        ])  # fmt: skip
+    for _, line in fitted(rows, window(), range(len(rows[0]))):
+        print(line)
 
 
 def _loss(value: float | None) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ttrain.core.tables import fitted, window
 from ttrain.core.units import format_bytes, format_count
 from ttrain.engine.base import Step, Trace
 from ttrain.engine.state import State
@@ -221,11 +222,6 @@ def parameter_groups(model: Model) -> dict[str, int]:
 
 
 def plain_table(table: Table) -> str:
-    """A table as text: names to the left, numbers to the right."""
-    lines = [table.columns, *table.rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(table.columns))]
-    cells = [
-        [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
-        for line in lines
-    ]
-    return "\n".join([table.title, *("  " + "  ".join(row).rstrip() for row in cells), *table.notes, ""])
+    """A table as text that fits the window: names to the left, numbers to the right."""
+    lines = fitted([table.columns, *table.rows], window() - 2, {0})
+    return "\n".join([table.title, *(f"  {line}".rstrip() for _, line in lines), *table.notes, ""])

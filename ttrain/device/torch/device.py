@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ttrain.core.cores import usable_cores
+from ttrain.core.cores import default_threads
 from ttrain.core.errors import CaptureError, DeviceUnavailable, GraphError
 from ttrain.core.options import LARGEST_INTEGER
 from ttrain.core.spec import TensorSpec
@@ -213,14 +212,6 @@ def _require_gpu(index: int) -> None:
             f"device.index={index}: this machine has {count} GPU{'s' if count > 1 else ''}, numbered from 0. "
             f"Use device.index=0{f' to {count - 1}' if count > 1 else ''}."
         )
-
-
-def default_threads() -> int:
-    """Threads of a kernel where the config does not say: OMP_NUM_THREADS, else what this process may use."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    if given.isdigit() and int(given) > 0:
-        return int(given)
-    return usable_cores()
 
 
 def _process_memory() -> dict[str, int]:

@@ -28,7 +28,7 @@ def planned(config: DeviceConfig) -> PlannedDevice:
     """A device that plans as the named one does. CUDA is not initialised, nor need there be a GPU."""
     import torch
 
-    from ttrain.device.torch.device import default_threads
+    from ttrain.core.cores import default_threads
     from ttrain.device.torch.kernels import kernel_table
     from ttrain.device.torch.kernels.common import Context
 

@@ -1,0 +1,91 @@
+"""Tables at every width: nothing is lost, nothing is longer than the window."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from ttrain.core.tables import fitted
+from ttrain.sweep.outcome import print_table
+from ttrain.tasks import plan, runs
+from ttrain.train.inspect import RunInfo
+from ttrain.train.plan_report import Table
+
+
+def texts(rows: list[list[str]], width: int, left: Any = (0,)) -> list[str]:
+    return [line for _, line in fitted(rows, width, left)]
+
+
+def test_a_table_that_fits_has_one_line_a_row() -> None:
+    rows = [["name", "ms"], ["a", "10.5"], ["longer", "1"]]
+    assert texts(rows, 12) == ["name      ms", "a       10.5", "longer     1"]
+    assert texts(rows, sys.maxsize) == texts(rows, 12)
+    assert texts(rows, 12, (0, 1)) == ["name    ms", "a       10.5", "longer  1"]
+
+
+def test_a_wider_one_goes_on_below_with_its_first_column() -> None:
+    rows = [["name", "first", "second", "third"], ["a", "1", "2", "3"]]
+    assert texts(rows, 20) == ["name  first  second", "a         1       2", "", "name  third", "a         3"]
+    assert [number for number, _ in fitted(rows, 20, (0,))] == [0, 1, -1, 0, 1]
+
+
+def test_a_cell_that_is_wider_than_a_line_is_folded() -> None:
+    rows = [["run", "why"], ["outputs/long", "one two three four"]]
+    assert texts(rows, 16, (0, 1)) == [
+        "run       why",
+        "outputs/  one",
+        "long      two",
+        "          three",
+        "          four",
+    ]
+
+
+@pytest.fixture(params=[40, 80])
+def columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    for module in ("ttrain.sweep.outcome", "ttrain.tasks.runs", "ttrain.train.plan_report", "ttrain.bench.report"):
+        __import__(module)
+        monkeypatch.setattr(sys.modules[module], "window", lambda: request.param)
+    return int(request.param)
+
+
+def squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def test_the_table_of_a_sweep(columns: int, capsys: Any) -> None:
+    records = [
+        {
+            "job": number, "optimizer.lr": "0.0003", "model.width": "192", "engine": "static", "state": "failed",
+            "step": 1000, "train/loss": 1.23456, "objective": 1.3456 + number, "tokens_per_s": 123456.0,
+            "seconds": 83.0, "reason": "train.batch_size=16 of 64 tokens takes 12 GiB of memory, and 8 GiB are free.",
+        }
+        for number in range(3)
+    ]  # fmt: skip
+    print_table(records, ["optimizer.lr", "model.width", "engine"], "best_val_loss")
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    for part in ("optimizer.lr", "model.width", "best_val_loss", "1.2346", "2.3456", "123.5k", "GiB of memory,"):
+        assert any(part in line for line in lines), part
+
+
+def test_the_list_of_runs(columns: int, capsys: Any) -> None:
+    from pathlib import Path
+
+    path = Path("outputs/2026-11-28/12-37-36_nano-gpt_cpu_static_of_a_long_name")
+    runs._print([RunInfo(path, "finished", 1000, 1000, 1000, metrics=[{"train/loss": 1.5, "val/loss": 1.625}])])
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= columns
+    assert "1000/1000" in text and "1.5000" in text and "1.6250" in text
+    first_block = text.partition("\n\n")[0].splitlines()[1:]
+    assert squeezed("".join(line[: columns // 2] for line in first_block)).startswith(str(path)[:20])
+
+
+def test_the_tables_of_a_plan(columns: int, capsys: Any) -> None:
+    rows = [("blocks.*.attention of a name that is long", "12,345,678", "45.6%", "123.4 GiB", "1.5 ms")]
+    plan._print([Table("Parameters", ("module", "count", "share", "bytes", "time"), rows)])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    for part in (*rows[0][1:], "count", "share"):
+        assert any(part in line for line in lines), part
