@@ -18,10 +18,11 @@ from ttrain.core.errors import Interrupted, NonFiniteError, TtrainError
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.graph import Kind
 from ttrain.train import saver
+from ttrain.train.checkpoint import CheckpointContent, note_progress, read_checkpoint, save_checkpoint
 from ttrain.train.evaluate import EvaluationResult
 from ttrain.train.events import read_events
 from ttrain.train.metrics import read_metrics
-from ttrain.train.retention import list_checkpoints
+from ttrain.train.retention import best_checkpoint, find_checkpoint, list_checkpoints
 from ttrain.train.seeds import step_seed
 from ttrain.train.step import StepResult, TrainStep, Turns
 
@@ -480,3 +481,116 @@ def test_a_longer_run_continues_a_finished_one(make_job: MakeJob) -> None:
     again = make_job("legs", resume=True, steps=16)
     again.loop.run()
     assert losses(again) == losses(whole)
+
+
+LONG = {"steps": 5, "save_every": None, "save_minutes": None, "eval_every": None}
+
+
+@pytest.mark.parametrize(("settings", "step"), [(LONG, 5), ({"steps": 9, "save_every": 4, "eval_every": 4}, 8)])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_kill_during_an_evaluation_loses_no_step(
+    make_job: Any, settings: dict[str, Any], step: int, asynchronous: bool
+) -> None:
+    """The last one, and one that comes together with a save. The next leg evaluates, as an undisturbed run does."""
+    settings = {**settings, "async_save": asynchronous}
+    whole = make_job("whole", **settings)
+    whole.loop.run()
+    child = os.fork()
+    if child == 0:
+        job = make_job("run", **settings)
+        original = job.loop.evaluation
+
+        def kill(stopped: Any) -> Any:
+            if job.loop.progress.step < step:
+                return original(stopped)
+            if step < settings["steps"]:
+                job.loop.saver.join()  # the save beside training needs its time; at the last step it is waited for
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        job.loop.evaluation = kill
+        job.loop.run()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    again = make_job("run", resume=True, **settings)
+    assert again.loop.progress.step == step and again.loop.progress.evaluated_at != step
+    again.loop.run()
+    assert losses(again) == losses(whole)
+    for name, array in whole.model.state.arrays.items():
+        assert array.tobytes() == again.model.state.arrays[name].tobytes()
+    for checkpoint in list_checkpoints(whole.run_directory.checkpoints)[0]:
+        same = read_checkpoint(again.run_directory.checkpoints / checkpoint.path.name)
+        assert (same.val_loss, same.step) == (checkpoint.val_loss, checkpoint.step)
+        ignored = {"seconds": 0.0}
+        assert same.progress | ignored == checkpoint.progress | ignored
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_tensors_are_written_once_and_the_loss_is_added(
+    make_job: Any, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    written: list[tuple[int, float | None]] = []
+    original = saver.save_checkpoint
+
+    def save(folder: Path, state: Any, content: CheckpointContent) -> Any:
+        written.append((content.step, content.val_loss))
+        return original(folder, state, content)
+
+    monkeypatch.setattr(saver, "save_checkpoint", save)
+    job = make_job(steps=8, save_every=2, eval_every=2, keep_last=1, async_save=asynchronous)
+    values = [3.0, 1.0, 2.0, 2.5]
+    results = map(EvaluationResult, values)
+    job.loop.evaluation = lambda stopped: next(results)
+    job.loop.run()
+    assert written == [(step, None) for step in (2, 4, 6, 8)]
+    kept = list_checkpoints(job.run_directory.checkpoints)[0]
+    assert [(checkpoint.step, checkpoint.val_loss) for checkpoint in kept] == [(4, 1.0), (8, 2.5)]
+    assert [checkpoint.verify().progress["evaluated_at"] for checkpoint in kept] == [4, 8]
+    assert [checkpoint.progress["best_step"] for checkpoint in kept] == [4, 4]
+    best = best_checkpoint(job.run_directory.checkpoints)
+    assert best is not None and best.step == 4
+
+
+def test_the_best_between_two_saves_is_saved_with_its_loss(make_job: Any) -> None:
+    job = make_job(steps=6, save_every=4, eval_every=3, keep_last=1)
+    results = map(EvaluationResult, [1.0, 2.0])
+    job.loop.evaluation = lambda stopped: next(results)
+    job.loop.run()
+    kept = list_checkpoints(job.run_directory.checkpoints)[0]
+    assert [(checkpoint.step, checkpoint.val_loss) for checkpoint in kept] == [(3, 1.0), (6, 2.0)]
+
+
+def test_a_step_that_is_trained_again_is_saved_again(make_job: Any) -> None:
+    """As after a rollback: what is on the disk under the step's name is of another history."""
+    job = make_job(steps=4, save_every=2, eval_every=None, async_save=False, keep_last=9)
+    loop, table = job.loop, job.model.state.arrays
+    loop.run()
+    loop._resumed_from(2)
+    table["table.weight"] = table["table.weight"] + 1
+    loop._saved = None
+    loop._save(wait=True)
+    stored = read_checkpoint(job.run_directory.checkpoints / "step_00000004").parameters()["table.weight"]
+    assert stored.tobytes() == table["table.weight"].tobytes()
+
+
+def test_adding_to_a_checkpoint_fails_or_succeeds_as_a_whole(make_job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads it meanwhile goes on; a failure leaves what was there."""
+    job = make_job(steps=4)
+    saved = save_checkpoint(job.run_directory.checkpoints, job.model.state, CheckpointContent(4, {}, {"step": 4}))
+    files = {path.name: path.stat().st_ino for path in saved.path.iterdir()}
+    held = find_checkpoint(job.run_directory.path, "last")
+    noted = note_progress(saved.path, {"step": 4, "val_loss": 1.5}, val_loss=1.5)
+    assert (noted.val_loss, noted.progress["val_loss"]) == (1.5, 1.5)
+    assert held.verify().progress == {"step": 4} and read_checkpoint(saved.path) == noted
+    after = {path.name: path.stat().st_ino for path in saved.path.iterdir()}
+    assert {name for name in files if files[name] != after[name]} == {"manifest.json"} and after.keys() == files.keys()
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for name in ("write_synced", "os.replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"ttrain.train.checkpoint.{name}", fail)
+            with pytest.raises(TtrainError, match="No space left"):
+                note_progress(saved.path, {"step": 4, "val_loss": 9.0}, val_loss=9.0)
+        assert read_checkpoint(saved.path) == noted
+    assert [path.name for path in job.run_directory.checkpoints.iterdir()] == [saved.path.name]

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from ttrain.cli import main
+from ttrain.config import build
+from ttrain.config.compose import load
 from ttrain.core.errors import CheckpointError, UserError
 from ttrain.models.settings import AGILLMConfig, GPTConfig
+from ttrain.tasks.report import _best
+from ttrain.train.evaluate import EvaluationResult
+from ttrain.train.events import read_events
+from ttrain.train.inspect import read_run
+from ttrain.train.metrics import read_metrics
+from ttrain.train.progress import held_out_hash
 from ttrain.train.resume import check_architecture, check_tokenizer, config_difference, find_resume_point
-from ttrain.train.retention import find_checkpoint
+from ttrain.train.retention import best_checkpoint, find_checkpoint
 
 
 @pytest.fixture
@@ -150,3 +161,95 @@ def test_checkpoints_to_sample_from(run: Path) -> None:
         find_checkpoint(run, "5")
     with pytest.raises(CheckpointError, match="not a run"):
         find_checkpoint(run / "checkpoints", "last")
+
+
+SMALL = [
+    "model.layers=1", "model.width=16", "model.heads=1", "model.context=8", "train.batch_size=4", "train.eval_every=4",
+    "train.save_every=4", "train.log_every=1", "logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=2",
+    "data=text", "train.peak_tflops=1", "optimizer.lr=0.01", "schedule=constant",
+]  # fmt: skip
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same characters: one that is easy to predict, and one that is not at all."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("easy.txt").write_text("ab" * 2000)
+    Path("same.txt").write_text("ab" * 2000)
+    Path("hard.txt").write_text("".join(np.random.default_rng(0).choice(["a", "b"], 4000)))
+
+
+def hash_of(samples: int = 20, *words: str) -> str:
+    config = load([*SMALL, *words])
+    return held_out_hash(build.build_dataset(config, lambda built: None), samples)
+
+
+def test_the_hash_is_of_what_is_read(texts: None) -> None:
+    easy = hash_of(20, "data.path=hard.txt")
+    assert easy == hash_of(20, "data.path=hard.txt", "train.batch_size=8", "run.seed=3")
+    Path("hard.txt").rename("moved.txt")
+    assert easy == hash_of(20, "data.path=moved.txt")
+    others = [
+        hash_of(20, "data.path=easy.txt"),
+        hash_of(19, "data.path=moved.txt"),
+        hash_of(20, "data.path=moved.txt", "model.context=7"),
+        hash_of(20, "data.path=moved.txt", "data.held_out=0.2"),
+        hash_of(20, "data.path=moved.txt", "data.tokenizer=byte"),
+    ]
+    assert len({easy, *others}) == 6
+
+
+def val_losses(run: str) -> dict[int, float]:
+    return {line["step"]: line["val/loss"] for line in read_metrics(Path(run) / "metrics.jsonl") if "val/loss" in line}
+
+
+def test_other_text_starts_best_and_patience_anew(texts: None, capsys: Any) -> None:
+    """The first text's losses are all lower than any of the second's."""
+    assert main([*SMALL, "data.path=easy.txt", "run.dir=run", "train.steps=40"]) == 0
+    reached = val_losses("run")[40]
+    words = ["run.dir=run", "resume=auto", "data.path=hard.txt", "train.early_stop=3", "train.min_improvement=0.001"]
+    capsys.readouterr()
+    assert main([*words, "train.steps=60", "optimizer.lr=0.003"]) == 0
+    told = capsys.readouterr().err
+    assert told.count("The held-out data is not what it was") == 1
+    after = {step: loss for step, loss in val_losses("run").items() if step >= 40}
+    assert reached < min(after.values()) and max(after) >= 52  # so it did not stop by the easy text's loss
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert (summary["best_val_loss"], summary["best_step"]) == min((loss, step) for step, loss in after.items())
+    assert find_checkpoint(Path("run"), "best").step == summary["best_step"]
+    assert _best(read_run(Path("run"))) == f"{summary['best_val_loss']:.4f} at step {summary['best_step']}"
+    capsys.readouterr()
+    assert main(["run.dir=run", "resume=auto", "train.steps=64", "train.early_stop=null"]) == 0
+    assert "held-out data is not" not in capsys.readouterr().err
+
+
+def test_the_same_text_elsewhere_is_the_same(texts: None, capsys: Any) -> None:
+    assert main([*SMALL, "data.path=easy.txt", "run.dir=run", "train.steps=8"]) == 0
+    capsys.readouterr()
+    assert main(["run.dir=run", "resume=auto", "data.path=same.txt", "train.steps=12"]) == 0
+    assert "held-out data is not" not in capsys.readouterr().err
+
+
+def leg(make_job: Any, held_out: str, values: list[float], **settings: Any) -> Any:
+    job = make_job(eval_every=2, save_every=2, keep_last=1, async_save=False, **settings)
+    job.loop.held_out = held_out
+    job.loop.__post_init__()
+    results = map(EvaluationResult, values)
+    job.loop.evaluation = lambda stopped: next(results)
+    job.loop.run()
+    job.close()
+    return job
+
+
+def test_patience_best_and_what_is_kept(make_job: Any) -> None:
+    """Steps 2 to 6 on one text, from 6 on another: the checkpoint of step 6 is measured again, on the new one."""
+    first = leg(make_job, "one", [1.0, 2.0, 3.0], steps=6, early_stop=3)
+    folder = first.run_directory.checkpoints
+    assert (first.loop.progress.best_step, first.loop.progress.stale_evaluations) == (2, 2)
+    second = leg(make_job, "two", [9.0, 7.0, 8.0], steps=10, early_stop=3, resume=True)
+    progress = second.loop.progress
+    assert (progress.step, progress.best_step, progress.best_val_loss, progress.stale_evaluations) == (10, 8, 7.0, 1)
+    best = best_checkpoint(folder)
+    assert best is not None and (best.step, best.val_loss) == (8, 7.0)
+    assert [event["step"] for event in read_events(second.run_directory.path) if event["kind"] == "held_out"] == [6]

@@ -333,6 +333,7 @@ class Job:
             meter=self._meter(session, timed),
             stored_config=self.stored,
             tokenizer=tokenizer_json(self.dataset),
+            held_out=self._held_out(rows),
             progress=progress,
             guard=self.config.guard,
             search=StepSearch(
@@ -348,6 +349,13 @@ class Job:
             command=start_command(self.config.plugins),
             blocks=blocks,
         )
+
+    def _held_out(self, rows: int) -> str:
+        """Which held-out samples are evaluated, in batches of so many rows."""
+        from ttrain.train.progress import held_out_hash
+
+        available, wanted = self.dataset.val_batches(rows), self.config.train.eval_batches
+        return held_out_hash(self.dataset, rows * min(wanted or available, available))
 
     def _blocks(self, session: Session, reading: Reading) -> Blocks | None:
         """What changes the length of training sequences on the way; None where they keep the model's context."""

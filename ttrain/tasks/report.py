@@ -106,7 +106,9 @@ def _overview(runs: Sequence[RunInfo], labels: Sequence[str]) -> str:
 
 
 def _best(info: RunInfo) -> str:
-    found = [(line["val/loss"], line["step"]) for line in info.metrics if line.get("val/loss") is not None]
+    since = max((event.get("step", 0) for event in info.events if event["kind"] == "held_out"), default=0)
+    losses = {line["step"]: line["val/loss"] for line in info.metrics if line.get("val/loss") is not None}
+    found = [(loss, step) for step, loss in losses.items() if step >= since]
     return f"{min(found)[0]:.4f} at step {min(found)[1]}" if found else ""
 
 

@@ -5,7 +5,8 @@
         optimizer-00001-of-00001.safetensors    moments, by `<parameter>/<name>`, likewise
         config.json  tokenizer.json  progress.json
         manifest.json                           step, val_loss, size and SHA-256 of every other file, and its own
-                                                SHA-256; written last
+                                                SHA-256; written last, and again with the progress when the state
+                                                is evaluated after it was saved
 
 Only safetensors and JSON are ever read, so a checkpoint can't run code.
 """
@@ -17,9 +18,8 @@ import json
 import os
 import re
 import shutil
-import struct
 import time
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,11 +34,11 @@ from ttrain.graph.graph import Kind
 from ttrain.train.files import sha256_file, sync_directory, to_json, write_synced
 from ttrain.train.fit import fit
 from ttrain.train.protocols import SAVED_KINDS, Array, State, StateValues
+from ttrain.train.weights_file import StoredTensors, check_header, shapes, tensors
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 SHARD_BYTES = 1 << 29
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_JSON_BYTES = 1 << 30
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|json)")
 UNFINISHED = ".unfinished_"
@@ -64,6 +64,7 @@ class Checkpoint:
     val_loss: float | None
     files: dict[str, dict[str, Any]]
     saved_at: float | None = None  # seconds since 1970
+    held_out: str | None = None  # SHA-256 of the data that val_loss is of
     noted: dict[str, Any] | None = None  # progress that came after the files, such as an evaluation
     # While it is open, nobody removes the files.
     reader: IO[str] | None = field(default=None, repr=False, compare=False)
@@ -91,7 +92,7 @@ class Checkpoint:
         if sha256_file(path) != entry["sha256"]:
             raise CheckpointError(f"{path} does not have the SHA-256 of the manifest: the file was changed or damaged.")
         if path.suffix == ".safetensors":
-            _check_header(path)
+            check_header(path)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -124,14 +125,14 @@ class Checkpoint:
             for name in self.files
             if name.endswith(".safetensors") and (optimizer or name.startswith("parameters"))
         ]
-        stored = {name: shape for shard in shards for name, shape in _shapes(self.path / shard)}
+        stored = {name: shape for shard in shards for name, shape in shapes(self.path / shard)}
         fitting = fit(stored, wanted, state, self.config)
         if fitting.problem is not None:
             what = "model and optimizer" if optimizer else "model"
             mend = " Give the optimizer that it was trained with, or start a new run with train.init_from."
             raise CheckpointError(f"{self.path} does not fit this {what}: {fitting.problem}{mend if optimizer else ''}")
         for shard in sorted(shards):
-            for name, array in _tensors(self.path / shard, wanted):
+            for name, array in tensors(self.path / shard, wanted):
                 state.write(name, array)
         for name in fitting.zeros:
             state.write(name, np.zeros(wanted[name], np.float32))
@@ -139,27 +140,10 @@ class Checkpoint:
 
     def parameters(self) -> Mapping[str, Array]:
         """Parameters by path; each is read from the disk when it is asked for."""
-        return _StoredTensors([self.path / name for name in sorted(self.files) if name.startswith("parameters")])
+        return StoredTensors([self.path / name for name in sorted(self.files) if name.startswith("parameters")])
 
     def _json(self, name: str) -> dict[str, Any]:
         return _read_json(self.path / name)
-
-
-class _StoredTensors(Mapping[str, Array]):
-    """Tensors of several shards by name."""
-
-    def __init__(self, shards: list[Path]) -> None:
-        self._shards = {name: shard for shard in shards for name, _ in _shapes(shard)}
-
-    def __getitem__(self, name: str) -> Array:
-        with _open_shard(self._shards[name]) as shard:
-            return _array(shard, self._shards[name], name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shards)
-
-    def __len__(self) -> int:
-        return len(self._shards)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -212,7 +196,13 @@ def _parse_manifest(path: Path, manifest: dict[str, Any]) -> Checkpoint:
     saved_at = manifest.get("saved_at")
     noted = None if manifest.get("progress") is None else dict(manifest["progress"])
     saved_at = None if saved_at is None else float(saved_at)
-    return Checkpoint(path, int(manifest["step"]), val_loss, files, saved_at, noted)
+    held_out = None if manifest.get("held_out") is None else str(manifest["held_out"])
+    return Checkpoint(path, int(manifest["step"]), val_loss, files, saved_at, held_out, noted)
+
+
+def step_name(step: int) -> str:
+    """The folder of the checkpoint of a step."""
+    return f"step_{step:08d}"
 
 
 def sealed(manifest: dict[str, Any]) -> str:
@@ -232,7 +222,7 @@ def save_checkpoint(folder: Path, state: StateValues, content: CheckpointContent
 
     Raises NonFiniteError where a tensor holds NaN or Inf, and TtrainError where the files can't be written.
     """
-    target = folder / f"step_{content.step:08d}"
+    target = folder / step_name(content.step)
     beside = folder / f"{UNFINISHED}{target.name}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -256,7 +246,7 @@ def save_checkpoint(folder: Path, state: StateValues, content: CheckpointContent
 
 
 def note_progress(path: Path, progress: dict[str, Any], **facts: Any) -> Checkpoint:
-    """Replaces what a checkpoint says of its progress, and the manifest's keys in `facts`, in one step.
+    """Replaces in one step what a checkpoint says of its progress, and the manifest's keys in `facts`.
 
     The other files stay, so whoever reads them goes on. Raises TtrainError where that can't be written.
     """
@@ -290,6 +280,7 @@ def _write_files(folder: Path, state: StateValues, content: CheckpointContent) -
     if content.tokenizer is not None:
         write("tokenizer.json", content.tokenizer.encode())
     manifest: dict[str, Any] = {"format": FORMAT, "step": content.step, "val_loss": content.val_loss}
+    manifest["held_out"] = content.progress.get("held_out")
     manifest["saved_at"] = round(time.time(), 3)
     manifest["files"] = files
     write_synced(folder / MANIFEST, sealed(manifest).encode())
@@ -343,56 +334,6 @@ def _take_place(beside: Path, target: Path) -> None:
         os.replace(replaced, target)
         raise
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _check_header(path: Path) -> None:
-    """A safetensors file starts with the length of its JSON header, 8 bytes little-endian."""
-    with open(path, "rb") as file:
-        start = file.read(9)
-    length = struct.unpack("<Q", start[:8])[0] if len(start) == 9 else 0
-    limit = min(MAX_HEADER_BYTES, path.stat().st_size - 8)
-    if not 2 <= length <= limit or start[8:9] != b"{":
-        raise CheckpointError(
-            f"{path} is not a safetensors file: its header should have 2 to {limit} bytes, not {length}."
-        )
-
-
-def _shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of a shard, from its header alone."""
-    with _open_shard(path) as shard:
-        for name in shard.keys():  # noqa: SIM118 - not a mapping
-            yield name, tuple(shard.get_slice(name).get_shape())
-
-
-def _tensors(path: Path, wanted: Container[str]) -> Iterator[tuple[str, Array]]:
-    """The wanted tensors of a shard by name, one in memory at a time."""
-    with _open_shard(path) as shard:
-        for name in shard.keys():  # noqa: SIM118 - not a mapping
-            if name in wanted:
-                yield name, _array(shard, path, name)
-
-
-def _array(shard: Any, path: Path, name: str) -> Array:
-    """A tensor of an open shard; bf16 comes as fp32, since numpy lacks it."""
-    if shard.get_slice(name).get_dtype() != "BF16":
-        tensor: Array = shard.get_tensor(name)
-        return tensor
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as same:
-        wide: Array = same.get_tensor(name).float().numpy()
-        return wide
-
-
-@contextmanager
-def _open_shard(path: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="numpy") as shard:
-            yield shard
-    except (SafetensorError, TypeError) as error:  # TypeError: a dtype that numpy does not have
-        raise CheckpointError(f"{path} is not a safetensors file that can be read: {error}") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

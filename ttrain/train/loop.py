@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,7 @@ class Loop:
     meter: Meter
     stored_config: dict[str, Any]
     tokenizer: str | None = None  # the tokenizer's JSON
+    held_out: str = ""  # SHA-256 of the data that evaluations are of
     progress: Progress = field(default_factory=Progress)
     guard: GuardConfig = field(default_factory=GuardConfig)
     search: StepSearch | None = None  # names the first bad tensor of a step
@@ -68,7 +70,8 @@ class Loop:
         self._say = self.loggers.console.say
         self.saver = Saver(self.run_directory, self.state, self.config, self.events, self._say)
         self._last_save = self.clock()
-        self._saved = self._save_key()  # a resumed run starts from a checkpoint of its current step
+        self._measure()
+        self._resumed_from(self.progress.step)
         self._spikes = SpikeDetector(self.guard)
         self._started = False
         self._early: dict[int, dict[str, Array]] = {}  # the batch of the next step, where it was made ahead of time
@@ -101,6 +104,17 @@ class Loop:
         finally:
             self.saver.join()
         return self.progress
+
+    def _resumed_from(self, step: int) -> None:
+        """The state is that of the run's checkpoint of this step."""
+        self._saved, self.saver.step = self._save_key(), step or None
+
+    def _measure(self) -> None:
+        """Lets go of what was measured on other held-out data."""
+        note = self.progress.measure_on(self.held_out)
+        if note is not None:
+            self.events.add("held_out", note, self.progress.step)
+            self._say(f"WARNING: {note}")
 
     def _done(self) -> bool:
         if self.progress.step >= self.config.steps:
@@ -266,7 +280,9 @@ class Loop:
         )
         self.events.add("rollback", note, number, to=checkpoint.step, lr_factor=factor)
         self._say(f"WARNING: {note}")
-        self._saved, self._skips, self._learning, self._check_after = self._save_key(), 0, None, None
+        self._measure()
+        self._resumed_from(checkpoint.step)
+        self._skips, self._learning, self._check_after = 0, None, None
         self._spikes.forget()
         self.loggers.console.close()
         self.loggers.console.start(self.progress.step, self.config.steps)
@@ -311,14 +327,16 @@ class Loop:
         }
 
     def _evaluate_and_save(self) -> None:
-        """After a step, or after a resume that left this undone: what is due at the current step."""
+        """After a step, or after a resume that left this undone: what is due at the current step.
+
+        An evaluation may take long, so what is to be saved is saved before it, and told of the loss afterwards.
+        """
         step, config = self.progress.step, self.config
-        self._poll_save()
+        with self._saving():
+            self.saver.poll()
         if step == 0:
             return
-        improved = False
-        if step >= config.steps or (config.eval_every and step % config.eval_every == 0):
-            improved = self._evaluate()
+        last = step >= config.steps
         by_step = config.save_every is not None and step % config.save_every == 0
         by_time = config.save_minutes is not None and self.clock() - self._last_save >= 60 * config.save_minutes
         asked = self.stop.take_save()
@@ -326,7 +344,12 @@ class Loop:
             note = f"Saving step {step}, as SIGUSR1 asked."
             self.events.add("asked", note, step)
             self._say(note)
-        if by_step or by_time or (improved and config.keep_best) or asked:
+        due = last or by_step or by_time or asked
+        if due:
+            self._save(wait=last)
+        evaluates = last or (config.eval_every is not None and step % config.eval_every == 0)
+        improved = evaluates and self._evaluate()
+        if self.saver.step == step if due else improved and config.keep_best:  # one that failed is tried when next due
             self._save()
 
     def _evaluate(self) -> bool:
@@ -353,33 +376,25 @@ class Loop:
     def _save(self, *, wait: bool = False) -> None:
         """Starts a save unless the disk already has this; with `wait` it is done on return."""
         if wait:
-            self._finish_save()
+            with self._saving():
+                self.saver.finish()
         if self._saved == self._save_key() and not self.saver.failed:
             return
         progress = self.progress
         config, key = self.stored_config, self._save_key()
         content = CheckpointContent(progress.step, config, progress.to_dict(), self.tokenizer, key[1])
-        try:
+        with self._saving():
             self.saver.save(content, wait=wait)
-        except NonFiniteError as error:
-            raise self._nonfinite_save(error) from None
         self._saved, self._last_save = key, self.clock()
 
-    def _poll_save(self) -> None:
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """A state that is not finite is told as a step that is not."""
         try:
-            self.saver.poll()
+            yield
         except NonFiniteError as error:
-            raise self._nonfinite_save(error) from None
-
-    def _finish_save(self) -> None:
-        try:
-            self.saver.finish()
-        except NonFiniteError as error:
-            raise self._nonfinite_save(error) from None
-
-    def _nonfinite_save(self, error: NonFiniteError) -> NonFiniteError:
-        step = self.progress.step if error.step is None else error.step
-        return NonFiniteError(self._message(str(error), step, ""), step=step)
+            step = self.progress.step if error.step is None else error.step
+            raise NonFiniteError(self._message(str(error), step, ""), step=step) from None
 
     def _save_key(self) -> tuple[int, float | None]:
         """Step, and its val/loss where it was evaluated."""

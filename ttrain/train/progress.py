@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ttrain.core.errors import CheckpointError
 from ttrain.train.blocks import Position, Reading
+from ttrain.train.protocols import Dataset
 from ttrain.train.settings import TrainConfig
 
 if TYPE_CHECKING:
     from ttrain.train.checkpoint import Checkpoint
+
+_ROWS = 64  # of held-out data, read at a time
 
 
 @dataclass
@@ -31,6 +37,7 @@ class Progress:
     best_val_loss: float | None = None
     best_step: int | None = None
     stale_evaluations: int = 0  # in a row, without a lower val/loss
+    held_out: str | None = None  # SHA-256 of the data that all of these are of
     wandb_id: str | None = None
     lr_factor: float = 1.0  # what rollbacks have left of the learning rate
     skipped_steps: int = 0  # whose update was not applied
@@ -46,6 +53,19 @@ class Progress:
         else:
             self.stale_evaluations += 1
         return improved
+
+    def measure_on(self, held_out: str) -> str | None:
+        """From now on val/loss is of this held-out data; what to tell where earlier losses do not compare with it."""
+        other, self.held_out = self.held_out != held_out, held_out
+        if not other or self.best_val_loss is None:
+            return None
+        note = (
+            f"The held-out data is not what it was: the best val/loss {self.best_val_loss:.4f} (step {self.best_step}) "
+            f"and {self.stale_evaluations} evaluations without a lower one do not count any more."
+        )
+        self.val_loss = self.evaluated_at = self.best_val_loss = self.best_step = None
+        self.stale_evaluations = 0
+        return note
 
     @property
     def read(self) -> Position:
@@ -81,3 +101,16 @@ def position_after(step: int, config: dict[str, Any]) -> Position:
     names = {declared.name for declared in fields(TrainConfig)}
     train = TrainConfig(**{name: value for name, value in config["train"].items() if name in names})
     return Reading.of(train, config["model"].get("context") or 1, 0, Position()).before(step + 1)
+
+
+def held_out_hash(dataset: Dataset, samples: int) -> str:
+    """SHA-256 of the first so many held-out samples: of what is read, wherever it lies and however it is batched."""
+    digests: dict[str, hashlib._Hash] = {}
+    for first in range(0, samples, _ROWS):
+        for name, array in dataset.batch("val", 0, first, min(_ROWS, samples - first)).items():
+            digest = digests.setdefault(name, hashlib.sha256(f"{array.dtype} {array.shape[1:]}".encode()))
+            digest.update(np.ascontiguousarray(array).data)
+    whole = hashlib.sha256()
+    for name in sorted(digests):
+        whole.update(f"{name} {digests[name].hexdigest()}\n".encode())
+    return whole.hexdigest()

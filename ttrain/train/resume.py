@@ -12,7 +12,15 @@ from typing import Any
 
 from ttrain.core.errors import CheckpointError, UserError
 from ttrain.models.identity import ALL, differing, whole
-from ttrain.train.checkpoint import MANIFEST, UNFINISHED, Checkpoint, note_progress, read_checkpoint, read_manifest
+from ttrain.train.checkpoint import (
+    MANIFEST,
+    UNFINISHED,
+    Checkpoint,
+    note_progress,
+    read_checkpoint,
+    read_manifest,
+    step_name,
+)
 from ttrain.train.metrics import cut_metrics
 from ttrain.train.progress import Progress
 from ttrain.train.retention import REHEARSED, hold, is_rehearsal, newest_complete, set_aside_after
@@ -178,7 +186,7 @@ def branch_off(point: ResumePoint, run: RunDirectory) -> ResumePoint:
         shutil.copyfile(point.run / run.metrics.name, run.metrics)
     beside = run.checkpoints / f"{UNFINISHED}{source.name}"
     shutil.copytree(source, beside)
-    target = run.checkpoints / f"step_{point.checkpoint.step:08d}"
+    target = run.checkpoints / step_name(point.checkpoint.step)
     beside.rename(target)
     copied = note_progress(target, {**point.checkpoint.progress, "wandb_id": None})  # another run of W&B as well
     return dataclasses.replace(point, checkpoint=copied, source=source)

@@ -73,9 +73,13 @@ def newest_complete(folder: Path) -> tuple[Checkpoint | None, list[Skipped]]:
 
 
 def best_checkpoint(folder: Path) -> Checkpoint | None:
-    """The checkpoint with the lowest val_loss, by the manifests; the earlier of two equal ones."""
+    """The checkpoint with the lowest val_loss, by the manifests; the earlier of two equal ones.
+
+    Those that were measured on other held-out data than the newest one do not compare with it.
+    """
     scored = [(c.val_loss, c.step, c) for c in list_checkpoints(folder)[0] if c.val_loss is not None]
-    return min(scored, key=lambda entry: entry[:2])[2] if scored else None
+    same = [entry for entry in scored if entry[2].held_out == scored[-1][2].held_out]
+    return min(same, key=lambda entry: entry[:2])[2] if same else None
 
 
 def prune_checkpoints(

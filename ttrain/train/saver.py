@@ -19,7 +19,7 @@ from ttrain.core.errors import NonFiniteError, TtrainError
 from ttrain.core.spec import TensorSpec
 from ttrain.core.units import format_bytes
 from ttrain.graph.graph import Kind
-from ttrain.train.checkpoint import CheckpointContent, save_checkpoint
+from ttrain.train.checkpoint import CheckpointContent, note_progress, save_checkpoint, step_name
 from ttrain.train.events import Events
 from ttrain.train.files import sync_file
 from ttrain.train.protocols import SAVED_KINDS, Array, StateValues
@@ -59,22 +59,26 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._failures = 0
-        self.saved_step: int | None = None  # of the newest save that succeeded
+        self.step: int | None = None  # whose state the newest save holds, done or under way; None where it failed
         self.delay_seconds = 0.0  # that steps waited for saves, over all of them
 
     def save(self, content: CheckpointContent, *, wait: bool = False) -> None:
         """Starts a save, or with `wait` finishes it; then a save that fails is tried once more.
 
+        Where the newest save is of the same step, the tensors stay, and the rest of the content takes its place there.
         Raises NonFiniteError where the state holds NaN or Inf, TtrainError where saves failed repeatedly.
         """
         start = time.perf_counter()
-        self.finish()
+        if wait or content.step != self.step:
+            self.finish()
+        noted = content.step == self.step
         if self._config.async_save and not wait:
-            copy = HostCopy(self._state)
-            self._thread = threading.Thread(target=self._write_beside, args=(copy, content), name="save")
+            copy, before = None if noted else HostCopy(self._state), self._thread
+            self.step = content.step
+            self._thread = threading.Thread(target=self._write_beside, args=(copy, content, before), name="save")
             self._thread.start()
         else:
-            self._write(self._state, content)
+            self._write(None if noted else self._state, content)
             if wait and isinstance(self._error, TtrainError) and not isinstance(self._error, NonFiniteError):
                 self._report()
                 self._write(self._state, content)
@@ -98,19 +102,30 @@ class Saver:
             self._thread.join()
             self._thread = None
 
-    def _write_beside(self, state: StateValues, content: CheckpointContent) -> None:
+    def _write_beside(
+        self, state: StateValues | None, content: CheckpointContent, before: threading.Thread | None
+    ) -> None:
         """The body of the thread: it takes what time steps leave, so as not to hold up threads that wait together."""
         yield_processor()
+        if before is not None:
+            before.join()
+            if self._error is not None:
+                return  # there is nothing to add to; that failure is reported
         self._write(state, content)
 
-    def _write(self, state: StateValues, content: CheckpointContent) -> None:
+    def _write(self, state: StateValues | None, content: CheckpointContent) -> None:
+        """Without a state the newest save, which is of the same step, gets the content besides tensors."""
         self._error = None
         folder = self._run.checkpoints
         try:
             sync_file(self._run.metrics)
-            _check_room(folder, state, content.step)
-            save_checkpoint(folder, state, content)
-            self._failures, self.saved_step = 0, content.step
+            if state is None:
+                facts = {"val_loss": content.val_loss, "held_out": content.progress.get("held_out")}
+                note_progress(folder / step_name(content.step), content.progress, **facts)
+            else:
+                _check_room(folder, state, content.step)
+                save_checkpoint(folder, state, content)
+            self._failures, self.step = 0, content.step
             config = self._config
             prune_checkpoints(folder, config.keep_last, config.keep_best, config.keep_every, config.keep_hours)
         except NonFiniteError as error:
@@ -121,6 +136,8 @@ class Saver:
             self._error = TtrainError(f"The checkpoint of step {content.step} could not be saved in {folder}: {error}.")
         except Exception as error:  # a fault of ours: it must not be lost with the thread
             self._error = error
+        if self._error is not None:
+            self.step = None
 
     def _report(self) -> None:
         """What the newest save ended with."""

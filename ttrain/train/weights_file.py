@@ -6,7 +6,8 @@ import json
 import os
 import struct
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -20,8 +21,10 @@ from ttrain.core.spec import TensorSpec
 from ttrain.models.identity import whole
 from ttrain.models.usable import unusable
 from ttrain.train.files import sync_directory, sync_file
+from ttrain.train.protocols import Array
 
 Weight = NDArray[np.float32]
+MAX_HEADER_BYTES = 100_000_000  # of a safetensors file: the limit of the library
 SUFFIXES = (".pt", ".safetensors")
 _MODEL, _TOKENIZER = "ttrain_model", "tokenizer_json"  # names of texts that our files hold beside the weights
 
@@ -307,3 +310,70 @@ def _replaced(path: Path, write: Callable[[Path], object]) -> None:
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError on top of the system's error
         system = error.__context__ if isinstance(error.__context__, OSError) else error
         raise UserError(f"{path} can't be written: {_first_line(str(system))}") from None
+
+
+class StoredTensors(Mapping[str, Array]):
+    """Tensors of several shards by name."""
+
+    def __init__(self, shards: list[Path]) -> None:
+        self._shards = {name: shard for shard in shards for name, _ in shapes(shard)}
+
+    def __getitem__(self, name: str) -> Array:
+        with _open_shard(self._shards[name]) as shard:
+            return _array(shard, self._shards[name], name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shards)
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+
+def check_header(path: Path) -> None:
+    """A safetensors file starts with the length of its JSON header, 8 bytes little-endian."""
+    with open(path, "rb") as file:
+        start = file.read(9)
+    length = struct.unpack("<Q", start[:8])[0] if len(start) == 9 else 0
+    limit = min(MAX_HEADER_BYTES, path.stat().st_size - 8)
+    if not 2 <= length <= limit or start[8:9] != b"{":
+        raise CheckpointError(
+            f"{path} is not a safetensors file: its header should have 2 to {limit} bytes, not {length}."
+        )
+
+
+def shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor of a shard, from its header alone."""
+    with _open_shard(path) as shard:
+        for name in shard.keys():  # noqa: SIM118 - not a mapping
+            yield name, tuple(shard.get_slice(name).get_shape())
+
+
+def tensors(path: Path, wanted: Container[str]) -> Iterator[tuple[str, Array]]:
+    """The wanted tensors of a shard by name, one in memory at a time."""
+    with _open_shard(path) as shard:
+        for name in shard.keys():  # noqa: SIM118 - not a mapping
+            if name in wanted:
+                yield name, _array(shard, path, name)
+
+
+def _array(shard: Any, path: Path, name: str) -> Array:
+    """A tensor of an open shard; bf16 comes as fp32, since numpy lacks it."""
+    if shard.get_slice(name).get_dtype() != "BF16":
+        tensor: Array = shard.get_tensor(name)
+        return tensor
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as same:
+        wide: Array = same.get_tensor(name).float().numpy()
+        return wide
+
+
+@contextmanager
+def _open_shard(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as shard:
+            yield shard
+    except (SafetensorError, TypeError) as error:  # TypeError: a dtype that numpy does not have
+        raise CheckpointError(f"{path} is not a safetensors file that can be read: {error}") from None
