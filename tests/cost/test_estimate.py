@@ -11,6 +11,7 @@ import pytest
 
 from ttrain.cli import main
 from ttrain.core.spec import DType
+from ttrain.core.units import format_duration
 from ttrain.cost.programs import stream
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch.device import cpu
@@ -234,9 +235,11 @@ def test_the_task_tells_time_limits_and_padding_and_draws(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     files = [f"plan.json={tmp_path}/plan.json", f"plan.picture={tmp_path}/plan.png"]
-    text = planned(capsys, "device=cpu", "plan.limits=true", "plan.memory_gb=0.01", *files)
+    text = planned(capsys, "device=cpu", "train.steps=7000", "plan.limits=true", "plan.memory_gb=0.01", *files)
     assert "Expected time of one optimizer step" in text and "Largest that fits" in text and "Recommended: " in text
     found = json.loads((tmp_path / "plan.json").read_text("utf-8"))
+    run = found["expected"]["run_s"]
+    assert run == pytest.approx(7 * found["expected"]["step_ms"]) and f"{format_duration(run)}\n" in text
     assert found["expected"]["step_ms"] > 0 and found["expected"]["tokens_per_s"] > 0
     available = found["largest"]["available_bytes"]
     assert available == int(0.01 * 2**30)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttrain.config import build
 from ttrain.config.schema import Config
-from ttrain.core.units import format_bytes
+from ttrain.core.units import format_bytes, format_duration
 from ttrain.core.waiting import Waiting
 from ttrain.graph.graph import Kind
 from ttrain.tasks.expected import planned_session, session_to_plan
@@ -187,8 +187,12 @@ class _Extra:
         estimate, why_not = expected_time(self.config, steps, self.report, self.device, chips, seconds)
         if estimate is None:
             return [Table("Expected time of one optimizer step", ("", ""), [], (why_not,))]
-        self.values["expected"] = estimate.to_dict()
-        return estimate.tables()
+        count = self.config.train.steps
+        run = count * estimate.time.total
+        self.values["expected"] = {**estimate.to_dict(), "run_s": run}
+        step, *others = estimate.tables()
+        row = (f"{count} steps of the run", format_duration(run))
+        return [dataclasses.replace(step, rows=[*step.rows[:1], row, *step.rows[1:]]), *others]
 
     def _limits(self) -> Table:
         from ttrain.train.limits import largest, limit_text
