@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from ttrain.core.errors import DataError
+from ttrain.core.errors import CheckpointError, DataError
 from ttrain.data.batches import Sizes, TokenDataset
 from ttrain.data.corpus import PIECE_CHARACTERS
 from ttrain.data.documents import open_documents
@@ -20,8 +21,9 @@ from ttrain.data.library_tokenizer import LibraryTokenizer
 from ttrain.data.prepare import prepare
 from ttrain.data.settings import DocumentsConfig, TextConfig, TokensConfig
 from ttrain.data.text import open_text
-from ttrain.data.tokenizer import CharTokenizer, Tokenizer
+from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from ttrain.data.tokens import open_tokens
+from ttrain.tasks.train import _check_tokenizer
 
 LINES = "".join(f"The cat {i} sat on\n\n  the mat, {i * i} times.\n" for i in range(4000))
 assert len(LINES) > 2 * PIECE_CHARACTERS
@@ -160,6 +162,18 @@ def test_a_char_tokenizer_that_was_saved_with_truncation_is_still_one() -> None:
     library.enable_truncation(2)
     tokenizer = Tokenizer.from_json(library.to_str())
     assert isinstance(tokenizer, CharTokenizer) and tokenizer.encode("abcabc") == [0, 1, 2, 0, 1, 2]
+
+
+def test_a_run_whose_checkpoint_keeps_such_settings_goes_on() -> None:
+    """Its checkpoint was written while they were obeyed; another tokenizer is still refused."""
+    library = byte_level()
+    truncated(library)
+    checkpoint = SimpleNamespace(tokenizer=library.to_str(), path=Path("run/checkpoints/step_1"))
+    point: Any = SimpleNamespace(checkpoint=checkpoint)
+    given: Any = SimpleNamespace(tokenizer=Tokenizer.from_json(library.to_str()))
+    _check_tokenizer(point, given)
+    with pytest.raises(CheckpointError, match="trained with another tokenizer"):
+        _check_tokenizer(point, SimpleNamespace(tokenizer=ByteTokenizer()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["prefix space", "metaspace", "sentencepiece"])

@@ -124,8 +124,13 @@ def _whole_config(run: Path) -> dict[str, Any]:
 
 def _check_tokenizer(point: ResumePoint | None, dataset: Dataset) -> None:
     """Comes before checks of the vocabulary, whose advice would not help where it is the text that changed."""
-    if point is not None:
-        resuming.check_tokenizer(point.checkpoint.tokenizer, tokenizer_json(dataset), point.checkpoint.path)
+    if point is None:
+        return
+    from ttrain.data.tokenizer import Tokenizer
+
+    # As it is read now: older checkpoints keep settings of a file that are off by now.
+    stored = None if point.checkpoint.tokenizer is None else Tokenizer.from_json(point.checkpoint.tokenizer).to_json()
+    resuming.check_tokenizer(stored, tokenizer_json(dataset), point.checkpoint.path)
 
 
 def _prompt(config: Config, dataset: Dataset) -> list[int] | None:
