@@ -15,6 +15,7 @@ from tests.train.test_sampling import chi_square
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.core.visibility import CAUSAL, PAIRS
+from ttrain.data.tokenizer import CharTokenizer
 from ttrain.device.base import Device
 from ttrain.engine.state import State
 from ttrain.graph import Graph
@@ -24,8 +25,8 @@ from ttrain.nn.initialize import initial_values
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.train.decode import cache_tensors, scores_of
-from ttrain.train.sample import Sampler
-from ttrain.train.sampling import Source, sampling_traces
+from ttrain.train.sample import Sampler, Stop
+from ttrain.train.sampling import Source, print_source, sampling_traces
 from ttrain.train.settings import SampleConfig
 from ttrain.train.step_graph import StepGraph
 
@@ -172,3 +173,20 @@ def test_cached_keys_are_as_wide_as_scores_need() -> None:
         assert specs["blocks.1.attention/causal_values"].shape == (1, 2, 70, 8)
         widths[fold] = specs["blocks.1.attention/causal_keys"].shape[3]
     assert widths == {"narrow": 6, "wide": 8, "wide, not folded": 12}
+
+
+@pytest.mark.parametrize("mode", ["ar", "sat", "sat_variable", "speculative"])
+def test_samples_of_every_mode_end_at_a_stop(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Against the text that is drawn without one, for a text, and for a token, whatever else the pass has drawn."""
+    source = Opened(sample={"mode": mode, "tokens": 24, "count": 3}).source
+    tokenizer = CharTokenizer("".join(map(chr, range(97, 97 + 31))))
+    drawn = [list(source.tokens([1, 2], number)) for number in range(3)]
+    texts, token = [tokenizer.decode(ids) for ids in drawn], drawn[0][8]
+    word = texts[1][9:11]
+    for stop, ends in (
+        (Stop(texts=(word,)), [text.partition(word)[0] for text in texts]),
+        (Stop(frozenset([token])), [text.partition(tokenizer.decode([token]))[0] for text in texts]),
+    ):
+        capsys.readouterr()
+        assert print_source(source, tokenizer, [1, 2], stop) == [tokenizer.decode([1, 2]) + end for end in ends]
+        assert min(map(len, ends)) < 24

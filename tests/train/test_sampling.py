@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ttrain.cli import main
 from ttrain.core.errors import DataError, NonFiniteError, UserError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.data.library_tokenizer import train_bpe
@@ -15,6 +17,7 @@ from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer
 from ttrain.train.sample import (
     Acceptance,
     Sampler,
+    Stop,
     Window,
     draw_pairs,
     draw_speculative,
@@ -316,3 +319,85 @@ def test_a_speculative_text_never_gets_too_long() -> None:
             lambda text: (DRAFTS[text[-1]], np.zeros(2)), table_rows, [0], Window(99), Sampler(SampleConfig()), tokens
         )
         assert len(list(drawn)) == tokens
+
+
+def cut_at(text: str, stops: list[str]) -> str:
+    """The text before the stop that ends first; of two that end there, the longer."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            return text[: end - max(map(len, found))]
+    return text
+
+
+@pytest.mark.parametrize("stops", [["b"], ["ab", "bba"], ["aab", "ab", "c"], ["abcabc"], ["cc", "ccc"], ["z"]])
+def test_a_text_ends_before_its_first_stop_however_it_comes(stops: list[str]) -> None:
+    """Pieces of any size, stops over the border of two; what was written is never taken back."""
+    generator = np.random.default_rng(3)
+    words = ["".join(generator.choice(list("abc"), size)) for size in (1, 1, 1, 2, 3, 4)]
+
+    class Words:
+        def decode(self, ids: list[int]) -> str:
+            return "".join(words[i] for i in ids)
+
+    for _ in range(50):
+        ids, written = [int(i) for i in generator.integers(0, len(words), 12)], []
+        whole = stream_text(Words(), [0], iter(ids), written.append, Stop(texts=tuple(stops)))
+        assert whole == "".join(written) == words[0] + cut_at("".join(words[i] for i in ids), stops)
+
+
+def test_a_sample_ends_at_the_end_of_a_document_or_at_a_named_token() -> None:
+    tokenizer = train_bpe(["ab ab"], 260).with_token("<|endoftext|>").with_token("<|user|>")
+    end, user = tokenizer.token_id("<|endoftext|>"), tokenizer.token_id("<|user|>")
+    plain, named = Stop.of(tokenizer, []), Stop.of(tokenizer, ["<|user|>", "b"])
+    assert (plain, named) == (Stop(frozenset([end])), Stop(frozenset([end, user]), ("b",)))
+    drawn = [*tokenizer.encode("ab"), end, *tokenizer.encode("ab")]
+    assert stream_text(tokenizer, tokenizer.encode("a"), iter(drawn), lambda text: None, plain) == "aab"
+    assert stream_text(tokenizer, tokenizer.encode("a"), iter([user, end]), lambda text: None, named) == "a"
+    assert stream_text(tokenizer, [end], iter(drawn), lambda text: None, plain) == "ab"  # an empty prompt
+    assert Stop.of(CharTokenizer("ab"), ["<|user|>"]) == Stop(texts=("<|user|>",))  # no token of it
+
+
+def test_nothing_is_drawn_after_a_stop(capsys: pytest.CaptureFixture[str]) -> None:
+    model, tokenizer = Successor(), CharTokenizer("abcdefgh")
+    texts = print_samples(model, tokenizer, [0], SampleConfig(tokens=7, count=2), Stop(frozenset([6]), ("de",)))
+    assert texts == ["abc", "abc"]
+    assert capsys.readouterr().out == "--- sample 1 of 2 ---\nabc\n--- sample 2 of 2 ---\nabc\n"
+    asked: list[int] = []
+    drawn = (asked.append(token) or token for token in range(1, 8))
+    assert stream_text(tokenizer, [0], drawn, lambda text: None, Stop(frozenset([3]))) == "abc" and asked == [1, 2, 3]
+
+
+def test_the_sample_of_a_run_and_those_of_the_task_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("book.txt").write_text("some words of a book that nobody wrote\n" * 60)
+    words = ["model.layers=1", "model.heads=2", "model.width=16", "model.context=8", "data=text", "data.path=book.txt"]
+    words += ["train.steps=2", "train.eval_batches=1", "train.peak_tflops=1", "logger=jsonl", "device=cpu"]
+    sample = ["sample.tokens=60", "sample.prompt=some"]
+    words += sample
+
+    def printed(*more: str) -> str:
+        capsys.readouterr()
+        assert main(list(more)) == 0
+        return capsys.readouterr().out
+
+    whole = printed(*words, "run.dir=a").split("writes:\n\n")[1].split("\n\nmodel ")[0]
+    stop = whole[20:22].strip() or "w"
+    expected = "some" + cut_at(whole[4:], [stop])
+    assert expected != whole
+    assert f"writes:\n\n{expected}\n\nmodel " in printed(*words, "run.dir=b", f"sample.stop=['{stop}']")
+    for cache in ("null", "false"):
+        task = [
+            "task=sample",
+            "run.dir=a",
+            *sample,
+            "sample.count=2",
+            f"sample.stop=['{stop}']",
+            f"sample.cache={cache}",
+        ]
+        assert printed(*task).startswith(f"--- sample 1 of 2 ---\n{expected}\n--- sample 2 of 2 ---\n")
+    assert main(["task=sample", "run.dir=a", "sample.stop=['']"]) == 2
+    assert "an empty text would end every sample at once" in capsys.readouterr().err

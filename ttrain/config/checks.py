@@ -258,10 +258,11 @@ def _resume(config: Config) -> Iterator[str]:
 
 
 @check("sample")
-def _sample_checkpoint(config: Config) -> Iterator[str]:
-    which = config.sample.checkpoint
-    if which not in ("last", "best") and not which.isdecimal():
+def _sample(config: Config) -> Iterator[str]:
+    if (which := config.sample.checkpoint) not in ("last", "best") and not which.isdecimal():
         yield f"sample.checkpoint={which}: must be last, best or a step number."
+    if "" in config.sample.stop:
+        yield "sample.stop: an empty text would end every sample at once. Give a text, or the name of a special token."
 
 
 _BENCH_LISTS = {"precision": "fp32", "batch": "256", "dim": "256", "layers": "2", "size": "1024", "work": "gpt"}

@@ -36,13 +36,14 @@ def tell(job: Job, run: RunDirectory, progress: Progress) -> None:
 
 
 def _print_sample(job: Job, logits: Step) -> None:
-    from ttrain.train.sample import print_samples
+    from ttrain.train.sample import Stop, print_samples
 
     tokenizer, settings = job.dataset.tokenizer, dataclasses.replace(job.config.sample, count=1)
     assert tokenizer is not None and job.prompt is not None
     how = "" if settings.mode == "ar" else f", a token at a time (task=sample draws with sample.mode={settings.mode})"
     print(f"\nA sample of what the model writes{how}:\n", flush=True)
-    print_samples(logits, tokenizer, job.prompt, settings)
+    stop = Stop.of(tokenizer, settings.stop, getattr(job.config.data, "end_token", None))
+    print_samples(logits, tokenizer, job.prompt, settings, stop)
 
 
 def _summary(job: Job, run: RunDirectory, progress: Progress) -> Summary:

@@ -21,14 +21,15 @@ def run(config: Config) -> None:
     from ttrain.train.decode import cache_tensors
     from ttrain.train.resume import check_architecture
     from ttrain.train.retention import find_checkpoint
-    from ttrain.train.sample import encode_prompt
+    from ttrain.train.sample import Stop, encode_prompt
     from ttrain.train.sampling import Source, print_source, sampling_traces
 
     assert config.run.dir is not None  # the config's checks hold it so
     checkpoint = find_checkpoint(Path(config.run.dir), config.sample.checkpoint)
     config = continued(checkpoint.config, config, ("device", "sample", "engine", "logger"))
     tokenizer = Tokenizer.from_json(_tokenizer(checkpoint))
-    prompt = encode_prompt(tokenizer, config.sample.prompt, getattr(config.data, "end_token", None))
+    end_token = getattr(config.data, "end_token", None)
+    prompt = encode_prompt(tokenizer, config.sample.prompt, end_token)
     model = build.build_model(config, tokenizer.vocabulary)
     check_architecture(checkpoint.config, model.config, checkpoint.path, FUNCTION)
     traces = sampling_traces(model, config.sample)
@@ -44,7 +45,7 @@ def run(config: Config) -> None:
             session = stack.enter_context(closing(open_session(config, model, device, training=False, further=caches)))
             checkpoint.load(session.state, optimizer=False)
             source.build(session.engine.build, session.graph.trace_logits)
-        print_source(source, tokenizer, prompt)
+        print_source(source, tokenizer, prompt, Stop.of(tokenizer, config.sample.stop, end_token))
 
 
 def _tokenizer(checkpoint: Checkpoint) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -284,29 +285,92 @@ def checked(logits: Any, vocabulary: int) -> Array:
     return array
 
 
-def stream_text(tokenizer: Tokenizer, prompt: list[int], drawn: Iterator[int], write: Callable[[str], None]) -> str:
-    """Writes the text as tokens arrive, and returns it whole, prompt included.
+@dataclass(frozen=True)
+class Stop:
+    """What ends a sample, and is not printed: ids of tokens, and texts among what was drawn."""
+
+    ids: frozenset[int] = frozenset()
+    texts: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(tokenizer: Any, texts: Sequence[str], end_token: str | None = None) -> Stop:
+        """The token between documents, where the tokenizer has one, and `texts`, of which some may name special tokens.
+
+        `end_token` is data.end_token.
+        """
+        special = set(tokenizer.special_tokens()) if hasattr(tokenizer, "special_tokens") else set()
+        ids = {_end_id(tokenizer, end_token), *(tokenizer.token_id(text) for text in texts if text in special)}
+        return Stop(frozenset(ids - {None}), tuple(text for text in texts if text not in special))
+
+
+NO_STOP = Stop()
+
+
+class _Writer:
+    """Writes a text that grows up to the first stop in it; what may be the beginning of one is held back."""
+
+    def __init__(self, stop: Stop, write: Callable[[str], None]) -> None:
+        self._texts, self._write = stop.texts, write
+        self._held, self.pieces = "", list[str]()
+        self.stopped = False
+
+    def add(self, text: str) -> None:
+        """Goes on with `text`, a character at a time where stops are looked for: that which ends first counts."""
+        for piece in text if self._texts else [text]:
+            self._held += piece
+            found = [stop for stop in self._texts if self._held.endswith(stop)]
+            if found:
+                self._held = self._held[: -len(max(found, key=len))]
+                self.stopped = True
+                break
+        kept = 0 if self.stopped else max((_overlap(self._held, stop) for stop in self._texts), default=0)
+        self._put(len(self._held) - kept)
+
+    def close(self) -> str:
+        """Writes what was held back; the whole text."""
+        self._put(len(self._held))
+        return "".join(self.pieces)
+
+    def _put(self, count: int) -> None:
+        if count:
+            self.pieces.append(self._held[:count])
+            self._write(self.pieces[-1])
+            self._held = self._held[count:]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of a text begin a stop."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def stream_text(
+    tokenizer: Tokenizer, prompt: list[int], drawn: Iterator[int], write: Callable[[str], None], stop: Stop = NO_STOP
+) -> str:
+    """Writes the text as tokens arrive, up to a stop, and returns it whole, prompt included.
 
     A character whose bytes are not all there yet is held back. Tokens are decoded together with those before them,
-    because some tokenizers treat the start of a text differently.
+    because some tokenizers treat the start of a text differently. A prompt that is a stop alone is not shown.
     """
-    pieces = [tokenizer.decode(prompt)]
-    write(pieces[0])
+    start = "" if len(prompt) == 1 and prompt[0] in stop.ids else tokenizer.decode(prompt)
+    write(start)
+    writer = _Writer(stop, write)
     recent, shown = list(prompt[-1:]), tokenizer.decode(prompt[-1:])
-    for token in drawn:
+    for token in takewhile(lambda token: token not in stop.ids, drawn):
         recent.append(token)
         text = tokenizer.decode(recent)
         if len(text) > len(shown) and not text.endswith("\ufffd"):
-            pieces.append(text[len(shown) :])
-            write(pieces[-1])
+            writer.add(text[len(shown) :])
             recent, shown = [token], tokenizer.decode([token])
-    if rest := tokenizer.decode(recent)[len(shown) :]:
-        pieces.append(rest)
-        write(rest)
-    return "".join(pieces)
+        if writer.stopped:
+            break
+    else:
+        writer.add(tokenizer.decode(recent)[len(shown) :])
+    return start + writer.close()
 
 
-def print_samples(step: Step, tokenizer: Tokenizer, prompt: list[int], config: SampleConfig) -> list[str]:
+def print_samples(
+    step: Step, tokenizer: Tokenizer, prompt: list[int], config: SampleConfig, stop: Stop = NO_STOP
+) -> list[str]:
     """Writes `config.count` samples to stdout as their tokens are drawn, one after the other, and returns them.
 
     `step` is the model's `logits` step: tokens int64[1, context] and a position -> logits fp32[V] there.
@@ -317,17 +381,17 @@ def print_samples(step: Step, tokenizer: Tokenizer, prompt: list[int], config: S
     def draw(number: int) -> Iterator[int]:
         return draw_tokens(scores, prompt, window, sampler, config.tokens, number)
 
-    return write_samples(draw, tokenizer, prompt, config.count)
+    return write_samples(draw, tokenizer, prompt, config.count, stop)
 
 
 def write_samples(
-    draw: Callable[[int], Iterator[int]], tokenizer: Tokenizer, prompt: list[int], count: int
+    draw: Callable[[int], Iterator[int]], tokenizer: Tokenizer, prompt: list[int], count: int, stop: Stop = NO_STOP
 ) -> list[str]:
     """Writes `count` samples to stdout as their tokens come from draw(number of the sample), and returns them."""
     texts = []
     for number in range(count):
         if count > 1:
             print(f"--- sample {number + 1} of {count} ---")
-        texts.append(stream_text(tokenizer, prompt, draw(number), lambda text: print(text, end="", flush=True)))
+        texts.append(stream_text(tokenizer, prompt, draw(number), lambda text: print(text, end="", flush=True), stop))
         print(flush=True)
     return texts

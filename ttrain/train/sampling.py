@@ -17,6 +17,7 @@ from ttrain.train.sample import (
     Acceptance,
     Sampler,
     Scores,
+    Stop,
     Window,
     checked,
     draw_pairs,
@@ -128,14 +129,14 @@ class Clock:
         return f"After the first: {self.tokens} tokens in {self.seconds:.2f} s, {speed}."
 
 
-def print_source(source: Source, tokenizer: Tokenizer, prompt: list[int]) -> list[str]:
+def print_source(source: Source, tokenizer: Tokenizer, prompt: list[int], stop: Stop) -> list[str]:
     """Writes `sample.count` samples to stdout and how fast they came to stderr, and returns the texts."""
     clock, found = Clock(), source.acceptance
 
     def draw(number: int) -> Iterator[int]:
         return clock.timed(source.tokens(prompt, number))
 
-    texts = write_samples(draw, tokenizer, prompt, source.config.count)
+    texts = write_samples(draw, tokenizer, prompt, source.config.count, stop)
     accepted = f" {found.accepted} of {found.drafted} drafted tokens were accepted ({100 * found.rate:.0f} %)."
     print(clock.text() + (accepted if found.drafted else ""), file=sys.stderr, flush=True)
     return texts
