@@ -32,7 +32,7 @@ LARGER_FOLDERS = {  # how many each may have: lower a figure when its folder shr
     "ttrain/train": 53,
 }
 # Lines of code: neither blank, nor comment, nor docstring. To raise one needs a reason in the commit that does.
-PYTHON_LINES = 29_500
+PYTHON_LINES = 29_600
 TEMPLATE_LINES = 1_500  # the C++ that kernels are generated from
 CORE = ("graph", "ops", "autodiff", "plan", "engine")
 CORE_LINES = 4_800

@@ -174,7 +174,7 @@ def composed(words: list[str]) -> list[Config]:
 def smaller(config: Config, steps: int) -> Config:
     """The same command with a run that is cheap, as if these keys were on the command line too."""
     small: dict[str, Any] = {"train.steps": steps, "train.batch_size": 2 * config.train.accumulation}
-    small |= {"train.eval_batches": 1, "train.peak_tflops": 1.0, "schedule.warmup": 0}
+    small |= {"train.eval_sequences": 2, "train.peak_tflops": 1.0, "schedule.warmup": 0}
     small["train.log_every"] = steps  # one point is no curve, so nothing is drawn
     small |= {"sample.tokens": 4, "device.threads": 1}
     if config.train.block_schedule:

@@ -50,7 +50,7 @@ def test_what_is_quick_or_fails_says_nothing(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["train.steps=2", "train.eval_batches=null"],
+        (["train.steps=2", "train.eval_sequences=null"],
          ["Reading the data", "Placing the model", "The first step is under way", "Evaluating on held-out data"]),
         (["task=plan", "plan.limits=true", "plan.time=false"], ["Planning", "Searching the largest"]),
         (["task=verify", "verify.ops=[gelu,linear]"], ["Comparing ops", "Comparing the model"]),

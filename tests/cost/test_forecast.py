@@ -134,7 +134,7 @@ def test_a_run_is_expected_to_take_its_operations_over_the_rate(
     expected: list[Forecast] = []
     announce = Pace.announce
     monkeypatch.setattr(Pace, "announce", lambda self: (expected.append(self._expected), announce(self)))
-    words = [*SMALL, f"engine={engine}", "train.steps=4", "train.batch_size=4", "train.eval_batches=3"]
+    words = [*SMALL, f"engine={engine}", "train.steps=4", "train.batch_size=4", "train.eval_sequences=12"]
     assert main([*words, f"run.dir={tmp_path}/run", "train.long_hours=0.01", "sample.tokens=1"]) == 0
     err = capsys.readouterr().err
     assert main(["task=plan", *words, "plan.time=false", f"plan.json={tmp_path}/plan.json"]) == 0

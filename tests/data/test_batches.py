@@ -140,14 +140,11 @@ def test_a_limit_repeats_the_first_sequences(order: str) -> None:
 def test_evaluation_covers_the_held_out_split_once(context: int, val: int, rows: int) -> None:
     val += context
     data = dataset(50, val, context)
-    blocks, batches = (val - 1) // context, data.val_batches(rows)
-    assert batches == max(1, blocks // rows)
-    starts = [int(start) for i in range(batches) for start in data.batch("val", i, i * rows, rows)["tokens"][:, 0] - 50]
-    assert all(start % context == 0 for start in starts)
-    assert len(set(starts)) == min(blocks, batches * rows)
-    if blocks >= rows:
-        assert len(starts) == len(set(starts))
-        assert blocks - len(starts) < rows
+    blocks = (val - 1) // context
+    assert data.val_samples == blocks
+    firsts = range(0, blocks, rows)
+    starts = [int(start) for at in firsts for start in data.batch("val", at, at, rows)["tokens"][:, 0] - 50]
+    assert sorted(starts[:blocks]) == [block * context for block in range(blocks)]
 
 
 def test_the_first_held_out_batches_are_spread_over_the_split() -> None:
@@ -162,7 +159,7 @@ def test_one_token_more_than_the_context_is_enough(order: str) -> None:
     data = dataset(9, 9, 8, order)
     assert data.batch("train", 0, 5 * 3, 3)["tokens"].tolist() == [list(range(8))] * 3
     assert data.batch("val", 0, 5 * 3, 3)["targets"].tolist() == [list(range(10, 18))] * 3
-    assert data.val_batches(3) == 1
+    assert data.val_samples == 1
 
 
 def test_a_split_shorter_than_that_is_refused(tmp_path: Path) -> None:
@@ -213,26 +210,39 @@ def test_the_description_tells_where_the_tokens_come_from(tmp_path: Path) -> Non
 
 
 def test_unigram_entropy_is_that_of_the_counts() -> None:
-    assert unigram_entropy(np.tile(np.arange(8, dtype=np.uint16), 50), 10) == pytest.approx(math.log(8))
-    assert unigram_entropy(np.zeros(9, np.uint16), 3) == 0
+    assert unigram_entropy([np.tile(np.arange(8), (2, 25)), np.tile(np.arange(8), 50)], 10) == pytest.approx(
+        math.log(8)
+    )
+    assert unigram_entropy([np.zeros(9, np.int64)], 3) == 0
     shares = [0.5, 0.3, 0.2]
-    ids = np.repeat(np.arange(3, dtype=np.uint32), [50, 30, 20])
-    assert unigram_entropy(ids, 3) == pytest.approx(-sum(p * math.log(p) for p in shares))
+    ids = np.repeat(np.arange(-1, 3), [7, 50, 30, 20])
+    assert unigram_entropy([ids[:40], ids[40:]], 3) == pytest.approx(-sum(p * math.log(p) for p in shares))
 
 
-def test_unigram_entropy_of_a_very_long_split_is_sampled_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_baseline_is_of_the_targets_that_an_evaluation_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ttrain.data import batches
+
+    ids = np.random.default_rng(0).integers(0, 9, 905).astype(np.uint16)
+    data = TokenDataset(ids[:100], ids[100:], 8, 9, DataConfig())
+    monkeypatch.setattr(batches, "_ENTROPY_BATCH", 40)
+    for samples, targets in ((None, ids[101:901]), (13, data.batch("val", 0, 0, 13)["targets"])):
+        assert data.baseline(samples).value == pytest.approx(unigram_entropy([targets.astype(np.int64)], 9))
+
+
+def test_the_baseline_of_a_very_long_split_is_sampled_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     from ttrain.data import batches
 
     ids = np.repeat(np.arange(4, dtype=np.uint16), 10_000)
     monkeypatch.setattr(batches, "_ENTROPY_TOKENS", 6400)
-    assert unigram_entropy(ids, 4) == pytest.approx(math.log(4), abs=0.02)
+    data = TokenDataset(ids[:9], ids, 8, 4, DataConfig())
+    assert data.baseline().value == pytest.approx(math.log(4), abs=0.02)
 
 
 def test_the_default_corpus_opens_quickly_and_its_baseline_is_plausible() -> None:
     started = time.process_time()
     data = open_text(TextConfig(), Sizes(context=64))
     assert time.process_time() - started < 5  # a small fraction of a second on a machine of its own
-    assert data.baseline.name == "unigram entropy"
-    assert 2.5 < data.baseline.value < 4
+    assert data.baseline().name == "unigram entropy"
+    assert 2.5 < data.baseline().value < 4
     assert data.vocabulary is not None and 90 <= data.vocabulary <= 128
     assert min(data.description["tokens"].values()) > 100_000

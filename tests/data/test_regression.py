@@ -52,7 +52,7 @@ def test_held_out_examples_are_never_trained_on() -> None:
     train = {row.tobytes() for index in range(4) for row in data.batch("train", 1, index * 45, 45)["inputs"]}
     val = {row.tobytes() for row in data.batch("val", 1, 0, 15)["inputs"]}
     assert len(train) == 45 and len(val) == 15 and not train & val
-    assert data.val_batches(4) == 3 and data.val_batches(100) == 1
+    assert data.val_samples == 15
 
 
 def test_the_examples_belong_to_the_data_seed_and_their_order_to_the_run_seed() -> None:
@@ -81,9 +81,10 @@ def test_targets_are_a_function_of_the_inputs_plus_noise() -> None:
 def test_the_baseline_is_the_error_of_answering_the_mean() -> None:
     data = dataset(examples=2000, held_out=0.5)
     targets = np.concatenate([data.batch("val", 0, index * 100, 100)["targets"] for index in range(10)])
-    assert data.baseline.name == "variance of the targets"
-    assert data.baseline.value == pytest.approx(((targets - targets.mean(0)) ** 2).mean(), rel=1e-5)
-    assert 0.3 < data.baseline.value < 3
+    assert data.baseline().name == "variance of the targets"
+    for samples, counted in ((None, targets), (70, targets[:70])):
+        expected = ((counted - counted.mean(0)) ** 2).mean()
+        assert data.baseline(samples).value == pytest.approx(expected, rel=1e-5) and 0.3 < expected < 3
 
 
 def test_examples_read_one_after_another() -> None:

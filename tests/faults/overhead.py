@@ -33,7 +33,7 @@ from ttrain.train.saver import Saver
 
 WINDOW = 50  # steps
 WORDS = [
-    "logger=jsonl", "device=cpu", "train.eval_every=null", "train.eval_batches=1", "sample.tokens=1",
+    "logger=jsonl", "device=cpu", "train.eval_every=null", "train.eval_sequences=4", "sample.tokens=1",
     f"train.save_every={2 * WINDOW}", "train.save_minutes=null", "train.peak_tflops=1",
 ]  # fmt: skip
 

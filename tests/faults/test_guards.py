@@ -251,11 +251,11 @@ def test_out_of_memory_names_classes_and_keys(train: Train, little_memory: None,
 
 
 def test_out_of_memory_shrinks_the_micro_batch_and_nothing_else(train: Train, little_memory: None, capsys: Any) -> None:
-    words = ["train.batch_size=8", "train.eval_batches=3"]
+    words = ["train.batch_size=8", "train.eval_sequences=22"]
     assert train("run.dir=run", *words, "recover.oom=shrink") == 0
     assert capsys.readouterr().err.count("WARNING: Out of memory") == 2
     assert [kind for kind in kinds("run") if kind == "shrunk"] == ["shrunk"] * 2
-    assert train("run.dir=by_hand", *words, "train.accumulation=4", "train.eval_batches=12") == 0
+    assert train("run.dir=by_hand", *words, "train.accumulation=4") == 0
     assert tensors("run") == tensors("by_hand") and losses("run") == losses("by_hand")
 
 

@@ -175,7 +175,7 @@ def test_heads_of_agillm_have_rates_of_their_own(tmp_path: Path, monkeypatch: py
     words = [
         "model=agillm", "model.preset=femto_1x", "model.context=16", "data=text", "data.path=text.txt", "device=cpu",
         "device.threads=1", "engine=static", "logger=jsonl", "train.batch_size=2", "train.eval_every=null",
-        "train.eval_batches=1", "train.log_every=1", "train.peak_tflops=1", "schedule=constant", "optimizer.lr=5e-5",
+        "train.eval_sequences=4", "train.log_every=1", "train.peak_tflops=1", "schedule=constant", "optimizer.lr=5e-5",
         "optimizer.decay_rule=all", "optimizer.clip_scope=[embedding,blocks,norm]",
     ]  # fmt: skip
     Path("text.txt").write_text("the heads learn faster than the core of a model does\n" * 200)

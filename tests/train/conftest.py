@@ -160,8 +160,9 @@ class Cycles:
         targets = np.where(generator.random((rows, self.context)) < 0.2, -1, text[:, 1:])
         return {"tokens": text[:, :-1], "targets": targets}
 
-    def val_batches(self, rows: int) -> int:
-        return 3
+    @property
+    def val_samples(self) -> int:
+        return 12
 
 
 @dataclass
@@ -208,7 +209,7 @@ def make_job(tmp_path: Path) -> Iterator[MakeJob]:
             config=config,
             seed=7,
             step=TrainStep(model.steps(), config.accumulation, seed=7),
-            evaluation=Evaluation(model.evaluate, dataset, 4, config.eval_batches, seed=7),
+            evaluation=Evaluation(model.evaluate, dataset, 4, config.eval_sequences),
             dataset=dataset,
             reading=Reading.of(config, 1, progress.step, progress.read),
             state=model.state,

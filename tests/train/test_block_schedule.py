@@ -32,7 +32,13 @@ from ttrain.train.step import TrainStep
 
 MODEL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=32", "model.dropout=0.1"]
 BLOCKS = ["train.block_schedule=[8,16,32]", "train.block_steps=6"]
-TRAIN = ["train.batch_size=4", "train.log_every=1", "train.eval_every=6", "train.eval_batches=2", "train.save_every=5"]
+TRAIN = [
+    "train.batch_size=4",
+    "train.log_every=1",
+    "train.eval_every=6",
+    "train.eval_sequences=8",
+    "train.save_every=5",
+]
 QUIET = ["logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=4", "train.keep_last=9", "schedule.steps=40"]
 
 

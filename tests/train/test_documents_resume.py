@@ -22,7 +22,7 @@ from ttrain.train.retention import find_checkpoint
 DATA = ["data=documents", "data.sources=[a.jsonl,b.jsonl]", "data.tokenizer=byte"]
 QUIET = [
     "logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=1", "train.log_every=1", "train.peak_tflops=1",
-    "train.eval_every=null", "train.eval_batches=1",
+    "train.eval_every=null", "train.eval_sequences=2",
 ]  # fmt: skip
 TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "train.batch_size=2"]
 

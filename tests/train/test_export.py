@@ -15,7 +15,7 @@ from ttrain.train.checkpoint import read_checkpoint
 
 SIZE = {"layers": 1, "heads": 2, "width": 16, "context": 8}
 MODEL = ["model=nano-gpt", "model.bias=true", *(f"model.{key}={value}" for key, value in SIZE.items())]
-TRAIN = ["train.steps=2", "train.batch_size=2", "train.eval_every=null", "train.eval_batches=1", "sample.tokens=5"]
+TRAIN = ["train.steps=2", "train.batch_size=2", "train.eval_every=null", "train.eval_sequences=2", "sample.tokens=5"]
 TRAIN += ["train.peak_tflops=1", "logger=jsonl", "device.threads=1"]
 
 

@@ -166,7 +166,7 @@ def test_seeds_differ_in_every_argument_and_repeat() -> None:
 
 
 def test_evaluation_uses_held_out_batches_only(make_job: MakeJob) -> None:
-    job = make_job(steps=8, eval_batches=2)
+    job = make_job(steps=8, eval_sequences=8)
     job.loop.run()
     assert [entry for entry in job.dataset.asked if entry[0] == "val"] == [("val", 0), ("val", 4)] * 3
     assert [entry[1] for entry in job.dataset.asked if entry[0] == "train"] == list(range(0, 32, 4))
@@ -182,7 +182,7 @@ def test_evaluation_uses_held_out_batches_only(make_job: MakeJob) -> None:
 
 
 def test_whole_held_out_split(make_job: MakeJob) -> None:
-    job = make_job(steps=4, eval_batches=None)
+    job = make_job(steps=4, eval_sequences=None)
     job.loop.run()
     assert [index for split, index in job.dataset.asked if split == "val"] == [0, 4, 8] * 2  # counted first
 

@@ -24,7 +24,7 @@ from ttrain.train.run_directory import read_config
 from ttrain.train.step import TrainStep
 
 COMMON = [
-    "model=mlp", "model.width=8", "train.batch_size=4", "train.eval_every=3", "train.eval_batches=2", "train.steps=6",
+    "model=mlp", "model.width=8", "train.batch_size=4", "train.eval_every=3", "train.eval_sequences=8", "train.steps=6",
     "train.log_every=1", "logger=jsonl", "guard.check_learning=null", "schedule.steps=6",
 ]  # fmt: skip
 TWO = ["device=n150", "device.mode=mock", "device.subdevices=2", "device.command_queues=2"]

@@ -25,7 +25,13 @@ from ttrain.train.run_directory import read_config
 
 WORDS = ["def", "return", "self", "for", "in", "if", "else", "import", "class", "None", "while", "yield"]
 MODEL = ["model.layers=2", "model.width=32", "model.heads=2", "model.context=16", "model.dropout=0.2"]
-TRAIN = ["train.batch_size=4", "train.eval_every=4", "train.eval_batches=2", "train.save_every=4", "train.log_every=1"]
+TRAIN = [
+    "train.batch_size=4",
+    "train.eval_every=4",
+    "train.eval_sequences=8",
+    "train.save_every=4",
+    "train.log_every=1",
+]
 QUIET = ["logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=8"]
 
 

@@ -21,7 +21,13 @@ from ttrain.nn.initialize import initial_values
 SIZE = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocabulary": 256}
 MODEL = [f"model.{name}={size}" for name, size in SIZE.items()]
 QUIET = ["logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=4", "model.preset=null", "data=text"]
-DATA = ["data.path=book.txt", "data.tokenizer=byte", "train.batch_size=2", "train.eval_batches=1", "train.log_every=1"]
+DATA = [
+    "data.path=book.txt",
+    "data.tokenizer=byte",
+    "train.batch_size=2",
+    "train.eval_sequences=2",
+    "train.log_every=1",
+]
 
 
 @pytest.fixture

@@ -111,7 +111,7 @@ def _fill(schema: type[Any], section: str, values: Mapping[str, Any], found: Fin
         if key == "_target_":
             continue
         if key not in known:
-            found.add(f"{path}: unknown key{found.origin(path)}. {_suggest(section, str(key), known)}")
+            found.add(f"{path}: unknown key{found.origin(path)}. {_suggest(section, str(key), schema)}")
             continue
         converted = _convert(schema, key, path, value, found)
         if converted is not _REFUSED:
@@ -245,7 +245,11 @@ def _name_problem(section: str, name: Any) -> str:
     return f"{section}.name={name}: not registered. {did_you_mean(str(name), valid)} {hint}"
 
 
-def _suggest(section: str, key: str, known: set[str]) -> str:
+def _suggest(section: str, key: str, schema: type[Any]) -> str:
+    known = {declared.name for declared in fields(schema)}
+    for declared in fields(schema):
+        if declared.metadata.get("formerly") == key:
+            return f"It is now {section}.{declared.name}: {declared.metadata['help']}."
     rows = registry.rows()
     owners = [row.name for row in rows if row.group == section and key in row.config.__dataclass_fields__]
     if owners:

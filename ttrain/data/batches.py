@@ -6,10 +6,9 @@ of one batch of 12, and a run may change its batch size wherever it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -27,8 +26,8 @@ Batch = dict[str, NDArray[Any]]
 # Words that tell the streams of one seed apart.
 _DRAWS, _PASSES, _HELD_OUT = 1, 2, 3
 
-_ENTROPY_TOKENS = 1 << 26  # a longer split is measured on as many tokens in evenly spaced runs
-_ENTROPY_RUNS = 64
+_ENTROPY_TOKENS = 1 << 26  # of a longer split the first sequences, which lie all over it, are measured
+_ENTROPY_BATCH = 1 << 20  # tokens read at a time
 
 
 @dataclass(frozen=True)
@@ -63,15 +62,14 @@ class Dataset(Protocol):
         """
         ...
 
-    def val_batches(self, rows: int) -> int:
-        """Batches of `rows` (over all ranks) that fit in the held-out split once, at least 1.
-
-        The remainder, fewer than `rows` samples, is left out; a split smaller than one batch repeats within it.
-        """
+    @property
+    def val_samples(self) -> int:
+        """Samples of the held-out split, at least 1: numbers from here on repeat them."""
         ...
 
-    @property
-    def baseline(self) -> Baseline: ...
+    def baseline(self, samples: int | None = None) -> Baseline:
+        """Of the first so many held-out samples, None for all of them."""
+        ...
 
 
 class Resizable(Dataset, Protocol):
@@ -92,7 +90,22 @@ class TokenSequences:
     """What datasets of tokens share: sequences of `context` ids whose length can change on the way."""
 
     context: int
+    vocabulary: int | None
     fields: dict[str, TensorSpec]
+    batch: Callable[[Split, int, int, int], Batch]
+
+    @property
+    def val_samples(self) -> int:
+        """See Dataset."""
+        raise NotImplementedError
+
+    def baseline(self, samples: int | None = None) -> Baseline:
+        """Unigram entropy of the targets of the first so many held-out sequences, in nats per token."""
+        count = min(self.val_samples, samples or self.val_samples, max(1, _ENTROPY_TOKENS // self.context))
+        rows = max(1, _ENTROPY_BATCH // self.context)
+        batches = (self.batch("val", 0, first, min(rows, count - first)) for first in range(0, count, rows))
+        assert self.vocabulary is not None
+        return Baseline("unigram entropy", unigram_entropy((batch["targets"] for batch in batches), self.vocabulary))
 
     def at(self: _Sequences, context: int, sequences: int, tokens: int) -> _Sequences:
         """The same data in sequences of `context`, at most as many tokens as before; see Resizable.at.
@@ -167,14 +180,10 @@ class TokenDataset(TokenSequences):
             self._check_ids(split, starts, rows_read)
         return {"tokens": rows_read[:, :-1].astype(np.int64), "targets": rows_read[:, 1:].astype(np.int64)}
 
-    def val_batches(self, rows: int) -> int:
+    @property
+    def val_samples(self) -> int:
         """See Dataset."""
-        return max(1, self._blocks("val") // rows)
-
-    @cached_property
-    def baseline(self) -> Baseline:
-        """Unigram entropy of the held-out split, in nats per token."""
-        return Baseline("unigram entropy", unigram_entropy(self._splits["val"], self._ids))
+        return self._blocks("val")
 
     def _train_starts(self, seed: int, numbers: Words) -> Words:
         first, offset = np.uint64(self._first), np.uint64(self._offset)
@@ -225,12 +234,11 @@ def held_out(numbers: Words, count: int) -> Words:
     return shuffled(np.full(numbers.shape, derive_key(_HELD_OUT), np.uint64), numbers % np.uint64(count), count)
 
 
-def unigram_entropy(ids: Ids, vocabulary: int) -> float:
-    """Entropy in nats of the distribution of single tokens; estimated from evenly spaced runs of a very long array."""
+def unigram_entropy(parts: Iterable[NDArray[np.int64]], vocabulary: int) -> float:
+    """Entropy in nats of the distribution of single targets, given in parts; those below zero count for nothing."""
     counts = np.zeros(vocabulary, np.int64)
-    run = _ENTROPY_TOKENS // _ENTROPY_RUNS
-    for start in range(0, len(ids), run if len(ids) <= _ENTROPY_TOKENS else len(ids) // _ENTROPY_RUNS):
-        counts += np.bincount(np.minimum(ids[start : start + run], vocabulary - 1), minlength=vocabulary)
+    for targets in parts:
+        counts += np.bincount(targets[targets >= 0], minlength=vocabulary)
     shares = counts[counts > 0] / counts.sum()
     return max(0.0, float(-(shares * np.log(shares)).sum()))  # one token alone gives -0.0
 

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError
 from ttrain.core.folders import cache_folder
-from ttrain.data.batches import Baseline, Batch, Sizes, Split, TokenSequences, held_out, sample_numbers, unigram_entropy
+from ttrain.data.batches import Batch, Sizes, Split, TokenSequences, held_out, sample_numbers
 from ttrain.data.counter import Words
 from ttrain.data.document_files import ENDS_FILE, fill_documents
 from ttrain.data.end_token import CONFIG_FILE
@@ -89,18 +88,9 @@ class DocumentDataset(TokenSequences):
         targets[:, :-1] = tokens[:, 1:]
         return {"tokens": tokens, "targets": targets}
 
-    def val_batches(self, rows: int) -> int:
-        """See batches.Dataset."""
-        return max(1, self._val_blocks // rows)
-
-    @cached_property
-    def baseline(self) -> Baseline:
-        """Unigram entropy of the held-out documents, in nats per token."""
-        assert self.vocabulary is not None
-        return Baseline("unigram entropy", unigram_entropy(self._splits["val"], self.vocabulary))
-
     @property
-    def _val_blocks(self) -> int:
+    def val_samples(self) -> int:
+        """See batches.Dataset."""
         return len(self._splits["val"]) // self.context
 
     def _train_rows(self, seed: int, numbers: Words) -> list[Ids]:
@@ -111,7 +101,7 @@ class DocumentDataset(TokenSequences):
         return [self._stream.read(seed, position, self.context) for position in positions]
 
     def _val_rows(self, numbers: Words) -> list[Ids]:
-        starts = held_out(numbers, self._val_blocks) * np.uint64(self.context)
+        starts = held_out(numbers, self.val_samples) * np.uint64(self.context)
         return [self._splits["val"][int(start) : int(start) + self.context] for start in starts]
 
 

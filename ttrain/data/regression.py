@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ _INPUTS, _NOISE, _FIRST_LAYER, _SECOND_LAYER = 11, 12, 13, 14
 
 _HIDDEN = 32
 _TANH_VARIANCE = 0.3943  # of tanh(z) for z ~ N(0, 1)
-_BASELINE_EXAMPLES = 4096
+_BASELINE_EXAMPLES = 1 << 16
 
 
 class RegressionDataset:
@@ -63,16 +62,15 @@ class RegressionDataset:
             return self.examples(numbers % np.uint64(count))
         return self.examples(shuffled_passes(seed, numbers, count)[1])
 
-    def val_batches(self, rows: int) -> int:
+    @property
+    def val_samples(self) -> int:
         """See batches.Dataset."""
-        return max(1, self._counts["val"] // rows)
+        return self._counts["val"]
 
-    @cached_property
-    def baseline(self) -> Baseline:
-        """Mean squared error of always answering the mean of the held-out targets."""
-        first = self._counts["train"]
-        numbers = np.arange(first, first + min(self._counts["val"], _BASELINE_EXAMPLES), dtype=np.uint64)
-        targets = self.examples(numbers)["targets"]
+    def baseline(self, samples: int | None = None) -> Baseline:
+        """Mean squared error of always answering the mean of the targets; of very many, of the first ones."""
+        count = min(self.val_samples, samples or self.val_samples, _BASELINE_EXAMPLES)
+        targets = self.batch("val", 0, 0, count)["targets"]
         return Baseline("variance of the targets", float(targets.var(axis=0).mean()))
 
     def examples(self, numbers: Words) -> Batch:

@@ -49,7 +49,7 @@ def _print_sample(job: Job, logits: Step) -> None:
 def _summary(job: Job, run: RunDirectory, progress: Progress) -> Summary:
     from ttrain.train.summary import Summary, last_rates, last_val_metrics, recorded_steps
 
-    baseline = job.dataset.baseline
+    baseline = job.baseline
     return Summary(
         model=job.model_name,
         parameters=job.model.parameter_count,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -150,12 +151,12 @@ def _planned(job: Job, config: Config, plain: Forecast) -> Forecast:
         return _forecast(job, config, plain, session, session.build_training())
 
 
-def _batches(job: Job, config: Config) -> float:
-    """Of an evaluation; a split that is covered as a whole has more batches where they are smaller."""
+def _batches(job: Job, config: Config) -> int:
+    """Of an evaluation; a split that is covered as a whole has more sequences where they are shorter."""
     rows = config.train.batch_size // config.train.accumulation
     own, other = context_of(job.config) or 1, context_of(config) or 1
-    available = job.dataset.val_batches(rows) * own / other
-    return available if config.train.eval_batches is None else min(config.train.eval_batches, available)
+    available = job.dataset.val_samples * own / other
+    return math.ceil(min(config.train.eval_sequences or available, available) / rows)
 
 
 def _others(job: Job, found: Forecast, plain: Forecast) -> list[Other]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ttrain.config import build
@@ -25,7 +26,7 @@ from ttrain.train.run_directory import RunDirectory, chosen_model
 from ttrain.train.warm_start import WarmStart
 
 if TYPE_CHECKING:
-    from ttrain.data.batches import Dataset
+    from ttrain.data.batches import Baseline, Dataset
     from ttrain.device.base import Device
     from ttrain.engine.base import Step
     from ttrain.engine.state import StateTensor
@@ -187,6 +188,11 @@ class Job:
             f"nothing was trained or saved."
         )
 
+    @cached_property
+    def baseline(self) -> Baseline:
+        """Of the very targets that evaluations count."""
+        return self.dataset.baseline(self.config.train.eval_sequences)
+
     @property
     def model_name(self) -> str:
         """As the user chose it: nano-gpt rather than gpt. A resumed run was chosen by an earlier command."""
@@ -306,24 +312,25 @@ class Job:
         from ttrain.train.evaluate import Evaluation
         from ttrain.train.loop import Loop
         from ttrain.train.nonfinite import Start, StepSearch
+        from ttrain.train.progress import held_out_hash
         from ttrain.train.summary import start_command
 
         config = self.config.train
         rows = config.batch_size // config.accumulation
+        evaluation = Evaluation(
+            Newest(self.steps, "evaluate"),
+            self.dataset,
+            rows,
+            config.eval_sequences,
+            preparation(self.model),
+            self.console.say,
+        )
         step = self.train_step(self.steps, blocks)
         return Loop(
             config=config,
             seed=self.config.run.seed,
             step=step,
-            evaluation=Evaluation(
-                Newest(self.steps, "evaluate"),
-                self.dataset,
-                rows,
-                config.eval_batches,
-                self.config.run.seed,
-                preparation(self.model),
-                self.console.say,
-            ),
+            evaluation=evaluation,
             dataset=reading.opened(self.dataset, progress.step + 1),
             reading=reading,
             state=session.state,
@@ -333,7 +340,7 @@ class Job:
             meter=self._meter(session, timed),
             stored_config=self.stored,
             tokenizer=tokenizer_json(self.dataset),
-            held_out=self._held_out(rows),
+            held_out=held_out_hash(self.dataset, evaluation.samples),
             progress=progress,
             guard=self.config.guard,
             search=StepSearch(
@@ -349,13 +356,6 @@ class Job:
             command=start_command(self.config.plugins),
             blocks=blocks,
         )
-
-    def _held_out(self, rows: int) -> str:
-        """Which held-out samples are evaluated, in batches of so many rows."""
-        from ttrain.train.progress import held_out_hash
-
-        available, wanted = self.dataset.val_batches(rows), self.config.train.eval_batches
-        return held_out_hash(self.dataset, rows * min(wanted or available, available))
 
     def _blocks(self, session: Session, reading: Reading) -> Blocks | None:
         """What changes the length of training sequences on the way; None where they keep the model's context."""

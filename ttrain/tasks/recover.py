@@ -25,10 +25,10 @@ def shrunk_config(config: Config, error: OutOfMemory) -> Config | None:
     )
     Events(error.run).add("shrunk", note, accumulation=train.accumulation)
     build.build_console(config.logger).say(f"WARNING: {note}")
-    explicit = config.source.explicit | {"train.accumulation", "train.eval_batches"}
+    explicit = config.source.explicit | {"train.accumulation"}
     return dataclasses.replace(
         config,
-        train=dataclasses.replace(config.train, accumulation=train.accumulation, eval_batches=train.eval_batches),
+        train=dataclasses.replace(config.train, accumulation=train.accumulation),
         run=dataclasses.replace(config.run, dir=str(error.run)),
         resume="auto",
         source=dataclasses.replace(config.source, explicit=explicit),

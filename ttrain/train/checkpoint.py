@@ -34,6 +34,7 @@ from ttrain.graph.graph import Kind
 from ttrain.train.files import sha256_file, sync_directory, to_json, write_synced
 from ttrain.train.fit import fit
 from ttrain.train.protocols import SAVED_KINDS, Array, State, StateValues
+from ttrain.train.settings import with_current_keys
 from ttrain.train.weights_file import StoredTensors, check_header, shapes, tensors
 
 FORMAT = 1
@@ -96,8 +97,8 @@ class Checkpoint:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved config of the run that wrote it."""
-        return dict(self._json("config.json"))
+        """The resolved config of the run that wrote it, in the keys of now."""
+        return with_current_keys(dict(self._json("config.json")))
 
     @property
     def progress(self) -> dict[str, Any]:

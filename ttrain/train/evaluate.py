@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from ttrain.core.errors import NonFiniteError
 from ttrain.core.waiting import Waiting
-from ttrain.models.base import Prepare, loss_weights, prepare_plain
-from ttrain.train.protocols import Array, Dataset, Step
-from ttrain.train.step import summed_metrics
+from ttrain.models.base import Batch, Prepare, loss_weights, prepare_plain
+from ttrain.train.protocols import Dataset, Step
 
 
 @dataclass(frozen=True)
@@ -23,27 +24,23 @@ class EvaluationResult:
 
 
 class Evaluation:
-    """Mean loss over the held-out split: the same batches at every step of the run, and never any other data."""
+    """Mean loss over held-out samples: the same ones at every step of the run and for every batch size, each once."""
 
     def __init__(
         self,
         step: Step,
         dataset: Dataset,
         rows: int,
-        batches: int | None,
-        seed: int,
+        samples: int | None,
         prepare: Prepare = prepare_plain,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """`rows` per call as the step was built for; `batches` None covers the whole split.
+        """`rows` per call as the step was built for; `samples` None covers the whole split.
 
         `say` is told how far an evaluation is that takes long.
         """
-        self._say = say
-        self._step, self._dataset, self._rows, self._seed = step, dataset, rows, seed
-        self._prepare = prepare
-        available = dataset.val_batches(rows)
-        self.batches = available if batches is None else min(batches, available)
+        self._step, self._dataset, self._rows, self._prepare, self._say = step, dataset, rows, prepare, say
+        self.samples = min(samples or dataset.val_samples, dataset.val_samples)
         self._counts: Counter[str] | None = None
 
     def __call__(self, stopped: Callable[[], bool] = lambda: False) -> EvaluationResult | None:
@@ -56,26 +53,46 @@ class Evaluation:
             self._counts = self._counted(stopped)
         if self._counts is None:
             return None
-        weights = loss_weights(self._counts)
-        loss, metrics = 0.0, dict[str, float]()
-        for index in range(self.batches):
+        sums: dict[str, float] = {}
+        for index, batch in enumerate(self._batches()):
             if stopped():
                 return None
-            waiting.at(index, self.batches)
-            outputs = self._step({**self._fields(index)[0], **weights})
-            loss, metrics = loss + float(outputs["loss"]), summed_metrics(metrics, outputs)
+            waiting.at(index * self._rows, self.samples)
+            for name, value in self._sums(batch, loss_weights(self._counts)).items():
+                sums[name] = sums.get(name, 0.0) + value
+        loss = sums.pop("loss")
         if not math.isfinite(loss):
             raise NonFiniteError(f"val/loss is {loss}")
-        return EvaluationResult(loss, metrics)
+        return EvaluationResult(loss, sums)
+
+    def _batches(self) -> Iterator[Batch]:
+        """The samples in their order; the last batch may have fewer rows than the others."""
+        for first in range(0, self.samples, self._rows):
+            yield self._dataset.batch("val", 0, first, min(self._rows, self.samples - first))
 
     def _counted(self, stopped: Callable[[], bool]) -> Counter[str] | None:
-        """What each weight averages over the whole split, which stays the same; None if `stopped` became true."""
+        """What each weight averages over all batches, which stays the same; None if `stopped` became true."""
         total: Counter[str] = Counter()
-        for index in range(self.batches):
+        for batch in self._batches():
             if stopped():
                 return None
-            total.update(self._fields(index)[1])
+            total.update(self._prepare(batch)[1])
         return total
 
-    def _fields(self, index: int) -> tuple[dict[str, Array], dict[str, int]]:
-        return self._prepare(self._dataset.batch("val", self._seed, index * self._rows, self._rows))
+    def _sums(self, batch: Batch, weights: Mapping[str, float]) -> dict[str, float]:
+        """The step's sums over a batch that may have fewer rows than the step.
+
+        Its rows fill the step again and again. Where targets are ids, all but the first time they count for nothing;
+        others can't be masked, so what counted several times is divided, once the rest is taken away.
+        """
+        rows = len(batch["targets"])
+        full = {name: np.resize(array, (self._rows, *array.shape[1:])) for name, array in batch.items()}
+        if masked := full["targets"].dtype.kind == "i":
+            full["targets"][rows:] = -1
+        outputs = self._step({**self._prepare(full)[0], **weights})
+        sums = {name: float(value) for name, value in outputs.items() if name == "loss" or "/" in name}
+        if masked or rows == self._rows:
+            return sums
+        times, rest = divmod(self._rows, rows)
+        extra = self._sums({name: array[:rest] for name, array in batch.items()}, weights) if rest else {}
+        return {name: (value - extra.get(name, 0.0)) / times for name, value in sums.items()}

@@ -73,12 +73,8 @@ def _keeps_fp32(optimizer: OptimizerConfig) -> bool:
 
 
 def shrunk(train: TrainConfig) -> TrainConfig | None:
-    """Half the micro-batch and twice the accumulation: the same sum of gradients. None where it can't be halved.
-
-    As many held-out sequences are evaluated as before, in twice as many batches.
-    """
+    """Half the micro-batch and twice the accumulation: the same sum of gradients. None where it can't be halved."""
     accumulation = 2 * train.accumulation
     if train.batch_size % accumulation:
         return None
-    batches = None if train.eval_batches is None else 2 * train.eval_batches
-    return replace(train, accumulation=accumulation, eval_batches=batches)
+    return replace(train, accumulation=accumulation)

@@ -27,8 +27,6 @@ class Progress:
     """
 
     step: int = 0  # optimizer steps done
-    read_samples: int = 0  # sequences (or examples) of the training data, whatever batches they came in
-    read_tokens: int = 0  # of those sequences, with or without a target
     tokens: int = 0  # tokens (or examples) trained on
     seconds: float = 0.0  # time of the loop over all legs, see meter.py
     train_loss: float | None = None  # of the newest step
@@ -43,6 +41,8 @@ class Progress:
     skipped_steps: int = 0  # whose update was not applied
     rollbacks: int = 0
     compacted: bool = False  # whether rank matrices were compacted afterwards: such parameters are for inference
+    read_samples: int = 0  # sequences (or examples) of the training data, whatever batches they came in
+    read_tokens: int = 0  # of those sequences, with or without a target
 
     def evaluated(self, loss: float, min_improvement: float = 0.0) -> bool:
         """Notes an evaluation after the current step; whether it is the best so far."""

@@ -25,6 +25,7 @@ from ttrain.train.checkpoint import UNFINISHED
 from ttrain.train.files import lock_file, replace_file, to_json
 from ttrain.train.metrics import read_metrics
 from ttrain.train.retention import put_back_replaced
+from ttrain.train.settings import with_current_keys
 
 RECORD = "run.json"
 LOCK = ".lock"
@@ -253,7 +254,7 @@ def chosen_model(run: Path | None) -> str | None:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """The resolved config of a run. Raises CheckpointError where the folder is not a run or the file is damaged."""
+    """The resolved config of a run, in the keys of now. Raises CheckpointError where it is missing or damaged."""
     import yaml
 
     try:
@@ -266,7 +267,7 @@ def read_config(run: Path) -> dict[str, Any]:
         raise CheckpointError(f"{run / 'config.yaml'} can't be read: {error}") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{run / 'config.yaml'} holds {type(config).__name__}, expected keys and values.")
-    return config
+    return with_current_keys(config)
 
 
 def _entries(folder: Path) -> list[Path]:

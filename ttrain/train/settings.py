@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ttrain.core.options import option
 
@@ -41,7 +42,12 @@ class TrainConfig:
         "another one there",
     )
     eval_every: int | None = option(250, "steps between evaluations; null evaluates once, at the end", minimum=1)
-    eval_batches: int | None = option(20, "batches per evaluation; null covers the whole held-out split", minimum=1)
+    eval_sequences: int | None = option(
+        320,
+        "held-out sequences (or examples) per evaluation, the same ones for every batch size; null takes all of them",
+        minimum=1,
+        formerly="eval_batches",
+    )
     save_every: int | None = option(500, "steps between checkpoints; null saves by time and at the end", minimum=1)
     save_minutes: float | None = option(
         10.0, "minutes between checkpoints; null saves by steps and at the end", above=0
@@ -65,6 +71,17 @@ class TrainConfig:
     peak_tflops: float | None = option(
         None, "peak of the device in 1e12 FLOP/s that mfu is relative to; null measures a matmul once", above=0
     )
+
+
+def with_current_keys(stored: dict[str, Any]) -> dict[str, Any]:
+    """A stored config in the keys of now: `eval_batches` counted micro-batches."""
+    train = stored.get("train")
+    if not isinstance(train, dict) or "eval_batches" not in train:
+        return stored
+    rows = train.get("batch_size", 1) // train.get("accumulation", 1)
+    kept = {key: value for key, value in train.items() if key != "eval_batches"}
+    sequences = None if train["eval_batches"] is None else train["eval_batches"] * rows
+    return {**stored, "train": {**kept, "eval_sequences": sequences}}
 
 
 @dataclass

@@ -1,0 +1,177 @@
+"""Evaluations count the same held-out samples, each once, whatever the batch size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ttrain.cli import main
+from ttrain.data.batches import Sizes, TokenDataset, unigram_entropy
+from ttrain.data.documents import open_documents
+from ttrain.data.regression import RegressionDataset, open_regression
+from ttrain.data.settings import DataConfig, DocumentsConfig, RegressionConfig, TextConfig
+from ttrain.data.text import open_text
+from ttrain.train.checkpoint import Checkpoint, read_checkpoint
+from ttrain.train.evaluate import Evaluation
+from ttrain.train.files import to_json
+from ttrain.train.metrics import read_metrics
+
+QUIET = [
+    "logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=1", "train.log_every=1", "train.peak_tflops=1",
+    "train.steps=1", "train.save_every=null", "optimizer.lr=0", "guard.check_learning=null",
+]  # fmt: skip
+GPT = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16"]
+TEXT = ["data.path=book.txt", "data.tokenizer=byte", "data.held_out=0.2"]
+AGILLM = [
+    "model=agillm", "model.preset=null", "model.layers=1", "model.width=16", "model.heads=2", "model.rank=8",
+    "model.context=16", "model.objective=joint",
+]  # fmt: skip
+DOCUMENTS = ["data=documents", "data.sources=[rows.jsonl]", "data.tokenizer=byte", "data.held_out=0.2"]
+REGRESSION = ["model=mlp", "model.width=8", "data=regression", "data.examples=100", "data.held_out=0.23"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder with a text and documents."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    words = [f"word{number}" for number in np.random.default_rng(0).integers(0, 1000, 300)]
+    Path("book.txt").write_text(" ".join(words))
+    rows = [{"text": " ".join(words[number : number + 4])} for number in range(0, 300, 4)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+class Squares:
+    """A step whose sums are of functions of single rows. Notes how many rows it was given."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def __call__(self, inputs: Any) -> dict[str, float]:
+        targets = np.asarray(inputs["targets"], np.float64)
+        self.rows.append(len(targets))
+        counted = targets[targets >= 0] if inputs["targets"].dtype.kind == "i" else targets
+        weight = inputs["loss_weight"]
+        return {"loss": weight * float((counted**2).sum()), "a/b": weight * float(np.abs(counted).sum()), "other": 7.0}
+
+
+def ids(count: int) -> TokenDataset:
+    held = np.random.default_rng(0).integers(0, 50, 3 * count + 1).astype(np.uint16)
+    return TokenDataset(held, held, 3, 50, DataConfig())
+
+
+def examples(count: int) -> RegressionDataset:
+    return open_regression(RegressionConfig(examples=count + 10, held_out=count / (count + 10)), Sizes(None, 2, 2))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    kind=st.sampled_from([ids, examples]),
+    available=st.integers(1, 40),
+    rows=st.integers(1, 70),
+    samples=st.one_of(st.none(), st.integers(1, 60)),
+)
+def test_every_sample_counts_once(kind: Any, available: int, rows: int, samples: int | None) -> None:
+    data, step = kind(available), Squares()
+    assert data.val_samples == available
+    found = Evaluation(step, data, rows, samples)()
+    counted = data.batch("val", 0, 0, min(available, samples or available))["targets"].astype(np.float64)
+    assert found is not None and set(step.rows) == {rows}
+    assert found.loss == pytest.approx((counted**2).mean(), rel=1e-9)
+    assert found.metrics == {"a/b": pytest.approx(np.abs(counted).mean(), rel=1e-9)}
+
+
+def evaluated(run: str, *words: str) -> dict[str, float]:
+    """The val/... numbers of a run whose weights are the first ones."""
+    assert main([*QUIET, *words, f"run.dir={run}"]) == 0
+    (line,) = [line for line in read_metrics(Path(run, "metrics.jsonl")) if "val/loss" in line]
+    return {name: value for name, value in line.items() if name.startswith("val/")}
+
+
+@pytest.mark.parametrize("sequences", ["null", "7"])
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ([*GPT, *TEXT], {"val/loss"}),
+        ([*GPT, *DOCUMENTS], {"val/loss"}),
+        ([*AGILLM, *TEXT], {"val/loss", "val/ar/ce", "val/sat/ce", "val/gate/ce"}),
+        ([*AGILLM, *DOCUMENTS], {"val/loss", "val/ar/ce", "val/sat/ce", "val/gate/ce"}),
+        (REGRESSION, {"val/loss"}),
+    ],
+    ids=["text", "documents", "agillm-text", "agillm-documents", "regression"],
+)
+def test_the_loss_is_the_same_for_every_batch_size(words: list[str], names: set[str], sequences: str) -> None:
+    """One at a time, one batch left over, micro-batches, and a batch larger than the held-out split."""
+    words = [*words, f"train.eval_sequences={sequences}"]
+    one = evaluated("one", *words, "train.batch_size=1")
+    assert one.keys() == names
+    for number, sizes in enumerate((["6"], ["12", "train.accumulation=3"], ["100"])):
+        assert evaluated(f"run{number}", *words, f"train.batch_size={sizes[0]}", *sizes[1:]) == pytest.approx(
+            one, rel=1e-6
+        )
+
+
+def test_the_loss_of_examples_against_numpy() -> None:
+    found = evaluated("run", *REGRESSION, "train.batch_size=16", "train.eval_sequences=null")
+    (folder,) = Path("run/checkpoints").glob("step_*")
+    weights = read_checkpoint(folder).parameters()
+    data = open_regression(RegressionConfig(examples=100, held_out=0.23), Sizes(inputs=8, outputs=8))
+    batch = data.examples(np.arange(77, 100, dtype=np.uint64))
+    x, layers = batch["inputs"].astype(np.float64), len(weights) // 2
+    for layer in range(layers):
+        x = x @ weights[f"layers.{layer}.weight"].T + weights[f"layers.{layer}.bias"]
+        x = x if layer == layers - 1 else np.maximum(x, 0)
+    assert found["val/loss"] == pytest.approx(((x - batch["targets"]) ** 2).mean(), rel=1e-6)
+
+
+@pytest.mark.parametrize("sequences", [None, 5])
+def test_the_unigram_entropy_of_the_summary_is_of_the_same_targets(sequences: int | None) -> None:
+    given = "null" if sequences is None else sequences
+    for name, words, data in (
+        ("text", TEXT, lambda: open_text(TextConfig(path="book.txt", tokenizer="byte", held_out=0.2), Sizes(16))),
+        (
+            "documents",
+            DOCUMENTS,
+            lambda: open_documents(DocumentsConfig(sources=["rows.jsonl"], tokenizer="byte", held_out=0.2), Sizes(16)),
+        ),
+    ):
+        evaluated(name, *GPT, *words, "train.batch_size=4", f"train.eval_sequences={given}")
+        summary = json.loads(Path(name, "summary.json").read_text())
+        opened = data()
+        targets = opened.batch("val", 0, 0, sequences or opened.val_samples)["targets"]
+        assert summary["baseline"] == {"name": "unigram entropy", "loss": unigram_entropy([targets], 257)}
+
+
+def test_the_earlier_key_names_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUIET, *GPT, *TEXT, "train.eval_batches=2", "run.dir=run"]) == 2
+    message = capsys.readouterr().err
+    assert "train.eval_batches: unknown key" in message and "It is now train.eval_sequences: held-out seq" in message
+    assert not Path("run").exists()
+
+
+def test_a_checkpoint_with_the_earlier_key_evaluates_as_many_sequences_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """2 batches of 12 / 3 rows are 8 sequences, also where the run goes on with another batch size."""
+    words = [*GPT, *TEXT, "train.batch_size=12", "train.accumulation=3"]
+    expected = evaluated("first", *words, "train.eval_sequences=8")
+    (folder,) = Path("first/checkpoints").glob("step_*")
+    stored = json.loads((folder / "config.json").read_text())
+    del stored["train"]["eval_sequences"]
+    stored["train"]["eval_batches"] = 2
+    Path("first/config.yaml").write_text(to_json(stored))  # which is YAML as well
+    original = Checkpoint._json
+    monkeypatch.setattr(
+        Checkpoint, "_json", lambda self, name: stored if name == "config.json" else original(self, name)
+    )
+    assert main(["resume=first", "run.dir=second", "train.steps=2", "train.batch_size=5", "train.accumulation=1"]) == 0
+    assert read_checkpoint(next(Path("second/checkpoints").glob("*2"))).config["train"]["eval_sequences"] == 8
+    lines = [line["val/loss"] for line in read_metrics(Path("second", "metrics.jsonl")) if "val/loss" in line]
+    assert lines[-1] == pytest.approx(expected["val/loss"], rel=1e-6)
