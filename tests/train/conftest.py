@@ -203,7 +203,7 @@ def make_job(tmp_path: Path) -> Iterator[MakeJob]:
             assert checkpoint is not None
             checkpoint.load(model.state)
             progress = Progress.of(checkpoint)
-            cut_metrics(run_directory.metrics, progress.step)
+            cut_metrics(run_directory.metrics, progress.step, progress.evaluated_at == progress.step)
         loggers = Loggers(MetricsFile(run_directory.metrics), Console(bar=False), views or [])
         loop = Loop(
             config=config,

@@ -488,10 +488,19 @@ LONG = {"steps": 5, "save_every": None, "save_minutes": None, "eval_every": None
 
 @pytest.mark.parametrize(("settings", "step"), [(LONG, 5), ({"steps": 9, "save_every": 4, "eval_every": 4}, 8)])
 @pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("added", [False, True])
 def test_a_kill_during_an_evaluation_loses_no_step(
-    make_job: Any, settings: dict[str, Any], step: int, asynchronous: bool
+    make_job: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    step: int,
+    asynchronous: bool,
+    added: bool,
 ) -> None:
-    """The last one, and one that comes together with a save. The next leg evaluates, as an undisturbed run does."""
+    """The last one, and one that comes together with a save; or when its loss is added to the checkpoint.
+
+    The next leg evaluates, as an undisturbed run does.
+    """
     settings = {**settings, "async_save": asynchronous}
     whole = make_job("whole", **settings)
     whole.loop.run()
@@ -507,7 +516,13 @@ def test_a_kill_during_an_evaluation_loses_no_step(
                 job.loop.saver.join()  # the save beside training needs its time; at the last step it is waited for
             os.kill(os.getpid(), signal.SIGKILL)
 
-        job.loop.evaluation = kill
+        def added_too_late(path: Path, *_: Any, **__: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL) if path.name.endswith(f"{step}") else note_progress(path, *_, **__)
+
+        if added:
+            monkeypatch.setattr(saver, "note_progress", added_too_late)
+        else:
+            job.loop.evaluation = kill
         job.loop.run()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL

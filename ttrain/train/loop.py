@@ -273,7 +273,7 @@ class Loop:
         stored |= {"lr_factor": factor, "rollbacks": rollbacks, "wandb_id": self.progress.wandb_id}
         for name, value in stored.items():
             setattr(self.progress, name, value)
-        dropped = self.loggers.file.cut(checkpoint.step)
+        dropped = self.loggers.file.cut(checkpoint.step, self.progress.evaluated_at == checkpoint.step)
         note = (
             f"{why} Rolled back to step {checkpoint.step} with {factor:g} times the learning rate; {dropped} lines "
             f"after it were removed from {self.run_directory.metrics.name}."

@@ -32,10 +32,10 @@ class MetricsFile:
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def cut(self, step: int) -> int:
-        """Removes the lines of steps after `step` and goes on appending; how many there were."""
+    def cut(self, step: int, evaluated: bool) -> int:
+        """Does what `cut_metrics` does and goes on appending."""
         self._file.close()
-        removed = cut_metrics(self.path, step)
+        removed = cut_metrics(self.path, step, evaluated)
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - held for as long as the run
         return removed
 
@@ -54,15 +54,19 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 yield metrics
 
 
-def cut_metrics(path: Path, step: int) -> int:
-    """Removes the lines of steps after `step`, which a resumed run writes anew, and returns how many there were."""
+def cut_metrics(path: Path, step: int, evaluated: bool = True) -> int:
+    """Removes the lines that a resumed run writes anew, and returns how many there were.
+
+    Those are of the steps after `step`, and its evaluation where that came too late for the checkpoint.
+    """
     if not path.exists():
         return 0
     kept, removed = [], 0
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             metrics = _parse(line)
-            if metrics is not None and metrics["step"] <= step:
+            newest = step if metrics is None or evaluated or "val/loss" not in metrics else step - 1
+            if metrics is not None and metrics["step"] <= newest:
                 kept.append(line)
             else:
                 removed += 1

@@ -204,7 +204,7 @@ def take_up(
     notes = [f"Resuming from {point.source or checkpoint.path} (step {checkpoint.step}).", *point.notes]
     aside = set_aside_after(run.checkpoints, checkpoint.step)
     notes += [f"Set aside, because it is of a later step: {path}" for path in aside]
-    dropped = cut_metrics(run.metrics, checkpoint.step)
+    dropped = cut_metrics(run.metrics, checkpoint.step, progress.evaluated_at == checkpoint.step)
     if dropped:
         notes.append(f"Removed {dropped} lines after step {checkpoint.step} from {run.metrics.name}.")
     changes = config_difference(checkpoint.config, config)
