@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from tests.models.plain_gpt import PlainGPT
 from ttrain.cli import main
+from ttrain.data.tokenizer import CharTokenizer
+from ttrain.models.gpt import GPT
+from ttrain.models.settings import GPTConfig
 from ttrain.train.checkpoint import read_checkpoint
+from ttrain.train.weights_file import said_of
 
 SIZE = {"layers": 1, "heads": 2, "width": 16, "context": 8}
 MODEL = ["model=nano-gpt", "model.bias=true", *(f"model.{key}={value}" for key, value in SIZE.items())]
@@ -112,6 +118,33 @@ def test_wrong_input_is_refused_and_leaves_nothing(
     errors = capsys.readouterr().err
     assert message in errors and "Traceback" not in errors
     assert sorted(Path().iterdir()) == before
+
+
+@pytest.mark.parametrize("file", ["tokens.pt", "tokens.safetensors"])
+def test_a_file_keeps_its_tokenizer_and_takes_no_other(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (own,) = Path("run/checkpoints").glob("*2/tokenizer.json")
+    Path("other.json").write_text(CharTokenizer("bcdefghijkl \n").to_json())
+    assert export(f"export.file={file}") == 0
+    words = ["task=export", *MODEL, f"export.source={file}"]
+    assert main([*words, f"export.dir=other-{file}", "export.tokenizer=other.json"]) == 2
+    assert f"export.tokenizer=other.json is not the tokenizer that {file} holds" in capsys.readouterr().err
+    assert not Path(f"other-{file}").exists()
+    for more in ([], [f"export.tokenizer={own}"]):
+        made = f"kept-{len(more)}-{file}"
+        assert main([*words, f"export.dir={made}", *more]) == 0
+        (kept,) = Path(made, "checkpoints").glob("*/tokenizer.json")
+        assert json.loads(kept.read_text()) == json.loads(own.read_text())
+
+
+@pytest.mark.parametrize("said", ["[1]", "{broken", '{"heads": [2], "activation": {}}', '{"name": 7}', "[" * 9999])
+def test_what_a_stranger_says_of_a_model_never_ends_in_a_traceback(
+    said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file(parameters("run"), "strange.safetensors", metadata={"ttrain_model": said, "tokenizer_json": "{}"})
+    assert main(["task=export", *MODEL, "export.source=strange.safetensors", "export.dir=strange"]) == 2
+    errors = capsys.readouterr().err
+    assert "Traceback" not in errors and "strange.safetensors holds a tokenizer that can't be used" in errors
+    assert said_of(Path("strange.safetensors"), {}).of(GPT(GPTConfig(**SIZE, vocabulary=9))) in ({}, {"name": 7})
 
 
 def test_a_file_with_code_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
