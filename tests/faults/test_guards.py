@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ttrain.engine.static import StaticStep
 from ttrain.graph.graph import Kind
 from ttrain.train.events import read_events
 from ttrain.train.guards import LearningCheck, SpikeDetector
+from ttrain.train.loop import Loop
 from ttrain.train.memory import is_out_of_memory
 from ttrain.train.metrics import read_metrics
 from ttrain.train.retention import list_checkpoints
@@ -201,6 +203,22 @@ def asked(state: Tensors, rate: float, moved: int) -> tuple[list[str], list[str]
     state.arrays["w"][:moved] += 0.5
     check.add(rate)
     return check.ask()
+
+
+def test_doubts_about_many_tensors_are_one_warning() -> None:
+    found = [f"w{number} has a gradient but did not move" for number in range(5)]
+    learning = SimpleNamespace(ask=lambda: ([], found), add=lambda rate: None)
+    told: list[str] = []
+    events: list[str] = []
+    loop: Any = SimpleNamespace(_learning=learning, _check_after=1, _say=told.append)
+    loop.events = SimpleNamespace(add=lambda kind, note, step: events.append(note))
+    Loop._check_learning(loop, 7, 0.1, SimpleNamespace(finite=True))  # type: ignore[arg-type]
+    (line,) = told
+    assert (
+        line.startswith("WARNING: Step 7: w0 has a gradient")
+        and "w2 has a gradient but did not move and 2 more" in line
+    )
+    assert len(events) == 1
 
 
 def test_learning_check() -> None:

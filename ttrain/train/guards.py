@@ -108,3 +108,8 @@ class LearningCheck:
 
 def _checksum(array: Array) -> int:
     return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).reshape(-1))
+
+
+def first_of(found: list[str], shown: int = 3) -> str:
+    """The first sentences of a list, and how many more there are."""
+    return "; ".join(found[:shown]) + (f" and {len(found) - shown} more" if len(found) > shown else "")

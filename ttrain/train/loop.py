@@ -16,7 +16,7 @@ from ttrain.train.blocks import Blocks, Reading
 from ttrain.train.checkpoint import CheckpointContent
 from ttrain.train.evaluate import Evaluation
 from ttrain.train.events import Events
-from ttrain.train.guards import LearningCheck, SpikeDetector
+from ttrain.train.guards import LearningCheck, SpikeDetector, first_of
 from ttrain.train.heartbeat import first_step_note, seconds_since_start
 from ttrain.train.interrupt import StopRequests
 from ttrain.train.loggers import Loggers
@@ -299,15 +299,15 @@ class Loop:
             return
         problems, doubts = self._learning.ask()
         self._learning = self._check_after = None
-        for doubt in doubts[:3]:
-            mend = " optimizer.stochastic_rounding=true keeps them on average." if "bf16" in doubt else ""
-            note = f"Step {number}: {doubt}; its updates may be lost in rounding.{mend}"
+        if doubts:  # one warning for all tensors
+            narrow = any("bf16" in doubt for doubt in doubts)
+            mend = " optimizer.stochastic_rounding=true keeps them on average." if narrow else ""
+            note = f"Step {number}: {first_of(doubts)}; such updates may be lost in rounding.{mend}"
             self.events.add("not_moving", note, number)
             self._say(f"WARNING: {note}")
         if problems:
-            more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
             raise TtrainError(
-                f"Step {number}: the updates do not reach the model: {'; '.join(problems[:3])}{more}. This is a fault "
+                f"Step {number}: the updates do not reach the model: {first_of(problems)}. This is a fault "
                 f"of the device or engine; try engine=dynamic, or guard.check_learning=null to train on regardless."
             )
 

@@ -203,14 +203,14 @@ def take_up(
     progress = Progress.of(checkpoint)
     notes = [f"Resuming from {point.source or checkpoint.path} (step {checkpoint.step}).", *point.notes]
     aside = set_aside_after(run.checkpoints, checkpoint.step)
-    notes += [f"Set aside, because it is of a later step: {path}" for path in aside]
+    notes += [f"Set aside, because of a later step: {', '.join(map(str, aside))}"] if aside else []
     dropped = cut_metrics(run.metrics, checkpoint.step, progress.evaluated_at == checkpoint.step)
     if dropped:
         notes.append(f"Removed {dropped} lines after step {checkpoint.step} from {run.metrics.name}.")
     changes = config_difference(checkpoint.config, config)
     if point.run is not None:
         changes += data_difference(point.run, data)
-    notes += [f"Changed since the checkpoint: {change}" for change in changes]
+    notes += [f"Changed since the checkpoint: {'; '.join(changes)}"] if changes else []
     return progress, {"resumed_from": checkpoint.path.name, "dropped_metrics": dropped, "changes": changes}, notes
 
 
