@@ -114,7 +114,7 @@ REAL: dict[str, tuple[list[str], str, str]] = {
     "small buffers": (["device.l1_small_kb=2000"], "Reserved size", "device.l1_small_kb=0"),
     "trace region": (["device.trace_region_mb=20000"], "device.trace_region_mb=20000", "Give a smaller one"),
     "core grid": (["device.core_grid=[9,8]"], "8 rows and 8 columns", "device.core_grid=[9,8]"),
-    "eth": (["device=n300", "device.dispatch=eth"], "does not fit: core grid", "device.dispatch=worker"),
+    "eth": (["device=n300", "device.dispatch=eth"], "is refused by a fault of ttnn", "device.dispatch=worker"),
     "batch": (["train.batch_size=3", "device=n300", "device.mesh=[1,2]"], "must divide the 3", "2 chips"),
 }  # fmt: skip
 

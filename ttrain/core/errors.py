@@ -55,6 +55,12 @@ class DeviceBusy(TtrainError):
     exit_code = EXIT_DEVICE_BUSY
 
 
+class DeviceHang(TtrainError):
+    """A call into the device's runtime did not return in time; starting again, from the newest checkpoint, can help."""
+
+    exit_code = EXIT_DEVICE_BUSY
+
+
 class NonFiniteError(TtrainError):
     """A loss, gradient or activation became NaN or infinite, at `step` where that is known."""
 

@@ -131,8 +131,9 @@ class Calibration:
         """Microseconds of launches in a row, until all are done."""
         self.device.synchronize()
         start = self.clock()
-        for launch in launches:
-            launch()
+        with self.device.watched("a launch of the calibration"):
+            for launch in launches:
+                launch()
         self.device.synchronize()
         return 1e6 * (self.clock() - start)
 
@@ -159,7 +160,8 @@ class Calibration:
         if kernel.delivery is Delivery.FRESH:
             bare = launch
             launch = lambda: self.device.deliver(bare, outs)  # noqa: E731
-        launch()
+        with self.device.watched("a launch of the calibration"):
+            launch()
         self.device.synchronize()
         return Measured(launch, node_programs(node))
 

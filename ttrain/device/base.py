@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
 import numpy as np
 
-from ttrain.core.errors import CaptureError
+from ttrain.core.errors import CaptureError, DeviceHang
 from ttrain.core.spec import DType, TensorSpec
 
 Buffer = Any  # a device's own handle of one placed tensor
@@ -112,9 +113,11 @@ class Device(ABC):
     uniform_compute = False  # True where norms want their weights in the compute dtype as well
     host: Device | None = None  # that runs the nodes of parameters which stay in host memory
     hosted: Callable[[str], bool] | None = None  # whether a persistent tensor stays there; None where none does
+    caution: str | None = None  # what everybody who sees its numbers has to know, such as that it is simulated
 
     def __init__(self) -> None:
         self.counters = DeviceCounters()
+        self.last_words: list[Callable[[DeviceHang], None]] = []  # told before a process ends whose device hangs
         self._frozen_by: str | None = None
 
     @property
@@ -173,6 +176,10 @@ class Device(ABC):
     @abstractmethod
     def copy(self, source: Buffer, destination: Buffer) -> None:
         """Device to device, shapes equal; rounds to the destination's dtype."""
+
+    def watched(self, what: str) -> AbstractContextManager[None]:
+        """Entered around launches: a device that can hang ends the process, with a message, where one never returns."""
+        return nullcontext()
 
     @abstractmethod
     def synchronize(self) -> None:

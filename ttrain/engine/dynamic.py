@@ -38,7 +38,8 @@ class DynamicStep(Step):
     def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
         device, counters = self.engine.device, self.engine.counters
         allocations, nodes = device.counters.allocations, RecordCounter.nodes
-        outputs = self._run(_Tape(self.engine), inputs)
+        with device.watched(f"step {self.name}"):
+            outputs = self._run(_Tape(self.engine), inputs)
         if self._calls:
             counters.allocations_after_first += device.counters.allocations - allocations
             counters.nodes_after_first += RecordCounter.nodes - nodes
@@ -48,7 +49,8 @@ class DynamicStep(Step):
 
     def inspect(self, inputs: Mapping[str, HostValue], look: Look) -> bool:
         try:
-            self._run(_WatchedTape(self.engine, look), inputs)
+            with self.engine.device.watched(f"step {self.name}"):
+                self._run(_WatchedTape(self.engine, look), inputs)
         except _Seen:
             return True
         return False

@@ -113,13 +113,14 @@ class StaticStep(Step):
         device, counters = self.engine.device, self.engine.counters
         arrays = host_arrays(self.name, self.inputs, inputs, device.chips)
         allocations, nodes = device.counters.allocations, RecordCounter.nodes
-        self.take_addresses()
-        assert self._bound is not None
-        written = self._ahead.take() if self._ahead is not None else {}
-        rest = {key: array for key, array in arrays.items() if not _equal(array, written.get(key))}
-        if rest:
-            device.upload_inputs(self._bound.inputs, rest)
-        self.run(self._bound)
+        with device.watched(f"step {self.name}"):
+            self.take_addresses()
+            assert self._bound is not None
+            written = self._ahead.take() if self._ahead is not None else {}
+            rest = {key: array for key, array in arrays.items() if not _equal(array, written.get(key))}
+            if rest:
+                device.upload_inputs(self._bound.inputs, rest)
+            self.run(self._bound)
         if self._calls:
             counters.allocations_after_first += device.counters.allocations - allocations
             counters.nodes_after_first += RecordCounter.nodes - nodes
@@ -140,10 +141,11 @@ class StaticStep(Step):
     def inspect(self, inputs: Mapping[str, HostValue], look: Look) -> bool:
         device = self.engine.device
         arrays = host_arrays(self.name, self.inputs, inputs, device.chips)
-        self.take_addresses()
-        assert self._bound is not None
-        device.upload_inputs(self._bound.inputs, arrays)
-        return self._bound.inspect(look)
+        with device.watched(f"step {self.name}"):
+            self.take_addresses()
+            assert self._bound is not None
+            device.upload_inputs(self._bound.inputs, arrays)
+            return self._bound.inspect(look)
 
     def launches(self) -> list[Launch]:
         self.take_addresses()

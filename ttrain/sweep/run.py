@@ -193,8 +193,9 @@ class Runner:
         reached = "" if status["objective"] is None else f", {key} {status['objective']:.6g}"
         if code == 0:
             self._say(f"job {job.name} finished in {format_duration(seconds)}{reached}")
-            told = {"reason": "rehearsed: values are not computed"} if numbers.get("computes") is False else {}
-            return {**status, "state": FINISHED, **told}
+            rehearsed = "rehearsed: values are not computed" if numbers.get("computes") is False else None
+            reason = rehearsed or numbers.get("caution")
+            return {**status, "state": FINISHED, **({} if reason is None else {"reason": reason})}
         if code == EXIT_INTERRUPTED:
             self._say(f"job {job.name} was interrupted; its state is saved")
             return {**status, "state": "interrupted", "reason": "interrupted"}

@@ -20,7 +20,7 @@ def sum_up(job: Job, session: Session, run: RunDirectory, progress: Progress) ->
 
     summary = _summary(job, run, progress)
     run.write_summary({**summary.to_dict(), "engine": session.engine.counters.as_dict()})
-    draw_loss_curve(run.metrics, run.loss_curve, summary.loss_baseline)
+    draw_loss_curve(run.metrics, run.loss_curve, summary.loss_baseline, summary.caution)
 
 
 def tell(job: Job, run: RunDirectory, progress: Progress) -> None:
@@ -60,4 +60,5 @@ def _summary(job: Job, run: RunDirectory, progress: Progress) -> Summary:
         baseline=(baseline.name, baseline.value),
         rates=last_rates(run.metrics),
         val_metrics=last_val_metrics(run.metrics),
+        caution=job.device.caution,
     )

@@ -12,7 +12,7 @@ from ttrain.config import build
 from ttrain.config.notices import notices
 from ttrain.config.rates import rate_jump
 from ttrain.config.schema import Config
-from ttrain.core.errors import Interrupted, OutOfMemory, TtrainError, UserError
+from ttrain.core.errors import DeviceHang, Interrupted, OutOfMemory, TtrainError, UserError
 from ttrain.core.units import format_count
 from ttrain.core.waiting import Waiting
 from ttrain.tasks.ending import sum_up, tell
@@ -21,7 +21,7 @@ from ttrain.train import resume as resuming
 from ttrain.train.events import Events
 from ttrain.train.heartbeat import Heartbeat
 from ttrain.train.interrupt import StopRequests
-from ttrain.train.retention import is_rehearsal
+from ttrain.train.retention import is_rehearsal, list_checkpoints
 from ttrain.train.run_directory import RunDirectory, chosen_model
 from ttrain.train.warm_start import WarmStart
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ttrain.train.loop import Loop
     from ttrain.train.progress import Progress
     from ttrain.train.resume import ResumePoint
+    from ttrain.train.saver import Saver
     from ttrain.train.session import Session
     from ttrain.train.step import TrainStep, Turns
 
@@ -86,6 +87,7 @@ class Job:
     held: RunDirectory | None  # the run that this one continues
     notes: list[str]  # of its config, to tell when it starts
     steps: dict[str, Step] = dataclasses.field(default_factory=dict)
+    saver: Saver | None = None  # of the loop, once it runs
     stop: StopRequests = dataclasses.field(default_factory=StopRequests)
     device: Device = dataclasses.field(init=False)
     console: Console = dataclasses.field(init=False)
@@ -93,6 +95,7 @@ class Job:
     def place(self, device: Device, console: Console) -> None:
         """Where it runs, and what the user sees; before anything else is called."""
         self.device, self.console = device, console
+        console.flag = None if device.caution is None else device.caution.partition(" ")[0]
 
     def turns(self, stack: ExitStack) -> Turns[float | None]:
         """Trains, and notes in the run's events how that began and ended; returns the best val/loss.
@@ -106,7 +109,8 @@ class Job:
         self.heartbeat.tell(run=str(run.path.resolve()))
         if run.note is not None:
             self.console.say(run.note)
-        events.add("started", f"A leg starts on {self.device.name}.")
+        events.add("started", " ".join(filter(None, [f"A leg starts on {self.device.name}.", self.device.caution])))
+        self.device.last_words.append(lambda hang: self._hung(hang, run, events))
         try:
             progress = yield from self.train(stack, run, events)
         except Interrupted as error:
@@ -125,6 +129,19 @@ class Job:
         events.add("finished", "All steps are done.")
         tell(self, run, progress)  # the run is done, whatever becomes of the terminal
         return progress.best_val_loss
+
+    def _hung(self, hang: DeviceHang, run: RunDirectory, events: Events) -> None:
+        """Told by a thread when the device never answers, right before the process ends: what can be kept is."""
+        from ttrain.train.summary import continue_command
+
+        self.console.close()
+        if self.saver is not None:
+            self.saver.join()
+        self.heartbeat.tell(error=type(hang).__name__, message=str(hang))
+        events.add("failed", str(hang), error=type(hang).__name__)
+        newest = list_checkpoints(run.checkpoints)[0][-1:]
+        kept = f"The checkpoint of step {newest[0].step} is kept." if newest else "No checkpoint was saved yet."
+        self.console.say(f"{kept} Continue with: {continue_command(self.config.plugins, run.path)}")
 
     def _out_of_memory(self, error: BaseException, run: RunDirectory) -> OutOfMemory:
         from ttrain.train.memory import memory_message, shrinking_keys
@@ -165,7 +182,9 @@ class Job:
             first.close()
             pace(seconds)
 
-        yield from self._loop(session, reading, blocks, run, loggers, progress, timed).turns()
+        loop = self._loop(session, reading, blocks, run, loggers, progress, timed)
+        self.saver = loop.saver
+        yield from loop.turns()
         self.console.close()
         sum_up(self, session, run, progress)
         return progress
@@ -282,7 +301,8 @@ class Job:
             self.console.say("The first step is compiled or captured, which takes longer than the others.")
         self.console.say(self._data_line())
         jump = None if self.point is None else rate_jump(self.point.checkpoint.config, self.config, progress)
-        told = (*notices(self.config), *filter(None, [jump]), *self.dataset.description.get("notices", ()))
+        cautions = filter(None, [self.device.caution])
+        told = (*cautions, *notices(self.config), *filter(None, [jump]), *self.dataset.description.get("notices", ()))
         for notice in told:
             self.console.say(f"WARNING: {notice}")
         if progress.step >= self.config.train.steps:
@@ -391,6 +411,6 @@ class Job:
         from ttrain.train.session import flops_per_step
 
         given = self.config.train.peak_tflops
-        dtype = self.config.precision.name
+        dtype = str(self.config.precision.compute)
         peak = 1e12 * given if given else measured_peak(self.device.name, dtype, self.config.device.index)
         return Meter(flops_per_step(session.graph), peak, lambda: self.device.memory().get("in_use", 0), timed=timed)

@@ -92,7 +92,8 @@ def _read(device: TenstorrentDevice, folder: Path) -> Sequence[Dispatch]:
     from ttrain.device.ttnn.profile import find_report, read_report
 
     device.synchronize()
-    device.mesh.tt.ReadDeviceProfiler(device.mesh.handle)
+    with device.watched("reading the profiler"):
+        device.mesh.tt.ReadDeviceProfiler(device.mesh.handle)
     return read_report(find_report(folder))
 
 

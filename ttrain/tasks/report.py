@@ -113,12 +113,15 @@ def _best(info: RunInfo) -> str:
 
 
 def _warnings(runs: Sequence[RunInfo], labels: Sequence[str]) -> list[str]:
-    """What makes the numbers of two runs not comparable."""
+    """What makes the numbers of two runs not comparable, or of one run not those of a device."""
     found = []
     for key, meaning in (("tokenizer_hash", "tokenizer"), ("data", "data")):
         values = {json.dumps(info.legs[-1].get(key), sort_keys=True) for info in runs if info.legs}
         if len(values) > 1:
             found.append(f'<p class="warning">The runs differ in their {meaning}, so their losses do not compare.</p>')
+    for info, label in zip(runs, labels, strict=True):
+        if info.caution:
+            found.append(f'<p class="warning">{escape(label)}: {escape(info.caution)}.</p>')
     return found
 
 

@@ -38,7 +38,7 @@ def _print(runs: list[RunInfo]) -> None:
             "" if info.tokens_per_s is None else format_count(info.tokens_per_s),
             "none" if info.checkpoint is None else str(info.checkpoint),
             "" if info.updated is None else info.updated.strftime("%Y-%m-%d %H:%M:%S"),
-            (info.reason.splitlines() or [""])[0][:160],
+            ". ".join(filter(None, [info.caution, (info.reason.splitlines() or [""])[0]]))[:160],
         ])  # fmt: skip
     for _, line in fitted(rows, window(), range(len(rows[0]))):
         print(line)

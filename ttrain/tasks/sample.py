@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -41,6 +42,8 @@ def run(config: Config) -> None:
             raise UserError(
                 f"device {device.name} computes no values, so there is no text. Give device=cpu or another."
             )
+        if device.caution is not None:
+            print(f"WARNING: {device.caution}", file=sys.stderr)
         with Waiting("Loading the model"):
             session = stack.enter_context(closing(open_session(config, model, device, training=False, further=caches)))
             checkpoint.load(session.state, optimizer=False)

@@ -57,6 +57,12 @@ class RunInfo:
         return str(self.summary.get("model") or self.config.get("model", {}).get("name", ""))
 
     @property
+    def caution(self) -> str:
+        """What has to be known of its numbers, which some leg got from no real device; empty otherwise."""
+        simulated = [leg["device"] for leg in self.legs if _mode(leg) == "simulator"]
+        return f"SIMULATED on {simulated[-1].get('name')}: {simulated[-1].get('note')}" if simulated else ""
+
+    @property
     def reason(self) -> str:
         """Why it failed, or what happened last."""
         if self.state == "rehearsed":
@@ -92,6 +98,12 @@ def read_run(path: Path) -> RunInfo:
         state = "rehearsed"
     legs = _json(path / RECORD).get("legs", [])
     return RunInfo(path, state, step, steps, checkpoint, config, metrics, events, legs, summary)
+
+
+def _mode(leg: Any) -> object:
+    """device.mode of a leg's record, where it has one."""
+    device = leg.get("device") if isinstance(leg, dict) else None
+    return device.get("mode") if isinstance(device, dict) else None
 
 
 def find_runs(root: Path) -> Iterator[Path]:

@@ -33,6 +33,7 @@ class Console:
     def __init__(self, *, bar: bool = True, name: str | None = None) -> None:
         """`name` marks every message, where several runs share the terminal."""
         self._wanted, self._mark = bar, "" if name is None else f"{name}: "
+        self.flag: str | None = None  # a word before the bar: what the numbers in it are
         self._bar: Any = None
         self._gone = False  # the stream can't be written any more
         self._shown: dict[str, str] = {}
@@ -44,7 +45,9 @@ class Console:
 
             # Into a file or pipe, a bar that is redrawn often would fill it.
             interval = 0.1 if sys.stderr.isatty() else 5.0
-            bar = partial(tqdm, total=steps, initial=step, unit="step", dynamic_ncols=True, mininterval=interval)
+            bar = partial(
+                tqdm, desc=self.flag, total=steps, initial=step, unit="step", dynamic_ncols=True, mininterval=interval
+            )
             self._show(lambda: setattr(self, "_bar", bar()))
 
     def advance(self) -> None:

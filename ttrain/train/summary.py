@@ -41,6 +41,7 @@ class Summary:
     baseline: tuple[str, float] | None = None  # name and loss of the best prediction that ignores the input
     rates: Mapping[str, float] = field(default_factory=dict)  # the last learning rate of every group, by its input
     val_metrics: Mapping[str, float] = field(default_factory=dict)  # the model's further metrics, newest evaluation
+    caution: str | None = None  # what has to be known of the numbers; see Device.caution
 
     def to_dict(self) -> dict[str, Any]:
         """Values for summary.json."""
@@ -64,6 +65,7 @@ class Summary:
             "learning_rates": dict(self.rates),
             "val_metrics": dict(self.val_metrics),
             "baseline": None if self.baseline is None else {"name": self.baseline[0], "loss": self.baseline[1]},
+            **({} if self.caution is None else {"caution": self.caution}),
         }
 
     def lines(self) -> list[tuple[str, str]]:
@@ -89,7 +91,7 @@ class Summary:
             shown = (f"{name.removeprefix('lr/')} {rate:.2e}" for name, rate in self.rates.items())
             lines.append(("learning rates", ", ".join(shown)))
         lines.append(("peak memory", format_bytes(self.peak_memory)))
-        return lines
+        return lines if self.caution is None else [("WARNING", self.caution), *lines]
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -198,7 +200,7 @@ def print_summary(
     rows = [
         *summary.lines(),
         ("run", str(run)),
-        ("train on", f"{command} resume=auto run.dir={folder} {words}"),
+        ("train on", f"{continue_command(plugins, run)} {words}"),
         *([] if rate is None else [("learning rate", rate)]),
     ]
     if writes_text:
@@ -215,7 +217,14 @@ def start_command(plugins: Sequence[str]) -> str:
     return "python -m ttrain" + (f" {shlex.quote('plugins=[' + ','.join(plugins) + ']')}" if plugins else "")
 
 
-def draw_loss_curve(metrics: Path, image: Path, baseline: tuple[str, float] | None = None) -> bool:
+def continue_command(plugins: Sequence[str], run: Path) -> str:
+    """The command that goes on with a run."""
+    return f"{start_command(plugins)} resume=auto run.dir={shlex.quote(str(run))}"
+
+
+def draw_loss_curve(
+    metrics: Path, image: Path, baseline: tuple[str, float] | None = None, caution: str | None = None
+) -> bool:
     """Draws train and held-out loss over steps into a PNG; whether there was something to draw, matplotlib and room."""
     lines = list(read_metrics(metrics))
     curves = {key: [(line["step"], line[key]) for line in lines if line.get(key) is not None] for key in _CURVES}
@@ -234,6 +243,8 @@ def draw_loss_curve(metrics: Path, image: Path, baseline: tuple[str, float] | No
     if baseline is not None:
         axes.axhline(baseline[1], label=baseline[0], color="gray", linestyle=":")
     axes.set(xlabel="step", ylabel="loss")
+    if caution is not None:
+        axes.set_title(caution, fontsize="small", wrap=True)
     axes.legend()
     FigureCanvasAgg(figure)
     try:

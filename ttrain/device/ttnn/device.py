@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -17,10 +18,11 @@ from ttrain.device.ttnn.form import TileForm, shares_memory, usual_form
 from ttrain.device.ttnn.hosted import both_tables, host_device, hosted_by
 from ttrain.device.ttnn.kernels import kernel_table
 from ttrain.device.ttnn.kernels.common import Context
-from ttrain.device.ttnn.mesh import Mesh
+from ttrain.device.ttnn.mesh import NOTES, Mesh
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.device.ttnn.store import Store
 from ttrain.device.ttnn.tensors import Held, IntegerInput
+from ttrain.device.ttnn.watch import Watch
 
 ShelfKey = tuple[int, TensorSpec]
 
@@ -70,6 +72,7 @@ def open_device(config: TenstorrentConfig) -> TenstorrentDevice:
 
 
 IMPOSSIBLE = 1 << 45  # bytes of DRAM
+MENDS = {"silicon": "Reset the card with tt-smi -r, check the links with task=doctor, and start again."}
 
 
 class TenstorrentDevice(Device):
@@ -79,9 +82,13 @@ class TenstorrentDevice(Device):
     rematerializes = False
     uniform_compute = True
 
-    def __init__(self, mesh: Mesh, config: TenstorrentConfig) -> None:
+    def __init__(self, mesh: Mesh, config: TenstorrentConfig, watch: Watch | None = None) -> None:
+        """Parts of one chip share the `watch` of the whole."""
         super().__init__()
         self.mesh, self.config, self.name = mesh, config, config.name
+        self.caution = f"SIMULATED on {config.name}: {NOTES['simulator']}." if config.mode == "simulator" else None
+        mend = MENDS.get(config.mode, "Start it again.")
+        self.watch = watch or Watch(config.name, config.step_timeout_s, mesh.launched, mend, self.last_words)
         self.computes, self.chips = config.mode != "mock", mesh.chips
         self.supports_capture = mesh.can_trace
         self.store = Store(mesh.tt, mesh.handle, mesh.chips, mesh.banks, self._count, mesh.queue)
@@ -150,13 +157,17 @@ class TenstorrentDevice(Device):
     def place(self, arena: Shelf, offset: int, spec: TensorSpec) -> Held:
         return arena.at(offset, spec)
 
+    def watched(self, what: str) -> AbstractContextManager[None]:
+        return self.watch(what)
+
     def upload(self, buffer: Held, array: np.ndarray) -> None:
         self.counters.uploads += 1
-        buffer.upload(array)
+        with self.watch("an upload"):
+            buffer.upload(array)
 
     def upload_inputs(self, buffers: Mapping[str, Held], arrays: Mapping[str, np.ndarray]) -> None:
         """All inputs, then what the host derives from them. On two queues the second one writes."""
-        with self.mesh.writing(self.store):
+        with self.watch("the upload of a step's inputs"), self.mesh.writing(self.store):
             super().upload_inputs(buffers, arrays)
             self.store.refresh()
 
@@ -172,12 +183,14 @@ class TenstorrentDevice(Device):
             Device.upload_inputs(self, buffers, arrays)
             self.store.refresh()
 
-        return self._twins[id(buffers)][1].write(upload)
+        with self.watch("the upload of the next inputs"):
+            return self._twins[id(buffers)][1].write(upload)
 
     def download(self, buffer: Held) -> np.ndarray:
         self.counters.downloads += 1
-        values = buffer.download()
-        self.mesh.settled()
+        with self.watch("what was launched"):
+            values = buffer.download()
+            self.mesh.settled()
         return values
 
     def deliver(self, launch: Launch, outputs: Sequence[Held]) -> None:
@@ -190,10 +203,12 @@ class TenstorrentDevice(Device):
                 self.store.tt.copy(result, output.t)
 
     def copy(self, source: Held, destination: Held) -> None:
-        self.store.tt.copy(source.t, destination.t)
+        with self.watch("a copy"):
+            self.store.tt.copy(source.t, destination.t)
 
     def synchronize(self) -> None:
-        self.mesh.synchronize()
+        with self.watch("what was launched"):
+            self.mesh.synchronize()
 
     def memory(self) -> dict[str, int]:
         return self.mesh.memory()
@@ -204,8 +219,9 @@ class TenstorrentDevice(Device):
     def capture(self, launches: Sequence[Launch], name: str) -> Launch:
         """Record the launches as one trace. A mocked board only rehearses that, and runs them one by one."""
         self.counters.captures += 1
-        self.store.refresh()
-        replay = self.mesh.capture(launches, name)
+        with self.watch(f"the capture of {name}"):
+            self.store.refresh()
+            replay = self.mesh.capture(launches, name)
 
         def run() -> None:
             self.counters.replays += 1
@@ -217,7 +233,9 @@ class TenstorrentDevice(Device):
         if self.mesh.divided is None:
             return [self]
         if not self._replicas:
-            self._replicas = [TenstorrentDevice(part, self.config) for part in self.mesh.divided.parts]
+            self._replicas = [TenstorrentDevice(part, self.config, self.watch) for part in self.mesh.divided.parts]
+            for replica in self._replicas:
+                replica.last_words = self.last_words
         return self._replicas
 
     def expect_capture(self) -> None:
@@ -228,7 +246,8 @@ class TenstorrentDevice(Device):
         return self.mesh.step_facts() | host
 
     def step_peaks(self, launches: Sequence[Launch]) -> dict[str, int]:
-        return self.mesh.peaks(launches) if self.mesh.mocked else {}
+        with self.watch("a step"):
+            return self.mesh.peaks(launches) if self.mesh.mocked else {}
 
     def close(self) -> None:
         """Release captures, then the device. Closing twice does nothing."""
@@ -236,4 +255,5 @@ class TenstorrentDevice(Device):
             self._closed = True
             for replica in self._replicas:
                 replica.close()
-            self.mesh.close()
+            with self.watch("closing the device"):
+                self.mesh.close()

@@ -12,16 +12,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.errors import ConfigError, DeviceUnavailable
+from ttrain.core.errors import DeviceUnavailable
 from ttrain.core.folders import cache_folder
 from ttrain.device.ttnn.profile import profiler_variables
 from ttrain.device.ttnn.settings import TenstorrentConfig
+from ttrain.device.ttnn.simulator import checked_simulator
 from ttrain.device.ttnn.standin import MOCK_VARIABLE, installed_ttnn, missing_ttnn, runtime_root
 
 SIMULATOR_VARIABLE = "TT_METAL_SIMULATOR"
 BOARD_FOLDER = Path(__file__).parent / "boards"
 DEVICE_NODES = Path("/dev/tenstorrent")
 MODE_VARIABLE = "TTRAIN_TTNN_MODE"  # what this process imported ttnn for
+_OTHER_MODES = {
+    MOCK_VARIABLE: "device.mode=mock",
+    SIMULATOR_VARIABLE: f"device.mode=simulator device.simulator=${SIMULATOR_VARIABLE}",
+}
 
 
 def ttnn_folder() -> Path:
@@ -47,16 +52,16 @@ def variables(config: TenstorrentConfig) -> dict[str, str]:
         return {**common, **_mock(config, wheel)}
     if config.mode == "simulator":
         return {**common, **_simulator(config)}
+    for key, instead in _OTHER_MODES.items():
+        if os.environ.get(key):
+            raise DeviceUnavailable(
+                f"{key} is set, but device.mode=silicon runs on a card. Unset it or give {instead}."
+            )
     if not has_card():
         raise DeviceUnavailable(
             f"device={config.name}: this machine has no Tenstorrent card (nothing in {DEVICE_NODES}). Use device=cpu, "
             f"or device.mode=mock to check a run on a mocked board. task=doctor tells more."
         )
-    for key in (MOCK_VARIABLE, SIMULATOR_VARIABLE):
-        if os.environ.get(key):
-            raise DeviceUnavailable(
-                f"{key} is set, but device.mode=silicon runs on a card. Unset it or choose its mode."
-            )
     return common
 
 
@@ -83,14 +88,10 @@ def _mock(config: TenstorrentConfig, wheel: Path) -> dict[str, str]:
 
 def _simulator(config: TenstorrentConfig) -> dict[str, str]:
     """The user's library; its root, cache and dispatch settings may come from the environment."""
-    if config.simulator is None:
-        raise ConfigError("device.mode=simulator: needs device.simulator=<path of the simulator library>.")
-    library = Path(config.simulator).expanduser()
-    if not library.exists():
-        raise DeviceUnavailable(f"device.simulator={library}: there is no such file.")
+    library = checked_simulator(config)
     base = ttnn_folder() / f"simulator-{_wheel_version()}"
     found = {
-        SIMULATOR_VARIABLE: str(library.resolve()),
+        SIMULATOR_VARIABLE: str(library),
         "TT_METAL_CACHE": os.environ.get("TT_METAL_CACHE", str(base / "kernels")),
         "TT_METAL_LOGS_PATH": os.environ.get("TT_METAL_LOGS_PATH", str(base / "logs")),
         "TT_METAL_DISABLE_SFPLOADMACRO": os.environ.get("TT_METAL_DISABLE_SFPLOADMACRO", "1"),
@@ -121,6 +122,8 @@ def import_ttnn(config: TenstorrentConfig) -> Any:
                 f"device.mode={config.mode}: ttnn was already imported in this process"
                 f"{f' for {imported}' if imported else ''}; its mode can't change any more. Use a fresh process."
             )
+    for key in _OTHER_MODES:  # ttnn would take the simulator before the mocked board, whatever the config says
+        os.environ.pop(key, None)
     os.environ.update(wanted)
     os.environ[MODE_VARIABLE] = mode
     try:
@@ -136,10 +139,6 @@ def import_ttnn(config: TenstorrentConfig) -> Any:
 OPENING_FIXES = (
     (r"Reserved size must be less than bank size", "Give device.l1_small_kb=0, or less than a core has."),
     (r"requires \d+ devices", "Give device.mesh=[1,1], or a board with as many chips."),
-    (
-        r"soc_descriptor\.yaml",
-        "device.simulator has to be a simulator's library beside its soc_descriptor.yaml, or the folder of both.",
-    ),
     (r"sfpi not found", "A card needs Tenstorrent's sfpi package; task=doctor tells more."),
     (
         r"Tracy-enabled build",
@@ -150,9 +149,9 @@ OPENING_FIXES = (
 
 def opening_failure(error: BaseException) -> str:
     """Why a board did not open, and what to do about it where that is known."""
-    said = reason(error).rstrip(".")
+    said = reason(error)
     fixes = [fix for pattern, fix in OPENING_FIXES if re.search(pattern, said)]
-    return ". ".join([said, *fixes])
+    return ". ".join([said.splitlines()[0].strip().rstrip(".")[:300], *fixes])
 
 
 def reason(error: BaseException) -> str:
@@ -160,4 +159,7 @@ def reason(error: BaseException) -> str:
     text = str(error)
     if "info:" in text:
         text = text.partition("info:")[2]
-    return text.partition("backtrace:")[0].strip() or type(error).__name__
+    return _STACK.split(text, maxsplit=1)[0].strip() or type(error).__name__
+
+
+_STACK = re.compile(r"backtrace:|^Location: |^ *\d+\. \S+::", re.MULTILINE | re.IGNORECASE)  # as metal and UMD begin it

@@ -94,6 +94,9 @@ class GoldenRuntime:
         assert (host.dtype, host.layout, host.shape) == (tensor.dtype, tensor.layout, tensor.shape)
         tensor.data.copy_(host.data)
 
+    def synchronize_device(self, mesh: None, cq_id: int = 0) -> None:
+        return
+
     def to_torch(self, tensor: GoldenTensor, cq_id: int = 0) -> torch.Tensor:
         return tensor.data.clone()
 
@@ -274,8 +277,11 @@ class GoldenMesh:
     def memory(self) -> dict[str, int]:
         return {"in_use": 0, "peak": 0, "total": 0}
 
+    def launched(self) -> int:
+        return sum(self.tt.calls.values())
+
     def step_facts(self) -> dict[str, int]:
-        return {"device_ops": sum(self.tt.calls.values())}
+        return {"device_ops": self.launched()}
 
     def describe(self) -> dict[str, Any]:
         return {"mode": "golden", "note": "reference functions of ttnn on torch tensors"}

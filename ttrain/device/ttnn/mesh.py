@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ttrain.core.errors import CaptureError, ConfigError, DeviceBusy, DeviceUnavailable
+from ttrain.core.errors import EXIT_DEVICE_BUSY, CaptureError, ConfigError, DeviceBusy, DeviceUnavailable
 from ttrain.device.base import Launch
 from ttrain.device.ttnn.environment import import_ttnn, opening_failure, reason
 from ttrain.device.ttnn.holders import holders_text
+from ttrain.device.ttnn.identity import arch_of, check_board
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.device.ttnn.store import Store
 from ttrain.device.ttnn.subdevices import SubDevices
@@ -50,6 +54,7 @@ class Mesh:
         tt = import_ttnn(config)
         handle = _opened(tt, config)
         try:
+            check_board(tt, handle, config)
             return cls(tt, handle, config)
         except BaseException:
             tt.close_mesh_device(handle)
@@ -108,6 +113,10 @@ class Mesh:
     def synchronize(self) -> None:
         self.tt.synchronize_device(self.handle)
 
+    def launched(self) -> int:
+        """How many device ops were started in this process."""
+        return int(self.tt._ttnn.get_device_operation_id())
+
     def capture(self, launches: Sequence[Launch], name: str) -> Launch:
         tt = self.tt
 
@@ -160,7 +169,7 @@ class Mesh:
         tt = self.tt
         small = tt.get_memory_view(self.handle, tt.BufferType.L1)
         return {
-            "device_ops": tt._ttnn.get_device_operation_id(),
+            "device_ops": self.launched(),
             "programs": self.handle.num_program_cache_entries(),
             "dram_bytes": self.memory()["in_use"],
             "l1_bytes": small.total_bytes_allocated_per_bank * small.num_banks,
@@ -197,7 +206,7 @@ class Mesh:
 
         return {
             "mode": self.config.mode,
-            "arch": str(self.handle.arch()).rpartition(".")[2].lower(),
+            "arch": arch_of(self.handle),
             "cores": list(self.cores),
             "mesh": list(self.config.mesh),
             "queues": self.queues,
@@ -263,6 +272,7 @@ def _opened(tt: Any, config: TenstorrentConfig) -> Any:
     thread.start()
     thread.join(config.open_timeout_s)
     if thread.is_alive():
+        atexit.register(_leave, thread)
         raise DeviceBusy(
             f"device={config.name}: the card did not open within {config.open_timeout_s} s. {holders_text()} "
             "Try again later, or give device.open_timeout_s more seconds."
@@ -270,3 +280,11 @@ def _opened(tt: Any, config: TenstorrentConfig) -> Any:
     if "error" in result:
         raise DeviceUnavailable(f"device={config.name}: {opening_failure(result['error'])}") from result["error"]
     return result["handle"]
+
+
+def _leave(opening: threading.Thread) -> None:
+    """At the end of a process whose device still does not open: tearing ttnn down would wait for it."""
+    if opening.is_alive():
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(EXIT_DEVICE_BUSY)

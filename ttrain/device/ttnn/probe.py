@@ -22,8 +22,9 @@ def probe(mode: str, name: str, seconds: float, chips: int = 1) -> dict[str, Any
     command = [sys.executable, "-m", "ttrain.device.ttnn.probe", mode, name, str(chips)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"did not open within {seconds:g} s"}
+    except subprocess.TimeoutExpired as error:
+        opened = b'"opened"' in (error.stdout or b"")
+        return {"error": f"did not {'close' if opened else 'open'} within {seconds:g} s"}
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if lines:
         result: dict[str, Any] = json.loads(lines[-1])

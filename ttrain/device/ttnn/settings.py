@@ -42,6 +42,12 @@ class TenstorrentConfig(DeviceConfig):
         None, "bf16 training kernels of ttnn (moreh) instead of fp32 sums; null: yes, but not on a simulator"
     )
     open_timeout_s: int = option(60, "seconds to wait for a card that another process holds", minimum=1)
+    step_timeout_s: int | None = option(
+        600,
+        "seconds in which a step may neither return nor start another op, such as while it compiles one; then the "
+        "process says so, notes it in its run and ends with exit code 75; null waits for ever",
+        minimum=1,
+    )
     weights: str = option("bf16", "how matrices are held for products; precision=bf8 sets bf8", choices=("bf16", "bf8"))
     profile: str | None = option(
         None, "folder for the report of ttnn's device profiler, which needs a card or a simulator; null leaves it off",

@@ -67,6 +67,7 @@ class Store:
 
     def read(self, tensor: Any) -> np.ndarray:
         """The values of a tensor; of the first chip's where there are several. Waits for pending work."""
+        self.tt.synchronize_device(self.mesh, cq_id=self.queue)  # waits without holding up Python, as to_torch does
         if self.chips > 1:
             tensor = self.tt.get_device_tensors(tensor)[0]
         values = self.tt.to_torch(tensor)

@@ -1,0 +1,257 @@
+"""A simulator is told as such wherever its numbers are shown, and is taken for no other board than it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ttrain.core.errors import ConfigError, DeviceUnavailable
+from ttrain.device.ttnn import environment
+from ttrain.device.ttnn.identity import BOARDS, check_board, require_board
+from ttrain.device.ttnn.settings import TenstorrentConfig
+from ttrain.device.ttnn.simulator import checked_simulator
+from ttrain.device.ttnn.standin import MOCK_VARIABLE
+
+LIBRARY = b"\x7fELF\x02\x01\x01" + b"\0" * 64 + b"libttsim_init\0"
+
+
+def simulator(folder: Path, arch: str = "WORMHOLE_B0", content: bytes = LIBRARY) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "libttsim.so").write_bytes(content)
+    (folder / "soc_descriptor.yaml").write_text(f"grid:\n  x_size: 10\narch_name: {arch}\n", "utf-8")
+    return folder / "libttsim.so"
+
+
+def simulated(path: Path | str | None, name: str = "tt") -> TenstorrentConfig:
+    return TenstorrentConfig(name=name, mode="simulator", simulator=None if path is None else str(path))
+
+
+def test_paths_that_hold_a_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative, below the home, through a link whose target is named otherwise, and a netlist's folder."""
+    library = simulator(tmp_path / "wh")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for given in (library, "wh/libttsim.so", "./wh/../wh/libttsim.so", "~/wh/libttsim.so"):
+        assert checked_simulator(simulated(given)) == library
+    library.rename(library.with_name("libttsim.so.1"))
+    (tmp_path / "wh" / "link.so").symlink_to("libttsim.so.1")
+    assert checked_simulator(simulated("wh/link.so")) == tmp_path / "wh" / "link.so"
+    (tmp_path / "wh" / "run.sh").touch()
+    assert checked_simulator(simulated("wh")) == tmp_path / "wh"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("nothing.so", "there is no such file"),
+        ("nowhere/lib.so", "there is no such file"),
+        ("empty", "is a folder that holds no simulator"),
+        ("wh", "is a folder. Give .*wh/libttsim.so"),
+        ("text.so", "is no library of a simulator"),
+        ("other.so", "is no library of a simulator"),
+        ("wh/soc_descriptor.yaml", "is no library of a simulator"),
+        ("wh/libttsim.so/lib.so", "device.simulator="),
+        ("alone/libttsim.so", r"alone/soc_descriptor.yaml can't be read \(No such file"),
+        ("nameless/libttsim.so", "names no arch_name"),
+        ("", "is a folder that holds no simulator"),
+    ],
+)
+def test_other_paths_are_told_in_one_line(tmp_path: Path, monkeypatch: Any, given: str, told: str) -> None:
+    simulator(tmp_path / "wh")
+    simulator(tmp_path / "alone").with_name("soc_descriptor.yaml").unlink()
+    simulator(tmp_path / "nameless").with_name("soc_descriptor.yaml").write_text("grid:\n", "utf-8")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.so").write_text("libttsim_init", "utf-8")
+    (tmp_path / "other.so").write_bytes(LIBRARY.replace(b"libttsim", b"libother"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DeviceUnavailable, match=told) as caught:
+        checked_simulator(simulated(given))
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+    assert f"device.simulator={given}" in str(caught.value)
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = simulator(tmp_path)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(library))
+
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(DeviceUnavailable, match="can't be read \\(Permission denied\\)"):
+        checked_simulator(simulated(library))
+
+
+@pytest.mark.parametrize("arch", ["WORMHOLE_B0", "BLACKHOLE", "QUASAR"])
+@pytest.mark.parametrize("name", [*BOARDS, "tt"])
+def test_a_board_of_another_architecture_is_refused_before_ttnn_is_asked(tmp_path: Path, name: str, arch: str) -> None:
+    library = simulator(tmp_path, arch)
+    if name == "tt" or BOARDS[name].arch == arch.lower():
+        assert checked_simulator(simulated(library, name)) == library
+        return
+    with pytest.raises(DeviceUnavailable, match=f"device={name}: .*the simulator has {arch.lower()}") as caught:
+        checked_simulator(simulated(library, name))
+    fitting = [board for board, facts in BOARDS.items() if facts.arch == arch.lower()]
+    assert all(f"device={board}" in str(caught.value) for board in [*fitting, "tt"])
+
+
+# What ttnn 0.81 tells of machines: architecture, chips that it sees, the name of the cluster.
+MACHINES = {
+    "one simulated Wormhole": ("wormhole_b0", 1, "N150"),
+    "n150": ("wormhole_b0", 1, "N150"),
+    "four n150": ("wormhole_b0", 4, "N150"),
+    "n300": ("wormhole_b0", 2, "N300"),
+    "t3000": ("wormhole_b0", 8, "T3K"),
+    "galaxy": ("wormhole_b0", 32, "GALAXY"),
+    "p100": ("blackhole", 1, "P100"),
+    "p150": ("blackhole", 1, "P150"),
+    "four p150": ("blackhole", 4, "P150_X4"),
+    "no name": ("wormhole_b0", 2, "CUSTOM"),
+}
+TAKEN = {
+    ("one simulated Wormhole", "n150"), ("n150", "n150"), ("four n150", "n150"), ("n300", "n300"), ("t3000", "n300"),
+    ("t3000", "t3000"), ("p150", "p150"), ("four p150", "p150"), ("no name", "n150"), ("no name", "n300"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("name", [*BOARDS, "tt"])
+def test_a_machine_is_taken_for_the_boards_that_it_has(machine: str, name: str) -> None:
+    arch, chips, cluster = MACHINES[machine]
+    tt = SimpleNamespace(
+        cluster=SimpleNamespace(get_cluster_type=lambda: f"ClusterType.{cluster}"), get_num_devices=lambda: chips
+    )
+    handle = SimpleNamespace(arch=lambda: f"Arch.{arch.upper()}")
+    if name == "tt" or (machine, name) in TAKEN:
+        return check_board(tt, handle, TenstorrentConfig(name=name))
+    with pytest.raises(DeviceUnavailable, match=rf"device={name}: has .* but this machine has {chips} {arch}"):
+        check_board(tt, handle, TenstorrentConfig(name=name))
+
+
+def test_one_simulated_chip_is_no_board_of_eight() -> None:
+    with pytest.raises(DeviceUnavailable, match="has 8 .*simulator has 1 .* Give device=n150 or device=tt"):
+        require_board(simulated("x", "t3000"), "wormhole_b0", 1, "N150")
+
+
+@pytest.fixture
+def quiet_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(environment, "installed_ttnn", lambda: tmp_path)
+    monkeypatch.setattr(environment, "DEVICE_NODES", tmp_path / "nothing")
+    monkeypatch.setattr(environment, "runtime_root", lambda folder, wheel: folder)
+    monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path / "cache"))
+    for key in (MOCK_VARIABLE, environment.SIMULATOR_VARIABLE, environment.MODE_VARIABLE):
+        monkeypatch.setenv(key, "")  # so that it is undone
+        monkeypatch.delenv(key)
+
+
+@pytest.mark.parametrize("mode", ["mock", "simulator"])
+def test_variables_of_the_other_mode_are_not_passed_on(
+    quiet_environment: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str
+) -> None:
+    """ttnn would run a mocked board's empty kernels on the simulator that the environment names."""
+    both = (MOCK_VARIABLE, environment.SIMULATOR_VARIABLE)
+    for key in both:
+        monkeypatch.setenv(key, "/some/where")
+    monkeypatch.delitem(sys.modules, "ttnn", raising=False)
+    seen: dict[str, str] = {}
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+            if name == "ttnn":
+                seen.update({key: os.environ[key] for key in both if key in os.environ})
+                raise ImportError("seen enough", name="stub")
+
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    for key in ("TT_METAL_RUNTIME_ROOT", "TT_METAL_CACHE", "TT_METAL_LOGS_PATH", "TT_METAL_LOGGER_LEVEL"):
+        monkeypatch.setenv(key, "x")  # so that it is undone
+    with pytest.raises(DeviceUnavailable, match="seen enough"):
+        environment.import_ttnn(TenstorrentConfig(mode=mode, simulator=str(simulator(tmp_path / "wh"))))
+    assert list(seen) == [MOCK_VARIABLE if mode == "mock" else environment.SIMULATOR_VARIABLE]
+    assert "/some/where" not in seen.values()
+
+
+def test_a_simulator_named_by_the_environment_alone_is_asked_about(
+    quiet_environment: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(environment.SIMULATOR_VARIABLE, "/x/libttsim.so")
+    with pytest.raises(DeviceUnavailable, match="TT_METAL_SIMULATOR is set.*device.mode=simulator device.simulator="):
+        environment.variables(TenstorrentConfig(name="n150"))
+
+
+def test_a_stack_of_cpp_is_cut_to_one_line() -> None:
+    """What ttnn 0.81 said of a folder without run.sh."""
+    said = (
+        "Simulator binary not found at: /x/run.sh\nLocation: /project/umd/rtl_sim_session.cpp:29\nCondition: exists\n"
+        " 1. tt::umd::RtlSimCommunicator::initialize()\n 2. tt::umd::Cluster::Cluster(tt::umd::ClusterOptions)\n"
+    )
+    assert environment.opening_failure(RuntimeError(said)) == "Simulator binary not found at: /x/run.sh"
+
+
+def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: str) -> tuple[int, str]:
+    """A run on the reference functions of ttnn, which is told to be a simulator."""
+    pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+    from ttrain.cli import main
+    from ttrain.config import registry
+    from ttrain.device.ttnn.device import TenstorrentDevice
+    from ttrain.device.ttnn.golden import GoldenMesh
+    from ttrain.device.ttnn.mesh import NOTES
+
+    class SimulatedMesh(GoldenMesh):
+        def describe(self) -> dict[str, Any]:
+            return {"mode": "simulator", "note": NOTES["simulator"]}
+
+    def opened(config: TenstorrentConfig) -> TenstorrentDevice:
+        return TenstorrentDevice(SimulatedMesh(), config)  # type: ignore[arg-type]
+
+    row = registry.Component("device", "n150", TenstorrentConfig, opened)
+    monkeypatch.setitem(registry._ROWS, ("device", "n150"), row)
+    monkeypatch.chdir(folder)
+    capsys.readouterr()
+    code = main(list(words))
+    shown = capsys.readouterr()
+    return code, shown.err + shown.out
+
+
+SIMULATED = "SIMULATED on n150: the numbers come from a simulator, not from a card"
+
+
+def test_a_simulated_run_says_so_at_start_in_the_bar_at_the_end_and_wherever_it_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    words = ["device=n150", "device.mode=simulator", f"device.simulator={simulator(tmp_path / 'wh')}", "model=mlp"]
+    words += ["data=regression", "model.width=32", "train.batch_size=32", "train.steps=3", "optimizer=sgd"]
+    code, said = trained(tmp_path, monkeypatch, capsys, *words, "run.dir=outputs/run")
+    assert code == 0, said
+    start, _, end = said.partition("First step")
+    assert f"WARNING: {SIMULATED}" in start
+    assert "SIMULATED: " in said  # before the bar
+    assert SIMULATED in end and "WARNING" in end
+    run = tmp_path / "outputs" / "run"
+    summary = json.loads((run / "summary.json").read_text("utf-8"))
+    assert summary["caution"].startswith(SIMULATED)
+    assert SIMULATED in (run / "events.jsonl").read_text("utf-8")
+    for task, place in (("runs", None), ("report", run / "report.html")):
+        code, listed = trained(tmp_path, monkeypatch, capsys, f"task={task}", *(["run=outputs/run"] if place else []))
+        assert code == 0, listed
+        text = listed if place is None else place.read_text("utf-8")
+        assert SIMULATED in text
+    shutil.rmtree(run)
+
+
+def test_a_run_on_the_cpu_says_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    words = ["device=cpu", "model=mlp", "data=regression", "train.steps=2", "run.dir=run"]
+    code, said = trained(tmp_path, monkeypatch, capsys, *words)
+    assert code == 0 and "SIMULATED" not in said
+    assert "caution" not in json.loads((tmp_path / "run" / "summary.json").read_text("utf-8"))
+
+
+def test_a_simulator_still_needs_to_be_named() -> None:
+    with pytest.raises(ConfigError, match="needs device.simulator="):
+        checked_simulator(simulated(None))

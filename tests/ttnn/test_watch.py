@@ -1,0 +1,221 @@
+"""Calls into ttnn that never return: the process says so, notes it in the run, and ends although the call does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain.core.errors import EXIT_DEVICE_BUSY, DeviceHang
+from ttrain.device.ttnn import watch as module
+from ttrain.device.ttnn.watch import Watch
+from ttrain.train.run_directory import RunDirectory
+
+pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+
+ROOT = Path(__file__).parents[2]
+
+
+class Ended:
+    """Stands for os._exit."""
+
+    def __init__(self) -> None:
+        self.codes: list[int] = []
+        self.event = threading.Event()
+
+    def __call__(self, code: int) -> None:
+        self.codes.append(code)
+        self.event.set()
+
+
+def watched(seconds: float | None, progress: Any = lambda: 0, **changes: Any) -> tuple[Watch, Ended, list[DeviceHang]]:
+    ended, told = Ended(), list[DeviceHang]()
+    return Watch("n300", seconds, progress, "Reset it.", changes.get("words", [told.append]), ended), ended, told
+
+
+def test_a_call_that_never_returns_ends_the_process_after_everybody_was_told(capsys: Any) -> None:
+    watch, ended, told = watched(0.3)
+    start = time.monotonic()
+    with watch("step train"), watch("an upload"):
+        assert ended.event.wait(10)
+    assert 0.3 <= time.monotonic() - start < 5
+    assert ended.codes == [EXIT_DEVICE_BUSY] == [75]
+    (hang,) = told
+    for part in (
+        "device=n300: step train (an upload) has neither returned",
+        "0.3 s",
+        "Reset it.",
+        "device.step_timeout_s",
+    ):
+        assert part in str(hang)
+    said = capsys.readouterr().err
+    assert "step train (an upload) has not returned" in said  # before the end
+    assert str(hang) in said
+
+
+def test_steps_that_take_long_but_go_on_are_no_hang() -> None:
+    """Ops that are started are signs of life, and so is every call that returns; time between calls does not count."""
+    count = iter(range(10**9))
+    moving, ended, _ = watched(0.2, progress=lambda: next(count))
+    with moving("step train"):
+        assert not ended.event.wait(0.8)
+    short, ended_too, _ = watched(0.2)
+    for _ in range(20):
+        with short("step train"):
+            time.sleep(0.03)
+    time.sleep(0.4)
+    assert ended.codes == ended_too.codes == []
+
+
+def test_without_a_limit_nobody_watches() -> None:
+    watch, ended, _ = watched(None)
+    with watch("step train"):
+        assert not ended.event.wait(0.2)
+    assert not any(thread.name == "device watch" and thread.is_alive() for thread in [watch._thread] if thread)
+
+
+def test_last_words_that_fail_or_take_for_ever_keep_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(hang: DeviceHang) -> None:
+        raise OSError("full")
+
+    told: list[DeviceHang] = []
+    monkeypatch.setattr(module, "_LAST_WORDS_SECONDS", 0.2)
+    watch, ended, _ = watched(0.1, words=[fail, told.append, lambda hang: time.sleep(30)])
+    with watch("step train (the capture of train)"):
+        assert ended.event.wait(10)
+    assert len(told) == 1 and ended.codes == [75]
+
+
+# A plugin: a device on the reference functions of ttnn, which needs no card, that sleeps for ever at one place; once,
+# where TTRAIN_HANG_ONCE names a file.
+HANGING = """
+import os, time
+from pathlib import Path
+from ttrain.config import registry
+from ttrain.device.ttnn import device as module, golden
+from ttrain.device.ttnn.settings import TenstorrentConfig
+
+place, after = os.environ["TTRAIN_HANG"].split()
+once, calls = os.environ.get("TTRAIN_HANG_ONCE"), 0
+
+def hang(where):
+    global calls
+    calls += where == place
+    if where == place and calls > int(after) and not (once and Path(once).exists()):
+        if once:
+            Path(once).touch()
+        while True:
+            time.sleep(3600)
+
+class HangingMesh(golden.GoldenMesh):
+    def capture(self, launches, name):
+        hang("capture")
+        return super().capture(launches, name)
+    def close(self):
+        hang("close")
+
+def slow(where, function):
+    def call(*arguments, **options):
+        hang(where)
+        return function(*arguments, **options)
+    return call
+
+def opened(config):
+    mesh = HangingMesh()
+    places = {"copy_host_to_device_tensor": "upload", "matmul": "launch", "linear": "launch", "to_torch": "read"}
+    for name, where in places.items():
+        setattr(mesh.tt, name, slow(where, getattr(mesh.tt, name)))
+    return module.TenstorrentDevice(mesh, config)
+
+registry.register("device", "hanging", config=TenstorrentConfig, target=opened)
+"""
+
+
+def hanging(folder: Path, place: str, after: int, *words: str, once: bool = False) -> subprocess.CompletedProcess[str]:
+    (folder / "hanging_device.py").write_text(HANGING, "utf-8")
+    command = [sys.executable, "-m", "ttrain", "plugins=[hanging_device]", "device=hanging", "device.step_timeout_s=3"]
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{folder}", "TTRAIN_CACHE": str(folder / "cache"),
+        "TTRAIN_HANG": f"{place} {after}", **({"TTRAIN_HANG_ONCE": str(folder / "hung")} if once else {}),
+    }  # fmt: skip
+    return subprocess.run(
+        [*command, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=170, check=False
+    )
+
+
+SIMULATED = ["device.mode=simulator", "device.simulator=anything"]
+MLP = ["model=mlp", "model.width=32", "data=regression", "train.batch_size=32", "train.steps=6", "optimizer=sgd"]
+
+
+@pytest.mark.parametrize(
+    ("place", "after", "words", "what"),
+    [
+        ("launch", 12, [], "step train"),
+        ("read", 6, ["train.save_every=1"], "what was launched"),
+        ("upload", 30, ["train.save_every=1", "train.async_save=false"], "step train (an upload)"),
+        ("capture", 0, ["engine=traced"], "the capture of train"),
+        ("launch", 12, ["engine=dynamic"], "step train"),
+        ("close", 0, ["train.steps=1"], "closing the device"),
+    ],
+    ids=["launch", "read", "upload", "capture", "dynamic", "close"],
+)
+def test_a_run_whose_device_hangs_ends(tmp_path: Path, place: str, after: int, words: list[str], what: str) -> None:
+    start = time.monotonic()
+    done = hanging(tmp_path, place, after, *MLP, "run.dir=run", *words)
+    assert done.returncode == EXIT_DEVICE_BUSY, done.stderr
+    assert time.monotonic() - start < 100
+    assert f"device=hanging: {what}" in done.stderr
+    assert "resume=auto run.dir=" in done.stderr
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text("utf-8").splitlines()]
+    assert [(event["kind"], event.get("error")) for event in events][-1] == ("failed", "DeviceHang")
+    RunDirectory.open(tmp_path / "run").close()  # its lock is free
+
+
+def test_what_was_saved_before_a_hang_is_whole_and_told(tmp_path: Path) -> None:
+    from ttrain.train.retention import list_checkpoints
+
+    done = hanging(tmp_path, "launch", 14, *MLP, "run.dir=run", "train.save_every=1", "train.keep_last=9")
+    assert done.returncode == EXIT_DEVICE_BUSY, done.stderr
+    found, _ = list_checkpoints(tmp_path / "run" / "checkpoints")
+    assert found and f"The checkpoint of step {found[-1].step} is kept." in done.stderr
+    again = hanging(tmp_path, "nowhere", 0, *MLP, "run.dir=run", "resume=auto")
+    assert again.returncode == 0, again.stderr
+
+
+def test_a_supervised_run_whose_device_hung_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    words = ["run.dir=run", "train.save_every=1", "train.async_save=false", "supervise.backoff=0"]
+    done = hanging(tmp_path, "launch", 14, *MLP, *words, once=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "hung").exists()
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text("utf-8").splitlines()]
+    (restart,) = [event for event in events if event["kind"] == "restart"]
+    assert restart["exit_code"] == EXIT_DEVICE_BUSY and "has neither returned" in restart["message"]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text("utf-8"))["step"] == 6
+
+
+@pytest.mark.parametrize("task", ["sample", "verify", "bench"])
+def test_other_tasks_end_too(tmp_path: Path, task: str) -> None:
+    if task == "sample":
+        words = ["model.layers=1", "model.heads=1", "model.width=32", "model.context=16", "train.steps=1"]
+        words += ["data.path=text.txt", "train.batch_size=2", "train.eval_batches=1", "run.dir=run"]
+        (tmp_path / "text.txt").write_text("abcdefgh " * 400, "utf-8")
+        made = hanging(tmp_path, "nowhere", 0, *words)
+        assert made.returncode == 0, made.stderr
+        done = hanging(tmp_path, "launch", 2, "task=sample", "run.dir=run")
+    elif task == "verify":
+        done = hanging(tmp_path, "launch", 2, "task=verify", "verify.ops=[matmul]", "verify.model=false")
+    else:
+        words = ["bench=mlp", "bench.size=tiny", "bench.startup=false", "bench.engines=[static]", "bench.baselines=[]"]
+        done = hanging(tmp_path, "launch", 20, "task=bench", *words, "bench.seconds=1", "bench.out=out", *SIMULATED)
+        (row,) = json.loads((tmp_path / "out" / "results.json").read_text("utf-8"))["jobs"][0]["rows"]
+        assert row["status"] == "failed" and "exit code 75" in row["reason"] and "has neither returned" in row["reason"]
+        return
+    assert done.returncode == EXIT_DEVICE_BUSY, done.stdout + done.stderr
+    assert "has neither returned" in done.stderr
