@@ -236,9 +236,60 @@ def test_published_numbers_are_those_of_the_source(tmp_path: Path, monkeypatch: 
     assert found["matrix product of 1024", "static"] == pytest.approx(2 * 1024**3 / 10.61e12 * 1e3)
 
 
+def test_published_steps_can_be_asked_for_as_they_were_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights in bf16, plain SGD, the batch on the card: of the host's part, scalars alone are left."""
+    monkeypatch.setattr("ttrain.tasks.bench.has_card", lambda: False)
+    words = ["task=bench", "bench=shapes", "device=n300", "bench.batch=[4096]", "bench.dim=[2048]"]
+    measured = ["bench.precision=[bf16_pure]", "bench.resident_batch=true"]
+    times, notes = {}, {}
+    for name, more in (("measured", measured), ("usual", ["bench.precision=[bf16]"])):
+        assert main([*words, *more, f"bench.out={tmp_path / name}"]) == 0
+        notes[name] = (tmp_path / name / "results.md").read_text("utf-8").replace("\n", " ")
+        lines = csv.DictReader((tmp_path / name / "results.csv").read_text("utf-8").splitlines())
+        wanted = "bf16_pure" if name == "measured" else "bf16"
+        times[name] = {
+            line["contender"]: line for line in lines if line["precision"] == wanted and "4096" in line["job"]
+        }
+    one = times["measured"]["traced"]
+    assert one["job"].endswith("batch on the device") and one["precision"] == "bf16_pure"
+    assert float(one["published_ms"]) == 6.43
+    published_error = abs(float(one["median_ms"]) / 6.43 - 1)
+    assert published_error < abs(float(times["usual"]["traced"]["median_ms"]) / 6.43 - 1)
+    assert "bench.resident_batch=true asks for" in notes["usual"]
+    assert "bench.resident_batch=true asks for" not in notes["measured"]
+
+
+def test_what_was_published_is_among_the_jobs_of_the_model_as_it_was_measured() -> None:
+    study = studies.shapes(settings.ShapesBenchConfig(), 1)
+    assert {(job.precision, job.resident, job.training.optimizer.name) for job in study.published_jobs} == {
+        ("bf16_pure", True, "sgd")
+    }
+    assert {job.precision for job in studies.matmul(settings.MatmulBenchConfig(), 1).published_jobs} == {"bf16"}
+
+
+def test_studies_of_a_chip_take_precisions_and_hold_batches_but_not_factors() -> None:
+    config = settings.DispatchBenchConfig(precision=["bf16_pure", "bf8"], resident_batch=True, size=[64])
+    jobs = studies.dispatch(config, 1).jobs
+    assert [(job.work.kind, job.precision, job.resident) for job in jobs] == [
+        (kind, precision, kind != "product") for kind in ("mlp", "gpt", "product") for precision in ("bf16_pure", "bf8")
+    ]
+
+
+def test_block_floats_reach_the_device_and_the_cost_of_a_product() -> None:
+    from ttrain.bench.modelled import modelled
+
+    config = settings.SubdevicesBenchConfig(size=[4096], precision=["bf16", "bf8"])
+    study = studies.subdevices(config, 1)
+    wide, narrow = (modelled(study, job, ways, TenstorrentConfig(name="n300")).rows["full, 1 queue"].round_ms[0] for
+                    job, ways in zip(study.jobs, study.variants, strict=True))  # fmt: skip
+    assert narrow <= wide
+
+
 def test_a_mocked_board_tells_host_time_only_and_says_so(tmp_path: Path) -> None:
     pytest.importorskip("ttnn", reason="the package ttnn is not installed")
-    job = Job(MLPWork(2, 64, 32), "bf16", 1)
+    job = Job(MLPWork(2, 64, 32), "bf16_pure", 1, resident=True)
     device = vars(TenstorrentConfig(name="n300", mode="mock"))
     (found,) = events(order("host", job, "static", device=device), tmp_path / "p")
     assert found["event"] == "host", found
@@ -268,6 +319,7 @@ def test_mocked_rows_are_labelled() -> None:
         (["bench=depth", "bench.layers=[-1]"], "bench.layers=-1: must be at least 1."),
         (["bench=matmul", "bench.size=[65536]"], "bench.size=65536: must be at most 32768."),
         (["bench=matmul", "bench.baselines=[compile]"], "bench.baselines=compile: no such choice."),
+        (["bench=mlp", "bench.precision=[bf8]", "device=cpu"], "bench.precision=bf8: only on Tenstorrent devices."),
         (["bench=memory", "bench.work=[gpt3]"], "bench.work=gpt3: no such choice."),
         (["bench=dispatch", "bench.engines=[]"], "bench.engines=[]: nobody takes part."),
         (["bench=dispatch", "device=cpu"], "device=cpu: bench=dispatch is about a Tenstorrent chip."),

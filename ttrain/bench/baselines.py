@@ -11,6 +11,7 @@ import torch
 from ttrain.bench.contender import Contender
 from ttrain.bench.workload import Job
 from ttrain.config import build
+from ttrain.core.spec import DType
 from ttrain.device.settings import DeviceConfig
 from ttrain.optim.settings import AdamWConfig, OptimizerConfig, SGDConfig
 
@@ -22,7 +23,10 @@ _DESCRIPTIONS = {
 
 
 class PyTorchContender(Contender):
-    """Forward under autocast where the precision is bf16, backward, clip_grad_norm_, optimizer step, zero_grad."""
+    """Forward under autocast where bf16 computes, backward, clip_grad_norm_, optimizer step, zero_grad.
+
+    The weights are bf16 too where the precision is bf16_pure.
+    """
 
     side = "PyTorch"
 
@@ -35,7 +39,7 @@ class PyTorchContender(Contender):
         # The device sets the same number of threads as for our engines.
         device = build.build_device(self._device_config)
         self._device: torch.device = getattr(device, "device", torch.device("cpu"))
-        model = job.training.reference().to(self._device)
+        model = job.training.reference().to(self._device, torch.bfloat16 if job.dtypes.master is DType.BF16 else None)
         self._parameters = dict(model.named_parameters())
         self._load()
         self._model: Callable[..., torch.Tensor] = model if self.name == "eager" else torch.compile(model)
@@ -64,7 +68,7 @@ class PyTorchContender(Contender):
 
     def step(self, number: int) -> torch.Tensor:
         batch = self._batches[number % len(self._batches)]
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._job.precision == "bf16"):
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._job.dtypes.compute is DType.BF16):
             loss = self._model(*batch)
         loss.backward()
         self._update()

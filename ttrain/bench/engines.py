@@ -27,11 +27,13 @@ def step_graph(job: Job, device: Device | None = None) -> StepGraph:
 
     if device is not None and device.uniform_compute:
         job.model.follow_compute()
-    return StepGraph(job.model, build.build_optimizer(job.training.optimizer), job.training.rows)
+    optimizer = build.build_optimizer(job.training.optimizer)
+    return StepGraph(job.model, optimizer, job.training.rows, holds_batch=job.resident)
 
 
 class EngineContender(Contender):
-    """A training step as `task=train` builds it: batch, learning rate, step number and seed are uploaded every step."""
+    """A training step as `task=train` builds it: batch, learning rate, step number and seed are uploaded every step,
+    but for a batch that is to stay on the device."""
 
     side = "ttrain"
     device: Device
@@ -47,7 +49,7 @@ class EngineContender(Contender):
         from ttrain.train.session import Session
 
         job = self._job
-        self.device = build.build_device(self._device_config)
+        self.device = build.build_device(self._device_config, job.dtypes)
         graph = step_graph(job, self.device)
         self.session = Session.open(
             graph, self.device, lambda device, state: build.build_engine(self._engine_config, device, state)
@@ -56,9 +58,12 @@ class EngineContender(Contender):
             self.session.state.write(path, values)
         self.built = self.session.engine.build("train", graph.trace_train)
         lr = job.training.optimizer.lr
-        self._inputs: list[dict[str, HostValue]] = [
-            {**batch, "loss_weight": 1 / batch["targets"].size, "lr": lr, "seed": 0} for batch in job.batches
-        ]
+        self._inputs: list[dict[str, HostValue]] = []
+        for batch in job.batches:
+            scalars: dict[str, HostValue] = {"loss_weight": 1 / batch["targets"].size, "lr": lr, "seed": 0}
+            self._inputs.append(scalars if job.resident else {**batch, **scalars})
+            for name, array in batch.items() if job.resident else ():
+                self.session.state.write(name, array)
 
     def step(self, number: int) -> float:
         inputs = self._inputs[number % len(self._inputs)]

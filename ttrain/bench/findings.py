@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ttrain.bench.process import Event
-from ttrain.bench.results import JobResult, Row
+from ttrain.bench.results import SIMULATED, JobResult, Row
 
 
 def note_start(row: Row, event: Event, temperature: str) -> None:
@@ -52,6 +52,7 @@ def note_event(found: JobResult, event: Event) -> None:
     row = found.rows[event["contender"]] if "contender" in event else None
     if kind == "environment":
         found.device, found.parameters = event["device"], event["parameters"]
+        found.basis = SIMULATED if event["device"].get("mode") == "simulator" else found.basis
         found.flops_per_step, found.peak_flops = event["flops_per_step"], event["peak_flops"]
     elif kind == "round":
         found.others_cpu = event["others_cpu"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ttrain.bench.results import COST_MODEL, JobResult, Row
@@ -27,14 +27,15 @@ def jobs_of(study: Study) -> Iterator[tuple[Job, tuple[Variant, ...]]]:
     """The jobs with the variants that a chip runs, and after them those that were published."""
     yield from zip(study.jobs, study.variants, strict=True)
     for job in study.published_jobs:
-        if all((job.work, job.precision) != (other.work, other.precision) for other in study.jobs):
+        if job not in study.jobs:
             yield job, study.variants[0]
 
 
 def modelled(study: Study, job: Job, variants: tuple[Variant, ...], device: TenstorrentConfig) -> JobResult:
     """One job by the model: a row per variant."""
     work = job.work
-    found = JobResult(work.title, job.precision, work.item_plural, work.items_per_step, asdict(work), {})
+    found = JobResult.of(job)
+    device = replace(device, weights="bf8") if job.precision == "bf8" else device
     found.basis, found.device = COST_MODEL, describe(device)
     planned = None if isinstance(work, ProductWork) else _planned(job, device)
     if isinstance(work, ProductWork):
@@ -69,7 +70,7 @@ def told(study: Study) -> str | None:
 
 
 def _row(study: Study, job: Job, variant: Variant, device: TenstorrentConfig, planned: PlannedWork | None) -> Row:
-    total, bound = _time(job.work, job.precision, variant, device, planned)
+    total, bound = _time(job, variant, device, planned)
     row = Row(variant.name, "ttrain", f"cost model, {variant.engine}", "ok", round_ms=[total], fastest_ms=total)
     row.facts = {"bound_by": bound}
     if variant.part == "both":
@@ -86,14 +87,14 @@ def _row(study: Study, job: Job, variant: Variant, device: TenstorrentConfig, pl
     return row
 
 
-def _time(
-    work: Work, precision: str, variant: Variant, device: TenstorrentConfig, planned: PlannedWork | None
-) -> tuple[float, str]:
+def _time(job: Job, variant: Variant, device: TenstorrentConfig, planned: PlannedWork | None) -> tuple[float, str]:
     """(milliseconds, what bounds it)."""
     from ttrain.train.estimate import host_input, wormhole_time
 
+    work = job.work
     if isinstance(work, ProductWork):
-        product = Product(work.size, work.size, work.size, 1, BYTES[precision])
+        held = "bf8" if job.precision == "bf8" else str(job.dtypes.compute)
+        product = Product(work.size, work.size, work.size, 1, BYTES[held])
         estimate = _chip(device, variant).blocking([product])
         bound = "call" if estimate.total > 2 * (estimate.compute + estimate.bandwidth) else estimate.bottleneck
         return estimate.total / 1e3, bound
@@ -136,8 +137,8 @@ def _planned(job: Job, device: TenstorrentConfig) -> PlannedWork:
 
 
 def _published(study: Study, job: Job, variant: Variant, device: TenstorrentConfig) -> tuple[Table, Place] | None:
-    """Where the source has this job and variant, in bf16."""
-    if job.precision != "bf16":
+    """Where the source has this job and variant, computed in bf16."""
+    if job.precision not in ("bf16", "bf16_pure"):
         return None
     dispatch = variant.dispatch or ("worker" if device.dispatch == "auto" else device.dispatch)
     for table in TABLES:

@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ttrain.bench.results import BASELINE_SIDE, COST_MODEL, MEASURED, JobResult, Result
+from ttrain.bench.results import BASELINE_SIDE, COST_MODEL, MEASURED, SIMULATED, JobResult, Result
 from ttrain.bench.tables import ms
 
 _COLORS = {BASELINE_SIDE: "#ee6677", "ttrain": "#4477aa"}
 _PUBLISHED = "#222222"
+_ORIGINS = {
+    COST_MODEL: ", from the cost model, not from a card (x: published)",
+    SIMULATED: ", on a simulator, not on a card",
+}
 
 
 def draw(result: Result, image: Path) -> str | None:
@@ -110,6 +114,5 @@ def _draw_sweep(axes: Any, result: Result, jobs: Sequence[JobResult]) -> None:
     axes.set_yscale("log")
     axes.set_xticks(range(len(titles)), titles, rotation=60, ha="right", fontsize=8)
     axes.set_ylabel("TFLOP/s" if products else "ms per step")
-    model = ", from the cost model, not from a card (x: published)" if jobs[0].basis == COST_MODEL else ""
-    axes.set_title(f"bench={result.bench}{model}", fontsize=10)
+    axes.set_title(f"bench={result.bench}{_ORIGINS.get(jobs[0].basis, '')}", fontsize=10)
     axes.legend()

@@ -44,8 +44,8 @@ class EngineProduct(ProductContender):
 
     def build(self) -> None:
         work = product_work(self._job)
-        self.device = build.build_device(self._device_config)
-        self.spec = TensorSpec((work.size, work.size), DType.parse(self._job.precision))
+        self.device = build.build_device(self._device_config, self._job.dtypes)
+        self.spec = TensorSpec((work.size, work.size), self._job.dtypes.compute)
         kinds = {A: Kind.PARAMETER, B: Kind.PARAMETER, C: Kind.GRADIENT}
         self.state = State(self.device, [StateTensor(name, self.spec, kind) for name, kind in kinds.items()])
         for name, values in zip((A, B), work.factors(self._job.seed), strict=True):
@@ -90,7 +90,7 @@ class TorchProduct(ProductContender):
 
         device = build.build_device(self._device_config)  # it also sets the number of threads
         place = getattr(device, "device", torch.device("cpu"))
-        kind = torch.bfloat16 if self._job.precision == "bf16" else torch.float32
+        kind = torch.bfloat16 if self._job.dtypes.compute is DType.BF16 else torch.float32
         factors = product_work(self._job).factors(self._job.seed)
         self._a, self._b = (torch.from_numpy(array).to(place, kind) for array in factors)
         self._c = torch.zeros_like(self._a)

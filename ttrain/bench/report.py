@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ttrain.bench.results import COST_MODEL, Earlier, JobResult, Result, Row
+from ttrain.bench.results import COST_MODEL, SIMULATED, Earlier, JobResult, Result, Row
 from ttrain.bench.tables import Lines, sweep_tables, tables_of
 from ttrain.core.tables import fitted, window
 
@@ -47,7 +47,14 @@ def notes(result: Result, job: JobResult, earlier: Earlier | None) -> Iterator[s
         )
         if any(row.published_ms is not None for row in job.rows.values()):
             yield f"Published: measured by others on one chip of an n300, {device['published']}."
+            if job.parameters is not None and not (job.precision == "bf16_pure" and job.resident):
+                yield (
+                    "The published steps kept their weights in bf16 and the batch on the card, which "
+                    "bench.precision=[bf16_pure] bench.resident_batch=true asks for."
+                )
     elif device:
+        if job.basis == SIMULATED:
+            yield f"On a simulator: {device.get('note')}."
         facts = ", ".join(f"{device[key]} {unit}" for key, unit in (("threads", "threads"),) if key in device)
         made = [device.get("hardware") or device.get("arch"), facts.replace("1 threads", "1 thread")]
         versions = [f"{name} {device[name]}" for name in ("torch", "ttnn") if name in device]

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.bench.ratios import Ratio, Spread, ratio, spread
+from ttrain.bench.workload import Job
 from ttrain.core.errors import UserError
 
 FORMAT = 1
 BASELINE_SIDE = "PyTorch"
-MEASURED, COST_MODEL, MOCKED = "measured", "cost model", "mocked board"
+MEASURED, COST_MODEL, MOCKED, SIMULATED = "measured", "cost model", "mocked board", "simulator"
 _WARNINGS = {
     MEASURED: "",
     COST_MODEL: "from the cost model, not from a card",
+    SIMULATED: "on a simulator, not on a card",
     MOCKED: "host dispatch alone on a mocked board, which computes nothing",
 }
 
@@ -88,7 +90,16 @@ class JobResult:
     flops_per_step: float | None = None
     peak_flops: float | None = None  # FLOP/s of a large matmul on this device in this precision
     others_cpu: float | None = None  # share of all cores that other processes used during the interleaved steps
-    basis: str = MEASURED  # or COST_MODEL, or MOCKED
+    resident: bool = False  # whether one batch stayed on the device for all steps
+    basis: str = MEASURED  # or COST_MODEL, MOCKED or SIMULATED
+
+    @classmethod
+    def of(cls, job: Job) -> JobResult:
+        """Before anybody has done the job."""
+        work = job.work
+        found = cls(job.title, job.precision, work.item_plural, work.items_per_step, asdict(work), {})
+        found.resident = job.resident
+        return found
 
     @property
     def heading(self) -> str:

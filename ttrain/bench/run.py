@@ -93,12 +93,12 @@ class Bench:
         for job, variants in zip(self.study.jobs, self.study.variants, strict=True):
             if isinstance(job.work, ProductWork):
                 continue
-            work, rows = job.work, {name: Row(name) for name in dict.fromkeys(each.engine for each in variants)}
-            found = JobResult(work.title, job.precision, work.item_plural, work.items_per_step, asdict(work), rows)
-            found.basis = MOCKED
+            rows = {name: Row(name) for name in dict.fromkeys(each.engine for each in variants)}
+            found = JobResult.of(job)
+            found.rows, found.basis = rows, MOCKED
             self.result.jobs.append(found)
             for row in rows.values():
-                with self.progress.stage(f"{work.title}, {job.precision}: host dispatch of {row.contender}") as stage:
+                with self.progress.stage(f"{job.title}, {job.precision}: host dispatch of {row.contender}") as stage:
                     order = self._order("host", job, [row.contender], device)
                     for event in self._events(order, folder, None, row):
                         note_host(found, row, event)
@@ -106,14 +106,15 @@ class Bench:
                 self.save()
 
     def _job(self, number: int, job: Job, folder: Path) -> None:
-        work, study = job.work, self.study
+        study = self.study
         chip = study.kind == "chip"
         names = [variant.name for variant in study.variants[number]] if chip else study.contenders
         rows = {name: Row(name) for name in names}
-        found = JobResult(work.title, job.precision, work.item_plural, work.items_per_step, asdict(work), rows)
+        found = JobResult.of(job)
+        found.rows = rows
         self.result.jobs.append(found)
         caches = Caches(folder / "caches")
-        label = f"{work.title}, {job.precision}" if len(study.jobs) > 1 else job.precision
+        label = f"{job.title}, {job.precision}" if len(study.jobs) > 1 else job.precision
         if chip:
             self._apart(job, found, study.variants[number], folder, label)
         elif study.kind == "startup":

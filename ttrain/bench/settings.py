@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ttrain.core.options import option
+from ttrain.nn.precision import PRECISIONS
 
 ENGINES = ("dynamic", "static", "traced")
 BASELINES = ("eager", "compile", "compile_all")
-PRECISIONS = ("fp32", "bf16")
+DEFAULT_PRECISIONS = ["fp32", "bf16"]
 MLP_SIZES = ("tiny", "256", "1024x512")
 GPT_SIZES = ("char", "nano", "nano32", "gpt2")
 PRODUCT_SIZES = [128, 256, 512, 1024, 2048, 4096]
@@ -44,7 +45,10 @@ class TimedConfig(BenchConfig):
 class ContestConfig(BenchConfig):
     """A benchmark of our engines against PyTorch."""
 
-    precision: list[str] = option(list(PRECISIONS), "precisions, each measured by itself", choices=PRECISIONS)
+    precision: list[str] = option(DEFAULT_PRECISIONS, "precisions, each measured by itself", choices=PRECISIONS)
+    resident_batch: bool = option(
+        False, "whether one batch stays on the device for all steps, instead of another one being uploaded for each"
+    )
     engines: list[str] = option(list(ENGINES), "engines that take part", choices=ENGINES)
     baselines: list[str] = option(
         list(BASELINES),
@@ -174,6 +178,11 @@ class MemoryBenchConfig(ContestConfig, TimedConfig):
 @dataclass
 class ChipBenchConfig(TimedConfig):
     """A benchmark of ways to use one Tenstorrent chip; on the cost model where there is no card."""
+
+    precision: list[str] = option(["bf16"], "precisions, each measured by itself", choices=PRECISIONS)
+    resident_batch: bool = option(
+        False, "whether one batch stays on the device for all steps, instead of another one being uploaded for each"
+    )
 
 
 @dataclass

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ttrain.bench.settings import (
+    ChipBenchConfig,
     ContestConfig,
     CoreGridBenchConfig,
     DepthBenchConfig,
@@ -111,14 +112,14 @@ def dispatch(config: DispatchBenchConfig, seed: int) -> Study:
         (PUBLISHED_GPT, ways(name for name in _unique(config.engines) if name != "dynamic")),
     ]
     listed += [(ProductWork(size), ways(["static"])) for size in _unique(config.size)]
-    return _chip("dispatch", listed, ("mlp_dispatch", "gpt", "matmul_dispatch"), seed)
+    return _chip(config, listed, ("mlp_dispatch", "gpt", "matmul_dispatch"), seed)
 
 
 def core_grid(config: CoreGridBenchConfig, seed: int) -> Study:
     """bench=core_grid."""
     names = _unique(config.engines)
     ways = tuple(Variant(f"{name}, {part} grid", name, part=part) for name in names for part in ("full", "half"))
-    return _chip("core_grid", [(PUBLISHED_MLP, ways)], ("core_grid",), seed)
+    return _chip(config, [(PUBLISHED_MLP, ways)], ("core_grid",), seed)
 
 
 def subdevices(config: SubdevicesBenchConfig, seed: int) -> Study:
@@ -128,7 +129,7 @@ def subdevices(config: SubdevicesBenchConfig, seed: int) -> Study:
         Variant("half, 1 queue", "static", part="half"),
         Variant("half each, 2 queues", "static", part="both"),
     )
-    return _chip("subdevices", [(ProductWork(size), ways) for size in _unique(config.size)], ("subdevices",), seed)
+    return _chip(config, [(ProductWork(size), ways) for size in _unique(config.size)], ("subdevices",), seed)
 
 
 def _training(config: TrainingBenchConfig, work: Work, known: Work, published: tuple[str, ...], seed: int) -> Study:
@@ -145,21 +146,32 @@ def _contest(
     published: tuple[str, ...],
     seed: int,
 ) -> Study:
-    jobs = tuple(Job(work, precision, seed) for work in works for precision in _unique(config.precision))
+    jobs = tuple(job for work in works for job in _jobs(work, config, seed))
     contenders = tuple(_unique([*config.baselines, *config.engines]))
     variants = tuple(Variant(name, name) for name in _unique(config.engines))
     return Study(
         config.name, label, jobs, contenders, "eager" if "eager" in contenders else contenders[0], kind,
-        (variants,) * len(jobs), published, tuple(Job(work, "bf16", seed) for work in known),
+        (variants,) * len(jobs), published, tuple(_as_published(work, seed) for work in known),
     )  # fmt: skip
 
 
 def _chip(
-    name: str, listed: Sequence[tuple[Work, tuple[Variant, ...]]], published: tuple[str, ...], seed: int
+    config: ChipBenchConfig, listed: Sequence[tuple[Work, tuple[Variant, ...]]], published: tuple[str, ...], seed: int
 ) -> Study:
-    listed = [(work, variants) for work, variants in listed if variants]
-    jobs = tuple(Job(work, "bf16", seed) for work, _ in listed)
-    return Study(name, name, jobs, (), "", "chip", tuple(variants for _, variants in listed), published)
+    pairs = [(job, variants) for work, variants in listed if variants for job in _jobs(work, config, seed)]
+    jobs, variants = tuple(job for job, _ in pairs), tuple(ways for _, ways in pairs)
+    return Study(config.name, config.name, jobs, (), "", "chip", variants, published)
+
+
+def _jobs(work: Work, config: ContestConfig | ChipBenchConfig, seed: int) -> list[Job]:
+    """The work in every precision. The factors of a product stay on the device anyway."""
+    resident = config.resident_batch and not isinstance(work, ProductWork)
+    return [Job(work, precision, seed, resident) for precision in _unique(config.precision)]
+
+
+def _as_published(work: Work, seed: int) -> Job:
+    """The work as the published steps were measured: weights in bf16, one batch on the card."""
+    return Job(work, "bf16", seed) if isinstance(work, ProductWork) else Job(work, "bf16_pure", seed, resident=True)
 
 
 def _unique(values: Iterable[T]) -> list[T]:

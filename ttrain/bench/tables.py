@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ttrain.bench.results import BASELINE_SIDE, MEASURED, Earlier, JobResult, Row
+from ttrain.bench.results import BASELINE_SIDE, COST_MODEL, MOCKED, Earlier, JobResult, Row
 from ttrain.core.units import format_bytes, format_count
 
 Lines = list[list[str]]
@@ -12,7 +12,7 @@ Lines = list[list[str]]
 
 def tables_of(job: JobResult, kind: str, earlier: Earlier | None) -> list[Lines]:
     """The tables of one job; `kind` is the study's."""
-    if kind == "chip" or job.basis != MEASURED:
+    if kind == "chip" or job.basis in (COST_MODEL, MOCKED):
         found = [chip_table(job, earlier)]
     elif kind == "startup":
         found = [startup_table(job)]

@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,7 +153,7 @@ def host(order: Mapping[str, Any], emit: Emit) -> None:
 
 def _rehearse(name: str, order: Mapping[str, Any], job: Job) -> None:
     """The same ops on a small scale: modules, threads, compiled code and the libraries' own memory come to stay."""
-    small = contender_of(name, order, Job(job.training.smaller(), job.precision, job.seed))
+    small = contender_of(name, order, replace(job, work=job.training.smaller()))
     small.build()
     first_steps(small)
     small.close()
@@ -237,7 +237,7 @@ def _work_facts(job: Job, device: str, order: Mapping[str, Any]) -> dict[str, An
     from ttrain.train.peak import measured_peak
     from ttrain.train.session import flops_per_step
 
-    peak = measured_peak(device, job.precision, order["device"].get("index", 0))
+    peak = measured_peak(device, str(job.dtypes.compute), order["device"].get("index", 0))
     if isinstance(job.work, ProductWork):
         return {"flops_per_step": job.work.flops, "peak_flops": peak, "parameters": None}
     flops = flops_per_step(step_graph(job))

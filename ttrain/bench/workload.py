@@ -12,6 +12,7 @@ import numpy as np
 from ttrain.core.spec import DType
 from ttrain.models.settings import GPTConfig, MLPConfig
 from ttrain.nn.initialize import generator_of, initial_value
+from ttrain.nn.precision import PrecisionConfig
 from ttrain.optim.settings import AdamWConfig, OptimizerConfig, SGDConfig
 
 if TYPE_CHECKING:
@@ -193,6 +194,17 @@ class Job:
     work: Work
     precision: str
     seed: int
+    resident: bool = False  # whether one batch stays on the device for all steps
+
+    @property
+    def title(self) -> str:
+        """Of the work, with what is unusual about how it is done."""
+        return self.work.title + (", batch on the device" if self.resident else "")
+
+    @property
+    def dtypes(self) -> PrecisionConfig:
+        """What computes in which dtype, as in training."""
+        return PrecisionConfig(self.precision)
 
     @property
     def training(self) -> TrainingWork:
@@ -203,11 +215,16 @@ class Job:
     @cached_property
     def model(self) -> Model:
         """Ours, on symbolic tensors: the list of parameters, whoever computes."""
-        return self.training.model(DType.parse(self.precision))
+        model = self.training.model(self.dtypes.compute)
+        for parameter in model.parameters().values():
+            parameter.master = self.dtypes.master
+        return model
 
     @cached_property
     def batches(self) -> list[Batch]:
-        return self.training.batches(self.seed)
+        """What steps take in turn."""
+        found = self.training.batches(self.seed)
+        return found[:1] if self.resident else found
 
     def first_weights(self) -> Iterator[tuple[str, np.ndarray]]:
         """(our parameter path, first values fp32), one parameter in memory at a time."""
@@ -218,8 +235,8 @@ class Job:
             yield path, initial_value(parameter, self.seed)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"work": asdict(self.work), "precision": self.precision, "seed": self.seed}
+        return {**asdict(self), "work": asdict(self.work)}
 
     @staticmethod
     def of(values: dict[str, Any]) -> Job:
-        return Job(work_of(values["work"]), values["precision"], values["seed"])
+        return Job(**{**values, "work": work_of(values["work"])})

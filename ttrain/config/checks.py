@@ -289,6 +289,9 @@ def _bench(config: Config) -> Iterator[str]:
         )
     elif config.device.name == "null":
         yield "device=null: computes nothing, so there is nothing to time. Give device=cpu or device=cuda."
+    chip = isinstance(config.device, TenstorrentConfig) or isinstance(bench, ChipBenchConfig)
+    if "bf8" in getattr(bench, "precision", []) and not chip:
+        yield "bench.precision=bf8: only on Tenstorrent devices. Give bench.precision=[bf16], or device=n300."
     unread = ("model", "data", "train", "optimizer", "schedule", "precision")
     for key in sorted(config.source.explicit):
         if key.partition(".")[0] in unread:

@@ -23,7 +23,7 @@ class Kind(Enum):
     GRADIENT = "gradient"  # of a parameter, kept from backward to update
     OPTIMIZER = "optimizer"  # moments, velocities
     COPY = "copy"  # a parameter rounded to the compute dtype; derived, never saved
-    CACHE = "cache"  # keys and values of a text that sampling goes on with; never saved
+    CACHE = "cache"  # keys and values of a text that sampling goes on with, or a batch that is held; never saved
     NODE = "node"  # the output of a node
 
     @property
@@ -123,6 +123,7 @@ class Graph:
     outputs: dict[str, Value] = field(default_factory=dict)
     hosted: Callable[[str], bool] | None = None
     hosting: bool = False  # whether nodes run on the host whatever they read
+    held: frozenset[str] = frozenset()  # names of inputs that are given once, as state, instead of for every step
     crossed: dict[Value, Value] = field(default_factory=dict)  # value -> the same on the other side
     _scope: list[str] = field(default_factory=list)
     _stage: Stage = Stage.FORWARD
@@ -137,6 +138,8 @@ class Graph:
 
     def input(self, name: str, spec: TensorSpec) -> Value:
         """The step input of that name, declared on first use."""
+        if name in self.held:
+            return self.state_value(name, spec, Kind.CACHE)
         return self._named(self.inputs, name, spec, Kind.INPUT)
 
     def state_value(self, name: str, spec: TensorSpec, kind: Kind) -> Value:

@@ -8,6 +8,7 @@ from ttrain.core.options import option
 from ttrain.core.spec import DType
 
 _COMPUTE = {"fp32": DType.FP32, "bf16": DType.BF16, "bf16_pure": DType.BF16, "bf8": DType.BF16}
+PRECISIONS = tuple(_COMPUTE)
 
 
 @dataclass
@@ -18,7 +19,7 @@ class PrecisionConfig:
         "fp32",
         "fp32; bf16 = bf16 compute with fp32 master weights; bf16_pure = everything in bf16, best with "
         "optimizer.stochastic_rounding; on Tenstorrent also bf8 = bf16 with matrices read as 8-bit block floats",
-        choices=tuple(_COMPUTE),
+        choices=PRECISIONS,
     )
 
     @property

@@ -57,6 +57,7 @@ class StepGraph:
     chips: int = 1  # that share a batch: each works on `rows` of its own, and gradients are summed over all of them
     watched: bool = False  # also output the norm of the activations that the loss reads
     hosted: Callable[[str], bool] | None = None  # whether a parameter stays in host memory, by its path
+    holds_batch: bool = False  # batch fields are state, written once, instead of inputs
     shorter: Model | None = None  # records training in its place, on shorter sequences, over the same parameters
     runs: list[ParameterRun] = field(init=False)
 
@@ -133,11 +134,13 @@ class StepGraph:
         members = [(run.name, parameter) for run in self.runs for parameter in run.parameters]
         compute, slots = self.model.compute, self.optimizer.slots
         placed = [*members, *(("frozen", parameter) for parameter in self.frozen)]
+        batch = self.model.batch_specs(self.rows) if self.holds_batch else {}
 
         def tensor(name: str, spec: TensorSpec, kind: Kind, run: str, parameter: Parameter) -> StateTensor:
             return StateTensor(name, spec, kind, run, parameter.padding)
 
-        tensors = [tensor(p.path, p.spec, Kind.PARAMETER, run, p) for run, p in placed]
+        tensors = [StateTensor(name, spec, Kind.CACHE) for name, spec in batch.items()]
+        tensors += [tensor(p.path, p.spec, Kind.PARAMETER, run, p) for run, p in placed]
         copied = [(run, p) for run, p in placed if p.has_copy(compute)]
         tensors += [tensor(p.copy_name, p.read_spec(compute), Kind.COPY, run, p) for run, p in copied]
         if training:
@@ -148,6 +151,8 @@ class StepGraph:
 
     def _loss(self, graph: Graph, rows: int, training: bool) -> Value:
         model = self.shorter if training and self.shorter is not None else self.model
+        if self.holds_batch:
+            graph.held = frozenset(model.batch_specs(rows))
         for name, spec in model.batch_specs(rows).items():
             graph.input(name, spec)
         graph.input(LOSS_WEIGHT, SCALAR)
