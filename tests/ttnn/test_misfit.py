@@ -132,7 +132,8 @@ def test_on_a_mocked_board(name: str, kernels: str, tmp_path: Path) -> None:
     assert said in text and key in text and "Traceback" not in text
     if "does not fit" in said or name == "eth":
         summary = json.loads((run / "summary.json").read_text("utf-8"))
-        assert (summary["accepted"], summary["misfit"]) == (False, "dispatch" if name == "eth" else said.removeprefix("does not fit: "))
+        cause = "dispatch" if name == "eth" else said.removeprefix("does not fit: ")
+        assert (summary["accepted"], summary["misfit"]) == (False, cause)
         assert any(given.startswith(key) for given in summary["keys"])
     else:
         assert not run.exists()  # refused before a run was claimed
