@@ -21,18 +21,18 @@ MODULE_LINES = 420
 FOLDER_FILES = 15
 LARGER_FOLDERS = {  # how many each may have: lower a figure when its folder shrinks
     "tests/train": 21,
-    "tests/ttnn": 21,
+    "tests/ttnn": 23,
     "ttrain/bench": 27,
     "ttrain/data": 17,
     "ttrain/device/torch/kernels": 18,
-    "ttrain/device/ttnn": 20,
+    "ttrain/device/ttnn": 23,
     "ttrain/device/ttnn/kernels": 17,
     "ttrain/ops": 20,
     "ttrain/tasks": 19,
     "ttrain/train": 53,
 }
 # Lines of code: neither blank, nor comment, nor docstring. To raise one needs a reason in the commit that does.
-PYTHON_LINES = 29_600
+PYTHON_LINES = 30_100
 TEMPLATE_LINES = 1_500  # the C++ that kernels are generated from
 CORE = ("graph", "ops", "autodiff", "plan", "engine")
 CORE_LINES = 4_800

@@ -274,10 +274,9 @@ def _bench(config: Config) -> Iterator[str]:
         return
     bench: Any = config.bench
     contest = hasattr(bench, "baselines")
-    if contest and not bench.engines and not bench.baselines:
-        yield "bench.engines=[] and bench.baselines=[]: nobody takes part. Name at least one."
-    elif not contest and getattr(bench, "engines", None) == []:
-        yield "bench.engines=[]: nobody takes part. Name at least one."
+    if getattr(bench, "engines", None) == [] and not getattr(bench, "baselines", []):
+        both = " and bench.baselines=[]" if contest else ""
+        yield f"bench.engines=[]{both}: nobody takes part. Name at least one."
     for key, example in _BENCH_LISTS.items():
         if getattr(bench, key, None) == []:
             yield f"bench.{key}=[]: name at least one, such as [{example}]."
@@ -289,12 +288,10 @@ def _bench(config: Config) -> Iterator[str]:
         )
     elif config.device.name == "null":
         yield "device=null: computes nothing, so there is nothing to time. Give device=cpu or device=cuda."
-    chip = isinstance(config.device, TenstorrentConfig) or isinstance(bench, ChipBenchConfig)
-    if "bf8" in getattr(bench, "precision", []) and not chip:
+    if contest and "bf8" in bench.precision and not isinstance(config.device, TenstorrentConfig):
         yield "bench.precision=bf8: only on Tenstorrent devices. Give bench.precision=[bf16], or device=n300."
-    unread = ("model", "data", "train", "optimizer", "schedule", "precision")
     for key in sorted(config.source.explicit):
-        if key.partition(".")[0] in unread:
+        if key.partition(".")[0] in ("model", "data", "train", "optimizer", "schedule", "precision"):
             yield f"{key}: task=bench does not read it; the keys of bench decide what is measured."
         elif key == "engine.name":
             yield f"engine={config.engine.name}: task=bench takes its engines from bench.engines."
