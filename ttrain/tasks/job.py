@@ -407,10 +407,10 @@ class Job:
 
     def _meter(self, session: Session, timed: Callable[[float], None]) -> Any:
         from ttrain.train.meter import Meter
-        from ttrain.train.peak import measured_peak
+        from ttrain.train.peak import measured_rates
         from ttrain.train.session import flops_per_step
 
-        given = self.config.train.peak_tflops
-        dtype = str(self.config.precision.compute)
-        peak = 1e12 * given if given else measured_peak(self.device.name, dtype, self.config.device.index)
+        given, dtype = self.config.train.peak_tflops, str(self.config.precision.compute)
+        rates = None if given else measured_rates(self.device.name, dtype, self.config.device.index)
+        peak = 1e12 * given if given else None if rates is None else rates.flops
         return Meter(flops_per_step(session.graph), peak, lambda: self.device.memory().get("in_use", 0), timed=timed)

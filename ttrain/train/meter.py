@@ -104,7 +104,8 @@ class Forecast:
         """Its parts, for people."""
         parts = f"{self.steps:.0f} steps of {format_duration(self.step)}"
         if self.evaluation * self.evaluations >= 0.01 * self.total:
-            parts += f" and {self.evaluations} evaluations of {format_duration(self.evaluation)}"
+            several = "s" if self.evaluations > 1 else ""
+            parts += f" and {self.evaluations} evaluation{several} of {format_duration(self.evaluation)}"
         return parts
 
 

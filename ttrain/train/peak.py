@@ -36,15 +36,18 @@ class Rates:
         return max(node.op.flops(node) / self.flops, node.op.nbytes(node) / self.nbytes) / REACHED
 
 
+_rates: dict[str, Rates] = {}  # as this process measured them
+
+
 def measured_rates(device: str, dtype: str, index: int = 0) -> Rates | None:
-    """The rates of `cpu` or `cuda`. What was measured on this machine before is not measured again."""
+    """The rates of `cpu` or `cuda`, the best of all processes; each measures them once."""
     if device not in _SIZES:
         return None
-    key = _key(device, dtype, index)
-    peak = _read(cache_folder() / "peak.json").get(key) or measured_peak(device, dtype, index)
-    key = f"bandwidth {_key(device, 'bytes', index)}"
-    moved = _read(cache_folder() / "peak.json").get(key) or _cached(key, lambda: _measure_bandwidth(device, index))
-    return None if peak is None else Rates(peak, moved)
+    key = f"{cache_folder()} {_key(device, dtype, index)}"
+    if key not in _rates and (peak := measured_peak(device, dtype, index)) is not None:
+        moved = _cached(f"bandwidth {_key(device, 'bytes', index)}", lambda: _measure_bandwidth(device, index))
+        _rates[key] = Rates(peak, moved)
+    return _rates[key]
 
 
 def measured_peak(device: str, dtype: str, index: int = 0) -> float | None:
