@@ -375,7 +375,7 @@ def test_the_sample_of_a_run_and_those_of_the_task_stop(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     Path("book.txt").write_text("some words of a book that nobody wrote\n" * 60)
     words = ["model.layers=1", "model.heads=2", "model.width=16", "model.context=8", "data=text", "data.path=book.txt"]
-    words += ["train.steps=2", "train.eval_batches=1", "train.peak_tflops=1", "logger=jsonl", "device=cpu"]
+    words += ["train.steps=2", "train.eval_sequences=2", "train.peak_tflops=1", "logger=jsonl", "device=cpu"]
     sample = ["sample.tokens=60", "sample.prompt=some"]
     words += sample
 
