@@ -93,6 +93,14 @@ def test_last_words_that_fail_or_take_for_ever_keep_nobody(monkeypatch: pytest.M
     assert len(told) == 1 and ended.codes == [75]
 
 
+def test_a_closed_device_leaves_no_thread_that_keeps_its_runtime() -> None:
+    watch, _, _ = watched(600)
+    with watch("step train"):
+        (thread,) = [each for each in threading.enumerate() if each is watch._thread]
+    watch.close()
+    assert not thread.is_alive()
+
+
 # A plugin: a device on the reference functions of ttnn, which needs no card, that sleeps for ever at one place; once,
 # where TTRAIN_HANG_ONCE names a file.
 HANGING = """

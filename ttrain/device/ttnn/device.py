@@ -257,3 +257,5 @@ class TenstorrentDevice(Device):
                 replica.close()
             with self.watch("closing the device"):
                 self.mesh.close()
+            if self.mesh.part is None:
+                self.watch.close()

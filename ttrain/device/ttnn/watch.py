@@ -56,6 +56,7 @@ class Watch:
         self._sections = 0
         self._thread: threading.Thread | None = None  # while there is something to watch
         self._lock = threading.Lock()
+        self._closed = threading.Event()
 
     def __call__(self, what: str) -> Watch:
         self._next = what
@@ -81,6 +82,14 @@ class Watch:
         first, *inner = self._inside or [""]
         return f"{first} ({inner[-1]})" if inner else first
 
+    def close(self) -> None:
+        """Ends the thread now: one that outlives Python's end keeps ttnn's objects, which ttnn then complains of."""
+        self._closed.set()
+        self._last_words.clear()
+        thread = self._thread
+        if thread is not None:
+            thread.join(2 * _POLL_SECONDS)
+
     def _run(self) -> None:
         """Until a poll finds that nothing was entered since the one before."""
         assert self._seconds is not None
@@ -89,7 +98,8 @@ class Watch:
         while True:
             # A call that keeps Python from running also keeps this thread from it: then this prints where, and ends.
             faulthandler.dump_traceback_later(self._seconds + _GRACE_SECONDS, exit=True, file=_STDERR)
-            time.sleep(poll)
+            if self._closed.wait(poll):
+                break
             now, before = time.monotonic(), last
             last = now
             current = self._sections, self._progress()
