@@ -186,6 +186,7 @@ def test_a_run_whose_device_hangs_ends(tmp_path: Path, place: str, after: int, w
     RunDirectory.open(tmp_path / "run").close()  # its lock is free
 
 
+@pytest.mark.slow
 def test_what_was_saved_before_a_hang_is_whole_and_told(tmp_path: Path) -> None:
     from ttrain.train.retention import list_checkpoints
 
@@ -197,6 +198,7 @@ def test_what_was_saved_before_a_hang_is_whole_and_told(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
 
 
+@pytest.mark.slow
 def test_a_supervised_run_whose_device_hung_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     words = ["run.dir=run", "train.save_every=1", "train.async_save=false", "supervise.backoff=0"]
     done = hanging(tmp_path, "launch", 14, *MLP, *words, once=True)
@@ -208,6 +210,7 @@ def test_a_supervised_run_whose_device_hung_goes_on_from_its_newest_checkpoint(t
     assert json.loads((tmp_path / "run" / "summary.json").read_text("utf-8"))["step"] == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["sample", "verify", "bench"])
 def test_other_tasks_end_too(tmp_path: Path, task: str) -> None:
     if task == "sample":
