@@ -215,7 +215,7 @@ def test_a_supervised_run_whose_device_hung_goes_on_from_its_newest_checkpoint(t
 def test_other_tasks_end_too(tmp_path: Path, task: str) -> None:
     if task == "sample":
         words = ["model.layers=1", "model.heads=1", "model.width=32", "model.context=16", "train.steps=1"]
-        words += ["data.path=text.txt", "train.batch_size=2", "train.eval_batches=1", "run.dir=run"]
+        words += ["data.path=text.txt", "train.batch_size=2", "train.eval_sequences=4", "run.dir=run"]
         (tmp_path / "text.txt").write_text("abcdefgh " * 400, "utf-8")
         made = hanging(tmp_path, "nowhere", 0, *words)
         assert made.returncode == 0, made.stderr
