@@ -64,6 +64,8 @@ def test_a_host_estimate_adds_the_kernels_up(work: Work) -> None:
     assert time.bottleneck in ("compute", "bandwidth") and found.recommended.engine == "static"
     dynamic = host_estimate(work, Fixed(), "dynamic", 64, "tokens", 10**6, 1e9, "cpu")
     assert dynamic.time.total > time.total
+    plugin = host_estimate(work, Fixed(), "faulty", 64, "tokens", 10**6, 1e9, "cpu").time
+    assert plugin.total == time.total and "engine=faulty is taken to launch them as static does" in plugin.source
     assert {"step_ms", "tokens_per_s", "bottleneck", "parts_ms", "recommended", "reason"} <= found.to_dict().keys()
 
 

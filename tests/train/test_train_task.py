@@ -207,7 +207,7 @@ def test_another_device_or_engine_continues_the_same_run(train: Any) -> None:
     ("words", "message"),
     [
         (["run.dir=run"], "already holds a run"),
-        (["run.dir=run", "resume=auto", "model.layers=3"], "model.layers: 2 in the checkpoint, 3 given"),
+        (["run.dir=run", "resume=auto", "model.layers=3"], "model.layers: 2 where the weights come from, 3 given"),
         (["run.dir=run", "resume=auto", "model=gpt2"], "another architecture"),
         (["run.dir=run", "resume=auto", "data.tokenizer=byte", "model.vocabulary=null"], "another"),
         (["run.dir=run", "resume=auto", "optimizer=sgd"], "does not fit this model and optimizer"),

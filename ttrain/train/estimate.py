@@ -265,7 +265,7 @@ def split_time(work: Work, config: TenstorrentConfig, engine: str, constants: Co
 def host_estimate(
     work: Work, times: Times, engine: str, tokens: int, unit: str, flops: int, peak: float | None, device: str
 ) -> Estimate:
-    """By the times of this machine's kernels."""
+    """By the times of this machine's kernels. An engine of a plugin counts as static."""
     compute = bandwidth = 0.0
     for repeats, nodes in work.nodes:
         for node, seconds in zip(nodes, times.of(nodes), strict=True):
@@ -279,10 +279,12 @@ def host_estimate(
     if engine == "traced":
         source += "; of static's kernels, since compiling for traced is left to the run"
     totals = {"static": total, "traced": max(total - dispatch, 0.0), "dynamic": total + work.launches * RECORD}
+    if engine not in totals:  # of a plugin
+        source += f"; engine={engine} is taken to launch them as static does"
     ways = [Way(name, f"engine={name}", seconds) for name, seconds in totals.items()]
     best = _simplest(ways)
     dispatch += work.launches * RECORD * (engine == "dynamic")
-    time = StepTime(totals[engine], dispatch, compute, bandwidth, host_input, work.launches, source)
+    time = StepTime(totals.get(engine, total), dispatch, compute, bandwidth, host_input, work.launches, source)
     reason = (
         f"{_compared(best, ways)} {work.launches} launches take Python {_duration(dispatch)}, "
         f"{dispatch / total:.0%} of the step; a compiler may gain more by fusing, which is not counted."
