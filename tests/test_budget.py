@@ -25,7 +25,6 @@ LARGER_FOLDERS = {  # how many each may have: lower a figure when its folder shr
     "ttrain/bench": 27,
     "ttrain/data": 17,
     "ttrain/device/torch/kernels": 18,
-    "ttrain/device/ttnn": 23,
     "ttrain/device/ttnn/kernels": 17,
     "ttrain/ops": 20,
     "ttrain/tasks": 19,

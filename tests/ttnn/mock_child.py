@@ -16,8 +16,8 @@ import numpy as np
 from tests.ttnn.runs import ENGINES, adamw, batch, gpt, mlp, sgd
 from ttrain.core.spec import DType
 from ttrain.device.ttnn.device import TenstorrentDevice, open_device
-from ttrain.device.ttnn.form import TileForm
 from ttrain.device.ttnn.settings import TenstorrentConfig
+from ttrain.device.ttnn.tensors.form import TileForm
 from ttrain.engine.state import State
 from ttrain.models.agillm import AGILLM
 from ttrain.models.base import loss_weights, preparation

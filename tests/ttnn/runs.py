@@ -33,7 +33,7 @@ ENGINES = {"dynamic": DynamicEngine, "static": StaticEngine, "traced": TracedEng
 def golden(fused: bool = True, **settings: Any) -> Device:
     """The Tenstorrent device on ttnn's reference functions."""
     from ttrain.device.ttnn.device import TenstorrentDevice
-    from ttrain.device.ttnn.golden import GoldenMesh
+    from ttrain.device.ttnn.mock.golden import GoldenMesh
     from ttrain.device.ttnn.settings import TenstorrentConfig
 
     return TenstorrentDevice(GoldenMesh(), TenstorrentConfig(fused_kernels=fused, **settings))  # type: ignore[arg-type]

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from ttrain.core.errors import EXIT_DEVICE_BUSY, ConfigError, DeviceBusy, DeviceUnavailable
-from ttrain.device.ttnn import environment, mesh, standin
-from ttrain.device.ttnn.elf import MARK, return_only
-from ttrain.device.ttnn.holders import holders
+from ttrain.device.ttnn.mock import standin
+from ttrain.device.ttnn.mock.elf import MARK, return_only
+from ttrain.device.ttnn.runtime import environment, mesh
+from ttrain.device.ttnn.runtime.holders import holders
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
 needs_ttnn = pytest.mark.skipif(

@@ -9,10 +9,10 @@ from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Form
 from ttrain.device.null.device import NullDevice
-from ttrain.device.ttnn.form import TileForm, device_shape, shares_memory, usual_form
 from ttrain.device.ttnn.planned import planned
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.device.ttnn.stack import joinable
+from ttrain.device.ttnn.tensors.form import TileForm, device_shape, shares_memory, usual_form
+from ttrain.device.ttnn.tensors.stack import joinable
 from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine, prepare
 from ttrain.models.gpt import GPT

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ttrain.core.errors import EXIT_USER
-from ttrain.device.ttnn.environment import opening_failure
+from ttrain.device.ttnn.runtime.environment import opening_failure
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.models.settings import GPTConfig, MLPConfig
 from ttrain.optim.settings import AdamWConfig, OptimizerConfig, SGDConfig

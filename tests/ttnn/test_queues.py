@@ -15,8 +15,8 @@ from tests.ttnn.runs import ENGINES, adamw, batch, golden, gpt, mlp, run, step_i
 from ttrain.core.errors import ConfigError
 from ttrain.device.base import Launch
 from ttrain.device.ttnn.device import TenstorrentDevice
-from ttrain.device.ttnn.golden import GoldenRuntime, GoldenTensor
-from ttrain.device.ttnn.mesh import Mesh
+from ttrain.device.ttnn.mock.golden import GoldenRuntime, GoldenTensor
+from ttrain.device.ttnn.runtime.mesh import Mesh
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.state import State
 from ttrain.nn.initialize import initial_values

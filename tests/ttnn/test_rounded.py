@@ -81,7 +81,7 @@ def test_pieces_of_stacks_are_rounded_like_whole_ones(monkeypatch: pytest.Monkey
 def test_rounding_is_unbiased(shape: tuple[int, ...]) -> None:
     """Of many elements with the same value, the right share goes up."""
     from ttrain.core.spec import TensorSpec
-    from ttrain.device.ttnn.form import TileForm
+    from ttrain.device.ttnn.tensors.form import TileForm
 
     c = golden().context
     seed = golden().place(golden().allocate_arena(8, "x"), 0, TensorSpec((), DType.INT64))
@@ -103,7 +103,7 @@ def test_chips_that_hold_the_same_weights_round_them_alike(monkeypatch: pytest.M
     """Masks differ from chip to chip, rounding does not: replicas stay equal."""
     from ttrain.core.spec import TensorSpec
     from ttrain.device.ttnn.kernels.random import key_of
-    from ttrain.device.ttnn.tensors import Key
+    from ttrain.device.ttnn.tensors.held import Key
 
     device: Any = golden()
     seed = device.place(device.allocate_arena(8, "x"), 0, TensorSpec((), DType.INT64))

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from ttrain.core.errors import ConfigError, DeviceUnavailable
-from ttrain.device.ttnn import environment
-from ttrain.device.ttnn.identity import BOARDS, check_board, require_board
+from ttrain.device.ttnn.mock.standin import MOCK_VARIABLE
+from ttrain.device.ttnn.runtime import environment
+from ttrain.device.ttnn.runtime.identity import BOARDS, check_board, require_board
+from ttrain.device.ttnn.runtime.simulator import checked_simulator
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.device.ttnn.simulator import checked_simulator
-from ttrain.device.ttnn.standin import MOCK_VARIABLE
 
 LIBRARY = b"\x7fELF\x02\x01\x01" + b"\0" * 64 + b"libttsim_init\0"
 
@@ -200,8 +200,8 @@ def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: 
     from ttrain.cli import main
     from ttrain.config import registry
     from ttrain.device.ttnn.device import TenstorrentDevice
-    from ttrain.device.ttnn.golden import GoldenMesh
-    from ttrain.device.ttnn.mesh import NOTES
+    from ttrain.device.ttnn.mock.golden import GoldenMesh
+    from ttrain.device.ttnn.runtime.mesh import NOTES
 
     class SimulatedMesh(GoldenMesh):
         def describe(self) -> dict[str, Any]:

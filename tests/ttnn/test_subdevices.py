@@ -12,11 +12,11 @@ pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 from tests.ttnn import runs, test_rows
 from tests.ttnn.runs import adamw, cosine, cpu, gpt, run
 from ttrain.core.errors import ConfigError
-from ttrain.device.ttnn.confined import ConfinedRuntime
 from ttrain.device.ttnn.device import TenstorrentDevice
-from ttrain.device.ttnn.golden import GoldenMesh
+from ttrain.device.ttnn.mock.golden import GoldenMesh
+from ttrain.device.ttnn.runtime.confined import ConfinedRuntime
+from ttrain.device.ttnn.runtime.subdevices import divided
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.device.ttnn.subdevices import divided
 
 CORES = "the right half"
 OPS = (

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from ttrain.core.errors import EXIT_DEVICE_BUSY, DeviceHang
-from ttrain.device.ttnn import watch as module
-from ttrain.device.ttnn.watch import Watch
+from ttrain.device.ttnn.runtime import watch as module
+from ttrain.device.ttnn.runtime.watch import Watch
 from ttrain.train.run_directory import RunDirectory
 
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
@@ -107,7 +107,8 @@ HANGING = """
 import os, time
 from pathlib import Path
 from ttrain.config import registry
-from ttrain.device.ttnn import device as module, golden
+from ttrain.device.ttnn import device as module
+from ttrain.device.ttnn.mock import golden
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
 place, after = os.environ["TTRAIN_HANG"].split()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.cost.programs import Product, Program, Scatter, Stream
-from ttrain.device.ttnn.form import TILE, device_shape, usual_form
+from ttrain.device.ttnn.tensors.form import TILE, device_shape, usual_form
 from ttrain.graph.graph import Node
 
 ONE_HOT_UP_TO = 2048  # ids: a larger vocabulary gets its gradient from ttnn's embedding_bw

@@ -24,7 +24,7 @@ from ttrain.config import build
 from ttrain.config.schema import Config, to_dict
 from ttrain.core.errors import Interrupted, UserError
 from ttrain.device.settings import DeviceConfig
-from ttrain.device.ttnn.environment import has_card
+from ttrain.device.ttnn.runtime.environment import has_card
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.train.record import environment_record
 

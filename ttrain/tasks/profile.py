@@ -17,7 +17,7 @@ from ttrain.device.ttnn.settings import TenstorrentConfig
 
 if TYPE_CHECKING:
     from ttrain.device.ttnn.device import TenstorrentDevice
-    from ttrain.device.ttnn.profile import Dispatch
+    from ttrain.device.ttnn.runtime.profile import Dispatch
 
 WARM_UP = 3  # steps that build programs, and capture where the engine does
 
@@ -38,7 +38,7 @@ def run(config: Config) -> None:
 
 def _given(config: Config) -> tuple[Sequence[Dispatch], int]:
     """A report that exists already."""
-    from ttrain.device.ttnn.profile import read_report
+    from ttrain.device.ttnn.runtime.profile import read_report
 
     return read_report(Path(str(config.profile.csv))), config.profile.steps
 
@@ -53,7 +53,7 @@ def _measured(config: Config) -> tuple[Sequence[Dispatch], int]:
 
 
 def _steps(config: Config, folder: Path) -> Sequence[Dispatch]:
-    from ttrain.device.ttnn.profile import after
+    from ttrain.device.ttnn.runtime.profile import after
     from ttrain.tasks.job import open_session
 
     dataset = build.build_dataset(config)
@@ -89,7 +89,7 @@ def _one_step(config: Config, dataset: Any, model: Any, steps: Any) -> Any:
 
 def _read(device: TenstorrentDevice, folder: Path) -> Sequence[Dispatch]:
     """What the device's profiler has recorded so far."""
-    from ttrain.device.ttnn.profile import find_report, read_report
+    from ttrain.device.ttnn.runtime.profile import find_report, read_report
 
     device.synchronize()
     with device.watched("reading the profiler"):

@@ -60,7 +60,7 @@ def _device(config: Config) -> Device:
             "such as device=n150."
         )
     from ttrain.device.ttnn.device import TenstorrentDevice
-    from ttrain.device.ttnn.golden import GoldenMesh
+    from ttrain.device.ttnn.mock.golden import GoldenMesh
 
     settings = build.device_config(config.device, config.precision)
     return TenstorrentDevice(GoldenMesh(), settings)  # type: ignore[arg-type]  # it answers like a mesh

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ttrain.device.ttnn.profile import Dispatch
+from ttrain.device.ttnn.runtime.profile import Dispatch
 from ttrain.train.plan_report import Table
 
 LONGEST = 5

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import UserError
-from ttrain.device.ttnn.environment import DEVICE_NODES, SIMULATOR_VARIABLE, ttnn_folder
-from ttrain.device.ttnn.holders import holders
-from ttrain.device.ttnn.probe import probe
-from ttrain.device.ttnn.standin import installed_ttnn, missing_ttnn
+from ttrain.device.ttnn.mock.standin import installed_ttnn, missing_ttnn
+from ttrain.device.ttnn.runtime.environment import DEVICE_NODES, SIMULATOR_VARIABLE, ttnn_folder
+from ttrain.device.ttnn.runtime.holders import holders
+from ttrain.device.ttnn.runtime.probe import probe
 
 DRIVER = Path("/sys/module/tenstorrent/version")
 CARDS = Path("/sys/class/tenstorrent")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttrain.core.errors import UserError
-from ttrain.device.ttnn.environment import reason
+from ttrain.device.ttnn.runtime.environment import reason
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.optim.settings import OptimizerConfig
 from ttrain.train.memory import shrinking_keys

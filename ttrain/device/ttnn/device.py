@@ -12,17 +12,17 @@ import numpy as np
 from ttrain.core.errors import CaptureError, ConfigError, DeviceUnavailable, GraphError
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Device, Form, Kernel, Launch
-from ttrain.device.ttnn.ahead import Twins
-from ttrain.device.ttnn.environment import opening_failure
-from ttrain.device.ttnn.form import TileForm, shares_memory, usual_form
 from ttrain.device.ttnn.hosted import both_tables, host_device, hosted_by
 from ttrain.device.ttnn.kernels import kernel_table
 from ttrain.device.ttnn.kernels.common import Context
-from ttrain.device.ttnn.mesh import NOTES, Mesh
+from ttrain.device.ttnn.runtime.ahead import Twins
+from ttrain.device.ttnn.runtime.environment import opening_failure
+from ttrain.device.ttnn.runtime.mesh import NOTES, Mesh
+from ttrain.device.ttnn.runtime.watch import Watch
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.device.ttnn.store import Store
-from ttrain.device.ttnn.tensors import Held, IntegerInput
-from ttrain.device.ttnn.watch import Watch
+from ttrain.device.ttnn.tensors.form import TileForm, shares_memory, usual_form
+from ttrain.device.ttnn.tensors.held import Held, IntegerInput
+from ttrain.device.ttnn.tensors.store import Store
 
 ShelfKey = tuple[int, TensorSpec]
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import HOST_PREFIX, Delivery, Device, Form, Kernel, Launch
-from ttrain.device.ttnn.form import usual_form
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.device.ttnn.tensors import Held, IntegerInput
+from ttrain.device.ttnn.tensors.form import usual_form
+from ttrain.device.ttnn.tensors.held import Held, IntegerInput
 
 if TYPE_CHECKING:
-    from ttrain.device.ttnn.store import Store
+    from ttrain.device.ttnn.tensors.store import Store
 
 Attributes = Mapping[str, Any]
 Specs = Sequence[TensorSpec | None]

@@ -7,8 +7,8 @@ from typing import Any, cast
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Form
 from ttrain.device.null.device import NullDevice
-from ttrain.device.ttnn.form import TileForm, shares_memory, usual_form
 from ttrain.device.ttnn.settings import TenstorrentConfig
+from ttrain.device.ttnn.tensors.form import TileForm, shares_memory, usual_form
 
 
 class _Nothing:

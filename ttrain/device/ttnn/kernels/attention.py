@@ -11,9 +11,9 @@ from ttrain.core.mask import HIDDEN
 from ttrain.core.spec import TensorSpec
 from ttrain.core.visibility import score_bias
 from ttrain.device.base import Kernel, Launch
-from ttrain.device.ttnn.form import TILE, TileForm, dtype_name
 from ttrain.device.ttnn.kernels.common import Attributes, Context, into, is_bf16
-from ttrain.device.ttnn.tensors import Held
+from ttrain.device.ttnn.tensors.form import TILE, TileForm, dtype_name
+from ttrain.device.ttnn.tensors.held import Held
 
 
 def causal_mask(c: Context, spec: TensorSpec, batch: int | None = None) -> Held:

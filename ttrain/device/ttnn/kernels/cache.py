@@ -10,10 +10,10 @@ import numpy as np
 from ttrain.core.mask import HIDDEN
 from ttrain.core.visibility import alibi_slopes
 from ttrain.device.base import Kernel, Launch
-from ttrain.device.ttnn.form import TileForm, dtype_name
 from ttrain.device.ttnn.kernels.common import Attributes, Context, inplace, into
 from ttrain.device.ttnn.kernels.embedding import one_hot
-from ttrain.device.ttnn.tensors import Held, IntegerInput
+from ttrain.device.ttnn.tensors.form import TileForm, dtype_name
+from ttrain.device.ttnn.tensors.held import Held, IntegerInput
 
 
 def _cache_write(c: Context) -> Kernel:

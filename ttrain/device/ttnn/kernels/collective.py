@@ -7,8 +7,8 @@ from typing import Any
 
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, fresh, inplace
-from ttrain.device.ttnn.stack import wholes
-from ttrain.device.ttnn.tensors import Held
+from ttrain.device.ttnn.tensors.held import Held
+from ttrain.device.ttnn.tensors.stack import wholes
 
 
 def _all_reduce(c: Context) -> Kernel:

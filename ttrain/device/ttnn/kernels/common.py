@@ -10,9 +10,9 @@ import numpy as np
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Delivery, Form, Kernel, Launch
-from ttrain.device.ttnn.form import TILE, TileForm, device_shape, dtype_name
-from ttrain.device.ttnn.store import Store
-from ttrain.device.ttnn.tensors import Derived, Held
+from ttrain.device.ttnn.tensors.form import TILE, TileForm, device_shape, dtype_name
+from ttrain.device.ttnn.tensors.held import Derived, Held
+from ttrain.device.ttnn.tensors.store import Store
 
 Attributes = Mapping[str, Any]
 Specs = Sequence[Any]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ttrain.device.base import Kernel, Launch
-from ttrain.device.ttnn.form import dtype_name
 from ttrain.device.ttnn.kernels.common import Attributes, Context, into
-from ttrain.device.ttnn.tensors import Held
+from ttrain.device.ttnn.tensors.form import dtype_name
+from ttrain.device.ttnn.tensors.held import Held
 
 
 def _binary(c: Context, name: str) -> Kernel:

@@ -9,9 +9,9 @@ import numpy as np
 
 from ttrain.core.spec import DType
 from ttrain.device.base import Kernel, Launch
-from ttrain.device.ttnn.form import ROWS, TILE, TileForm, device_shape, dtype_name
 from ttrain.device.ttnn.kernels.common import Attributes, Context, fresh, is_bf16
-from ttrain.device.ttnn.tensors import Held, IntegerInput
+from ttrain.device.ttnn.tensors.form import ROWS, TILE, TileForm, device_shape, dtype_name
+from ttrain.device.ttnn.tensors.held import Held, IntegerInput
 
 ONE_HOT_UP_TO = 2048  # ids: a product with one-hot rows sums in fp32, where embedding_bw sums in bf16
 

@@ -13,11 +13,11 @@ import numpy as np
 from ttrain.core.mask import HIDDEN
 from ttrain.core.spec import DType
 from ttrain.device.base import Kernel, Launch
-from ttrain.device.ttnn.form import TILE, TileForm, dtype_name
 from ttrain.device.ttnn.kernels.common import Attributes, Context, fresh
 from ttrain.device.ttnn.kernels.embedding import one_hot
 from ttrain.device.ttnn.kernels.loss import log_sum, softmax_parts
-from ttrain.device.ttnn.tensors import Held
+from ttrain.device.ttnn.tensors.form import TILE, TileForm, dtype_name
+from ttrain.device.ttnn.tensors.held import Held
 
 
 class _HeadLoss:

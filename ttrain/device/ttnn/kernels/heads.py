@@ -13,9 +13,9 @@ import numpy as np
 
 from ttrain.core.spec import DType
 from ttrain.device.base import Kernel, Launch
-from ttrain.device.ttnn.form import TileForm, dtype_name
 from ttrain.device.ttnn.kernels.common import Attributes, Context, flattens, into, rows_shape
-from ttrain.device.ttnn.tensors import Held
+from ttrain.device.ttnn.tensors.form import TileForm, dtype_name
+from ttrain.device.ttnn.tensors.held import Held
 
 
 def _stacked_identity(c: Context, heads: int, width: int, dtype: DType) -> Held:

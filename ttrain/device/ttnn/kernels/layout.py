@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ttrain.device.base import Kernel, Launch
-from ttrain.device.ttnn.form import TILE, device_shape
 from ttrain.device.ttnn.kernels.common import Attributes, Context, fresh, into
-from ttrain.device.ttnn.tensors import Held
+from ttrain.device.ttnn.tensors.form import TILE, device_shape
+from ttrain.device.ttnn.tensors.held import Held
 
 
 def _copy_reshape(c: Context) -> Kernel:

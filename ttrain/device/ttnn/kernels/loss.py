@@ -14,10 +14,10 @@ import numpy as np
 
 from ttrain.core.spec import DType
 from ttrain.device.base import Kernel, Launch
-from ttrain.device.ttnn.form import TileForm, dtype_name
 from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, fresh, into, rows_shape
 from ttrain.device.ttnn.kernels.embedding import one_hot
-from ttrain.device.ttnn.tensors import Held, IntegerInput
+from ttrain.device.ttnn.tensors.form import TileForm, dtype_name
+from ttrain.device.ttnn.tensors.held import Held, IntegerInput
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, into
-from ttrain.device.ttnn.tensors import Held
+from ttrain.device.ttnn.tensors.held import Held
 
 
 def _matmul(c: Context) -> Kernel:

@@ -9,9 +9,9 @@ import numpy as np
 
 from ttrain.core.spec import DType
 from ttrain.device.base import Delivery, Form, Kernel, Launch
-from ttrain.device.ttnn.form import TileForm, device_shape
 from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, is_bf16
-from ttrain.device.ttnn.tensors import Held
+from ttrain.device.ttnn.tensors.form import TileForm, device_shape
+from ttrain.device.ttnn.tensors.held import Held
 
 
 def _fuses(c: Context, x: Any) -> bool:

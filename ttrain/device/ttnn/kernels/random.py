@@ -14,9 +14,9 @@ import numpy as np
 from ttrain.core.mask import MIX_MULTIPLIERS, MIX_SHIFTS, keep_threshold, mask_key
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Kernel, Launch
-from ttrain.device.ttnn.form import TileForm, device_shape, dtype_name
 from ttrain.device.ttnn.kernels.common import Attributes, Context, into
-from ttrain.device.ttnn.tensors import Held, IntegerInput, Key
+from ttrain.device.ttnn.tensors.form import TileForm, device_shape, dtype_name
+from ttrain.device.ttnn.tensors.held import Held, IntegerInput, Key
 
 _SIGN = 1 << 31
 

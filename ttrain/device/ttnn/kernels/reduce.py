@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ttrain.device.base import Kernel, Launch
-from ttrain.device.ttnn.form import device_shape
 from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, fresh, into
-from ttrain.device.ttnn.stack import wholes
-from ttrain.device.ttnn.tensors import Held
+from ttrain.device.ttnn.tensors.form import device_shape
+from ttrain.device.ttnn.tensors.held import Held
+from ttrain.device.ttnn.tensors.stack import wholes
 
 CONCAT_LIMIT = 48  # tensors that ttnn.concat takes in one launch
 

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from ttrain.device.base import Kernel, Launch
-from ttrain.device.ttnn.form import TILE, TileForm
 from ttrain.device.ttnn.kernels.common import Attributes, Context, inplace
 from ttrain.device.ttnn.kernels.random import key_of, mix_into
 from ttrain.device.ttnn.kernels.update import Joined, Rates, UpdateGroup, adamw_wide, each, groups_of, on_wide, sgd_wide
-from ttrain.device.ttnn.stack import Stack
-from ttrain.device.ttnn.tensors import Held
+from ttrain.device.ttnn.tensors.form import TILE, TileForm
+from ttrain.device.ttnn.tensors.held import Held
+from ttrain.device.ttnn.tensors.stack import Stack
 
 PIECE = 2**23  # elements that are widened at a time
 _LOW, _HIGH = 0xFFFF, -0x10000  # the bits of a fp32 number that a bf16 number lacks, and those that it has

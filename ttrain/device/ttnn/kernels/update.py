@@ -10,8 +10,8 @@ from typing import Any
 from ttrain.core.spec import DType
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, inplace, into
-from ttrain.device.ttnn.stack import stacked
-from ttrain.device.ttnn.tensors import Held
+from ttrain.device.ttnn.tensors.held import Held
+from ttrain.device.ttnn.tensors.stack import stacked
 
 
 def _assign(c: Context) -> Kernel:

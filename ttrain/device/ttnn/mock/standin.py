@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ttrain.core.errors import DeviceUnavailable
-from ttrain.device.ttnn.elf import return_only
+from ttrain.device.ttnn.mock.elf import return_only
 
 COMPILER = "riscv-tt-elf-g++"
 MOCK_VARIABLE = "TT_METAL_MOCK_CLUSTER_DESC_PATH"

@@ -14,13 +14,13 @@ from typing import Any
 
 from ttrain.core.errors import DeviceUnavailable
 from ttrain.core.folders import cache_folder
-from ttrain.device.ttnn.profile import profiler_variables
+from ttrain.device.ttnn.mock.standin import MOCK_VARIABLE, installed_ttnn, missing_ttnn, runtime_root
+from ttrain.device.ttnn.runtime.profile import profiler_variables
+from ttrain.device.ttnn.runtime.simulator import checked_simulator
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.device.ttnn.simulator import checked_simulator
-from ttrain.device.ttnn.standin import MOCK_VARIABLE, installed_ttnn, missing_ttnn, runtime_root
 
 SIMULATOR_VARIABLE = "TT_METAL_SIMULATOR"
-BOARD_FOLDER = Path(__file__).parent / "boards"
+BOARD_FOLDER = Path(__file__).parent.parent / "mock" / "boards"
 DEVICE_NODES = Path("/dev/tenstorrent")
 MODE_VARIABLE = "TTRAIN_TTNN_MODE"  # what this process imported ttnn for
 _OTHER_MODES = {

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ttrain.device.base import Launch
-from ttrain.device.ttnn.form import TileForm
+from ttrain.device.ttnn.tensors.form import TileForm
 
 if TYPE_CHECKING:
-    from ttrain.device.ttnn.mesh import Mesh
-    from ttrain.device.ttnn.store import Store
+    from ttrain.device.ttnn.runtime.mesh import Mesh
+    from ttrain.device.ttnn.tensors.store import Store
 
 
 class Twins:

@@ -12,12 +12,12 @@ from typing import Any
 
 from ttrain.core.errors import EXIT_DEVICE_BUSY, CaptureError, ConfigError, DeviceBusy, DeviceUnavailable
 from ttrain.device.base import Launch
-from ttrain.device.ttnn.environment import import_ttnn, opening_failure, reason
-from ttrain.device.ttnn.holders import holders_text
-from ttrain.device.ttnn.identity import arch_of, check_board
+from ttrain.device.ttnn.runtime.environment import import_ttnn, opening_failure, reason
+from ttrain.device.ttnn.runtime.holders import holders_text
+from ttrain.device.ttnn.runtime.identity import arch_of, check_board
+from ttrain.device.ttnn.runtime.subdevices import SubDevices
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.device.ttnn.store import Store
-from ttrain.device.ttnn.subdevices import SubDevices
+from ttrain.device.ttnn.tensors.store import Store
 
 MIB = 1 << 20
 

@@ -6,11 +6,11 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from ttrain.core.errors import DeviceUnavailable
-from ttrain.device.ttnn.confined import ConfinedRuntime
-from ttrain.device.ttnn.environment import reason
+from ttrain.device.ttnn.runtime.confined import ConfinedRuntime
+from ttrain.device.ttnn.runtime.environment import reason
 
 if TYPE_CHECKING:
-    from ttrain.device.ttnn.mesh import Mesh
+    from ttrain.device.ttnn.runtime.mesh import Mesh
 
 Range = tuple[int, int, int, int]  # first column, first row, last column, last row
 

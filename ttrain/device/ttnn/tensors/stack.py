@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ttrain.device.ttnn.form import TILE, TileForm
+from ttrain.device.ttnn.tensors.form import TILE, TileForm
 
 if TYPE_CHECKING:
-    from ttrain.device.ttnn.store import Store
-    from ttrain.device.ttnn.tensors import Held
+    from ttrain.device.ttnn.tensors.held import Held
+    from ttrain.device.ttnn.tensors.store import Store
 
 
 def joinable(shape: tuple[int, ...]) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.errors import ConfigError
-from ttrain.device.ttnn.form import TILE, TileForm, up_to_tile
+from ttrain.device.ttnn.tensors.form import TILE, TileForm, up_to_tile
 
 Constant = Callable[[Any, TileForm, Callable[[], np.ndarray]], Any]
 

@@ -9,11 +9,11 @@ import numpy as np
 
 from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.spec import TensorSpec
-from ttrain.device.ttnn.form import TileForm, device_shape, usual_form
+from ttrain.device.ttnn.tensors.form import TileForm, device_shape, usual_form
 
 if TYPE_CHECKING:
-    from ttrain.device.ttnn.stack import Stack
-    from ttrain.device.ttnn.store import Store
+    from ttrain.device.ttnn.tensors.stack import Stack
+    from ttrain.device.ttnn.tensors.store import Store
 
 
 class Held:

@@ -1,6 +1,6 @@
 """Opens a device in a process of its own and prints what it found as one line of JSON.
 
-    python -m ttrain.device.ttnn.probe MODE NAME [CHIPS]
+    python -m ttrain.device.ttnn.runtime.probe MODE NAME [CHIPS]
 
 A card that hangs then hangs this process, not the one that asked.
 """
@@ -19,7 +19,7 @@ from ttrain.device.ttnn.settings import TenstorrentConfig
 def probe(mode: str, name: str, seconds: float, chips: int = 1) -> dict[str, Any]:
     """`opened` with the facts of the device, or `error` with the reason, within `seconds`. Several chips are opened
     with the fabric that joins them."""
-    command = [sys.executable, "-m", "ttrain.device.ttnn.probe", mode, name, str(chips)]
+    command = [sys.executable, "-m", "ttrain.device.ttnn.runtime.probe", mode, name, str(chips)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired as error:
@@ -34,7 +34,7 @@ def probe(mode: str, name: str, seconds: float, chips: int = 1) -> dict[str, Any
 
 
 def main(mode: str, name: str, together: str = "1") -> None:
-    from ttrain.device.ttnn.mesh import Mesh
+    from ttrain.device.ttnn.runtime.mesh import Mesh
 
     try:
         mesh = Mesh.open(TenstorrentConfig(name=name, mode=mode, mesh=[1, int(together)]))

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from ttrain.core.errors import ConfigError, DeviceUnavailable
-from ttrain.device.ttnn.identity import require_board
+from ttrain.device.ttnn.runtime.identity import require_board
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
 DESCRIPTOR = "soc_descriptor.yaml"

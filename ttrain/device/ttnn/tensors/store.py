@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ttrain.device.ttnn.form import ROWS, TileForm
+from ttrain.device.ttnn.tensors.form import ROWS, TileForm
 
 if TYPE_CHECKING:
-    from ttrain.device.ttnn.tensors import Derived, Key
+    from ttrain.device.ttnn.tensors.held import Derived, Key
 
 
 class Store:

@@ -1,0 +1,1 @@
+"""How tensors lie on a Tenstorrent card: forms of tiles, what is held of them, views of stacks, transfer."""
