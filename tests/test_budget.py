@@ -20,7 +20,6 @@ FUNCTION_LINES = 60
 MODULE_LINES = 420
 FOLDER_FILES = 15
 LARGER_FOLDERS = {  # how many each may have: lower a figure when its folder shrinks
-    "tests/train": 21,
     "tests/ttnn": 23,
     "ttrain/bench": 27,
     "ttrain/data": 17,
@@ -28,7 +27,6 @@ LARGER_FOLDERS = {  # how many each may have: lower a figure when its folder shr
     "ttrain/device/ttnn/kernels": 17,
     "ttrain/ops": 20,
     "ttrain/tasks": 19,
-    "ttrain/train": 53,
 }
 # Lines of code: neither blank, nor comment, nor docstring. To raise one needs a reason in the commit that does.
 PYTHON_LINES = 30_100

@@ -15,7 +15,7 @@ from ttrain.config.registry import register
 from ttrain.config.schema import Config
 from ttrain.core.errors import TtrainError, UserError
 from ttrain.core.options import option
-from ttrain.train.step import StepResult
+from ttrain.train.steps.step import StepResult
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,7 +67,7 @@ class Training:
         """
         from ttrain.models.base import preparation
         from ttrain.tasks.job import open_session
-        from ttrain.train.step import TrainStep
+        from ttrain.train.steps.step import TrainStep
 
         if model is None and getattr(config.model, "vocabulary", 0) is None:
             raise UserError("model.vocabulary=null: there is no tokenizer here to ask. Give the number of token ids.")

@@ -114,7 +114,7 @@ def _run_or_sweep(composer: Composer, words: list[str], flags: argparse.Namespac
 
 def _run_one(config: Config, words: list[str], flags: list[str]) -> int:
     from ttrain.tasks import supervised
-    from ttrain.train.heartbeat import Heartbeat
+    from ttrain.train.supervise.heartbeat import Heartbeat
 
     if supervised.wanted(config):
         return supervised.run(config, words, flags)

@@ -34,9 +34,9 @@ from ttrain.bench.run import Bench
 from ttrain.bench.settings import BenchConfig, GPTBenchConfig
 from ttrain.cli import main
 from ttrain.core.errors import UserError
+from ttrain.core.files import to_json
 from ttrain.engine.settings import EngineConfig
 from ttrain.tasks import bench as task
-from ttrain.train.files import to_json
 
 
 class Silent:

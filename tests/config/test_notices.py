@@ -8,7 +8,7 @@ from ttrain.config.compose import load
 from ttrain.config.notices import notices
 from ttrain.config.rates import rate_jump, train_on
 from ttrain.config.schema import to_dict
-from ttrain.train.progress import Progress
+from ttrain.train.checkpoint.progress import Progress
 
 GROWING = ("model.context=64", "train.block_schedule=[16,32,64]", "train.block_steps=10")
 PAIRS = ("model=agillm", "model.preset=femto_1x")

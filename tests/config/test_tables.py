@@ -10,8 +10,8 @@ import pytest
 from ttrain.core.tables import fitted
 from ttrain.sweep.outcome import print_table
 from ttrain.tasks import plan, runs
-from ttrain.train.inspect import RunInfo
-from ttrain.train.plan_report import Table
+from ttrain.train.forecast.plan_report import Table
+from ttrain.train.runs.inspect import RunInfo
 
 
 def texts(rows: list[list[str]], width: int, left: Any = (0,)) -> list[str]:
@@ -44,7 +44,8 @@ def test_a_cell_that_is_wider_than_a_line_is_folded() -> None:
 
 @pytest.fixture(params=[40, 80])
 def columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    for module in ("ttrain.sweep.outcome", "ttrain.tasks.runs", "ttrain.train.plan_report", "ttrain.bench.report"):
+    tables = "ttrain.sweep.outcome", "ttrain.tasks.runs", "ttrain.train.forecast.plan_report", "ttrain.bench.report"
+    for module in tables:
         __import__(module)
         monkeypatch.setattr(sys.modules[module], "window", lambda: request.param)
     return int(request.param)

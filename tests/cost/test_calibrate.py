@@ -20,7 +20,7 @@ from ttrain.cost.wormhole import Setting, Wormhole
 from ttrain.device.base import Device, Kernel, Launch
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.train.calibration import cache_file, keep, known_constants
-from ttrain.train.estimate import FITTED
+from ttrain.train.forecast.estimate import FITTED
 
 TRUTH = replace(
     CONSTANTS, dram_efficiency=0.5, matrix_efficiency=0.8, launch=4.5, worker_dispatch=2.0, worker_call=90.0,

@@ -23,12 +23,12 @@ from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
-from ttrain.train import kernel_times, peak
-from ttrain.train.estimate import Work, host_estimate, split_time, wormhole_estimate, wormhole_time
-from ttrain.train.kernel_times import KernelTimes
-from ttrain.train.memory_picture import memory_over_time
-from ttrain.train.peak import Rates
-from ttrain.train.step_graph import StepGraph
+from ttrain.train.forecast import kernel_times, peak
+from ttrain.train.forecast.estimate import Work, host_estimate, split_time, wormhole_estimate, wormhole_time
+from ttrain.train.forecast.kernel_times import KernelTimes
+from ttrain.train.forecast.memory_picture import memory_over_time
+from ttrain.train.forecast.peak import Rates
+from ttrain.train.steps.step_graph import StepGraph
 
 SMALL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=32", "model.vocabulary=29"]
 

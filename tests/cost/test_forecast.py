@@ -15,9 +15,9 @@ from ttrain.config.compose import load
 from ttrain.config.schema import to_dict
 from ttrain.core.units import format_duration
 from ttrain.tasks import expected as task
-from ttrain.train import peak
-from ttrain.train.meter import Forecast, Other, Pace, evaluations_left
-from ttrain.train.peak import Rates
+from ttrain.train.forecast import peak
+from ttrain.train.forecast.peak import Rates
+from ttrain.train.logging.meter import Forecast, Other, Pace, evaluations_left
 
 HOUR = 3600.0
 LONG = Forecast(step=147.0, steps=1000, evaluation=600.0, evaluations=4)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ttrain.train.limits import CEILING, TRIES, device_memory, largest
+from ttrain.train.forecast.limits import CEILING, TRIES, device_memory, largest
 
 GROWTHS: dict[str, Callable[[int], int]] = {
     "line": lambda n: 5_000 + 70 * n,

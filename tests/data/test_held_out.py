@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ttrain.cli import main
+from ttrain.core.files import to_json
 from ttrain.data.batches import Sizes, TokenDataset, unigram_entropy
 from ttrain.data.documents import open_documents
 from ttrain.data.regression import RegressionDataset, open_regression
 from ttrain.data.settings import DataConfig, DocumentsConfig, RegressionConfig, TextConfig
 from ttrain.data.text import open_text
-from ttrain.train.checkpoint import Checkpoint, read_checkpoint
-from ttrain.train.evaluate import Evaluation
-from ttrain.train.files import to_json
-from ttrain.train.metrics import read_metrics
+from ttrain.train.checkpoint.checkpoint import Checkpoint, read_checkpoint
+from ttrain.train.logging.metrics import read_metrics
+from ttrain.train.loop.evaluate import Evaluation
 
 QUIET = [
     "logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=1", "train.log_every=1", "train.peak_tflops=1",

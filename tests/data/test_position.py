@@ -17,10 +17,10 @@ from ttrain.data.regression import open_regression
 from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, TokensConfig
 from ttrain.data.text import open_text
 from ttrain.data.tokens import open_tokens
-from ttrain.train.checkpoint import Checkpoint
-from ttrain.train.memory import is_out_of_memory
-from ttrain.train.retention import find_checkpoint
-from ttrain.train.step import TrainStep
+from ttrain.train.checkpoint.checkpoint import Checkpoint
+from ttrain.train.checkpoint.retention import find_checkpoint
+from ttrain.train.forecast.out_of_memory import is_out_of_memory
+from ttrain.train.steps.step import TrainStep
 
 QUIET = [
     "logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=1", "train.log_every=1", "train.peak_tflops=1",

@@ -16,7 +16,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch import device as module
 from ttrain.device.torch.device import TorchDevice
-from ttrain.train.record import environment_record
+from ttrain.train.runs.record import environment_record
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 KINDS = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

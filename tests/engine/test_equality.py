@@ -21,7 +21,7 @@ from ttrain.nn.initialize import initial_values
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD
-from ttrain.train.step_graph import StepGraph
+from ttrain.train.steps.step_graph import StepGraph
 
 COMPOSITE = tuple(item.name for item in REGISTRY if type(item).decompose is not Op.decompose)
 FRESH = ("add", "linear", "matmul", "self_attention", "softmax", "layer_norm", "reduce_sum", "embedding_grad")

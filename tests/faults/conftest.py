@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ttrain.cli import main
-from ttrain.train.metrics import read_metrics
-from ttrain.train.retention import find_checkpoint
+from ttrain.train.checkpoint.retention import find_checkpoint
+from ttrain.train.logging.metrics import read_metrics
 
 TINY = [
     "model=mlp", "model.width=8", "data=regression", "data.examples=64", "device=cpu", "device.threads=1",

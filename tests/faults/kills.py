@@ -29,7 +29,7 @@ SETTINGS = [
 ]  # fmt: skip
 IMPORTED = (
     "torch", "tokenizers", "safetensors.numpy", "ttrain.device.torch.device", "ttrain.engine.static",
-    "ttrain.tasks.train", "ttrain.train.loop",
+    "ttrain.tasks.train", "ttrain.train.loop.loop",
 )  # fmt: skip
 MOMENTS = ("save", "training", "save", "training", "save", "start", "save", "training", "save", "training")
 WORDS = ["def", "return", "self", "for", "in", "if", "else", "import", "class", "None"]
@@ -123,7 +123,7 @@ def run_with_kills(folder: Path, kills: int, steps: int, save_every: int, seed: 
 def tensors(run: Path) -> dict[str, bytes]:
     from safetensors.numpy import load_file
 
-    from ttrain.train.retention import find_checkpoint
+    from ttrain.train.checkpoint.retention import find_checkpoint
 
     files = sorted(find_checkpoint(run, "last").path.glob("*.safetensors"))
     return {name: array.tobytes() for file in files for name, array in load_file(file).items()}

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.cli import main as ttrain
-from ttrain.train.events import read_events
-from ttrain.train.heartbeat import VARIABLE, Heartbeat
-from ttrain.train.loop import Loop
-from ttrain.train.saver import Saver
+from ttrain.train.logging.events import read_events
+from ttrain.train.loop.loop import Loop
+from ttrain.train.loop.saver import Saver
+from ttrain.train.supervise.heartbeat import VARIABLE, Heartbeat
 
 WINDOW = 50  # steps
 WORDS = [

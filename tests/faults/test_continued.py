@@ -17,13 +17,13 @@ import yaml
 from tests.faults.conftest import TINY, Train, losses, tensors
 from tests.faults.test_saves import State, content
 from ttrain.cli import main
+from ttrain.core.files import lock_file
 from ttrain.tasks.job import Job
-from ttrain.train import resume
-from ttrain.train.checkpoint import MANIFEST, UNFINISHED, read_checkpoint, save_checkpoint
-from ttrain.train.files import lock_file
-from ttrain.train.loop import Loop
-from ttrain.train.retention import find_checkpoint, list_checkpoints, prune_checkpoints
-from ttrain.train.run_directory import RECORD, RunDirectory, read_config
+from ttrain.train.checkpoint.checkpoint import MANIFEST, UNFINISHED, read_checkpoint, save_checkpoint
+from ttrain.train.checkpoint.retention import find_checkpoint, list_checkpoints, prune_checkpoints
+from ttrain.train.loop.loop import Loop
+from ttrain.train.runs import resume
+from ttrain.train.runs.run_directory import RECORD, RunDirectory, read_config
 
 OWN = ["model.width=6", "optimizer.lr=0.02", "run.seed=5", "train.save_every=100"]  # none is a default
 
@@ -242,7 +242,7 @@ def test_a_removal_and_a_reader_do_not_pass_each_other(tmp_path: Path, monkeypat
             tried.append(lock_file(file))
         original(source, target)
 
-    monkeypatch.setattr("ttrain.train.retention.os.replace", replace)
+    monkeypatch.setattr("ttrain.train.checkpoint.retention.os.replace", replace)
     assert [path.name for path in prune_checkpoints(tmp_path, 1, False)] == ["step_00000001"] and tried == [False]
 
 

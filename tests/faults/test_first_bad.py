@@ -13,8 +13,8 @@ import pytest
 from ttrain.cli import main
 from ttrain.data.regression import RegressionDataset
 from ttrain.device.torch import device as torch_device
-from ttrain.train.events import read_events
-from ttrain.train.retention import list_checkpoints
+from ttrain.train.checkpoint.retention import list_checkpoints
+from ttrain.train.logging.events import read_events
 
 Train = Any
 LIMIT = 50.0  # above it the faulty kernels overflow
@@ -181,11 +181,11 @@ def test_a_skipped_step_names_the_gradient_nearest_to_the_loss(train: Train, fau
 
 
 def test_a_search_that_fails_hides_nothing(train: Train, fifth: Any, capsys: Any, monkeypatch: Any) -> None:
-    from ttrain.train.step import TrainStep
+    from ttrain.train.steps.step import TrainStep
 
     fifth["scale"] = {"targets": np.nan}
     monkeypatch.setattr(TrainStep, "inspect", lambda *_: (_ for _ in ()).throw(RuntimeError("no more memory")))
-    monkeypatch.setattr("ttrain.train.nonfinite._bad_elements", lambda _: None)
+    monkeypatch.setattr("ttrain.train.loop.nonfinite._bad_elements", lambda _: None)
     assert train("run.dir=run", *WORDS) == 1
     assert (
         "Step 5: train/loss is nan. The search for the first bad tensor failed: no more memory."

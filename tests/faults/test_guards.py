@@ -17,14 +17,14 @@ from ttrain.data.regression import RegressionDataset
 from ttrain.data.settings import RegressionConfig
 from ttrain.engine.static import StaticStep
 from ttrain.graph.graph import Kind
-from ttrain.train.events import read_events
-from ttrain.train.guards import LearningCheck, SpikeDetector
-from ttrain.train.loop import Loop
-from ttrain.train.memory import is_out_of_memory
-from ttrain.train.metrics import read_metrics
-from ttrain.train.retention import list_checkpoints
+from ttrain.train.checkpoint.retention import list_checkpoints
+from ttrain.train.forecast.out_of_memory import is_out_of_memory
+from ttrain.train.logging.events import read_events
+from ttrain.train.logging.metrics import read_metrics
+from ttrain.train.loop.guards import LearningCheck, SpikeDetector
+from ttrain.train.loop.loop import Loop
 from ttrain.train.settings import GuardConfig
-from ttrain.train.step import StepResult
+from ttrain.train.steps.step import StepResult
 
 Train = Any
 

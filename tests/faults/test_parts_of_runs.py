@@ -11,8 +11,8 @@ import pytest
 
 from tests.faults.conftest import Train
 from ttrain.cli import main
-from ttrain.train.metrics import read_metrics
-from ttrain.train.retention import find_checkpoint
+from ttrain.train.checkpoint.retention import find_checkpoint
+from ttrain.train.logging.metrics import read_metrics
 
 PURE = ["precision=bf16_pure", "optimizer.stochastic_rounding=true"]
 KEPT = {

@@ -18,13 +18,13 @@ import pytest
 from ttrain.core.errors import CheckpointError, TtrainError
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.graph import Kind
-from ttrain.train import retention
-from ttrain.train.checkpoint import CheckpointContent, read_checkpoint, save_checkpoint
-from ttrain.train.events import Events, read_events
-from ttrain.train.resume import find_resume_point, hold_run
-from ttrain.train.retention import find_checkpoint, newest_complete, prune_checkpoints
-from ttrain.train.run_directory import RunDirectory
-from ttrain.train.saver import Saver, yield_processor
+from ttrain.train.checkpoint import retention
+from ttrain.train.checkpoint.checkpoint import CheckpointContent, read_checkpoint, save_checkpoint
+from ttrain.train.checkpoint.retention import find_checkpoint, newest_complete, prune_checkpoints
+from ttrain.train.logging.events import Events, read_events
+from ttrain.train.loop.saver import Saver, yield_processor
+from ttrain.train.runs.resume import find_resume_point, hold_run
+from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.settings import TrainConfig
 
 

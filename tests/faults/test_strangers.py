@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from ttrain.cli import main
-from ttrain.train.checkpoint import sealed
-from ttrain.train.files import sha256_file
+from ttrain.core.files import sha256_file
+from ttrain.train.checkpoint.checkpoint import sealed
 
 Train = Any
 SHARD = "parameters-00001-of-00001.safetensors"

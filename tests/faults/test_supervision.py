@@ -17,12 +17,12 @@ from ttrain.config import registry
 from ttrain.config.compose import load
 from ttrain.core.errors import ConfigError
 from ttrain.tasks import supervised
-from ttrain.train import supervisor as module
-from ttrain.train.checkpoint import CheckpointContent, save_checkpoint
-from ttrain.train.events import read_events
-from ttrain.train.heartbeat import VARIABLE
+from ttrain.train.checkpoint.checkpoint import CheckpointContent, save_checkpoint
+from ttrain.train.logging.events import read_events
 from ttrain.train.settings import SuperviseConfig
-from ttrain.train.supervisor import Supervisor, continuing
+from ttrain.train.supervise import supervisor as module
+from ttrain.train.supervise.heartbeat import VARIABLE
+from ttrain.train.supervise.supervisor import Supervisor, continuing
 
 REPO = Path(__file__).parents[2]
 

@@ -17,11 +17,11 @@ from ttrain.cli import main
 from ttrain.config.compose import load
 from ttrain.core.errors import ConfigError
 from ttrain.data.regression import RegressionDataset
-from ttrain.train.events import read_events
-from ttrain.train.interrupt import StopRequests
-from ttrain.train.loggers import Console
-from ttrain.train.metrics import read_metrics
-from ttrain.train.run_directory import read_config
+from ttrain.train.logging.events import read_events
+from ttrain.train.logging.loggers import Console
+from ttrain.train.logging.metrics import read_metrics
+from ttrain.train.loop.interrupt import StopRequests
+from ttrain.train.runs.run_directory import read_config
 
 Train = Callable[..., int]
 REPO = Path(__file__).parents[2]

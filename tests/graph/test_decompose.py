@@ -18,7 +18,7 @@ from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
-from ttrain.train.step_graph import StepGraph
+from ttrain.train.steps.step_graph import StepGraph
 
 COMPOSITE = {item.name for item in REGISTRY if type(item).decompose is not Op.decompose}
 PRIMITIVE = {item.name for item in REGISTRY} - COMPOSITE

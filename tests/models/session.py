@@ -16,7 +16,7 @@ from ttrain.engine.static import StaticEngine
 from ttrain.engine.traced import TracedEngine
 from ttrain.models.base import loss_weights, preparation
 from ttrain.nn.initialize import initial_values
-from ttrain.train.step_graph import StepGraph
+from ttrain.train.steps.step_graph import StepGraph
 
 ENGINES = {"dynamic": DynamicEngine, "static": StaticEngine, "traced": TracedEngine}
 Batch = Mapping[str, np.ndarray]

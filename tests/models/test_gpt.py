@@ -17,7 +17,7 @@ from ttrain.models.settings import GPTConfig
 from ttrain.nn.layers import Linear
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
-from ttrain.train.step_graph import StepGraph
+from ttrain.train.steps.step_graph import StepGraph
 
 SIZE = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocabulary": 37}
 COUNTS = {"124M": 124_439_808, "355M": 354_823_168, "774M": 774_030_080, "1.5B": 1_557_611_200}

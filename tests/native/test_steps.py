@@ -20,7 +20,7 @@ from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
-from ttrain.train.step_graph import StepGraph
+from ttrain.train.steps.step_graph import StepGraph
 
 ROWS, TIME, VOCABULARY = 3, 24, 29
 

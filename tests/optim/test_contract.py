@@ -20,7 +20,7 @@ from ttrain.optim.adamw import AdamW
 from ttrain.optim.groups import learning_rates
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD
-from ttrain.train.step_graph import StepGraph
+from ttrain.train.steps.step_graph import StepGraph
 
 Optimizer = AdamW | SGD
 STEPS = 6

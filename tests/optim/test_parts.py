@@ -19,8 +19,8 @@ from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.groups import check_groups, frozen, frozen_count, learning_rates, longest
 from ttrain.optim.settings import AdamWConfig
-from ttrain.train.step import TrainStep
-from ttrain.train.step_graph import StepGraph
+from ttrain.train.steps.step import TrainStep
+from ttrain.train.steps.step_graph import StepGraph
 
 SIZES: dict[str, Any] = {"layers": 2, "heads": 2, "width": 16, "context": 8, "vocabulary": 11}
 

@@ -21,9 +21,9 @@ from ttrain.nn.module import Module, Parameter
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD
-from ttrain.train.seeds import step_seed
-from ttrain.train.step import TrainStep
-from ttrain.train.step_graph import StepGraph
+from ttrain.train.steps.seeds import step_seed
+from ttrain.train.steps.step import TrainStep
+from ttrain.train.steps.step_graph import StepGraph
 
 SEED = 2**45 + 12345
 

@@ -15,7 +15,7 @@ from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.plan import Plan, build_plan
-from ttrain.train.step_graph import StepGraph
+from ttrain.train.steps.step_graph import StepGraph
 
 ROWS, CONTEXT, VOCABULARY = 4, 256, 50257
 LAYERS, HEADS, WIDTH = 12, 12, 768

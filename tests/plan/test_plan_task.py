@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ttrain.cli import main
-from ttrain.train.limits import fit_text
+from ttrain.train.forecast.limits import fit_text
 
 SMALL = [
     "task=plan",

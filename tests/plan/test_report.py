@@ -28,10 +28,10 @@ from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD
 from ttrain.plan import build_plan
 from ttrain.plan.report import CLASSES, arena_buffers, show_plan, step_cost
-from ttrain.train.checkpoint import CheckpointContent, save_checkpoint
-from ttrain.train.plan_report import PlanReport, Table, parameter_groups, plain_table, plan_report
-from ttrain.train.session import Session, flops_per_step
-from ttrain.train.step_graph import StepGraph
+from ttrain.train.checkpoint.checkpoint import CheckpointContent, save_checkpoint
+from ttrain.train.forecast.plan_report import PlanReport, Table, parameter_groups, plain_table, plan_report
+from ttrain.train.steps.session import Session, flops_per_step
+from ttrain.train.steps.step_graph import StepGraph
 
 SIZES = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocabulary": 29}
 

@@ -19,7 +19,7 @@ from ttrain.config.compose import Composer
 from ttrain.core.errors import ConfigError, UserError
 from ttrain.sweep import command, run
 from ttrain.sweep.folder import SweepFolder, read_status, read_sweep
-from ttrain.train.inspect import read_run
+from ttrain.train.runs.inspect import read_run
 
 Sweep = Any
 

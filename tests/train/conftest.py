@@ -14,16 +14,16 @@ import pytest
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.graph import Kind
-from ttrain.train.blocks import Reading
-from ttrain.train.evaluate import Evaluation
-from ttrain.train.loggers import Console, Loggers
-from ttrain.train.loop import Loop
-from ttrain.train.meter import Meter
-from ttrain.train.metrics import MetricsFile
-from ttrain.train.progress import Progress
-from ttrain.train.run_directory import RunDirectory
+from ttrain.train.checkpoint.progress import Progress
+from ttrain.train.logging.loggers import Console, Loggers
+from ttrain.train.logging.meter import Meter
+from ttrain.train.logging.metrics import MetricsFile
+from ttrain.train.loop.evaluate import Evaluation
+from ttrain.train.loop.loop import Loop
+from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.settings import TrainConfig
-from ttrain.train.step import TrainStep
+from ttrain.train.steps.blocks import Reading
+from ttrain.train.steps.step import TrainStep
 
 VOCABULARY = 11
 
@@ -189,8 +189,8 @@ def make_job(tmp_path: Path) -> Iterator[MakeJob]:
     jobs: list[Job] = []
 
     def make(folder: str = "run", resume: bool = False, views: list[Any] | None = None, **settings: Any) -> Job:
-        from ttrain.train.metrics import cut_metrics
-        from ttrain.train.retention import newest_complete
+        from ttrain.train.checkpoint.retention import newest_complete
+        from ttrain.train.logging.metrics import cut_metrics
 
         chosen = {"steps": 12, "batch_size": 4, "eval_every": 4, "save_every": 4, "log_every": 1, **settings}
         poison = chosen.pop("poison_step", None)

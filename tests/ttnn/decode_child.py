@@ -16,8 +16,8 @@ from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.state import State
 from ttrain.models.agillm import AGILLM
 from ttrain.models.settings import AGILLMConfig
-from ttrain.train.decode import Reader, cache_tensors, reading_traces
-from ttrain.train.step_graph import StepGraph
+from ttrain.train.sampling.decode import Reader, cache_tensors, reading_traces
+from ttrain.train.steps.step_graph import StepGraph
 
 GPT = {"layers": 6, "heads": 6, "width": 384, "context": 256, "vocabulary": 96}
 READS = {CAUSAL: (1, 1), PAIRS: (4, 2)}

@@ -23,7 +23,7 @@ from ttrain.models.agillm import AGILLM
 from ttrain.models.base import loss_weights, preparation
 from ttrain.models.presets import resolved
 from ttrain.models.settings import AGILLMConfig
-from ttrain.train.step_graph import StepGraph
+from ttrain.train.steps.step_graph import StepGraph
 
 SIZES = {
     "nano-gpt": {"layers": 6, "heads": 6, "width": 384, "context": 256, "vocabulary": 96},

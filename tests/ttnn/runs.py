@@ -24,8 +24,8 @@ from ttrain.nn.initialize import initial_values
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD
-from ttrain.train.step import Turns, last_value
-from ttrain.train.step_graph import StepGraph
+from ttrain.train.steps.step import Turns, last_value
+from ttrain.train.steps.step_graph import StepGraph
 
 ENGINES = {"dynamic": DynamicEngine, "static": StaticEngine, "traced": TracedEngine}
 

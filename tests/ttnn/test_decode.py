@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
-from tests.train.test_decode import CONTEXT, Reading, small_gpt, tokens
-from tests.train.test_decode_agillm import Opened
+from tests.train.sampling.test_decode import CONTEXT, Reading, small_gpt, tokens
+from tests.train.sampling.test_decode_agillm import Opened
 from tests.ttnn.runs import ENGINES, golden
 from ttrain.core.spec import DType
 

@@ -187,7 +187,7 @@ def test_holders_are_found_by_their_open_files(tmp_path: Path) -> None:
 
 
 def test_the_doctor_says_what_is_missing_and_how_to_mend_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from ttrain.train import doctor
+    from ttrain.tasks import doctor
 
     monkeypatch.setattr(doctor, "DRIVER", tmp_path / "none")
     monkeypatch.setenv("TT_METAL_SIMULATOR", str(tmp_path / "lib.so"))
@@ -201,7 +201,7 @@ def test_the_doctor_says_what_is_missing_and_how_to_mend_it(monkeypatch: pytest.
 
 
 def test_the_doctor_shows_cards_firmware_and_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from ttrain.train import doctor
+    from ttrain.tasks import doctor
 
     (tmp_path / "version").write_text("2.1.0\n", "ascii")
     monkeypatch.setattr(doctor, "DRIVER", tmp_path / "version")
@@ -218,7 +218,7 @@ def test_the_doctor_shows_cards_firmware_and_driver(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_doctor_tries_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from ttrain.train import doctor
+    from ttrain.tasks import doctor
 
     monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -236,7 +236,7 @@ def test_the_doctor_tries_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_the_doctor_opens_all_chips_over_their_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ttrain.train import doctor
+    from ttrain.tasks import doctor
 
     def probe(mode: str, name: str, seconds: float, chips: int = 1) -> dict[str, Any]:
         if chips > 1:
@@ -251,7 +251,7 @@ def test_the_doctor_opens_all_chips_over_their_links(monkeypatch: pytest.MonkeyP
 
 
 def test_every_finding_that_is_not_ok_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from ttrain.train import doctor
+    from ttrain.tasks import doctor
 
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("TT_METAL_SIMULATOR", str(tmp_path / "lib.so"))

@@ -21,7 +21,7 @@ from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.plan import build_plan
 from ttrain.plan.arena import Block, take_turns
-from ttrain.train.step_graph import StepGraph
+from ttrain.train.steps.step_graph import StepGraph
 
 
 @pytest.mark.parametrize(

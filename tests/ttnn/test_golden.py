@@ -14,7 +14,7 @@ from tests.ttnn.runs import ENGINES, Outcome, adamw, batch, cosine, cpu, golden,
 from ttrain.core.spec import DType
 from ttrain.engine.state import State
 from ttrain.nn.initialize import initial_values
-from ttrain.train.step_graph import StepGraph
+from ttrain.train.steps.step_graph import StepGraph
 
 # Odd sizes: no dimension of these is a multiple of a tile but by chance.
 MODELS: dict[str, Callable[..., Any]] = {

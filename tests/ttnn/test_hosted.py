@@ -18,8 +18,8 @@ from ttrain.graph import Graph, Kind
 from ttrain.graph.op import op
 from ttrain.graph.place import CROSSINGS, crossing_bytes
 from ttrain.nn.initialize import initial_values
-from ttrain.train.checkpoint import CheckpointContent, read_checkpoint, save_checkpoint
-from ttrain.train.step_graph import StepGraph
+from ttrain.train.checkpoint.checkpoint import CheckpointContent, read_checkpoint, save_checkpoint
+from ttrain.train.steps.step_graph import StepGraph
 
 ODD = {"tied": False, "vocabulary": 97, "width": 40, "heads": 4, "context": 20, "dropout": 0.1, "recompute": "block"}
 MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {

@@ -20,8 +20,8 @@ from ttrain.device.ttnn.runtime.mesh import Mesh
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.state import State
 from ttrain.nn.initialize import initial_values
-from ttrain.train.step import TrainStep
-from ttrain.train.step_graph import StepGraph
+from ttrain.train.steps.step import TrainStep
+from ttrain.train.steps.step_graph import StepGraph
 
 
 class QueueRuntime(GoldenRuntime):

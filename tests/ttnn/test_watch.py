@@ -16,7 +16,7 @@ import pytest
 from ttrain.core.errors import EXIT_DEVICE_BUSY, DeviceHang
 from ttrain.device.ttnn.runtime import watch as module
 from ttrain.device.ttnn.runtime.watch import Watch
-from ttrain.train.run_directory import RunDirectory
+from ttrain.train.runs.run_directory import RunDirectory
 
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
@@ -189,7 +189,7 @@ def test_a_run_whose_device_hangs_ends(tmp_path: Path, place: str, after: int, w
 
 @pytest.mark.slow
 def test_what_was_saved_before_a_hang_is_whole_and_told(tmp_path: Path) -> None:
-    from ttrain.train.retention import list_checkpoints
+    from ttrain.train.checkpoint.retention import list_checkpoints
 
     done = hanging(tmp_path, "launch", 14, *MLP, "run.dir=run", "train.save_every=1", "train.keep_last=9")
     assert done.returncode == EXIT_DEVICE_BUSY, done.stderr

@@ -17,13 +17,13 @@ from ttrain.graph.graph import Kind
 if TYPE_CHECKING:
     from ttrain.device.base import Device
     from ttrain.engine.base import HostValue, Step
-    from ttrain.train.session import Session
-    from ttrain.train.step_graph import StepGraph
+    from ttrain.train.steps.session import Session
+    from ttrain.train.steps.step_graph import StepGraph
 
 
 def step_graph(job: Job, device: Device | None = None) -> StepGraph:
     """The steps that an engine builds for a job, on a device that may want norms' weights in the compute dtype."""
-    from ttrain.train.step_graph import StepGraph
+    from ttrain.train.steps.step_graph import StepGraph
 
     if device is not None and device.uniform_compute:
         job.model.follow_compute()
@@ -46,7 +46,7 @@ class EngineContender(Contender):
         self.description = f"engine={name}, rematerialize={str(engine.rematerialize).lower()}"
 
     def build(self) -> None:
-        from ttrain.train.session import Session
+        from ttrain.train.steps.session import Session
 
         job = self._job
         self.device = build.build_device(self._device_config, job.dtypes)

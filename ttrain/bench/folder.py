@@ -9,7 +9,7 @@ from ttrain.bench.plot import draw
 from ttrain.bench.report import markdown
 from ttrain.bench.results import Earlier, Result
 from ttrain.core.errors import UserError
-from ttrain.train.files import replace_file, to_json
+from ttrain.core.files import replace_file, to_json
 
 RESULTS = "results.json"
 ROOT = Path("outputs/bench")

@@ -18,7 +18,7 @@ from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.settings import EngineConfig
 
 if TYPE_CHECKING:
-    from ttrain.train.estimate import Work as PlannedWork
+    from ttrain.train.forecast.estimate import Work as PlannedWork
 
 Place = tuple[str, str]  # row and column of a published table
 
@@ -42,7 +42,7 @@ def modelled(study: Study, job: Job, variants: tuple[Variant, ...], device: Tens
         found.flops_per_step = work.flops
     else:
         from ttrain.bench.engines import step_graph
-        from ttrain.train.session import flops_per_step
+        from ttrain.train.steps.session import flops_per_step
 
         found.flops_per_step, found.parameters = flops_per_step(step_graph(job)), job.model.parameter_count
     for variant in variants:
@@ -89,7 +89,7 @@ def _row(study: Study, job: Job, variant: Variant, device: TenstorrentConfig, pl
 
 def _time(job: Job, variant: Variant, device: TenstorrentConfig, planned: PlannedWork | None) -> tuple[float, str]:
     """(milliseconds, what bounds it)."""
-    from ttrain.train.estimate import host_input, wormhole_time
+    from ttrain.train.forecast.estimate import host_input, wormhole_time
 
     work = job.work
     if isinstance(work, ProductWork):
@@ -112,7 +112,7 @@ def _time(job: Job, variant: Variant, device: TenstorrentConfig, planned: Planne
 def _chip(device: TenstorrentConfig, variant: Variant):  # type: ignore[no-untyped-def]
     """The model of the chip as a variant uses it. The published products ran at ttnn's default fidelity, HiFi2."""
     from ttrain.cost.wormhole import Wormhole
-    from ttrain.train.estimate import chip_setting
+    from ttrain.train.forecast.estimate import chip_setting
 
     setting = chip_setting(replace(device, dispatch=variant.dispatch or device.dispatch), variant.engine)
     if variant.part != "full":
@@ -124,8 +124,8 @@ def _chip(device: TenstorrentConfig, variant: Variant):  # type: ignore[no-untyp
 def _planned(job: Job, device: TenstorrentConfig) -> PlannedWork:
     """What the engine static would launch on the card, planned without one."""
     from ttrain.bench.engines import step_graph
-    from ttrain.train.estimate import Work as PlannedWork
-    from ttrain.train.session import Session
+    from ttrain.train.forecast.estimate import Work as PlannedWork
+    from ttrain.train.steps.session import Session
 
     with closing(build.planned_device(device)) as planned:
         graph = step_graph(job, planned)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from ttrain.core.errors import UserError
-from ttrain.train.files import replace_file
+from ttrain.core.files import replace_file
 
 
 def check_page(path: Path, name: str) -> None:

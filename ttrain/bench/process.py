@@ -13,7 +13,7 @@ from typing import Any
 
 import ttrain
 from ttrain.core.units import format_duration
-from ttrain.train.child import Child, describe_exit
+from ttrain.train.supervise.child import Child, describe_exit
 
 _POLL_SECONDS = 0.05
 SILENCE_SECONDS = 1200.0  # longest wait for the next event; a cold compilation is one event

@@ -257,7 +257,7 @@ def variant_device(variant: Variant, device: DeviceConfig) -> DeviceConfig | Non
         return None
     if not isinstance(device, TenstorrentConfig):
         return device
-    from ttrain.train.estimate import chip_setting
+    from ttrain.train.forecast.estimate import chip_setting
 
     device = replace(device, dispatch=variant.dispatch or device.dispatch)
     if variant.part == "half":

@@ -136,7 +136,7 @@ def memory(order: Mapping[str, Any], emit: Emit) -> None:
 def host(order: Mapping[str, Any], emit: Emit) -> None:
     """Host time of an optimizer step on a board that computes nothing."""
     from ttrain.bench.engines import EngineContender
-    from ttrain.train.rehearsal import dispatch_ms
+    from ttrain.train.steps.rehearsal import dispatch_ms
 
     job, name = Job.of(order["job"]), order["contenders"][0]
     try:
@@ -234,8 +234,8 @@ def _check(job: Job, built: Sequence[Contender], firsts: Mapping[str, FirstSteps
 
 def _work_facts(job: Job, device: str, order: Mapping[str, Any]) -> dict[str, Any]:
     """FLOPs of one step as the ops of our graph declare them, and the peak that mfu is relative to."""
-    from ttrain.train.peak import measured_peak
-    from ttrain.train.session import flops_per_step
+    from ttrain.train.forecast.peak import measured_peak
+    from ttrain.train.steps.session import flops_per_step
 
     peak = measured_peak(device, str(job.dtypes.compute), order["device"].get("index", 0))
     if isinstance(job.work, ProductWork):

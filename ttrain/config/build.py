@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ttrain.engine.state import State
     from ttrain.models.base import Model
     from ttrain.optim.base import Optimizer
-    from ttrain.train.loggers import Console, Logger
+    from ttrain.train.logging.loggers import Console, Logger
 
 
 def build_dataset(config: Config, first: Callable[[Dataset], None] = lambda _: None) -> Dataset:
@@ -170,7 +170,7 @@ def build_study(config: Config) -> Study:
 
 def build_console(config: LoggerConfig, name: str | None = None, bar: bool = True) -> Console:
     """What the user sees of a run; without a progress bar for logger=jsonl. `name` marks its messages."""
-    from ttrain.train.loggers import Console
+    from ttrain.train.logging.loggers import Console
 
     return Console(bar=bar and config.name != "jsonl", name=name)
 
@@ -224,6 +224,6 @@ def wandb_views(
     config: WandbConfig, folder: Path, run_config: dict[str, Any], run_id: str | None, say: Callable[[str], None]
 ) -> list[Logger]:
     """Weights & Biases."""
-    from ttrain.train.wandb_logger import WandbLogger
+    from ttrain.train.logging.wandb_logger import WandbLogger
 
     return [WandbLogger(config, folder, run_config, run_id, say)]

@@ -14,7 +14,7 @@ from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.models.presets import resolved, size_names
 from ttrain.models.settings import AGILLMConfig, MLPConfig, TransformerConfig
 from ttrain.optim.settings import AdamWConfig, SGDConfig
-from ttrain.train.limits import DRAM
+from ttrain.train.forecast.limits import DRAM
 
 Check = Callable[[Config], Iterator[str]]
 _CHECKS: list[tuple[frozenset[str], Check]] = []

@@ -9,7 +9,7 @@ from typing import Any
 from ttrain.config.build import build_schedule
 from ttrain.config.schema import Config
 from ttrain.config.validate import section_type
-from ttrain.train.progress import Progress
+from ttrain.train.checkpoint.progress import Progress
 
 _SAME = 0.1  # a change by less than this share of the larger rate is none that anyone has to be told of
 

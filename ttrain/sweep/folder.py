@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from ttrain.core.errors import UserError
+from ttrain.core.files import lock_file, replace_file, to_json
 from ttrain.sweep.jobs import Job
-from ttrain.train.files import lock_file, replace_file, to_json
 
 SWEEP = "sweep.json"
 STATUS = "status.json"

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config.schema import Config
-from ttrain.train.meter import loop_speed
-from ttrain.train.metrics import read_metrics
+from ttrain.train.logging.meter import loop_speed
+from ttrain.train.logging.metrics import read_metrics
 
 TRAINING = ("step", "train/loss", "val/loss", "best_val_loss", "tokens_per_s")
 _OUTPUT = {"bench": "bench.out", "plan": "plan.json", "verify": "verify.json"}  # key that says where results go

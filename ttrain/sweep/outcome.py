@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ttrain.core.files import replace_file
 from ttrain.core.tables import fitted, window
 from ttrain.core.units import format_bytes, format_count, format_duration
 from ttrain.sweep.folder import Status, SweepFolder
 from ttrain.sweep.jobs import Job
 from ttrain.sweep.numbers import TRAINING, Numbers, columns, numbers_of
-from ttrain.train.chart import Series, line_chart
-from ttrain.train.files import replace_file
+from ttrain.train.logging.chart import Series, line_chart
 
 _LOG_BYTES = 1 << 18
 _WIDE = 10.0  # an axis that spans more than this factor is drawn on a logarithmic scale

@@ -20,8 +20,8 @@ from ttrain.sweep.folder import FINISHED, LOG, Status, SweepFolder, relative
 from ttrain.sweep.jobs import Job
 from ttrain.sweep.numbers import as_number, objective_key, output_word
 from ttrain.sweep.outcome import failure_text, job_numbers
-from ttrain.train.child import Child, PassOn, describe_exit
-from ttrain.train.run_directory import RECORD
+from ttrain.train.runs.run_directory import RECORD
+from ttrain.train.supervise.child import Child, PassOn, describe_exit
 
 _POLL_SECONDS = 0.05
 _ON_CPU = ("cpu", "null")

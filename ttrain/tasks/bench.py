@@ -26,7 +26,7 @@ from ttrain.core.errors import Interrupted, UserError
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.ttnn.runtime.environment import has_card
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.train.record import environment_record
+from ttrain.train.runs.record import environment_record
 
 CHIP = "n300"  # that is taken where a study is about a chip and no device is named: what was published ran on one
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ttrain.engine.base import Step
     from ttrain.tasks.job import Job
-    from ttrain.train.progress import Progress
-    from ttrain.train.run_directory import RunDirectory
-    from ttrain.train.session import Session
-    from ttrain.train.summary import Summary
+    from ttrain.train.checkpoint.progress import Progress
+    from ttrain.train.runs.run_directory import RunDirectory
+    from ttrain.train.runs.summary import Summary
+    from ttrain.train.steps.session import Session
 
 
 def sum_up(job: Job, session: Session, run: RunDirectory, progress: Progress) -> None:
     """Summary and loss curve of a run that is done."""
-    from ttrain.train.summary import draw_loss_curve
+    from ttrain.train.runs.summary import draw_loss_curve
 
     summary = _summary(job, run, progress)
     run.write_summary({**summary.to_dict(), "engine": session.engine.counters.as_dict()})
@@ -26,7 +26,7 @@ def sum_up(job: Job, session: Session, run: RunDirectory, progress: Progress) ->
 def tell(job: Job, run: RunDirectory, progress: Progress) -> None:
     """Prints a sample and the summary."""
     from ttrain.config.rates import train_on
-    from ttrain.train.summary import print_summary
+    from ttrain.train.runs.summary import print_summary
 
     writes_text = job.prompt is not None and "logits" in job.steps
     if writes_text:
@@ -36,7 +36,7 @@ def tell(job: Job, run: RunDirectory, progress: Progress) -> None:
 
 
 def _print_sample(job: Job, logits: Step) -> None:
-    from ttrain.train.sample import Stop, print_samples
+    from ttrain.train.sampling.draw import Stop, print_samples
 
     tokenizer, settings = job.dataset.tokenizer, dataclasses.replace(job.config.sample, count=1)
     assert tokenizer is not None and job.prompt is not None
@@ -47,7 +47,7 @@ def _print_sample(job: Job, logits: Step) -> None:
 
 
 def _summary(job: Job, run: RunDirectory, progress: Progress) -> Summary:
-    from ttrain.train.summary import Summary, last_rates, last_val_metrics, recorded_steps
+    from ttrain.train.runs.summary import Summary, last_rates, last_val_metrics, recorded_steps
 
     baseline = job.baseline
     return Summary(

@@ -15,17 +15,17 @@ from ttrain.config.schema import Config
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.models.presets import size_names
 from ttrain.models.settings import TransformerConfig
-from ttrain.train.blocks import BlockSchedule
-from ttrain.train.meter import Forecast, Other, Pace, evaluations_left
+from ttrain.train.logging.meter import Forecast, Other, Pace, evaluations_left
+from ttrain.train.steps.blocks import BlockSchedule
 
 if TYPE_CHECKING:
     from ttrain.device.base import Device
     from ttrain.engine.base import Step
     from ttrain.models.base import Model
     from ttrain.tasks.job import Job
-    from ttrain.train.estimate import Estimate, Work
-    from ttrain.train.plan_report import PlanReport
-    from ttrain.train.session import Session
+    from ttrain.train.forecast.estimate import Estimate, Work
+    from ttrain.train.forecast.plan_report import PlanReport
+    from ttrain.train.steps.session import Session
 
 
 LESS = 0.8  # of the run's time: what takes more is not worth telling
@@ -62,7 +62,7 @@ def expected_time(
     Kernels of this machine are timed for so many seconds; with 0 it goes by what was timed before, else by rates.
     """
     from ttrain.train.calibration import known_constants
-    from ttrain.train.estimate import Work, wormhole_estimate
+    from ttrain.train.forecast.estimate import Work, wormhole_estimate
 
     work = Work.of(steps, report.per_step)
     context = build.data_sizes(config).context
@@ -87,9 +87,9 @@ def _on_this_machine(
     """Opens the device only where a kernel has not been timed yet, and there is time for it."""
     import torch
 
-    from ttrain.train.estimate import host_estimate
-    from ttrain.train.kernel_times import KernelTimes, machine_name
-    from ttrain.train.peak import measured_rates
+    from ttrain.train.forecast.estimate import host_estimate
+    from ttrain.train.forecast.kernel_times import KernelTimes, machine_name
+    from ttrain.train.forecast.peak import measured_rates
 
     if device.name == "cuda" and not torch.cuda.is_available():
         return None, "There is no GPU here whose kernels could be timed."
@@ -133,7 +133,7 @@ def _left(config: Config, step: int) -> float:
 
 def _forecast(job: Job, config: Config, plain: Forecast, session: Session, steps: Mapping[str, Step]) -> Forecast:
     """By the plans of built steps. What can't be told stays unknown, until steps were timed."""
-    from ttrain.train.plan_report import plan_report
+    from ttrain.train.forecast.plan_report import plan_report
 
     report = plan_report(session.graph, session.state, steps)
     evaluation = replace(report, per_step={"evaluate": 1})

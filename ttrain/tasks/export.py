@@ -38,8 +38,8 @@ class _Parameters:
 
 def run(config: Config) -> None:
     """Writes what export.file and export.dir ask for, and says what it wrote."""
-    from ttrain.train.export import export_problems, require_new, write_weights
-    from ttrain.train.weights_file import Said
+    from ttrain.train.checkpoint.weights_file import Said
+    from ttrain.train.runs.export import export_problems, require_new, write_weights
 
     with Waiting("Reading the parameters"):
         given = _from_run(config) if config.export.source is None else _from_file(config, Path(config.export.source))
@@ -64,8 +64,8 @@ def run(config: Config) -> None:
 
 
 def _from_run(config: Config) -> _Parameters:
-    from ttrain.train.resume import check_architecture
-    from ttrain.train.retention import find_checkpoint
+    from ttrain.train.checkpoint.retention import find_checkpoint
+    from ttrain.train.runs.resume import check_architecture
 
     assert config.run.dir is not None  # the config's checks hold it so
     checkpoint = find_checkpoint(Path(config.run.dir), config.export.checkpoint)
@@ -79,7 +79,7 @@ def _from_run(config: Config) -> _Parameters:
 def _from_file(config: Config, path: Path) -> _Parameters:
     from ttrain.data.tokenizer import Tokenizer
     from ttrain.models.agillm_weights import sizes_of
-    from ttrain.train.weights_file import read_file, read_parameters, said_of
+    from ttrain.train.checkpoint.weights_file import read_file, read_parameters, said_of
 
     content = read_file(path)
     if isinstance(config.model, AGILLMConfig):
@@ -100,7 +100,7 @@ def _from_file(config: Config, path: Path) -> _Parameters:
 def _tokenizer(config: Config, path: Path, own: str | None) -> str | None:
     """The JSON of the tokenizer of a file, else that of export.tokenizer. Raises DataError where the two differ."""
     from ttrain.data.tokenizer import Tokenizer, read_tokenizer
-    from ttrain.train.weights_file import same_tokenizer
+    from ttrain.train.checkpoint.weights_file import same_tokenizer
 
     given = config.export.tokenizer
     other = None if given is None else read_tokenizer(given, "export.tokenizer").to_json()
@@ -121,7 +121,7 @@ def _tokenizer(config: Config, path: Path, own: str | None) -> str | None:
 def _compacted(given: _Parameters) -> tuple[_Parameters, dict[str, Any]]:
     """The same function with rank matrices of fewer columns, and the report that is kept with it."""
     from ttrain.models.agillm_compact import compacted, describe, rank_matrix_path
-    from ttrain.train.export import Overlaid
+    from ttrain.train.runs.export import Overlaid
 
     if not isinstance(given.config.model, AGILLMConfig):
         name = given.config.model.name
@@ -141,10 +141,10 @@ def _compacted(given: _Parameters) -> tuple[_Parameters, dict[str, Any]]:
 
 
 def _write_run(given: _Parameters, folder: Path, report: dict[str, Any] | None) -> None:
-    from ttrain.train.checkpoint import CheckpointContent
-    from ttrain.train.export import Stored, parameter_specs, write_run
-    from ttrain.train.progress import Progress, position_after
-    from ttrain.train.record import environment_record
+    from ttrain.train.checkpoint.checkpoint import CheckpointContent
+    from ttrain.train.checkpoint.progress import Progress, position_after
+    from ttrain.train.runs.export import Stored, parameter_specs, write_run
+    from ttrain.train.runs.record import environment_record
 
     stored = {**to_dict(given.config), "model": build.stored_model(given.config, given.model)}
     stored["run"]["dir"] = None  # a run does not know where it lies, so it can be moved

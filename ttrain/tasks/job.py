@@ -17,13 +17,13 @@ from ttrain.core.units import format_count
 from ttrain.core.waiting import Waiting
 from ttrain.tasks.ending import sum_up, tell
 from ttrain.tasks.expected import pace_of
-from ttrain.train import resume as resuming
-from ttrain.train.events import Events
-from ttrain.train.heartbeat import Heartbeat
-from ttrain.train.interrupt import StopRequests
-from ttrain.train.retention import is_rehearsal, list_checkpoints
-from ttrain.train.run_directory import RunDirectory, chosen_model
-from ttrain.train.warm_start import WarmStart
+from ttrain.train.checkpoint.retention import is_rehearsal, list_checkpoints
+from ttrain.train.logging.events import Events
+from ttrain.train.loop.interrupt import StopRequests
+from ttrain.train.runs import resume as resuming
+from ttrain.train.runs.run_directory import RunDirectory, chosen_model
+from ttrain.train.runs.warm_start import WarmStart
+from ttrain.train.supervise.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from ttrain.data.batches import Baseline, Dataset
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from ttrain.engine.base import Step
     from ttrain.engine.state import StateTensor
     from ttrain.models.base import Model
-    from ttrain.train.blocks import Blocks, Reading
-    from ttrain.train.loggers import Console, Loggers
-    from ttrain.train.loop import Loop
-    from ttrain.train.progress import Progress
-    from ttrain.train.resume import ResumePoint
-    from ttrain.train.saver import Saver
-    from ttrain.train.session import Session
-    from ttrain.train.step import TrainStep, Turns
+    from ttrain.train.checkpoint.progress import Progress
+    from ttrain.train.logging.loggers import Console, Loggers
+    from ttrain.train.loop.loop import Loop
+    from ttrain.train.loop.saver import Saver
+    from ttrain.train.runs.resume import ResumePoint
+    from ttrain.train.steps.blocks import Blocks, Reading
+    from ttrain.train.steps.session import Session
+    from ttrain.train.steps.step import TrainStep, Turns
 
 
 def tokenizer_json(dataset: Dataset) -> str | None:
@@ -50,8 +50,8 @@ def open_session(
     config: Config, model: Model, device: Device, training: bool, further: Sequence[StateTensor] = ()
 ) -> Session:
     """The model on the device, its values still unset, and `further` tensors beside it."""
-    from ttrain.train.session import Session
-    from ttrain.train.step_graph import StepGraph
+    from ttrain.train.steps.session import Session
+    from ttrain.train.steps.step_graph import StepGraph
 
     rows = config.train.batch_size // config.train.accumulation // device.chips
     if device.uniform_compute:
@@ -102,7 +102,7 @@ class Job:
 
         Yields where the device computes. Raises OutOfMemory where memory runs out.
         """
-        from ttrain.train.memory import is_out_of_memory
+        from ttrain.train.forecast.out_of_memory import is_out_of_memory
 
         run = self.held or stack.enter_context(closing(self._new_run()))
         events = Events(run.path)
@@ -132,7 +132,7 @@ class Job:
 
     def _hung(self, hang: DeviceHang, run: RunDirectory, events: Events) -> None:
         """Told by a thread when the device never answers, right before the process ends: what can be kept is."""
-        from ttrain.train.summary import continue_command
+        from ttrain.train.runs.summary import continue_command
 
         self.console.close()
         if self.saver is not None:
@@ -144,7 +144,7 @@ class Job:
         self.console.say(f"{kept} Continue with: {continue_command(self.config.plugins, run.path)}")
 
     def _out_of_memory(self, error: BaseException, run: RunDirectory) -> OutOfMemory:
-        from ttrain.train.memory import memory_message, shrinking_keys
+        from ttrain.train.forecast.out_of_memory import memory_message, shrinking_keys
 
         config = self.config
         names = (config.precision.name, config.engine.name)
@@ -153,8 +153,8 @@ class Job:
         return OutOfMemory(message, config.train, run.path)
 
     def train(self, stack: ExitStack, run: RunDirectory, events: Events) -> Turns[Progress]:
-        from ttrain.train.blocks import Reading
-        from ttrain.train.retention import check_space
+        from ttrain.train.checkpoint.retention import check_space
+        from ttrain.train.steps.blocks import Reading
 
         with Waiting("Placing the model and building its steps", self.console.say):
             session = stack.enter_context(closing(open_session(self.config, self.model, self.device, training=True)))
@@ -234,10 +234,10 @@ class Job:
 
     def _start(self, session: Session, run: RunDirectory) -> tuple[Progress, dict[str, Any]]:
         """Sets the state, and returns how far the run is and what to record of the resume."""
-        from ttrain.train.metrics import cut_metrics
-        from ttrain.train.progress import Progress
-        from ttrain.train.retention import remove_unfinished
-        from ttrain.train.wandb_history import note_earlier_legs
+        from ttrain.train.checkpoint.progress import Progress
+        from ttrain.train.checkpoint.retention import remove_unfinished
+        from ttrain.train.logging.metrics import cut_metrics
+        from ttrain.train.logging.wandb_history import note_earlier_legs
 
         remove_unfinished(run.checkpoints)
         note_earlier_legs(run.path)
@@ -271,8 +271,8 @@ class Job:
 
     def record(self, session: Session, run: RunDirectory, leg: dict[str, Any], steps: dict[str, Step]) -> None:
         """Writes config, environment and plan of this leg, and what `leg` says of it."""
-        from ttrain.train.plan_report import plan_report
-        from ttrain.train.record import environment_record
+        from ttrain.train.forecast.plan_report import plan_report
+        from ttrain.train.runs.record import environment_record
 
         tokenizer_hash = None if self.dataset.tokenizer is None else self.dataset.tokenizer.hash
         arguments = list(self.config.source.overrides)
@@ -282,8 +282,8 @@ class Job:
         run.write_plan(plan_report(session.graph, session.state, steps).text())
 
     def _loggers(self, run: RunDirectory, progress: Progress) -> Loggers:
-        from ttrain.train.loggers import Loggers
-        from ttrain.train.metrics import MetricsFile
+        from ttrain.train.logging.loggers import Loggers
+        from ttrain.train.logging.metrics import MetricsFile
 
         views = build.build_views(self.config.logger, run.path, self.stored, progress.wandb_id, self.console.say)
         progress.wandb_id = next((view.run_id for view in views if view.run_id), progress.wandb_id)
@@ -309,8 +309,8 @@ class Job:
             self.console.say(f"All {self.config.train.steps} steps are done; give train.steps=<more> to train on.")
 
     def _data_line(self) -> str:
-        from ttrain.train.blocks import BlockSchedule
-        from ttrain.train.summary import extent_line
+        from ttrain.train.runs.summary import extent_line
+        from ttrain.train.steps.blocks import BlockSchedule
 
         train = self.config.train
         schedule = BlockSchedule.of(train)
@@ -328,12 +328,12 @@ class Job:
         timed: Callable[[float], None],
     ) -> Loop:
         from ttrain.models.base import preparation
-        from ttrain.train.blocks import Newest
-        from ttrain.train.evaluate import Evaluation
-        from ttrain.train.loop import Loop
-        from ttrain.train.nonfinite import Start, StepSearch
-        from ttrain.train.progress import held_out_hash
-        from ttrain.train.summary import start_command
+        from ttrain.train.checkpoint.progress import held_out_hash
+        from ttrain.train.loop.evaluate import Evaluation
+        from ttrain.train.loop.loop import Loop
+        from ttrain.train.loop.nonfinite import Start, StepSearch
+        from ttrain.train.runs.summary import start_command
+        from ttrain.train.steps.blocks import Newest
 
         config = self.config.train
         rows = config.batch_size // config.accumulation
@@ -379,7 +379,7 @@ class Job:
 
     def _blocks(self, session: Session, reading: Reading) -> Blocks | None:
         """What changes the length of training sequences on the way; None where they keep the model's context."""
-        from ttrain.train.blocks import Blocks
+        from ttrain.train.steps.blocks import Blocks
 
         if not self.config.train.block_schedule:
             return None
@@ -392,7 +392,7 @@ class Job:
     def train_step(self, steps: dict[str, Step], blocks: Blocks | None = None) -> TrainStep:
         """What runs one optimizer step with the built steps."""
         from ttrain.models.base import preparation
-        from ttrain.train.step import TrainStep
+        from ttrain.train.steps.step import TrainStep
 
         prepare = preparation(self.model) if blocks is None else blocks.prepare
         accumulation, overlaps = self.config.train.accumulation, self.device.overlaps
@@ -406,9 +406,9 @@ class Job:
         return learning_rates(self.model.parameters(), self.config.optimizer, schedule)
 
     def _meter(self, session: Session, timed: Callable[[float], None]) -> Any:
-        from ttrain.train.meter import Meter
-        from ttrain.train.peak import measured_rates
-        from ttrain.train.session import flops_per_step
+        from ttrain.train.forecast.peak import measured_rates
+        from ttrain.train.logging.meter import Meter
+        from ttrain.train.steps.session import flops_per_step
 
         given, dtype = self.config.train.peak_tflops, str(self.config.precision.compute)
         rates = None if given else measured_rates(self.device.name, dtype, self.config.device.index)

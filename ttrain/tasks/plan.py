@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from ttrain.device.base import Device
     from ttrain.engine.base import Step
     from ttrain.models.base import Model
-    from ttrain.train.plan_report import PlanReport, Table
-    from ttrain.train.session import Session
+    from ttrain.train.forecast.plan_report import PlanReport, Table
+    from ttrain.train.steps.session import Session
 
 
 def run(config: Config) -> None:
     """Prints the plan, and with plan.show the nodes or the buffers behind it; writes plan.json=<file> if asked."""
-    from ttrain.train.plan_report import plan_report
+    from ttrain.train.forecast.plan_report import plan_report
 
     if config.plan.calibrate:
         _calibrate(config)
@@ -70,7 +70,7 @@ def _model(config: Config) -> Model:
 
 
 def _title(config: Config, model: Model, device: str) -> str:
-    from ttrain.train.blocks import BlockSchedule
+    from ttrain.train.steps.blocks import BlockSchedule
 
     name = config.source.choices.get("model", config.model.name)
     parts = [f"Plan of {name} on {device}, engine {config.engine.name}, {config.precision.name}"]
@@ -90,7 +90,7 @@ def _title(config: Config, model: Model, device: str) -> str:
 
 
 def _print(tables: Sequence[Table]) -> None:
-    from ttrain.train.plan_report import plain_table
+    from ttrain.train.forecast.plan_report import plain_table
 
     print("\n".join(map(plain_table, tables)), flush=True)
 
@@ -100,7 +100,7 @@ def _show(what: str, session: Session, steps: Any) -> None:
     from ttrain.graph import Graph, Stage
     from ttrain.graph.show import show
     from ttrain.plan.report import show_plan
-    from ttrain.train.plan_report import op_table, plain_table
+    from ttrain.train.forecast.plan_report import op_table, plain_table
 
     for name, trace in session.graph.train_steps().items():
         if what == "ops":
@@ -140,15 +140,15 @@ class _Extra:
 
     def _available(self) -> tuple[int, str] | None:
         """Bytes to fit into, and where the number is from; None if it can't be told."""
-        from ttrain.train.limits import device_memory
+        from ttrain.train.forecast.limits import device_memory
 
         given = self.config.plan.memory_gb
         return device_memory(self.device.name) if given is None else (int(given * 2**30), "plan.memory_gb")
 
     def _fits(self, model: Any) -> str:
         """A line that tells whether the plan fits; empty where that can't be told."""
-        from ttrain.train.limits import fit_text
-        from ttrain.train.memory import shrinking_keys
+        from ttrain.train.forecast.limits import fit_text
+        from ttrain.train.forecast.out_of_memory import shrinking_keys
 
         known = self._available()
         if known is None:
@@ -163,7 +163,7 @@ class _Extra:
         return "\n" + fit_text(needed, *known, keys)
 
     def _padding(self, session: Session, steps: Mapping[str, Step]) -> None:
-        from ttrain.train.padding import padding_table, padding_values
+        from ttrain.train.forecast.padding import padding_table, padding_values
 
         if not self.device.arenas:
             values = padding_values(session.state, steps, self.device)
@@ -181,7 +181,7 @@ class _Extra:
 
     def _time(self, steps: Mapping[str, Step], chips: int) -> list[Table]:
         from ttrain.tasks.expected import expected_time
-        from ttrain.train.plan_report import Table
+        from ttrain.train.forecast.plan_report import Table
 
         seconds = self.config.plan.seconds
         estimate, why_not = expected_time(self.config, steps, self.report, self.device, chips, seconds)
@@ -195,8 +195,8 @@ class _Extra:
         return [dataclasses.replace(step, rows=[*step.rows[:1], row, *step.rows[1:]]), *others]
 
     def _limits(self) -> Table:
-        from ttrain.train.limits import largest, limit_text
-        from ttrain.train.plan_report import Table
+        from ttrain.train.forecast.limits import largest, limit_text
+        from ttrain.train.forecast.plan_report import Table
 
         known = self._available()
         if known is None:
@@ -239,7 +239,7 @@ class _Extra:
 def _draw(file: str, report: PlanReport, steps: Mapping[str, Step]) -> None:
     from pathlib import Path
 
-    from ttrain.train.memory_picture import save_picture
+    from ttrain.train.forecast.memory_picture import save_picture
 
     plans = {name: step.plan for name, step in steps.items() if name in report.per_step and step.plan is not None}
     save_picture(plans, report.placed, Path(file))
@@ -250,7 +250,7 @@ def _write_json(config: Config, device: str, values: dict[str, Any]) -> None:
     from pathlib import Path
 
     from ttrain.core.errors import UserError
-    from ttrain.train.files import replace_file, to_json
+    from ttrain.core.files import replace_file, to_json
 
     path = Path(str(config.plan.json))
     names = {"model": config.model.name, "device": device, "engine": config.engine.name}

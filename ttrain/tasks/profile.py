@@ -25,7 +25,7 @@ WARM_UP = 3  # steps that build programs, and capture where the engine does
 def run(config: Config) -> None:
     """Prints the tables, and writes profile.json=<file> if asked. Raises UserError where there is no profiler."""
     from ttrain.train.dispatch_profile import DispatchProfile
-    from ttrain.train.plan_report import plain_table
+    from ttrain.train.forecast.plan_report import plain_table
 
     dispatches, steps = _given(config) if config.profile.csv is not None else _measured(config)
     if not dispatches:
@@ -75,7 +75,7 @@ def _one_step(config: Config, dataset: Any, model: Any, steps: Any) -> Any:
     """One optimizer step, by its number."""
     from ttrain.models.base import preparation
     from ttrain.optim.groups import learning_rates
-    from ttrain.train.step import TrainStep
+    from ttrain.train.steps.step import TrainStep
 
     train = TrainStep(steps, config.train.accumulation, config.run.seed, prepare=preparation(model))
     schedule = build.build_schedule(config.schedule, config.train.steps)
@@ -98,7 +98,7 @@ def _read(device: TenstorrentDevice, folder: Path) -> Sequence[Dispatch]:
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:
-    from ttrain.train.files import replace_file, to_json
+    from ttrain.core.files import replace_file, to_json
 
     try:
         replace_file(path, to_json(values))

@@ -13,8 +13,8 @@ from ttrain.device.ttnn.settings import TenstorrentConfig
 if TYPE_CHECKING:
     from ttrain.engine.base import Step
     from ttrain.tasks.job import Job
-    from ttrain.train.rehearsal import Rehearsal
-    from ttrain.train.run_directory import RunDirectory
+    from ttrain.train.runs.run_directory import RunDirectory
+    from ttrain.train.steps.rehearsal import Rehearsal
 
 COMPARED = ("static", "dynamic")  # engines whose dispatch is measured beside that of the configured one
 
@@ -44,7 +44,7 @@ def rehearse(job: Job, run: RunDirectory) -> None:
 def _measured(job: Job, run: RunDirectory, warning: str) -> tuple[Rehearsal, dict[str, int]]:
     """By the configured engine, recorded."""
     from ttrain.tasks.job import open_session
-    from ttrain.train.rehearsal import rehearse as measure
+    from ttrain.train.steps.rehearsal import rehearse as measure
 
     with closing(open_session(job.config, job.model, job.device, training=True)) as session:
         steps = job.steps = session.build_training()
@@ -57,7 +57,7 @@ def _measured(job: Job, run: RunDirectory, warning: str) -> tuple[Rehearsal, dic
 def _others(job: Job) -> dict[str, float]:
     """Milliseconds of host dispatch per step by the engines that were not measured yet, where they fit."""
     from ttrain.tasks.job import open_session
-    from ttrain.train.rehearsal import dispatch_ms
+    from ttrain.train.steps.rehearsal import dispatch_ms
 
     found: dict[str, float] = {}
     for name in COMPARED:
@@ -89,7 +89,7 @@ def _one(job: Job, steps: dict[str, Step]) -> Any:
 
 def _failure(job: Job, error: Exception) -> Exception:
     """The misfit that an error tells of, with what the plan needs; else the error itself."""
-    from ttrain.train.memory import plan_needs
+    from ttrain.train.forecast.out_of_memory import plan_needs
     from ttrain.train.misfit import Run, misfit
 
     device, config = job.config.device, job.config

@@ -16,11 +16,11 @@ from ttrain.config.schema import Config
 from ttrain.core.errors import Interrupted
 from ttrain.tasks.job import Job
 from ttrain.tasks.train import prepared
-from ttrain.train.interrupt import StopRequests
+from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.settings import ReplicasConfig
 
 if TYPE_CHECKING:
-    from ttrain.train.step import Turns
+    from ttrain.train.steps.step import Turns
 
 
 def run(config: Config) -> float | None:

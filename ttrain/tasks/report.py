@@ -15,11 +15,11 @@ from typing import Any
 import ttrain
 from ttrain.config.schema import Config
 from ttrain.core.errors import UserError
+from ttrain.core.files import replace_file
 from ttrain.core.units import format_bytes, format_count, format_duration
 from ttrain.core.waiting import waited_for
-from ttrain.train.chart import Series, line_chart
-from ttrain.train.files import replace_file
-from ttrain.train.inspect import RunInfo, read_run
+from ttrain.train.logging.chart import Series, line_chart
+from ttrain.train.runs.inspect import RunInfo, read_run
 
 CURVES = (
     ("train/loss", "training loss"),

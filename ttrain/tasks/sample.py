@@ -13,17 +13,17 @@ from ttrain.core.errors import CheckpointError, UserError
 from ttrain.core.waiting import Waiting
 from ttrain.models.identity import FUNCTION
 from ttrain.tasks.job import open_session
-from ttrain.train.checkpoint import Checkpoint
+from ttrain.train.checkpoint.checkpoint import Checkpoint
 
 
 def run(config: Config) -> None:
     """Prints `sample.count` samples. The model is rebuilt from what its checkpoint says; the data is not needed."""
     from ttrain.data.tokenizer import Tokenizer
-    from ttrain.train.decode import cache_tensors
-    from ttrain.train.resume import check_architecture
-    from ttrain.train.retention import find_checkpoint
-    from ttrain.train.sample import Stop, encode_prompt
-    from ttrain.train.sampling import Source, print_source, sampling_traces
+    from ttrain.train.checkpoint.retention import find_checkpoint
+    from ttrain.train.runs.resume import check_architecture
+    from ttrain.train.sampling.decode import cache_tensors
+    from ttrain.train.sampling.draw import Stop, encode_prompt
+    from ttrain.train.sampling.source import Source, print_source, sampling_traces
 
     assert config.run.dir is not None  # the config's checks hold it so
     checkpoint = find_checkpoint(Path(config.run.dir), config.sample.checkpoint)

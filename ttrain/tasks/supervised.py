@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ttrain.config.checks import supervised
 from ttrain.config.schema import Config
-from ttrain.train.heartbeat import VARIABLE
-from ttrain.train.supervisor import Supervisor, continuing
+from ttrain.train.supervise.heartbeat import VARIABLE
+from ttrain.train.supervise.supervisor import Supervisor, continuing
 
 PROGRAM = (sys.executable, "-m", "ttrain")
 

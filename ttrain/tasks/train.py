@@ -15,14 +15,14 @@ from ttrain.core.errors import CheckpointError, OutOfMemory
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.tasks.job import Job, tokenizer_json
 from ttrain.tasks.recover import shrunk_config
-from ttrain.train import resume as resuming
-from ttrain.train.heartbeat import Heartbeat
-from ttrain.train.run_directory import RunDirectory, read_config
-from ttrain.train.warm_start import open_warm_start
+from ttrain.train.runs import resume as resuming
+from ttrain.train.runs.run_directory import RunDirectory, read_config
+from ttrain.train.runs.warm_start import open_warm_start
+from ttrain.train.supervise.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from ttrain.data.batches import Dataset
-    from ttrain.train.resume import ResumePoint
+    from ttrain.train.runs.resume import ResumePoint
 
 
 def run(config: Config) -> float | None:
@@ -46,7 +46,7 @@ def run(config: Config) -> float | None:
 
 
 def _run(config: Config) -> float | None:
-    from ttrain.train.step import last_value
+    from ttrain.train.steps.step import last_value
 
     with ExitStack() as stack:
         job = prepared(config, stack)
@@ -135,7 +135,7 @@ def _check_tokenizer(point: ResumePoint | None, dataset: Dataset) -> None:
 
 def _prompt(config: Config, dataset: Dataset) -> list[int] | None:
     """Token ids of the sample's prompt, checked before training starts; None where no text can be made."""
-    from ttrain.train.sample import encode_prompt
+    from ttrain.train.sampling.draw import encode_prompt
 
     end_token = getattr(config.data, "end_token", None)
     return None if dataset.tokenizer is None else encode_prompt(dataset.tokenizer, config.sample.prompt, end_token)

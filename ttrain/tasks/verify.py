@@ -173,7 +173,7 @@ def _print(columns: tuple[str, ...], rows: list[tuple[str, ...]], notes: list[st
 def _write(file: str, values: dict[str, Any]) -> None:
     from pathlib import Path
 
-    from ttrain.train.files import replace_file, to_json
+    from ttrain.core.files import replace_file, to_json
 
     try:
         replace_file(Path(file), to_json(values))

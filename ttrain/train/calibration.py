@@ -9,12 +9,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ttrain.core.files import replace_file, to_json
 from ttrain.core.folders import cache_folder
 from ttrain.cost.calibrate import Calibration
 from ttrain.cost.constants import CONSTANTS, Constants
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.train.estimate import FITTED, chip_setting
-from ttrain.train.files import replace_file, to_json
+from ttrain.train.forecast.estimate import FITTED, chip_setting
 
 _NAMES = {declared.name for declared in fields(Constants)}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttrain.device.ttnn.runtime.profile import Dispatch
-from ttrain.train.plan_report import Table
+from ttrain.train.forecast.plan_report import Table
 
 LONGEST = 5
 

@@ -11,7 +11,7 @@ from ttrain.core.errors import UserError
 from ttrain.device.ttnn.runtime.environment import reason
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.optim.settings import OptimizerConfig
-from ttrain.train.memory import shrinking_keys
+from ttrain.train.forecast.out_of_memory import shrinking_keys
 from ttrain.train.settings import TrainConfig
 
 

@@ -1,0 +1,187 @@
+"""Runs side by side: what each is given, what it leaves, and how it ends. The parts of the chip are CPUs here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain.cli import main
+from ttrain.config import build
+from ttrain.core.errors import NonFiniteError
+from ttrain.device.torch.device import TorchDevice
+from ttrain.tasks.replicas import side_by_side
+from ttrain.train.checkpoint.retention import list_checkpoints
+from ttrain.train.logging.metrics import read_metrics
+from ttrain.train.loop.interrupt import StopRequests
+from ttrain.train.runs.run_directory import read_config
+from ttrain.train.steps.step import TrainStep
+
+COMMON = [
+    "model=mlp", "model.width=8", "train.batch_size=4", "train.eval_every=3", "train.eval_sequences=8", "train.steps=6",
+    "train.log_every=1", "logger=jsonl", "guard.check_learning=null", "schedule.steps=6",
+]  # fmt: skip
+TWO = ["device=n150", "device.mode=mock", "device.subdevices=2", "device.command_queues=2"]
+ONE = ["device=cpu", "device.threads=1"]
+
+
+class Chip(TorchDevice):
+    """A whole that is divided into two CPUs whose steps are launched before they are read."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", threads=1)
+        self.parts = [TorchDevice("cpu", threads=1), TorchDevice("cpu", threads=1)]
+        for part in self.parts:
+            part.overlaps = True
+
+    def replicas(self) -> list[Any]:
+        return self.parts
+
+
+@pytest.fixture
+def chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = build.build_device
+
+    def opened(config: Any, precision: Any) -> Any:
+        return Chip() if config.name == "n150" else original(config, precision)
+
+    monkeypatch.setattr(build, "build_device", opened)
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line.get("train/loss") or line["val/loss"]) for line in read_metrics(run / "metrics.jsonl")]
+
+
+def weights(run: Path) -> bytes:
+    newest = list_checkpoints(run / "checkpoints")[0][-1].path
+    return b"".join(path.read_bytes() for path in sorted(newest.glob("*.safetensors")))
+
+
+@pytest.mark.parametrize(
+    ("words", "alone"),
+    [
+        ([], ["run.seed=1338"]),
+        (["replicas.seed=[4,5]", "replicas.lr=[1e-2,2e-2]"], ["run.seed=5", "optimizer.lr=2e-2"]),
+        (["train.accumulation=2", "run.seed=7"], ["run.seed=8", "train.accumulation=2"]),
+        (["guard.nonfinite=skip"], ["run.seed=1338", "guard.nonfinite=skip"]),
+    ],
+    ids=["next seed", "own seed and rate", "accumulation", "guarded"],
+)
+def test_a_replica_is_the_run_that_it_would_be_alone(
+    chip: None, tmp_path: Path, words: list[str], alone: list[str]
+) -> None:
+    assert main([*COMMON, *TWO, *words, f"run.dir={tmp_path / 'two'}"]) == 0
+    assert main([*COMMON, *ONE, *alone, f"run.dir={tmp_path / 'one'}"]) == 0
+    first, second = (tmp_path / "two" / f"replica-{number}" for number in (0, 1))
+    assert losses(second) == losses(tmp_path / "one") != losses(first)
+    assert weights(second) == weights(tmp_path / "one") != weights(first)
+    config = read_config(second)
+    assert (config["device"]["subdevices"], config["device"]["command_queues"]) == (1, 1)
+    assert config["replicas"] == {"seed": None, "lr": None}
+    assert json.loads((second / "summary.json").read_text("utf-8"))["best_val_loss"] > 0
+
+
+def test_both_stop_at_a_signal_and_resume_together_or_alone(
+    chip: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The signal comes while the first is in step 2 and the second after step 1: each ends the step that it is in."""
+    original, before = TrainStep.turns, signal.getsignal(signal.SIGTERM)
+    calls: list[int] = []
+
+    def turns(self: TrainStep, batch: Any, rates: Any, step: int, following: Any = None) -> Any:
+        calls.append(step)
+        if calls.count(2) == 1 and step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, batch, rates, step, following)
+
+    two = [*COMMON, *TWO, "replicas.seed=[4,5]"]
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainStep, "turns", turns)
+        assert main([*two, f"run.dir={tmp_path / 'two'}"]) == 130
+    assert signal.getsignal(signal.SIGTERM) == before
+    folders = [tmp_path / "two" / f"replica-{number}" for number in (0, 1)]
+    assert [list_checkpoints(folder / "checkpoints")[0][-1].step for folder in folders] == [2, 1]
+    said = capsys.readouterr().err
+    assert all(f"resume=auto run.dir={folder}" in said for folder in folders)
+    assert main([*two, f"run.dir={tmp_path / 'two'}", "resume=auto", "train.steps=4"]) == 0
+    assert main(["resume=auto", f"run.dir={folders[1]}", "train.steps=6", *ONE, "logger=jsonl"]) == 0
+    assert main([*COMMON, *ONE, "run.seed=5", f"run.dir={tmp_path / 'whole'}"]) == 0
+    assert losses(folders[1])[-1] == losses(tmp_path / "whole")[-1]
+
+
+def turns(name: str, count: int, log: list[str], ends: Callable[[], float]) -> Iterator[None]:
+    for _ in range(count):
+        log.append(name)
+        yield
+    return ends()  # type: ignore[return-value]
+
+
+def test_turns_alternate_and_a_failure_waits_for_the_others() -> None:
+    def fail() -> float:
+        raise NonFiniteError("train/loss is nan")
+
+    log: list[str] = []
+    assert side_by_side([turns("a", 2, log, lambda: 1.5), turns("b", 3, log, lambda: 0.5)]) == [1.5, 0.5]  # type: ignore[list-item]
+    assert "".join(log) == "ababb"
+    log.clear()
+    told: list[int] = []
+    with pytest.raises(NonFiniteError, match="train/loss is nan"):
+        side_by_side(
+            [turns("a", 1, log, fail), turns("b", 3, log, lambda: 0.5)],  # type: ignore[list-item]
+            lambda number, error: told.append(number),
+        )
+    assert ("".join(log), told) == ("abbb", [0])
+
+
+def test_several_runs_share_the_requests_to_stop() -> None:
+    before, requests = signal.getsignal(signal.SIGINT), StopRequests()
+    with requests:
+        with requests:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert [requests.take_save() for _ in range(3)] == [True, True, False]
+        assert signal.getsignal(signal.SIGINT) != before
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["device=n150", "device.subdevices=3", "device.command_queues=2"], "must be at most 2"),
+        (["device=n150", "device.subdevices=0"], "must be at least 1"),
+        (["device=n150", "device.subdevices=half"], "must be an integer"),
+        (["device=cpu", "device.subdevices=2"], "It belongs to device tt"),
+        (["device=n150", "device.subdevices=2"], "Give device.command_queues=2"),
+        ([*TWO, "device.core_grid=[2,2]"], "Give device.core_grid=null"),
+        (["device=n300", *TWO[1:], "device.mesh=[1,2]"], r"Give device.mesh=\[1,1\]"),
+        ([*TWO, "device.host_resident=[embedding]"], "Give device.host_resident="),
+        ([*TWO, "logger=wandb"], "Give logger=console"),
+        ([*TWO, "supervise=true"], "Give supervise.enabled=false"),
+        ([*TWO, "recover.oom=shrink"], "Give recover.oom=stop"),
+        ([*TWO, "task=verify"], "Give device.subdevices=1"),
+        ([*TWO, "replicas.seed=[1]"], "one value for each of the 2 replicas"),
+        ([*TWO, "replicas.lr=[1e-3,-1]"], "must be 0 or more"),
+        ([*TWO, "replicas.lr=[a,b]"], "must be a list of numbers"),
+        ([*TWO, "run.seed=2147483647"], "the largest seed would be 2147483648"),
+        (["device=cpu", "replicas.seed=[1,2]"], "there is one run"),
+    ],
+)
+def test_bad_input_is_one_message_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert main([*COMMON, *words, f"run.dir={tmp_path / 'run'}"]) == 2
+    text = capsys.readouterr().err
+    assert re.search(said, text), text
+    assert "Traceback" not in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_seeds_of_weights_differ(chip: None, tmp_path: Path) -> None:
+    assert main([*COMMON, *TWO, "train.steps=1", "replicas.lr=[0,0]", f"run.dir={tmp_path / 'two'}"]) == 0
+    one, two = (weights(tmp_path / "two" / f"replica-{number}") for number in (0, 1))
+    assert one != two

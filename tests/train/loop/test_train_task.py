@@ -1,0 +1,339 @@
+"""task=train and task=sample through the command line, on a small model and text."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ttrain
+from ttrain.cli import main
+from ttrain.train.checkpoint.checkpoint import read_checkpoint
+from ttrain.train.checkpoint.retention import list_checkpoints
+from ttrain.train.logging.metrics import read_metrics
+from ttrain.train.runs.run_directory import read_config
+
+WORDS = ["def", "return", "self", "for", "in", "if", "else", "import", "class", "None", "while", "yield"]
+MODEL = ["model.layers=2", "model.width=32", "model.heads=2", "model.context=16", "model.dropout=0.2"]
+TRAIN = [
+    "train.batch_size=4",
+    "train.eval_every=4",
+    "train.eval_sequences=8",
+    "train.save_every=4",
+    "train.log_every=1",
+]
+QUIET = ["logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=8"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    generator = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("corpus") / "text.txt"
+    path.write_text("".join(f"{generator.choice(WORDS)} \n"[: generator.integers(4, 9)] for _ in range(3000)))
+    return path
+
+
+@pytest.fixture
+def train(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs the command line in this process: `train("run.dir=..", ...)` -> exit code."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> int:
+        return main(["data=text", f"data.path={corpus}", *MODEL, *TRAIN, *QUIET, *words])
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 4 steps; copy it before changing it."""
+    run = tmp_path_factory.mktemp("trained") / "run"
+    assert main(["data=text", f"data.path={corpus}", *MODEL, *TRAIN, *QUIET, f"run.dir={run}", "train.steps=4"]) == 0
+    return run
+
+
+def losses(run: Path) -> list[tuple[int, str, float]]:
+    lines = read_metrics(run / "metrics.jsonl")
+    return [(line["step"], key, line[key]) for line in lines for key in ("train/loss", "val/loss") if key in line]
+
+
+def tensors(run: Path, step: int) -> dict[str, bytes]:
+    from safetensors.numpy import load_file
+
+    folder = read_checkpoint(run / "checkpoints" / f"step_{step:08d}").path
+    files = folder.glob("*.safetensors")
+    return {name: array.tobytes() for file in files for name, array in load_file(file).items()}
+
+
+def test_a_run_leaves_everything_that_it_promises(
+    train: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("train.steps=8", "sample.prompt=de") == 0
+    (run,) = (tmp_path / "outputs").glob("*/*")
+    assert run.name.endswith("_nano-gpt_cpu_static")
+    printed = capsys.readouterr()
+    assert "A sample of what the model writes:" in printed.out and "\nde" in printed.out
+    assert f"task=sample run.dir={run.relative_to(tmp_path)}" in printed.out
+    assert {path.name for path in run.iterdir()} >= {
+        "config.yaml",
+        "run.json",
+        "metrics.jsonl",
+        "plan.txt",
+        "summary.json",
+    }
+    assert read_config(run)["model"]["vocabulary"] > 10
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["step"] == 8 and summary["baseline"]["name"] == "unigram entropy"
+    assert summary["engine"]["allocations_after_first"] == summary["engine"]["nodes_after_first"] == 0
+    record = json.loads((run / "run.json").read_text())["legs"][0]
+    assert record["device"]["name"] == "cpu" and record["tokenizer_hash"] and record["data"]["tokens"]
+    line = next(read_metrics(run / "metrics.jsonl"))
+    assert {"step", "train/loss", "lr", "grad_norm", "tokens_per_s", "step_ms", "memory_bytes", "mfu"} <= line.keys()
+
+
+@pytest.mark.parametrize("engine", ["static", "dynamic"])
+def test_three_legs_equal_one_run_bit_for_bit(train: Any, tmp_path: Path, engine: str) -> None:
+    """With dropout, accumulation, warm-up, a moving learning rate and shuffled epochs."""
+    words = [f"engine={engine}", "train.accumulation=2", "data.order=epoch", "schedule.warmup=3", "schedule.steps=20"]
+    assert train(*words, "run.dir=whole", "train.steps=13") == 0
+    assert train(*words, "run.dir=legs", "train.steps=5") == 0
+    assert main(["run.dir=legs", "resume=auto", "train.steps=9"]) == 0
+    os.rename("legs", "moved")
+    assert main(["resume=moved", "train.steps=13"]) == 0
+    assert tensors(Path("moved"), 13) == tensors(Path("whole"), 13)
+    grid = [entry for entry in losses(Path("moved")) if entry[1] == "train/loss" or entry[0] % 4 == 0 or entry[0] == 13]
+    assert grid == losses(Path("whole"))
+    legs = json.loads(Path("moved/run.json").read_text())["legs"]
+    assert [leg.get("resumed_from") for leg in legs] == [None, "step_00000005", "step_00000009"]
+
+
+def start(corpus: Path, folder: Path, *words: str) -> subprocess.Popen[str]:
+    """The command line in a process of its own."""
+    command = [sys.executable, "-m", "ttrain", "data=text", f"data.path={corpus}", *MODEL, *TRAIN, *QUIET, *words]
+    place = str(Path(ttrain.__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": place, "XDG_CACHE_HOME": str(folder / "cache")}
+    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def wait_until(process: subprocess.Popen[str], happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_kill_loses_nothing_before_the_newest_checkpoint(train: Any, corpus: Path, tmp_path: Path) -> None:
+    process = start(corpus, tmp_path, "run.dir=killed", "train.steps=100000", "schedule.steps=12")
+    wait_until(process, lambda: len(list_checkpoints(tmp_path / "killed" / "checkpoints")[0]) == 2)
+    process.kill()
+    process.communicate(timeout=20)
+    step = list_checkpoints(Path("killed/checkpoints"))[0][-1].step
+    assert main(["resume=auto", "run.dir=killed", f"train.steps={step + 3}"]) == 0
+    assert train("run.dir=again", f"train.steps={step + 3}", "schedule.steps=12", "train.keep_last=99") == 0
+    assert losses(Path("killed")) == losses(Path("again"))
+    assert tensors(Path("killed"), step + 3) == tensors(Path("again"), step + 3)
+
+
+def test_a_stop_signal_saves_and_exits_130(corpus: Path, tmp_path: Path) -> None:
+    process = start(corpus, tmp_path, "run.dir=run", "train.steps=1000000")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_until(process, lambda: metrics.exists() and metrics.stat().st_size > 2000)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "the state is saved" in errors and "resume=auto run.dir=run" in errors and "Traceback" not in errors
+    last = list(read_metrics(metrics))[-1]["step"]
+    assert list_checkpoints(tmp_path / "run" / "checkpoints")[0][-1].step == last
+
+
+def test_resume_from_an_older_checkpoint_sets_later_ones_aside(train: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run.dir=run", "train.steps=12", "train.keep_last=9") == 0
+    before, expected = losses(Path("run")), tensors(Path("run"), 12)
+    assert main(["resume=run/checkpoints/step_00000004"]) == 0
+    printed = capsys.readouterr().err
+    assert (
+        "Training nano-gpt with" in printed and json.loads(Path("run/summary.json").read_text())["model"] == "nano-gpt"
+    )
+    assert "Set aside" in printed and "abandoned_after_00000004/step_00000012" in printed
+    assert "Removed 10 lines after step 4" in printed
+    assert losses(Path("run")) == before and tensors(Path("run"), 12) == expected
+
+
+def test_resume_into_another_directory_leaves_the_first_alone(train: Any) -> None:
+    assert train("run.dir=first", "train.steps=8") == 0
+    before = {path: path.read_bytes() for path in Path("first").rglob("*") if path.is_file() and path.name != ".lock"}
+    assert main(["resume=first", "run.dir=second", "train.steps=10"]) == 0
+    assert all(path.read_bytes() == data for path, data in before.items())
+    assert [step for step, key, _ in losses(Path("second")) if key == "train/loss"] == list(range(1, 11))
+    shutil.copytree("first/checkpoints/step_00000008", "alone")
+    assert main(["resume=alone", "run.dir=third", "train.steps=9"]) == 0
+    assert [step for step, key, _ in losses(Path("third")) if key == "train/loss"] == [9]
+
+
+def test_overrides_win_and_are_printed(train: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run.dir=run", "train.steps=4", "optimizer.lr=0.01", "schedule=constant") == 0
+    assert main(["run.dir=run", "resume=auto", "train.steps=6", "optimizer.lr=0.002"]) == 0
+    printed = capsys.readouterr().err
+    assert (
+        "optimizer.lr: 0.01 -> 0.002" in printed
+        and "train.steps: 4 -> 6" in printed
+        and "model" not in printed.split("Changed")[-1].split("\n")[0]
+    )
+    rates = [line["lr"] for line in read_metrics(Path("run/metrics.jsonl")) if "lr" in line]
+    assert rates == pytest.approx([0.01] * 4 + [0.002] * 2)
+    assert read_config(Path("run"))["optimizer"]["lr"] == 0.002
+    assert read_config(Path("run"))["train"]["save_every"] == 4
+
+
+def test_another_device_or_engine_continues_the_same_run(train: Any) -> None:
+    assert train("run.dir=run", "train.steps=4", "engine=dynamic") == 0
+    assert train("run.dir=whole", "train.steps=8", "engine=static", "schedule.steps=4") == 0
+    assert main(["run.dir=run", "resume=auto", "train.steps=8", "schedule.steps=4", "engine=static"]) == 0
+    assert tensors(Path("run"), 8) == tensors(Path("whole"), 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run.dir=run"], "already holds a run"),
+        (["run.dir=run", "resume=auto", "model.layers=3"], "model.layers: 2 where the weights come from, 3 given"),
+        (["run.dir=run", "resume=auto", "model=gpt2"], "another architecture"),
+        (["run.dir=run", "resume=auto", "data.tokenizer=byte", "model.vocabulary=null"], "another"),
+        (["run.dir=run", "resume=auto", "optimizer=sgd"], "does not fit this model and optimizer"),
+        (["run.dir=new", "resume=run", "optimizer=sgd"], "Give the optimizer that it was trained with"),
+        (["run.dir=new", "resume=nowhere"], "no such folder"),
+        (["run.dir=new", "resume=."], "neither a run nor a checkpoint"),
+        (["run.dir=file/run"], "can't be written"),
+        (["run.dir=new", "sample.prompt=☃"], "never saw"),
+        (["run.dir=new", "sample.prompt=''"], "sample.prompt is empty"),
+        (["task=sample", "run.dir=run", "sample.prompt=☃"], "never saw"),
+        (["task=sample", "run.dir=run", "sample.checkpoint=77"], "no checkpoint of step 77"),
+        (["task=sample", "run.dir=."], "not a run"),
+        (["task=sample", "run.dir=run", "device=null"], "computes no values, so there is no text"),
+        (["task=sample", "run.dir=run", "sample.mode=sat"], "has no SAT head"),
+        (["task=sample", "run.dir=run", "sample.mode=pairs"], "sample.mode=pairs"),
+        (["task=sample", "run.dir=run", "sample.repetition=0"], "sample.repetition=0"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_2(
+    train: Any, trained: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    Path("file").write_text("in the way")
+    shutil.copytree(trained, "run")
+    before = losses(Path("run"))
+    capsys.readouterr()
+    if "resume=auto" in words or "task=sample" in words:
+        assert main(words) == 2
+    else:
+        assert train("train.steps=2", *words) == 2
+    errors = capsys.readouterr().err
+    assert message in errors and "Traceback" not in errors
+    assert losses(Path("run")) == before
+    assert not Path("new").exists()
+
+
+def test_damaged_checkpoints(train: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run.dir=run", "train.steps=8") == 0
+    file = Path("run/checkpoints/step_00000008/parameters-00001-of-00001.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 64
+    file.write_bytes(data)
+    assert main(["resume=run/checkpoints/step_00000008"]) == 2
+    assert "SHA-256" in capsys.readouterr().err
+    assert main(["resume=auto", "run.dir=run"]) == 0
+    errors = capsys.readouterr().err
+    assert "Skipped" in errors and "SHA-256" in errors and "Resuming from run/checkpoints/step_00000004" in errors
+    (Path("run/checkpoints/step_00000008") / "evil.pkl").write_bytes(b"\x80\x04.")
+    assert main(["resume=run/checkpoints/step_00000008"]) == 2
+    assert "evil.pkl" in capsys.readouterr().err
+
+
+def test_nan_stops_with_exit_1(train: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["optimizer.lr=1e38", "optimizer.clip_norm=null", "schedule=constant", "train.eval_every=null"]
+    assert train("run.dir=run", *words, "train.steps=4") == 1
+    errors = capsys.readouterr().err
+    assert "NaN or Inf" in errors and "Step " in errors and "No checkpoint was saved" in errors
+    assert "Traceback" not in errors
+
+
+def test_samples(train: Any, capsys: pytest.CaptureFixture[str], corpus: Path) -> None:
+    assert train("run.dir=run", "train.steps=8", "train.keep_last=9") == 0
+    capsys.readouterr()
+    os.rename("run", "moved")
+
+    def sample(*words: str) -> str:
+        assert main(["task=sample", "run.dir=moved", "sample.prompt=de", "sample.tokens=30", *words]) == 0
+        return capsys.readouterr().out
+
+    first = sample("sample.seed=1")
+    assert first.startswith("de") and len(first) == 33
+    assert sample("sample.seed=1") == first == sample("sample.seed=1", "engine=dynamic")
+    assert sample("sample.seed=2") != first
+    assert sample("sample.seed=1", "sample.checkpoint=4") != first
+    greedy = sample("sample.temperature=0")
+    assert greedy == sample("sample.top_k=1", "sample.seed=9") == sample("sample.top_p=1e-9", "sample.seed=8")
+    assert "sample 2 of 2" in sample("sample.count=2")
+
+
+def test_regression_has_no_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = ["model=mlp", "data=regression", "data.examples=256", "model.width=16", "train.steps=40", "run.dir=run"]
+    assert main([*words, *QUIET, "train.log_every=1", "optimizer.lr=0.01"]) == 0
+    printed = capsys.readouterr().out
+    assert "train on" in printed
+    assert "sample" not in printed.lower()
+    found = [loss for _, key, loss in losses(Path("run")) if key == "train/loss"]
+    assert found[-1] < found[0]
+    assert main(["task=sample", "run.dir=run"]) == 2
+    assert "no tokenizer" in capsys.readouterr().err
+
+
+def test_a_device_that_computes_nothing_is_not_mistaken_for_training(
+    train: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("device=null", "run.dir=run") == 0
+    assert "Dry run: device null computes no values" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_wandb_has_one_finished_run_per_job(train: Any, fake: Any) -> None:
+    words = ["train.steps=3", "logger=wandb", "optimizer.clip_norm=null"]
+    assert (train(*words, "optimizer.lr=1e38"), train(*words, "optimizer.lr=0.01")) == (1, 0)
+    assert [run.exit_codes for run in fake.runs] == [[1], [0]]
+    assert len({run.id for run in fake.runs}) == len(fake.inits) == 2
+    assert len({init["name"] for init in fake.inits}) == 2
+    assert fake.runs[1].logged[-1]["step"] == 3 and "val/loss" in fake.runs[1].logged[-1]
+
+
+def test_wandb_continues_its_run(train: Any, fake: Any) -> None:
+    """In the same directory; a copy is a run of its own."""
+    assert train("train.steps=2", "logger=wandb", "logger.mode=offline", "run.dir=run") == 0
+    assert main(["train.steps=3", "resume=auto", "run.dir=run"]) == 0
+    assert main(["train.steps=4", "resume=run", "run.dir=copy"]) == 0
+    assert [init["id"] for init in fake.inits] == [None, "run1", None]
+    assert all(init["mode"] == "offline" for init in fake.inits)
+
+
+def test_changed_data_is_told(train: Any, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Same characters, so the tokenizer fits, but not the text that the run saw."""
+    assert train("train.steps=2", "run.dir=run") == 0
+    text = corpus.read_text()
+    Path("other.txt").write_text(text[1:] + text[0])
+    capsys.readouterr()
+    assert main(["train.steps=3", "resume=auto", "run.dir=run", "data.path=other.txt"]) == 0
+    errors = capsys.readouterr().err
+    assert "data.path:" in errors and "data: sha256:" in errors

@@ -1,0 +1,143 @@
+"""Runs on documents that are killed, resumed, or find their documents changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ttrain
+from ttrain.cli import main
+from ttrain.train.checkpoint.retention import find_checkpoint
+from ttrain.train.logging.metrics import read_metrics
+
+DATA = ["data=documents", "data.sources=[a.jsonl,b.jsonl]", "data.tokenizer=byte"]
+QUIET = [
+    "logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=1", "train.log_every=1", "train.peak_tflops=1",
+    "train.eval_every=null", "train.eval_sequences=2",
+]  # fmt: skip
+TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "train.batch_size=2"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder with documents."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    generator = np.random.default_rng(0)
+    for name in ("a", "b"):
+        lines = [{"text": f"{name}{i} " + "word " * int(generator.integers(1, 9))} for i in range(100)]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def tensors(run: str) -> dict[str, bytes]:
+    from safetensors.numpy import load_file
+
+    files = find_checkpoint(Path(run), "last").path.glob("*.safetensors")
+    return {name: array.tobytes() for file in files for name, array in load_file(file).items()}
+
+
+def losses(run: str) -> list[tuple[int, float]]:
+    return [(line["step"], line["train/loss"]) for line in read_metrics(Path(run, "metrics.jsonl")) if "lr" in line]
+
+
+def test_agillm_of_25_million_parameters_killed_and_resumed_has_the_same_bits() -> None:
+    """Joint objective with dropout, growing sequences; the kill comes after a notch that no checkpoint has seen."""
+    words = ["model=agillm", "model.preset=small", "model.context=24", "train.batch_size=1", *DATA, *QUIET]
+    words += ["train.block_schedule=[12,24]", "train.block_steps=2", "train.keep_last=1", "train.keep_best=false"]
+    assert main([*words, "train.steps=4", "train.save_every=99", "run.dir=whole"]) == 0
+
+    command = [sys.executable, "-m", "ttrain", *words, "train.steps=9", "train.save_every=2", "schedule.steps=4"]
+    path = os.pathsep.join(filter(None, [str(Path(ttrain.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    with open("log.txt", "w") as log:
+        child = subprocess.Popen([*command, "run.dir=killed"], stdout=log, stderr=log, env=environment)
+    until = time.monotonic() + 100
+    while not Path("killed/checkpoints/step_00000002/manifest.json").exists() or steps_of("killed") < 3:
+        assert child.poll() is None and time.monotonic() < until, Path("log.txt").read_text()
+        time.sleep(0.002)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    done = steps_of("killed")
+    assert 3 <= done < 9
+
+    assert main(["run.dir=killed", "resume=auto", "train.steps=4", "train.save_every=99", "schedule.steps=null"]) == 0
+    record = json.loads(Path("killed/run.json").read_text())["legs"][1]
+    assert record["resumed_from"] != "step_00000000" and not [c for c in record["changes"] if c.startswith("data")]
+    assert losses("killed") == losses("whole")
+    ours, expected = tensors("killed"), tensors("whole")
+    assert ours.keys() == expected.keys() and len(ours) == 3 * 113
+    assert all(ours[name] == expected[name] for name in expected)
+
+
+def steps_of(run: str) -> int:
+    """Steps that metrics.jsonl tells of so far."""
+    try:
+        return Path(run, "metrics.jsonl").read_text().count('"train/loss"')
+    except FileNotFoundError:
+        return 0
+
+
+def test_changed_documents_are_refused_and_other_ones_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*DATA, *QUIET, *TINY, "run.dir=run", "train.steps=2"]) == 0
+    with open("a.jsonl", "a") as file:
+        file.write('{"text": "one more"}\n')
+    capsys.readouterr()
+    before = sorted(path.name for path in Path("run").rglob("*"))
+    assert main(["run.dir=run", "resume=auto", "train.steps=4"]) == 2
+    error = capsys.readouterr().err
+    assert "was trained on other content of a.jsonl, b.jsonl" in error and "train.init_from" in error
+    assert sorted(path.name for path in Path("run").rglob("*")) == before
+    other = [DATA[0], "data.sources=[a.jsonl]", DATA[2]]
+    assert main(["run.dir=run", "resume=auto", "train.steps=4", *other]) == 0
+    assert "Changed since the checkpoint: data: sha256" in capsys.readouterr().err
+
+
+def test_touched_but_equal_documents_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*DATA, *QUIET, *TINY, "run.dir=run", "train.steps=2"]) == 0
+    os.utime("a.jsonl", ns=(1, 1))
+    assert main(["run.dir=run", "resume=auto", "train.steps=4"]) == 0
+    assert "changed since the checkpoint: data" not in capsys.readouterr().err.lower()
+
+
+def test_a_run_of_documents_can_be_sampled_and_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*DATA, *QUIET, *TINY, "run.dir=run", "train.steps=2"]) == 0
+    assert main(["task=sample", "run.dir=run", "sample.tokens=3", "sample.prompt=a1 "]) == 0
+    grows = ["train.block_schedule=[8,16]", "train.block_steps=5", "plan.time=false"]
+    assert main(["task=plan", *DATA, *QUIET, *TINY, *grows]) == 0
+    printed = capsys.readouterr().out
+    assert "training sequences grow: 8, 16 tokens, 5 steps each; this is the plan of the longest" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data.sources=[]"], "data=documents needs data.sources"),
+        (["data.sources=a.jsonl"], "data.sources='a.jsonl': must be a list of texts"),
+        (["data.sources=[nowhere.jsonl]"], "nowhere.jsonl does not exist"),
+        (["data.order=epoch"], "data.order=epoch: no such choice"),
+        (["data.shuffle_buffer=1"], "data.shuffle_buffer=1: must be at least 2"),
+        (["data.template=robot"], "data.template=robot: is neither plain nor chatml"),
+        (["data.path=a.jsonl"], "data.path: unknown key"),
+        (["model.context=5000"], "fewer than one sequence of model.context=5000"),
+        (["model=mlp"], "model=mlp trains on numbers"),
+        (["data.tokenizer=nothing"], "data.tokenizer=nothing is neither char, byte, bpe nor the path"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_made(
+    words: Any, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = [] if "model=mlp" in words else TINY
+    assert main([*DATA, *QUIET, *sizes, *words, "run.dir=run"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+    assert not Path("run").exists()

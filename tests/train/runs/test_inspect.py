@@ -1,0 +1,165 @@
+"""Listing runs with their state, the HTML report, and the charts in it."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain.cli import main
+from ttrain.config.compose import load
+from ttrain.core.errors import CheckpointError
+from ttrain.tasks.report import page
+from ttrain.train.logging.chart import Series, line_chart
+from ttrain.train.logging.events import Events, read_events
+from ttrain.train.runs.inspect import find_runs, read_run
+
+
+class Page(HTMLParser):
+    """Every tag must be closed; collects what could load or run something."""
+
+    VOID = {"meta"}
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, Any]]] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.fixture
+def runs(make_job: Any, tmp_path: Path) -> dict[str, Path]:
+    """One run in each state, named by it."""
+    finished = make_job("finished")
+    finished.loop.run()
+    for name, config in (("finished", {"train": {"steps": 12}, "model": {"name": "bigram"}}), ("resumable", {})):
+        job = finished if name == "finished" else make_job(name)
+        job.run_directory.record({**config, "text": "<script>alert(1)</script>"}, {"tokenizer_hash": name, "data": {}})
+        if name == "finished":
+            job.run_directory.write_summary({"step": 12, "steps": 12, "model": "bigram", "parameters": 121})
+        else:
+            job.loop.config.steps = 4
+            job.loop.run()
+        job.close()
+    failed = make_job("failed", poison_step=6)
+    with pytest.raises(Exception, match="Step 6"):
+        failed.loop.run()
+    Events(failed.run_directory.path).add("failed", "Step 6: train/loss is nan.\nmore", step=6)
+    failed.close()
+    make_job("new").close()
+    make_job("running")
+    return {name: tmp_path / name for name in ("finished", "resumable", "failed", "new", "running")}
+
+
+def test_states(runs: dict[str, Path], tmp_path: Path) -> None:
+    assert list(find_runs(tmp_path)) == sorted(runs.values())
+    found = {name: read_run(path) for name, path in runs.items()}
+    assert {name: info.state for name, info in found.items()} == {name: name for name in runs}
+    assert (found["finished"].step, found["finished"].checkpoint, found["finished"].steps) == (12, 12, 12)
+    assert found["failed"].checkpoint == 4 and found["failed"].reason.startswith("Step 6")
+    with pytest.raises(CheckpointError, match="not a run"):
+        read_run(tmp_path)
+
+
+def test_a_resumed_run_that_was_stopped_is_not_finished(runs: dict[str, Path]) -> None:
+    with open(runs["finished"] / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 13, "train/loss": 1.0}) + "\n")
+    assert read_run(runs["finished"]).state == "resumable"
+
+
+def test_a_rehearsal_never_looks_like_training(runs: dict[str, Path], capsys: Any) -> None:
+    folder = runs["new"]
+    assert main(["task=sample", f"run.dir={folder}"]) == 2
+    assert "no complete checkpoint yet" in capsys.readouterr().err
+    (folder / "summary.json").write_text(json.dumps({"accepted": True, "computes": False, "note": "nothing trained"}))
+    info = read_run(folder)
+    assert (info.state, info.reason) == ("rehearsed", "nothing trained")
+    for words in (
+        ["task=sample", f"run.dir={folder}"],
+        ["task=sample", f"run.dir={folder}", "sample.checkpoint=best"],
+        ["task=export", f"run.dir={folder}", "export.file=x.pt"],
+        [f"resume={folder}"],
+    ):
+        assert main(words) == 2
+        said = capsys.readouterr().err.strip()
+        assert "rehearsed steps" in said and "nothing was trained" in said and "\n" not in said
+
+
+def test_task_runs(runs: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
+    assert main(["task=runs", f"runs.root={tmp_path}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6 and lines[0].split()[:3] == ["run", "state", "model"]
+    assert next(line for line in lines if "/failed" in line).rstrip().endswith("Step 6: train/loss is nan.")
+    assert main(["task=runs", f"runs.root={tmp_path}", "runs.state=new"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert main(["task=runs", f"runs.root={tmp_path}/no"]) == 2
+
+
+def test_a_report_is_one_page_that_loads_nothing(runs: dict[str, Path], capsys: Any) -> None:
+    assert main(["task=report", f"run={runs['finished']}"]) == 0
+    target = runs["finished"] / "report.html"
+    assert capsys.readouterr().out == f"{target}\n"
+    text = target.read_text("utf-8")
+    parsed = Page(text)
+    assert sum(tag == "svg" for tag, _ in parsed.seen) >= 5
+    assert not {tag for tag, _ in parsed.seen} & {"script", "link", "img", "iframe", "object"}
+    assert not any(key in ("src", "href") or key.startswith("on") for _, attrs in parsed.seen for key in attrs)
+    assert "&lt;script&gt;" in text and "held-out loss" in text and "bigram" in text
+
+
+def test_several_runs_compare(runs: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "new folder" / "both.html"
+    both = f"{runs['finished']},{runs['resumable']}"
+    assert main(["task=report", f"run={both}", f"report.out='{out}'"]) == 0
+    text = out.read_text("utf-8")
+    Page(text)
+    assert "The runs differ in their tokenizer" in text and "<td>train.steps</td>" in text
+    assert text.count("<polyline") >= 8
+
+
+def test_a_report_of_nothing_yet(runs: dict[str, Path]) -> None:
+    Page(page([read_run(runs["new"])]))
+
+
+def test_short_words(tmp_path: Path) -> None:
+    assert load(["task=report", "run=a b,c"]).report.run == ["a b", "c"]
+    assert load(["task=report", "run=[x,y]"]).report.run == ["x", "y"]
+    assert load(["supervise=true"]).supervise.enabled is True and load([]).supervise.enabled is None
+    assert main(["task=report"]) == 2
+    assert main(["task=report", f"run={tmp_path}"]) == 2
+
+
+def test_events_survive_a_cut_line(tmp_path: Path) -> None:
+    events = Events(tmp_path)
+    events.add("skipped", "é", step=3, tensor="x")
+    with open(tmp_path / "events.jsonl", "a") as file:
+        file.write('{"kind": "cut')
+    (event,) = read_events(tmp_path)
+    assert (event["kind"], event["step"], event["message"], event["tensor"]) == ("skipped", 3, "é", "x")
+
+
+def test_charts() -> None:
+    assert line_chart([], "t", "x", "y") == "" == line_chart([Series("a", [(1.0, float("nan"))])], "t", "x", "y")
+    for points in ([(1.0, 2.0)], [(1.0, 2.0), (2.0, 2.0)], [(1e-6, -1.0), (1e9, 5e12)]):
+        for log in (False, True):
+            Page(line_chart([Series("<a>", points)], "t & u", "x", "y", log_x=log))
+    many = [(float(i), 5.0 if i == 4321 else 0.0) for i in range(10_000)]
+    chart = line_chart([Series("a", many)], "t", "x", "y")
+    assert len(chart) < 30_000
+    heights = {pair.split(",")[1] for pair in chart.split('points="')[1].split('"')[0].split()}
+    assert len(heights) == 2  # the single spike is still there

@@ -1,0 +1,255 @@
+"""Where a run continues from, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ttrain.cli import main
+from ttrain.config import build
+from ttrain.config.compose import load
+from ttrain.core.errors import CheckpointError, UserError
+from ttrain.models.settings import AGILLMConfig, GPTConfig
+from ttrain.tasks.report import _best
+from ttrain.train.checkpoint.progress import held_out_hash
+from ttrain.train.checkpoint.retention import best_checkpoint, find_checkpoint
+from ttrain.train.logging.events import read_events
+from ttrain.train.logging.metrics import read_metrics
+from ttrain.train.loop.evaluate import EvaluationResult
+from ttrain.train.runs.inspect import read_run
+from ttrain.train.runs.resume import check_architecture, check_tokenizer, config_difference, find_resume_point
+
+
+@pytest.fixture
+def run(make_job: Any, tmp_path: Path) -> Path:
+    job = make_job(keep_last=9)
+    job.loop.run()
+    job.close()
+    return tmp_path / "run"
+
+
+def test_none_and_a_first_auto_start_anew(tmp_path: Path, make_job: Any) -> None:
+    assert find_resume_point("none", None) is None
+    assert find_resume_point("auto", str(tmp_path / "new")) is None
+    (tmp_path / "empty").mkdir()
+    assert find_resume_point("auto", str(tmp_path / "empty")) is None
+    make_job("killed early").close()
+    assert find_resume_point("auto", str(tmp_path / "killed early")) is None
+
+
+def test_auto_takes_the_newest(run: Path) -> None:
+    point = find_resume_point("auto", str(run))
+    assert point is not None and (point.checkpoint.step, point.run, point.notes) == (12, run, [])
+
+
+def test_auto_without_a_run_directory() -> None:
+    with pytest.raises(UserError, match=r"run\.dir"):
+        find_resume_point("auto", None)
+
+
+def test_a_run_and_a_checkpoint_by_path(run: Path, tmp_path: Path) -> None:
+    point = find_resume_point(str(run), None)
+    assert point is not None and point.checkpoint.step == 12 and point.run == run
+    point = find_resume_point(str(run / "checkpoints" / "step_00000004"), None)
+    assert point is not None and point.checkpoint.step == 4 and point.run == run
+    shutil.copytree(run / "checkpoints" / "step_00000004", tmp_path / "alone")
+    point = find_resume_point(str(tmp_path / "alone"), None)
+    assert point is not None and point.checkpoint.step == 4 and point.run is None
+
+
+def test_a_moved_run_is_found(run: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    run.rename(moved)
+    point = find_resume_point("auto", str(moved))
+    assert point is not None and point.checkpoint.path == moved / "checkpoints" / "step_00000012"
+
+
+def test_damaged_ones_are_skipped_and_named(run: Path) -> None:
+    (run / "checkpoints" / "step_00000012" / "manifest.json").unlink()
+    (run / "checkpoints" / "step_00000008" / "config.json").write_text("{}")
+    for resume in ("auto", str(run)):
+        point = find_resume_point(resume, str(run))
+        assert point is not None and point.checkpoint.step == 4
+        assert len(point.notes) == 2
+        assert "step_00000012" in point.notes[0] and "no manifest" in point.notes[0]
+        assert "step_00000008" in point.notes[1] and "truncated" in point.notes[1]
+
+
+def test_when_all_are_damaged_there_is_no_fresh_start(run: Path) -> None:
+    for path in (run / "checkpoints").iterdir():
+        (path / "manifest.json").unlink()
+    for resume in ("auto", str(run)):
+        with pytest.raises(
+            CheckpointError, match=r"no checkpoint that can be resumed[\s\S]*step_00000012[\s\S]*step_00000004"
+        ):
+            find_resume_point(resume, str(run))
+
+
+def test_a_damaged_checkpoint_by_path_is_an_error(run: Path) -> None:
+    path = run / "checkpoints" / "step_00000012"
+    file = path / "parameters-00001-of-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="truncated") as raised:
+        find_resume_point(str(path), None)
+    assert raised.value.exit_code == 2
+
+
+@pytest.mark.parametrize("resume", ["folder", "folder/file", "nowhere", "checkpoints/step_00000001"])
+def test_what_is_neither_run_nor_checkpoint(tmp_path: Path, resume: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_text("x")
+    (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
+    with pytest.raises(CheckpointError):
+        find_resume_point(str(tmp_path / resume), None)
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="no checkpoint that can be resumed"):
+        find_resume_point(str(tmp_path / "run"), None)
+
+
+def test_auto_on_a_folder_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="not a run"):
+        find_resume_point("auto", str(tmp_path))
+
+
+MODEL = {"name": "gpt", "layers": 4, "heads": 4, "dropout": 0.0, "recompute": "none"}
+
+
+def test_another_architecture_names_the_keys() -> None:
+    path = Path("step_00000001")
+    check_architecture({"model": MODEL}, GPTConfig(layers=4, heads=4, dropout=0.2, recompute="block"), path)
+    check_architecture({"model": MODEL}, GPTConfig(layers=4, heads=4, preset="124M"), path)
+    padded = {"name": "agillm", "pad_vocabulary": 1}
+    check_architecture({"model": padded}, AGILLMConfig(pad_vocabulary=32), path)
+    with pytest.raises(CheckpointError) as raised:
+        check_architecture({"model": MODEL}, GPTConfig(layers=6, width=8, heads=4), path)
+    message = str(raised.value)
+    assert "model.layers: 4 where the weights come from, 6 given" in message
+    assert "model.width: None where the weights come from, 8 given" in message and "heads" not in message
+    with pytest.raises(CheckpointError, match="model.sat_target: 'future_window' where .* 'legacy' given"):
+        check_architecture({"model": padded}, AGILLMConfig(sat_target="legacy"), path)
+
+
+def test_another_tokenizer_is_refused() -> None:
+    check_tokenizer("a", "a", Path("x"))
+    check_tokenizer(None, None, Path("x"))
+    with pytest.raises(CheckpointError, match="another tokenizer"):
+        check_tokenizer("a", "b", Path("x"))
+
+
+def test_changes_are_listed() -> None:
+    optimizer = {"lr": 1e-3, "betas": [0.9, 0.95]}
+    old = {"optimizer": optimizer, "train": {"steps": 10}, "run": {"dir": None, "seed": 1}, "resume": "none"}
+    new = {**old, "optimizer": {**optimizer, "lr": 3e-4, "eps": 1e-8}, "train": {"steps": 20}, "resume": "auto"}
+    new["run"] = {"dir": "x", "seed": 1}
+    expected = ["optimizer.lr: 0.001 -> 0.0003", "optimizer.eps: None -> 1e-08", "train.steps: 10 -> 20"]
+    assert config_difference(old, new) == expected
+    assert config_difference(old, old) == []
+
+
+def test_checkpoints_to_sample_from(run: Path) -> None:
+    assert find_checkpoint(run, "last").step == 12
+    assert find_checkpoint(run, "8").step == 8
+    losses = {step: find_checkpoint(run, str(step)).val_loss for step in (4, 8, 12)}
+    assert find_checkpoint(run, "best").step == min(losses, key=lambda step: losses[step])
+    with pytest.raises(CheckpointError, match="no checkpoint of step 5. It has: 4, 8, 12"):
+        find_checkpoint(run, "5")
+    with pytest.raises(CheckpointError, match="not a run"):
+        find_checkpoint(run / "checkpoints", "last")
+
+
+SMALL = [
+    "model.layers=1", "model.width=16", "model.heads=1", "model.context=8", "train.batch_size=4", "train.eval_every=4",
+    "train.save_every=4", "train.log_every=1", "logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=2",
+    "data=text", "train.peak_tflops=1", "optimizer.lr=0.01", "schedule=constant",
+]  # fmt: skip
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same characters: one that is easy to predict, and one that is not at all."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("easy.txt").write_text("ab" * 2000)
+    Path("same.txt").write_text("ab" * 2000)
+    Path("hard.txt").write_text("".join(np.random.default_rng(0).choice(["a", "b"], 4000)))
+
+
+def hash_of(samples: int = 20, *words: str) -> str:
+    config = load([*SMALL, *words])
+    return held_out_hash(build.build_dataset(config, lambda built: None), samples)
+
+
+def test_the_hash_is_of_what_is_read(texts: None) -> None:
+    easy = hash_of(20, "data.path=hard.txt")
+    assert easy == hash_of(20, "data.path=hard.txt", "train.batch_size=8", "run.seed=3")
+    Path("hard.txt").rename("moved.txt")
+    assert easy == hash_of(20, "data.path=moved.txt")
+    others = [
+        hash_of(20, "data.path=easy.txt"),
+        hash_of(19, "data.path=moved.txt"),
+        hash_of(20, "data.path=moved.txt", "model.context=7"),
+        hash_of(20, "data.path=moved.txt", "data.held_out=0.2"),
+        hash_of(20, "data.path=moved.txt", "data.tokenizer=byte"),
+    ]
+    assert len({easy, *others}) == 6
+
+
+def val_losses(run: str) -> dict[int, float]:
+    return {line["step"]: line["val/loss"] for line in read_metrics(Path(run) / "metrics.jsonl") if "val/loss" in line}
+
+
+def test_other_text_starts_best_and_patience_anew(texts: None, capsys: Any) -> None:
+    """The first text's losses are all lower than any of the second's."""
+    assert main([*SMALL, "data.path=easy.txt", "run.dir=run", "train.steps=40"]) == 0
+    reached = val_losses("run")[40]
+    words = ["run.dir=run", "resume=auto", "data.path=hard.txt", "train.early_stop=3", "train.min_improvement=0.001"]
+    capsys.readouterr()
+    assert main([*words, "train.steps=60", "optimizer.lr=0.003"]) == 0
+    told = capsys.readouterr().err
+    assert told.count("The held-out data is not what it was") == 1
+    after = {step: loss for step, loss in val_losses("run").items() if step >= 40}
+    assert reached < min(after.values()) and max(after) >= 52  # so it did not stop by the easy text's loss
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert (summary["best_val_loss"], summary["best_step"]) == min((loss, step) for step, loss in after.items())
+    assert find_checkpoint(Path("run"), "best").step == summary["best_step"]
+    assert _best(read_run(Path("run"))) == f"{summary['best_val_loss']:.4f} at step {summary['best_step']}"
+    capsys.readouterr()
+    assert main(["run.dir=run", "resume=auto", "train.steps=64", "train.early_stop=null"]) == 0
+    assert "held-out data is not" not in capsys.readouterr().err
+
+
+def test_the_same_text_elsewhere_is_the_same(texts: None, capsys: Any) -> None:
+    assert main([*SMALL, "data.path=easy.txt", "run.dir=run", "train.steps=8"]) == 0
+    capsys.readouterr()
+    assert main(["run.dir=run", "resume=auto", "data.path=same.txt", "train.steps=12"]) == 0
+    assert "held-out data is not" not in capsys.readouterr().err
+
+
+def leg(make_job: Any, held_out: str, values: list[float], **settings: Any) -> Any:
+    job = make_job(eval_every=2, save_every=2, keep_last=1, async_save=False, **settings)
+    job.loop.held_out = held_out
+    job.loop.__post_init__()
+    results = map(EvaluationResult, values)
+    job.loop.evaluation = lambda stopped: next(results)
+    job.loop.run()
+    job.close()
+    return job
+
+
+def test_patience_best_and_what_is_kept(make_job: Any) -> None:
+    """Steps 2 to 6 on one text, from 6 on another: the checkpoint of step 6 is measured again, on the new one."""
+    first = leg(make_job, "one", [1.0, 2.0, 3.0], steps=6, early_stop=3)
+    folder = first.run_directory.checkpoints
+    assert (first.loop.progress.best_step, first.loop.progress.stale_evaluations) == (2, 2)
+    second = leg(make_job, "two", [9.0, 7.0, 8.0], steps=10, early_stop=3, resume=True)
+    progress = second.loop.progress
+    assert (progress.step, progress.best_step, progress.best_val_loss, progress.stale_evaluations) == (10, 8, 7.0, 1)
+    best = best_checkpoint(folder)
+    assert best is not None and (best.step, best.val_loss) == (8, 7.0)
+    assert [event["step"] for event in read_events(second.run_directory.path) if event["kind"] == "held_out"] == [6]

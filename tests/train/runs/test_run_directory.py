@@ -1,0 +1,217 @@
+"""One process per run directory, and everything in it survives a move."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ttrain
+from ttrain.core.errors import CheckpointError, UserError
+from ttrain.train.runs import record as record_module
+from ttrain.train.runs.record import environment_record, git_state
+from ttrain.train.runs.run_directory import RunDirectory, read_config
+
+CLAIM = """
+import sys
+from datetime import datetime
+from pathlib import Path
+from ttrain.train.runs.run_directory import RunDirectory
+print("ready", flush=True)
+sys.stdin.readline()
+run = RunDirectory.claim(None, "gpt_cpu_static", Path(sys.argv[1]), datetime(2026, 11, 28, 12, 0, 0))
+print(run.path, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_ten_runs_in_the_same_second_get_ten_directories(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CLAIM, str(tmp_path)]
+    pipe = subprocess.PIPE
+    started = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1) for _ in range(10)]
+    lines: list[str] = []
+    for _ in range(2):  # all are ready before one may claim, and all have claimed before one may end
+        lines = [process.stdout.readline().strip() for process in started if process.stdout]
+        for process in started:
+            assert process.stdin
+            process.stdin.write("go\n")
+            process.stdin.flush()
+    assert [process.wait(20) for process in started] == [0] * 10
+    for process in started:
+        assert process.stdin and process.stdout
+        process.stdin.close()
+        process.stdout.close()
+    expected = {"12-00-00_gpt_cpu_static", *(f"12-00-00_gpt_cpu_static_{number}" for number in range(2, 11))}
+    assert {Path(line).name for line in lines} == expected
+    assert all(Path(line).parent == tmp_path / "2026-11-28" for line in lines)
+
+
+def test_a_named_directory_is_claimed_once(tmp_path: Path) -> None:
+    run = RunDirectory.claim(str(tmp_path / "a" / "b"), "x")
+    with pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
+        RunDirectory.claim(str(tmp_path / "a" / "b"), "x")
+    with pytest.raises(UserError, match="in use"):
+        RunDirectory.open(tmp_path / "a" / "b")
+    (run.checkpoints / "step_00000002").mkdir()
+    run.close()
+    run.close()
+    with pytest.raises(UserError, match="already holds a run.*resume=auto to continue it"):
+        RunDirectory.claim(str(tmp_path / "a" / "b"), "x")
+    RunDirectory.open(tmp_path / "a" / "b").close()
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        ("checkpoints/step_00000001/manifest.json", "{}"),
+        ("checkpoints/abandoned_after_00000001/x", ""),
+        ("metrics.jsonl", '{"step": 10, "train/loss": 2.5}\n'),
+        ("summary.json", "{}"),
+    ],
+    ids=lambda left: left[0],
+)
+def test_a_run_with_something_to_lose_is_not_written_over(tmp_path: Path, left: tuple[str, str]) -> None:
+    RunDirectory.claim(str(tmp_path / "a"), "x").close()
+    path = tmp_path / "a" / left[0]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(left[1])
+    with pytest.raises(UserError, match="already holds a run"):
+        RunDirectory.claim(str(tmp_path / "a"), "x")
+    assert path.read_text() == left[1]
+
+
+def test_a_run_that_ended_before_it_did_anything_gives_its_place(tmp_path: Path) -> None:
+    """As after a NaN in the first steps, or a save that was cut off: only what is worth nothing is there."""
+    run = RunDirectory.claim(str(tmp_path / "a"), "x")
+    run.metrics.write_text('{"step": 2, "train/loss": null}\n{"step": 3, "tra')
+    (run.checkpoints / ".unfinished_step_00000002").mkdir()
+    run.config.write_text("x")
+    with pytest.raises(UserError, match="in use by process"):
+        RunDirectory.claim(str(tmp_path / "a"), "x")
+    run.close()
+    again = RunDirectory.claim(str(tmp_path / "a"), "x")
+    assert again.note is not None and "takes its place" in again.note and again.legs() == []
+    again.close()
+
+
+def test_an_existing_folder_without_a_run_is_fine(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    RunDirectory.claim(str(tmp_path), "x").close()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_killed_process_lets_go(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\nfrom ttrain.train.runs.run_directory import RunDirectory\n"
+        "run = RunDirectory.claim(sys.argv[1], 'x')\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], check=False, timeout=20)
+    assert done.returncode == -9
+    RunDirectory.open(tmp_path / "run").close()
+
+
+@pytest.mark.parametrize("wanted", ["file/run", "file", None])
+def test_a_place_that_can_not_be_written_is_a_user_error(tmp_path: Path, wanted: str | None) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="can't be written.*run.dir=") as raised:
+        RunDirectory.claim(None if wanted is None else str(tmp_path / wanted), "x", root=tmp_path / "file")
+    assert raised.value.exit_code == 2
+
+
+def test_a_read_only_place_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a simulated refusal, because the superuser may write everywhere."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(UserError, match="Permission denied"):
+        RunDirectory.claim(str(tmp_path / "run"), "x")
+
+
+@pytest.mark.parametrize("folder", ["nowhere", "."])
+def test_opening_what_is_not_a_run(tmp_path: Path, folder: str) -> None:
+    with pytest.raises(CheckpointError, match="not a run of ttrain"):
+        RunDirectory.open(tmp_path / folder)
+    with pytest.raises(CheckpointError, match="not a run of ttrain"):
+        read_config(tmp_path / folder)
+
+
+def test_config_and_legs(tmp_path: Path) -> None:
+    config = {
+        "model": {"name": "gpt", "layers": None},
+        "optimizer": {"eps": 1e-8, "lr": 1e-3},
+        "prompt": "é\n: [x",
+        "s": "1e-3",
+    }
+    run = RunDirectory.claim(str(tmp_path / "run"), "x")
+    run.record(config, {"leg": 1})
+    run.record(config, {"leg": 2})
+    assert run.legs() == [{"leg": 1}, {"leg": 2}]
+    assert read_config(run.path) == config
+    run.close()
+
+
+def test_nothing_of_the_directory_names_its_place(tmp_path: Path) -> None:
+    """So a moved run is a run."""
+    run = RunDirectory.claim(str(tmp_path / "before"), "x")
+    run.record({"model": {"name": "gpt"}}, {"leg": 1})
+    run.write_plan("plan")
+    run.write_summary({"step": 1})
+    run.close()
+    os.rename(tmp_path / "before", tmp_path / "after")
+    files = [path for path in (tmp_path / "after").rglob("*") if path.is_file()]
+    assert len(files) == 5
+    assert all(str(tmp_path) not in path.read_text() for path in files)
+    moved = RunDirectory.open(tmp_path / "after")
+    assert moved.legs() == [{"leg": 1}] and moved.path == tmp_path / "after"
+    moved.close()
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{a: [", "\x00"])
+def test_damaged_config(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(CheckpointError, match="config.yaml"):
+        read_config(tmp_path)
+
+
+def test_a_config_can_not_make_objects(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f"a: !!python/object/apply:os.mkdir ['{tmp_path}/exploded']\n")
+    with pytest.raises(CheckpointError):
+        read_config(tmp_path)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_environment_record_is_json_and_complete() -> None:
+    record = environment_record({"a": 1}, {"name": "cpu"}, {"source": "x"}, "abc", ["model=gpt2", "sample.prompt=a b"])
+    assert json.loads(json.dumps(record)) == record
+    assert record["command"] == "python -m ttrain model=gpt2 'sample.prompt=a b'"
+    assert record["versions"]["ttrain"] == ttrain.__version__ and "numpy" in record["versions"]
+    assert record["config_hash"] == "015abd7f5cc57a2dd94b7590f04ad8084273905ee33ec5cebeae62276a97f862"
+    other = environment_record({"a": 2}, {"name": "cpu"}, {"source": "x"}, "abc", [])
+    assert other["config_hash"] != record["config_hash"]
+
+
+def test_git_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    assert git_state(tmp_path) is None  # no commit yet
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("commit", "-q", "-m", "first")
+    assert git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "changed": False}
+    (tmp_path / "a").write_text("2")
+    state = git_state(tmp_path)
+    assert state is not None and state["changed"] is True
+    monkeypatch.setattr(
+        record_module.subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError("git"))
+    )
+    assert git_state(tmp_path) is None

@@ -1,0 +1,275 @@
+"""Speed, peak, summary, loss curve, and what the start of a run tells of its data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.conftest import Job, MakeJob
+from ttrain.cli import main
+from ttrain.data.batches import Sizes
+from ttrain.data.documents import open_documents
+from ttrain.data.prepare import prepare
+from ttrain.data.regression import open_regression
+from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, TokensConfig
+from ttrain.data.text import open_text
+from ttrain.data.tokens import open_tokens
+from ttrain.sweep.numbers import numbers_of
+from ttrain.train.checkpoint.progress import Progress
+from ttrain.train.forecast import peak
+from ttrain.train.logging.meter import Meter
+from ttrain.train.runs.inspect import read_run
+from ttrain.train.runs.summary import (
+    RecordedSteps,
+    Summary,
+    draw_loss_curve,
+    extent_line,
+    last_val_metrics,
+    print_summary,
+    recorded_steps,
+)
+
+
+def test_meter_times_steps_only() -> None:
+    ticks = iter([0.0, 0.5, 10.0, 10.5, 20.0, 22.0])
+    meter = Meter(flops_per_step=1e9, peak_flops=1e10, memory=lambda: 77, clock=lambda: next(ticks))
+    for _ in range(2):
+        meter.start()
+        assert meter.stop(100) == 0.5
+    expected = {"tokens_per_s": 200.0, "step_ms": 500.0, "mfu": 0.2, "memory_bytes": 77}
+    assert meter.read() == expected
+    meter.start()
+    meter.stop(100)
+    assert meter.read() == {"tokens_per_s": 50.0, "step_ms": 2000.0, "mfu": 0.05, "memory_bytes": 77}
+
+
+def test_meter_without_a_peak() -> None:
+    meter = Meter(flops_per_step=1e9)
+    meter.start()
+    meter.stop(1)
+    assert meter.read().keys() == {"tokens_per_s", "step_ms"}
+
+
+def test_peak_is_the_best_of_all_runs_and_survives_a_damaged_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = iter([1e11, 3e11, 2e11, 4e11, 5e11, 6e11, 7e11])
+    monkeypatch.setattr(peak, "_measure", lambda *_: next(measured))
+    assert [peak.measured_peak("cpu", "fp32") for _ in range(4)] == [1e11, 3e11, 3e11, 4e11]
+    assert peak.measured_peak("cpu", "bf16") == 5e11
+    for number, damage in enumerate(["{damaged", '["list"]']):
+        (tmp_path / "ttrain" / "peak.json").write_text(damage)
+        assert peak.measured_peak("cpu", "fp32") == 6e11 + number * 1e11
+    assert peak.measured_peak("null", "fp32") is None
+
+
+def test_peak_where_the_cache_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(peak, "_measure", lambda *_: 5e11)
+    assert peak.measured_peak("cpu", "fp32") == 5e11
+
+
+def test_measured_peak_is_plausible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than one addition per nanosecond, less than any machine of this decade."""
+    import torch
+
+    monkeypatch.setattr(peak, "_SECONDS", 0.1)
+    monkeypatch.setitem(peak._SIZES, "cpu", 256)
+    assert 1e9 < peak._measure(torch, "cpu", "fp32", 0) < 1e15
+
+
+RECORDED = RecordedSteps(mfu=0.31, step_ms=1.25, tokens_per_s=5.2e4)
+
+
+def make_summary(progress: Progress) -> Summary:
+    return Summary("nano-gpt", 1_234_567, progress, 100, RECORDED, 3 << 30, ("unigram entropy", 3.1))
+
+
+def test_commands_of_a_run_with_plugins_name_them_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(
+        make_summary(Progress(100)),
+        tmp_path,
+        ("train.steps=200", None),
+        writes_text=False,
+        plugins=["my_parts", "mine"],
+    )
+    printed = capsys.readouterr().out
+    assert "python -m ttrain 'plugins=[my_parts,mine]' resume=auto" in printed
+    assert "task=sample" not in printed
+
+
+def test_summary_tells_the_numbers_and_the_next_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(
+        100,
+        tokens=6400,
+        seconds=0.128,
+        train_loss=1.5,
+        val_loss=1.75,
+        evaluated_at=100,
+        best_val_loss=1.625,
+        best_step=80,
+    )
+    summary = make_summary(progress)
+    run = tmp_path / "a run"
+    print_summary(summary, run, ("train.steps=200", "goes on at 1.00e-04"))
+    printed = capsys.readouterr().out
+    for expected in (
+        "nano-gpt, 1.2M parameters",
+        "1.5000",
+        "1.7500 (best 1.6250 at step 80)",
+        "3.1000",
+        "50.0k tokens/s, mfu 31.0 %\n",
+        "3.0 GiB",
+        f"python -m ttrain resume=auto run.dir='{run}' train.steps=200\nlearning rate    goes on at 1.00e-04\n",
+        f"python -m ttrain task=sample run.dir='{run}'",
+    ):
+        assert expected in printed
+    stored = json.loads(json.dumps(summary.to_dict(), allow_nan=False))
+    assert stored["val/loss"] == 1.75 and stored["best_step"] == 80 and stored["peak_memory_bytes"] == 3 << 30
+    assert "not measured" in dict(make_summary(Progress()).lines())["val loss"]
+
+
+def test_speed_is_that_of_the_whole_loop() -> None:
+    """A busy machine: most steps are quick, the time went elsewhere."""
+    summary = dataclasses.replace(
+        make_summary(Progress(1800, tokens=115_200, seconds=46.0)), recorded=RecordedSteps(0.05, 3.6, 17_800.0)
+    )
+    assert dict(summary.lines())["speed"] == "2.5k tokens/s, mfu 5.0 %; 17.8k in the median step, 3.6 ms"
+    stored = summary.to_dict()
+    assert stored["tokens_per_s"] == round(115_200 / 46, 1) and stored["median_tokens_per_s"] == 17_800
+    assert "speed" not in dict(make_summary(Progress()).lines())
+
+
+def test_pace_over_all_lines(tmp_path: Path) -> None:
+    """Medians over the lines; mfu over their time: one step of 10 ms at 0.5, nine of 100 ms at 0.05."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [
+        {"step": 1, "tokens_per_s": 1000.0, "step_ms": 10.0, "mfu": 0.5},
+        {"step": 5, "val/loss": 1.0},
+        {"step": 7, "tokens_per_s": 100.0, "step_ms": 100.0, "mfu": 0.05},
+        {"step": 10, "tokens_per_s": 100.0, "step_ms": 100.0, "mfu": 0.05},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert recorded_steps(path) == RecordedSteps(round((10 * 0.5 + 900 * 0.05) / 910, 4), 100.0, 100.0)
+    assert recorded_steps(tmp_path / "none") == RecordedSteps()
+
+
+def test_speed_of_a_run_with_all_its_legs(make_job: MakeJob, tmp_path: Path) -> None:
+    """By a clock of ours: a step takes 1 s, the fourth 21 s, its line of metrics 0.5 s, an evaluation 100 s."""
+    now = [0.0]
+
+    def slowed(job: Job) -> Job:
+        loop, batch, evaluation, log = job.loop, job.dataset.batch, job.loop.evaluation, job.loop.loggers.log
+        loop.meter = Meter(clock=lambda: now[0])
+
+        def take(seconds: float, value: Any) -> Any:
+            now[0] += seconds
+            return value
+
+        seconds = iter([1, 1, 1, 21, 1, 1, 1, 1])
+        job.dataset.batch = lambda split, *rest: take(next(seconds) if split == "train" else 0, batch(split, *rest))
+        loop.evaluation = lambda stopped: take(100, evaluation(stopped))
+        loop.loggers.log = lambda metrics: take(0.5 if "train/loss" in metrics else 0, log(metrics))
+        return job
+
+    first = slowed(make_job(steps=8))
+    first.loop.run()
+    done = first.loop.progress
+    assert done.seconds == 7 * 1.5 + 21.5
+    first.close()
+    second = slowed(make_job(resume=True, steps=10))
+    second.loop.run()
+    progress, run = second.loop.progress, second.run_directory
+    assert progress.step == 10 and progress.seconds == 32 + 2 * 1.5
+    assert make_summary(progress).tokens_per_s == round(progress.tokens / 35, 1)
+    assert recorded_steps(run.metrics).step_ms == 1500  # but for the first line of a leg, and the slow step
+    run.record({"train": {"steps": 10}}, {})
+    so_far = round(progress.tokens / 34.5, 1)  # the last line says what was known before it was written
+    assert read_run(run.path).tokens_per_s == so_far == numbers_of("train", run.path, None)["tokens_per_s"]
+    run.write_summary(make_summary(progress).to_dict())
+    done = round(progress.tokens / 35, 1)
+    assert read_run(run.path).tokens_per_s == done == numbers_of("train", run.path, None)["tokens_per_s"]
+
+
+def test_loss_curve(tmp_path: Path) -> None:
+    path, image = tmp_path / "metrics.jsonl", tmp_path / "loss.png"
+    path.write_text('{"step": 1, "train/loss": 3}\n')
+    assert not draw_loss_curve(path, image)
+    pytest.importorskip("matplotlib")
+    lines = [{"step": 1, "train/loss": 3}, {"step": 2, "train/loss": None}, {"step": 2, "val/loss": 2}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"step": 3, "train/loss": 1}]))
+    assert draw_loss_curve(path, image, ("unigram entropy", 2.5))
+    assert image.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_further_metrics_of_the_newest_evaluation_are_told(tmp_path: Path) -> None:
+    lines = [
+        {"step": 2, "val/loss": 9.0, "val/ar/ce": 4.0, "val/sat/ce": 5.0},
+        {"step": 4, "val/loss": 7.0, "val/ar/ce": 3.0, "val/sat/ce": 3.5},
+        {"step": 5, "train/loss": 7.5, "ar/ce": 3.1},
+    ]
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    found = last_val_metrics(metrics)
+    assert found == {"ar/ce": 3.0, "sat/ce": 3.5}
+    summary = dataclasses.replace(make_summary(Progress()), val_metrics=found)
+    assert dict(summary.lines())["val metrics"] == "ar/ce 3.0000, sat/ce 3.5000"
+    assert dict(summary.lines())["unigram entropy"] == "3.1000 (what ignoring the input can reach; compare ar/ce)"
+    assert summary.loss_baseline is None and make_summary(Progress()).loss_baseline == ("unigram entropy", 3.1)
+    assert summary.to_dict()["val_metrics"] == found
+
+
+@pytest.fixture
+def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("book").mkdir()
+    for name in "abcd":
+        Path(f"book/{name}.txt").write_text(f"{name}23456789\n" * 25)
+    return Path("book")
+
+
+def test_the_start_tells_files_bytes_tokens_and_passes(book: Path) -> None:
+    text = open_text(TextConfig(path="book", separator=""), Sizes(context=9))
+    assert extent_line(text, 10, 4) == (
+        "Data: book, 4 files, 1000 B: 900 tokens to train on, 100 held out. "
+        "A pass is 99 sequences of 9 tokens; 10 steps of 4 make 0.40 passes."
+    )
+    assert "10 steps of 4 make 0.89 passes" in extent_line(text, 10, 4, tokens=801)
+    assert "A pass is 8 sequences of 9 tokens (data.limit); 10 steps of 4 make 5.00 passes." in extent_line(
+        text, 10, 4, limit=8
+    )
+    assert "1 steps of 1 make less than 0.01 passes" in extent_line(text, 1, 1, tokens=8)
+    prepare(TextConfig(path="book", separator="", tokenizer="byte"), "tokens", progress=False)
+    tokens = open_tokens(TokensConfig(path="tokens"), Sizes(context=9))
+    assert extent_line(tokens, 10, 4).startswith("Data: tokens, 2 files, 2.0 KiB: 900 tokens to train on, 100 held")
+
+
+def test_the_start_tells_of_documents_and_examples(book: Path) -> None:
+    documents = open_documents(DocumentsConfig(sources=["book"], tokenizer="byte"), Sizes(context=10))
+    assert extent_line(documents, 50, 3).endswith(
+        "book, 4 files, 1000 B: 753 tokens to train on, 251 held out. "
+        "A pass is 75 sequences of 10 tokens; 50 steps of 3 make 1.99 passes."
+    )
+    regression = open_regression(RegressionConfig(examples=1000), Sizes(inputs=2, outputs=1))
+    assert extent_line(regression, 450, 4) == (
+        "Data: synthetic regression: 900 examples to train on, 100 held out. "
+        "A pass is 900 examples; 450 steps of 4 make 2.00 passes."
+    )
+
+
+def test_a_run_begins_with_its_data_and_what_is_left_out(book: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (book / "linked").symlink_to(".")
+    small = ["model.layers=1", "model.heads=2", "model.width=8", "model.context=9", "device=cpu", "train.steps=2"]
+    assert main([*small, "train.batch_size=2", "data.path=book", "data.separator=", "run.dir=run"]) == 0
+    printed = capsys.readouterr().err
+    assert "Data: book, 4 files, 1000 B: 900 tokens to train on, 100 held out." in printed
+    assert "2 steps of 2 make 0.04 passes." in printed
+    assert printed.count("1 linked folder(s) or broken link(s) are not read: book/linked") == 1
+    assert json.loads(Path("run/run.json").read_text())["legs"][0]["data"]["notices"]

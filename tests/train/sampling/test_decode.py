@@ -1,0 +1,149 @@
+"""Reading with caches equals computing the whole text anew, at every token, on every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.models.session import ENGINES, open_cpu
+from ttrain.core.errors import ConfigError
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.visibility import CAUSAL, PAIRS
+from ttrain.engine.state import State
+from ttrain.models.gpt import GPT
+from ttrain.models.mlp import MLP
+from ttrain.models.settings import GPTConfig, MLPConfig
+from ttrain.nn.initialize import initial_values
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.settings import AdamWConfig
+from ttrain.train.sampling.decode import Reader, cache_tensors, reading_traces, scores_of
+from ttrain.train.sampling.draw import whole_text_scores
+from ttrain.train.sampling.source import sampling_traces
+from ttrain.train.settings import SampleConfig
+from ttrain.train.steps.step_graph import StepGraph
+
+CONTEXT, VOCABULARY = 70, 31
+
+
+def small_gpt(compute: DType = DType.FP32, **changes: Any) -> GPT:
+    sizes = {"layers": 2, "heads": 2, "width": 16, "context": CONTEXT, "vocabulary": VOCABULARY}
+    return GPT(GPTConfig(**{**sizes, **changes}), compute)
+
+
+class Reading:
+    """A model with both ways to read: through caches, and whole."""
+
+    def __init__(self, model: Any, engine: str, new: int = 1, rows: int = 1, device: Any = None) -> None:
+        graph = StepGraph(model, AdamW(AdamWConfig()), rows=1)
+        traces = reading_traces(model, CAUSAL, new, rows)
+        tensors = [*graph.state_tensors(training=False), *cache_tensors(list(traces.values()))]
+        self.state = State(device or open_cpu(), tensors)
+        for path, value in initial_values(model, 7).items():
+            self.state.write(path, 5 * value)
+        self.engine = ENGINES[engine](self.state.device, self.state)
+        steps = [self.engine.build(name, trace) for name, trace in traces.items()]
+        self.whole = whole_text_scores(self.engine.build("logits", graph.trace_logits), model.vocabulary)
+        self.reader = Reader(steps, model.context)
+
+    def error(self, text: list[int], wanted: int = 1) -> float:
+        """Of the scores behind the last `wanted` tokens, relative to the largest of them."""
+        found = scores_of(self.reader.read(text, wanted))[:wanted]
+        expected = np.stack([self.whole(text[: len(text) - wanted + 1 + row]) for row in range(wanted)])
+        return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(0, VOCABULARY, count)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("prompt", [1, 3, 64, 66])
+def test_every_token_scores_as_in_the_whole_text(engine: str, prompt: int) -> None:
+    """From the prompt on past the context, where the window moves with every token."""
+    reading, text = Reading(small_gpt(), engine), tokens(CONTEXT + 4)
+    lengths = range(prompt, len(text) + 1) if engine == "static" else (prompt, prompt + 1, prompt + 2, CONTEXT, 73)
+    assert max(reading.error(text[:length][-CONTEXT:]) for length in lengths) < 2e-5
+
+
+@pytest.mark.parametrize("shape", [{"tied": False, "bias": False}, {"context": 2}, {"context": 5, "heads": 4}])
+def test_other_shapes(shape: dict[str, Any]) -> None:
+    model = small_gpt(**shape)
+    reading, text = Reading(model, "static"), tokens(12)
+    assert max(reading.error(text[:length][-model.context :]) for length in range(1, 12)) < 2e-5
+
+
+def test_bf16_stays_within_its_rounding() -> None:
+    reading, text = Reading(small_gpt(DType.BF16), "static"), tokens(20)
+    assert max(reading.error(text[:length]) for length in range(1, 20)) < 0.05
+
+
+def test_a_text_that_changes_is_read_again_from_there() -> None:
+    """Rejected drafts, another prompt, a shorter text: what differs is overwritten."""
+    reading, text = Reading(small_gpt(), "static", new=3, rows=3), tokens(CONTEXT)
+    changed = [*text[:20], *tokens(20, seed=5)]
+    for given in (text[:30], text[:33], changed[:22], changed[:23], text[:5], changed[:40], text[:1], text, changed):
+        for wanted in {1, min(3, len(given))}:
+            assert reading.error(given, wanted) < 2e-5
+
+
+class Counting:
+    """Steps that only note which rows they were asked for."""
+
+    def __init__(self, count: int, rows: int, calls: list[Any], keep: bool = False) -> None:
+        places = TensorSpec((count,), DType.INT64)
+        self.inputs = {"tokens": TensorSpec((1, count), DType.INT64), "positions": places, "visible": places}
+        self.inputs["rows"] = TensorSpec((rows,), DType.INT64)
+        if keep:
+            self.inputs["keep"] = TensorSpec((rows, 1), DType.FP32)
+        self.calls = calls
+
+    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        assert inputs.keys() == self.inputs.keys()
+        for name, spec in self.inputs.items():
+            assert inputs[name].shape == spec.shape, name
+        self.calls.append({name: np.asarray(value).ravel().tolist() for name, value in inputs.items()})
+        return {}
+
+
+def test_nothing_is_read_twice() -> None:
+    calls: list[Any] = []
+    reader = Reader([Counting(1, 1, calls), Counting(8, 1, calls)], 20)
+    text = tokens(20)
+    for length in (3, 4, 5, 14, 15):
+        reader.read(text[:length], 1)
+    assert [call["positions"] for call in calls] == [
+        [*range(8)], [3], [4], [*range(5, 13)], [13], [14],
+    ]  # fmt: skip
+    assert [call["visible"][-1] for call in calls] == [8, 4, 5, 13, 14, 15]
+    assert [call["rows"] for call in calls] == [[2], [0], [0], [0], [0], [0]]
+    calls.clear()
+    Reader([Counting(1, 1, calls), Counting(8, 1, calls)], 20, keeps=False).read(text, 1)
+    assert [call["positions"] for call in calls] == [[*range(8)], [*range(8, 16)], [*range(12, 20)]]
+
+
+def test_pairs_become_final_together() -> None:
+    """The incomplete pair at the end of a text is read again once its second token is there."""
+    calls: list[Any] = []
+    reader = Reader([Counting(4, 2, calls, keep=True), Counting(8, 2, calls, keep=True)], 20, PAIRS)
+    text = tokens(20)
+    for length in (1, 2, 4, 5, 7, 8, 20):
+        reader.read(text[:length], 2)
+    assert [call["positions"][0] for call in calls] == [0, 0, 2, 2, 4, 6, 8, 16]
+    assert calls[0]["keep"] == [0, 1] and calls[0]["rows"] == [0, 0] and calls[0]["visible"] == [1] * 8
+    assert [call["keep"] for call in calls[1:]] == [[1, 1]] * 7
+    assert calls[2]["visible"] == [4, 4, 4, 4] and calls[2]["rows"] == [0, 1]
+    assert calls[3]["visible"] == [4, 4, 5, 5] and calls[3]["rows"] == [1, 2]
+    assert calls[4]["visible"] == [6, 6, 7, 7] and calls[4]["rows"] == [1, 2]
+
+
+def test_modes_ask_for_what_a_model_has() -> None:
+    model = small_gpt()
+    assert list(sampling_traces(model, SampleConfig())) == [CAUSAL]
+    assert sampling_traces(model, SampleConfig(cache=False)) == {}
+    with pytest.raises(ConfigError, match=r"sample\.mode=sat: model\.name=gpt has no SAT head"):
+        sampling_traces(model, SampleConfig(mode="sat"))
+    with pytest.raises(ConfigError, match=r"sample\.cache=true: model\.name=mlp keeps no keys"):
+        sampling_traces(MLP(MLPConfig()), SampleConfig(cache=True))

@@ -1,0 +1,403 @@
+"""Drawing tokens, against torch and against counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ttrain.cli import main
+from ttrain.core.errors import DataError, NonFiniteError, UserError
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.data.library_tokenizer import train_bpe
+from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer
+from ttrain.train.sampling.draw import (
+    Acceptance,
+    Sampler,
+    Stop,
+    Window,
+    draw_pairs,
+    draw_speculative,
+    draw_tokens,
+    encode_prompt,
+    penalized,
+    print_samples,
+    stream_text,
+    token_probabilities,
+    whole_text_scores,
+)
+from ttrain.train.settings import SampleConfig
+
+LOGITS = np.random.default_rng(3).normal(0, 2, 23).astype(np.float32)
+
+
+def torch_probabilities(logits: np.ndarray, temperature: float, top_k: int | None, top_p: float | None) -> np.ndarray:
+    """The usual implementation: mask with -inf, softmax again."""
+    import torch
+
+    scores = torch.tensor(logits, dtype=torch.float64) / temperature
+    if top_k is not None:
+        scores[scores < torch.topk(scores, min(top_k, len(scores))).values[-1]] = -torch.inf
+    if top_p is not None:
+        ordered, order = torch.sort(scores, descending=True)
+        before = torch.softmax(ordered, 0).cumsum(0) - torch.softmax(ordered, 0)
+        scores[order[before >= top_p]] = -torch.inf
+    return torch.softmax(scores, 0).numpy()
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.8, 1.0, 3.0])
+@pytest.mark.parametrize("top_k", [None, 1, 5, 23, 99])
+@pytest.mark.parametrize("top_p", [None, 0.01, 0.5, 0.9, 1.0])
+def test_distribution_equals_torch(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    found = token_probabilities(LOGITS, temperature, top_k, top_p)
+    np.testing.assert_allclose(found, torch_probabilities(LOGITS, temperature, top_k, top_p), rtol=1e-9, atol=1e-15)
+    assert found.sum() == pytest.approx(1)
+
+
+def test_ties_at_the_edge_keep_the_lower_id() -> None:
+    assert token_probabilities(np.zeros(4, np.float32), 1.0, top_k=2).tolist() == [0.5, 0.5, 0, 0]
+    assert token_probabilities(np.zeros(4, np.float32), 1.0, top_p=0.5).tolist() == [0.5, 0.5, 0, 0]
+
+
+def test_min_p_is_relative_to_the_likeliest_token() -> None:
+    logits = np.log(np.array([0.5, 0.26, 0.2, 0.04])).astype(np.float32)
+    np.testing.assert_allclose(token_probabilities(logits, 1.0, min_p=0.5), [0.5 / 0.76, 0.26 / 0.76, 0, 0], rtol=1e-6)
+    assert token_probabilities(logits, 1.0, min_p=1.0).tolist() == [1, 0, 0, 0]
+    cut = token_probabilities(logits, 1.0, top_k=3, top_p=0.6, min_p=0.6)
+    assert cut.tolist() == [1, 0, 0, 0]  # top_p leaves two tokens, of which min_p leaves one
+
+
+def penalties_by_hand(
+    logits: list[float], window: list[int], repetition: float, presence: float, frequency: float
+) -> list[float]:
+    """One token at a time: first what is taken off, then the factor."""
+    lowered = list(logits)
+    for token in set(window):
+        score = logits[token] - presence - frequency * window.count(token)
+        lowered[token] = score / repetition if score > 0 else score * repetition
+    return lowered
+
+
+@pytest.mark.parametrize(("repetition", "presence", "frequency"), [(1, 0, 0), (2, 0, 0), (1, 0.6, 0), (1.3, 0.5, 1.0)])
+@pytest.mark.parametrize("window", [[], [0], [2, 2, 1, 2], [0, 1, 2, 3, 3]])
+def test_penalties_lower_what_occurred(window: list[int], repetition: float, presence: float, frequency: float) -> None:
+    logits = [2.0, 0.4, -1.0, 3.5, 0.0]
+    expected = penalties_by_hand(logits, window, repetition, presence, frequency)
+    given = np.array(logits, np.float32)
+    np.testing.assert_allclose(penalized(given, window, repetition, presence, frequency), expected, rtol=1e-6)
+    assert given.tolist() == np.array(logits, np.float32).tolist()
+
+
+def test_penalties_look_at_the_newest_tokens_only() -> None:
+    logits = np.array([3.0, 2.5, 2.0], np.float32)
+    for window, expected in ((1, 1), (2, 2), (None, 0)):
+        sampler = Sampler(SampleConfig(temperature=0, presence=1.1, penalty_window=window))
+        assert sampler.choose(logits, 0, 0, history=[2, 1, 0]) == expected
+
+
+def test_huge_logits_do_not_overflow() -> None:
+    assert token_probabilities(np.array([3e38, -3e38, 0], np.float32), 1e-3).tolist() == [1, 0, 0]
+
+
+def test_choices_follow_the_distribution_and_repeat_for_a_seed() -> None:
+    sampler = Sampler(SampleConfig(temperature=1.0, seed=5))
+    drawn = [sampler.choose(LOGITS, 0, position) for position in range(6000)]
+    counts = np.bincount(drawn, minlength=23) / 6000
+    expected = token_probabilities(LOGITS, 1.0)
+    assert np.abs(counts - expected).max() < 5 * np.sqrt(0.25 / 6000)
+    again = Sampler(SampleConfig(temperature=1.0, seed=5))
+    assert [again.choose(LOGITS, 0, position) for position in range(50)] == drawn[:50]
+    for other, stream in ((Sampler(SampleConfig(temperature=1.0, seed=6)), 0), (again, 1)):
+        assert [other.choose(LOGITS, stream, position) for position in range(50)] != drawn[:50]
+
+
+def test_zero_temperature_takes_the_likeliest() -> None:
+    sampler = Sampler(SampleConfig(temperature=0))
+    assert {sampler.choose(LOGITS, 0, position) for position in range(20)} == {int(LOGITS.argmax())}
+
+
+class Successor:
+    """A model whose likeliest next token is the last one plus 1 (mod 8); remembers what it was fed."""
+
+    inputs = {"tokens": TensorSpec((1, 4), DType.INT64), "position": TensorSpec((), DType.INT64)}
+
+    def __init__(self, value: float = 50.0) -> None:
+        self.fed: list[tuple[list[int], int]] = []
+        self.value = value
+
+    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        tokens, position = inputs["tokens"], inputs["position"]
+        assert tokens.shape == (1, 4) and tokens.dtype == np.int64
+        self.fed.append((tokens[0].tolist(), position))
+        logits = np.zeros((1, 12), np.float32)
+        logits[0, (tokens[0, position] + 1) % 8] = self.value
+        logits[0, 8:] = 1e9  # ids beyond the tokenizer's: padding of the output
+        return {"logits": logits}
+
+
+def test_the_window_moves_over_the_text() -> None:
+    model = Successor()
+    drawn = list(draw_tokens(whole_text_scores(model, 8), [5, 6], Window(4), Sampler(SampleConfig()), tokens=5))
+    assert drawn == [7, 0, 1, 2, 3]
+    assert model.fed == [([5, 6, 0, 0], 1), ([5, 6, 7, 0], 2), ([5, 6, 7, 0], 3), ([6, 7, 0, 1], 3), ([7, 0, 1, 2], 3)]
+
+
+@pytest.mark.parametrize(("slide", "lengths"), [(1, [3, 4, 4, 4, 4]), (2, [3, 4, 3, 4, 3]), (3, [3, 4, 2, 3, 4])])
+def test_a_text_may_lose_several_tokens_at_once(slide: int, lengths: list[int]) -> None:
+    model = Successor()
+    drawn = draw_tokens(whole_text_scores(model, 8), [5, 6, 7], Window(4, slide), Sampler(SampleConfig()), tokens=5)
+    assert list(drawn) == [0, 1, 2, 3, 4]
+    assert [position + 1 for _, position in model.fed] == lengths
+    assert all(fed[position] == (7 + number) % 8 for number, (fed, position) in enumerate(model.fed))
+
+
+def test_the_window_is_never_empty() -> None:
+    for context, slide, expected in ((64, None, 8), (4, None, 1), (1, None, 1), (8, 99, 7), (1, 5, 1), (8, 3, 3)):
+        window = Window.of(context, slide)
+        assert window.slide == expected
+        assert all(1 <= len(window(list(range(length)))) <= context for length in range(1, 40))
+
+
+def test_a_long_prompt_keeps_its_end() -> None:
+    model = Successor()
+    assert list(
+        draw_tokens(whole_text_scores(model, 8), [0, 1, 2, 3, 4, 5], Window(4), Sampler(SampleConfig()), tokens=1)
+    ) == [6]
+    assert model.fed == [([2, 3, 4, 5], 3)]
+
+
+def test_nan_logits_are_an_error() -> None:
+    with pytest.raises(NonFiniteError, match="logits hold NaN"):
+        list(
+            draw_tokens(
+                whole_text_scores(Successor(float("nan")), 8), [0], Window(4), Sampler(SampleConfig()), tokens=1
+            )
+        )
+
+
+def test_prompts() -> None:
+    tokenizer = CharTokenizer("ab\n")
+    assert encode_prompt(tokenizer, "ba") == [2, 1]
+    assert encode_prompt(tokenizer, None) == [0]
+    assert encode_prompt(CharTokenizer("ab"), None) == [0]
+    with pytest.raises(DataError, match=r"never saw 'q'"):
+        encode_prompt(tokenizer, "aq")
+    with pytest.raises(UserError, match=r"sample\.prompt is empty"):
+        encode_prompt(tokenizer, "")
+
+
+def test_an_empty_prompt_is_the_end_of_a_document_where_the_tokenizer_has_one() -> None:
+    tokenizer = train_bpe(["ab ab"], 260).with_token("<|endoftext|>")
+    assert encode_prompt(tokenizer, "") == [tokenizer.token_id("<|endoftext|>")]
+    both = tokenizer.with_token("</s>")
+    assert encode_prompt(both, "", "</s>") == [both.token_id("</s>")]
+    with pytest.raises(UserError, match=r"sample\.prompt is empty"):
+        encode_prompt(both, "")  # either could be meant
+
+
+@pytest.mark.parametrize("text", ["plain text, two  spaces", "ä€𝄞 mixed 日本語", "\n\n\t x"])
+def test_text_is_streamed_whole_and_in_valid_pieces(text: str) -> None:
+    for tokenizer in (ByteTokenizer(), CharTokenizer(text), train_bpe(["ab ab äö"], 260)):
+        ids, written = tokenizer.encode(text), []
+        whole = stream_text(tokenizer, ids[:2], iter(ids[2:]), written.append)
+        # A prompt that ends within a character can only be shown as far as it goes.
+        if "\ufffd" not in tokenizer.decode(ids[:2]):
+            assert whole == "".join(written) == text
+            assert "\ufffd" not in whole
+        assert len(written) > 1
+
+
+def test_bytes_that_end_within_a_character() -> None:
+    written: list[str] = []
+    assert stream_text(ByteTokenizer(), [97], iter([0xE2, 0x82]), written.append) == "a\ufffd"
+    assert written == ["a", "\ufffd"]
+
+
+def test_samples_are_printed_as_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = CharTokenizer("abcdefgh")
+    texts = print_samples(Successor(), tokenizer, [0], SampleConfig(tokens=3, count=2))
+    assert texts == ["abcd", "abcd"]
+    assert capsys.readouterr().out == "--- sample 1 of 2 ---\nabcd\n--- sample 2 of 2 ---\nabcd\n"
+
+
+class Pairs:
+    """Logits of the two tokens after a text, from its last token; the gate always says the same."""
+
+    def __init__(self, gate: int = 1) -> None:
+        self.texts: list[list[int]] = []
+        self.gate = np.array([50.0, 0.0] if gate == 0 else [0.0, 50.0], np.float32)
+
+    def __call__(self, text: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        self.texts.append(list(text))
+        logits = np.zeros((2, 8), np.float32)
+        for row in range(2):
+            logits[row, (text[-1] + 1 + row) % 8] = 50
+        return logits, self.gate
+
+
+@pytest.mark.parametrize(
+    ("gate", "gated", "lengths"), [(1, False, [1, 3, 4, 4]), (1, True, [1, 3, 4, 4]), (0, True, [1, 2, 3, 4, 4, 4, 4])]
+)
+def test_pairs_are_drawn_two_or_as_the_gate_says(gate: int, gated: bool, lengths: list[int]) -> None:
+    model = Pairs(gate)
+    assert list(draw_pairs(model, [0], Window(4), Sampler(SampleConfig()), 7, gated=gated)) == [1, 2, 3, 4, 5, 6, 7]
+    assert [len(text) for text in model.texts] == lengths
+
+
+def test_the_second_token_of_a_pair_sees_the_first_in_its_penalties() -> None:
+    def draft(text: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        return np.array([[3.0, 2.0, 1.0]] * 2, np.float32), np.zeros(2, np.float32)
+
+    sampler = Sampler(SampleConfig(temperature=0, presence=5.0, penalty_window=1))
+    assert list(draw_pairs(draft, [2], Window(8), sampler, 4)) == [0, 1, 0, 1]
+
+
+TABLE = np.random.default_rng(8).normal(0, 1.5, (4, 4)).astype(np.float32)  # logits by the last token
+DRAFTS = np.random.default_rng(9).normal(0, 1.5, (4, 2, 4)).astype(np.float32)
+
+
+def table_rows(text: list[int], drafted: list[int]) -> np.ndarray:
+    return TABLE[[text[-1], *drafted]]
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+    """In standard deviations from its mean."""
+    degrees = len(counts) - 1
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    return (statistic - degrees) / np.sqrt(2 * degrees)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.95, "frequency": 0.5}])
+def test_speculative_text_has_the_distribution_of_the_verifier(settings: dict[str, Any]) -> None:
+    """All texts of three tokens over a vocabulary of four, against the product of the probabilities."""
+    sampler, start, runs = Sampler(SampleConfig(seed=11, **settings)), [1, 2], 3000
+    expected = {}
+    for text in np.ndindex(4, 4, 4):
+        history, probability = list(start), 1.0
+        for token in text:
+            probability *= sampler.probabilities(TABLE[history[-1]], history)[token]
+            history.append(token)
+        if probability:
+            expected[text] = runs * probability
+    acceptance, counts = Acceptance(), dict.fromkeys(expected, 0)
+    for stream in range(runs):
+        drawn = draw_speculative(
+            lambda text: (DRAFTS[text[-1]], np.zeros(2)), table_rows, start, Window(99), sampler, 3, stream, acceptance
+        )
+        counts[tuple(drawn)] += 1  # a text that the verifier never writes is a KeyError
+    frequent = [text for text, count in expected.items() if count > 4]
+    rare = [text for text in expected if text not in frequent]
+    found = [counts[text] for text in frequent] + [sum(counts[text] for text in rare)] * bool(rare)
+    wanted = [expected[text] for text in frequent] + [sum(expected[text] for text in rare)] * bool(rare)
+    assert abs(chi_square(np.array(found), np.array(wanted))) < 4
+    assert 0.2 < acceptance.rate < 0.8
+
+
+def test_a_draft_that_equals_the_verifier_is_always_accepted() -> None:
+    acceptance, calls = Acceptance(), []
+
+    def verify(text: list[int], drafted: list[int]) -> np.ndarray:
+        calls.append(len(drafted))
+        return np.stack([LOGITS] * (1 + len(drafted)))
+
+    def draft(text: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        return np.stack([LOGITS] * 2), np.zeros(2)
+
+    drawn = list(draw_speculative(draft, verify, [0], Window(8), Sampler(SampleConfig()), 13, 0, acceptance))
+    assert len(drawn) == 13
+    # Three tokens a call while two drafts fit into the context, then one a call from the moved window.
+    assert calls == [2, 2, 1, *[0] * 5]
+    assert acceptance.rate == 1.0 and acceptance.drafted == 5
+
+
+def test_a_speculative_text_never_gets_too_long() -> None:
+    for tokens in range(1, 6):
+        drawn = draw_speculative(
+            lambda text: (DRAFTS[text[-1]], np.zeros(2)), table_rows, [0], Window(99), Sampler(SampleConfig()), tokens
+        )
+        assert len(list(drawn)) == tokens
+
+
+def cut_at(text: str, stops: list[str]) -> str:
+    """The text before the stop that ends first; of two that end there, the longer."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            return text[: end - max(map(len, found))]
+    return text
+
+
+@pytest.mark.parametrize("stops", [["b"], ["ab", "bba"], ["aab", "ab", "c"], ["abcabc"], ["cc", "ccc"], ["z"]])
+def test_a_text_ends_before_its_first_stop_however_it_comes(stops: list[str]) -> None:
+    """Pieces of any size, stops over the border of two; what was written is never taken back."""
+    generator = np.random.default_rng(3)
+    words = ["".join(generator.choice(list("abc"), size)) for size in (1, 1, 1, 2, 3, 4)]
+
+    class Words:
+        def decode(self, ids: list[int]) -> str:
+            return "".join(words[i] for i in ids)
+
+    for _ in range(50):
+        ids, written = [int(i) for i in generator.integers(0, len(words), 12)], []
+        whole = stream_text(Words(), [0], iter(ids), written.append, Stop(texts=tuple(stops)))
+        assert whole == "".join(written) == words[0] + cut_at("".join(words[i] for i in ids), stops)
+
+
+def test_a_sample_ends_at_the_end_of_a_document_or_at_a_named_token() -> None:
+    tokenizer = train_bpe(["ab ab"], 260).with_token("<|endoftext|>").with_token("<|user|>")
+    end, user = tokenizer.token_id("<|endoftext|>"), tokenizer.token_id("<|user|>")
+    plain, named = Stop.of(tokenizer, []), Stop.of(tokenizer, ["<|user|>", "b"])
+    assert (plain, named) == (Stop(frozenset([end])), Stop(frozenset([end, user]), ("b",)))
+    drawn = [*tokenizer.encode("ab"), end, *tokenizer.encode("ab")]
+    assert stream_text(tokenizer, tokenizer.encode("a"), iter(drawn), lambda text: None, plain) == "aab"
+    assert stream_text(tokenizer, tokenizer.encode("a"), iter([user, end]), lambda text: None, named) == "a"
+    assert stream_text(tokenizer, [end], iter(drawn), lambda text: None, plain) == "ab"  # an empty prompt
+    assert Stop.of(CharTokenizer("ab"), ["<|user|>"]) == Stop(texts=("<|user|>",))  # no token of it
+
+
+def test_nothing_is_drawn_after_a_stop(capsys: pytest.CaptureFixture[str]) -> None:
+    model, tokenizer = Successor(), CharTokenizer("abcdefgh")
+    texts = print_samples(model, tokenizer, [0], SampleConfig(tokens=7, count=2), Stop(frozenset([6]), ("de",)))
+    assert texts == ["abc", "abc"]
+    assert capsys.readouterr().out == "--- sample 1 of 2 ---\nabc\n--- sample 2 of 2 ---\nabc\n"
+    asked: list[int] = []
+    drawn = (asked.append(token) or token for token in range(1, 8))
+    assert stream_text(tokenizer, [0], drawn, lambda text: None, Stop(frozenset([3]))) == "abc" and asked == [1, 2, 3]
+
+
+def test_the_sample_of_a_run_and_those_of_the_task_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("book.txt").write_text("some words of a book that nobody wrote\n" * 60)
+    words = ["model.layers=1", "model.heads=2", "model.width=16", "model.context=8", "data=text", "data.path=book.txt"]
+    words += ["train.steps=2", "train.eval_sequences=2", "train.peak_tflops=1", "logger=jsonl", "device=cpu"]
+    sample = ["sample.tokens=60", "sample.prompt=some"]
+    words += sample
+
+    def printed(*more: str) -> str:
+        capsys.readouterr()
+        assert main(list(more)) == 0
+        return capsys.readouterr().out
+
+    whole = printed(*words, "run.dir=a").split("writes:\n\n")[1].split("\n\nmodel ")[0]
+    stop = whole[20:22].strip() or "w"
+    expected = "some" + cut_at(whole[4:], [stop])
+    assert expected != whole
+    assert f"writes:\n\n{expected}\n\nmodel " in printed(*words, "run.dir=b", f"sample.stop=['{stop}']")
+    for cache in ("null", "false"):
+        task = [
+            "task=sample",
+            "run.dir=a",
+            *sample,
+            "sample.count=2",
+            f"sample.stop=['{stop}']",
+            f"sample.cache={cache}",
+        ]
+        assert printed(*task).startswith(f"--- sample 1 of 2 ---\n{expected}\n--- sample 2 of 2 ---\n")
+    assert main(["task=sample", "run.dir=a", "sample.stop=['']"]) == 2
+    assert "an empty text would end every sample at once" in capsys.readouterr().err

@@ -1,0 +1,254 @@
+"""Training on longer sequences as a run goes on: notches, data position, resume, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models.plain_gpt import PlainGPT
+from tests.models.session import Session as BareSession
+from tests.models.session import relative_error, token_batch
+from ttrain.cli import main
+from ttrain.core.errors import ConfigError
+from ttrain.data.batches import Sizes
+from ttrain.data.documents import open_documents
+from ttrain.data.settings import DocumentsConfig
+from ttrain.models.gpt import GPT
+from ttrain.models.settings import GPTConfig
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.settings import AdamWConfig
+from ttrain.train.checkpoint.checkpoint import read_checkpoint
+from ttrain.train.logging.metrics import read_metrics
+from ttrain.train.settings import TrainConfig
+from ttrain.train.steps.blocks import BlockSchedule, Position, Reading
+from ttrain.train.steps.session import Session
+from ttrain.train.steps.step import TrainStep
+
+MODEL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=32", "model.dropout=0.1"]
+BLOCKS = ["train.block_schedule=[8,16,32]", "train.block_steps=6"]
+TRAIN = [
+    "train.batch_size=4",
+    "train.log_every=1",
+    "train.eval_every=6",
+    "train.eval_sequences=8",
+    "train.save_every=5",
+]
+QUIET = ["logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=4", "train.keep_last=9", "schedule.steps=40"]
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs the command line on documents in this process: `train("run.dir=..", ...)` -> exit code."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    generator = np.random.default_rng(0)
+    for name, count in (("a.jsonl", 150), ("b.jsonl", 60)):
+        lines = [{"text": f"{name}{i} " + "word " * int(generator.integers(1, 9))} for i in range(count)]
+        Path(name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = ["data=documents", "data.sources=[a.jsonl,b.jsonl]", "data.tokenizer=byte"]
+    return lambda *words: main([*data, *MODEL, *BLOCKS, *TRAIN, *QUIET, *words])
+
+
+def losses(run: str) -> list[tuple[int, str, float]]:
+    lines = read_metrics(Path(run, "metrics.jsonl"))
+    return [(line["step"], key, line[key]) for line in lines for key in ("train/loss", "val/loss") if key in line]
+
+
+def tensors(run: str, step: int) -> dict[str, bytes]:
+    from safetensors.numpy import load_file
+
+    files = read_checkpoint(Path(run, "checkpoints", f"step_{step:08d}")).path.glob("*.safetensors")
+    return {name: array.tobytes() for file in files for name, array in load_file(file).items()}
+
+
+def events(run: str, kind: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, Path(run, "events.jsonl").read_text("utf-8").splitlines())
+    return [line for line in lines if line["kind"] == kind]
+
+
+def test_notches_and_what_came_before_them() -> None:
+    schedule = BlockSchedule.of(TrainConfig(block_schedule=[8, 16, 32], block_steps=6))
+    assert schedule is not None
+    assert [schedule.notch(step) for step in (1, 6, 7, 12, 13, 99)] == [0, 0, 1, 1, 2, 2]
+    for notch in range(3):  # counted step by step
+        tokens = sum(4 * schedule.lengths[schedule.notch(step)] for step in range(1, 6 * notch + 1))
+        assert Reading(0, Position(), 4, schedule).before(6 * notch + 1) == (24 * notch, tokens)
+    assert BlockSchedule.of(TrainConfig()) is None
+
+
+@pytest.mark.parametrize("engine", ["dynamic", "static", "traced"])
+def test_stopped_anywhere_and_resumed_it_has_the_same_bits(train: Any, engine: str) -> None:
+    """Within a notch, at the last step of one and at the first of another."""
+    words = [f"engine={engine}", "train.accumulation=2"]
+    assert train(*words, "run.dir=whole", "train.steps=14") == 0
+    for stop in (4, 6, 7) if engine == "static" else (6,):
+        assert train(*words, f"run.dir=stopped{stop}", f"train.steps={stop}") == 0
+        assert main([f"run.dir=stopped{stop}", "resume=auto", "train.steps=14"]) == 0
+        assert tensors(f"stopped{stop}", 14) == tensors("whole", 14)
+        assert [entry for entry in losses(f"stopped{stop}") if entry[1] == "train/loss"] == [
+            entry for entry in losses("whole") if entry[1] == "train/loss"
+        ]
+    assert [(event["step"], event["length"]) for event in events("whole", "block")] == [(7, 16), (13, 32)]
+    assert [event["step"] for event in events("stopped6", "block")] == [13]  # step 7 began the second leg
+    summary = json.loads(Path("whole", "summary.json").read_text())
+    if engine != "dynamic":
+        assert summary["engine"]["allocations_after_first"] == 0
+    if engine == "traced":
+        assert summary["engine"]["captures"] >= 3
+
+
+def test_a_resume_may_give_a_schedule_without_the_model(train: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The lengths are held against the model of the checkpoint, not against a default one."""
+    assert train("run.dir=first", "train.steps=2", "train.block_schedule=[]") == 0
+    words = ["resume=first", "train.steps=4", "train.block_steps=3"]
+    assert main([*words, "run.dir=on", "train.block_schedule=[8,32]"]) == 0
+    assert [event["length"] for event in events("on", "block")] == [32]
+    assert main([*words, "run.dir=off", "train.block_schedule=[8,24]"]) == 2
+    assert "must end with model.context=32" in capsys.readouterr().err and not Path("off").exists()
+
+
+def test_steps_read_the_stream_without_gap_or_overlap(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[np.ndarray] = []
+    turns = TrainStep.turns
+
+    def recorded(self: TrainStep, batch: Any, *given: Any) -> Any:
+        seen.append(np.asarray(batch["tokens"]))
+        return (yield from turns(self, batch, *given))
+
+    monkeypatch.setattr(TrainStep, "turns", recorded)
+    assert train("run.dir=first", "train.steps=9") == 0
+    assert train("run.dir=first", "resume=auto", "train.steps=15") == 0
+    assert [tokens.shape for tokens in seen] == [(4, 8)] * 6 + [(4, 16)] * 6 + [(4, 32)] * 3
+    config = DocumentsConfig(sources=["a.jsonl", "b.jsonl"], tokenizer="byte")
+    data = open_documents(config, Sizes(context=1))
+    count = sum(tokens.size for tokens in seen)
+    stream = data.batch("train", 1337, 0, count)["tokens"].ravel()
+    assert (np.concatenate([tokens.ravel() for tokens in seen]) == stream).all()
+
+
+def test_val_loss_is_that_of_the_whole_context_throughout(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is stopped in its first notch evaluates as task=train of that checkpoint without a schedule does."""
+    assert train("run.dir=first", "train.steps=6") == 0
+    assert main(["resume=first", "run.dir=second", "train.steps=7", "train.block_schedule=[]", "optimizer.lr=0"]) == 0
+    by_run = {run: [entry[2] for entry in losses(run) if entry[1] == "val/loss"] for run in ("first", "second")}
+    assert by_run["second"][0] == by_run["first"][0]
+    assert by_run["second"][-1] == pytest.approx(by_run["first"][0], rel=1e-3)
+
+
+def test_a_rollback_over_a_notch_goes_back_to_the_shorter_length(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, poisoned = TrainStep.turns, []
+
+    def sometimes(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> Any:
+        result = yield from turns(self, batch, rates, step, *given)
+        if step == 8 and not poisoned:
+            poisoned.append(batch["tokens"].shape)
+            object.__setattr__(result, "loss", float("nan"))
+        return result
+
+    monkeypatch.setattr(TrainStep, "turns", sometimes)
+    assert train("run.dir=first", "train.steps=9", "guard.nonfinite=rollback", "train.eval_every=9") == 0
+    assert poisoned == [(4, 16)]
+    assert [(event["step"], event["length"]) for event in events("first", "block")] == [(7, 16), (6, 8), (7, 16)]
+    assert events("first", "rollback")[0]["to"] == 5
+
+
+@pytest.mark.parametrize("engine", ["dynamic", "static", "traced"])
+def test_gpt_on_shorter_sequences_against_pytorch(engine: str) -> None:
+    """Loss and every gradient; the positions beyond have none."""
+    size = {"layers": 2, "heads": 4, "width": 32, "context": 24, "vocabulary": 61}
+    torch.manual_seed(0)
+    plain, length = PlainGPT(**size), 11
+    model = GPT(GPTConfig(**size))
+    ours = BareSession(
+        model.at_length(length), AdamW(AdamWConfig(clip_norm=None)), 3, engine=engine,
+        values=model.from_original(plain.state_dict()),
+    )  # fmt: skip
+    batch = token_batch(61, 3, length, 0, masked=2)
+    loss = plain.loss(torch.from_numpy(batch["tokens"]), torch.from_numpy(batch["targets"]))
+    loss.backward()
+    assert ours.train(batch, 1, {"lr": 0.0})["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    expected = model.from_original({name: parameter.grad for name, parameter in plain.named_parameters()})
+    for path, gradient in ours.gradients().items():
+        assert relative_error(gradient, expected[path]) < 1e-4, path
+    assert not ours.gradients()["positions.weight"][length:].any()
+    assert model.length == 24 and model.batch_specs(3)["tokens"].shape == (3, 24)
+
+
+def test_the_memory_of_the_old_steps_is_free_before_new_ones_take_theirs(
+    train: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[list[bool]] = []
+    engines: list[weakref.ref[Any]] = []
+    built = Session.build_training
+
+    def recorded(self: Session) -> Any:
+        alive.append([engine() is not None for engine in engines])
+        engines.append(weakref.ref(self.engine))
+        return built(self)
+
+    monkeypatch.setattr(Session, "build_training", recorded)
+    assert train("run.dir=run", "train.steps=14") == 0
+    assert alive == [[], [False], [False, False]]
+
+
+def test_token_files_take_a_schedule_too(train: Any) -> None:
+    assert train("task=prepare", "prepare.dir=tokens") == 0
+    words = [*MODEL, *BLOCKS, *TRAIN, *QUIET, "data=tokens", "data.path=tokens", "train.steps=14"]
+    for order in ("read", "epoch"):
+        assert main([*words, f"data.order={order}", f"run.dir={order}"]) == 0
+        assert [event["length"] for event in events(order, "block")] == [16, 32]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.block_schedule=[16,8]"], "every length must be greater than the one before it"),
+        (["train.block_schedule=[8,8]"], "every length must be greater than the one before it"),
+        (["train.block_schedule=[8,64]"], "must end with model.context=32, which evaluation and sampling use"),
+        (["train.block_schedule=[8,16]"], "Give model.context=16, or end with 32."),
+        (["train.block_schedule=[0,8]"], "must be at least 1"),
+        (["train.block_schedule=8"], "must be a list of integers"),
+        (["train.block_steps=0"], "must be at least 1"),
+        (["device=n150", "device.subdevices=2"], "give device.subdevices=1."),
+        (["model=mlp", "data=regression"], "model=mlp does not train on sequences"),
+    ],
+)
+def test_schedules_that_are_refused(
+    train: Any, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "model=mlp" in words:
+        assert main([*words, *BLOCKS, *QUIET, "run.dir=run"]) == 2
+    else:
+        assert train(*words, "run.dir=run") == 2
+    assert message in capsys.readouterr().err
+    assert not Path("run").exists()
+
+
+def test_data_that_can_not_change_its_length_is_refused() -> None:
+    from ttrain.config import build
+    from ttrain.config.compose import load
+
+    class Fixed:
+        vocabulary = 5
+
+    config = load(["data.path=x", *BLOCKS, *MODEL])
+    with pytest.raises(ConfigError, match="can't change the length of its sequences"):
+        raise ConfigError(build.data_problems(config, Fixed()))
+
+
+def test_a_model_whose_parameters_depend_on_the_context_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ttrain.config import build
+    from ttrain.config.compose import load
+
+    config = load(["data.path=x", *BLOCKS, *MODEL])
+    model = build.build_model(config, 50)
+    assert build.shorter_model(config, model, 32) is None
+    monkeypatch.delattr(GPT, "at_length")
+    with pytest.raises(ConfigError, match="parameters whose shapes depend on model.context"):
+        build.shorter_model(config, model, 8)

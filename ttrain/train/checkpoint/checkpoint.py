@@ -1,0 +1,362 @@
+"""Checkpoints: a directory of safetensors and JSON that is written beside, synced, verified, then renamed.
+
+    checkpoints/step_00000100/
+        parameters-00001-of-00001.safetensors   unpadded, by module path; fp32, or bf16 where the run kept them so
+        optimizer-00001-of-00001.safetensors    moments, by `<parameter>/<name>`, likewise
+        config.json  tokenizer.json  progress.json
+        manifest.json                           step, val_loss, size and SHA-256 of every other file, and its own
+                                                SHA-256; written last, and again with the progress when the state
+                                                is evaluated after it was saved
+
+Only safetensors and JSON are ever read, so a checkpoint can't run code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from ttrain.core.errors import CheckpointError, NonFiniteError, TtrainError
+from ttrain.core.files import sha256_file, sync_directory, to_json, write_synced
+from ttrain.core.spec import DType
+from ttrain.core.units import format_bytes
+from ttrain.graph.graph import Kind
+from ttrain.train.checkpoint.fit import fit
+from ttrain.train.checkpoint.weights_file import StoredTensors, check_header, shapes, tensors
+from ttrain.train.protocols import SAVED_KINDS, Array, State, StateValues
+from ttrain.train.settings import with_current_keys
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+SHARD_BYTES = 1 << 29
+MAX_JSON_BYTES = 1 << 30
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|json)")
+UNFINISHED = ".unfinished_"
+
+
+@dataclass(frozen=True)
+class CheckpointContent:
+    """What a checkpoint holds besides tensors."""
+
+    step: int
+    config: dict[str, Any]
+    progress: dict[str, Any] = field(default_factory=dict)
+    tokenizer: str | None = None  # the tokenizer's JSON
+    val_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on the disk, by its manifest. `verify` has to pass before anything else is read."""
+
+    path: Path
+    step: int
+    val_loss: float | None
+    files: dict[str, dict[str, Any]]
+    saved_at: float | None = None  # seconds since 1970
+    held_out: str | None = None  # SHA-256 of the data that val_loss is of
+    noted: dict[str, Any] | None = None  # progress that came after the files, such as an evaluation
+    # While it is open, nobody removes the files.
+    reader: IO[str] | None = field(default=None, repr=False, compare=False)
+
+    def verify(self) -> Checkpoint:
+        """Checks names, sizes and SHA-256 of all files. Raises CheckpointError at the first that is wrong."""
+        present = {entry.name for entry in self.path.iterdir()} - {MANIFEST}
+        if extra := sorted(present - self.files.keys()):
+            raise CheckpointError(
+                f"{self.path} holds {extra[0]!r}, which its manifest does not list. A checkpoint holds safetensors and "
+                f"JSON only; remove that file if you put it there."
+            )
+        for name, entry in self.files.items():
+            self._verify_file(self.path / name, entry)
+        return self
+
+    def _verify_file(self, path: Path, entry: dict[str, Any]) -> None:
+        if path.is_symlink() or not path.is_file():
+            raise CheckpointError(f"{path} is missing, though the manifest lists it. Use another checkpoint.")
+        size = path.stat().st_size
+        if size != entry["bytes"]:
+            raise CheckpointError(
+                f"{path} has {size} bytes, the manifest says {entry['bytes']}: the file is truncated."
+            )
+        if sha256_file(path) != entry["sha256"]:
+            raise CheckpointError(f"{path} does not have the SHA-256 of the manifest: the file was changed or damaged.")
+        if path.suffix == ".safetensors":
+            check_header(path)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved config of the run that wrote it, in the keys of now."""
+        return with_current_keys(dict(self._json("config.json")))
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        return dict(self._json("progress.json") if self.noted is None else self.noted)
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The tokenizer's JSON; None for a model that has none."""
+        path = self.path / "tokenizer.json"
+        try:
+            return path.read_text("utf-8") if path.name in self.files else None
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path} is not text that can be read: {error}") from None
+
+    def load(self, state: State, *, optimizer: bool = True) -> tuple[str, ...]:
+        """Copies parameters, and optimizer state if asked, into the state; returns what to tell of it.
+
+        Names and shapes must fit (see fit.py), else CheckpointError, and nothing was copied. Numbers are rounded to the
+        nearest where the state has a narrower dtype than the checkpoint, and kept as they are otherwise.
+        """
+        kinds = SAVED_KINDS if optimizer else (Kind.PARAMETER,)
+        wanted = {name: tuple(state.spec(name).shape) for name in state.names(*kinds)}
+        shards = [
+            name
+            for name in self.files
+            if name.endswith(".safetensors") and (optimizer or name.startswith("parameters"))
+        ]
+        stored = {name: shape for shard in shards for name, shape in shapes(self.path / shard)}
+        fitting = fit(stored, wanted, state, self.config)
+        if fitting.problem is not None:
+            what = "model and optimizer" if optimizer else "model"
+            mend = " Give the optimizer that it was trained with, or start a new run with train.init_from."
+            raise CheckpointError(f"{self.path} does not fit this {what}: {fitting.problem}{mend if optimizer else ''}")
+        for shard in sorted(shards):
+            for name, array in tensors(self.path / shard, wanted):
+                state.write(name, array)
+        for name in fitting.zeros:
+            state.write(name, np.zeros(wanted[name], np.float32))
+        return fitting.notes
+
+    def parameters(self) -> Mapping[str, Array]:
+        """Parameters by path; each is read from the disk when it is asked for."""
+        return StoredTensors([self.path / name for name in sorted(self.files) if name.startswith("parameters")])
+
+    def _json(self, name: str) -> dict[str, Any]:
+        return _read_json(self.path / name)
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in a directory, verified. Raises CheckpointError where it is missing, incomplete or damaged."""
+    with _readable(path):
+        return read_manifest(path).verify()
+
+
+def read_manifest(path: Path) -> Checkpoint:
+    """The checkpoint in a directory by its manifest alone, without reading the tensors."""
+    with _readable(path):
+        complete = (path / MANIFEST).is_file()
+    if not complete:
+        raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MANIFEST}, which is written last.")
+    data = _read_bytes(path / MANIFEST)  # once: a run that goes on may replace it
+    manifest = _parsed(path / MANIFEST, data)
+    try:
+        checkpoint = _parse_manifest(path, manifest)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise CheckpointError(f"{path / MANIFEST} is not a manifest of ttrain: {str(manifest)[:80]!r}.") from None
+    for required in ("config.json", "progress.json"):
+        if required not in checkpoint.files:
+            raise CheckpointError(f"{path / MANIFEST} lists no {required}.")
+    _check_seal(path, manifest, data)
+    return checkpoint
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """What the system refuses to read is a checkpoint that can't be used, like a damaged one."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror or error}.") from None
+
+
+def _parse_manifest(path: Path, manifest: dict[str, Any]) -> Checkpoint:
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(
+            f"{path} has checkpoint format {manifest['format']!r}; this version of ttrain reads {FORMAT}."
+        )
+    files = {}
+    for name, entry in manifest["files"].items():
+        if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
+            raise CheckpointError(
+                f"{path / MANIFEST} lists {name!r}. It holds .safetensors and .json files in its own folder only."
+            )
+        files[name] = {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
+    val_loss = None if manifest["val_loss"] is None else float(manifest["val_loss"])
+    saved_at = manifest.get("saved_at")
+    noted = None if manifest.get("progress") is None else dict(manifest["progress"])
+    saved_at = None if saved_at is None else float(saved_at)
+    held_out = None if manifest.get("held_out") is None else str(manifest["held_out"])
+    return Checkpoint(path, int(manifest["step"]), val_loss, files, saved_at, held_out, noted)
+
+
+def step_name(step: int) -> str:
+    """The folder of the checkpoint of a step."""
+    return f"step_{step:08d}"
+
+
+def sealed(manifest: dict[str, Any]) -> str:
+    """The text of a manifest, with the SHA-256 of the text that it has without that line."""
+    digest = hashlib.sha256(to_json(manifest).encode()).hexdigest()
+    return to_json({**manifest, "sha256": digest})
+
+
+def _check_seal(path: Path, manifest: dict[str, Any], data: bytes) -> None:
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    if data != sealed(content).encode():
+        raise CheckpointError(f"{path / MANIFEST} does not have its own SHA-256: the file was changed or damaged.")
+
+
+def save_checkpoint(folder: Path, state: StateValues, content: CheckpointContent) -> Checkpoint:
+    """Writes `folder/step_<step>` and returns it verified. What was there before stays intact if that fails.
+
+    Raises NonFiniteError where a tensor holds NaN or Inf, and TtrainError where the files can't be written.
+    """
+    target = folder / step_name(content.step)
+    beside = folder / f"{UNFINISHED}{target.name}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir()
+        _write_files(beside, state, content)
+        sync_directory(beside)
+        read_checkpoint(beside)
+        _take_place(beside, target)
+        sync_directory(folder)
+    except NonFiniteError:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    except (OSError, CheckpointError) as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise TtrainError(
+            f"The checkpoint of step {content.step} could not be saved in {folder}: {error}. "
+            f"Earlier checkpoints are untouched. Make room or make the folder writable, then resume."
+        ) from error
+    return read_manifest(target)
+
+
+def note_progress(path: Path, progress: dict[str, Any], **facts: Any) -> Checkpoint:
+    """Replaces in one step what a checkpoint says of its progress, and the manifest's keys in `facts`.
+
+    The other files stay, so whoever reads them goes on. Raises TtrainError where that can't be written.
+    """
+    beside = path.with_name(f"{UNFINISHED}{path.name}")
+    try:
+        manifest = {key: value for key, value in _read_json(path / MANIFEST).items() if key != "sha256"}
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir()
+        write_synced(beside / MANIFEST, sealed({**manifest, **facts, "progress": progress}).encode())
+        os.replace(beside / MANIFEST, path / MANIFEST)
+        sync_directory(path)
+    except (OSError, CheckpointError) as error:
+        raise TtrainError(f"{path} could not be told of its progress: {error}. Make room, then resume.") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return read_manifest(path)
+
+
+def _write_files(folder: Path, state: StateValues, content: CheckpointContent) -> None:
+    files: dict[str, dict[str, Any]] = {}
+
+    def write(name: str, data: bytes) -> None:
+        files[name] = {"bytes": len(data), "sha256": write_synced(folder / name, data)}
+
+    for kind, stem in ((Kind.PARAMETER, "parameters"), (Kind.OPTIMIZER, "optimizer")):
+        shards = list(_shards(state, kind))
+        for number, names in enumerate(shards, 1):
+            write(f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors", _serialize(state, names))
+    write("config.json", to_json(content.config).encode())
+    write("progress.json", to_json(content.progress).encode())
+    if content.tokenizer is not None:
+        write("tokenizer.json", content.tokenizer.encode())
+    manifest: dict[str, Any] = {"format": FORMAT, "step": content.step, "val_loss": content.val_loss}
+    manifest["held_out"] = content.progress.get("held_out")
+    manifest["saved_at"] = round(time.time(), 3)
+    manifest["files"] = files
+    write_synced(folder / MANIFEST, sealed(manifest).encode())
+
+
+def _shards(state: StateValues, kind: Kind) -> Iterator[list[str]]:
+    """Names of one kind in groups of at most SHARD_BYTES, so that a save holds one group in memory."""
+    names: list[str] = []
+    filled = 0
+    for name in state.names(kind):
+        size = state.spec(name).nbytes
+        if names and filled + size > SHARD_BYTES:
+            yield names
+            names, filled = [], 0
+        names.append(name)
+        filled += size
+    if names:
+        yield names
+
+
+def _serialize(state: StateValues, names: list[str]) -> bytes:
+    """A shard in the dtypes of the state."""
+    arrays = {}
+    for name in names:
+        arrays[name] = np.ascontiguousarray(state.read(name))
+        if arrays[name].dtype.kind == "f" and not np.isfinite(arrays[name]).all():
+            raise NonFiniteError(f"{name} holds NaN or Inf, so the state is not saved")
+    narrow = [name for name in names if state.spec(name).dtype is DType.BF16]
+    if not narrow:
+        from safetensors.numpy import save
+
+        return save(arrays, metadata={"format": "pt"})
+    import torch  # numpy has no bf16
+    from safetensors.torch import save as save_torch
+
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return save_torch(tensors | {name: tensors[name].bfloat16() for name in narrow}, metadata={"format": "pt"})
+
+
+def _take_place(beside: Path, target: Path) -> None:
+    """Renames `beside` to `target`. A directory in the way is one that a resume refused or has already replaced."""
+    if not target.exists():
+        os.replace(beside, target)
+        return
+    replaced = target.with_name(f"{UNFINISHED}replaced_{target.name}")
+    shutil.rmtree(replaced, ignore_errors=True)
+    os.replace(target, replaced)
+    try:
+        os.replace(beside, target)
+    except OSError:
+        os.replace(replaced, target)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return _parsed(path, _read_bytes(path))
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(
+                f"{path} has {format_bytes(path.stat().st_size)}; at most {format_bytes(MAX_JSON_BYTES)} fit."
+            )
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from None
+
+
+def _parsed(path: Path, data: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON that can be read: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds {type(value).__name__}, expected an object.")
+    return value

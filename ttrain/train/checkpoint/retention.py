@@ -1,0 +1,241 @@
+"""Which checkpoints of a run exist, which one to resume from, and which ones to keep."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from ttrain.core.errors import CheckpointError
+from ttrain.core.files import hold_for_reading, lock_file
+from ttrain.core.units import format_bytes
+from ttrain.train.checkpoint.checkpoint import UNFINISHED, Checkpoint, read_manifest
+from ttrain.train.protocols import SAVED_KINDS, StateValues
+
+SMALL_FILES = 1 << 22  # bytes of a checkpoint's JSON and of the file system's own records, generously
+_TRIES = 5  # to read a checkpoint of a run that goes on
+_HELD = "config.json"  # the file of a checkpoint that who reads it holds; nothing ever replaces it
+_STEP_NAME = re.compile(r"step_\d{8,}")
+
+
+REHEARSED = (
+    "rehearsed steps on a device that computes no values: nothing was trained, so it has no checkpoint. Train on a "
+    "device that computes, with another run.dir."
+)
+
+
+class Skipped(NamedTuple):
+    """A checkpoint that can't be used."""
+
+    path: Path
+    reason: str
+
+
+def is_rehearsal(run: Path) -> bool:
+    """Whether the record that a run ended with says that no values were computed."""
+    try:
+        summary = json.loads((run / "summary.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(summary, dict) and summary.get("computes") is False
+
+
+def list_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Skipped]]:
+    """Checkpoints by ascending step, read from their manifests, and the directories that have no valid one."""
+    found, skipped = [], []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if path.name.startswith(UNFINISHED):
+            skipped.append(Skipped(path, "the save was cut off"))
+        elif _STEP_NAME.fullmatch(path.name):
+            try:
+                found.append(read_manifest(path))
+            except CheckpointError as error:
+                if path.exists():  # else the run that goes on has removed it just now
+                    skipped.append(Skipped(path, str(error)))
+    return sorted(found, key=lambda checkpoint: checkpoint.step), skipped
+
+
+def newest_complete(folder: Path) -> tuple[Checkpoint | None, list[Skipped]]:
+    """The checkpoint with the highest step that verifies, and every one that was passed over, with the reason."""
+
+    def newest_first() -> tuple[list[Checkpoint], list[Skipped]]:
+        found, skipped = list_checkpoints(folder)
+        return found[::-1], skipped
+
+    newest, skipped = _first_readable(folder.parent, newest_first)
+    return newest, sorted(skipped, key=lambda entry: entry.path.name, reverse=True)
+
+
+def best_checkpoint(folder: Path) -> Checkpoint | None:
+    """The checkpoint with the lowest val_loss, by the manifests; the earlier of two equal ones.
+
+    Those that were measured on other held-out data than the newest one do not compare with it.
+    """
+    scored = [(c.val_loss, c.step, c) for c in list_checkpoints(folder)[0] if c.val_loss is not None]
+    same = [entry for entry in scored if entry[2].held_out == scored[-1][2].held_out]
+    return min(same, key=lambda entry: entry[:2])[2] if same else None
+
+
+def prune_checkpoints(
+    folder: Path, keep_last: int, keep_best: bool, keep_every: int | None = None, keep_hours: float | None = None
+) -> list[Path]:
+    """Deletes all but the newest `keep_last`, the best if asked, those of every `keep_every` steps, and one of every
+    `keep_hours` hours. Called only after a new one was verified.
+    """
+    found, _ = list_checkpoints(folder)
+    kept = {checkpoint.path for checkpoint in found[-keep_last:]}
+    best = best_checkpoint(folder) if keep_best else None
+    if best is not None:
+        kept.add(best.path)
+    if keep_every is not None:
+        kept |= {checkpoint.path for checkpoint in found if checkpoint.step % keep_every == 0}
+    if keep_hours is not None:
+        kept |= {checkpoint.path for checkpoint in _spaced(found, 3600 * keep_hours)}
+    return [checkpoint.path for checkpoint in found if checkpoint.path not in kept and _remove(checkpoint.path)]
+
+
+def _remove(checkpoint: Path) -> bool:
+    """Whether it is gone; one that another process reads now is removed after a later save."""
+    doomed = checkpoint.with_name(f"{UNFINISHED}removed_{checkpoint.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            if not lock_file(held.enter_context(open(checkpoint / _HELD, "r+", encoding="utf-8"))):
+                return False
+        os.replace(checkpoint, doomed)  # a deletion that is cut off must not leave half of a checkpoint under its name
+    shutil.rmtree(doomed, ignore_errors=True)
+    return True
+
+
+def hold(checkpoint: Checkpoint) -> Checkpoint | None:
+    """The checkpoint, verified; its files stay for as long as what is returned is held, whatever its run does.
+
+    None where its run has removed it meanwhile. Raises CheckpointError where it is damaged.
+    """
+    file = checkpoint.path / _HELD
+    try:
+        reader = hold_for_reading(file)
+        if not os.path.samestat(os.fstat(reader.fileno()), file.stat()):
+            return None  # another took its place
+        return dataclasses.replace(checkpoint, reader=reader).verify()
+    except (OSError, CheckpointError) as error:
+        if not checkpoint.path.exists():
+            return None
+        raise CheckpointError(str(error)) from None
+
+
+def _first_readable(
+    run: Path, candidates: Callable[[], tuple[list[Checkpoint], list[Skipped]]]
+) -> tuple[Checkpoint | None, list[Skipped]]:
+    """The first of the candidates that can be read, held, and those passed over; looks again where one goes away."""
+    for _ in range(_TRIES):
+        found, skipped = candidates()
+        for candidate in found:
+            try:
+                held = hold(candidate)
+            except CheckpointError as error:
+                skipped.append(Skipped(candidate.path, str(error)))
+                continue
+            if held is None:
+                break
+            return held, skipped
+        else:
+            return None, skipped
+    raise CheckpointError(f"{run} removes its checkpoints faster than they can be read. Stop it first.")
+
+
+def _spaced(found: list[Checkpoint], seconds: float) -> list[Checkpoint]:
+    """The first checkpoint, and each that was saved at least so long after the one chosen before."""
+    chosen: list[Checkpoint] = []
+    for checkpoint in found:
+        before = chosen[-1].saved_at if chosen else None
+        if checkpoint.saved_at is not None and (before is None or checkpoint.saved_at - before >= seconds):
+            chosen.append(checkpoint)
+    return chosen
+
+
+def put_back_replaced(folder: Path) -> None:
+    """Gives a checkpoint its name back where a kill came after it was moved aside and before its successor came."""
+    for path in folder.glob(f"{UNFINISHED}replaced_*") if folder.is_dir() else []:
+        target = folder / path.name.removeprefix(f"{UNFINISHED}replaced_")
+        if not target.exists():
+            os.replace(path, target)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Deletes what saves and deletions left that were cut off. For the process that holds the run, before it saves."""
+    put_back_replaced(folder)
+    for path in folder.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside_after(folder: Path, step: int) -> list[Path]:
+    """Moves later checkpoints to `folder/abandoned_after_<step>`, so that a new history can take their names."""
+    later = [checkpoint.path for checkpoint in list_checkpoints(folder)[0] if checkpoint.step > step]
+    moved = []
+    for path in later:
+        aside = folder / f"abandoned_after_{step:08d}"
+        aside.mkdir(exist_ok=True)
+        number = 1
+        while (target := aside / (path.name if number == 1 else f"{path.name}_{number}")).exists():
+            number += 1
+        os.replace(path, target)
+        moved.append(target)
+    return moved
+
+
+def checkpoint_bytes(state: StateValues) -> int:
+    """Bytes that the disk must have for a checkpoint: its tensors, and room for all else."""
+    return SMALL_FILES + sum(state.spec(name).nbytes for name in state.names(*SAVED_KINDS))
+
+
+def check_space(folder: Path, state: StateValues) -> None:
+    """Raises CheckpointError unless two checkpoints fit on the disk: the newest is kept until the next is verified."""
+    needed, free = 2 * checkpoint_bytes(state), shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(
+            f"{folder} has {format_bytes(free)} free, and two checkpoints of this model need {format_bytes(needed)}. "
+            f"Make room or give another run.dir."
+        )
+
+
+def find_checkpoint(run: Path, which: str) -> Checkpoint:
+    """The verified checkpoint of a run that `last`, `best` or a step number names. Raises CheckpointError.
+
+    While what is returned is held its files stay, also where the run goes on training and would remove them.
+    """
+    found, skipped = _first_readable(run, lambda: _candidates(run, which))
+    if found is not None:
+        return found
+    if which != "last":
+        raise CheckpointError(skipped[-1].reason)
+    reasons = "".join(f"\n  {path}: {reason}" for path, reason in skipped)
+    raise CheckpointError(f"{run} has no complete checkpoint yet.{reasons}")
+
+
+def _candidates(run: Path, which: str) -> tuple[list[Checkpoint], list[Skipped]]:
+    """Checkpoints that `which` may mean, by their manifests and the preferred one first, and those without one."""
+    folder = run / "checkpoints"
+    if not folder.is_dir():
+        raise CheckpointError(f"{run} is not a run of ttrain: it has no checkpoints/. Give the folder of a run.")
+    found, skipped = list_checkpoints(folder)
+    if not found and is_rehearsal(run):
+        raise CheckpointError(f"{run} {REHEARSED}")
+    if which == "last":
+        return found[::-1], skipped
+    if which == "best":
+        best = best_checkpoint(folder)
+        if best is None:
+            raise CheckpointError(f"{run} has no checkpoint with a val/loss. Give last instead of best.")
+        return [best], skipped
+    named = [checkpoint for checkpoint in found if checkpoint.step == int(which)]
+    if not named:
+        steps = ", ".join(str(checkpoint.step) for checkpoint in found) or "none"
+        raise CheckpointError(f"{run} has no checkpoint of step {which}. It has: {steps}.")
+    return named, skipped

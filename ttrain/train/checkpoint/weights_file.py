@@ -1,0 +1,379 @@
+"""Files of weights: .pt of PyTorch and .safetensors, read and written without ever running code from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zipfile
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ttrain.core.errors import CheckpointError, UserError
+from ttrain.core.files import sync_directory, sync_file
+from ttrain.core.spec import TensorSpec
+from ttrain.models.identity import whole
+from ttrain.models.usable import unusable
+from ttrain.train.protocols import Array
+
+Weight = NDArray[np.float32]
+MAX_HEADER_BYTES = 100_000_000  # of a safetensors file: the limit of the library
+SUFFIXES = (".pt", ".safetensors")
+_MODEL, _TOKENIZER = "ttrain_model", "tokenizer_json"  # names of texts that our files hold beside the weights
+
+
+class Weights(Mapping[str, Weight]):
+    """Arrays or tensors by name as fp32 arrays, each converted when it is asked for."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = given
+
+    def __getitem__(self, name: str) -> Weight:
+        return as_fp32(self._given[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._given)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+
+def as_fp32(value: Any) -> Weight:
+    """A contiguous fp32 array of an array or a torch tensor of any floating dtype, without a copy where possible."""
+    if not isinstance(value, np.ndarray):
+        value = value.detach().cpu().float().numpy()
+    return np.ascontiguousarray(value, np.float32)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Content of a .pt file (dictionaries, torch tensors, plain values) or of a .safetensors file (torch tensors).
+
+    Raises CheckpointError for a file that is neither, is damaged, or holds anything that would run code.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not a file. Give a .pt or .safetensors file.")
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    if path.suffix != ".pt":
+        raise CheckpointError(f"{path}: the name must end with {' or '.join(SUFFIXES)}.")
+    content = _read_pt(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds {type(content).__name__}, expected a dictionary of weights.")
+    return content
+
+
+def _read_pt(path: Path) -> Any:
+    import pickle
+    import warnings
+
+    import torch
+
+    try:
+        # Files of PyTorch before 1.6 are no archives, and can't be mapped; archives packed anew may be compressed, and
+        # PyTorch would map the compressed bytes.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickle protocols that only files with more in them have
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=_mappable(path))
+    except pickle.UnpicklingError as error:
+        reason = str(error)
+        if "weights_only" not in reason and "Unsupported" not in reason:
+            raise CheckpointError(f"{path} is not a .pt file that can be read: {_first_line(reason)}") from None
+        raise CheckpointError(
+            f"{path} is damaged or holds more than tensors and plain values; reading it could run code, so it is not "
+            "read. Save the state dictionaries alone with torch.save."
+        ) from None
+    except Exception as error:  # the bytes of a damaged file can make the reader fail in any way
+        if "TorchScript" in str(error):
+            reason = "it is a TorchScript archive, which is a program. Save the state dictionary with torch.save"
+        else:
+            told = isinstance(error, OSError | RuntimeError | ValueError | EOFError)
+            reason = _first_line(str(error)) if told else f"its content is damaged ({type(error).__name__})"
+        raise CheckpointError(f"{path} is not a .pt file that can be read: {reason}.") from None
+
+
+def _mappable(path: Path) -> bool:
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
+
+
+def _first_line(text: str) -> str:
+    text = text.partition("  (Could this error message be improved?")[0]
+    return text.strip().splitlines()[0].rstrip(".") if text.strip() else "it ends early"
+
+
+def _read_safetensors(path: Path) -> dict[str, Any]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return dict(load_file(path))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not a safetensors file that can be read: {error}") from None
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a source of weights says of its model and of its tokens, besides the weights."""
+
+    model: Mapping[str, Any] | None  # the model's config by our keys
+    tokenizer: str | None = None  # the JSON of the tokenizer
+    original: Mapping[str, Any] = field(default_factory=dict)  # all that a file of another program holds
+
+    def of(self, model: Any) -> dict[str, Any]:
+        """By our keys; a model with `claimed` understands what its original writes. Plain values only."""
+        said = self.model
+        if said is None:
+            said = model.claimed(self.original) if hasattr(model, "claimed") else {}
+        plain = {key: value for key, value in said.items() if isinstance(value, str | int | float | NoneType)}
+        return plain if self.model is None else whole(plain, model.config)
+
+    def metadata(self) -> dict[str, str]:
+        """As texts by name, for a file of weights."""
+        tokenizer = {} if self.tokenizer is None else {_TOKENIZER: self.tokenizer}
+        return ({} if self.model is None else {_MODEL: json.dumps(dict(self.model))}) | tokenizer
+
+
+def said_of(path: Path, content: Mapping[str, Any]) -> Said:
+    """What a file says besides its weights: in itself, or in a config.json beside it. `content` is the file's."""
+    texts = {**content, **(_metadata(path) if path.suffix == ".safetensors" else {})}
+    beside, tokenizer = _beside(path), texts.get(_TOKENIZER)
+    model = _object(texts.get(_MODEL))
+    if model is None and isinstance(beside.get("model"), dict):  # a shard of a checkpoint of ours
+        model, file = beside["model"], path.with_name("tokenizer.json")
+        tokenizer = file.read_text("utf-8", "replace") if tokenizer is None and file.is_file() else tokenizer
+    return Said(model, tokenizer if isinstance(tokenizer, str) else None, {**beside, **content})
+
+
+def same_tokenizer(one: str | None, other: str | None) -> bool:
+    """Whether two tokenizers are one, by their JSON; one that is not known is like any other."""
+    return one is None or other is None or one == other or (_object(one) or one) == _object(other)
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    """The texts in the header of a safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return dict(file.metadata() or {})
+    except (SafetensorError, OSError):
+        return {}
+
+
+def _beside(path: Path) -> dict[str, Any]:
+    """The config.json in a file's folder."""
+    try:
+        return _object(path.with_name("config.json").read_text("utf-8")) or {}
+    except (OSError, UnicodeDecodeError):
+        return {}
+
+
+def _object(text: Any) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def weights_of(path: Path, model: Any, content: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The weights in a file by the paths of a model's parameters, as arrays or tensors: what fits by name, no more.
+
+    `content` is the file's, where it was read already.
+
+    Raises CheckpointError for a file in which no name fits, or one fits a value that is no weight.
+    """
+    content, paths = read_file(path) if content is None else content, model.parameters()
+    found = {name: content[name] for name in content if name in paths}
+    if not found and hasattr(model, "from_original"):
+        found = _from_original(path, model, content, strict=False)
+    if not found:
+        raise CheckpointError(f"{path} holds no weight of {model.config.name}: got {_some(content)}.")
+    if problems := unusable(found):
+        raise CheckpointError(f"{path} holds values that are no weights:\n" + _listed(problems))
+    return found
+
+
+def read_parameters(path: Path, model: Any, content: Mapping[str, Any] | None = None) -> Weights:
+    """All parameters of a model from a file, in our names or the original's, one at a time.
+
+    `content` is the file's, where it was read already.
+
+    Raises CheckpointError naming what is missing, left over, of another shape, no tensor or not finite.
+    """
+    content = read_file(path) if content is None else content
+    specs = {name: parameter.stored_spec for name, parameter in model.parameters().items()}
+    if any(name in specs for name in content):
+        found = _own(path, content, specs)
+    elif hasattr(model, "from_original"):
+        found = _from_original(path, model, content)
+    else:
+        raise CheckpointError(f"{path} holds no parameters of {model.config.name}: got {_some(content)}.")
+    weights = Weights(found)
+    for name, weight in weights.items():
+        if not np.isfinite(weight).all():
+            raise CheckpointError(f"{path}: {name} holds NaN or infinity in fp32. Give another file.")
+    return weights
+
+
+def _from_original(path: Path, model: Any, content: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
+    try:
+        return dict(model.from_original(content, strict=strict))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def _own(path: Path, content: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
+    problems = [f"{name}: missing" for name in specs if name not in content]
+    problems += [f"{name}: not a parameter of this model" for name in content if name not in specs]
+    problems += (spoilt := unusable({name: content[name] for name in specs if name in content}))
+    problems += [
+        f"{name}: got {list(content[name].shape)}, expected {list(spec.shape)}"
+        for name, spec in specs.items()
+        if name in content and not spoilt and tuple(content[name].shape) != spec.shape
+    ]
+    if problems:
+        raise CheckpointError(f"{path} does not fit this model:\n{_listed(problems)}")
+    return dict(content)
+
+
+def _listed(problems: list[str], shown: int = 20) -> str:
+    more = f"\n  and {len(problems) - shown} more" if len(problems) > shown else ""
+    return "\n".join(f"  {problem}" for problem in problems[:shown]) + more
+
+
+def _some(content: Mapping[str, Any], shown: int = 5) -> str:
+    names = ", ".join(map(str, list(content)[:shown])) or "nothing"
+    return names + (f" and {len(content) - shown} more" if len(content) > shown else "")
+
+
+def write_safetensors(path: Path, weights: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
+    """Writes weights as fp32, one after the other, so that no second copy of all is made. Replaces the file."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    end = 0
+    for name, weight in weights.items():
+        size = 4 * int(np.prod(weight.shape, dtype=np.int64))
+        header[name] = {"dtype": "F32", "shape": list(weight.shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+
+    def write(beside: Path) -> None:
+        with open(beside, "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for weight in weights.values():
+                file.write(memoryview(as_fp32(weight)).cast("B") if np.prod(weight.shape) else b"")
+
+    _replaced(path, write)
+
+
+def write_pt(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes nested dictionaries of arrays and plain values as PyTorch does, arrays as tensors. Replaces the file."""
+    import torch
+
+    made: dict[int, Any] = {}  # an array that occurs twice, as a tied weight does, is written once
+
+    def tensors(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: tensors(part) for name, part in value.items()}
+        if isinstance(value, np.ndarray) and id(value) not in made:
+            made[id(value)] = torch.from_numpy(as_fp32(value))
+        return made[id(value)] if isinstance(value, np.ndarray) else value
+
+    def write(beside: Path) -> None:
+        with open(beside, "wb") as file:  # a file of ours, so that a full disk is told in the system's words
+            torch.save(tensors(content), file)
+
+    _replaced(path, write)
+
+
+def _replaced(path: Path, write: Callable[[Path], object]) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write(beside)
+            sync_file(beside)
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+        sync_directory(path.parent)
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError on top of the system's error
+        system = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise UserError(f"{path} can't be written: {_first_line(str(system))}") from None
+
+
+class StoredTensors(Mapping[str, Array]):
+    """Tensors of several shards by name."""
+
+    def __init__(self, shards: list[Path]) -> None:
+        self._shards = {name: shard for shard in shards for name, _ in shapes(shard)}
+
+    def __getitem__(self, name: str) -> Array:
+        with _open_shard(self._shards[name]) as shard:
+            return _array(shard, self._shards[name], name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shards)
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+
+def check_header(path: Path) -> None:
+    """A safetensors file starts with the length of its JSON header, 8 bytes little-endian."""
+    with open(path, "rb") as file:
+        start = file.read(9)
+    length = struct.unpack("<Q", start[:8])[0] if len(start) == 9 else 0
+    limit = min(MAX_HEADER_BYTES, path.stat().st_size - 8)
+    if not 2 <= length <= limit or start[8:9] != b"{":
+        raise CheckpointError(
+            f"{path} is not a safetensors file: its header should have 2 to {limit} bytes, not {length}."
+        )
+
+
+def shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor of a shard, from its header alone."""
+    with _open_shard(path) as shard:
+        for name in shard.keys():  # noqa: SIM118 - not a mapping
+            yield name, tuple(shard.get_slice(name).get_shape())
+
+
+def tensors(path: Path, wanted: Container[str]) -> Iterator[tuple[str, Array]]:
+    """The wanted tensors of a shard by name, one in memory at a time."""
+    with _open_shard(path) as shard:
+        for name in shard.keys():  # noqa: SIM118 - not a mapping
+            if name in wanted:
+                yield name, _array(shard, path, name)
+
+
+def _array(shard: Any, path: Path, name: str) -> Array:
+    """A tensor of an open shard; bf16 comes as fp32, since numpy lacks it."""
+    if shard.get_slice(name).get_dtype() != "BF16":
+        tensor: Array = shard.get_tensor(name)
+        return tensor
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as same:
+        wide: Array = same.get_tensor(name).float().numpy()
+        return wide
+
+
+@contextmanager
+def _open_shard(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as shard:
+            yield shard
+    except (SafetensorError, TypeError) as error:  # TypeError: a dtype that numpy does not have
+        raise CheckpointError(f"{path} is not a safetensors file that can be read: {error}") from None

@@ -1,0 +1,227 @@
+"""How long this machine's kernels take: each distinct kernel of a plan is timed once, and the time is kept.
+
+A kernel is timed on zeros in memory of its own. State that one update takes together lies side by side, as in a run.
+Where the time for measuring is over, the rest is estimated from operations and bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ttrain.core.files import replace_file
+from ttrain.core.folders import cache_folder
+from ttrain.core.spec import TensorSpec, run_offsets
+from ttrain.device.base import Delivery, Device
+from ttrain.graph.graph import Node
+from ttrain.train.forecast.peak import Rates
+
+REPEATS = 7  # timed launches of a kernel; its time is their lower quartile, since a neighbour can only slow it down
+SECONDS = 0.25  # but no more launches once this much time has gone into one kernel
+BAR_AFTER = 1.0  # seconds; what is done sooner needs no progress bar
+OTHER = 8 * 2**20  # bytes that other kernels touch between two launches: more than a core's own caches hold
+LIMIT = 256 * 2**20  # bytes; lists of state are cut to about this much, and the time scaled
+
+
+@dataclass
+class KernelTimes:
+    """Seconds of a launch by kernel, from the cache of this machine or measured on an open device."""
+
+    device: Callable[[], Device]  # opened only if something has to be measured
+    machine: str
+    path: Path = field(default_factory=lambda: cache_folder() / "kernels.json")
+    bar: bool = False  # shows progress on stderr
+    seconds: float = math.inf  # to measure for in all; what is left then is estimated by `rates`
+    rates: Rates | None = None
+    clock: Callable[[], float] = time.perf_counter
+    measured: int = 0
+    estimated: dict[str, float] = field(default_factory=dict)  # seconds by kernel
+    _known: dict[str, float] | None = None
+    _open: Device | None = None
+    _end: float | None = None  # of measuring, by the clock
+    _sums: dict[str, tuple[float, float]] = field(default_factory=dict)  # by family: measured and expected seconds
+    _other_work: Any = field(default_factory=lambda: np.zeros(OTHER, np.uint8))
+
+    def of(self, nodes: Iterable[Node]) -> list[float]:
+        """Seconds of every node, in order. What was measured is kept, also where somebody interrupts."""
+        if self._known is None:
+            self._known = self._read()
+        nodes = list(nodes)
+        keys = [self._key(node) for node in nodes]
+        kernels = dict(zip(keys, nodes, strict=True))
+        missing = {key: node for key, node in kernels.items() if key not in self._known}
+        for key in kernels.keys() - missing.keys():
+            self._learn(kernels[key], self._known[key])
+        if self.seconds > 0 or self.rates is None:
+            self._measure_all(self._known, self._in_order(missing, keys))
+        self.estimated |= {key: self._expected(node) for key, node in missing.items() if key not in self._known}
+        return [self._known[key] if key in self._known else self.estimated[key] for key in keys]
+
+    @property
+    def note(self) -> str:
+        """What a reader of the times should know of them; empty where all were measured."""
+        if not self.estimated:
+            return ""
+        kernels = "kernel was" if len(self.estimated) == 1 else "kernels were"
+        return f"; {len(self.estimated)} {kernels} not timed but estimated from FLOPs and bytes"
+
+    def _in_order(self, missing: dict[str, Node], keys: Sequence[str]) -> dict[str, Node]:
+        """First those that take most of the step, where the time may not suffice for all."""
+        counts = Counter(keys)
+        return dict(sorted(missing.items(), key=lambda item: -self._expected(item[1]) * counts[item[0]]))
+
+    def _measure_all(self, known: dict[str, float], missing: dict[str, Node]) -> None:
+        """As many as the time suffices for; a kernel is launched twice at least."""
+        if self._end is None:
+            self._end = self.clock() + self.seconds
+        before = self.measured
+        try:
+            for key, node in self._shown(missing):
+                if self.rates is None or self.clock() + 2 * self._expected(node) < self._end:
+                    known[key] = self._measure(node)
+                    self._learn(node, known[key])
+                    self.measured += 1
+        finally:
+            if self.measured > before:
+                self._write(known)
+
+    def _expected(self, node: Node) -> float:
+        """By the rates, and by how much longer kernels of the family were measured to take."""
+        measured, expected = self._sums.get(node.op.family, (1.0, 1.0))
+        return 0.0 if self.rates is None else self.rates.seconds(node) * measured / expected
+
+    def _learn(self, node: Node, seconds: float) -> None:
+        if self.rates is not None and (plain := self.rates.seconds(node)) > 0:
+            measured, expected = self._sums.get(node.op.family, (0.0, 0.0))
+            self._sums[node.op.family] = measured + seconds, expected + plain
+
+    def _shown(self, missing: dict[str, Node]) -> Iterable[tuple[str, Node]]:
+        """What is to be measured, with a progress bar where one is wanted and it takes long."""
+        if not self.bar:
+            yield from missing.items()
+            return
+        from tqdm import tqdm
+
+        with tqdm(total=len(missing), desc="timing kernels", unit="kernel", delay=BAR_AFTER, leave=False) as bar:
+            for item in missing.items():
+                if self._end is not None and math.isfinite(self._end):
+                    bar.set_postfix_str(f"at most {max(self._end - self.clock(), 0):.0f} s left", refresh=False)
+                yield item
+                bar.update()
+
+    def close(self) -> None:
+        """Close the device, if one was opened."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def _key(self, node: Node) -> str:
+        specs = [str(None if value is None else value.spec) for value in (*node.inputs, *node.outputs)]
+        text = " ".join([self.machine, node.op.name, *specs, *(f"{k}={v}" for k, v in sorted(node.attributes.items()))])
+        return f"{node.op.name} {hashlib.sha256(text.encode()).hexdigest()[:24]}"
+
+    def _measure(self, node: Node) -> float:
+        if self._open is None:
+            self._open = self.device()
+        launch, scale = _bound(self._open, node)
+        launch()
+        times: list[float] = []
+        end = self.clock() + SECONDS
+        while len(times) < REPEATS and (not times or self.clock() < end):
+            self._other_work += 1  # in a step, other kernels have used the cache since this one's inputs were made
+            start = self.clock()
+            launch()
+            self._open.synchronize()
+            times.append(self.clock() - start)
+        return scale * sorted(times)[len(times) // 4]
+
+    def _read(self) -> dict[str, float]:
+        try:
+            return {key: float(value) for key, value in json.loads(self.path.read_text("utf-8")).items()}
+        except (OSError, ValueError, TypeError, AttributeError):
+            return {}
+
+    def _write(self, known: dict[str, float]) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self.path, json.dumps({**self._read(), **known}, indent=0, sort_keys=True) + "\n")
+        except OSError:  # a home that can't be written: every plan measures
+            pass
+
+
+def machine_name(device: str, threads: int | None) -> str:
+    """What a time holds for: the machine, the number of threads and the version of torch."""
+    from importlib.metadata import version
+
+    parts = [device, platform.node(), platform.machine(), os.cpu_count(), threads, version("torch")]
+    return " ".join(map(str, parts))
+
+
+def _bound(device: Device, node: Node) -> tuple[Callable[[], Any], float]:
+    """A launch of the node's kernel on memory of its own, and the factor from its time to the node's."""
+    node, scale = _cut(node)
+    aliases, kernel = node.op.aliases(node), device.kernels[node.op.name]
+    ins: list[Any] = [None] * len(node.inputs)
+    for group in _groups(node):
+        members = [(index, value.spec) for index in group if (value := node.inputs[index]) is not None]
+        for (index, _), buffer in zip(members, _side_by_side(device, [spec for _, spec in members]), strict=True):
+            ins[index] = buffer
+    outs = [
+        ins[aliases[index]] if index in aliases else device.allocate(output.spec)
+        for index, output in enumerate(node.outputs)
+    ]
+    specs = kernel.workspace_specs(
+        [None if value is None else value.spec for value in node.inputs],
+        [output.spec for output in node.outputs],
+        node.attributes,
+    )
+    launch = kernel.bind(ins, outs, node.attributes, [device.allocate(spec) for spec in specs])
+    return launch if kernel.delivery is not Delivery.FRESH else (lambda: device.deliver(launch, outs)), scale
+
+
+def _groups(node: Node) -> list[list[int]]:
+    """Numbers of inputs that lie side by side: each list of an update op; every other input by itself."""
+    count = node.attributes.get("count", 0)
+    lists = sum(name.endswith("*") for name in node.op.inputs) if count else 0
+    present = min(lists, len(node.inputs) // count) if count else 0
+    groups = [list(range(start * count, (start + 1) * count)) for start in range(present)]
+    return groups + [[index] for index in range(present * count, len(node.inputs))]
+
+
+def _side_by_side(device: Device, specs: Sequence[TensorSpec]) -> list[Any]:
+    if not specs:
+        return []
+    size = specs[0].dtype.itemsize
+    offsets, end = run_offsets([spec.size for spec in specs])
+    arena = device.allocate_arena(end * size, "a kernel to be timed")
+    return [device.place(arena, offset * size, spec) for offset, spec in zip(offsets, specs, strict=True)]
+
+
+def _cut(node: Node) -> tuple[Node, float]:
+    """The node with shorter lists of state, where they are large, and how many times its work the whole is."""
+    count = node.attributes.get("count", 0)
+    total = sum(value.spec.nbytes for value in node.values)
+    if count < 2 or total <= LIMIT:
+        return node, 1.0
+    lists = _groups(node)[: sum(name.endswith("*") for name in node.op.inputs)]
+    lists = [group for group in lists if len(group) == count]
+    kept = max(1, int(count * LIMIT / total))
+    sizes = [node.inputs[index].spec.size for index in lists[0]]  # type: ignore[union-attr]
+    order = sorted(range(count), key=lambda index: sizes[index])[-kept:]
+    chosen = tuple(node.inputs[group[index]] for group in lists for index in order)
+    rest = node.inputs[len(lists) * count :]
+    written = len(node.outputs) // count
+    outputs = tuple(node.outputs[part * count + index] for part in range(written) for index in order)
+    shorter = Node(node.op, (*chosen, *rest), {**node.attributes, "count": kept}, outputs)
+    return shorter, sum(sizes) / sum(sizes[index] for index in order)

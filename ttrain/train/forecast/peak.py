@@ -1,0 +1,133 @@
+"""Peak of a device in FLOP/s, measured with a large matrix product: what mfu is relative to; and what follows from it.
+
+With the bytes per second of its memory the peak bounds the time of any kernel from below.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ttrain.core.files import replace_file
+from ttrain.core.folders import cache_folder
+from ttrain.graph.graph import Node
+
+_SECONDS = 0.15
+_SIZES = {"cpu": 1024, "cuda": 8192}
+_MOVED = 64 * 2**20  # bytes that are copied: more than caches hold
+REACHED = 0.6  # share of peak and bandwidth that kernels are taken to reach where none was timed
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does at best: FLOP/s of products, byte/s of memory, read and written together."""
+
+    flops: float
+    nbytes: float
+
+    def seconds(self, node: Node) -> float:
+        """About what a kernel takes, from its operations and bytes."""
+        return max(node.op.flops(node) / self.flops, node.op.nbytes(node) / self.nbytes) / REACHED
+
+
+_rates: dict[str, Rates] = {}  # as this process measured them
+
+
+def measured_rates(device: str, dtype: str, index: int = 0) -> Rates | None:
+    """The rates of `cpu` or `cuda`, the best of all processes; each measures them once."""
+    if device not in _SIZES:
+        return None
+    key = f"{cache_folder()} {_key(device, dtype, index)}"
+    if key not in _rates and (peak := measured_peak(device, dtype, index)) is not None:
+        moved = _cached(f"bandwidth {_key(device, 'bytes', index)}", lambda: _measure_bandwidth(device, index))
+        _rates[key] = Rates(peak, moved)
+    return _rates[key]
+
+
+def measured_peak(device: str, dtype: str, index: int = 0) -> float | None:
+    """FLOP/s of the best square matmul ever timed on `cpu` or `cuda`, with the current number of threads.
+
+    `dtype` is fp32 or bf16. Every run times some products, which takes a fraction of a second; the best number is kept
+    in the user's cache folder. None for devices that torch does not drive.
+    """
+    if device not in _SIZES:
+        return None
+    import torch
+
+    return _cached(_key(device, dtype, index), lambda: _measure(torch, device, dtype, index))
+
+
+def _key(device: str, dtype: str, index: int) -> str:
+    """What a measurement holds for."""
+    import torch
+
+    model = torch.cuda.get_device_name(index) if device == "cuda" else platform.processor() or platform.machine()
+    precision = torch.get_float32_matmul_precision()
+    parts = [device, model, platform.node(), dtype, precision, torch.get_num_threads(), torch.__version__]
+    return " ".join(map(str, parts))
+
+
+def _measure_bandwidth(device: str, index: int) -> float:
+    """Byte/s of a copy, which reads and writes."""
+    import torch
+
+    place = torch.device(device, index) if device == "cuda" else torch.device(device)
+    source, target = (torch.zeros(_MOVED, dtype=torch.uint8, device=place) for _ in range(2))
+    synchronize = partial(torch.cuda.synchronize, index) if device == "cuda" else lambda: None
+    return 2 * _MOVED / _fastest(lambda: target.copy_(source), synchronize)
+
+
+def _measure(torch: Any, device: str, dtype: str, index: int) -> float:
+    """Best FLOP/s over the libraries that torch brings; a neighbour on the machine can only slow a product down."""
+    size = _SIZES[device]
+    place = torch.device(device, index) if device == "cuda" else torch.device(device)
+    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+    x, y, out = (torch.full((size, size), 0.5, dtype=kind, device=place) for _ in range(3))
+    products = [lambda: torch.mm(x, y, out=out)]
+    onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    if device == "cpu" and kind is torch.float32 and onednn is not None and torch.backends.mkldnn.is_available():
+        products.append(lambda: onednn.default(x, y, None, "none", [], ""))
+    synchronize = partial(torch.cuda.synchronize, index) if device == "cuda" else lambda: None
+    fastest = min(_fastest(product, synchronize) for product in products)
+    return 2 * size**3 / fastest
+
+
+def _fastest(product: Callable[[], Any], synchronize: Callable[[], Any]) -> float:
+    """Seconds of the fastest of the products that fit into the time."""
+    fastest, stop = float("inf"), time.perf_counter() + _SECONDS
+    while time.perf_counter() < stop or fastest == float("inf"):
+        synchronize()
+        start = time.perf_counter()
+        product()
+        synchronize()
+        fastest = min(fastest, time.perf_counter() - start)
+    return fastest
+
+
+def _cached(key: str, measure: Callable[[], float]) -> float:
+    """The best of all measurements: a neighbour on the machine can spoil one of them, or many."""
+    path = cache_folder() / "peak.json"
+    known = _read(path)
+    before = known.get(key, 0.0)
+    best = max(before, measure())
+    if best > before:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, json.dumps({**known, key: best}, indent=2) + "\n")
+        except OSError:  # a home that can't be written: every run starts from nothing
+            pass
+    return best
+
+
+def _read(path: Path) -> dict[str, float]:
+    """Entries of the cache that are whole."""
+    try:
+        return {key: float(flops) for key, flops in json.loads(path.read_text("utf-8")).items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}

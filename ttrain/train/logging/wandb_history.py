@@ -1,0 +1,104 @@
+"""Which lines of metrics.jsonl a run's W&B run already has, kept in the run directory as wandb.json.
+
+Online, W&B's history can only grow: a resumed leg repeats steps that an earlier leg sent, and leaves them out. Offline
+legs lie on this disk until they are synced, each in a folder of its own under wandb/, and a sync of one leg may replace
+another. So an offline leg begins with all lines that were not sent online, and the folders of earlier offline legs are
+set aside: one folder holds the whole history.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ttrain.core.files import replace_file, to_json
+from ttrain.train.logging.metrics import Metrics, read_metrics
+
+RECORD = "wandb.json"
+SUPERSEDED = "superseded"
+_KINDS = ("train/loss", "val/loss")
+
+
+class WandbHistory:
+    """What one run directory has told W&B, over all its legs."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        record = _read(run / RECORD)
+        self.run_id: str | None = record.get("id")
+        self._online: dict[str, int] = record.get("online", {})  # kind of line -> last step that was sent online
+        self._told = dict(self._online)  # the same for the leg that runs now
+
+    def begin(self, run_id: str, mode: str) -> Iterator[Metrics]:
+        """Notes that a leg of the W&B run starts; yields the earlier lines that it has to be told first."""
+        self.run_id = run_id
+        self._write(mode, active=True)
+        if mode == "disabled":
+            return
+        for line in read_metrics(self._run / "metrics.jsonl"):
+            if self.is_new(line):
+                yield line
+
+    @property
+    def is_online(self) -> bool:
+        """Whether W&B's servers have a part of the history."""
+        return bool(self._online)
+
+    def set_offline_legs_aside(self) -> None:
+        """Moves the folders of earlier offline legs, which the next leg repeats, to wandb/superseded/."""
+        legs = sorted((self._run / "wandb").glob("offline-run-*"))
+        for leg in legs:
+            target = self._run / "wandb" / SUPERSEDED
+            target.mkdir(exist_ok=True)
+            os.replace(leg, target / leg.name)
+
+    def is_new(self, line: Metrics) -> bool:
+        """Whether the W&B run lacks this line; counts it as told."""
+        kind, step = _kind(line), int(line["step"] or 0)
+        if step <= self._told.get(kind, 0):
+            return False
+        self._told[kind] = step
+        return True
+
+    def end(self, mode: str) -> None:
+        """Notes what a leg told, at its end."""
+        if mode == "online":
+            self._online = dict(self._told)
+        self._write(mode, active=False)
+
+    def _write(self, mode: str, active: bool) -> None:
+        content = {"id": self.run_id, "mode": mode, "active": active, "online": self._online}
+        replace_file(self._run / RECORD, to_json(content))
+
+
+def note_earlier_legs(run: Path) -> None:
+    """Before a resume cuts the metrics: what did legs tell that were killed, or that the user has uploaded since?
+
+    A killed leg told every line that is recorded. `wandb sync` leaves a mark beside an offline leg that it uploaded.
+    """
+    record = _read(run / RECORD)
+    legs = sorted((run / "wandb").glob("offline-run-*"))
+    synced = bool(legs) and any(legs[-1].glob("*.wandb.synced"))
+    if not synced and not record.get("active"):
+        return
+    if synced or record.get("mode") == "online":
+        told: dict[str, int] = dict(record.get("online", {}))
+        for line in read_metrics(run / "metrics.jsonl"):
+            told[_kind(line)] = max(told.get(_kind(line), 0), int(line["step"]))
+        record["online"] = told
+    replace_file(run / RECORD, to_json({**record, "active": False}))
+
+
+def _kind(line: Metrics) -> str:
+    return next((kind for kind in _KINDS if kind in line), "")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}

@@ -1,0 +1,419 @@
+"""The training loop: steps, evaluations, saves, and the ways in which a run ends."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ttrain.core.errors import Interrupted, NonFiniteError, TtrainError
+from ttrain.graph.graph import Kind
+from ttrain.train.checkpoint.checkpoint import CheckpointContent
+from ttrain.train.checkpoint.progress import Progress
+from ttrain.train.checkpoint.retention import newest_complete
+from ttrain.train.logging.events import Events
+from ttrain.train.logging.loggers import Loggers
+from ttrain.train.logging.meter import Meter
+from ttrain.train.logging.metrics import Metrics
+from ttrain.train.loop.evaluate import Evaluation
+from ttrain.train.loop.guards import LearningCheck, SpikeDetector, first_of
+from ttrain.train.loop.interrupt import StopRequests
+from ttrain.train.loop.nonfinite import StepSearch, first_nonfinite, nonfinite_message
+from ttrain.train.loop.saver import Saver
+from ttrain.train.protocols import SAVED_KINDS, Array, Dataset, State
+from ttrain.train.runs.run_directory import RunDirectory
+from ttrain.train.settings import GuardConfig, TrainConfig
+from ttrain.train.steps.blocks import Blocks, Reading
+from ttrain.train.steps.session import flops_per_step
+from ttrain.train.steps.step import Following, StepResult, TrainStep, Turns, last_value
+from ttrain.train.supervise.heartbeat import first_step_note, seconds_since_start
+
+
+@dataclass
+class Loop:
+    """Trains from `progress.step` to `config.steps`.
+
+    Everything that varies from step to step is a function of the seed, the step and what was read before it, so a run
+    that was stopped after any step and resumed from its checkpoint continues exactly.
+    """
+
+    config: TrainConfig
+    seed: int
+    step: TrainStep
+    evaluation: Evaluation
+    dataset: Dataset
+    reading: Reading
+    state: State
+    rates: Callable[[int], Mapping[str, float]]  # step (from 1) -> the lr inputs; "lr" or the first is the bar's
+    run_directory: RunDirectory
+    loggers: Loggers
+    meter: Meter
+    stored_config: dict[str, Any]
+    tokenizer: str | None = None  # the tokenizer's JSON
+    held_out: str = ""  # SHA-256 of the data that evaluations are of
+    progress: Progress = field(default_factory=Progress)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    search: StepSearch | None = None  # names the first bad tensor of a step
+    blocks: Blocks | None = None  # where the length of training sequences grows
+    stop: StopRequests = field(default_factory=StopRequests)
+    heartbeat: Callable[[], None] = lambda: None  # tells whoever watches that this process is alive
+    counters: Callable[[], dict[str, int]] = dict  # what the engine has built so far
+    command: str = "python -m ttrain"  # what a command that continues the run begins with
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.events = Events(self.run_directory.path)
+        self._say = self.loggers.console.say
+        self.saver = Saver(self.run_directory, self.state, self.config, self.events, self._say)
+        self._last_save = self.clock()
+        self._measure()
+        self._resumed_from(self.progress.step)
+        self._spikes = SpikeDetector(self.guard)
+        self._started = False
+        self._early: dict[int, dict[str, Array]] = {}  # the batch of the next step, where it was made ahead of time
+        self._skips = 0  # in a row
+        self._learning: LearningCheck | None = None
+        self._check_after = self.guard.check_learning
+
+    def run(self) -> Progress:
+        """Runs to the end.
+
+        Raises NonFiniteError, Interrupted (the state is saved), and TtrainError where saves fail repeatedly or updates
+        change nothing.
+        """
+        return last_value(self.turns())
+
+    def turns(self) -> Turns[Progress]:
+        """The same, with a yield wherever the device was given work and the host is about to wait for it."""
+        self.loggers.console.start(self.progress.step, self.config.steps)
+        try:
+            with self.stop:
+                while True:
+                    self._evaluate_and_save()
+                    if self.stop.requested is not None:
+                        raise self._interrupted(self.stop.requested.name)
+                    if self._done():
+                        break
+                    yield from self._train_step()
+                    self.progress.seconds += self.meter.rest()
+                self._finish()
+        finally:
+            self.saver.join()
+        return self.progress
+
+    def _resumed_from(self, step: int) -> None:
+        """The state is that of the run's checkpoint of this step."""
+        self._saved, self.saver.step = self._save_key(), step or None
+
+    def _measure(self) -> None:
+        """Lets go of what was measured on other held-out data."""
+        note = self.progress.measure_on(self.held_out)
+        if note is not None:
+            self.events.add("held_out", note, self.progress.step)
+            self._say(f"WARNING: {note}")
+
+    def _done(self) -> bool:
+        if self.progress.step >= self.config.steps:
+            return True
+        patience = self.config.early_stop
+        if patience is None or self.progress.stale_evaluations < patience:
+            return False
+        self.loggers.console.say(
+            f"Early stop at step {self.progress.step}: val/loss has not fallen below {self.progress.best_val_loss:.4f} "
+            f"(step {self.progress.best_step}) for {patience} evaluations."
+        )
+        return True
+
+    def _train_step(self) -> Turns[None]:
+        progress, number = self.progress, self.progress.step + 1
+        self.heartbeat()
+        if self._check_after is not None and self._learning is None:
+            stochastic = bool(self.stored_config.get("optimizer", {}).get("stochastic_rounding", False))
+            self._learning = LearningCheck(self.state, stochastic)
+        self._grow(number)
+        self.meter.start()
+        batch, rates = self._inputs(number)
+        result = yield from self.step.turns(batch, rates, number, self._following(number + 1))
+        progress.seconds += self.meter.stop(result.tokens)
+        progress.tokens += result.tokens
+        if math.isfinite(result.loss):
+            progress.train_loss = result.loss
+        if not result.finite or number % self.config.log_every == 0 or number == self.config.steps:
+            self.loggers.log(self._step_metrics(number, result, rates))
+        if not result.finite:
+            if self._recovered(number, result):
+                return
+        elif self._spiked(number, result.loss):
+            return
+        else:
+            self._skips = 0
+        progress.step, progress.read = number, self.reading.before(number + 1)
+        self.loggers.console.advance()
+        if not self._started:
+            self._started = True
+            seconds, counts = seconds_since_start(), self.counters()
+            note = first_step_note(seconds, counts)
+            self.events.add("first_step", note, number, seconds=round(seconds, 3), engine=counts)
+            self._say(note)
+        self._check_learning(number, min(rates.values()), result)
+
+    def _inputs(self, number: int) -> tuple[dict[str, Array], dict[str, float]]:
+        """Batch and learning rates of a step."""
+        self._grow(number)  # repeated steps may be of an earlier length
+        dataset = self.dataset if self.blocks is None else self.blocks.dataset
+        batch = self._early.pop(number, None)
+        if batch is None:
+            batch = dataset.batch("train", self.seed, self.reading.before(number).samples, self.config.batch_size)
+        return batch, {name: rate * self.progress.lr_factor for name, rate in self.rates(number).items()}
+
+    def _following(self, number: int) -> Following | None:
+        """What makes the inputs of a later step ahead of time; None where there is none, or of another length."""
+        if number > self.config.steps or self.blocks is not None:
+            return None
+
+        def inputs() -> tuple[dict[str, Array], dict[str, float]]:
+            batch, rates = self._inputs(number)
+            self._early = {number: batch}
+            return batch, rates
+
+        return inputs
+
+    def _grow(self, number: int) -> None:
+        """Builds the steps for the length that a step trains on, where that is another than now."""
+        if self.blocks is None or not self.blocks.turn(number):
+            return
+        self.heartbeat()
+        self.meter.restart(flops_per_step(self.blocks.session.graph))
+        length = self.blocks.length
+        note = f"From step {number} on, training sequences have {length} tokens; all steps were built anew."
+        self.events.add("block", note, number, length=length)
+        self._say(note)
+
+    def _recovered(self, number: int, result: StepResult) -> bool:
+        """What the guard does about a step that is not finite: True after a rollback, False after a skipped update.
+
+        Raises NonFiniteError where the run has to stop.
+        """
+        what = str(result.bad)
+        tensor = None if self.search is None else self.search.in_gradients()
+        found = "" if tensor is None else f" From the loss backwards, the first bad gradient is {tensor}."
+        if self.guard.nonfinite == "rollback" and self._roll_back(number, f"Step {number}: {what}.{found}"):
+            return True
+        if result.applied or self.guard.nonfinite != "skip":
+            raise NonFiniteError(self._message(what, number, self._first_bad(number, result.applied)), step=number)
+        self._skips += 1
+        self.progress.skipped_steps += 1
+        note = f"Step {number}: {what}; its update is skipped.{found}"
+        self.events.add("skipped", note, number, tensor=tensor)
+        self._say(f"WARNING: {note}")
+        if self._skips >= self.guard.max_skips:
+            message = self._message(what, number, self._first_bad(number, applied=False))
+            raise NonFiniteError(f"{self._skips} updates in a row were skipped. {message}", step=number)
+        return False
+
+    def _first_bad(self, number: int, applied: bool) -> str:
+        """A sentence about the first bad tensor of a step. The state is of no more use afterwards."""
+        search = self.search
+        if search is None:
+            return self._first_bad_state(Kind.GRADIENT, Kind.PARAMETER, Kind.OPTIMIZER)
+        gradient = search.in_gradients()
+        try:
+            if applied and not self._go_back(search, number):
+                after = "" if gradient is None else f"From the loss backwards, the first bad gradient is {gradient}."
+                return f"{search.note}{after}".strip()
+            tensor = search.in_step(*self._inputs(number), number)
+        except Exception as error:  # the message about the step matters more
+            return f"The search for the first bad tensor failed: {error or type(error).__name__}."
+        if tensor is None:
+            return "When the step was repeated, all was finite: the device does not compute the same twice."
+        return f"The first tensor with NaN or Inf is {tensor}."
+
+    def _go_back(self, search: StepSearch, number: int) -> bool:
+        """Gives the state the values from before a step that was applied; whether that was possible."""
+        self.saver.join()
+        checkpoint, _ = newest_complete(self.run_directory.checkpoints)
+
+        def repeat(repeated: int) -> None:
+            self.heartbeat()
+            self.step(*self._inputs(repeated), repeated)
+
+        seconds = self.progress.seconds / number
+        return search.go_back(number, checkpoint, repeat, seconds, lambda: self.stop.requested is not None)
+
+    def _first_bad_state(self, *kinds: Kind) -> str:
+        tensor = first_nonfinite(self.state, kinds)
+        if tensor is None:
+            return "Parameters and optimizer state are finite."
+        return f"The first tensor with NaN or Inf is {tensor}."
+
+    def _spiked(self, number: int, loss: float) -> bool:
+        """Looks for a spike of the loss; whether the run was rolled back for it."""
+        if self.guard.spike == "ignore" or not self._spikes.is_spike(loss):
+            return False
+        note = f"Step {number}: train/loss {loss:.4f} is a spike; its recent median is {self._spikes.usual():.4f}."
+        if self.guard.spike == "rollback" and self._roll_back(number, note):
+            return True
+        self.events.add("spike", note, number)
+        self._say(f"WARNING: {note}")
+        return False
+
+    def _roll_back(self, number: int, why: str) -> bool:
+        """Goes back to the newest checkpoint with a lower learning rate; False where there is none to go back to."""
+        self.saver.join()
+        checkpoint, _ = newest_complete(self.run_directory.checkpoints)
+        factor, rollbacks = self.progress.lr_factor * self.guard.lr_factor, self.progress.rollbacks + 1
+        if checkpoint is None or rollbacks > self.guard.max_rollbacks:
+            return False
+        checkpoint.load(self.state)
+        stored = Progress.of(checkpoint).to_dict()
+        stored |= {"lr_factor": factor, "rollbacks": rollbacks, "wandb_id": self.progress.wandb_id}
+        for name, value in stored.items():
+            setattr(self.progress, name, value)
+        dropped = self.loggers.file.cut(checkpoint.step, self.progress.evaluated_at == checkpoint.step)
+        note = (
+            f"{why} Rolled back to step {checkpoint.step} with {factor:g} times the learning rate; {dropped} lines "
+            f"after it were removed from {self.run_directory.metrics.name}."
+        )
+        self.events.add("rollback", note, number, to=checkpoint.step, lr_factor=factor)
+        self._say(f"WARNING: {note}")
+        self._measure()
+        self._resumed_from(checkpoint.step)
+        self._skips, self._learning, self._check_after = 0, None, None
+        self._spikes.forget()
+        self.loggers.console.close()
+        self.loggers.console.start(self.progress.step, self.config.steps)
+        return True
+
+    def _check_learning(self, number: int, rate: float, result: StepResult) -> None:
+        """After the first steps of a leg: have the updates reached the parameters? Raises TtrainError if not."""
+        if self._learning is None or self._check_after is None:
+            return
+        if result.finite:
+            self._learning.add(rate)
+        self._check_after -= 1
+        if self._check_after > 0:
+            return
+        problems, doubts = self._learning.ask()
+        self._learning = self._check_after = None
+        if doubts:  # one warning for all tensors
+            narrow = any("bf16" in doubt for doubt in doubts)
+            mend = " optimizer.stochastic_rounding=true keeps them on average." if narrow else ""
+            note = f"Step {number}: {first_of(doubts)}; such updates may be lost in rounding.{mend}"
+            self.events.add("not_moving", note, number)
+            self._say(f"WARNING: {note}")
+        if problems:
+            raise TtrainError(
+                f"Step {number}: the updates do not reach the model: {first_of(problems)}. This is a fault "
+                f"of the device or engine; try engine=dynamic, or guard.check_learning=null to train on regardless."
+            )
+
+    def _step_metrics(self, number: int, result: StepResult, rates: Mapping[str, float]) -> Metrics:
+        return {
+            "step": number,
+            "train/loss": result.loss,
+            **result.metrics,
+            "lr": next(iter(rates.values())),
+            **rates,
+            "grad_norm": result.grad_norm,
+            **self.meter.read(),
+            "tokens": self.progress.tokens,
+            "seconds": round(self.progress.seconds, 3),
+            "nonfinite_steps": 0 if result.finite else 1,
+            **({} if result.activation_norm is None else {"activation_norm": result.activation_norm}),
+        }
+
+    def _evaluate_and_save(self) -> None:
+        """After a step, or after a resume that left this undone: what is due at the current step.
+
+        An evaluation may take long, so what is to be saved is saved before it, and told of the loss afterwards.
+        """
+        step, config = self.progress.step, self.config
+        with self._saving():
+            self.saver.poll()
+        if step == 0:
+            return
+        last = step >= config.steps
+        by_step = config.save_every is not None and step % config.save_every == 0
+        by_time = config.save_minutes is not None and self.clock() - self._last_save >= 60 * config.save_minutes
+        asked = self.stop.take_save()
+        if asked:
+            note = f"Saving step {step}, as SIGUSR1 asked."
+            self.events.add("asked", note, step)
+            self._say(note)
+        due = last or by_step or by_time or asked
+        if due:
+            self._save(wait=last)
+        evaluates = last or (config.eval_every is not None and step % config.eval_every == 0)
+        improved = evaluates and self._evaluate()
+        if self.saver.step == step if due else improved and config.keep_best:  # one that failed is tried when next due
+            self._save()
+
+    def _evaluate(self) -> bool:
+        """Evaluates unless this step was; whether the loss is the best so far."""
+        progress = self.progress
+        if progress.evaluated_at == progress.step:
+            return False
+        try:
+            result = self.evaluation(self._stopped)
+        except NonFiniteError as error:
+            message = self._message(str(error), progress.step, self._first_bad_state(*SAVED_KINDS))
+            raise NonFiniteError(message, step=progress.step) from None
+        if result is None:
+            return False
+        further = {f"val/{name}": value for name, value in result.metrics.items()}
+        self.loggers.log({"step": progress.step, "val/loss": result.loss, **further})
+        return progress.evaluated(result.loss, self.config.min_improvement)
+
+    def _stopped(self) -> bool:
+        """Asked between the batches of an evaluation."""
+        self.heartbeat()
+        return self.stop.requested is not None
+
+    def _save(self, *, wait: bool = False) -> None:
+        """Starts a save unless the disk already has this; with `wait` it is done on return."""
+        if wait:
+            with self._saving():
+                self.saver.finish()
+        if self._saved == self._save_key() and not self.saver.failed:
+            return
+        progress = self.progress
+        config, key = self.stored_config, self._save_key()
+        content = CheckpointContent(progress.step, config, progress.to_dict(), self.tokenizer, key[1])
+        with self._saving():
+            self.saver.save(content, wait=wait)
+        self._saved, self._last_save = key, self.clock()
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """A state that is not finite is told as a step that is not."""
+        try:
+            yield
+        except NonFiniteError as error:
+            step = self.progress.step if error.step is None else error.step
+            raise NonFiniteError(self._message(str(error), step, ""), step=step) from None
+
+    def _save_key(self) -> tuple[int, float | None]:
+        """Step, and its val/loss where it was evaluated."""
+        progress = self.progress
+        return progress.step, progress.val_loss if progress.evaluated_at == progress.step else None
+
+    def _finish(self) -> None:
+        self._evaluate()
+        self._save(wait=True)
+
+    def _interrupted(self, signal_name: str) -> Interrupted:
+        if self.progress.step == 0:
+            return Interrupted(f"Stopped by {signal_name} before the first step was done; there is nothing to save.")
+        self._save(wait=True)
+        command = f"{self.command} resume=auto run.dir={shlex.quote(str(self.run_directory.path))}"
+        return Interrupted(
+            f"Stopped by {signal_name} after step {self.progress.step}; the state is saved. Continue with: {command}"
+        )
+
+    def _message(self, what: str, step: int, found: str) -> str:
+        self.saver.join()  # so that the newest checkpoint is there
+        return nonfinite_message(what, step, found, self.run_directory.checkpoints, self.command)

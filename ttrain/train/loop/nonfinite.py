@@ -1,0 +1,146 @@
+"""Where numbers went wrong: the first tensor of a step that ended in NaN or infinity, and what to say about it."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ttrain.core.units import format_duration
+from ttrain.graph.graph import Kind, Node, Stage, Value
+from ttrain.models.base import Batch
+from ttrain.train.checkpoint.checkpoint import Checkpoint
+from ttrain.train.checkpoint.retention import newest_complete
+from ttrain.train.protocols import SAVED_KINDS, Array, State
+from ttrain.train.steps.step import TrainStep
+
+_WORDS = {Stage.FORWARD: "activation", Stage.BACKWARD: "gradient", Stage.UPDATE: "result"}
+
+
+def first_nonfinite(state: State, kinds: Sequence[Kind]) -> str | None:
+    """The first persistent tensor with NaN or Inf, with its count of them; tensors of one kind in the state's order."""
+    for kind in kinds:
+        for name in state.names(kind):
+            bad = _bad_elements(state.read(name))
+            if bad:
+                return f"{kind.value} {name} ({bad})"
+    return None
+
+
+def _bad_elements(array: Any) -> str | None:
+    """How many of how many elements are not finite; None where all are."""
+    values = np.asarray(array)
+    count = values.size - int(np.isfinite(values).sum())
+    return f"{count} of {values.size} elements" if count else None
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a leg began with: `restore` gives the state the values from after step `step`."""
+
+    step: int
+    restore: Callable[[], object]
+
+
+class StepSearch:
+    """Looks for the first tensor that is not finite in a step.
+
+    A step whose update was left out is run again node by node. One whose update was applied has spoilt the parameters
+    that it began with; they are had again by repeating the steps from the newest checkpoint, or from the beginning.
+    """
+
+    def __init__(self, state: State, step: TrainStep, parameters: Sequence[str], start: Start, seconds: float) -> None:
+        """`parameters` in the order of the model; `seconds` of training may be repeated."""
+        self._state, self._step, self._start, self._seconds = state, step, start, seconds
+        self._parameters = list(parameters)
+        self.note = ""  # why nothing was found
+
+    def in_gradients(self) -> str | None:
+        """The first bad gradient as backward makes them, from the loss to the input.
+
+        They are kept as they were before clipping, which would spread a NaN over all of them.
+        """
+        gradients = self._state.names(Kind.GRADIENT)
+        for name in (f"{path}/gradient" for path in reversed(self._parameters)):
+            bad = _bad_elements(self._state.read(name)) if name in gradients else None
+            if bad:
+                return f"gradient {name.removesuffix('/gradient')} ({bad})"
+        return None
+
+    def in_step(self, batch: Batch, rates: Mapping[str, float], number: int) -> str | None:
+        """The first bad tensor of a step, given the state from before it. The step is run up to there."""
+        for name, array in batch.items():
+            bad = _bad_elements(array)
+            if bad:
+                return f"input {name} ({bad})"
+        found: list[str] = [*filter(None, [first_nonfinite(self._state, SAVED_KINDS)])]
+
+        def look(node: Node, read: Callable[[Value], Array]) -> bool:
+            found.extend(filter(None, (_described(node, output, read(output)) for output in node.outputs)))
+            return bool(found)
+
+        if not found:
+            self._step.inspect(batch, rates, number, look)
+        return found[0] if found else None
+
+    def go_back(
+        self,
+        number: int,
+        checkpoint: Checkpoint | None,
+        repeat: Callable[[int], object],
+        step_seconds: float,
+        stopped: Callable[[], bool],
+    ) -> bool:
+        """Gives the state the values from before step `number`, whose update was applied; whether that was possible.
+
+        `repeat(k)` runs step k, which takes about `step_seconds`. `note` says why it was not possible.
+        """
+        start = self._start.step if checkpoint is None else checkpoint.step
+        seconds = (number - 1 - start) * step_seconds
+        if seconds > self._seconds:
+            self.note = (
+                f"To name the first bad tensor, steps {start + 1} to {number - 1} have to be repeated, which takes "
+                f"about {format_duration(seconds)}: resume with guard.search_seconds={2 * math.ceil(seconds)}. "
+            )
+            return False
+        if checkpoint is not None:
+            checkpoint.load(self._state)
+        else:
+            for name in self._state.names(Kind.OPTIMIZER):
+                self._state.write(name, np.zeros(self._state.spec(name).shape, np.float32))
+            self._start.restore()
+        for repeated in range(start + 1, number):
+            if stopped():
+                return False
+            repeat(repeated)
+        return True
+
+
+def _described(node: Node, output: Value, values: Array) -> str | None:
+    """An output of a node in words, where it is not finite."""
+    bad = _bad_elements(values)
+    if not bad:
+        return None
+    target = node.inputs[node.op.aliases(node).get(output.index, -1)] if node.op.aliases(node) else None
+    if target is not None and target.kind.is_state:
+        return f"{target.kind.value} {target.name.removesuffix('/gradient')} ({bad})"
+    place = f" in {node.scope}" if node.scope else ""
+    return f"the {_WORDS[node.stage]} that {node.op.name} makes{place} ({bad})"
+
+
+def nonfinite_message(what: str, step: int, found: str, checkpoints: Path, command: str = "python -m ttrain") -> str:
+    """Step, what was `found` (a sentence), last good checkpoint, and what to do; `command` starts ttrain."""
+    good, _ = newest_complete(checkpoints)
+    if good is None:
+        last = "No checkpoint was saved before it."
+        fix = "Try a lower optimizer.lr, more schedule.warmup or a lower optimizer.clip_norm."
+    else:
+        path = shlex.quote(str(good.path))
+        last = f"The last good checkpoint is {good.path} (step {good.step})."
+        fix = f"Continue from it with other settings, such as: {command} resume={path} optimizer.lr=<lower>"
+    return f"Step {step}: {what}. {found} {last} {fix}"

@@ -1,0 +1,112 @@
+"""Parameters outside of a running session: out of checkpoints, into files of weights and into new run folders."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ttrain.core.errors import ConfigError, UserError
+from ttrain.core.spec import TensorSpec
+from ttrain.graph.graph import Kind
+from ttrain.train.checkpoint.checkpoint import CheckpointContent, save_checkpoint
+from ttrain.train.checkpoint.weights_file import Said, write_pt, write_safetensors
+from ttrain.train.protocols import Array
+from ttrain.train.runs.run_directory import RunDirectory
+
+
+@dataclass
+class Stored:
+    """Parameters by path as the state that a checkpoint is written from; each is read when it is asked for."""
+
+    values: Mapping[str, Array]
+    specs: Mapping[str, TensorSpec]
+
+    def names(self, *kinds: Kind) -> list[str]:
+        return list(self.specs) if not kinds or Kind.PARAMETER in kinds else []
+
+    def spec(self, name: str) -> TensorSpec:
+        return self.specs[name]
+
+    def read(self, name: str) -> Array:
+        return np.asarray(self.values[name], np.float32)
+
+
+def parameter_specs(model: Any) -> dict[str, TensorSpec]:
+    """Spec of every parameter by path, without padding of the vocabulary."""
+    return {path: parameter.stored_spec for path, parameter in model.parameters().items()}
+
+
+def export_problems(model: Any, file: Path, form: str) -> list[str]:
+    """Why a model can't be written so; empty where it can."""
+    name = model.config.name
+    if file.suffix not in (".pt", ".safetensors"):
+        return [f"export.file={file}: the name must end with .pt or .safetensors."]
+    if form == "ttrain" and file.suffix == ".pt":
+        return [f"export.form=ttrain: is written as .safetensors. Give export.file={file.with_suffix('.safetensors')}."]
+    if form != "ttrain" and not hasattr(model, "to_original"):
+        return [f"export.form={form}: model.name={name} has no other form. Give export.form=ttrain."]
+    if form == "huggingface" and (name != "gpt" or file.suffix == ".pt"):
+        why = "is written as .safetensors" if name == "gpt" else f"exists for model.name=gpt, not for {name}"
+        return [f"export.form=huggingface: {why}."]
+    return []
+
+
+def write_weights(model: Any, values: Mapping[str, Array], file: Path, form: str, step: int, said: Said) -> None:
+    """Writes parameters by path into a file, with what is said of them. Raises ConfigError without such a form."""
+    if problems := export_problems(model, file, form):
+        raise ConfigError(problems)
+    metadata = said.metadata()
+    if file.suffix == ".pt":
+        write_pt(file, {**model.original_file(values), "step": step, **metadata})
+    elif form == "ttrain":
+        write_safetensors(file, values, metadata)
+    else:
+        transposed = {"transposed": True} if form == "huggingface" else {}
+        weights = model.to_original(values, **transposed)
+        if form == "huggingface":
+            weights.pop("lm_head.weight", None) if model.config.tied else None  # a file names no tensor twice
+        write_safetensors(file, weights, metadata)
+
+
+def require_new(folder: Path) -> None:
+    """Raises UserError for a folder that holds something."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"export.dir={folder} exists and is not empty. Give a new folder.")
+
+
+def write_run(folder: Path, stored: Stored, content: CheckpointContent, leg: dict[str, Any]) -> Path:
+    """A new run folder with one checkpoint that holds parameters only. Returns the folder.
+
+    Raises UserError where the folder can't be made or is not new; nothing is left of one that does not get whole.
+    """
+    require_new(folder)
+    with closing(RunDirectory.claim(str(folder), "")) as run:
+        try:
+            save_checkpoint(run.checkpoints, stored, content)
+            run.record(content.config, leg)
+        except BaseException:
+            shutil.rmtree(run.path, ignore_errors=True)
+            raise
+        return run.path
+
+
+class Overlaid(Mapping[str, Array]):
+    """Some values in the place of others; the rest is still read when it is asked for."""
+
+    def __init__(self, below: Mapping[str, Array], above: Mapping[str, Array]) -> None:
+        self._below, self._above = below, above
+
+    def __getitem__(self, name: str) -> Array:
+        return self._above[name] if name in self._above else self._below[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._below)
+
+    def __len__(self) -> int:
+        return len(self._below)

@@ -1,0 +1,144 @@
+"""What a run directory tells about its run, without loading a model."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ttrain.core.errors import CheckpointError
+from ttrain.core.files import lock_file
+from ttrain.train.checkpoint.retention import list_checkpoints
+from ttrain.train.logging.events import Event, read_events
+from ttrain.train.logging.meter import loop_speed
+from ttrain.train.logging.metrics import read_metrics
+from ttrain.train.runs.run_directory import LOCK, RECORD, read_config
+
+_NO_RUNS_IN = {"checkpoints", "wandb", ".hydra"}
+
+
+@dataclass
+class RunInfo:
+    """One run.
+
+    `state` is running (a process holds it), finished, resumable (stopped, with a checkpoint), failed (it ended with an
+    error; where it has a checkpoint it can be resumed too), rehearsed (its device computed no values), or new (nothing
+    was trained yet).
+    """
+
+    path: Path
+    state: str
+    step: int
+    steps: int | None
+    checkpoint: int | None  # step of the newest one, by its manifest
+    config: dict[str, Any] = field(default_factory=dict)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    legs: list[dict[str, Any]] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+
+    def newest(self, key: str) -> float | None:
+        """The last recorded value of a metric."""
+        return next((line[key] for line in reversed(self.metrics) if line.get(key) is not None), None)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Over the time of the loop so far, all legs."""
+        done = self.summary if self.summary.get("step", -1) >= self.step else {}
+        tokens, seconds = ((done.get(key) or self.newest(key)) for key in ("tokens", "seconds"))
+        return loop_speed(tokens, seconds)
+
+    @property
+    def model(self) -> str:
+        return str(self.summary.get("model") or self.config.get("model", {}).get("name", ""))
+
+    @property
+    def caution(self) -> str:
+        """What has to be known of its numbers, which some leg got from no real device; empty otherwise."""
+        simulated = [leg["device"] for leg in self.legs if _mode(leg) == "simulator"]
+        return f"SIMULATED on {simulated[-1].get('name')}: {simulated[-1].get('note')}" if simulated else ""
+
+    @property
+    def reason(self) -> str:
+        """Why it failed, or what happened last."""
+        if self.state == "rehearsed":
+            return str(self.summary.get("reason") or self.summary.get("misfit") or self.summary.get("note", ""))
+        wanted = ("failed", "gave_up", "interrupted") if self.state in ("failed", "resumable") else ()
+        return next((str(e.get("message", "")) for e in reversed(self.events) if e["kind"] in wanted), "")
+
+    @property
+    def updated(self) -> datetime | None:
+        """When something was recorded last."""
+        files = [self.path / name for name in ("metrics.jsonl", "events.jsonl", RECORD)]
+        times = [file.stat().st_mtime for file in files if file.exists()]
+        return datetime.fromtimestamp(max(times)) if times else None
+
+
+def read_run(path: Path) -> RunInfo:
+    """Raises CheckpointError where the folder is not a run."""
+    if not (path / RECORD).is_file():
+        raise CheckpointError(f"{path} is not a run of ttrain: it has no {RECORD}. Give the folder of a run.")
+    try:
+        config = read_config(path)
+    except CheckpointError:  # a run that was stopped before its first step
+        config = {}
+    metrics, events = list(read_metrics(path / "metrics.jsonl")), list(read_events(path))
+    summary = _json(path / "summary.json")
+    found, _ = list_checkpoints(path / "checkpoints")
+    checkpoint = found[-1].step if found else None
+    step = max([line["step"] for line in metrics] + [checkpoint or 0])
+    steps = config.get("train", {}).get("steps")
+    finished = bool(summary) and summary.get("step", -1) >= step and summary.get("steps") == steps
+    state = _state(path, finished, events, checkpoint, step)
+    if state == "new" and summary.get("computes") is False:
+        state = "rehearsed"
+    legs = _json(path / RECORD).get("legs", [])
+    return RunInfo(path, state, step, steps, checkpoint, config, metrics, events, legs, summary)
+
+
+def _mode(leg: Any) -> object:
+    """device.mode of a leg's record, where it has one."""
+    device = leg.get("device") if isinstance(leg, dict) else None
+    return device.get("mode") if isinstance(device, dict) else None
+
+
+def find_runs(root: Path) -> Iterator[Path]:
+    """Run directories below a folder, sorted by path."""
+    for folder, names, files in os.walk(root):
+        names[:] = sorted(name for name in names if name not in _NO_RUNS_IN)
+        if RECORD in files:
+            yield Path(folder)
+
+
+def _state(path: Path, finished: bool, events: list[Event], checkpoint: int | None, step: int) -> str:
+    if _held(path):
+        return "running"
+    if finished:
+        return "finished"
+    ends = [event["kind"] for event in events if event["kind"] in ("started", "interrupted", "failed", "gave_up")]
+    if ends and ends[-1] in ("failed", "gave_up"):
+        return "failed"
+    if checkpoint is not None:
+        return "resumable"
+    return "failed" if step else "new"
+
+
+def _held(path: Path) -> bool:
+    """Whether a process holds the run now."""
+    try:
+        with open(path / LOCK, "a", encoding="utf-8") as file:
+            return not lock_file(file)
+    except OSError:  # not ours to write: nobody can tell
+        return False
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,223 @@
+"""Where a run continues from, and what changed since its checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ttrain.core.errors import CheckpointError, UserError
+from ttrain.models.identity import ALL, differing, whole
+from ttrain.train.checkpoint.checkpoint import (
+    MANIFEST,
+    UNFINISHED,
+    Checkpoint,
+    note_progress,
+    read_checkpoint,
+    read_manifest,
+    step_name,
+)
+from ttrain.train.checkpoint.progress import Progress
+from ttrain.train.checkpoint.retention import REHEARSED, hold, is_rehearsal, newest_complete, set_aside_after
+from ttrain.train.logging.metrics import cut_metrics
+from ttrain.train.runs.run_directory import RECORD, RunDirectory
+
+# Keys that say where and how a run is run, not what it computes.
+_UNREPORTED = (
+    "resume", "task", "run.dir", "sample", "export", "plan", "profile", "prepare", "verify", "bench", "plugins",
+    "supervise", "sweep", "runs", "report",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A verified checkpoint, the run that it belongs to (None where it lies alone), and what was passed over."""
+
+    checkpoint: Checkpoint
+    run: Path | None
+    notes: list[str] = field(default_factory=list)
+    named: bool = False  # whether the checkpoint itself was given, rather than its run
+    source: Path | None = None  # the checkpoint that this one is a copy of
+
+
+def hold_run(resume: str, run_dir: str | None) -> RunDirectory | None:
+    """Holds the run that `resume` continues, so that nobody else changes it while it is read; None where there is none.
+
+    A run that is only read, because run.dir is another folder, is not held. Raises UserError where a process holds it.
+    """
+    run = Path(run_dir) if resume == "auto" and run_dir is not None else _run_of(Path(resume))
+    if resume == "none" or run is None or not (run / RECORD).exists():
+        return None
+    if run_dir is not None and Path(run_dir).resolve() != run.resolve():
+        return None
+    return RunDirectory.open(run)
+
+
+def _run_of(path: Path) -> Path | None:
+    """The run that a path names: its folder, or that of one of its checkpoints."""
+    if not ((path / MANIFEST).exists() or path.parent.name == "checkpoints"):
+        return path
+    run = path.parent.parent if len(path.parts) > 2 else path.absolute().parent.parent
+    return run if (run / RECORD).exists() else None
+
+
+def find_resume_point(resume: str, run_dir: str | None) -> ResumePoint | None:
+    """What `resume=` names: none, auto, or the folder of a run or of a checkpoint.
+
+    None where a new run should start: for `none`, and for `auto` where run.dir holds no checkpoint at all yet. Whatever
+    else can't be resumed raises CheckpointError: a requested resume never becomes a fresh start. The checkpoint is held
+    against a run that goes on and would remove it.
+    """
+    if resume == "none":
+        return None
+    if resume == "auto":
+        if run_dir is None:
+            raise UserError("resume=auto continues the run in run.dir, which is not set. Give run.dir=<run> as well.")
+        run = Path(run_dir)
+        if not run.exists():
+            return None
+        if not (run / RECORD).exists() and any(entry.name != ".hydra" for entry in run.iterdir()):
+            raise CheckpointError(f"{run} is not a run of ttrain: it has no {RECORD}. Give the folder of a run.")
+        return _newest_of(run, must_exist=False)
+    path = Path(resume)
+    if not path.is_dir():
+        raise CheckpointError(f"resume={resume}: there is no such folder. Give the folder of a run or of a checkpoint.")
+    owner = _run_of(path)
+    if owner != path:
+        return ResumePoint(hold(read_manifest(path)) or read_checkpoint(path), owner, named=True)
+    if (path / "checkpoints").is_dir():
+        point = _newest_of(path, must_exist=True)
+        assert point is not None
+        return point
+    raise CheckpointError(
+        f"resume={resume} is neither a run nor a checkpoint: a run has checkpoints/, a checkpoint has {MANIFEST}."
+    )
+
+
+def _newest_of(run: Path, *, must_exist: bool) -> ResumePoint | None:
+    checkpoint, skipped = newest_complete(run / "checkpoints")
+    notes = [f"Skipped {path}: {reason}" for path, reason in skipped]
+    if checkpoint is not None:
+        return ResumePoint(checkpoint, run, notes)
+    # A save that was cut off never was a checkpoint: where there is nothing else, the run begins again.
+    if all(entry.path.name.startswith(UNFINISHED) for entry in skipped) and not must_exist:
+        return None
+    if not notes and is_rehearsal(run):
+        raise CheckpointError(f"{run} {REHEARSED}")
+    listed = (
+        "".join(f"\n  {note}" for note in notes) or " It has none; start anew with resume=none and another run.dir."
+    )
+    raise CheckpointError(f"{run} has no checkpoint that can be resumed.{listed}")
+
+
+def check_architecture(stored: dict[str, Any], model: Any, path: Path, effects: Collection[str] = ALL) -> None:
+    """Raises CheckpointError naming every model key that differs between a checkpoint's config and a model's.
+
+    `effects` says which count, see models/identity.py; all of them where the model is trained on.
+    """
+    if differences := differing(whole(stored.get("model", {}), model), model, effects):
+        raise CheckpointError(
+            f"{path} is of another architecture: {'; '.join(differences)}. Leave these keys as they were, or train "
+            "anew."
+        )
+
+
+def check_tokenizer(stored: str | None, given: str | None, path: Path) -> None:
+    """Raises CheckpointError where the data's tokenizer is not the one that the checkpoint was trained with."""
+    if stored is not None and given is not None and stored != given:
+        raise CheckpointError(
+            f"{path} was trained with another tokenizer than the data has now, so its token ids would change their "
+            f"meaning. Give the same data.path and data.tokenizer, or keep its own for other text with "
+            f"data.tokenizer={path / 'tokenizer.json'}, or train anew."
+        )
+
+
+def config_difference(stored: dict[str, Any], given: dict[str, Any]) -> list[str]:
+    """One `key: old -> new` per setting of the run that changed since the checkpoint."""
+    return [
+        f"{key}: {old} -> {new}"
+        for key, old, new in _differences(stored, given)
+        if not any(key == skipped or key.startswith(f"{skipped}.") for skipped in _UNREPORTED)
+    ]
+
+
+def check_documents(point: ResumePoint, description: dict[str, Any]) -> None:
+    """Raises CheckpointError where the documents of a run changed under it, so that its position would be another.
+
+    Other sources, which the command line must have named, are no mistake: the run goes on at the same token of those.
+    """
+    stored = {} if point.run is None else _newest_data(point.run)
+    if "documents" not in stored or stored.get("source") != description.get("source"):
+        return
+    if stored.get("sha256") != description.get("sha256"):
+        raise CheckpointError(
+            f"{point.run} was trained on other content of {', '.join(description['source'])}, so it can't go on where "
+            "it was. Restore the files, name other data.sources, or start anew with train.init_from=<this run>."
+        )
+
+
+def data_difference(run: Path, description: dict[str, Any]) -> list[str]:
+    """What the newest leg of a run says of its data, where that is not what the data is now."""
+    stored = _newest_data(run)
+    given = json.loads(json.dumps(description))
+    return [f"data: {key}: {old} -> {new}" for key, old, new in _differences(stored, given)] if stored else []
+
+
+def _newest_data(run: Path) -> dict[str, Any]:
+    """What the newest leg of a run says of its data; empty where it says nothing."""
+    try:
+        found = json.loads((run / RECORD).read_text("utf-8"))["legs"][-1]["data"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def branch_off(point: ResumePoint, run: RunDirectory) -> ResumePoint:
+    """Gives a new run directory the checkpoint and the metrics that it goes on from; it needs the other no more.
+
+    Returns the point with the copy.
+    """
+    source = point.checkpoint.path
+    if point.run is not None and (point.run / run.metrics.name).exists():
+        shutil.copyfile(point.run / run.metrics.name, run.metrics)
+    beside = run.checkpoints / f"{UNFINISHED}{source.name}"
+    shutil.copytree(source, beside)
+    target = run.checkpoints / step_name(point.checkpoint.step)
+    beside.rename(target)
+    copied = note_progress(target, {**point.checkpoint.progress, "wandb_id": None})  # another run of W&B as well
+    return dataclasses.replace(point, checkpoint=copied, source=source)
+
+
+def take_up(
+    point: ResumePoint, run: RunDirectory, config: dict[str, Any], data: dict[str, Any]
+) -> tuple[Progress, dict[str, Any], list[str]]:
+    """Makes a run directory go on from a checkpoint: how far the run is, what to record, and what to tell.
+
+    Metrics and checkpoints of later steps are cut off and set aside. `config` and `data` describe the run as it is now.
+    """
+    checkpoint = point.checkpoint
+    progress = Progress.of(checkpoint)
+    notes = [f"Resuming from {point.source or checkpoint.path} (step {checkpoint.step}).", *point.notes]
+    aside = set_aside_after(run.checkpoints, checkpoint.step)
+    notes += [f"Set aside, because of a later step: {', '.join(map(str, aside))}"] if aside else []
+    dropped = cut_metrics(run.metrics, checkpoint.step, progress.evaluated_at == checkpoint.step)
+    if dropped:
+        notes.append(f"Removed {dropped} lines after step {checkpoint.step} from {run.metrics.name}.")
+    changes = config_difference(checkpoint.config, config)
+    if point.run is not None:
+        changes += data_difference(point.run, data)
+    notes += [f"Changed since the checkpoint: {'; '.join(changes)}"] if changes else []
+    return progress, {"resumed_from": checkpoint.path.name, "dropped_metrics": dropped, "changes": changes}, notes
+
+
+def _differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(key for key in new if key not in old)]:
+            name = f"{prefix}.{key}" if prefix else str(key)
+            yield from _differences(old.get(key), new.get(key), name)
+    elif old != new:
+        yield prefix, old, new

@@ -1,0 +1,281 @@
+"""The run directory: claimed by one process, self-contained, and with relative paths only, so that it can be moved.
+
+config.yaml     the resolved config of the newest leg
+run.json        one environment record per leg (a leg is one start or resume of the run)
+metrics.jsonl   one line per recorded step: the truth that loggers are views of
+checkpoints/    see checkpoint.py
+plan.txt  summary.json  loss.png
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from datetime import datetime
+from errno import EACCES
+from pathlib import Path
+from typing import IO, Any
+
+from ttrain.core.errors import CheckpointError, UserError
+from ttrain.core.files import lock_file, replace_file, to_json
+from ttrain.train.checkpoint.checkpoint import UNFINISHED
+from ttrain.train.checkpoint.retention import put_back_replaced
+from ttrain.train.logging.metrics import read_metrics
+from ttrain.train.settings import with_current_keys
+
+RECORD = "run.json"
+LOCK = ".lock"
+_MAX_CLAIMS = 10_000
+_STARTING = ".starting"  # marks a folder that is about to become a run
+_LOOKS, _LOOK_SECONDS = 5, 0.05  # at a lock: who lists runs holds each for a moment
+
+
+class RunDirectory:
+    """A directory that this process holds until `close`."""
+
+    def __init__(self, path: Path, lock: IO[str]) -> None:
+        self.path = path
+        self.note: str | None = None  # what the user should know of how it was claimed
+        self._made = False  # by this process, and nothing worth keeping is in it yet
+        self._lock: IO[str] | None = lock
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def loss_curve(self) -> Path:
+        return self.path / "loss.png"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.txt"
+
+    @classmethod
+    def claim(
+        cls,
+        wanted: str | None,
+        label: str,
+        root: Path = Path("outputs"),
+        now: datetime | None = None,
+        fill: Callable[[RunDirectory], None] = lambda run: None,
+    ) -> RunDirectory:
+        """Makes and holds a new run directory. Raises UserError where that can't be done.
+
+        `fill` writes what a resume of the run needs: only then comes the record, without which it is no run.
+
+        `wanted` is the directory that the user asked for; it may exist if it holds no run, or one that ended before it
+        had anything to lose. Without it the directory is `root/<date>/<time>_<label>`, with a number appended where
+        another run took that name first.
+        """
+        if wanted is None:
+            return cls._claim_new(root, label, now or datetime.now(), fill)
+        path = Path(wanted)
+        made = not path.exists()
+        run = cls._hold(path, make=True)
+        run._made = made
+        try:
+            run._require_unused()
+        except UserError:
+            run.close()
+            raise
+        return run._start(fill)
+
+    def _require_unused(self) -> None:
+        if (self.path / RECORD).exists() and self._has_nothing_to_lose():
+            self.note = f"{self.path} held a run that ended before it had done anything; this one takes its place."
+            return
+        if (self.path / RECORD).exists():
+            again = "continue it" if any(_entries(self.checkpoints)) else "start it again (it has no checkpoint)"
+            raise UserError(
+                f"run.dir={self.path} already holds a run. Give resume=auto to {again}, or another run.dir."
+            )
+        if (self.path / _STARTING).exists():  # killed before it was a run
+            shutil.rmtree(self.checkpoints, ignore_errors=True)
+            return
+        checkpoints = [self.checkpoints] if any(_entries(self.checkpoints)) else []
+        files = (self.config, self.metrics, self.summary, self.plan, self.loss_curve)
+        theirs = [*checkpoints, *(file for file in files if file.exists())]
+        if theirs:
+            raise UserError(
+                f"run.dir={self.path} holds {theirs[0].name} but no {RECORD}, so it is not a run, and a run would "
+                "write over it. Give run.dir=<a new folder>."
+            )
+
+    def _has_nothing_to_lose(self) -> bool:
+        """Whether the run that is there has neither checkpoint nor summary nor a recorded step with a finite loss."""
+        saved = [path for path in _entries(self.checkpoints) if not path.name.startswith(UNFINISHED)]
+        trained = any(line.get("train/loss") is not None for line in read_metrics(self.metrics))
+        return not (saved or trained or self.summary.exists() or self.loss_curve.exists())
+
+    @classmethod
+    def _claim_new(cls, root: Path, label: str, now: datetime, fill: Callable[[RunDirectory], None]) -> RunDirectory:
+        parent = root / now.strftime("%Y-%m-%d")
+        name = f"{now.strftime('%H-%M-%S')}_{label}"
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            for number in range(1, _MAX_CLAIMS):
+                path = parent / (name if number == 1 else f"{name}_{number}")
+                try:
+                    path.mkdir()  # fails where it exists: of many processes exactly one gets it
+                except FileExistsError:
+                    continue
+                run = cls._hold(path)
+                run._made = True
+                return run._start(fill)
+        except OSError as error:
+            raise _not_writable(parent, error) from None
+        raise UserError(f"{parent} has {_MAX_CLAIMS} runs named {name}. Give run.dir=<a new folder>.")
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """Holds the directory of an existing run, to continue it. Raises CheckpointError where there is none."""
+        if not path.is_dir() or not (path / RECORD).exists():
+            raise CheckpointError(f"{path} is not a run of ttrain: it has no {RECORD}. Give the folder of a run.")
+        run = cls._hold(path)
+        for part in (path, run.checkpoints, run.metrics, path / RECORD):
+            if part.exists() and not os.access(part, os.W_OK):
+                run.close()
+                raise _not_writable(path, PermissionError(EACCES, f"no permission to write {part.name or part}"))
+        put_back_replaced(run.checkpoints)
+        return run
+
+    @classmethod
+    def _hold(cls, path: Path, *, make: bool = False) -> RunDirectory:
+        try:
+            if make:
+                path.mkdir(parents=True, exist_ok=True)
+            lock = open(path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - held for as long as the run
+        except OSError as error:
+            raise _not_writable(path, error) from None
+        if not _locked(lock):
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            lock.close()
+            raise UserError(f"{path} is in use by process {holder}. Wait for it, or give another run.dir.")
+        lock.truncate(0)
+        lock.write(f"{os.getpid()} on {socket.gethostname()}")
+        lock.flush()
+        return cls(path, lock)
+
+    def _start(self, fill: Callable[[RunDirectory], None]) -> RunDirectory:
+        starting = self.path / _STARTING
+        try:
+            starting.touch()
+            (self.path / RECORD).unlink(missing_ok=True)
+            self.checkpoints.mkdir(exist_ok=True)
+            fill(self)
+            replace_file(self.path / RECORD, to_json({"legs": []}))
+            starting.unlink()
+        except BaseException as error:
+            self.discard()
+            self.close()
+            if isinstance(error, OSError):
+                raise _not_writable(self.path, error) from None
+            raise
+        return self
+
+    def write_config(self, config: dict[str, Any]) -> None:
+        """Writes the resolved config."""
+        import yaml
+
+        replace_file(self.config, yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=120))
+
+    def record(self, config: dict[str, Any], leg: dict[str, Any]) -> None:
+        """Writes the resolved config, and adds the environment record of this leg."""
+        self.write_config(config)
+        replace_file(self.path / RECORD, to_json({"legs": [*self.legs(), leg]}))
+
+    def legs(self) -> list[dict[str, Any]]:
+        """The environment record of every leg so far."""
+        try:
+            return list(json.loads((self.path / RECORD).read_text("utf-8"))["legs"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f'{self.path / RECORD} is damaged ({error}). Put {{"legs": []}} there.') from None
+
+    def write_plan(self, text: str) -> None:
+        replace_file(self.plan, text)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        replace_file(self.summary, to_json(summary))
+
+    def keep(self) -> None:
+        """From now on the directory is worth keeping."""
+        self._made = False
+
+    def discard(self) -> bool:
+        """Removes the directory if this process made it and there is nothing to keep; whether it did."""
+        if not self._made:
+            return False
+        self.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+        return True
+
+    def close(self) -> None:
+        """Lets go of the directory; calling it twice does nothing."""
+        if self._lock is not None:
+            self._lock.close()  # releases the lock
+            self._lock = None
+
+
+def _locked(lock: IO[str]) -> bool:
+    for _ in range(_LOOKS - 1):
+        if lock_file(lock):
+            return True
+        time.sleep(_LOOK_SECONDS)
+    return lock_file(lock)
+
+
+def chosen_model(run: Path | None) -> str | None:
+    """What the newest leg of a run called its model, such as nano-gpt; None where it does not tell."""
+    if run is None:
+        return None
+    try:
+        name = json.loads((run / RECORD).read_text("utf-8"))["legs"][-1]["model"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return name if isinstance(name, str) else None
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """The resolved config of a run, in the keys of now. Raises CheckpointError where it is missing or damaged."""
+    import yaml
+
+    try:
+        config = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{run} is not a run of ttrain: it has no config.yaml. Give the folder of a run."
+        ) from None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{run / 'config.yaml'} can't be read: {error}") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{run / 'config.yaml'} holds {type(config).__name__}, expected keys and values.")
+    return with_current_keys(config)
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def _not_writable(path: Path, error: OSError) -> UserError:
+    reason = error.strerror or str(error)
+    return UserError(
+        f"The run directory {path} can't be written: {reason}. Give run.dir=<a folder that can be written>."
+    )

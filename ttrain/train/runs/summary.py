@@ -1,0 +1,268 @@
+"""What a run tells of its data at the start, and of itself at its end."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ttrain.core.units import format_bytes, format_count, format_duration
+from ttrain.train.checkpoint.progress import Progress
+from ttrain.train.logging.meter import loop_speed
+from ttrain.train.logging.metrics import read_metrics
+
+if TYPE_CHECKING:
+    from ttrain.data.batches import Dataset
+
+_ALIKE = 0.1  # speeds that differ by less than this share of the greater are told as one
+
+
+@dataclass(frozen=True)
+class RecordedSteps:
+    """How fast a run's recorded steps were, over all legs."""
+
+    mfu: float | None = None  # mean over their time
+    step_ms: float | None = None  # median
+    tokens_per_s: float | None = None  # median
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The numbers of a finished run. Losses are in nats per token, or mean squared errors."""
+
+    model: str
+    parameters: int
+    progress: Progress
+    steps: int
+    recorded: RecordedSteps
+    peak_memory: int
+    baseline: tuple[str, float] | None = None  # name and loss of the best prediction that ignores the input
+    rates: Mapping[str, float] = field(default_factory=dict)  # the last learning rate of every group, by its input
+    val_metrics: Mapping[str, float] = field(default_factory=dict)  # the model's further metrics, newest evaluation
+    caution: str | None = None  # what has to be known of the numbers; see Device.caution
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values for summary.json."""
+        progress = self.progress
+        return {
+            "model": self.model,
+            "parameters": self.parameters,
+            "step": progress.step,
+            "steps": self.steps,
+            "tokens": progress.tokens,
+            "seconds": round(progress.seconds, 3),
+            "train/loss": progress.train_loss,
+            "val/loss": progress.val_loss,
+            "best_val_loss": progress.best_val_loss,
+            "best_step": progress.best_step,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.recorded.mfu,
+            "median_step_ms": self.recorded.step_ms,
+            "median_tokens_per_s": self.recorded.tokens_per_s,
+            "peak_memory_bytes": self.peak_memory,
+            "learning_rates": dict(self.rates),
+            "val_metrics": dict(self.val_metrics),
+            "baseline": None if self.baseline is None else {"name": self.baseline[0], "loss": self.baseline[1]},
+            **({} if self.caution is None else {"caution": self.caution}),
+        }
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Label and value of every line for people."""
+        progress = self.progress
+        lines = [
+            ("model", f"{self.model}, {format_count(self.parameters)} parameters"),
+            (
+                "steps",
+                f"{progress.step} in {format_duration(progress.seconds)}, {format_count(progress.tokens)} tokens",
+            ),
+            ("train loss", _loss(progress.train_loss)),
+            ("val loss", self._val_loss()),
+        ]
+        if self.val_metrics:
+            lines.append(("val metrics", ", ".join(f"{name} {value:.4f}" for name, value in self.val_metrics.items())))
+        if self.baseline is not None:
+            compared = next((f"; compare {name}" for name in self.val_metrics if name.endswith("/ce")), "")
+            lines.append((self.baseline[0], f"{self.baseline[1]:.4f} (what ignoring the input can reach{compared})"))
+        if self.tokens_per_s:
+            lines.append(("speed", self._speed(self.tokens_per_s)))
+        if len(self.rates) > 1:
+            shown = (f"{name.removeprefix('lr/')} {rate:.2e}" for name, rate in self.rates.items())
+            lines.append(("learning rates", ", ".join(shown)))
+        lines.append(("peak memory", format_bytes(self.peak_memory)))
+        return lines if self.caution is None else [("WARNING", self.caution), *lines]
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Over the time of the loop, all legs."""
+        return loop_speed(self.progress.tokens, self.progress.seconds)
+
+    def _speed(self, mean: float) -> str:
+        mfu = f", mfu {100 * self.recorded.mfu:.1f} %" if self.recorded.mfu else ""
+        median, step = self.recorded.tokens_per_s, self.recorded.step_ms
+        differs = median and step and abs(median - mean) > _ALIKE * max(median, mean)
+        told = f"; {format_count(median)} in the median step, {step:.4g} ms" if differs and median and step else ""
+        return f"{format_count(mean)} tokens/s{mfu}{told}"
+
+    @property
+    def loss_baseline(self) -> tuple[str, float] | None:
+        """The baseline where the loss can be compared with it: a sum of several terms can't."""
+        return None if self.val_metrics else self.baseline
+
+    def _val_loss(self) -> str:
+        progress = self.progress
+        best = progress.best_val_loss
+        better = best is not None and progress.val_loss is not None and best < progress.val_loss
+        return _loss(progress.val_loss) + (f" (best {best:.4f} at step {progress.best_step})" if better else "")
+
+
+def extent_line(dataset: Dataset, steps: int, rows: int, tokens: int | None = None, limit: int | None = None) -> str:
+    """Files, bytes, tokens, sequences a pass and the passes that `steps` of `rows` sequences make.
+
+    `tokens` that those steps read are given where not all sequences have the dataset's length; `limit` is data.limit.
+    """
+    described = dataset.description
+    counts = described.get("tokens") or described.get("examples") or {}
+    source = described.get("source")
+    parts = [f"Data: {', '.join(source) if isinstance(source, list) else source}"]
+    if "files" in described:
+        size = described["bytes"]
+        plural = "" if described["files"] == 1 else "s"
+        parts.append(f", {described['files']:,} file{plural}, ")
+        parts.append(format_bytes(sum(size.values()) if isinstance(size, dict) else size))
+    if not counts:
+        return "".join(parts) + "."
+    unit = "tokens" if "tokens" in described else "examples"
+    parts.append(f": {counts['train']:,} {unit} to train on, {counts['val']:,} held out.")
+    length = dataset.fields["tokens"].shape[0] if "tokens" in described else 1
+    # Documents follow one another without end; elsewhere the last token of a split is a target alone.
+    whole = counts["train"] - ("tokens" in described and "documents" not in described)
+    sequences = min(max(1, whole // length), limit or whole)
+    passes = (steps * rows * length if tokens is None else tokens) / (sequences * length if limit else counts["train"])
+    what = f"sequences of {length:,} tokens" if "tokens" in described else "examples"
+    only = " (data.limit)" if limit else ""
+    parts.append(f" A pass is {sequences:,} {what}{only}; {steps:,} steps of {rows:,} make {_passes(passes)}.")
+    return "".join(parts)
+
+
+def _passes(passes: float) -> str:
+    if 0 < passes < 0.01:
+        return "less than 0.01 passes"
+    return f"{passes:,.2f} passes" if passes < 100 else f"{passes:,.0f} passes"
+
+
+def recorded_steps(metrics: Path) -> RecordedSteps:
+    """How fast the recorded steps were; each line has the means over the steps since the one before it."""
+    lines = [line for line in read_metrics(metrics) if line.get("tokens_per_s") and line.get("step_ms")]
+    before = [0, *(line["step"] for line in lines)]
+    timed = [
+        ((line["step"] - last) * line["step_ms"], line.get("mfu")) for line, last in zip(lines, before, strict=False)
+    ]
+    rated = [(time, mfu) for time, mfu in timed if mfu is not None]
+    whole = sum(time for time, _ in rated)
+    return RecordedSteps(
+        round(sum(time * mfu for time, mfu in rated) / whole, 4) if whole > 0 else None,
+        _median([line["step_ms"] for line in lines]),
+        _median([line["tokens_per_s"] for line in lines]),
+    )
+
+
+def last_rates(metrics: Path) -> dict[str, float]:
+    """The learning rates of the newest recorded step: `lr`, and `lr/<prefix>` of groups that have their own."""
+    newest: dict[str, float] = {}
+    for line in read_metrics(metrics):
+        newest = {key: line[key] for key in line if key.partition("/")[0] == "lr"} or newest
+    return newest
+
+
+def last_val_metrics(metrics: Path) -> dict[str, float]:
+    """What the newest evaluation measured besides the loss, such as `ar/ce`."""
+    newest: dict[str, float] = {}
+    for line in read_metrics(metrics):
+        newest = {key[len("val/") :]: line[key] for key in line if key.startswith("val/")} or newest
+    return {name: value for name, value in newest.items() if name != "loss" and value is not None}
+
+
+def print_summary(
+    summary: Summary, run: Path, on: tuple[str, str | None], *, writes_text: bool = True, plugins: Sequence[str] = ()
+) -> None:
+    """Prints the summary, where the run is, and the commands that go on from it.
+
+    `on` has the words with which the run trains on and what its learning rate does then, `writes_text` tells that the
+    model can be sampled, `plugins` which modules a command has to name again.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    command = start_command(plugins)
+    folder, (words, rate) = shlex.quote(str(run)), on
+    rows = [
+        *summary.lines(),
+        ("run", str(run)),
+        ("train on", f"{continue_command(plugins, run)} {words}"),
+        *([] if rate is None else [("learning rate", rate)]),
+    ]
+    if writes_text:
+        rows.append(("sample", f"{command} task=sample run.dir={folder}"))
+    width = max(len(label) for label, _ in rows) + 2
+    console = Console(highlight=False, soft_wrap=True)  # a command that is cut at the window's edge can't be copied
+    console.print()
+    for label, value in rows:
+        console.print(Text.assemble((label.ljust(width), "bold"), value))
+
+
+def start_command(plugins: Sequence[str]) -> str:
+    """What a command begins with that goes on with a run: plugins are named again, because no file may name them."""
+    return "python -m ttrain" + (f" {shlex.quote('plugins=[' + ','.join(plugins) + ']')}" if plugins else "")
+
+
+def continue_command(plugins: Sequence[str], run: Path) -> str:
+    """The command that goes on with a run."""
+    return f"{start_command(plugins)} resume=auto run.dir={shlex.quote(str(run))}"
+
+
+def draw_loss_curve(
+    metrics: Path, image: Path, baseline: tuple[str, float] | None = None, caution: str | None = None
+) -> bool:
+    """Draws train and held-out loss over steps into a PNG; whether there was something to draw, matplotlib and room."""
+    lines = list(read_metrics(metrics))
+    curves = {key: [(line["step"], line[key]) for line in lines if line.get(key) is not None] for key in _CURVES}
+    if not any(len(points) > 1 for points in curves.values()):
+        return False
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for (key, style), points in zip(_CURVES.items(), curves.values(), strict=True):
+        if points:
+            axes.plot(*zip(*points, strict=True), label=key, **style)
+    if baseline is not None:
+        axes.axhline(baseline[1], label=baseline[0], color="gray", linestyle=":")
+    axes.set(xlabel="step", ylabel="loss")
+    if caution is not None:
+        axes.set_title(caution, fontsize="small", wrap=True)
+    axes.legend()
+    FigureCanvasAgg(figure)
+    try:
+        figure.savefig(image, dpi=120)
+    except OSError:  # a picture is not worth a run that is done
+        return False
+    return True
+
+
+_CURVES: dict[str, dict[str, Any]] = {
+    "train/loss": {"linewidth": 0.8, "color": "tab:blue"},
+    "val/loss": {"linewidth": 1.5, "color": "tab:orange", "marker": "o", "markersize": 3},
+}
+
+
+def _loss(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.4f}"
+
+
+def _median(values: list[float]) -> float | None:
+    return sorted(values)[len(values) // 2] if values else None

@@ -1,0 +1,129 @@
+"""First values of a new run from another run, a checkpoint or a file of weights: what fits by name and shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ttrain.core.errors import CheckpointError
+from ttrain.core.units import format_count
+from ttrain.models.identity import differing
+from ttrain.train.checkpoint.weights_file import Said, Weights, read_file, said_of, same_tokenizer, weights_of
+from ttrain.train.protocols import State
+
+_SHOWN = 20  # rows of the table of what does not fit
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """Where first values come from and which parameters they fit. Values are read when they are needed.
+
+    `fitting` are the parameters that are overwritten, in the model's order. `others` tells of every other one the shape
+    that the source has under its name, None where it has none.
+    """
+
+    source: Path
+    model: Any
+    fitting: tuple[str, ...]
+    others: Mapping[str, tuple[int, ...] | None]
+    unused: tuple[str, ...]  # names of the source that no parameter has
+    differences: tuple[str, ...] = ()  # why the values mean something else here, where they are taken all the same
+
+    def apply(self, state: State) -> None:
+        """Overwrites the fitting parameters; the optimizer's tensors stay as they are."""
+        values, _ = _open(self.source, self.model)
+        for path in self.fitting:
+            state.write(path, values[path])
+
+    def lines(self) -> list[str]:
+        """For people: what was taken, then a row for every parameter that keeps its own first values."""
+        shapes = {path: parameter.shape for path, parameter in self.model.parameters().items()}
+        taken = sum(math.prod(shapes[path]) for path in self.fitting)
+        counts = f"{len(self.fitting)} of {len(shapes)} parameters"
+        values = f"{format_count(taken)} of {format_count(self.model.parameter_count)} values"
+        lines = [f"Warm start from {self.source}: {counts} ({values}) are taken."]
+        width = max(map(len, self.others), default=0)
+        for path, found in list(self.others.items())[:_SHOWN]:
+            why = "not in the source" if found is None else f"has shape {list(found)} in the source"
+            lines.append(f"  {path.ljust(width)}  {list(shapes[path])} starts anew: {why}")
+        if len(self.others) > _SHOWN:
+            lines.append(f"  and {len(self.others) - _SHOWN} more start anew")
+        if self.unused:
+            more = f" and {len(self.unused) - 3} more" if len(self.unused) > 3 else ""
+            lines.append(f"  not used of the source: {', '.join(self.unused[:3])}{more}")
+        lines += [f"WARNING: taken anyway: {difference}" for difference in self.differences]
+        return lines
+
+    def record(self) -> dict[str, Any]:
+        """For the run record."""
+        others = {path: None if found is None else list(found) for path, found in self.others.items()}
+        differences = {"taken_anyway": list(self.differences)} if self.differences else {}
+        return {"init_from": str(self.source), "taken": list(self.fitting), "started_anew": others, **differences}
+
+
+def open_warm_start(source: str, model: Any, tokenizer: str | None = None, anyway: bool = False) -> WarmStart:
+    """What a source has for a model whose data has this tokenizer.
+
+    Raises CheckpointError where it can't be read, nothing fits, or NaN is in it, and, unless `anyway`, where the values
+    would compute something else or belong to other tokens.
+    """
+    path = Path(source)
+    values, said = _open(path, model)
+    fitting: list[str] = []
+    others: dict[str, tuple[int, ...] | None] = {}
+    parameters = model.parameters()
+    for name, parameter in parameters.items():
+        if name not in values:
+            others[name] = None
+            continue
+        array = values[name]
+        if array.shape != tuple(parameter.shape):
+            others[name] = array.shape
+        elif not np.isfinite(array).all():
+            raise CheckpointError(f"train.init_from={source}: {name} holds NaN or infinity. Give another checkpoint.")
+        else:
+            fitting.append(name)
+    differences = tuple(differing(said.of(model), model.config))
+    vocabulary = getattr(model.config, "vocabulary", None)
+    rows = [name for name in fitting if parameters[name].shape[0] == vocabulary]
+    if rows and not same_tokenizer(said.tokenizer, tokenizer):
+        differences += (f"its tokenizer is another one, so the rows of {', '.join(rows)} mean other tokens",)
+    unused = tuple(name for name in values if name not in parameters)
+    start = WarmStart(path, model, tuple(fitting), others, unused, differences)
+    if not fitting:
+        raise CheckpointError(
+            f"train.init_from={source}: nothing fits this model by name and shape. Give the model's sizes as the "
+            "source has them.\n" + "\n".join(start.lines()[1:])
+        )
+    if differences and not anyway:
+        raise CheckpointError(
+            f"train.init_from={source} holds another function than this model: {'; '.join(differences)}. Give these "
+            "keys, and the tokenizer with data.tokenizer=<its tokenizer.json>, as they were, or take what fits with "
+            "train.init_anyway=true."
+        )
+    return start
+
+
+def _open(path: Path, model: Any) -> tuple[Mapping[str, Any], Said]:
+    """Values by our paths, each read when it is asked for, and what the source says besides."""
+    from ttrain.train.runs.resume import find_resume_point
+
+    if path.is_file():
+        content = read_file(path)
+        return Weights(weights_of(path, model, content)), said_of(path, content)
+    if not path.exists():
+        raise CheckpointError(
+            f"train.init_from={path} does not exist. Give a run, a checkpoint, or a .pt or .safetensors file."
+        )
+    try:
+        point = find_resume_point(str(path), None)
+    except CheckpointError as error:
+        raise CheckpointError(f"train.init_from: {str(error).removeprefix('resume=')}") from None
+    assert point is not None  # only resume=none and auto give none
+    checkpoint = point.checkpoint
+    return Weights(checkpoint.parameters()), Said(checkpoint.config.get("model"), checkpoint.tokenizer)

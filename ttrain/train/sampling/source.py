@@ -1,0 +1,142 @@
+"""Samples from a model on a device: which steps a mode of sampling needs, and the text that comes of them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ttrain.core.errors import ConfigError
+from ttrain.core.visibility import CAUSAL, PAIRS
+from ttrain.engine.base import Trace
+from ttrain.train.protocols import Array, Step, Tokenizer
+from ttrain.train.sampling.decode import Reader, reading_traces, scores_of
+from ttrain.train.sampling.draw import (
+    Acceptance,
+    Sampler,
+    Scores,
+    Stop,
+    Window,
+    checked,
+    draw_pairs,
+    draw_speculative,
+    draw_tokens,
+    whole_text_scores,
+    write_samples,
+)
+from ttrain.train.settings import SampleConfig
+
+Build = Callable[[str, Trace], Step]
+WHOLE = "logits"  # the step that computes a whole context for every token
+
+# Per mode: the masks under which the text is read, with the tokens that are new at a time and the rows that are scored.
+# A pair step reads at most three new tokens, from the start of the pair that the first of them belongs to.
+_READS: dict[str, dict[str, tuple[int, int]]] = {
+    "ar": {CAUSAL: (1, 1)},
+    "sat": {PAIRS: (4, 2)},
+    "sat_variable": {PAIRS: (4, 2)},
+    "speculative": {PAIRS: (4, 2), CAUSAL: (3, 3)},
+}
+
+
+def sampling_traces(model: Any, config: SampleConfig) -> dict[str, dict[str, Trace]]:
+    """The steps that the mode reads the text with, by mask and name; none where every token computes a whole context.
+
+    Raises ConfigError where the model lacks what the mode or sample.cache=true asks for, or no text is left to slide.
+    """
+    name, mode = model.config.name, config.mode
+    if mode != "ar" and not getattr(model, "predicts_pairs", False):
+        raise ConfigError(f"sample.mode={mode}: model.name={name} has no SAT head. Give sample.mode=ar.")
+    if config.slide is not None and config.slide >= max(2, model.context):
+        raise ConfigError(f"sample.slide={config.slide}: must be less than model.context={model.context}.")
+    if config.cache and not hasattr(model, "extend"):
+        raise ConfigError(f"sample.cache=true: model.name={name} keeps no keys and values. Give sample.cache=null.")
+    if mode == "ar" and (config.cache is False or not hasattr(model, "extend")):
+        return {}
+    return {mask: reading_traces(model, mask, *sizes) for mask, sizes in _READS[mode].items()}
+
+
+@dataclass
+class Source:
+    """Where the tokens of samples come from."""
+
+    model: Any
+    config: SampleConfig
+    vocabulary: int  # ids of the tokenizer: the model may have more
+    traces: Mapping[str, Mapping[str, Trace]]
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    _readers: dict[str, Reader] = field(default_factory=dict)
+    _whole: Scores | None = None
+    _context: int = 0  # of the whole-context step
+
+    def build(self, build: Build, whole: Trace) -> None:
+        """Build and place every step before one runs. `whole` is for models that are not read with caches."""
+        keeps, placed = self.config.cache is not False, list[Step]()
+        for mask, traces in self.traces.items():
+            steps = [build(name, trace) for name, trace in traces.items()]
+            placed += steps
+            self._readers[mask] = Reader(steps, self.model.context, mask, keeps)
+        if not self.traces:
+            step = build(WHOLE, whole)
+            self._context, self._whole = step.inputs["tokens"].shape[1], whole_text_scores(step, self.vocabulary)
+            placed.append(step)
+        for step in placed:
+            if hasattr(step, "take_addresses"):  # now, because some engines compile then
+                step.take_addresses()
+
+    def tokens(self, prompt: list[int], number: int) -> Iterator[int]:
+        """The ids of one sample, which continue the prompt; `number` tells samples apart."""
+        config, sampler = self.config, Sampler(self.config)
+        context = self._context if self._whole is not None else self.model.context
+        shared = (prompt, Window.of(context, config.slide), sampler, config.tokens, number)
+        if config.mode == "ar":
+            return draw_tokens(self._whole or self._next, *shared)
+        if config.mode == "speculative":
+            return draw_speculative(self._draft, self._verify, *shared, acceptance=self.acceptance)
+        return draw_pairs(self._draft, *shared, gated=config.mode == "sat_variable")
+
+    def _next(self, text: list[int]) -> Array:
+        return checked(self._readers[CAUSAL].read(text, 1)["logits"], self.vocabulary)[0]
+
+    def _verify(self, text: list[int], drafted: list[int]) -> Array:
+        return checked(self._readers[CAUSAL].read(text + drafted, 1 + len(drafted))["logits"], self.vocabulary)
+
+    def _draft(self, text: list[int]) -> tuple[Array, Array]:
+        outputs = self._readers[PAIRS].read(text, 2)
+        return checked(outputs["logits"], self.vocabulary), scores_of(outputs, "gate")[0]
+
+
+class Clock:
+    """Counts tokens and the seconds between the first and the last: reading the prompt, and compiling, are left out."""
+
+    def __init__(self) -> None:
+        self.tokens, self.seconds = 0, 0.0
+
+    def timed(self, tokens: Iterator[int]) -> Iterator[int]:
+        """The tokens of one sample, counted."""
+        started = None
+        for token in tokens:
+            now = time.perf_counter()
+            if started is not None:
+                self.tokens, self.seconds = self.tokens + 1, self.seconds + now - started
+            started = now
+            yield token
+
+    def text(self) -> str:
+        speed = f"{self.tokens / self.seconds:.1f} tokens/s" if self.seconds else "too few tokens to time"
+        return f"After the first: {self.tokens} tokens in {self.seconds:.2f} s, {speed}."
+
+
+def print_source(source: Source, tokenizer: Tokenizer, prompt: list[int], stop: Stop) -> list[str]:
+    """Writes `sample.count` samples to stdout and how fast they came to stderr, and returns the texts."""
+    clock, found = Clock(), source.acceptance
+
+    def draw(number: int) -> Iterator[int]:
+        return clock.timed(source.tokens(prompt, number))
+
+    texts = write_samples(draw, tokenizer, prompt, source.config.count, stop)
+    accepted = f" {found.accepted} of {found.drafted} drafted tokens were accepted ({100 * found.rate:.0f} %)."
+    print(clock.text() + (accepted if found.drafted else ""), file=sys.stderr, flush=True)
+    return texts

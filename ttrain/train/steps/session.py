@@ -1,0 +1,73 @@
+"""A model on a device: its state, an engine over it, and the built steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ttrain.device.base import Device
+from ttrain.engine.base import Engine, Step
+from ttrain.engine.state import State, StateTensor
+from ttrain.graph import Graph
+from ttrain.nn.initialize import initial_value
+from ttrain.plan.report import model_flops
+from ttrain.train.steps.step_graph import StepGraph
+
+
+@dataclass
+class Session:
+    """State, engine and steps of one run. Close it before the device."""
+
+    graph: StepGraph
+    state: State
+    engine: Engine
+    make_engine: Callable[[Device, State], Engine]
+
+    @classmethod
+    def open(
+        cls,
+        graph: StepGraph,
+        device: Device,
+        make_engine: Callable[[Device, State], Engine],
+        training: bool = True,
+        further: Sequence[StateTensor] = (),
+    ) -> Session:
+        """Places the state, and `further` tensors; without `training` neither gradients nor the optimizer's."""
+        state = State(device, [*graph.state_tensors(training), *further])
+        return cls(graph, state, make_engine(device, state), make_engine)
+
+    def renew(self, graph: StepGraph) -> None:
+        """Closes what was built and starts anew over the same state. The engine's counters go on."""
+        counters, device = self.engine.counters, self.engine.device
+        self.engine.close()
+        self.graph, self.engine = graph, self.make_engine(device, self.state)
+        self.engine.counters = counters
+
+    def initialize(self, seed: int) -> None:
+        """First values of the parameters, one in host memory at a time. The optimizer's tensors start at zero."""
+        for path, parameter in self.graph.model.parameters().items():
+            self.state.write(path, initial_value(parameter, seed))
+
+    def build_training(self) -> dict[str, Step]:
+        """The steps of training, `evaluate`, and `logits` where the model has them; all before the first one runs."""
+        traces = {**self.graph.train_steps(), "evaluate": self.graph.trace_evaluate}
+        if hasattr(self.graph.model, "logits"):
+            traces["logits"] = self.graph.trace_logits
+        return {name: self.engine.build(name, trace) for name, trace in traces.items()}
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def flops_per_step(graph: StepGraph) -> int:
+    """Floating-point operations of one optimizer step as its ops declare them.
+
+    What a plan computes again to save memory is not counted, so that mfu rates the model and not the plan.
+    """
+    total = 0
+    for name, trace in graph.train_steps().items():
+        recorded = Graph()
+        trace(recorded)
+        repeats = graph.accumulation - 1 if name == "accumulate_next" else 1
+        total += repeats * sum(model_flops(recorded).values())
+    return total

@@ -1,0 +1,75 @@
+"""What a supervised process tells its supervisor, through one file: its run, its end, and by the file's time that it
+lives.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ttrain.core.files import replace_file, to_json
+from ttrain.core.units import format_duration
+
+VARIABLE = "TTRAIN_HEARTBEAT"  # path of the file; set where a supervisor watches
+
+
+class Heartbeat:
+    """Does nothing in a process that nobody watches."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._told: dict[str, Any] = {}
+
+    @classmethod
+    def of_process(cls) -> Heartbeat:
+        """As the supervisor asked for it by the environment. SIGUSR2 then prints where every thread is."""
+        path = os.environ.get(VARIABLE)
+        if path and hasattr(signal, "SIGUSR2"):
+            faulthandler.register(signal.SIGUSR2, all_threads=True)
+        return cls(Path(path) if path else None)
+
+    def beat(self) -> None:
+        """Shows that the process is alive; cheap enough for every step."""
+        if self._path is not None:
+            try:
+                os.utime(self._path)
+            except OSError:  # the supervisor is gone, and its file with it
+                self._path = None
+
+    def tell(self, **facts: Any) -> None:
+        """Adds JSON values to what the supervisor knows."""
+        self._told |= facts
+        if self._path is not None:
+            try:
+                replace_file(self._path, to_json(self._told))
+            except OSError:
+                self._path = None
+
+
+def read_heartbeat(path: Path) -> dict[str, Any]:
+    """What the process told; empty where it told nothing yet."""
+    try:
+        told = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def seconds_since_start() -> float:
+    """Seconds since this process began, imports included."""
+    import psutil
+
+    return time.time() - psutil.Process().create_time()
+
+
+def first_step_note(seconds: float, counts: Mapping[str, int]) -> str:
+    """How long the start took, and what it compiled or found compiled, by an engine's counters."""
+    built, cached = counts.get("kernels_built", 0), counts.get("kernels_cached", 0)
+    kernels = f" ({built} kernels compiled, {cached} from the cache)" if built or cached else ""
+    return f"First step {format_duration(seconds)} after the start{kernels}."

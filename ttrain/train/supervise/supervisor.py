@@ -1,0 +1,180 @@
+"""Supervision: training runs as a child process and is started again from its newest checkpoint when it fails.
+
+What ends a run for good: success, wrong input (it would be wrong again), an interrupt, a NaN at the same step twice,
+and more than `max_restarts` failures in a row without a new checkpoint between them.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ttrain.core.errors import EXIT_DONE, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER
+from ttrain.core.units import format_duration
+from ttrain.train.checkpoint.retention import list_checkpoints
+from ttrain.train.logging.events import Events
+from ttrain.train.settings import SuperviseConfig
+from ttrain.train.supervise.child import Child, PassOn, describe_exit
+from ttrain.train.supervise.heartbeat import VARIABLE, read_heartbeat
+
+_POLL_SECONDS = 0.1
+_DUMP_SECONDS = 2.0  # for a hung child to print where it is
+NONFINITE = "NonFiniteError"
+
+
+@dataclass
+class _End:
+    """How one child ended."""
+
+    code: int
+    hung: bool
+    told: dict[str, Any]
+    seconds: float
+
+    @property
+    def reason(self) -> str:
+        if self.hung:
+            return f"no sign of life; {describe_exit(self.code)}"
+        message = str(self.told.get("message") or "").split("\n")[0]
+        return f"{describe_exit(self.code)}{': ' if message else ''}{message}"
+
+    @property
+    def bad_step(self) -> int | None:
+        """Step of a NaN, where one ended the child."""
+        return self.told.get("step") if self.told.get("error") == NONFINITE else None
+
+
+class Supervisor:
+    """Runs and restarts one training run."""
+
+    def __init__(
+        self,
+        config: SuperviseConfig,
+        command: Callable[[Path | None], Sequence[str]],
+        say: Callable[[str], None],
+    ) -> None:
+        """`command(run)` is the command line that continues a run, or with None the one that starts it."""
+        self._config, self._command, self._say = config, command, say
+        self._child: Child | None = None
+        self._run: Path | None = None
+        self._failures = 0  # in a row, without a new checkpoint between them
+        self._reached = -1  # step of the newest checkpoint when the last child ended
+        self._bad_step: int | None = None
+        self.restarts = 0
+
+    def run(self) -> int:
+        """Supervises until the run ends for good; its exit code."""
+        with (
+            tempfile.TemporaryDirectory(prefix="ttrain-") as folder,
+            PassOn(lambda: [] if self._child is None else [self._child]) as signals,
+        ):
+            while True:
+                end = self._one(Path(folder) / f"heartbeat-{self.restarts}.json", signals)
+                if signals.received or end.code in (EXIT_DONE, EXIT_USER, EXIT_INTERRUPTED):
+                    return end.code if end.code >= 0 else 128 - end.code
+                stop = self._judge(end)
+                if stop:
+                    self._note("gave_up", f"Supervision gives up: {stop} The last failure: {end.reason}.")
+                    return end.code if end.code > 0 else EXIT_FAILURE
+                self._prepare_restart(end, signals)
+                if signals.received:
+                    return EXIT_INTERRUPTED
+
+    def _one(self, heartbeat: Path, signals: PassOn) -> _End:
+        """Runs one child to its end."""
+        heartbeat.touch()
+        start = time.monotonic()
+        self._child = child = Child(self._command(self._run), {VARIABLE: str(heartbeat)})
+        hung = False
+        while (code := child.wait(_POLL_SECONDS)) is None:
+            if self._run is None:
+                self._learn_run(read_heartbeat(heartbeat))
+            if not signals.received and self._is_silent(heartbeat):
+                hung = True
+                self._end_hung(child)
+        told = read_heartbeat(heartbeat)
+        self._learn_run(told)
+        self._child = None
+        return _End(code, hung, told, time.monotonic() - start)
+
+    def _learn_run(self, told: dict[str, Any]) -> None:
+        if told.get("run"):
+            self._run = Path(told["run"])
+
+    def _is_silent(self, heartbeat: Path) -> bool:
+        limit = self._config.hang_timeout
+        return limit is not None and time.time() - heartbeat.stat().st_mtime > limit
+
+    def _end_hung(self, child: Child) -> None:
+        self._note("hang", f"No sign of life for {self._config.hang_timeout:g} s; the process is killed.")
+        child.send(signal.SIGUSR2)  # prints where every thread is
+        if child.wait(_DUMP_SECONDS) is None:
+            child.kill()
+
+    def _judge(self, end: _End) -> str | None:
+        """Why there is no use in another start; None where there is."""
+        reached = self._newest_step()
+        if reached > self._reached:
+            self._failures = 0
+        self._reached = max(reached, self._reached)
+        self._failures += 1
+        bad_step, before = end.bad_step, self._bad_step
+        self._bad_step = bad_step if bad_step is not None else before
+        if bad_step is not None and bad_step == before:
+            return f"step {bad_step} is not finite again, so it would be the next time too."
+        if self._failures > self._config.max_restarts:
+            return f"{self._failures} failures in a row without a new checkpoint."
+        return None
+
+    def _newest_step(self) -> int:
+        if self._run is None:
+            return -1
+        found, _ = list_checkpoints(self._run / "checkpoints")
+        return found[-1].step if found else -1
+
+    def _prepare_restart(self, end: _End, signals: PassOn) -> None:
+        """Says what happened, waits, and runs on_restart."""
+        self.restarts += 1
+        config = self._config
+        wait = min(config.backoff * 2 ** (self._failures - 1), config.max_backoff)
+        start = f"step {self._reached}" if self._reached >= 0 else "the beginning"
+        self._note(
+            "restart",
+            f"Restart {self.restarts} from {start} in {format_duration(wait)}, after {end.reason}.",
+            exit_code=end.code,
+            hung=end.hung,
+        )
+        until = time.monotonic() + wait
+        while time.monotonic() < until and not signals.received:
+            time.sleep(min(_POLL_SECONDS, max(until - time.monotonic(), 0)))
+        if config.on_restart and not signals.received:
+            self._run_hook(config.on_restart)
+
+    def _run_hook(self, command: str) -> None:
+        """The user's own command; the restart goes on whatever becomes of it."""
+        try:
+            done = subprocess.run(command, shell=True, timeout=self._config.on_restart_timeout, check=False)
+            result = describe_exit(done.returncode)
+        except subprocess.TimeoutExpired:
+            result = f"ended after {self._config.on_restart_timeout:g} s"
+        self._note("on_restart", f"supervise.on_restart ({command}): {result}.")
+
+    def _note(self, kind: str, message: str, **facts: Any) -> None:
+        self._say(message)
+        if self._run is not None and self._run.is_dir():
+            Events(self._run).add(kind, message, **facts)
+
+
+def continuing(words: Sequence[str], run: Path | None) -> list[str]:
+    """The words of a command line with run.dir and resume set to continue `run`."""
+    if run is None:
+        return list(words)
+    kept = [word for word in words if word.lstrip("+").partition("=")[0] not in ("run.dir", "resume")]
+    text = str(run).replace("\\", "\\\\").replace("'", "\\'")
+    return [*kept, f"run.dir='{text}'", "resume=auto"]
