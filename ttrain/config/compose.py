@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import hydra.version
@@ -245,6 +246,7 @@ def _config_name(given: str, own: Path | None, ours: Path) -> tuple[str, list[Pa
     raise ConfigError(f"--config-name {given}: there is no {name}{YAML} in {', '.join(map(str, places))}. {hint}")
 
 
+@cache  # read once a process
 def _store_recipes(folder: Path) -> None:
     for path in sorted(folder.glob("*.yaml")):
         node = OmegaConf.load(path)

@@ -99,7 +99,9 @@ def test_changed_documents_are_refused_and_other_ones_are_not(capsys: pytest.Cap
     assert sorted(path.name for path in Path("run").rglob("*")) == before
     other = [DATA[0], "data.sources=[a.jsonl]", DATA[2]]
     assert main(["run.dir=run", "resume=auto", "train.steps=4", *other]) == 0
-    assert "Changed since the checkpoint: data: sha256" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "Changed since the checkpoint: data.sources: ['a.jsonl', 'b.jsonl'] -> ['a.jsonl'];" in error
+    assert "; data: sha256: " in error
 
 
 def test_touched_but_equal_documents_go_on(capsys: pytest.CaptureFixture[str]) -> None:
