@@ -15,7 +15,7 @@ from ttrain.bench.check import STEPS, Agreement, agreement, first_steps
 from ttrain.bench.contender import Contender, make_contender
 from ttrain.bench.workload import GPT_WORK, MLP_WORK, GPTWork, Job
 from ttrain.engine.settings import EngineConfig
-from ttrain.graph.graph import Kind
+from ttrain.graph.kinds import Kind
 from ttrain.optim.settings import AdamWConfig
 
 

@@ -18,7 +18,7 @@ from ttrain.device.torch.device import cpu
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine
-from ttrain.graph.graph import Kind
+from ttrain.graph.kinds import Kind
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW

@@ -37,7 +37,7 @@ class ReferenceDevice(Device):
         def bind(
             ins: Sequence[Buffer | None], outs: Sequence[Buffer], attributes: Mapping[str, Any], work: Sequence[Buffer]
         ) -> Launch:
-            overwrites = op.elementwise or bool(op.mutates) or op.name.endswith("_update") or op.name == "refresh"
+            overwrites = op.elementwise or bool(op.mutates) or op.name == "update"
 
             def launch() -> list[torch.Tensor] | None:
                 for buffer in (*work, *([] if fresh or overwrites else outs)):

@@ -169,9 +169,7 @@ def test_a_fresh_result_is_copied_into_its_slot(engine: Engine) -> None:
     assert isinstance(engine.device, NullDevice)
     engine.device.deliveries["linear"] = Delivery.FRESH
     engine.build("predict", predict)({"x": INPUTS["x"]})
-    launched = engine.device.launched
-    # The static engine has joined the activation to the product.
-    assert launched == (["linear", "copy"] if isinstance(engine, StaticEngine) else ["linear", "copy", "relu"])
+    assert engine.device.launched == ["linear", "copy"]  # the activation is joined to the product
 
 
 @pytest.mark.parametrize("without", [("linear",), ("linear", "mean")])
@@ -183,9 +181,9 @@ def test_a_device_without_a_kernel_gets_the_parts(engine: Engine, without: tuple
 
 
 def test_a_device_without_kernel_for_a_primitive_is_named(engine: Engine) -> None:
-    device = NullDevice(["gelu"])
+    device = NullDevice(["matmul"])
     other = type(engine)(device, State(device, STATE))
-    with pytest.raises(GraphError, match="null has no kernel for gelu"):
+    with pytest.raises(GraphError, match="null has no kernel for matmul"):
         other.build("train", train)(INPUTS)
 
 
@@ -216,17 +214,6 @@ def test_a_later_step_takes_memory_only_where_it_needs_more() -> None:
     assert engine.device.counters.allocations == before
     engine.build("larger", wide(32))({"x": np.zeros((32, 64), np.float32)})
     assert engine.device.counters.allocations == before + 1
-
-
-def test_dynamic_tells_which_value_is_gone() -> None:
-    def trace(graph: Graph) -> None:
-        weight = graph.state_value("w", WEIGHT, Kind.PARAMETER)
-        hidden = ops.linear(graph.input("x", ROWS), weight)
-        backward(ops.mean(ops.multiply(hidden, hidden)), [weight])
-        graph.output("hidden", hidden)
-
-    with pytest.raises(GraphError, match="linear.*was released: mark it as an output before backward"):
-        open_engine("dynamic").build("late", trace)({"x": INPUTS["x"]})
 
 
 def test_the_loss_may_be_marked_after_backward(engine: Engine) -> None:

@@ -28,8 +28,9 @@ FRESH = ("add", "linear", "matmul", "self_attention", "softmax", "layer_norm", "
 SIZES = {"heads": 2, "width": 8, "context": 4, "vocabulary": 5}
 
 
-def gpt(recompute: str = "none", compute: DType = DType.FP32, layers: int = 2) -> GPT:
-    return GPT(GPTConfig(dropout=0.25, recompute=recompute, activation="tanh", layers=layers, **SIZES), compute)
+def gpt(recompute: str = "none", compute: DType = DType.FP32, **sizes: int) -> GPT:
+    chosen = {"layers": 2, **SIZES, **sizes}
+    return GPT(GPTConfig(dropout=0.25, recompute=recompute, activation="tanh", **chosen), compute)
 
 
 def mlp() -> MLP:
@@ -108,7 +109,7 @@ def assert_equal(name: str, actual: np.ndarray, expected: np.ndarray, exact: boo
 def test_dynamic_frees_what_backward_has_passed() -> None:
     peaks = {}
     for recompute in ("none", "block"):
-        run = Run("dynamic", gpt(recompute, layers=8), AdamW(AdamWConfig()), 1, (), ())
+        run = Run("dynamic", gpt(recompute, layers=8, context=32), AdamW(AdamWConfig()), 1, (), ())
         peaks[recompute] = run.device.peak_bytes - run.held
         assert run.device.live_bytes == run.held  # and at the end of a step nothing is left
     assert peaks["block"] < peaks["none"]

@@ -16,7 +16,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.data.regression import RegressionDataset
 from ttrain.data.settings import RegressionConfig
 from ttrain.engine.static import StaticStep
-from ttrain.graph.graph import Kind
+from ttrain.graph.kinds import Kind
 from ttrain.train.checkpoint.retention import list_checkpoints
 from ttrain.train.forecast.out_of_memory import is_out_of_memory
 from ttrain.train.logging.events import read_events

@@ -17,7 +17,7 @@ import pytest
 
 from ttrain.core.errors import CheckpointError, TtrainError
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.graph import Kind
+from ttrain.graph.kinds import Kind
 from ttrain.train.checkpoint import retention
 from ttrain.train.checkpoint.checkpoint import CheckpointContent, read_checkpoint, save_checkpoint
 from ttrain.train.checkpoint.retention import find_checkpoint, newest_complete, prune_checkpoints

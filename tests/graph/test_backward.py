@@ -165,29 +165,6 @@ def test_a_segment_is_computed_again_once_and_right_before_it_is_needed() -> Non
     assert scopes == sorted(scopes, reverse=True)  # block 2 is recomputed and finished before block 1 begins
 
 
-def test_released_values_are_never_read_again() -> None:
-    """What backward gives free as it goes: checked by forgetting it in an eager run."""
-    for recomputing in (False, True):
-        alive: set[Value] = set()
-
-        def forget(values: Any, alive: set[Value] = alive) -> None:
-            alive.difference_update(values)
-
-        def launch(node: Any, alive: set[Value] = alive) -> None:
-            assert all(value in alive or value.producer is None for value in node.values), node
-            alive.update(node.outputs)
-
-        graph = Graph(on_record=launch, on_release=forget)
-        x, weights = graph.input("x", ROWS), []
-        for index in range(3):
-            weights += [parameter(graph, f"{index}.a", 6, 3), parameter(graph, f"{index}.b", 3, 6)]
-            with graph.segment() if recomputing else graph.scope("block"):
-                x = _block(x, *weights[-2:])
-        loss = squared(x)
-        gradients = backward(loss, weights)
-        assert alive == {loss, *gradients}
-
-
 def test_integers_and_embeddings_pass_no_gradient_to_the_ids() -> None:
     graph = Graph()
     table = parameter(graph, "table", 2, 3)

@@ -8,7 +8,7 @@ from tests.graph.tools import assert_same_meaning, names, parameter, tokens
 from ttrain import ops
 from ttrain.autodiff import backward
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph import Graph, Kind, Stage, Value
+from ttrain.graph import REGISTRY, Graph, Kind, Stage, Value
 from ttrain.graph.passes import fuse, remove_dead_code
 from ttrain.graph.passes.fuse import CHUNK_BYTES, chunk_rows
 from ttrain.graph.verify import verify
@@ -19,7 +19,7 @@ CUBE = TensorSpec((2, 4, 3))
 
 def fused(graph: Graph) -> list[str]:
     """Names after fusing; checks the result and its meaning."""
-    after = verify(fuse(verify(graph, "recording")), "fusion")
+    after = verify(fuse(verify(graph, "recording"), REGISTRY.names()), "fusion")
     assert_same_meaning(graph, after)
     return names(after)
 
@@ -82,7 +82,7 @@ def test_linear_and_activation(name: str) -> None:
     graph = Graph()
     y = ops.add(product(graph, graph.input("x", CUBE), "linear"), parameter(graph, "b", 5))
     graph.output("y", ops.activation(y, name))
-    after = fuse(graph)
+    after = fuse(graph, REGISTRY.names())
     assert names(after) == ["linear"] and after.nodes[0].attributes == {"activation": name}
     assert_same_meaning(graph, after)
 
@@ -170,7 +170,7 @@ def head(graph: Graph) -> tuple[Value, Value]:
 def test_head_and_cross_entropy_in_evaluation() -> None:
     graph = Graph()
     graph.output("loss", head(graph)[1])
-    after = remove_dead_code(fuse(graph))
+    after = remove_dead_code(fuse(graph, REGISTRY.names()))
     assert names(after) == ["linear_cross_entropy"]
     assert after.nodes[0].attributes == {"chunk": chunk_rows(2), "gradients": False}
     assert_same_meaning(graph, after)

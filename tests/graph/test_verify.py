@@ -8,8 +8,10 @@ from ttrain import ops
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import TensorSpec
 from ttrain.graph import Graph, Kind, Value
-from ttrain.graph.op import op
 from ttrain.graph.verify import verify
+from ttrain.optim.base import EXAMPLE
+from ttrain.optim.settings import SGDConfig
+from ttrain.optim.sgd import SGD
 
 PAIR = TensorSpec((2, 3))
 
@@ -96,6 +98,5 @@ def test_only_state_is_overwritten(what: str) -> None:
 def test_a_node_overwrites_a_state_once() -> None:
     graph, x, weight = start()
     lr = graph.input("lr", TensorSpec(()))
-    settings = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
-    op("sgd_update").record(weight, weight, x, x, lr, None, count=2, **settings)
+    ops.update(SGD(SGDConfig()).rule(EXAMPLE, False), [[weight, weight], [x, x]], lr, lr)
     assert "overwrites w:fp32[2, 3] twice" in refused(graph)

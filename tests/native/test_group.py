@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.graph import Graph, Kind, Stage, Value
+from ttrain.graph.graph import Graph, Value
+from ttrain.graph.kinds import Kind, Stage
 from ttrain.graph.op import op
 from ttrain.graph.passes import remove_dead_code
 from ttrain.graph.passes.group import group
@@ -164,34 +165,3 @@ def test_a_lookup_gradient_goes_into_its_sum() -> None:
     gradients = [op("embedding_grad").record(dy, ids, vocabulary=4) for _ in range(3)]
     graph.output("sum", ops.add(ops.add(base, gradients[0]), ops.add(*gradients[1:])))
     assert names(assert_same(graph)) == ["embedding_grad", "add_embedding_grad", "add_embedding_grad", "add"]
-
-
-def adamw(graph: Graph, refresh: bool = True, between: bool = False) -> None:
-    kinds = (Kind.PARAMETER, Kind.GRADIENT, Kind.OPTIMIZER, Kind.OPTIMIZER)
-    slots = [[graph.state_value(f"{slot}.{n}", SPEC, kind) for n in range(2)] for slot, kind in enumerate(kinds)]
-    copies = [graph.state_value(f"copy.{n}", SPEC.with_dtype(DType.BF16), Kind.COPY) for n in range(2)]
-    lr, step = graph.input("lr", TensorSpec(())), graph.input("step", TensorSpec(()))
-    settings = {
-        "count": 2,
-        "beta1": 0.9,
-        "beta2": 0.9,
-        "eps": 1e30,
-        "weight_decay": 0.1,
-    }  # eps: moments may be negative
-    updated = op("adamw_update").record(*(t for slot in slots for t in slot), lr, step, None, **settings)
-    if between:
-        graph.output("old copy", ops.scale(copies[0], 2.0))
-    if refresh:
-        op("refresh").record(*copies, *updated[:2], count=2)
-
-
-def recorded(**choices: bool) -> list[str]:
-    graph = Graph()
-    adamw(graph, **choices)
-    return names(group(graph))
-
-
-def test_copies_are_refreshed_by_the_update() -> None:
-    assert recorded() == ["adamw_refresh"]
-    assert recorded(refresh=False) == ["adamw_update"]
-    assert recorded(between=True) == ["adamw_update", "scale", "refresh"]

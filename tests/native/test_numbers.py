@@ -18,6 +18,9 @@ from ttrain.device.torch.native import toolchain
 from ttrain.device.torch.native.native import Sizing
 from ttrain.graph.graph import Graph, Node
 from ttrain.graph.op import op
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.base import EXAMPLE
+from ttrain.optim.settings import AdamWConfig
 
 Runs = Sequence[tuple[str, Sequence[torch.Tensor | None], Mapping[str, Any]]]
 DTYPES = {dtype: ours for ours, dtype in TORCH_DTYPES.items()}
@@ -160,9 +163,9 @@ def large_runs() -> Runs:
             ("linear", [x, y, None], {}),
             ("linear_cross_entropy", [x, y, ids, one], {"chunk": 50, "gradients": True}),
             ("global_norm", [x, y, *flat], {}),
-            ("adamw_update", [*flat, x.new_tensor(0).expand(300, 70).contiguous() + 1, x[0], *flat,
-                              *(t.abs() for t in flat), one, one * 100, None],
-             {"count": 2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}),
+            ("update", [*flat, x.new_tensor(0).expand(300, 70).contiguous() + 1, x[0], *flat,
+                        *(t.abs() for t in flat), one, one * 100, None, None],
+             {"count": 2, "rule": AdamW(AdamWConfig()).rule(EXAMPLE, True)}),
         ]  # fmt: skip
     return runs
 

@@ -13,7 +13,7 @@ from ttrain.core.spec import DType
 from ttrain.device.base import Device
 from ttrain.device.torch.device import TorchDevice
 
-FP32_RATE_ON_CUDA = ("adamw_update", "sgd_update")
+FP32_RATE_ON_CUDA = ("update",)
 GPU = torch.cuda.is_available()
 # The same kernels with sizes that send small cases down the paths of large ones, and those of CUDA on the CPU.
 WAYS: dict[str, dict[str, Any]] = {

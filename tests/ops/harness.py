@@ -10,7 +10,8 @@ import torch
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Buffer, Delivery, Device
-from ttrain.graph.graph import Graph, Kind, Node, Value
+from ttrain.graph.graph import Graph, Node, Value
+from ttrain.graph.kinds import Kind
 from ttrain.graph.op import REGISTRY, Case, Op
 from ttrain.plan.lifetime import overwritable
 from ttrain.verify.cases import TORCH, Arrays, as_torch, draw, input_names, input_specs, record, reference, rounded
@@ -23,8 +24,10 @@ POISON = {DType.INT64: -(2**40), DType.INT32: -(2**30), DType.BOOL: True}
 
 
 def recorded_by_models(op: Op) -> bool:
-    """Not the ops of ops/fused.py: a pass makes those for devices with rows for them, and tests/native runs them."""
-    return op.family != "fused"
+    """Not those of ops/fused.py, which a pass makes for devices with rows for them: tests/native runs them. Nor an
+    optimizer's rule by itself: op update runs it.
+    """
+    return op.family not in ("fused", "rule")
 
 
 def all_cases(*dtypes: DType, where: Callable[[Op], bool] = recorded_by_models) -> list[Any]:
@@ -51,7 +54,8 @@ def shared_with(device: Device, op: Op, case: Case, dtype: DType) -> list[Value]
     """Inputs whose buffer a plan may give to the first output of a case."""
     graph, _, outputs = record(op, case, dtype)
     node = graph.nodes[0]
-    taken = [] if op.aliases(node) else overwritable(node, device.kernels[op.name])
+    kernel = device.kernels.get(op.name)
+    taken = [] if op.aliases(node) or kernel is None else overwritable(node, kernel)
     return [value for value in taken if value.spec == outputs[0].spec]
 
 
@@ -59,7 +63,7 @@ class Interpreter:
     """Launches the nodes of a graph in order, every value in memory of its own.
 
     Outputs and workspace hold NaN before a launch, so a kernel that reads what it should write is found out.
-    `decomposing` names ops that run as their decompositions.
+    Ops that have no kernel, and those that `decomposing` names, run as their decompositions.
     """
 
     def __init__(self, device: Device, decomposing: Sequence[str] = ()) -> None:
@@ -96,7 +100,7 @@ class Interpreter:
     def _node(self, graph: Graph, node: Node) -> None:
         if all(output in self.buffers for output in node.outputs):
             return
-        if node.op.name in self.decomposing:
+        if node.op.name in self.decomposing or not (node.op.view or node.op.name in self.device.kernels):
             self._decompose(graph, node)
             return
         aliases = node.op.aliases(node)

@@ -10,6 +10,10 @@ import ttrain.ops  # noqa: F401 - fills the registry
 from ttrain.core.errors import ShapeError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.op import REGISTRY, Op
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.base import EXAMPLE
+from ttrain.optim.settings import AdamWConfig, SGDConfig
+from ttrain.optim.sgd import SGD as PlainSGD
 
 
 def fp32(*shape: int) -> TensorSpec:
@@ -24,20 +28,22 @@ def int64(*shape: int) -> TensorSpec:
     return TensorSpec(shape, DType.INT64)
 
 
-ADAMW = {"count": 1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0}
-SGD = {"count": 1, "momentum": 0.9, "nesterov": False, "weight_decay": 0.0}
+ADAMW: dict[str, Any] = {"count": 1, "rule": AdamW(AdamWConfig()).rule(EXAMPLE, True)}
+SGD: dict[str, Any] = {"count": 1, "rule": PlainSGD(SGDConfig()).rule(EXAMPLE, True)}
+RATES = [fp32(), fp32(), None]  # lr, step, and no clip factor
 TWO_RELUS = (("relu", (0,), ()), ("relu", (1,), ()))
 CACHED = [fp32(1, 2, 3, 4), fp32(1, 2, 9, 4), fp32(1, 2, 9, 4), int64(3), int64(3)]
 HEAD = {"chunk": 2, "gradients": True}
 SMOOTHED = {**HEAD, "smoothing": 0.1, "live": 6}
 PAIRS = {"scale": 1.0, "mask": "pairs", "position_bias": "none"}
-ROUNDED: dict[str, Any] = {"stochastic": ("parameters",), "stream": 0}
-UNROUNDED: dict[str, Any] = {"stochastic": (), "stream": 0}
+ROUNDED: dict[str, Any] = {"stochastic": (0,), "stream": 0}
+BINARY = ("add", "subtract", "multiply", "divide", "maximum", "greater")
+UNARY = ("exp", "expm1", "log", "sqrt", "sin", "cos", "sigmoid", "erf", "sign", "relu", "tanh")
 # (op, inputs, attributes, what the message has to name)
 REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
-    *((name, [fp32(4, 8), fp32(4, 7)], {}, "broadcast") for name in ("add", "subtract", "multiply", "divide")),
+    *((name, [fp32(4, 8), fp32(4, 7)], {}, "broadcast") for name in BINARY),
     ("add", [fp32(4), int64(4)], {}, "floating-point"),
-    *((name, [int64(4)], {}, "floating-point") for name in ("exp", "log", "sqrt", "relu", "tanh")),
+    *((name, [int64(4)], {}, "floating-point") for name in UNARY),
     ("scale", [int64(4)], {"factor": 2.0}, "floating-point"),
     ("gelu", [int64(4)], {"approximate": "none"}, "floating-point"),
     *((name, [fp32(4), fp32(5)], {}, "equal shapes") for name in ("relu_grad", "tanh_grad")),
@@ -118,21 +124,14 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("squared_error_grad", [fp32(4, 3), fp32(4, 2), fp32()], {}, "equal shapes"),
     *((name, [fp32(4), fp32(5)], {}, "equal shapes") for name in ("assign", "accumulate")),
     ("clip_factor", [fp32(1)], {"limit": 1.0}, "scalar"),
-    ("adamw_update", [fp32(4), fp32(4), fp32(4), fp32(5), fp32(), fp32(), None], ADAMW, "one shape per parameter"),
-    ("adamw_update", [fp32(4), fp32(4), fp32(4), fp32(4), fp32(), None], ADAMW, "3"),
-    ("sgd_update", [fp32(4), fp32(5), fp32(4), fp32(), None], SGD, "one shape per parameter"),
-    ("refresh", [bf16(4), fp32(5)], {"count": 1}, "equal shapes"),
+    ("update", [fp32(4), fp32(4), fp32(4), fp32(5), *RATES, None], ADAMW, "one shape per parameter"),
+    ("update", [fp32(4), fp32(4), fp32(4), *RATES, None], ADAMW, "4 lists of 1 and 4 scalars"),
+    ("update", [fp32(4), fp32(5), *RATES, None], SGD, "one shape per parameter"),
+    ("update", [*[fp32(4)] * 4, bf16(5), *RATES, None], ADAMW | {"copies": True}, "one shape per parameter"),
+    ("update", [*[bf16(4)] * 4, *RATES, None], ADAMW | ROUNDED, "int64[] where a list is named"),
+    ("update", [*[bf16(4)] * 4, *RATES, int64()], ADAMW, "int64[] where a list is named"),
+    ("update", [bf16(4), bf16(4), *RATES, int64()], SGD | {"stochastic": (1,)}, "numbers below 1"),
     ("fused", [fp32(4), fp32(2, 4)], {"program": TWO_RELUS, "results": (0, 1)}, "one shape"),
-    ("adamw_refresh", [*[fp32(4)] * 4, bf16(5), fp32(), fp32(), None], ADAMW, "one shape per parameter"),
-    ("adamw_rounded", [*[bf16(4)] * 4, fp32(), fp32(), None, None], ADAMW | ROUNDED, "int64[] where a slot is named"),
-    ("adamw_rounded", [*[bf16(4)] * 4, fp32(), fp32(), None, int64()], ADAMW | UNROUNDED, "int64[] where a slot is"),
-    ("adamw_rounded_refresh", [*[fp32(4)] * 4, bf16(5), fp32(), fp32(), None, int64()], ADAMW | ROUNDED, "one shape"),
-    (
-        "sgd_rounded",
-        [bf16(4), bf16(4), fp32(), None, int64()],
-        SGD | ROUNDED | {"stochastic": ("gradients",)},
-        "some of",
-    ),
     ("add_embedding_grad", [fp32(7, 3), fp32(4, 3), int64(5)], {}, "equal leading axes"),
     ("add_embedding_grad", [fp32(7, 2), fp32(4, 3), int64(4)], {}, "[vocabulary, 3]"),
     ("all_reduce", [int64(4)], {}, "floating-point"),
@@ -145,7 +144,7 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("cached_attention", [fp32(1, 2, 3, 5), *CACHED[1:]], {"scale": 1.0}, "equally wide queries and keys"),
     ("cached_attention", CACHED, {"scale": 1.0, "position_bias": "near"}, "one of none, future, distance"),
 ]
-ANYTHING_GOES = {"full", "all_reduce_state"}
+ANYTHING_GOES = {"full", "all_reduce_state", "adamw", "sgd", "sgd_momentum"}
 
 
 def test_every_op_with_a_rule_is_listed() -> None:

@@ -11,13 +11,14 @@ import torch
 from tests.ops.test_update import PLACED, SCALAR, SHAPES, spaced
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.device import TorchDevice
-from ttrain.graph.op import op
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.base import EXAMPLE
+from ttrain.optim.settings import AdamWConfig, SGDConfig
+from ttrain.optim.sgd import SGD
 
-ADAMW = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
-SGD = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
-ROWS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
-    "adamw_rounded": (4, ADAMW, ("lr", "step", "factor")),
-    "sgd_rounded": (3, SGD, ("lr", "factor")),
+RULES = {
+    "adamw": AdamW(AdamWConfig(betas=[0.9, 0.999])).rule(EXAMPLE, True),
+    "sgd": SGD(SGDConfig(momentum=0.9, nesterov=True, weight_decay=0.1)).rule(EXAMPLE, True),
 }
 
 
@@ -25,18 +26,20 @@ def updated(
     device: TorchDevice, name: str, place: Any, dtypes: list[DType], stochastic: bool, steps: int = 2
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(what is written after some updates, the same before the last), on the same numbers every time."""
-    lists, settings, scalars = ROWS[name]
+    rule = RULES[name]
+    lists = 2 + len(rule.slots)
     slots = [place(device, SHAPES, dtype) for dtype in dtypes[:lists]]
     generator = torch.Generator().manual_seed(0)
     for tensor in slots[0]:
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    scalars = ("lr", "step", "factor")
     numbers = [device.allocate(SCALAR) for _ in scalars]
     seed = device.allocate(TensorSpec((), DType.INT64)) if stochastic else None
-    written = tuple(declared.rstrip("*") for declared in op(name).outputs) if stochastic else ()
-    attributes = {"count": len(SHAPES), **settings, "stochastic": written, "stream": 16}
+    written = tuple(range(lists - 1)) if stochastic else ()
+    attributes = {"count": len(SHAPES), "rule": rule, "stochastic": written, "stream": 16}
     given = [tensor for slot in slots for tensor in slot]
     specs = [TensorSpec(tuple(t.shape), dtype) for dtype in dtypes[:lists] for t in slots[0]]
-    kernel = device.kernels[name]
+    kernel = device.kernels["update"]
     inputs = [*specs, *[SCALAR] * len(numbers), None if seed is None else TensorSpec((), DType.INT64)]
     work = [device.allocate(spec) for spec in kernel.workspace_specs(inputs, [], attributes)]
     outs = [tensor for position, slot in enumerate(slots) if position != 1 for tensor in slot]
@@ -65,7 +68,7 @@ MIXES = {
 
 @pytest.mark.parametrize("stochastic", [True, False], ids=["stochastic", "nearest"])
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", RULES)
 def test_bits_do_not_hang_on_place_or_blocks(device: TorchDevice, name: str, mix: str, stochastic: bool) -> None:
     plain = TorchDevice("cpu", threads=1)
     expected, _ = updated(plain, name, spaced, MIXES[mix], stochastic)
@@ -78,7 +81,7 @@ def test_bits_do_not_hang_on_place_or_blocks(device: TorchDevice, name: str, mix
                 torch.testing.assert_close(one.float(), two.float(), rtol=2**-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", RULES)
 def test_bf16_results_are_neighbours_of_the_fp32_result(device: TorchDevice, name: str) -> None:
     """From one state: all in fp32, and all in bf16 rounded stochastically. Some go up and some down."""
     wide, _ = updated(device, name, spaced, [DType.FP32, DType.BF16, DType.FP32, DType.FP32], False, steps=1)

@@ -12,9 +12,15 @@ import torch
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.device import TorchDevice
 from ttrain.device.torch.kernels.common import Chain, flatten, runs
+from ttrain.ops.update import Rule
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.base import EXAMPLE
+from ttrain.optim.settings import AdamWConfig, SGDConfig
+from ttrain.optim.sgd import SGD
 
 SHAPES = [(4, 8), (257,), (3, 5, 7), (), (64,)]  # gaps after most of them
 SCALAR = TensorSpec((), DType.FP32)
+ADAMW = AdamW(AdamWConfig()).rule(EXAMPLE, True)
 
 
 def spaced(device: TorchDevice, shapes: Sequence[tuple[int, ...]], dtype: DType, unit: int = 64) -> list[torch.Tensor]:
@@ -35,27 +41,27 @@ PLACED = {"side by side": spaced, "apart": apart}
 class Update:
     """One optimizer kernel on tensors filled with the same numbers every time."""
 
-    def __init__(self, device: TorchDevice, name: str, place: Any, slots: int, gradients: DType, clipped: bool) -> None:
-        self.device, self.name, self.place = device, name, place
+    def __init__(self, device: TorchDevice, rule: Rule, place: Any, gradients: DType, clipped: bool) -> None:
+        self.device, self.rule, self.place = device, rule, place
         self.gradient_dtype, self.clipped = gradients, clipped
-        dtypes = [DType.FP32, gradients, *[DType.FP32] * (slots - 2)]
+        dtypes = [DType.FP32, gradients, *[DType.FP32] * len(rule.slots)]
         self.slots = [place(device, SHAPES, dtype) for dtype in dtypes]
         self.scalars = {key: device.allocate(SCALAR) for key in ("lr", "step", "factor")}
         generator = torch.Generator().manual_seed(0)
         for parameter in self.slots[0]:
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
-    def bind(self, scalars: Sequence[str], attributes: dict[str, Any]) -> Any:
-        count = len(SHAPES)
+    def bind(self) -> Any:
         given = [*(tensor for slot in self.slots for tensor in slot)]
-        numbers: list[Any] = [self.scalars[key] if key != "factor" or self.clipped else None for key in scalars]
+        numbers: list[Any] = [self.scalars["lr"], self.scalars["step"]]
+        numbers.append(self.scalars["factor"] if self.clipped else None)
         specs = [TensorSpec(tuple(t.shape), self._dtype(t)) for t in given]
-        specs += [None if number is None else SCALAR for number in numbers]  # type: ignore[list-item]
-        kernel = self.device.kernels[self.name]
-        settings = {"count": count, **attributes}
-        work = [self.device.allocate(spec) for spec in kernel.workspace_specs(specs, [], settings)]
+        specs += [None if number is None else SCALAR for number in (*numbers, None)]  # type: ignore[list-item]
+        kernel = self.device.kernels["update"]
+        attributes = {"count": len(SHAPES), "rule": self.rule}
+        work = [self.device.allocate(spec) for spec in kernel.workspace_specs(specs, [], attributes)]
         outs = [t for index, slot in enumerate(self.slots) if index != 1 for t in slot]
-        return kernel.bind([*given, *numbers], outs, settings, work)
+        return kernel.bind([*given, *numbers, None], outs, attributes, work)
 
     def _dtype(self, tensor: torch.Tensor) -> DType:
         return DType.BF16 if tensor.dtype is torch.bfloat16 else DType.FP32
@@ -90,11 +96,10 @@ def follow(update: Update, launch: Any, optimizer: torch.optim.Optimizer, leaves
 @pytest.mark.parametrize("gradients", [DType.FP32, DType.BF16])
 @pytest.mark.parametrize("place", PLACED.values(), ids=PLACED)
 def test_adamw_follows_torch(device: TorchDevice, place: Any, gradients: DType, clipped: bool) -> None:
-    update = Update(device, "adamw_update", place, 4, gradients, clipped)
+    update = Update(device, ADAMW, place, gradients, clipped)
     leaves = [torch.nn.Parameter(p.detach().cpu().clone()) for p in update.slots[0]]
     optimizer = torch.optim.AdamW(leaves, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
-    settings = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-    follow(update, update.bind(("lr", "step", "factor"), settings), optimizer, leaves)
+    follow(update, update.bind(), optimizer, leaves)
 
 
 @pytest.mark.parametrize(("momentum", "nesterov", "decay"), [(0.0, False, 0.0), (0.9, False, 0.1), (0.9, True, 0.1)])
@@ -104,16 +109,16 @@ def test_adamw_follows_torch(device: TorchDevice, place: Any, gradients: DType, 
 def test_sgd_follows_torch(
     device: TorchDevice, place: Any, gradients: DType, clipped: bool, momentum: float, nesterov: bool, decay: float
 ) -> None:
-    update = Update(device, "sgd_update", place, 3 if momentum else 2, gradients, clipped)
+    config = SGDConfig(momentum=momentum, nesterov=nesterov, weight_decay=decay)
+    update = Update(device, SGD(config).rule(EXAMPLE, True), place, gradients, clipped)
     leaves = [torch.nn.Parameter(p.detach().cpu().clone()) for p in update.slots[0]]
     optimizer = torch.optim.SGD(leaves, lr=0.1, momentum=momentum, nesterov=nesterov, weight_decay=decay, foreach=False)
-    settings = {"momentum": momentum, "nesterov": nesterov, "weight_decay": decay}
-    follow(update, update.bind(("lr", "factor"), settings), optimizer, leaves)
+    follow(update, update.bind(), optimizer, leaves)
 
 
 def test_gradients_are_left_as_they_were(device: TorchDevice) -> None:
-    update = Update(device, "adamw_update", spaced, 4, DType.FP32, clipped=True)
-    launch = update.bind(("lr", "step", "factor"), {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1})
+    update = Update(device, ADAMW, spaced, DType.FP32, clipped=True)
+    launch = update.bind()
     update.feed(1, 0.1, 0.5)
     before = [gradient.clone() for gradient in update.slots[1]]
     launch()
@@ -122,19 +127,18 @@ def test_gradients_are_left_as_they_were(device: TorchDevice) -> None:
 
 def test_tensors_side_by_side_are_updated_in_one_call() -> None:
     device = TorchDevice("cpu", threads=1)
-    settings = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-    together = Update(device, "adamw_update", spaced, 4, DType.FP32, clipped=False)
-    launch = together.bind(("lr", "step", "factor"), settings)
+    together = Update(device, ADAMW, spaced, DType.FP32, clipped=False)
+    launch = together.bind()
     assert not isinstance(launch, Chain)
     assert len(launch.args[0]) == 1 and launch.args[0][0].numel() > sum(t.numel() for t in together.slots[0])
-    scattered = Update(device, "adamw_update", apart, 4, DType.FP32, clipped=False)
-    assert len(scattered.bind(("lr", "step", "factor"), settings).args[0]) == len(SHAPES)
+    scattered = Update(device, ADAMW, apart, DType.FP32, clipped=False)
+    assert len(scattered.bind().args[0]) == len(SHAPES)
 
 
 def test_gaps_stay_zero() -> None:
     device = TorchDevice("cpu", threads=1)
-    update = Update(device, "adamw_update", spaced, 4, DType.FP32, clipped=True)
-    launch = update.bind(("lr", "step", "factor"), {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1})
+    update = Update(device, ADAMW, spaced, DType.FP32, clipped=True)
+    launch = update.bind()
     for step in (1, 2):
         update.feed(step, 0.1, 0.5)
         launch()
@@ -146,16 +150,6 @@ def test_gaps_stay_zero() -> None:
             start = tensor.storage_offset() - slot[0].storage_offset()
             inside[start : start + tensor.numel()] = True
         assert not whole[~inside].any()
-
-
-def test_refresh_rounds_all_copies(device: TorchDevice) -> None:
-    for place in PLACED.values():
-        parameters, copies = place(device, SHAPES, DType.FP32), place(device, SHAPES, DType.BF16)
-        for parameter in parameters:
-            parameter.normal_()
-        device.kernels["refresh"].bind([*copies, *parameters], copies, {"count": len(SHAPES)}, [])()
-        for copy, parameter in zip(copies, parameters, strict=True):
-            assert torch.equal(copy, parameter.to(torch.bfloat16))
 
 
 class TestFlatten:

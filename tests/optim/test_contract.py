@@ -17,6 +17,7 @@ from ttrain.engine.state import State
 from ttrain.nn.initialize import Normal
 from ttrain.nn.module import Module, Parameter
 from ttrain.optim.adamw import AdamW
+from ttrain.optim.base import EXAMPLE
 from ttrain.optim.groups import learning_rates
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD
@@ -164,16 +165,16 @@ def test_masters_stay_fp32_under_bf16_compute(row: str) -> None:
 @pytest.mark.parametrize("row", TABLE)
 def test_state_has_one_zeroed_fp32_tensor_per_slot_and_parameter(row: str) -> None:
     run = Run(row, {}, "static")
-    for slot in run.graph.optimizer.slots:
-        for path, parameter in run.model.parameters().items():
+    for path, parameter in run.model.parameters().items():
+        for slot in run.graph.optimizer.rule(parameter, True).slots:
             assert run.state.spec(f"{path}/{slot}") == parameter.spec
             assert not run.state.read(f"{path}/{slot}").any()
 
 
 def test_slots_are_named_as_checkpoints_name_them() -> None:
-    assert AdamW(AdamWConfig()).slots == ("first_moment", "second_moment")
-    assert SGD(SGDConfig()).slots == ()
-    assert SGD(SGDConfig(momentum=0.5)).slots == ("velocity",)
+    assert AdamW(AdamWConfig()).rule(EXAMPLE, True).slots == ("first_moment", "second_moment")
+    assert SGD(SGDConfig()).rule(EXAMPLE, True).slots == ()
+    assert SGD(SGDConfig(momentum=0.5)).rule(EXAMPLE, True).slots == ("velocity",)
 
 
 def test_nesterov_without_momentum_is_refused() -> None:

@@ -8,6 +8,7 @@ from ttrain.core.errors import ConfigError
 from ttrain.core.spec import DType
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
+from ttrain.optim.adamw import AdamW
 from ttrain.optim.groups import learning_rates, parameter_runs
 from ttrain.optim.settings import AdamWConfig
 
@@ -16,15 +17,15 @@ PARAMETERS = MODEL.parameters()
 
 
 def runs(compute: DType = DType.FP32, **options: object) -> dict[str, list[str]]:
-    found = parameter_runs(PARAMETERS, AdamWConfig(**options), compute)
+    found = parameter_runs(PARAMETERS, AdamW(AdamWConfig(**options)), compute)
     return {run.name: [parameter.path for parameter in run.parameters] for run in found}
 
 
 def test_matrices_decay_and_vectors_do_not() -> None:
     found = runs()
-    assert found.keys() == {"lr/decay/fp32", "lr/no_decay/fp32"}
-    assert all(PARAMETERS[path].spec.rank == 2 for path in found["lr/decay/fp32"])
-    assert all(PARAMETERS[path].spec.rank == 1 for path in found["lr/no_decay/fp32"])
+    assert found.keys() == {"lr/adamw/decay/fp32", "lr/adamw/no_decay/fp32"}
+    assert all(PARAMETERS[path].spec.rank == 2 for path in found["lr/adamw/decay/fp32"])
+    assert all(PARAMETERS[path].spec.rank == 1 for path in found["lr/adamw/no_decay/fp32"])
 
 
 @pytest.mark.parametrize("rule", ["all", "none"])
@@ -35,8 +36,8 @@ def test_one_run_where_all_are_treated_alike(rule: str) -> None:
 
 def test_norms_are_apart_where_the_rest_is_read_as_bf16() -> None:
     found = runs(DType.BF16)
-    assert found.keys() == {"lr/decay/bf16", "lr/no_decay/bf16", "lr/no_decay/fp32"}
-    assert all("norm" in path for path in found["lr/no_decay/fp32"])
+    assert found.keys() == {"lr/adamw/decay/bf16", "lr/adamw/no_decay/bf16", "lr/adamw/no_decay/fp32"}
+    assert all("norm" in path for path in found["lr/adamw/no_decay/fp32"])
 
 
 def test_every_parameter_is_in_exactly_one_run() -> None:
@@ -47,12 +48,12 @@ def test_every_parameter_is_in_exactly_one_run() -> None:
 
 def test_the_longest_prefix_wins_and_prefixes_end_at_dots() -> None:
     found = runs(decay_rule="none", group_lr={"blocks": 0.5, "blocks.1.attention": 0.1})
-    assert {path.rpartition(".")[0] for path in found["lr/blocks.1.attention/no_decay/fp32"]} == {
+    assert {path.rpartition(".")[0] for path in found["lr/blocks.1.attention/adamw/no_decay/fp32"]} == {
         "blocks.1.attention.qkv",
         "blocks.1.attention.projection",
     }
-    assert "blocks.1.attention_norm.weight" in found["lr/blocks/no_decay/fp32"]
-    assert "norm.weight" in found["lr/no_decay/fp32"]
+    assert "blocks.1.attention_norm.weight" in found["lr/blocks/adamw/no_decay/fp32"]
+    assert "norm.weight" in found["lr/adamw/no_decay/fp32"]
 
 
 def test_rates_are_peak_times_schedule_times_factor_with_lr_first() -> None:

@@ -85,8 +85,8 @@ def test_what_does_not_fit_is_told_first_with_keys_that_take_less(
 @pytest.mark.parametrize(
     ("show", "present", "absent"),
     [
-        ("graph", ["input  tokens", "linear_cross_entropy("], ["backward", "adamw_update("]),
-        ("backward", ["self_attention_grad(", "adamw_update(", "output loss"], ["@0+"]),
+        ("graph", ["input  tokens", "linear_cross_entropy("], ["backward", "update("]),
+        ("backward", ["self_attention_grad(", "update(", "output loss"], ["@0+"]),
         ("plan", ["arena: ", "@0+", "=embedding.weight/gradient", "in..", "workspace"], ["input  tokens"]),
     ],
 )

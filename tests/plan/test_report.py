@@ -57,7 +57,7 @@ def test_operations_of_a_linear_model_by_hand() -> None:
     assert cost.flops["forward"] == product + squared_error
     # Backward: the gradient of the loss at 2 an element, and that of W; x is no parameter.
     assert cost.flops["backward"] == product + 2 * rows * width
-    assert cost.flops["update"] == 2 * weight + 1 + 12 * weight  # norm, clip factor, update
+    assert cost.flops["update"] == 2 * weight + 3 + 3 * weight  # norm; clip factor; its product, lr's, and a sum
     assert sum(cost.flops.values()) == flops_per_step(graph)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.graph import Kind
+from ttrain.graph.kinds import Kind
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.logging.loggers import Console, Loggers
 from ttrain.train.logging.meter import Meter

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
 from tests.ttnn.runs import ENGINES, Outcome, adamw, batch, cosine, cpu, golden, gpt, run, sgd
+from ttrain import ops
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.engine.state import State
@@ -18,6 +19,9 @@ from ttrain.graph import Graph, Kind
 from ttrain.graph.op import op
 from ttrain.graph.place import CROSSINGS, crossing_bytes
 from ttrain.nn.initialize import initial_values
+from ttrain.optim.base import EXAMPLE
+from ttrain.optim.settings import SGDConfig
+from ttrain.optim.sgd import SGD
 from ttrain.train.checkpoint.checkpoint import CheckpointContent, read_checkpoint, save_checkpoint
 from ttrain.train.steps.step_graph import StepGraph
 
@@ -191,9 +195,7 @@ def test_one_update_of_both_sides_is_refused() -> None:
     here, there = (graph.state_value(name, spec, Kind.PARAMETER) for name in ("here", "there"))
     lr = graph.input("lr", TensorSpec(()))
     with pytest.raises(GraphError, match="must lie on one side"):
-        op("sgd_update").record(
-            here, there, here, there, lr, None, count=2, momentum=0.0, nesterov=False, weight_decay=0.0
-        )
+        ops.update(SGD(SGDConfig()).rule(EXAMPLE, False), [[here, there], [here, there]], lr, lr)
 
 
 def test_a_gradient_stays_where_its_node_is() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from tests.ttnn.runs import Outcome, adamw, golden, gpt, mlp, run, sgd
 from ttrain.core.spec import DType
-from ttrain.device.ttnn.kernels import rounded as rows
+from ttrain.device.ttnn.kernels import groups as rows
 
 OPTIMIZERS: dict[str, Any] = {"adamw": adamw, "sgd": lambda **given: sgd(momentum=0.9, nesterov=True, **given)}
 MODELS: dict[str, Any] = {
@@ -89,7 +89,7 @@ def test_rounding_is_unbiased(shape: tuple[int, ...]) -> None:
     form = TileForm(shape)
     for number in range(1, 1 + 60000 // int(np.prod(shape))):
         seed.upload(np.asarray(number, np.int64))
-        rounding = rows._Rounding(c, ("parameters",), {"stochastic": ("parameters",), "stream": number}, seed)
+        rounding = rows.Rounding(c, (0,), number, seed)
         value = 1 + 0.3 * 2**-7
         slot = type("Slot", (), {"t": c.tt.from_torch(torch.full(shape, value), c.tt.float32, c.tt.TILE_LAYOUT)})()
         rounding.of(form, 0)(0, slot)

@@ -17,6 +17,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.engine.state import State, StateTensor
 from ttrain.engine.static import StaticEngine
 from ttrain.graph import REGISTRY, Case, Graph, Kind, Op, Value
+from ttrain.verify.cases import input_names
 
 TOLERANCE = 2e-5
 UNFORMED = {"self_attention": 1, "attention": 1}  # outputs that the decomposition forms, where it leaves some out
@@ -45,20 +46,7 @@ class Example:
             self.arrays[name] = tensor.numpy()
 
     def names(self) -> list[str]:
-        names: list[str] = []
-        lists = [name for name in self.op.inputs if name.endswith("*")]
-        rest = len(self.case.shapes) - (len(self.op.inputs) - len(lists))
-        count = self.case.attributes.get("count") or (rest // max(len(lists), 1))
-        plain = len(self.op.inputs) - len(lists)
-        present = (len(self.case.shapes) - plain) // count if lists else 0
-        for name in self.op.inputs:
-            if name.endswith("*"):
-                if present:
-                    names += [f"{name[:-1]}.{i}" for i in range(count)]
-                    present -= 1
-            else:
-                names.append(name.rstrip("?"))
-        return names
+        return input_names(self.op, self.case)
 
     def values(self, name: str, shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
         if name in self.case.integers:

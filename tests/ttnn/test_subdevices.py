@@ -23,8 +23,8 @@ OPS = (
     "matmul", "linear", "reduce_sum", "global_norm", "softmax", "softmax_grad", "layer_norm", "layer_norm_grad", "gelu",
     "gelu_grad", "relu_grad", "tanh_grad", "embedding", "embedding_grad", "split_heads", "merge_heads", "dropout_mask",
     "squared_error", "squared_error_grad", "cross_entropy", "cross_entropy_grad", "linear_cross_entropy",
-    "adamw_update", "sgd_update", "clip_factor", "assign", "accumulate", "add", "multiply", "exp", "copy_reshape",
-    "transpose", "head_cross_entropy", "masked_softmax", "adamw_rounded", "sgd_rounded",
+    "update", "clip_factor", "assign", "accumulate", "add", "multiply", "exp", "copy_reshape",
+    "transpose", "head_cross_entropy", "masked_softmax",
 )  # fmt: skip
 
 

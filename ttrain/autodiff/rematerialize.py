@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ttrain.graph.alias import overwritten, roots_of
-from ttrain.graph.graph import Graph, Kind, Node, Stage, Value
+from ttrain.graph.graph import Graph, Node, Value
+from ttrain.graph.kinds import Kind, Stage
 from ttrain.graph.rewrite import Rewriter
 
 

@@ -12,7 +12,7 @@ from ttrain.bench.workload import Job
 from ttrain.config import build
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
-from ttrain.graph.graph import Kind
+from ttrain.graph.kinds import Kind
 
 if TYPE_CHECKING:
     from ttrain.device.base import Device

@@ -14,7 +14,8 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.engine.state import State, StateTensor
-from ttrain.graph.graph import Graph, Kind
+from ttrain.graph.graph import Graph
+from ttrain.graph.kinds import Kind
 
 A, B, C = "a", "b", "c"
 

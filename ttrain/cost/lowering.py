@@ -251,44 +251,25 @@ def _global_norm(node: Node) -> Iterator[Program]:
     yield from [_streamed(node.outputs[0].spec)] * (1 if len(stacks) <= 2 else 3)
 
 
-def _update(programs: int, tensors: int) -> Callable[[Node], Iterator[Program]]:
-    """`programs` elementwise programs over all state of a run, each over so many tensors."""
-
-    def row(node: Node) -> Iterator[Program]:
-        count = node.attributes["count"]
-        masters = [value.spec for value in node.values[:count]]
-        for spec in _joined(masters):
-            yield from [_streamed(*[spec] * tensors, wide=True)] * programs
-
-    return row
-
-
-def _adamw(node: Node) -> Iterator[Program]:
-    narrow = node.values[0].spec.dtype is not DType.FP32
-    yield from _adamw_plain(node)
-    yield from _update(6 if narrow else 0, 3)(node)
-
-
-def _adamw_plain(node: Node) -> Iterator[Program]:
-    yield from _update(8 if node.attributes["weight_decay"] else 7, 3)(node)
-
-
-def _sgd(node: Node) -> Iterator[Program]:
-    attributes = node.attributes
-    scaled = node.inputs[-1] is not None or node.values[attributes["count"]].spec.dtype is not DType.FP32
-    programs = 1 + bool(scaled) + bool(attributes["weight_decay"])
-    programs += bool(attributes["momentum"]) * (2 if attributes["nesterov"] else 1)
-    yield from _update(programs, 3)(node)
-
-
-def _rounded(node: Node) -> Iterator[Program]:
-    """The plain update; widening and narrowing of slots that are not fp32, and hashing: see kernels/rounded.py."""
-    count = node.attributes["count"]
-    written = [value.spec.dtype for value in node.outputs[::count]]
-    added = 2 * sum(dtype is not DType.FP32 for dtype in written)
-    added += 18 * min(len(node.attributes["stochastic"]), len(written))
-    yield from (_adamw_plain if "step" in node.op.inputs else _sgd)(node)
-    yield from _update(added, 3)(node)
+def _update(node: Node) -> Iterator[Program]:
+    """Elementwise programs over all state of a run: see device/ttnn/kernels/update.py."""
+    attributes, rule = node.attributes, node.attributes["rule"]
+    count, settings = attributes["count"], dict(rule.settings)
+    written = [value.spec.dtype for value in node.outputs[: count * (1 + len(rule.slots)) : count]]
+    narrow = sum(dtype is not DType.FP32 for dtype in written)
+    gradient = node.values[count].spec.dtype
+    if rule.name == "adamw":
+        programs = 8 if settings["weight_decay"] else 7
+    elif rule.name in ("sgd", "sgd_momentum"):
+        scaled = node.inputs[-2] is not None or gradient is not DType.FP32
+        programs = 1 + bool(scaled) + bool(settings["weight_decay"])
+        programs += bool(settings.get("momentum")) * (2 if settings.get("nesterov") else 1)
+    else:
+        programs = 1 + len(written) + sum(name not in ("full", "cast") for name, *_ in rule.program[0])
+    programs += 2 * narrow + 18 * len(attributes.get("stochastic", ()))
+    for spec in _joined([value.spec for value in node.values[:count]]):
+        yield from [_streamed(*[spec] * 3, wide=True)] * programs
+        yield from [_streamed(*[spec] * 2, wide=True)] * bool(attributes.get("copies"))
 
 
 def _clip_factor(node: Node) -> Iterator[Program]:
@@ -308,7 +289,6 @@ _ROWS: dict[str, Callable[[Node], Iterator[Program]]] = {
     "copy_reshape": _out_of_order, "embedding": _embedding, "embedding_grad": _embedding_grad,
     "cross_entropy": _cross_entropy, "cross_entropy_grad": _cross_entropy_grad,
     "linear_cross_entropy": _linear_cross_entropy, "squared_error": _squared_error, "squared_error_grad": _two,
-    "expand": _two, "tanh_grad": _two, "global_norm": _global_norm, "adamw_update": _adamw, "sgd_update": _sgd,
-    "adamw_rounded": _rounded, "sgd_rounded": _rounded,
-    "refresh": _update(1, 2), "clip_factor": _clip_factor, "dropout_mask": _dropout_mask,
+    "expand": _two, "tanh_grad": _two, "global_norm": _global_norm, "update": _update,
+    "clip_factor": _clip_factor, "dropout_mask": _dropout_mask,
 }  # fmt: skip

@@ -1,22 +1,23 @@
-"""The reference engine: records the step anew every time and launches each node the moment it is recorded."""
+"""The reference engine: records the step anew every time, then launches its nodes one by one, in that order."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from ttrain.core.errors import GraphError
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Arena, Buffer, Delivery, Kernel
 from ttrain.engine.base import Engine, HostValue, Look, Step, Trace, host_arrays, host_outputs, traced_graph
-from ttrain.graph.graph import Graph, Kind, Node, RecordCounter, Value
+from ttrain.graph.graph import Graph, Node, RecordCounter, Value
+from ttrain.graph.kinds import Kind
+from ttrain.graph.passes import decompose, fuse, live_nodes
 from ttrain.graph.verify import verify
 
 Placed = tuple[Arena, int, Buffer]
 
 
 class DynamicEngine(Engine):
-    """A tape: nothing is planned, every value gets memory of its own until backward has passed it."""
+    """A tape: nothing is planned, every value has memory of its own from where it is made to where it is last read."""
 
     name = "dynamic"
 
@@ -39,7 +40,7 @@ class DynamicStep(Step):
         device, counters = self.engine.device, self.engine.counters
         allocations, nodes = device.counters.allocations, RecordCounter.nodes
         with device.watched(f"step {self.name}"):
-            outputs = self._run(_Tape(self.engine), inputs)
+            outputs, _ = self._run(inputs, look=None)
         if self._calls:
             counters.allocations_after_first += device.counters.allocations - allocations
             counters.nodes_after_first += RecordCounter.nodes - nodes
@@ -48,25 +49,39 @@ class DynamicStep(Step):
         return outputs
 
     def inspect(self, inputs: Mapping[str, HostValue], look: Look) -> bool:
-        try:
-            with self.engine.device.watched(f"step {self.name}"):
-                self._run(_WatchedTape(self.engine, look), inputs)
-        except _Seen:
-            return True
-        return False
+        with self.engine.device.watched(f"step {self.name}"):
+            return self._run(inputs, look)[1]
 
-    def _run(self, tape: _Tape, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
-        device = self.engine.device
+    def _run(self, inputs: Mapping[str, HostValue], look: Look | None) -> tuple[dict[str, Any], bool]:
+        """Outputs, and whether `look` ended the step at a node; then there are none."""
+        device, tape = self.engine.device, _Tape(self.engine)
         arrays = host_arrays(self.name, self.inputs, inputs, device.chips)
         for key in arrays:
             tape.inputs[key] = tape.allocate(self.inputs[key], f"input {key}")
         device.upload_inputs({key: buffer for key, (_, _, buffer) in tape.inputs.items()}, arrays)
-        graph = Graph(on_record=tape.launch, on_release=tape.release, hosted=device.hosted)
+        graph = fuse(traced_graph(self._trace, device), device.kernels)
+        graph = decompose(graph, device.kernels, device.name)
         try:
-            self._trace(graph)
-            return host_outputs(device, {key: (value, tape.placed(value)[2]) for key, value in graph.outputs.items()})
+            for node, done in _with_last_reads(graph):
+                tape.launch(node)
+                if look is not None and look(node, tape.download):
+                    return {}, True
+                for value in done:
+                    tape.buffers.pop(value, None)
+            outputs = {key: (value, tape.placed(value)[2]) for key, value in graph.outputs.items()}
+            return host_outputs(device, outputs), False
         finally:
             tape.close()
+
+
+def _with_last_reads(graph: Graph) -> list[tuple[Node, list[Value]]]:
+    """The nodes that count, each with the values that nothing reads after it."""
+    seen, found = set(graph.outputs.values()), []
+    for node in reversed(live_nodes(graph)):
+        done = [value for value in dict.fromkeys((*node.values, *node.outputs)) if value not in seen]
+        seen.update(done)
+        found.append((node, done))
+    return found[::-1]
 
 
 class _Tape:
@@ -85,20 +100,15 @@ class _Tape:
     def placed(self, value: Value) -> Placed:
         if value.kind is Kind.INPUT:
             return self.inputs[value.name]
-        if value.kind.is_state:
-            return self.state.buffer(value)
-        if value not in self.buffers:
-            raise GraphError(f"{value!r} ({value.producer!r}) was released: mark it as an output before backward.")
-        return self.buffers[value]
+        return self.state.buffer(value) if value.kind.is_state else self.buffers[value]
+
+    def download(self, value: Value) -> Any:
+        return self.device.home(value.on_host).download(self.placed(value)[2])
 
     def close(self) -> None:
         """Drop every buffer now; the graph and its values refer to each other and live until they are collected."""
         self.inputs.clear()
         self.buffers.clear()
-
-    def release(self, values: Sequence[Value]) -> None:
-        for value in values:
-            self.buffers.pop(value, None)
 
     def launch(self, node: Node) -> None:
         aliases, on_host = node.op.aliases(node), node.op.on_host
@@ -108,17 +118,13 @@ class _Tape:
             spec = node.outputs[0].spec
             self.buffers[node.outputs[0]] = (arena, offset, home.place(arena, offset, spec))
             return
-        kernel = "copy_reshape" if node.op.view else node.op.name
-        if kernel not in self.device.kernels:
-            self._launch_parts(node)
-            return
         for index, output in enumerate(node.outputs):
             shared = node.inputs[aliases[index]] if index in aliases and not node.op.view else None
             if shared is None:
                 self.buffers[output] = self.allocate(output.spec, node.op.name, on_host)
             else:
                 self.buffers[output] = self.placed(shared)
-        self._run(node, self.device.kernels[kernel])
+        self._run(node, self.device.kernels["copy_reshape" if node.op.view else node.op.name])
 
     def _run(self, node: Node, kernel: Kernel) -> None:
         ins = [None if value is None else self.placed(value)[2] for value in node.inputs]
@@ -135,32 +141,3 @@ class _Tape:
             self.device.home(on_host).deliver(launch, outs)
         else:
             launch()
-
-    def _launch_parts(self, node: Node) -> None:
-        """Record the op's decomposition right here: its nodes launch as they are recorded."""
-        graph = node.outputs[0].graph
-        recorded = len(graph.nodes)
-        with graph.no_segment():  # recomputing the node records its parts again by itself
-            outputs = node.op.decompose(node, node.inputs)
-        if outputs is None:
-            raise GraphError(f"device {self.device.name} has no kernel for {node.op.name}, and no decomposition.")
-        for mine, part in zip(node.outputs, outputs, strict=False):
-            self.buffers[mine] = self.placed(part)
-        graph.release([output for part in graph.nodes[recorded:] for output in part.outputs])
-
-
-class _Seen(Exception):
-    """Ends a step that is being looked at."""
-
-
-class _WatchedTape(_Tape):
-    """Shows every node to `look` as soon as it has run."""
-
-    def __init__(self, engine: DynamicEngine, look: Look) -> None:
-        super().__init__(engine)
-        self._look = look
-
-    def launch(self, node: Node) -> None:
-        super().launch(node)
-        if self._look(node, lambda value: self.device.home(value.on_host).download(self.placed(value)[2])):
-            raise _Seen

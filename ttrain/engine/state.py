@@ -11,7 +11,8 @@ from ttrain.core.errors import GraphError
 from ttrain.core.names import did_you_mean
 from ttrain.core.spec import DType, TensorSpec, run_offsets
 from ttrain.device.base import Arena, Buffer, Device
-from ttrain.graph.graph import Graph, Kind, Value
+from ttrain.graph.graph import Graph, Value
+from ttrain.graph.kinds import Kind
 
 
 @dataclass(frozen=True)

@@ -1,43 +1,16 @@
-"""Values, nodes and the graph that records them."""
+"""Values, nodes, ops and the graph that records them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ttrain.core.errors import GraphError
+from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.spec import TensorSpec
-
-if TYPE_CHECKING:
-    from ttrain.graph.op import Op
-
-
-class Kind(Enum):
-    """Where a value comes from."""
-
-    INPUT = "input"  # uploaded for every step: the batch, learning rate, step number, seed
-    PARAMETER = "parameter"
-    GRADIENT = "gradient"  # of a parameter, kept from backward to update
-    OPTIMIZER = "optimizer"  # moments, velocities
-    COPY = "copy"  # a parameter rounded to the compute dtype; derived, never saved
-    CACHE = "cache"  # keys and values of a text that sampling goes on with, or a batch that is held; never saved
-    NODE = "node"  # the output of a node
-
-    @property
-    def is_state(self) -> bool:
-        """Whether the buffer outlives the step."""
-        return self not in (Kind.INPUT, Kind.NODE)
-
-
-class Stage(Enum):
-    """Part of the step that a node belongs to."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    UPDATE = "update"
+from ttrain.graph.case import Case
+from ttrain.graph.kinds import Kind, Stage
 
 
 class Value:
@@ -65,6 +38,41 @@ class Value:
 
     def __repr__(self) -> str:
         return f"%{self.number}:{self.spec}" if self.kind is Kind.NODE else f"{self.name}:{self.spec}"
+
+    def __add__(self, other: Value | float) -> Value:
+        return self.graph.apply("add", self, self._operand(other))
+
+    def __radd__(self, other: float) -> Value:
+        return self + other
+
+    def __sub__(self, other: Value | float) -> Value:
+        return self.graph.apply("subtract", self, self._operand(other))
+
+    def __rsub__(self, other: float) -> Value:
+        return self.graph.apply("subtract", self._operand(other), self)
+
+    def __mul__(self, other: Value | float) -> Value:
+        if isinstance(other, Value):
+            return self.graph.apply("multiply", self, other)
+        return self if other == 1 else self.graph.apply("scale", self, factor=float(other))
+
+    def __rmul__(self, other: float) -> Value:
+        return self * other
+
+    def __truediv__(self, other: Value | float) -> Value:
+        return self.graph.apply("divide", self, self._operand(other))
+
+    def __rtruediv__(self, other: float) -> Value:
+        return self.graph.apply("divide", self._operand(other), self)
+
+    def __neg__(self) -> Value:
+        return self * -1.0
+
+    def _operand(self, other: Value | float) -> Value:
+        """A number as a scalar of this value's dtype."""
+        if isinstance(other, Value):
+            return other
+        return self.graph.apply("full", spec=TensorSpec((), self.spec.dtype), value=float(other))
 
 
 @dataclass(eq=False, slots=True)
@@ -100,6 +108,138 @@ class Node:
         return f"{outputs} = {self.op.name}({', '.join(arguments)})"
 
 
+class Op:
+    """Base of every op. Subclasses state facts; they hold no tensors and touch no device.
+
+    Attributes:
+        name: as the graph prints it and as kernel tables spell it.
+        family: section of the documentation.
+        inputs, outputs: names in order. A trailing "?" marks an optional input, a trailing "*" a list of any length.
+        elementwise: output 0 may share the buffer of an input of the same size.
+        cheap: recomputing costs one pass over the input, so backward may do it instead of keeping the output.
+        view: output 0 is input 0 under another shape, without a copy.
+        mutates: output name -> input name whose buffer it overwrites.
+        wide: floating-point inputs that are fp32 at least even where a step computes in bf16.
+        constants: floating-point inputs that never get a gradient.
+        differentiable: False for ops that only occur after backward.
+        on_host: its outputs lie in host memory beside a device that has its own; see place.py.
+        transfer: moves a value between such a device and the host.
+    """
+
+    name: str
+    family: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...] = ("y",)
+    elementwise: bool = False
+    cheap: bool = False
+    view: bool = False
+    mutates: Mapping[str, str] = {}
+    wide: tuple[str, ...] = ()
+    constants: tuple[str, ...] = ()
+    differentiable: bool = True
+    on_host: bool = False
+    transfer: bool = False
+
+    @property
+    def base_name(self) -> str:
+        """The name without a word about where it runs."""
+        return self.name
+
+    def infer(self, *specs: Any, **attributes: Any) -> TensorSpec | Sequence[TensorSpec]:
+        """Specs of the outputs from those of the inputs. Raises ShapeError (got, expected, fix)."""
+        raise GraphError(f"op {self.name} declares no shape rule")
+
+    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
+        """Record the nodes that turn gradients of the outputs into gradients of the inputs.
+
+        A gradient of an output is None where nothing downstream needs it.
+        """
+        raise GraphError(f"op {self.name} has no gradient rule: it must not lie between a parameter and the loss")
+
+    def reference(self, *tensors: Any, **attributes: Any) -> Any:
+        """The same function in plain torch, differentiable by torch autograd: the oracle of the tests (fp64)."""
+        raise GraphError(f"op {self.name} declares no reference")
+
+    def flops(self, node: Node) -> int:
+        """Floating-point operations of one execution; a multiply-add counts two."""
+        return sum(output.spec.size for output in node.outputs)
+
+    def nbytes(self, node: Node) -> int:
+        """Bytes read and written by one execution, each tensor counted once."""
+        return sum(value.spec.nbytes for value in {*node.values, *node.outputs})
+
+    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value] | None:
+        """Record the same computation with simpler ops on `inputs`; None where the op is a primitive."""
+        return None
+
+    def rematerialized(self, node: Node) -> Node | None:
+        """A node on values that backward keeps, whose outputs stand for this node's where named; None: not cheaply."""
+        return node if self.cheap and not self.view else None
+
+    def rematerialized_outputs(self, node: Node) -> Sequence[Value]:
+        """Outputs that `rematerialized` makes again."""
+        return node.outputs[:1] if self.cheap and not self.view else ()
+
+    def aliases(self, node: Node) -> dict[int, int]:
+        """Output index -> index of the input whose buffer it is (views and in-place updates)."""
+        if self.view:
+            return {0: 0}
+        return {self.outputs.index(out): self.inputs.index(into) for out, into in self.mutates.items()}
+
+    def derived(self, given: Mapping[str, Any], attributes: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Inputs of a test case that can't be random because they follow from the others, as fp64 tensors by name."""
+        return {}
+
+    def cases(self) -> Sequence[Case]:
+        """Shapes and attributes that the generated tests run. Must not be empty."""
+        return ()
+
+    # What follows is shared machinery; subclasses leave it alone.
+
+    def infer_outputs(self, specs: Sequence[TensorSpec | None], attributes: Mapping[str, Any]) -> list[TensorSpec]:
+        inferred = self.infer(*specs, **attributes)
+        return [inferred] if isinstance(inferred, TensorSpec) else list(inferred)
+
+    def record(self, *inputs: Value | None, graph: Graph | None = None, **attributes: Any) -> Any:
+        """Append a node; returns its only output, or a tuple of its outputs."""
+        if graph is None:
+            graph = next(value.graph for value in inputs if value is not None)
+        node = graph.append(self, inputs, attributes)
+        return node.outputs[0] if len(node.outputs) == 1 else node.outputs
+
+    def require(self, condition: bool, got: object, expected: str, fix: str = "") -> None:
+        """Raise ShapeError unless the condition holds."""
+        if not condition:
+            raise ShapeError(f"{self.name}: got {got}, expected {expected}.{' ' + fix if fix else ''}")
+
+
+class _Registry:
+    """Every op by name. Closed: a second declaration under a name is an error."""
+
+    def __init__(self) -> None:
+        self._ops: dict[str, Op] = {}
+
+    def add(self, op: Op) -> None:
+        if op.name in self._ops:
+            raise GraphError(f"op {op.name!r} is declared twice")
+        self._ops[op.name] = op
+
+    def __getitem__(self, name: str) -> Op:
+        return self._ops[name]
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self._ops.values())
+
+    def __len__(self) -> int:
+        return len(self._ops)
+
+    def names(self) -> list[str]:
+        return list(self._ops)
+
+
+REGISTRY = _Registry()
+
+
 class RecordCounter:
     """How many nodes this process has recorded: a static step must not move it."""
 
@@ -110,13 +250,10 @@ class RecordCounter:
 class Graph:
     """Nodes in the order they were recorded, with the named values that enter and leave.
 
-    `on_record` is called with each node right after it was appended: the dynamic engine launches it there.
-    `on_release` is told of values that nothing recorded from now on will read. `hosted` tells by name which state lies
-    in host memory, for a device that has its own; nodes are then placed as they are recorded, see place.py.
+    `hosted` tells by name which state lies in host memory, for a device that has its own; nodes are then placed as they
+    are recorded, see place.py.
     """
 
-    on_record: Callable[[Node], None] | None = None
-    on_release: Callable[[Sequence[Value]], None] | None = None
     nodes: list[Node] = field(default_factory=list)
     inputs: dict[str, Value] = field(default_factory=dict)
     state: dict[str, Value] = field(default_factory=dict)
@@ -156,6 +293,11 @@ class Graph:
             )
         return value
 
+    def apply(self, name: str, *inputs: Value | None, **attributes: Any) -> Any:
+        """Record a declared op by name; returns its only output, or a tuple of its outputs."""
+        outputs = self.append(REGISTRY[name], inputs, attributes).outputs
+        return outputs[0] if len(outputs) == 1 else outputs
+
     def output(self, name: str, value: Value) -> None:
         """Mark a value to be kept until the step ends and handed out under this name."""
         self.outputs[name] = value
@@ -174,19 +316,7 @@ class Graph:
         node.outputs = tuple(Value(self, spec, Kind.NODE, "", node, index) for index, spec in enumerate(specs))
         self.nodes.append(node)
         RecordCounter.nodes += 1
-        if self.on_record is not None:
-            self.on_record(node)
         return node
-
-    def release(self, values: Sequence[Value]) -> None:
-        """Tell the engine that nothing recorded from now on reads these values."""
-        if self.on_release is not None:
-            self.on_release(values)
-            if self.crossed:
-                gone = set(values)
-                self.on_release([twin for value, twin in self.crossed.items() if value in gone])
-                kept = self.crossed.items()
-                self.crossed = {value: twin for value, twin in kept if value not in gone and twin not in gone}
 
     @contextmanager
     def host(self) -> Iterator[None]:
@@ -215,10 +345,12 @@ class Graph:
             self._stage = previous
 
     @contextmanager
-    def segment(self) -> Iterator[int]:
-        """Nodes recorded inside are computed again by backward instead of being kept."""
-        previous, self._segment = self._segment, self._segments
-        self._segments += 1
+    def segment(self, recomputed: bool = True) -> Iterator[int | None]:
+        """Nodes recorded inside are computed again by backward instead of being kept; as usual unless `recomputed`."""
+        previous = self._segment
+        if recomputed:
+            self._segment = self._segments
+            self._segments += 1
         try:
             yield self._segment
         finally:

@@ -10,13 +10,15 @@ host anyway.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import HOST_PREFIX
-from ttrain.graph.graph import Graph, Kind, Node, Value
+from ttrain.graph.graph import Graph, Node, Value
+from ttrain.graph.kinds import Kind
 from ttrain.graph.op import Op
 
 Inputs = tuple[Value | None, ...]
@@ -28,7 +30,7 @@ class Hosted(Op):
 
     on_host = True
     cheap = False  # its values are not computed again: what they come from may have crossed
-    base: ClassVar[Op]
+    base: Op
 
     @property
     def base_name(self) -> str:
@@ -55,8 +57,9 @@ class Hosted(Op):
 @cache
 def on_host(op: Op) -> Op:
     """The same op, to be run on the host."""
-    kind = type(op)
-    hosted: Op = type(kind.__name__, (Hosted, kind), {"name": HOST_PREFIX + op.name, "cheap": False, "base": op})()
+    hosted, kind = copy(op), type(op)
+    hosted.__class__ = type(kind.__name__, (Hosted, kind), {"base": op, "cheap": False})
+    hosted.name = HOST_PREFIX + op.name
     return hosted
 
 
@@ -157,7 +160,6 @@ def _to_host(graph: Graph, value: Value) -> Value:
             else:
                 (staged,) = graph.append(STAGE, (value,), {}).outputs
                 (crossed,) = graph.append(TO_HOST, (staged,), {}).outputs
-                graph.release([staged])
         graph.crossed[value] = crossed
     return graph.crossed[value]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ttrain.graph.graph import Graph, Node, Stage, Value
+from ttrain.graph.graph import Graph, Node, Value
+from ttrain.graph.kinds import Stage
 
 
 def show(graph: Graph, stages: Iterable[Stage] = tuple(Stage)) -> str:

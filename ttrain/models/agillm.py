@@ -8,7 +8,6 @@ token or two.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from ttrain import ops
@@ -24,7 +23,7 @@ from ttrain.models.presets import required_sizes
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.initialize import Orthogonal
 from ttrain.nn.layers import Dropout, Embedding, LayerNorm, Linear
-from ttrain.nn.module import Module, Parameter, Values, kept, recomputed, released, use
+from ttrain.nn.module import Module, Parameter, use
 from ttrain.ops.matmul import attention_scale
 
 GATE_CLASSES = 2  # emit one token, emit two
@@ -86,15 +85,10 @@ class Block(Module):
         self.feed_forward_norm = LayerNorm(width)
         self.feed_forward = FeedForward(width)
 
-    def __call__(
-        self, x: Value, y: Value, mask: str, seed: Value | None, caches: Caches | None = None
-    ) -> tuple[Value, Value]:
-        """Residual stream x [B, T, C] and its attention norm y -> the stream, and the last branch not yet added to it.
-
-        Every sum is recorded with the norm that reads it, one op for both.
-        """
-        x, y = self.feed_forward_norm.after_sum(x, self.attention(y, mask, seed, caches))
-        return x, self.feed_forward(y)
+    def __call__(self, x: Value, mask: str, seed: Value | None, caches: Caches | None = None) -> Value:
+        """Residual stream x [B, T, C] -> [B, T, C]."""
+        x = x + self.attention(self.attention_norm(x), mask, seed, caches)
+        return x + self.feed_forward(self.feed_forward_norm(x))
 
 
 class SATHead(Linear):
@@ -246,24 +240,13 @@ class AGILLM(Module):
         return self.sat_head is not None
 
     def _blocks(self, x: Value, mask: str, seed: Value | None, training: bool, caches: Caches | None = None) -> Value:
-        """All blocks and the last norm: [B, T, C] -> [B, T, C].
-
-        Whatever is released or computed again, the same ops run in the same order, so the loss has the same bits.
-        """
+        """All blocks and the last norm: [B, T, C] -> [B, T, C]."""
         graph = x.graph
-        record = (recomputed if self.config.recompute == "block" else kept) if training else released
-        norms = [(f"blocks.{index}", block.attention_norm) for index, block in enumerate(self.blocks)]
-        with graph.scope(norms[0][0]):
-            y = norms[0][1](x)
-        for index, (block, (scope, norm)) in enumerate(zip(self.blocks, [*norms[1:], ("norm", self.norm)])):
-            with graph.scope(f"blocks.{index}"):
-                inner: Values = record(graph, partial(block, x, y, mask, seed, caches))
-            done = [] if record is kept else list(inner)
-            done += [] if training else [x, y]
-            with graph.scope(scope):
-                x, y = norm.after_sum(*inner)
-            graph.release(done)
-        return y
+        for index, block in enumerate(self.blocks):
+            with graph.scope(f"blocks.{index}"), graph.segment(training and self.config.recompute == "block"):
+                x = block(x, mask, seed, caches)
+        with graph.scope("norm"):
+            return self.norm(x)
 
     def _flat(self, hidden: Value) -> Value:
         """[B, T, C] as [B*T, C]."""

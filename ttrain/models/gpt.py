@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import copy
-from functools import partial
 from typing import Any
 
 from ttrain import ops
@@ -20,7 +19,7 @@ from ttrain.models.presets import required_sizes
 from ttrain.models.settings import GPTConfig
 from ttrain.nn.initialize import Constant, Initializer, Normal
 from ttrain.nn.layers import Dropout, Embedding, LayerNorm, Linear
-from ttrain.nn.module import Module, Values, kept, recomputed, released, use
+from ttrain.nn.module import Module, use
 
 STD = 0.02  # of every weight at the start; output projections of the two branches start 1/sqrt(2 layers) smaller
 _STREAMS_PER_BLOCK = 3  # dropout masks: attention weights, attention branch, feed-forward branch
@@ -76,14 +75,10 @@ class Block(Module):
         self.feed_forward_norm = LayerNorm(width, config.bias)
         self.feed_forward = FeedForward(width, config, residual_std, stream + 2)
 
-    def __call__(self, x: Value, y: Value, seed: Value | None, caches: Caches | None = None) -> tuple[Value, Value]:
-        """Residual stream x [B, T, C] and its attention norm y -> the stream, and the last branch not yet added to it.
-
-        Every sum is recorded with the norm that reads it, one op for both; so this block's last sum is made together
-        with the next block's first norm.
-        """
-        x, y = self.feed_forward_norm.after_sum(x, self.attention(y, seed, caches))
-        return x, self.feed_forward(y, seed)
+    def __call__(self, x: Value, seed: Value | None, caches: Caches | None = None) -> Value:
+        """Residual stream x [B, T, C] -> [B, T, C]."""
+        x = x + self.attention(self.attention_norm(x), seed, caches)
+        return x + self.feed_forward(self.feed_forward_norm(x), seed)
 
 
 class GPT(Module):
@@ -164,29 +159,13 @@ class GPT(Module):
         return ops.reshape(self._blocks(x, seed, training), (rows * self.length, self.width))
 
     def _blocks(self, x: Value, seed: Value | None, training: bool, caches: Caches | None = None) -> Value:
-        """All blocks and the last norm: [B, T, C] -> [B, T, C].
-
-        Whatever is released or computed again, the same ops run in the same order, so the loss has the same bits.
-        """
-        graph, record = x.graph, self._recording(training)
-        norms = [(f"blocks.{index}", block.attention_norm) for index, block in enumerate(self.blocks)]
-        with graph.scope(norms[0][0]):
-            y = norms[0][1](x)
-        for index, (block, (scope, norm)) in enumerate(zip(self.blocks, [*norms[1:], ("norm", self.norm)])):
-            with graph.scope(f"blocks.{index}"):
-                inner = record(graph, partial(block, x, y, seed, caches))
-            done = [] if record is kept else list(inner)
-            done += [] if training else [x, y]
-            with graph.scope(scope):
-                x, y = norm.after_sum(*inner)
-            graph.release(done)
-        return y
-
-    def _recording(self, training: bool) -> Callable[[Graph, Callable[[], Values]], Values]:
-        """What becomes of the values inside a block."""
-        if not training:
-            return released
-        return recomputed if self.config.recompute == "block" else kept
+        """All blocks and the last norm: [B, T, C] -> [B, T, C]."""
+        graph = x.graph
+        for index, block in enumerate(self.blocks):
+            with graph.scope(f"blocks.{index}"), graph.segment(training and self.config.recompute == "block"):
+                x = block(x, seed, caches)
+        with graph.scope("norm"):
+            return self.norm(x)
 
     def _head(self, graph: Graph) -> Value:
         """Weight [vocabulary, width] of the output head."""

@@ -47,18 +47,9 @@ class LayerNorm(Module):
         self._eps = eps
 
     def __call__(self, x: Value) -> Value:
-        weight, bias = self._read(x)
-        return ops.layer_norm(x, weight, bias, self._eps)
-
-    def after_sum(self, x: Value, branch: Value) -> tuple[Value, Value]:
-        """(x + branch, its layer norm) as one op."""
-        weight, bias = self._read(x)
-        return ops.add_layer_norm(x, branch, weight, bias, self._eps)
-
-    def _read(self, x: Value) -> tuple[Value, Value | None]:
         graph, compute = x.graph, x.spec.dtype
         bias = None if self.bias is None else use(graph, self.bias, compute)
-        return use(graph, self.weight, compute), bias
+        return ops.layer_norm(x, use(graph, self.weight, compute), bias, self._eps)
 
 
 class Embedding(Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ttrain.core.errors import GraphError
@@ -111,29 +111,3 @@ def use(graph: Graph, parameter: Parameter, compute: DType) -> Value:
     if parameter.has_copy(compute):
         return graph.state_value(parameter.copy_name, parameter.read_spec(compute), Kind.COPY)
     return graph.state_value(parameter.path, parameter.spec, Kind.PARAMETER)
-
-
-Values = tuple[Value, ...]
-
-
-def kept(graph: Graph, function: Callable[[], Values]) -> Values:
-    """Record a function whose inner values backward reads as they are."""
-    return function()
-
-
-def released(graph: Graph, function: Callable[[], Values]) -> Values:
-    """Record a function, then tell the engine that of all it computed only its results will be read again.
-
-    For a part of the forward pass whose inner values backward does not read.
-    """
-    start = len(graph.nodes)
-    results = function()
-    recorded = (output for node in graph.nodes[start:] for output in node.outputs)
-    graph.release([output for output in recorded if output not in results])
-    return results
-
-
-def recomputed(graph: Graph, function: Callable[[], Values]) -> Values:
-    """Record a function whose inner values backward computes again instead of keeping."""
-    with graph.segment():
-        return released(graph, function)

@@ -3,40 +3,61 @@
 Importing this package fills the registry; the functions here record nodes into the graph of their inputs.
 """
 
-from ttrain.ops.activation import activation, gelu, relu, tanh
+from ttrain.ops.activation import activation, gelu
 from ttrain.ops.attention import self_attention, softmax
 from ttrain.ops.cache import cache_write, cached_attention
 from ttrain.ops.collective import all_reduce, all_reduce_state
 from ttrain.ops.elementwise import (
     add,
     cast,
+    cos,
     divide,
+    erf,
     exp,
+    expm1,
     full,
+    greater,
     log,
+    maximum,
     multiply,
+    relu,
     scale,
+    sigmoid,
+    sign,
+    sin,
     sqrt,
     subtract,
+    tanh,
 )
 from ttrain.ops.embedding import embedding
-from ttrain.ops.fused import step
+from ttrain.ops.fused import Fused
 from ttrain.ops.head_loss import head_cross_entropy
 from ttrain.ops.heads import head_matmul, pick_rows
 from ttrain.ops.layout import expand, merge_heads, reshape, split_heads, transpose
 from ttrain.ops.loss import cross_entropy, linear_cross_entropy, squared_error
 from ttrain.ops.masked_attention import attention
 from ttrain.ops.matmul import linear, matmul
-from ttrain.ops.norm import add_layer_norm, layer_norm
+from ttrain.ops.norm import layer_norm
+from ttrain.ops.program import step
 from ttrain.ops.random import dropout
 from ttrain.ops.reduce import global_norm, mean, reduce_sum
-from ttrain.ops.update import accumulate, assign, clip_factor
+from ttrain.ops.update import Rule, accumulate, assign, clip_factor, update
 
 __all__ = [
+    "Fused",
+    "Rule",
+    "update",
+    "sin",
+    "sign",
+    "sigmoid",
+    "maximum",
+    "greater",
+    "expm1",
+    "erf",
+    "cos",
     "accumulate",
     "activation",
     "add",
-    "add_layer_norm",
     "all_reduce",
     "all_reduce_state",
     "assign",

@@ -24,7 +24,6 @@ class Softmax(Op):
     name = "softmax"
     family = "attention"
     inputs = ("x",)
-    saves = ("y",)
 
     def infer(self, x: TensorSpec, scale: float, causal: bool) -> TensorSpec:
         self.require(x.rank >= 1 and x.dtype.is_floating, str(x), "a floating-point tensor of rank 1 or more")
@@ -105,7 +104,6 @@ class SelfAttention(Op):
     family = "attention"
     inputs = ("qkv", "seed?")
     outputs = ("y", "log_sum_exp")
-    saves = ("qkv", "y", "log_sum_exp", "seed")
 
     def infer(
         self, qkv: TensorSpec, seed: TensorSpec | None, heads: int, p: float = 0.0, stream: int = 0

@@ -24,10 +24,7 @@ def broadcast_shape(owner: Op, x: TensorSpec, y: TensorSpec) -> tuple[int, ...]:
 
 def sum_to(gradient: Value, target: Value) -> Value:
     """The gradient summed over the axes along which `target` was broadcast, in target's dtype."""
-    from ttrain.ops.elementwise import cast
-    from ttrain.ops.layout import reshape
-    from ttrain.ops.reduce import reduce_sum
-
+    graph = gradient.graph
     if gradient.shape != target.shape:
         lead = len(gradient.shape) - len(target.shape)
         stretched = [
@@ -35,9 +32,12 @@ def sum_to(gradient: Value, target: Value) -> Value:
         ]
         axes = (*range(lead), *stretched)
         if axes:
-            gradient = reduce_sum(gradient, axes)
-        gradient = reshape(gradient, target.shape)
-    return cast(gradient, target.spec.dtype)
+            gradient = graph.apply("reduce_sum", gradient, axes=axes)
+        if gradient.shape != target.shape:
+            gradient = graph.apply("reshape", gradient, shape=target.shape)
+    if gradient.spec.dtype is target.spec.dtype:
+        return gradient
+    return graph.apply("cast", gradient, dtype=target.spec.dtype)
 
 
 def is_one(value: Value) -> bool:

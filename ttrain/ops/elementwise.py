@@ -1,183 +1,138 @@
-"""Ops that treat every element alike: arithmetic with broadcasting, exp, log, sqrt, casts."""
+"""Ops that treat every element alike: arithmetic with broadcasting, functions of one number, comparison, casts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.graph import Graph, Node, Value
-from ttrain.graph.op import Case, Op, declare, op
+from ttrain.graph.case import Case
+from ttrain.graph.graph import REGISTRY, Graph, Node, Op, Value
+from ttrain.graph.op import declare, op
 from ttrain.ops.common import BROADCAST_SHAPES, PLAIN_SHAPES, broadcast_shape, is_one, sum_to
 
 
-class _Binary(Op):
-    """z = f(x, y) with numpy broadcasting; the result has x's dtype."""
+class Elementwise(Op):
+    """`function(*tensors)` is the reference; `gradient(dy, y, *inputs)` gives the inputs' gradients, None where an op
+    has none. Inputs named in `positive` are drawn above zero by tests; `cost` is in additions.
+    """
 
     family = "elementwise"
-    inputs = ("x", "y")
-    outputs = ("z",)
     elementwise = True
     cheap = True
-    positive: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        name: str,
+        doc: str,
+        function: Callable[..., Any],
+        gradient: Callable[..., Sequence[Value | None]] | None = None,
+        positive: tuple[str, ...] = (),
+        cost: int = 1,
+    ) -> None:
+        self.name, self.__doc__ = name, doc
+        self._function, self._gradient = function, gradient
+        self._positive, self._cost = positive, cost
+        self.differentiable = gradient is not None
+
+    def flops(self, node: Node) -> int:
+        return self._cost * node.outputs[0].spec.size
+
+    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
+        if self._gradient is None:
+            return super().vjp(node, *gradients)
+        return self._gradient(gradients[0], node.outputs[0], *node.inputs)
+
+    def reference(self, *tensors: Any, **attributes: Any) -> Any:
+        return self._function(*tensors, **attributes)
+
+
+class Unary(Elementwise):
+    """y = f(x), same shape and dtype."""
+
+    inputs = ("x",)
+
+    def infer(self, x: TensorSpec) -> TensorSpec:
+        self.require(x.dtype.is_floating, str(x), "a floating-point tensor")
+        return x
+
+    def cases(self) -> Sequence[Case]:
+        return [Case((shape,), positive=self._positive) for shape in PLAIN_SHAPES]
+
+
+class Binary(Elementwise):
+    """z = f(x, y) with numpy broadcasting; the result has x's dtype."""
+
+    inputs = ("x", "y")
+    outputs = ("z",)
 
     def infer(self, x: TensorSpec, y: TensorSpec) -> TensorSpec:
         self.require(x.dtype.is_floating and y.dtype.is_floating, f"{x} and {y}", "floating-point tensors")
         return TensorSpec(broadcast_shape(self, x, y), x.dtype)
 
-    def cases(self) -> Sequence[Case]:
-        return [Case(pair, positive=self.positive) for pair in BROADCAST_SHAPES]
-
-
-@declare
-class Add(_Binary):
-    """z = x + y."""
-
-    name = "add"
-
     def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        (dz,) = gradients
-        assert dz is not None
-        return [sum_to(dz, node.input("x")), sum_to(dz, node.input("y"))]
-
-    def reference(self, x: Any, y: Any) -> Any:
-        return x + y
-
-
-@declare
-class Subtract(_Binary):
-    """z = x - y."""
-
-    name = "subtract"
-
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        (dz,) = gradients
-        assert dz is not None
-        return [sum_to(dz, node.input("x")), sum_to(scale(dz, -1.0), node.input("y"))]
-
-    def reference(self, x: Any, y: Any) -> Any:
-        return x - y
-
-
-@declare
-class Multiply(_Binary):
-    """z = x * y."""
-
-    name = "multiply"
-    saves = ("x", "y")
-
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        (dz,) = gradients
-        assert dz is not None
-        x, y = node.input("x"), node.input("y")
-        return [sum_to(multiply(dz, y), x), sum_to(multiply(dz, x), y)]
-
-    def reference(self, x: Any, y: Any) -> Any:
-        return x * y
-
-
-@declare
-class Divide(_Binary):
-    """z = x / y."""
-
-    name = "divide"
-    saves = ("y", "z")
-    positive = ("y",)
-
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        (dz,) = gradients
-        assert dz is not None
-        x, y = node.input("x"), node.input("y")
-        dx = divide(dz, y)
-        return [sum_to(dx, x), sum_to(scale(multiply(dx, node.outputs[0]), -1.0), y)]
-
-    def reference(self, x: Any, y: Any) -> Any:
-        return x / y
-
-
-class Unary(Op):
-    """y = f(x), same shape and dtype."""
-
-    family = "elementwise"
-    inputs = ("x",)
-    elementwise = True
-    cheap = True
-    positive: ClassVar[tuple[str, ...]] = ()
-
-    def infer(self, x: TensorSpec, **attributes: Any) -> TensorSpec:
-        self.require(x.dtype.is_floating, str(x), "a floating-point tensor")
-        return x
+        found = super().vjp(node, *gradients)
+        return [None if g is None else sum_to(g, x) for g, x in zip(found, node.values, strict=True)]
 
     def cases(self) -> Sequence[Case]:
-        return [Case((shape,), positive=self.positive) for shape in PLAIN_SHAPES]
+        return [Case(pair, positive=self._positive) for pair in BROADCAST_SHAPES]
+
+
+def _divide_gradient(dz: Value, z: Value, x: Value, y: Value) -> Sequence[Value]:
+    dx = dz / y
+    return [dx, -(dx * z)]
+
+
+def _maximum_gradient(dz: Value, z: Value, x: Value, y: Value) -> Sequence[Value]:
+    to_y = dz * greater(y, x)
+    return [dz - to_y, to_y]
+
+
+def _erf_gradient(dy: Value, y: Value, x: Value) -> Sequence[Value]:
+    return [dy * exp(-(x * x)) * (2 / math.sqrt(math.pi))]
+
+
+for _op in (
+    Binary("add", "z = x + y.", lambda x, y: x + y, lambda dz, z, x, y: [dz, dz]),
+    Binary("subtract", "z = x - y.", lambda x, y: x - y, lambda dz, z, x, y: [dz, -dz]),
+    Binary("multiply", "z = x * y.", lambda x, y: x * y, lambda dz, z, x, y: [multiply(dz, y), multiply(dz, x)]),
+    Binary("divide", "z = x / y.", lambda x, y: x / y, _divide_gradient, ("y",)),
+    Binary("maximum", "z = the larger one; a tie counts for x.", lambda x, y: x.maximum(y), _maximum_gradient),
+    Binary("greater", "z = 1 where x > y, else 0.", lambda x, y: (x > y).to(x.dtype)),
+    Unary("exp", "y = e^x.", lambda x: x.exp(), lambda dy, y, x: [dy * y], cost=4),
+    Unary("expm1", "y = e^x - 1, exact near 0.", lambda x: x.expm1(), lambda dy, y, x: [dy * (y + 1.0)], cost=4),
+    Unary("log", "y = ln x, x > 0.", lambda x: x.log(), lambda dy, y, x: [dy / x], ("x",), cost=4),
+    Unary("sqrt", "y = the square root of x > 0.", lambda x: x.sqrt(), lambda dy, y, x: [dy / y * 0.5], ("x",)),
+    Unary("sin", "y = sin x.", lambda x: x.sin(), lambda dy, y, x: [dy * cos(x)], cost=8),
+    Unary("cos", "y = cos x.", lambda x: x.cos(), lambda dy, y, x: [-(dy * sin(x))], cost=8),
+    Unary("sigmoid", "y = 1 / (1 + e^-x).", lambda x: x.sigmoid(), lambda dy, y, x: [dy * (y - y * y)], cost=8),
+    Unary("tanh", "y = tanh x.", lambda x: x.tanh(), lambda dy, y, x: [op("tanh_grad").record(dy, y)], cost=8),
+    Unary("relu", "y = max(x, 0).", lambda x: x.relu(), lambda dy, y, x: [op("relu_grad").record(dy, y)]),
+    Unary("erf", "y = the error function of x.", lambda x: x.erf(), _erf_gradient, cost=8),
+    Unary("sign", "y = 1, 0 or -1 as x is above, at or below 0.", lambda x: x.sign()),
+):
+    REGISTRY.add(_op)
 
 
 @declare
 class Scale(Unary):
     """y = factor * x for a factor that never changes during a run."""
 
-    name = "scale"
+    def __init__(self) -> None:
+        super().__init__("scale", "y = factor * x.", lambda x, factor: factor * x)
+        self.differentiable = True
+
+    def infer(self, x: TensorSpec, factor: float) -> TensorSpec:  # type: ignore[override]
+        return super().infer(x)
 
     def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
         (dy,) = gradients
         assert dy is not None
         return [scale(dy, node.attributes["factor"])]
 
-    def reference(self, x: Any, factor: float) -> Any:
-        return factor * x
-
     def cases(self) -> Sequence[Case]:
         return [Case((shape,), {"factor": factor}) for shape in PLAIN_SHAPES for factor in (-1.0, 0.125)]
-
-
-@declare
-class Exp(Unary):
-    """y = e^x."""
-
-    name = "exp"
-    saves = ("y",)
-
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        (dy,) = gradients
-        assert dy is not None
-        return [multiply(dy, node.outputs[0])]
-
-    def reference(self, x: Any) -> Any:
-        return x.exp()
-
-
-@declare
-class Log(Unary):
-    """y = ln x, x > 0."""
-
-    name = "log"
-    saves = ("x",)
-    positive = ("x",)
-
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        (dy,) = gradients
-        assert dy is not None
-        return [divide(dy, node.input("x"))]
-
-    def reference(self, x: Any) -> Any:
-        return x.log()
-
-
-@declare
-class Sqrt(Unary):
-    """y = the square root of x, x > 0."""
-
-    name = "sqrt"
-    saves = ("y",)
-    positive = ("x",)
-
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        (dy,) = gradients
-        assert dy is not None
-        return [scale(divide(dy, node.outputs[0]), 0.5)]
-
-    def reference(self, x: Any) -> Any:
-        return x.sqrt()
 
 
 def torch_gradient(function: Any, dy: Any, x: Any) -> Any:
@@ -260,21 +215,74 @@ def divide(x: Value, y: Value) -> Value:
     return op("divide").record(x, y)
 
 
+def maximum(x: Value, y: Value) -> Value:
+    """The larger one of x and y, broadcast."""
+    return op("maximum").record(x, y)
+
+
+def greater(x: Value, y: Value) -> Value:
+    """1 where x > y, else 0, broadcast, in x's dtype."""
+    return op("greater").record(x, y)
+
+
 def scale(x: Value, factor: float) -> Value:
     """factor * x for a factor that is fixed for the whole run."""
     return x if factor == 1.0 else op("scale").record(x, factor=float(factor))
 
 
 def exp(x: Value) -> Value:
+    """e^x."""
     return op("exp").record(x)
 
 
+def expm1(x: Value) -> Value:
+    """e^x - 1, exact near 0."""
+    return op("expm1").record(x)
+
+
 def log(x: Value) -> Value:
+    """ln x, x > 0."""
     return op("log").record(x)
 
 
 def sqrt(x: Value) -> Value:
+    """The square root of x > 0."""
     return op("sqrt").record(x)
+
+
+def sin(x: Value) -> Value:
+    """sin x, in radians."""
+    return op("sin").record(x)
+
+
+def cos(x: Value) -> Value:
+    """cos x, in radians."""
+    return op("cos").record(x)
+
+
+def sigmoid(x: Value) -> Value:
+    """1 / (1 + e^-x)."""
+    return op("sigmoid").record(x)
+
+
+def tanh(x: Value) -> Value:
+    """tanh x."""
+    return op("tanh").record(x)
+
+
+def relu(x: Value) -> Value:
+    """max(x, 0)."""
+    return op("relu").record(x)
+
+
+def erf(x: Value) -> Value:
+    """The error function."""
+    return op("erf").record(x)
+
+
+def sign(x: Value) -> Value:
+    """1, 0 or -1 as x is above, at or below 0; without a gradient."""
+    return op("sign").record(x)
 
 
 def cast(x: Value, dtype: DType) -> Value:

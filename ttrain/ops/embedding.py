@@ -17,7 +17,6 @@ class Embedding(Op):
     name = "embedding"
     family = "embedding"
     inputs = ("ids", "weight")
-    saves = ("ids",)
 
     def infer(self, ids: TensorSpec, weight: TensorSpec) -> TensorSpec:
         self.require(ids.dtype is DType.INT64, f"ids {ids}", "int64 ids")

@@ -6,21 +6,13 @@ All decompose into what they stand for, so only a device that gains by them need
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.op import Case, Op, declare, op
 from ttrain.ops.elementwise import add
-from ttrain.ops.rounded import AdamWRounded, Rounded
-from ttrain.ops.update import ADAMW_POSITIVE, AdamWUpdate, OptimizerUpdate
-
-Step = tuple[str, tuple[int, ...], tuple[tuple[str, Any], ...]]  # op name, operands, attributes
-
-
-def step(name: str, *operands: int, **attributes: Any) -> Step:
-    """One step of a program. Operands count the inputs of the fused op first, then the results of the steps."""
-    return name, operands, tuple(sorted(attributes.items()))
+from ttrain.ops.program import Program, evaluate, record, step
 
 
 @declare
@@ -38,7 +30,7 @@ class Fused(Op):
     elementwise = True
     differentiable = False
 
-    def infer(self, *specs: TensorSpec, program: tuple[Step, ...], results: tuple[int, ...]) -> list[TensorSpec]:
+    def infer(self, *specs: TensorSpec, program: Program, results: tuple[int, ...]) -> list[TensorSpec]:
         known: list[TensorSpec] = list(specs)
         for name, operands, attributes in program:
             known += op(name).infer_outputs([known[item] for item in operands], dict(attributes))[:1]
@@ -47,17 +39,12 @@ class Fused(Op):
         self.require(len(shapes) == 1, f"results of shapes {sorted(shapes)}", "one shape")
         return outputs
 
-    def reference(self, *tensors: Any, program: tuple[Step, ...], results: tuple[int, ...]) -> Any:
-        known = list(tensors)
-        for name, operands, attributes in program:
-            known.append(op(name).reference(*(known[item] for item in operands), **dict(attributes)))
-        return [known[len(tensors) + item] for item in results]
+    def reference(self, *tensors: Any, program: Program, results: tuple[int, ...]) -> Any:
+        return evaluate(program, results, tensors)
 
     def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
-        known = list(inputs)
-        for name, operands, attributes in node.attributes["program"]:
-            known.append(op(name).record(*(known[item] for item in operands), **dict(attributes)))
-        return [value for item in node.attributes["results"] if (value := known[len(inputs) + item]) is not None]
+        given = [value for value in inputs if value is not None]
+        return record(node.attributes["program"], node.attributes["results"], given)
 
     def flops(self, node: Node) -> int:
         graph = Graph()
@@ -116,51 +103,3 @@ class AddEmbeddingGrad(Op):
             Case(((7, 4), (3, 5, 4), (3, 5)), integers={"ids": 7}),
             Case(((65, 40), (33, 40), (33,)), integers={"ids": 65}),
         ]
-
-
-@declare
-class AdamWRefresh(OptimizerUpdate):
-    """adamw_update, and `copies` <- the new parameters rounded to the copies' dtype."""
-
-    name = "adamw_refresh"
-    family = "fused"
-    inputs: ClassVar[tuple[str, ...]] = (*AdamWUpdate.inputs[:4], "copies*", *AdamWUpdate.inputs[4:])
-    outputs = (*AdamWUpdate.outputs, "copies*")
-    wide: ClassVar[tuple[str, ...]] = AdamWUpdate.wide
-    slots = (*AdamWUpdate.slots, "copies")
-    scalars: ClassVar[tuple[str, ...]] = AdamWUpdate.scalars
-    update = "adamw_update"  # the op that it joins with refresh
-
-    def reference(self, *tensors: Any, count: int, **settings: Any) -> Any:
-        given = (*tensors[: 4 * count], *tensors[5 * count :])
-        updated = op(self.update).reference(*given, count=count, **settings)
-        return [*updated, *updated[:count]]
-
-    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
-        count = node.attributes["count"]
-        updated = op(self.update).record(*inputs[: 4 * count], *inputs[5 * count :], **node.attributes)
-        copies = inputs[4 * count : 5 * count]
-        refreshed = op("refresh").record(*copies, *updated[:count], count=count)
-        return [*updated, *(refreshed if isinstance(refreshed, tuple) else (refreshed,))]
-
-    def cases(self) -> Sequence[Case]:
-        settings = {"count": 2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-        shapes = ((4, 8), (257,))
-        return [Case((*shapes * 5, (), (), factor), settings, positive=ADAMW_POSITIVE) for factor in ((), None)]
-
-
-@declare
-class AdamWRoundedRefresh(Rounded, AdamWRefresh):
-    """The same of adamw_rounded."""
-
-    name = "adamw_rounded_refresh"
-    inputs = (*AdamWRefresh.inputs, "seed?")
-    wide = AdamWRounded.wide
-    scalars = AdamWRounded.scalars
-    update = "adamw_rounded"
-
-    def reference(self, *tensors: Any, **settings: Any) -> Any:
-        return AdamWRefresh.reference(self, *tensors, **settings)
-
-    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
-        return AdamWRefresh.decompose(self, node, inputs)

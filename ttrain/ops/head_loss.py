@@ -38,7 +38,6 @@ class HeadCrossEntropy(Op):
     family = "loss"
     inputs = ("hidden", "head", "targets", "weights", "bias?")
     outputs = ("loss", "cross_entropy", "dhidden?", "dhead?", "dbias?")
-    saves = ("dhidden", "dhead", "dbias")
     wide = ("weights",)
     constants = ("weights",)
 

@@ -19,7 +19,6 @@ class HeadMatmul(Op):
     name = "head_matmul"
     family = "matmul"
     inputs = ("x", "matrix")
-    saves = ("x", "matrix")
 
     def infer(self, x: TensorSpec, matrix: TensorSpec, heads: int, transpose: bool) -> TensorSpec:
         self.require(x.rank == 3 and matrix.rank == 2, f"{x} and {matrix}", "[batch, time, features] and a matrix")

@@ -9,6 +9,7 @@ from typing import Any
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.graph import Node, Value
 from ttrain.graph.op import Case, Op, declare, op
+from ttrain.ops.common import sum_to
 
 
 class _Move(Op):
@@ -83,8 +84,6 @@ class Expand(_Move):
         return x.with_shape(*shape)
 
     def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        from ttrain.ops.common import sum_to
-
         (dy,) = gradients
         assert dy is not None
         return [sum_to(dy, node.input("x"))]
@@ -132,10 +131,8 @@ class SplitHeads(_Move):
         return [x.with_shape(x.shape[0], heads, x.shape[1], width // (parts * heads))] * parts
 
     def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        from ttrain.ops.elementwise import full
-
         filled = [
-            full(output.graph, output.spec, 0.0) if gradient is None else gradient
+            output.graph.apply("full", spec=output.spec, value=0.0) if gradient is None else gradient
             for gradient, output in zip(gradients, node.outputs, strict=True)
         ]
         return [merge_heads(filled)]

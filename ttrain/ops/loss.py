@@ -43,7 +43,6 @@ class CrossEntropy(Op):
     family = "loss"
     inputs = ("logits", "targets", "weight")
     outputs = ("loss", "log_sum_exp")
-    saves = ("logits", "targets", "weight", "log_sum_exp")
     wide = ("weight",)
     constants = ("weight",)
 
@@ -117,7 +116,6 @@ class LinearCrossEntropy(Op):
     family = "loss"
     inputs = ("hidden", "head", "targets", "weight")
     outputs = ("loss", "dhidden?", "dhead?")
-    saves = ("dhidden", "dhead")
     wide = ("weight",)
     constants = ("weight",)
 
@@ -201,7 +199,6 @@ class MeanSquaredError(Op):
     family = "loss"
     inputs = ("prediction", "target", "weight")
     outputs = ("loss",)
-    saves = ("prediction", "target", "weight")
     wide = ("weight",)
     constants = ("target", "weight")
 

@@ -36,7 +36,6 @@ class MaskedSoftmax(Op):
     name = "masked_softmax"
     family = "attention"
     inputs = ("x",)
-    saves = ("y",)
 
     def infer(self, x: TensorSpec, scale: float, mask: str, position_bias: str) -> TensorSpec:
         self.require(x.rank == 4 and x.shape[2] == x.shape[3] and x.dtype.is_floating, str(x), "[B, H, T, T]")
@@ -96,7 +95,6 @@ class Attention(Op):
     family = "attention"
     inputs = ("q", "k", "v")
     outputs = ("y", "log_sum_exp")
-    saves = ("q", "k", "v", "y", "log_sum_exp")
 
     def infer(
         self, q: TensorSpec, k: TensorSpec, v: TensorSpec, heads: int, scale: float, mask: str, position_bias: str

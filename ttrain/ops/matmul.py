@@ -7,9 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from ttrain.core.spec import TensorSpec
+from ttrain.graph.case import Case
+from ttrain.graph.composite import cases, composite, require
 from ttrain.graph.graph import Node, Value
-from ttrain.graph.op import Case, Op, declare, op
+from ttrain.graph.op import Op, declare, op
+from ttrain.ops.activation import activation as activated
 from ttrain.ops.common import rows
+from ttrain.ops.layout import reshape
+from ttrain.ops.reduce import reduce_sum
 
 
 @declare
@@ -23,7 +28,6 @@ class Matmul(Op):
     family = "matmul"
     inputs = ("a", "b")
     outputs = ("c",)
-    saves = ("a", "b")
 
     def infer(self, a: TensorSpec, b: TensorSpec, transpose_a: bool, transpose_b: bool) -> TensorSpec:
         self.require(a.rank >= 2 and b.rank == a.rank, f"{a} and {b}", "two tensors of equal rank, 2 or more")
@@ -63,88 +67,58 @@ class Matmul(Op):
         return cases
 
 
-@declare
-class Linear(Op):
+@composite(family="matmul")
+def linear(x: Value, weight: Value, bias: Value | None = None, activation: str | None = None) -> Value:
     """y = f(x W^T + b): x [..., I], W [O, I], b [O] -> y [..., O]; f is `activation` or the identity.
 
-    A fused activation is differentiable only where its backward reads its output (relu, tanh).
+    An activation is joined to its product by a pass, where backward does not read the sum itself.
     """
+    require(weight.spec.rank == 2, "linear", weight.spec, "a weight [outputs, inputs]")
+    outputs, inputs = weight.shape
+    fits = x.spec.rank >= 1 and x.shape[-1] == inputs
+    require(fits, "linear", f"x {x.spec}", f"{inputs} features, as the weight {weight.spec} has")
+    same = x.spec.dtype is weight.spec.dtype
+    require(same, "linear", f"{x.spec} and {weight.spec}", "equal dtypes", "Cast one of them.")
+    if bias is not None:
+        wanted = TensorSpec((outputs,), x.spec.dtype)
+        require(bias.spec == wanted, "linear", f"bias {bias.spec}", str(wanted))
+    y = reshape(matmul(_flat(x), weight, transpose_b=True), (*x.shape[:-1], outputs))
+    y = y if bias is None else y + bias
+    return y if activation is None else activated(y, activation)
 
-    name = "linear"
-    family = "matmul"
-    inputs = ("x", "weight", "bias?")
-    saves = ("x", "weight", "y")
 
-    def infer(
-        self, x: TensorSpec, weight: TensorSpec, bias: TensorSpec | None, activation: str | None = None
-    ) -> TensorSpec:
-        self.require(weight.rank == 2, str(weight), "a weight [outputs, inputs]")
-        outputs, inputs = weight.shape
-        self.require(x.rank >= 1 and x.shape[-1] == inputs, f"x {x}", f"{inputs} features, as the weight {weight} has")
-        self.require(x.dtype is weight.dtype, f"{x} and {weight}", "equal dtypes", "Cast one of them.")
-        if bias is not None:
-            self.require(bias == TensorSpec((outputs,), x.dtype), f"bias {bias}", f"{x.dtype}[{outputs}]")
-        return x.with_shape(*x.shape[:-1], outputs)
+@linear.gradient
+def _(node: Node, dy: Value) -> Sequence[Value | None]:
+    x, weight, activation = node.input("x"), node.input("weight"), node.attributes.get("activation")
+    if activation is not None:
+        known = activation in ("relu", "tanh")
+        require(known, "linear", activation, "relu or tanh where a gradient is needed: theirs reads y")
+        dy = dy.graph.apply(f"{activation}_grad", dy, node.outputs[0])
+    dy = _flat(dy)  # [N, O]
+    # The gradients of weight and bias come first: x is free before dx needs memory.
+    dweight = matmul(dy, _flat(x), transpose_a=True)  # [O, I]
+    dbias = None if node.inputs[2] is None else reduce_sum(dy, (0,))
+    return [reshape(matmul(dy, weight), x.shape), dweight, dbias]
 
-    def flops(self, node: Node) -> int:
-        return 2 * node.outputs[0].spec.size * node.input("weight").shape[1]
 
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        from ttrain.ops.layout import reshape
-        from ttrain.ops.reduce import reduce_sum
+def _flat(x: Value) -> Value:
+    """[..., C] as [N, C]."""
+    return reshape(x, (rows(x.spec), x.shape[-1]))
 
-        (dy,) = gradients
-        assert dy is not None
-        x, weight, activation = node.input("x"), node.input("weight"), node.attributes.get("activation")
-        if activation is not None:
-            self.require(activation in ("relu", "tanh"), activation, "relu or tanh where a gradient is needed")
-            dy = op(f"{activation}_grad").record(dy, node.outputs[0])
-        dy = reshape(dy, (rows(dy.spec), dy.shape[-1]))  # [N, O]
-        x_rows = reshape(x, (rows(x.spec), x.shape[-1]))  # [N, I]
-        # The gradients of weight and bias come first: x is free before dx needs memory.
-        dweight = matmul(dy, x_rows, transpose_a=True)  # [O, I]
-        dbias = None if node.inputs[2] is None else reduce_sum(dy, (0,))
-        dx = reshape(matmul(dy, weight), x.shape)
-        return [dx, dweight, dbias]
 
-    def reference(self, x: Any, weight: Any, bias: Any, activation: str | None = None) -> Any:
-        y = x @ weight.T if bias is None else x @ weight.T + bias
-        if activation is None:
-            return y
-        name, _, form = activation.partition("_")
-        return op(name).reference(y, form or "none") if name == "gelu" else op(name).reference(y)
-
-    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
-        from ttrain.ops.activation import activation
-        from ttrain.ops.elementwise import add
-        from ttrain.ops.layout import reshape
-
-        x, weight, bias = inputs
-        assert x is not None and weight is not None
-        flat = reshape(x, (rows(x.spec), x.shape[-1]))
-        y = reshape(matmul(flat, weight, transpose_b=True), node.outputs[0].shape)
-        y = y if bias is None else add(y, bias)
-        name = node.attributes.get("activation")
-        return [y if name is None else activation(y, name)]
-
-    def cases(self) -> Sequence[Case]:
-        plain = [
-            Case(((5, 7), (33, 7), (33,))),
-            Case(((2, 3, 8), (4, 8), None)),
-            Case(((1, 1, 16), (1, 16), (1,))),
-            Case(((40, 32), (48, 32), (48,))),
-        ]
-        return plain + [Case(((5, 7), (33, 7), (33,)), {"activation": name}) for name in ("relu", "tanh")]
+cases(
+    linear,
+    Case(((5, 7), (33, 7), (33,))),
+    Case(((2, 3, 8), (4, 8), None)),
+    Case(((1, 1, 16), (1, 16), (1,))),
+    Case(((40, 32), (48, 32), (48,))),
+    *(Case(((5, 7), (33, 7), (33,)), {"activation": name}) for name in ("relu", "tanh")),
+)
 
 
 def matmul(a: Value, b: Value, transpose_a: bool = False, transpose_b: bool = False) -> Value:
     """op(a) op(b) over equal leading axes."""
     return op("matmul").record(a, b, transpose_a=transpose_a, transpose_b=transpose_b)
-
-
-def linear(x: Value, weight: Value, bias: Value | None = None) -> Value:
-    """x W^T + b: x [..., I], weight [O, I], bias [O] -> [..., O]."""
-    return op("linear").record(x, weight, bias)
 
 
 def attention_scale(head_width: int) -> float:

@@ -1,183 +1,110 @@
-"""Layer normalisation (Ba et al., 2016), alone and fused with the residual sum before it."""
+"""Norms over the last axis. Statistics are formed and kept in fp32 at least."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ttrain.core.spec import TensorSpec
+from ttrain.graph.case import Case
+from ttrain.graph.composite import cases, composite, require
 from ttrain.graph.graph import Node, Value
-from ttrain.graph.op import Case, Op, declare, op
-from ttrain.ops.elementwise import add
+from ttrain.graph.op import op
+from ttrain.ops.elementwise import cast, sqrt
+from ttrain.ops.layout import reshape
+from ttrain.ops.reduce import mean, reduce_sum
 
 _SHAPES = ((4, 8), (2, 3, 32), (1, 1, 33), (5, 257))
 
 
-def _statistics(x: TensorSpec) -> TensorSpec:
-    return TensorSpec(x.shape[:-1], x.dtype.wide)
+def _check(name: str, x: Value, weight: Value, bias: Value | None) -> None:
+    require(x.spec.rank >= 1, name, x.spec, "at least one axis")
+    for label, value in (("weight", weight), ("bias", bias)):
+        if value is not None:
+            fits = value.shape == x.shape[-1:]
+            require(fits, name, f"{label} {value.spec}", f"[{x.shape[-1]}], the last axis of {x.spec}")
 
 
-def _check(owner: Op, x: TensorSpec, weight: TensorSpec, bias: TensorSpec | None) -> None:
-    owner.require(x.rank >= 1, str(x), "at least one axis")
-    for name, spec in (("weight", weight), ("bias", bias)):
-        if spec is not None:
-            owner.require(spec.shape == x.shape[-1:], f"{name} {spec}", f"[{x.shape[-1]}], the last axis of {x}")
+@composite(name="layer_norm", outputs=("y", "mean", "rstd"), cheap=True)
+def _layer_norm(x: Value, weight: Value, bias: Value | None, eps: float) -> tuple[Value, Value, Value]:
+    """y = (x - mean) rstd * weight + bias over the last axis of x [..., C] (Ba et al., 2016); weight, bias [C].
 
-
-@declare
-class LayerNorm(Op):
-    """y = (x - mean) rstd * weight + bias over the last axis.
-
-    mean and rstd = 1/sqrt(var + eps) have the shape of the other axes and are fp32 at least.
+    mean and rstd = 1 / sqrt(var + eps) are [...], fp32 at least.
     """
-
-    name = "layer_norm"
-    family = "norm"
-    inputs = ("x", "weight", "bias?")
-    outputs = ("y", "mean", "rstd")
-    saves = ("x", "weight", "mean", "rstd")
-    cheap = True
-
-    def infer(self, x: TensorSpec, weight: TensorSpec, bias: TensorSpec | None, eps: float) -> Sequence[TensorSpec]:
-        _check(self, x, weight, bias)
-        return [x, _statistics(x), _statistics(x)]
-
-    def flops(self, node: Node) -> int:
-        return 8 * node.input("x").spec.size
-
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        dy = gradients[0]
-        assert dy is not None
-        bias = node.inputs[2] is not None
-        grads = op("layer_norm_grad").record(
-            dy, node.input("x"), node.outputs[1], node.outputs[2], node.input("weight"), None, bias=bias
-        )
-        return [grads[0], grads[1], grads[2] if bias else None]
-
-    def reference(self, x: Any, weight: Any, bias: Any, eps: float) -> Any:
-        mean = x.mean(-1, keepdim=True)
-        rstd = ((x - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
-        y = (x - mean) * rstd * weight
-        return (y if bias is None else y + bias), mean.squeeze(-1), rstd.squeeze(-1)
-
-    def cases(self) -> Sequence[Case]:
-        return [
-            Case((shape, shape[-1:], shape[-1:] if bias else None), {"eps": 1e-5})
-            for shape in _SHAPES
-            for bias in (True, False)
-        ]
+    _check("layer_norm", x, weight, bias)
+    wide = cast(x, x.spec.dtype.wide)
+    centre = mean(wide, -1)  # [..., 1]
+    shifted = wide - centre
+    rstd = 1.0 / sqrt(mean(shifted * shifted, -1) + eps)  # [..., 1]
+    y = shifted * rstd * cast(weight, wide.spec.dtype)
+    y = y if bias is None else y + cast(bias, wide.spec.dtype)
+    return cast(y, x.spec.dtype), reshape(centre, x.shape[:-1]), reshape(rstd, x.shape[:-1])
 
 
-@declare
-class LayerNormGrad(Op):
-    """dx, dweight and (if `bias`) dbias of layer_norm from dy and the saved statistics.
+@_layer_norm.gradient
+def _(node: Node, dy: Value, *statistics: None) -> Sequence[Value | None]:
+    bias, (_, centre, rstd) = node.inputs[2] is not None, node.outputs
+    dx, *rest = layer_norm_grad(dy, node.input("x"), centre, rstd, node.input("weight"), None, bias)
+    return [dx, rest[0], rest[1] if bias else None]
+
+
+@composite(outputs=("dx", "dweight", "dbias?"), wide=("mean", "rstd"), differentiable=False)
+def layer_norm_grad(
+    dy: Value, x: Value, mean: Value, rstd: Value, weight: Value, residual: Value | None, bias: bool
+) -> tuple[Value, ...]:
+    """dx, dweight and (if `bias`) dbias of layer_norm from dy and the statistics that it kept.
 
     `residual` is a gradient that reaches x beside the norm; dx includes it.
     """
-
-    name = "layer_norm_grad"
-    family = "norm"
-    inputs = ("dy", "x", "mean", "rstd", "weight", "residual?")
-    wide = ("mean", "rstd")
-    outputs = ("dx", "dweight", "dbias?")
-    differentiable = False
-
-    def infer(
-        self,
-        dy: TensorSpec,
-        x: TensorSpec,
-        mean: TensorSpec,
-        rstd: TensorSpec,
-        weight: TensorSpec,
-        residual: TensorSpec | None,
-        bias: bool,
-    ) -> Sequence[TensorSpec]:
-        self.require(dy == x, f"dy {dy} and x {x}", "equal specs")
-        self.require(mean == rstd == _statistics(x), f"mean {mean} and rstd {rstd}", f"{_statistics(x)} for {x}")
-        self.require(residual is None or residual == x, f"residual {residual} and x {x}", "equal specs")
-        return [x, weight, weight] if bias else [x, weight]
-
-    def flops(self, node: Node) -> int:
-        return 14 * node.input("x").spec.size
-
-    def reference(self, dy: Any, x: Any, mean: Any, rstd: Any, weight: Any, residual: Any, bias: bool) -> Any:
-        # The statistics are recomputed: the test feeds random ones, which no x could have.
-        normal = (x - mean[..., None]) * rstd[..., None]
-        lead = tuple(range(x.ndim - 1))
-        scaled = dy * weight
-        inner = (scaled * normal).mean(-1, keepdim=True)
-        dx = rstd[..., None] * (scaled - scaled.mean(-1, keepdim=True) - normal * inner)
-        dx = dx if residual is None else dx + residual
-        gradients = (dx, (dy * normal).sum(lead) if lead else dy * normal, dy.sum(lead) if lead else dy)
-        return gradients if bias else gradients[:2]
-
-    def cases(self) -> Sequence[Case]:
-        return [
-            Case((s, s, s[:-1], s[:-1], s[-1:], s if residual else None), {"bias": bias}, positive=("rstd",))
-            for s in _SHAPES
-            for bias, residual in ((True, False), (False, True), (True, True))
-        ]
+    wide, name = x.spec.dtype.wide, "layer_norm_grad"
+    require(dy.spec == x.spec, name, f"dy {dy.spec} and x {x.spec}", "equal specs")
+    statistics = TensorSpec(x.shape[:-1], wide)
+    known = mean.spec == rstd.spec == statistics
+    require(known, name, f"mean {mean.spec} and rstd {rstd.spec}", f"{statistics} for {x.spec}")
+    fits = residual is None or residual.spec == x.spec
+    require(fits, name, f"residual {residual and residual.spec} and x {x.spec}", "equal specs")
+    rows, lead = (*x.shape[:-1], 1), range(x.spec.rank - 1)
+    rstd = reshape(rstd, rows)
+    normal = (cast(x, wide) - reshape(mean, rows)) * rstd
+    given = cast(dy, wide)
+    scaled = given * cast(weight, wide)
+    dx = rstd * (scaled - _mean(scaled) - normal * _mean(scaled * normal))
+    dx = dx if residual is None else dx + cast(residual, wide)
+    sums = [given * normal, given] if bias else [given * normal]
+    return cast(dx, x.spec.dtype), *(cast(reduce_sum(each, lead), weight.spec.dtype) for each in sums)
 
 
-@declare
-class AddLayerNorm(Op):
-    """total = x + branch; y = layer_norm(total): a residual sum and the norm that reads it."""
+def _mean(x: Value) -> Value:
+    return mean(x, -1)
 
-    name = "add_layer_norm"
-    family = "norm"
-    inputs = ("x", "branch", "weight", "bias?")
-    outputs = ("total", "y", "mean", "rstd")
-    saves = ("total", "weight", "mean", "rstd")
 
-    def infer(
-        self, x: TensorSpec, branch: TensorSpec, weight: TensorSpec, bias: TensorSpec | None, eps: float
-    ) -> Sequence[TensorSpec]:
-        self.require(x == branch, f"{x} and {branch}", "equal specs")
-        _check(self, x, weight, bias)
-        return [x, x, _statistics(x), _statistics(x)]
+def _norm_again(node: Node) -> Node:
+    """The norm of the sum, which is kept, makes y again."""
+    total, *normed = node.outputs
+    return Node(op("layer_norm"), (total, *node.inputs[2:]), node.attributes, tuple(normed))
 
-    def flops(self, node: Node) -> int:
-        return 9 * node.input("x").spec.size
 
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        dtotal, dy = gradients[0], gradients[1]
-        if dy is None:
-            return [dtotal, dtotal, None, None]
-        bias = node.inputs[3] is not None
-        grads = op("layer_norm_grad").record(
-            dy, node.outputs[0], node.outputs[2], node.outputs[3], node.input("weight"), dtotal, bias=bias
-        )
-        return [grads[0], grads[0], grads[1], grads[2] if bias else None]
+@composite(
+    outputs=("total", "y", "mean", "rstd"), differentiable=False,
+    rematerialized=_norm_again, rematerialized_outputs=lambda node: node.outputs[1:2],
+)  # fmt: skip
+def add_layer_norm(
+    x: Value, branch: Value, weight: Value, bias: Value | None, eps: float
+) -> tuple[Value, Value, Value, Value]:
+    """total = x + branch; y = layer_norm(total): a residual sum and the norm that reads it, joined by a pass."""
+    require(x.spec == branch.spec, "add_layer_norm", f"{x.spec} and {branch.spec}", "equal specs")
+    total = x + branch
+    return total, *_layer_norm(total, weight, bias, eps)
 
-    def reference(self, x: Any, branch: Any, weight: Any, bias: Any, eps: float) -> Any:
-        total = x + branch
-        return (total, *op("layer_norm").reference(total, weight, bias, eps))
 
-    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
-        x, branch, weight, bias = inputs
-        assert x is not None and branch is not None and weight is not None
-        total = add(x, branch)
-        return [total, *op("layer_norm").record(total, weight, bias, **node.attributes)]
-
-    def rematerialized(self, node: Node) -> Node | None:
-        total, *normed = node.outputs
-        return Node(op("layer_norm"), (total, *node.inputs[2:]), node.attributes, tuple(normed))
-
-    def rematerialized_outputs(self, node: Node) -> Sequence[Value]:
-        return node.outputs[1:2]
-
-    def cases(self) -> Sequence[Case]:
-        return [Case((s, s, s[-1:], s[-1:] if b else None), {"eps": 1e-5}) for s in _SHAPES for b in (True, False)]
+for _s in _SHAPES:
+    for _b in (None, _s[-1:]):
+        cases(_layer_norm, Case((_s, _s[-1:], _b), {"eps": 1e-5}))
+        cases(add_layer_norm, Case((_s, _s, _s[-1:], _b), {"eps": 1e-5}))
+    for _bias, _residual in ((True, None), (False, _s), (True, _s)):
+        _given = (_s, _s, _s[:-1], _s[:-1], _s[-1:], _residual)
+        cases(layer_norm_grad, Case(_given, {"bias": _bias}, positive=("rstd",)))
 
 
 def layer_norm(x: Value, weight: Value, bias: Value | None, eps: float = 1e-5) -> Value:
     """Layer norm over the last axis of x [..., C]; weight and bias [C]."""
-    return op("layer_norm").record(x, weight, bias, eps=eps)[0]
-
-
-def add_layer_norm(
-    x: Value, branch: Value, weight: Value, bias: Value | None, eps: float = 1e-5
-) -> tuple[Value, Value]:
-    """(x + branch, its layer norm)."""
-    total, y, _, _ = op("add_layer_norm").record(x, branch, weight, bias, eps=eps)
-    return total, y
+    return _layer_norm(x, weight, bias, eps)[0]

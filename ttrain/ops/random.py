@@ -22,7 +22,6 @@ class Dropout(Op):
     name = "dropout"
     family = "random"
     inputs = ("x", "seed")
-    saves = ("seed",)
 
     def infer(self, x: TensorSpec, seed: TensorSpec, p: float, stream: int) -> TensorSpec:
         self.require(x.dtype.is_floating, str(x), "a floating-point tensor")

@@ -8,6 +8,7 @@ from typing import Any
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.graph import Node, Value
 from ttrain.graph.op import Case, Op, declare, op
+from ttrain.ops.layout import expand, reshape
 
 
 @declare
@@ -30,8 +31,6 @@ class ReduceSum(Op):
         return node.input("x").spec.size
 
     def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        from ttrain.ops.layout import expand, reshape
-
         (dy,) = gradients
         assert dy is not None
         x, axes = node.input("x"), node.attributes["axes"]
@@ -76,14 +75,16 @@ class GlobalNorm(Op):
 
 def reduce_sum(x: Value, axes: Sequence[int]) -> Value:
     """The sum of x over `axes`, which disappear."""
-    return op("reduce_sum").record(x, axes=tuple(sorted(axes)))
+    return op("reduce_sum").record(x, axes=tuple(sorted(axes))) if len(axes) else x
 
 
-def mean(x: Value) -> Value:
-    """The mean of all elements, a scalar."""
-    from ttrain.ops.elementwise import scale
-
-    return scale(reduce_sum(x, range(x.spec.rank)), 1 / max(x.spec.size, 1))
+def mean(x: Value, axis: int | None = None) -> Value:
+    """The mean over an axis, which stays with size one; of all elements, a scalar, where none is named."""
+    if axis is None:
+        return reduce_sum(x, range(x.spec.rank)) * (1 / max(x.spec.size, 1))
+    axis %= x.spec.rank
+    kept = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
+    return reshape(reduce_sum(x, [axis]), kept) * (1 / max(x.shape[axis], 1))
 
 
 def global_norm(tensors: Sequence[Value]) -> Value:

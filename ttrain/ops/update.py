@@ -1,31 +1,35 @@
-"""Ops of the update stage: gradient accumulation, clipping and the optimizers. They overwrite state in place.
+"""Ops of the update stage: gradient accumulation, clipping, and one op that applies the rule of any optimizer.
 
-The optimizer ops take whole groups of tensors at once, so a device may run one kernel over a flat arena.
-Learning rate, step number and clip factor are tensors: a captured step can be replayed while they change.
+Learning rate, step number, clip factor and seed are tensors: a captured step can be replayed while they change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ParamSpec, TypeVar
 
+from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.graph import Node, Value
-from ttrain.graph.op import Case, Op, declare, op
-from ttrain.ops.elementwise import add as add_values
-from ttrain.ops.elementwise import cast, divide, full, multiply, scale, sqrt, subtract
+from ttrain.graph.case import Case
+from ttrain.graph.composite import Composite, cases, composite, require
+from ttrain.graph.graph import REGISTRY, Node, Op, Value
+from ttrain.graph.op import declare, op
+from ttrain.ops.elementwise import cast, full, maximum
+from ttrain.ops.program import Program, evaluate, program_of, record
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _SCALAR = TensorSpec((), DType.FP32)
+_PROBED = 2  # elements that a rule is recorded on, to see what it is made of
 
 
-class _Update(Op):
-    family = "update"
-    differentiable = False
-
-
-class _ToState(_Update):
+class _ToState(Op):
     """Overwrites one state tensor with something made of a value of its shape."""
 
+    family = "update"
+    differentiable = False
     inputs = ("state", "value")
     outputs = ("new_state",)
     wide = ("state",)
@@ -62,244 +66,174 @@ class Accumulate(_ToState):
         return state + value
 
 
-@declare
-class ClipFactor(_Update):
-    """factor = min(1, limit / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ scales gradients."""
-
-    name = "clip_factor"
-    inputs = ("norm",)
-    wide = ("norm",)
-    outputs = ("factor",)
-
-    def infer(self, norm: TensorSpec, limit: float) -> TensorSpec:
-        self.require(norm.shape == () and norm.dtype.is_floating, str(norm), "a floating-point scalar")
-        return norm
-
-    def reference(self, norm: Any, limit: float) -> Any:
-        return (limit / (norm + 1e-6)).clamp(max=1.0)
-
-    def cases(self) -> Sequence[Case]:
-        return [Case(((),), {"limit": limit}, positive=("norm",)) for limit in (1.0, 0.01, 1e4)]
+@composite(outputs=("factor",), wide=("norm",), differentiable=False)
+def clip_factor(norm: Value, limit: float) -> Value:
+    """factor = min(1, limit / (norm + 1e-6)) as of torch.nn.utils.clip_grad_norm_; norm and factor []."""
+    fits = norm.shape == () and norm.spec.dtype.is_floating
+    require(fits, "clip_factor", norm.spec, "a floating-point scalar")
+    return limit / maximum(norm + 1e-6, full(norm.graph, norm.spec, limit))
 
 
-class OptimizerUpdate(_Update):
-    """inputs: `slots` lists of `count` tensors each, then scalars. Every list but the gradients is overwritten.
+cases(clip_factor, *(Case(((),), {"limit": limit}, positive=("norm",)) for limit in (1.0, 0.01, 1e4)))
 
-    The last `optional` slots may be absent.
+
+def update_rule(body: Callable[P, R]) -> Composite[P, R]:
+    """Decorator of an optimizer's rule: (parameter, gradient, one value per slot, lr, step, settings) -> new parameter
+    and slots; see Rule.
+    """
+    made: Composite[P, R] = Composite(body, family="rule", differentiable=False)
+    made.wide, slots = made.inputs, made.inputs[2:-2]
+    made.outputs = ("parameter", *slots)
+    REGISTRY.add(made)
+    return made
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one optimizer updates one kind of parameter.
+
+    `name` is a composite (parameter, gradient, one value per slot, lr, step) -> (new parameter, new slots): elementwise
+    over tensors of one shape, with lr and step fp32 [], the step counted from 1. It computes in fp32, and turns zeros
+    into zeros. `slots` names the tensors that it keeps for a parameter, which start at zero; `settings` are the
+    composite's attributes as (name, value) pairs.
     """
 
-    slots: ClassVar[tuple[str, ...]]
-    scalars: ClassVar[tuple[str, ...]]
-    optional = 0
+    name: str
+    slots: tuple[str, ...] = ()
+    settings: tuple[tuple[str, float], ...] = ()
 
-    def split(self, items: Sequence[Any], count: int) -> tuple[list[list[Any]], list[Any]]:
-        """Items of all inputs -> one list per slot that is there, and the scalars."""
-        end = len(items) - len(self.scalars)
-        return [list(items[start : start + count]) for start in range(0, end, count)], list(items[end:])
+    @property
+    def body(self) -> Composite[..., Any]:
+        """The composite. Raises GraphError where none has that name, or one that is no rule for these slots."""
+        found = REGISTRY[self.name] if self.name in REGISTRY.names() else None
+        if not isinstance(found, Composite) or len(found.inputs) != len(self.slots) + 4:
+            slots = f"{len(self.slots)} slots"
+            raise GraphError(f"rule {self.name!r}: expected a composite of parameter, gradient, {slots}, lr and step.")
+        return found
 
-    def written(self, lists: Sequence[Any]) -> list[int]:
-        """Numbers of the slots that are overwritten, of those that are there."""
-        return [index for index, name in enumerate(self.slots[: len(lists)]) if name != "gradients"]
+    @cached_property
+    def program(self) -> tuple[Program, tuple[int, ...]]:
+        """Primitives on (parameter, gradient, slots, lr, step), and which steps make the new parameter and slots."""
+        return program_of(self.body, self._specs(), dict(self.settings))
 
-    def infer(self, *specs: TensorSpec, count: int, **attributes: Any) -> Sequence[TensorSpec]:
-        scalars, most = len(self.scalars), len(self.slots)
-        fits = [lists * count + scalars for lists in range(most - self.optional, most + 1)]
-        self.require(len(specs) in fits, f"{len(specs)} inputs", f"{most} lists of {count} and {scalars} scalars")
-        lists, _ = self.split(specs, count)
-        for tensors in zip(*lists, strict=True):
+    @cached_property
+    def flops(self) -> int:
+        """Floating-point operations per element, the clip factor's with them."""
+        nodes = self.body.probe(self._specs(), dict(self.settings)).graph.nodes
+        return 1 + sum(node.op.flops(node) // _PROBED for node in nodes if node.outputs[0].shape)
+
+    def _specs(self) -> list[TensorSpec]:
+        return [TensorSpec((_PROBED,))] * (2 + len(self.slots)) + [_SCALAR] * 2
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.settings)})"
+
+
+@declare
+class Update(Op):
+    """One rule on a list of parameters, so that a device may run one kernel over all of them.
+
+    inputs: `count` parameters, their gradients, `count` tensors for each slot, with `copies` also the parameters'
+    copies in the compute dtype; then lr and step, fp32 []; factor fp32 [] that gradients are multiplied by; seed
+    int64 []. All but gradients and scalars is overwritten.
+
+    State that is kept in bf16 is updated in fp32 and rounded: to nearest, or where `stochastic` numbers its list (0 the
+    parameters, 1 the first slot) up or down at random. A bf16 number has 8 significant bits. Rounded to nearest, a
+    change smaller than 2^-9 of a number is lost every time: a second moment with beta2 = 0.999 shrinks by at most 2^-10
+    of itself in a step, so it would never decay again. Stochastic rounding goes up with the probability of the part
+    that is cut off: its mean is the exact number (Gupta et al., "Deep Learning with Limited Numerical Precision",
+    2015). The random bits are a hash of (seed, stream, element), as a dropout mask's are: 16 of them are added to the
+    16 that bf16 has no room for, so they are the same on every engine and after a resume. An element's number counts
+    the tensors of a list side by side, as core.spec.run_offsets lays them; a list's stream is `stream` plus its number.
+    """
+
+    name = "update"
+    family = "update"
+    inputs = ("parameters*", "gradients*", "slots*", "lr", "step", "factor?", "seed?")
+    outputs = ("written*",)
+    wide = ("parameters", "slots", "lr", "step", "factor")
+    differentiable = False
+
+    def __init__(self) -> None:
+        self._cases: list[Case] = []
+
+    def infer(self, *specs: TensorSpec, rule: Rule, count: int, **attributes: Any) -> Sequence[TensorSpec]:
+        written = 1 + len(rule.slots)
+        lists = written + 1 + attributes.get("copies", False)
+        self.require(len(specs) == lists * count + 4, f"{len(specs)} inputs", f"{lists} lists of {count} and 4 scalars")
+        for position in range(count):
+            tensors = specs[position : lists * count : count]
             self.require(len({spec.shape for spec in tensors}) == 1, f"{tensors}", "one shape per parameter")
-        return [spec for index in self.written(lists) for spec in lists[index]]
+        stochastic = attributes.get("stochastic", ())
+        self.require(set(stochastic) <= set(range(written)), f"{stochastic=}", f"numbers below {written}")
+        wanted = TensorSpec((), DType.INT64) if stochastic else None
+        self.require(specs[-1] == wanted, f"seed {specs[-1]} for {stochastic=}", "int64[] where a list is named")
+        return [*specs[:count], *specs[2 * count : -4]]
 
     def aliases(self, node: Node) -> dict[int, int]:
         count = node.attributes["count"]
-        lists, _ = self.split(node.inputs, count)
-        return {
-            position * count + item: slot * count + item
-            for position, slot in enumerate(self.written(lists))
-            for item in range(count)
-        }
+        return {index: index if index < count else index + count for index in range(len(node.outputs))}
 
     def flops(self, node: Node) -> int:
-        count = node.attributes["count"]
-        return 12 * sum(value.spec.size for value in node.values[:count])
+        count, rule = node.attributes["count"], node.attributes["rule"]
+        each = rule.flops + 12 * len(node.attributes.get("stochastic", ()))
+        return each * sum(value.spec.size for value in node.values[:count])
 
-    def decompose_one(self, tensors: Sequence[Value], scalars: Sequence[Value | None], node: Node) -> Sequence[Value]:
-        """New values of one parameter's written slots."""
-        return ()
-
-    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
-        lists, scalars = self.split(inputs, node.attributes["count"])
-        results = []
-        for tensors in zip(*lists, strict=True):
-            new = self.decompose_one(tensors, scalars, node)
-            old = [tensors[index] for index in self.written(tensors)]
-            results.append([op("assign").record(state, value) for state, value in zip(old, new, strict=True)])
-        return [new for slot in zip(*results, strict=True) for new in slot]
-
-
-@declare
-class AdamWUpdate(OptimizerUpdate):
-    """AdamW (Loshchilov and Hutter, 2019) in torch.optim.AdamW's form, on a group of tensors.
-
-    g = factor * gradient;  p <- p (1 - lr weight_decay);  m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2;
-    p <- p - lr / (1 - b1^step) * m / (sqrt(v / (1 - b2^step)) + eps).  `step` counts from 1.
-    """
-
-    name = "adamw_update"
-    inputs: ClassVar[tuple[str, ...]] = (
-        "parameters*",
-        "gradients*",
-        "first_moments*",
-        "second_moments*",
-        "lr",
-        "step",
-        "factor?",
-    )
-    outputs = ("parameters*", "first_moments*", "second_moments*")
-    wide: ClassVar[tuple[str, ...]] = ("parameters", "first_moments", "second_moments", "lr", "step", "factor")
-    slots = ("parameters", "gradients", "first_moments", "second_moments")
-    scalars: ClassVar[tuple[str, ...]] = ("lr", "step", "factor")
-
-    def reference(self, *tensors: Any, count: int, **settings: Any) -> Any:
-        beta1, beta2, eps, weight_decay = (settings[key] for key in ("beta1", "beta2", "eps", "weight_decay"))
-        lists, (lr, step, factor, *_) = self.split(tensors, count)
-        new: list[list[Any]] = [[], [], []]
-        for p, g, m, v in zip(*lists, strict=True):
-            g = g if factor is None else g * factor
-            p = p - lr * weight_decay * p
-            m = beta1 * m + (1 - beta1) * g
-            v = beta2 * v + (1 - beta2) * g * g
-            p = p - lr * (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + eps)
-            for slot, value in zip(new, (p, m, v), strict=True):
-                slot.append(value)
-        return [value for slot in new for value in slot]
-
-    def decompose_one(self, tensors: Sequence[Value], scalars: Sequence[Value | None], node: Node) -> Sequence[Value]:
-        (p, g, m, v), (lr, step, factor) = tensors, scalars
-        assert lr is not None and step is not None
-        settings = node.attributes
-        beta1, beta2 = settings["beta1"], settings["beta2"]
-        g = cast(g, p.spec.dtype)
-        g = g if factor is None else multiply(g, factor)
-        m = add_values(scale(m, beta1), scale(g, 1 - beta1))
-        v = add_values(scale(v, beta2), scale(multiply(g, g), 1 - beta2))
-        corrected_m = divide(m, _bias_correction(beta1, step))
-        corrected_v = divide(v, _bias_correction(beta2, step))
-        denominator = add_values(sqrt(corrected_v), full(p.graph, _SCALAR, settings["eps"]))
-        decay = multiply(p, scale(lr, settings["weight_decay"]))
-        return [subtract(subtract(p, decay), multiply(divide(corrected_m, denominator), lr)), m, v]
-
-    def cases(self) -> Sequence[Case]:
-        settings = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-        shapes = ((4, 8), (257,))
-        return [
-            Case((*shapes * 4, (), (), factor), {"count": 2, **settings}, positive=ADAMW_POSITIVE)
-            for factor in ((), None)
-        ]
-
-
-# Names of the flattened inputs of a two-tensor case that must be positive: both second moments and the scalars.
-ADAMW_POSITIVE = ("second_moments.0", "second_moments.1", "lr", "step", "factor")
-
-
-def _bias_correction(beta: float, step: Value) -> Value:
-    """1 - beta^step as a tensor."""
-    from math import log
-
-    from ttrain.ops.elementwise import exp
-
-    return (
-        subtract(full(step.graph, _SCALAR, 1.0), exp(scale(step, log(beta))))
-        if beta
-        else full(step.graph, _SCALAR, 1.0)
-    )
-
-
-@declare
-class SGDUpdate(OptimizerUpdate):
-    """Stochastic gradient descent in torch.optim.SGD's form (dampening 0), on a group of tensors.
-
-    g = factor * gradient + weight_decay * p;  u <- momentum u + g;  p <- p - lr (g + momentum u if nesterov else u).
-    Without momentum the velocities are absent and u is g.
-    """
-
-    name = "sgd_update"
-    inputs: ClassVar[tuple[str, ...]] = ("parameters*", "gradients*", "velocities*", "lr", "factor?")
-    outputs = ("parameters*", "velocities*")
-    wide: ClassVar[tuple[str, ...]] = ("parameters", "velocities", "lr", "factor")
-    slots = ("parameters", "gradients", "velocities")
-    scalars: ClassVar[tuple[str, ...]] = ("lr", "factor")
-    optional = 1
-
-    def reference(self, *tensors: Any, count: int, **settings: Any) -> Any:
-        momentum, nesterov, weight_decay = (settings[key] for key in ("momentum", "nesterov", "weight_decay"))
-        lists, (lr, factor, *_) = self.split(tensors, count)
-        parameters, velocities = [], []
-        for p, g, *u in zip(*lists, strict=True):
-            g = (g if factor is None else g * factor) + weight_decay * p
-            if u:
-                velocities.append(momentum * u[0] + g)
-                g = g + momentum * velocities[-1] if nesterov else velocities[-1]
-            parameters.append(p - lr * g)
-        return parameters + velocities
-
-    def decompose_one(self, tensors: Sequence[Value], scalars: Sequence[Value | None], node: Node) -> Sequence[Value]:
-        (p, g, *u), (lr, factor), settings = tensors, scalars, node.attributes
-        assert lr is not None
-        g = cast(g, p.spec.dtype)
-        g = g if factor is None else multiply(g, factor)
-        g = add_values(g, scale(p, settings["weight_decay"])) if settings["weight_decay"] else g
-        velocity = [add_values(scale(old, settings["momentum"]), g) for old in u]
-        for new in velocity:
-            g = add_values(g, scale(new, settings["momentum"])) if settings["nesterov"] else new
-        return [subtract(p, multiply(g, lr)), *velocity]
-
-    def cases(self) -> Sequence[Case]:
-        shapes = ((4, 8), (257,))
-        cases = [
-            Case((*shapes * 2, (), ()), _sgd(0.0, False, 0.1)),
-            Case((*shapes * 2, (), None), _sgd(0.0, False, 0.0)),
-        ]
-        return cases + [Case((*shapes * 3, (), ()), _sgd(0.9, nesterov, 0.1)) for nesterov in (False, True)]
-
-
-def _sgd(momentum: float, nesterov: bool, weight_decay: float) -> dict[str, Any]:
-    return {"count": 2, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
-
-
-@declare
-class Refresh(_Update):
-    """copies <- parameters, rounded to the copies' dtype: the compute-dtype copies of fp32 master weights."""
-
-    name = "refresh"
-    inputs = ("copies*", "parameters*")
-    outputs = ("copies*",)
-    wide = ("parameters",)
-
-    def infer(self, *specs: TensorSpec, count: int) -> Sequence[TensorSpec]:
-        pairs = zip(specs[:count], specs[count:], strict=True)
-        self.require(all(copy.shape == spec.shape for copy, spec in pairs), f"{specs}", "equal shapes in pairs")
-        return specs[:count]
-
-    def aliases(self, node: Node) -> dict[int, int]:
-        return {index: index for index in range(node.attributes["count"])}
-
-    def flops(self, node: Node) -> int:
-        return 0
-
-    def reference(self, *tensors: Any, count: int) -> Any:
-        return list(tensors[count:])
-
-    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
-        count = node.attributes["count"]
+    def reference(self, *tensors: Any, rule: Rule, count: int, **attributes: Any) -> Any:
+        """Not rounded: a result is one of the two bf16 numbers beside it."""
+        program, results = rule.program
+        lr, step, factor, _ = tensors[-4:]
         new = []
-        for copy, parameter in zip(inputs[:count], inputs[count:], strict=True):
-            assert copy is not None and parameter is not None
-            new.append(op("assign").record(copy, cast(parameter, copy.spec.dtype)))
-        return new
+        for parts in zip(*(tensors[start : start + count] for start in range(0, len(tensors) - 4, count)), strict=True):
+            parameter, gradient, *slots = parts[: 2 + len(rule.slots)]
+            gradient = gradient if factor is None else gradient * factor
+            written = evaluate(program, results, [parameter, gradient, *slots, lr, step])
+            new.append([*written, *([written[0]] if attributes.get("copies") else [])])
+        return [value for written in zip(*new, strict=True) for value in written]
+
+    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value] | None:
+        attributes = node.attributes
+        if attributes.get("stochastic"):
+            return None
+        count, rule = attributes["count"], attributes["rule"]
+        lr, step, factor, _ = inputs[-4:]
+        assert lr is not None and step is not None
+        program, results = rule.program
+        lists = [inputs[start : start + count] for start in range(0, len(inputs) - 4, count)]
+        new = []
+        for parameter, gradient, *states in zip(*lists, strict=True):
+            assert parameter is not None and gradient is not None
+            gradient = cast(gradient, DType.FP32)
+            gradient = gradient if factor is None else gradient * factor
+            slots = [cast(slot, DType.FP32) for slot in states[: len(rule.slots)] if slot is not None]
+            written = record(program, results, [cast(parameter, DType.FP32), gradient, *slots, lr, step])
+            written = [*written, *([written[0]] if attributes.get("copies") else [])]
+            pairs = zip([parameter, *states], written, strict=True)
+            new.append([assign(state, cast(value, state.spec.dtype)) for state, value in pairs if state is not None])
+        return [value for written in zip(*new, strict=True) for value in written]
 
     def cases(self) -> Sequence[Case]:
-        return [Case(((4, 8), (257,), (4, 8), (257,)), {"count": 2}), Case(((3,), (3,)), {"count": 1})]
+        return self._cases
+
+    def add_cases(self, rule: Rule, positive: Sequence[int] = ()) -> None:
+        """Test a rule on two tensors: with and without factor, copies, and state in bf16. `positive` numbers slots."""
+        shapes, lists = ((4, 8), (257,)), 2 + len(rule.slots)
+        above = ("lr", "step", "factor", *(f"slots.{2 * slot + item}" for slot in positive for item in range(2)))
+        slots = [f"slots.{number}" for number in range(2 * len(rule.slots) + 2)]
+        state, copies = ("parameters.0", "parameters.1", *slots[:-2]), tuple(slots[-2:])
+        every = tuple(range(len(rule.slots) + 1))
+        ways: list[tuple[Any, Any, dict[str, Any], tuple[str, ...]]] = [
+            ((), None, {}, ()),
+            (None, None, {}, ()),
+            ((), None, {"copies": True}, copies),
+            (None, None, {}, state),
+            ((), (), {"stochastic": every, "stream": 8}, state),
+            ((), (), {"stochastic": every, "stream": 16, "copies": True}, (*state, *copies)),
+        ]
+        for factor, seed, more, narrow in ways:
+            given = (*shapes * (lists + more.get("copies", False)), (), (), factor, seed)
+            attributes = {"rule": rule, "count": 2, **more}
+            self._cases.append(Case(given, attributes, {"seed": 2**62}, above, narrow=narrow))
 
 
 def assign(state: Value, value: Value) -> Value:
@@ -307,11 +241,26 @@ def assign(state: Value, value: Value) -> Value:
     return op("assign").record(state, value)
 
 
+def update(
+    rule: Rule,
+    lists: Sequence[Sequence[Value]],
+    lr: Value,
+    step: Value,
+    factor: Value | None = None,
+    seed: Value | None = None,
+    **attributes: Any,
+) -> list[Value]:
+    """Apply a rule to lists of equal length: parameters, gradients, each slot, and perhaps copies. See the op.
+
+    Returns the new parameters.
+    """
+    count = len(lists[0])
+    chosen = {name: value for name, value in attributes.items() if value}
+    inputs = [*(value for values in lists for value in values), lr, step, factor, seed]
+    outputs = op("update").record(*inputs, rule=rule, count=count, **chosen)
+    return list(outputs[:count]) if isinstance(outputs, tuple) else [outputs]
+
+
 def accumulate(state: Value, value: Value) -> Value:
     """Add to a state value in place; returns the state's new value."""
     return op("accumulate").record(state, value)
-
-
-def clip_factor(norm: Value, limit: float) -> Value:
-    """The factor that brings a global norm down to `limit`, at most 1."""
-    return op("clip_factor").record(norm, limit=float(limit))

@@ -2,24 +2,63 @@
 
 from __future__ import annotations
 
+from math import log
+
 from ttrain.graph import Value
-from ttrain.optim.base import Group, record_update
+from ttrain.graph.case import Case
+from ttrain.graph.composite import cases
+from ttrain.nn.module import Parameter
+from ttrain.ops import expm1, sqrt
+from ttrain.ops.update import Rule, update_rule
+from ttrain.optim.base import EXAMPLE, update_cases
 from ttrain.optim.settings import AdamWConfig
 
 
-class AdamW:
-    """AdamW (Loshchilov and Hutter, 2019) in torch.optim.AdamW's form; the formula is at op adamw_update."""
+@update_rule
+def adamw(
+    parameter: Value,
+    gradient: Value,
+    first: Value,
+    second: Value,
+    lr: Value,
+    step: Value,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> tuple[Value, Value, Value]:
+    """AdamW (Loshchilov and Hutter, 2019) in torch.optim.AdamW's form.
 
-    slots = ("first_moment", "second_moment")
-    rounds = True
+    p <- p (1 - lr weight_decay);  m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2;
+    p <- p - lr / (1 - b1^step) * m / (sqrt(v / (1 - b2^step)) + eps).
+    """
+    first = beta1 * first + (1 - beta1) * gradient
+    second = beta2 * second + (1 - beta2) * (gradient * gradient)
+    rate = lr if beta1 == 0 else lr / _unbiased(beta1, step)
+    root = sqrt(second) if beta2 == 0 else sqrt(second) * (1.0 / sqrt(_unbiased(beta2, step)))
+    kept = parameter * (1.0 - weight_decay * lr)
+    return kept - rate * first / (root + eps), first, second
+
+
+def _unbiased(beta: float, step: Value) -> Value:
+    """1 - beta^step, the weight that a mean of `step` values has; exact where beta is near 1."""
+    return -expm1(log(beta) * step)
+
+
+class AdamW:
+    """The rule of every parameter is adamw."""
 
     def __init__(self, config: AdamWConfig) -> None:
         self.config = config
 
-    def update(self, group: Group) -> list[Value]:
-        """New values of the parameters; moments are overwritten in place."""
+    def rule(self, parameter: Parameter, decays: bool) -> Rule:
         beta1, beta2 = self.config.betas
-        return record_update(
-            "adamw", group, self.slots, (group.lr, group.step, group.factor),
-            beta1=beta1, beta2=beta2, eps=self.config.eps, weight_decay=self.config.weight_decay * group.decays,
-        )  # fmt: skip
+        settings = {"beta1": beta1, "beta2": beta2, "eps": self.config.eps}
+        settings["weight_decay"] = self.config.weight_decay * decays
+        return Rule("adamw", ("first_moment", "second_moment"), tuple(settings.items()))
+
+
+for _config, _decays in ((AdamWConfig(), True), (AdamWConfig(betas=[0.0, 0.95]), False)):
+    _rule = AdamW(_config).rule(EXAMPLE, _decays)
+    update_cases(_rule, positive=(1,))
+    cases(adamw, Case(((4, 8),) * 4 + ((), ()), dict(_rule.settings), positive=("second", "lr", "step")))

@@ -16,6 +16,8 @@ from ttrain.core.errors import ConfigError
 from ttrain.core.names import did_you_mean
 from ttrain.core.spec import DType
 from ttrain.nn.module import Parameter
+from ttrain.ops.update import Rule
+from ttrain.optim.base import Optimizer
 from ttrain.optim.settings import OptimizerConfig
 
 LEARNING_RATE = "lr"  # step input of the parameters that no prefix of group_lr claims; others read lr/<prefix>
@@ -29,13 +31,14 @@ class ParameterRun:
     decays: bool
     dtype: DType  # that layers read the parameters in
     clipped: bool  # whether their gradients are multiplied by the clip factor
+    rule: Rule
     parameters: tuple[Parameter, ...]
     hosted: bool = False  # whether they lie in host memory, beside a device that has its own
 
     @property
     def name(self) -> str:
         """Label of the run within a state."""
-        label = f"{self.lr}/{'decay' if self.decays else 'no_decay'}/{self.dtype}"
+        label = f"{self.lr}/{self.rule.name}/{'decay' if self.decays else 'no_decay'}/{self.dtype}"
         return label + "/unclipped" * (not self.clipped) + "/host" * self.hosted
 
     def split(self, hosted: Callable[[str], bool]) -> list[ParameterRun]:
@@ -44,19 +47,21 @@ class ParameterRun:
         return [replace(self, parameters=members, hosted=side) for side, members in sides.items() if members]
 
 
-def parameter_runs(parameters: Mapping[str, Parameter], config: OptimizerConfig, compute: DType) -> list[ParameterRun]:
+def parameter_runs(parameters: Mapping[str, Parameter], optimizer: Optimizer, compute: DType) -> list[ParameterRun]:
     """All trained parameters, each in one run; within a run they keep the model's order.
 
     Raises ConfigError as check_groups does.
     """
+    config = optimizer.config
     check_groups(parameters, config)
-    found: dict[tuple[str, bool, DType, bool], list[Parameter]] = {}
+    found: dict[tuple[str, bool, DType, bool, Rule], list[Parameter]] = {}
     for path, parameter in parameters.items():
         if frozen(path, config.freeze, config.unfreeze):
             continue
         dtype = parameter.read_spec(compute).dtype
         decaying, clipped = decays(parameter, config.decay_rule), in_clip_scope(path, config)
-        found.setdefault((lr_input(path, config.group_lr), decaying, dtype, clipped), []).append(parameter)
+        key = (lr_input(path, config.group_lr), decaying, dtype, clipped, optimizer.rule(parameter, decaying))
+        found.setdefault(key, []).append(parameter)
     return [ParameterRun(*key, tuple(members)) for key, members in found.items()]
 
 

@@ -4,27 +4,64 @@ from __future__ import annotations
 
 from ttrain.core.errors import ConfigError
 from ttrain.graph import Value
-from ttrain.optim.base import Group, record_update
+from ttrain.graph.case import Case
+from ttrain.graph.composite import cases
+from ttrain.nn.module import Parameter
+from ttrain.ops.update import Rule, update_rule
+from ttrain.optim.base import EXAMPLE, update_cases
 from ttrain.optim.settings import SGDConfig
 
 
+@update_rule
+def sgd(parameter: Value, gradient: Value, lr: Value, step: Value, weight_decay: float) -> Value:
+    """p <- p - lr (g + weight_decay p). The step's number is not read."""
+    return parameter - _decayed(parameter, gradient, weight_decay) * lr
+
+
+@update_rule
+def sgd_momentum(
+    parameter: Value,
+    gradient: Value,
+    velocity: Value,
+    lr: Value,
+    step: Value,
+    momentum: float,
+    nesterov: float,
+    weight_decay: float,
+) -> tuple[Value, Value]:
+    """torch.optim.SGD with momentum and dampening 0: g <- g + weight_decay p;  u <- momentum u + g;
+    p <- p - lr (g + momentum u with Nesterov's look ahead, else u).
+    """
+    change = _decayed(parameter, gradient, weight_decay)
+    velocity = momentum * velocity + change
+    change = change + momentum * velocity if nesterov else velocity
+    return parameter - change * lr, velocity
+
+
+def _decayed(parameter: Value, gradient: Value, weight_decay: float) -> Value:
+    return gradient + weight_decay * parameter if weight_decay else gradient
+
+
 class SGD:
-    """SGD in torch.optim.SGD's form, with momentum (dampening 0) and Nesterov; the formula is at op sgd_update.
+    """The rule of every parameter is sgd, with momentum sgd_momentum.
 
     Raises ConfigError for nesterov without momentum.
     """
-
-    rounds = True
 
     def __init__(self, config: SGDConfig) -> None:
         if config.nesterov and not config.momentum:
             raise ConfigError("optimizer.nesterov=true: needs optimizer.momentum above 0.")
         self.config = config
-        self.slots: tuple[str, ...] = ("velocity",) if config.momentum else ()
 
-    def update(self, group: Group) -> list[Value]:
-        """New values of the parameters; velocities are overwritten in place. The step's number is not read."""
-        return record_update(
-            "sgd", group, self.slots, (group.lr, group.factor), momentum=self.config.momentum,
-            nesterov=self.config.nesterov, weight_decay=self.config.weight_decay * group.decays,
-        )  # fmt: skip
+    def rule(self, parameter: Parameter, decays: bool) -> Rule:
+        config, decay = self.config, ("weight_decay", self.config.weight_decay * decays)
+        if not config.momentum:
+            return Rule("sgd", (), (decay,))
+        settings = (("momentum", config.momentum), ("nesterov", float(config.nesterov)), decay)
+        return Rule("sgd_momentum", ("velocity",), settings)
+
+
+for _momentum, _nesterov, _decay in ((0.0, False, 0.1), (0.9, False, 0.1), (0.9, True, 0.0)):
+    _rule = SGD(SGDConfig(momentum=_momentum, nesterov=_nesterov, weight_decay=_decay)).rule(EXAMPLE, True)
+    update_cases(_rule)
+    cases(_rule.body, Case(((4, 8),) * (2 + len(_rule.slots)) + ((), ()), dict(_rule.settings)))

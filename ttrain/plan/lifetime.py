@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from ttrain.device.base import Delivery, Kernel
 from ttrain.graph.alias import overwritten, roots_of
-from ttrain.graph.graph import Graph, Kind, Node, Value
+from ttrain.graph.graph import Graph, Node, Value
+from ttrain.graph.kinds import Kind
 
 BEFORE = -1  # time at which step inputs are uploaded; node k runs at time k
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Device, Form, Kernel
-from ttrain.graph.graph import Graph, Kind, Node, Stage, Value
+from ttrain.graph.graph import Graph, Node, Value
+from ttrain.graph.kinds import Kind, Stage
 from ttrain.plan.arena import Block, pack, peak_bytes, take_turns
 from ttrain.plan.check import check
 from ttrain.plan.lifetime import Placement, place

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ttrain.device.base import align
-from ttrain.graph.graph import Graph, Kind, Node, Stage, Value
+from ttrain.graph.graph import Graph, Node, Value
+from ttrain.graph.kinds import Kind, Stage
 from ttrain.graph.passes import remove_dead_code
 from ttrain.graph.place import crossing_bytes
 from ttrain.graph.show import scope_width

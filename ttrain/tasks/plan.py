@@ -11,7 +11,7 @@ from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.units import format_bytes, format_duration
 from ttrain.core.waiting import Waiting
-from ttrain.graph.graph import Kind
+from ttrain.graph.kinds import Kind
 from ttrain.tasks.expected import planned_session, session_to_plan
 
 if TYPE_CHECKING:

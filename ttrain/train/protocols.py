@@ -8,7 +8,8 @@ from typing import Any, Literal, Protocol
 from numpy.typing import NDArray
 
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.graph import Kind, Node, Value
+from ttrain.graph.graph import Node, Value
+from ttrain.graph.kinds import Kind
 
 SAVED_KINDS = (Kind.PARAMETER, Kind.OPTIMIZER)  # all else in the state derives from these or lives for one step
 

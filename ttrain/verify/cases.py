@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-import ttrain.ops  # noqa: F401 - fills the registry
+import ttrain.ops
+import ttrain.optim.adamw
+import ttrain.optim.sgd  # noqa: F401 - their rules are ops too
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.graph import Graph, Value
 from ttrain.graph.op import Case, Op
@@ -16,22 +18,21 @@ from ttrain.graph.op import Case, Op
 Arrays = dict[str, np.ndarray | None]  # by input name; None where an optional input is absent
 TORCH = {DType.FP64: torch.float64, DType.FP32: torch.float32, DType.BF16: torch.bfloat16}
 # Outputs that a loss may be formed from; the others are statistics that only the op's own backward reads.
-DIFFERENTIABLE_OUTPUTS = {"add_layer_norm": 2, "split_heads": 3}
+DIFFERENTIABLE_OUTPUTS = {"split_heads": 3}
 
 
 def input_names(op: Op, case: Case) -> list[str]:
-    """Names of the inputs of a case in order; the tensors of a list are numbered."""
+    """Names of the inputs of a case in order; the tensors of a list are numbered, and the last list takes the rest."""
     lists = [name for name in op.inputs if name.endswith("*")]
-    single = len(op.inputs) - len(lists)
-    listed = len(case.shapes) - single
-    each = case.attributes.get("count", listed) if lists else 0
-    present = listed // each if each else 0  # trailing lists may be absent
+    listed = len(case.shapes) - (len(op.inputs) - len(lists))
+    each = case.attributes.get("count", listed)
     names: list[str] = []
     for name in op.inputs:
         if not name.endswith("*"):
             names.append(name.rstrip("?"))
-        elif lists.index(name) < present:
-            names += [f"{name[:-1]}.{number}" for number in range(each)]
+            continue
+        taken = listed - each * (len(lists) - 1) if name == lists[-1] else each
+        names += [f"{name[:-1]}.{number}" for number in range(taken)]
     assert len(names) == len(case.shapes), f"{op.name}: {names} for {case.shapes}"
     return names
 
@@ -45,7 +46,8 @@ def input_specs(op: Op, case: Case, dtype: DType) -> dict[str, TensorSpec | None
         elif name in case.integers or name in ("targets", "ids", "seed"):
             specs[name] = TensorSpec(shape, DType.INT64)
         else:
-            specs[name] = TensorSpec(shape, dtype.wide if name.partition(".")[0] in op.wide else dtype)
+            wide = name.partition(".")[0] in op.wide and name not in case.narrow
+            specs[name] = TensorSpec(shape, dtype.wide if wide else dtype)
     return specs
 
 
@@ -121,11 +123,6 @@ def output_choices(op: Op, case: Case, dtype: DType) -> list[list[int]]:
     count = min(DIFFERENTIABLE_OUTPUTS.get(op.name, 1), len(record(op, case, dtype)[2]))
     alone = [[index] for index in range(count)]
     return [*alone, list(range(count))] if count > 1 else alone
-
-
-def unreached(op: Op, chosen: Sequence[int]) -> tuple[str, ...]:
-    """Inputs that the chosen outputs do not depend on."""
-    return ("weight", "bias") if op.name == "add_layer_norm" and list(chosen) == [0] else ()
 
 
 def loss_weights(outputs: Sequence[Value], name: str) -> list[np.ndarray]:

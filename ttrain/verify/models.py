@@ -13,7 +13,8 @@ from ttrain.autodiff import backward
 from ttrain.core.spec import DType
 from ttrain.device.base import Device
 from ttrain.engine.state import StateTensor
-from ttrain.graph.graph import Graph, Kind, Value
+from ttrain.graph.graph import Graph, Value
+from ttrain.graph.kinds import Kind
 from ttrain.models.base import Model, loss_weights, preparation
 from ttrain.nn.initialize import generator_of, initial_value
 from ttrain.nn.module import use

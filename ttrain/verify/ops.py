@@ -13,7 +13,8 @@ from ttrain.core.errors import ConfigError, TtrainError
 from ttrain.core.names import did_you_mean
 from ttrain.core.spec import DType
 from ttrain.device.base import Device
-from ttrain.graph.graph import Graph, Kind, Stage, Value
+from ttrain.graph.graph import Graph, Value
+from ttrain.graph.kinds import Kind, Stage
 from ttrain.graph.op import REGISTRY, Case, Op
 from ttrain.verify import cases
 from ttrain.verify.compare import Comparison, compare, failed
@@ -94,8 +95,7 @@ class Trial:
         _, values, outputs = cases.record(self.op, self.case, self.dtype)
         self.weights = cases.loss_weights([outputs[index] for index in self.chosen], self.op.name)
         self.arrays.update({f"weight of output {number}": weight for number, weight in enumerate(self.weights)})
-        without = cases.unreached(self.op, self.chosen)
-        self.names = [name for name in cases.leaf_names(self.op, values) if name not in without]
+        self.names = cases.leaf_names(self.op, values)
 
     @property
     def label(self) -> str:

@@ -32,11 +32,11 @@ BF16 = {
 }
 # The same in ULP of fp32. CUDA's fused AdamW divides by the root of v in another order.
 FP32 = {
-    ("adamw_update", "parameters"): Tolerance(16, 12),
+    ("update", "written"): Tolerance(16, 12),
     **{("attention_grad", name): Tolerance(16, 12) for name in ("dq", "dk", "dv")},  # of small values
 }
 # Ops whose fp64 run is fp32 in places: they hold fp32 state, so fp64 only serves other tests.
-FP32_INSIDE = {"adamw_update", "adamw_rounded", "sgd_rounded"}
+FP32_INSIDE = {"update"}
 
 
 # On devices that compute in bf16 throughout, fp32 results too.

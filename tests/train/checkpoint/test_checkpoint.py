@@ -19,7 +19,7 @@ import pytest
 from ttrain.core.errors import CheckpointError, NonFiniteError, TtrainError
 from ttrain.core.files import sha256_file, to_json
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.graph import Kind
+from ttrain.graph.kinds import Kind
 from ttrain.train.checkpoint import checkpoint as module
 from ttrain.train.checkpoint.checkpoint import CheckpointContent, read_checkpoint, save_checkpoint, sealed
 from ttrain.train.checkpoint.retention import (

@@ -16,7 +16,7 @@ import pytest
 
 from ttrain.core.errors import Interrupted, NonFiniteError, TtrainError
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.graph import Kind
+from ttrain.graph.kinds import Kind
 from ttrain.train.checkpoint.checkpoint import CheckpointContent, note_progress, read_checkpoint, save_checkpoint
 from ttrain.train.checkpoint.retention import best_checkpoint, find_checkpoint, list_checkpoints
 from ttrain.train.logging.events import read_events

@@ -9,16 +9,21 @@ from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.rewrite import Rewriter
 
 
-def remove_dead_code(graph: Graph) -> Graph:
-    """Drop nodes whose outputs reach neither an output of the graph nor a change of state."""
+def live_nodes(graph: Graph) -> list[Node]:
+    """Nodes that an output of the graph or a change of state depends on, in order."""
     live: set[Value] = set(graph.outputs.values())
     kept: list[Node] = []
     for node in reversed(graph.nodes):
         if _overwrites_state(node) or any(output in live for output in node.outputs):
             live.update(node.values)
             kept.append(node)
+    return kept[::-1]
+
+
+def remove_dead_code(graph: Graph) -> Graph:
+    """Drop nodes whose outputs reach neither an output of the graph nor a change of state."""
     rewriter = Rewriter(graph)
-    for node in reversed(kept):
+    for node in live_nodes(graph):
         rewriter.copy(node)
     return rewriter.finish()
 

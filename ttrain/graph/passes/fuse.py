@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 from ttrain.graph.alias import overwritten, roots_of
@@ -51,25 +51,30 @@ class Match(NamedTuple):
 Pattern = Callable[[_Matcher, Node], Match | None]
 
 
-def fuse(graph: Graph) -> Graph:
-    """Join matmul + bias -> linear, linear + activation, residual sum + layer norm, and head + cross-entropy.
+def fuse(graph: Graph, kernels: Container[str]) -> Graph:
+    """Join matmul + bias -> linear, linear + activation, residual sum + layer norm and their gradients, and head +
+    cross-entropy, where the device has a kernel for what they become.
 
     A pattern applies only where no node outside it reads what would disappear.
     """
-    for pattern in (_bias, _activation, _residual_norm, _softmax_cross_entropy):
-        graph = _apply(graph, pattern)
+    for pattern in (_bias, _activation, _residual_norm, _residual_norm_grad, _softmax_cross_entropy):
+        graph = _apply(graph, pattern, kernels)
     return graph
 
 
-def _apply(graph: Graph, pattern: Pattern) -> Graph:
+def _apply(graph: Graph, pattern: Pattern, kernels: Container[str]) -> Graph:
     matcher = _Matcher(graph)
     replaced: dict[Node, Match] = {}
     absorbed: set[Node] = set()
     for node in graph.nodes:
         match = pattern(matcher, node)
-        if match is not None and match.absorbed not in absorbed and _movable(matcher, match, node):
+        if match is None or match.absorbed in absorbed or match.name not in kernels:
+            continue
+        if _movable(matcher, match, node):
             absorbed.add(match.absorbed)
             replaced[node] = match
+    if not replaced:
+        return graph
     rewriter = Rewriter(graph)
     for node in graph.nodes:
         if node in replaced:
@@ -138,6 +143,24 @@ def _residual_norm(matcher: _Matcher, node: Node) -> Match | None:
         return None
     inputs = (x, branch, node.inputs[1], node.inputs[2])
     return Match(source, "add_layer_norm", inputs, dict(node.attributes), [total, *node.outputs])
+
+
+def _residual_norm_grad(matcher: _Matcher, node: Node) -> Match | None:
+    """add(gradient beside the norm, layer_norm_grad's dx) -> layer_norm_grad that adds it."""
+    if node.op.name != "add" or node.values[0].spec != node.values[1].spec:
+        return None
+    for inside, beside in (node.inputs[::-1], node.inputs):
+        source = None if inside is None else inside.producer
+        if source is None or source.op.name != "layer_norm_grad" or source.outputs[0] is not inside:
+            continue
+        if source.inputs[5] is not None or matcher.only_reader(inside) is not node:
+            continue
+        start, end = matcher.times[source], matcher.times[node]
+        readers = [reader for output in source.outputs[1:] for reader in matcher.readers.get(output, [])]
+        if not any(start < matcher.times[reader] < end for reader in readers):
+            outputs = [*node.outputs, *source.outputs[1:]]
+            return Match(source, source.op.name, (*source.inputs[:5], beside), dict(source.attributes), outputs)
+    return None
 
 
 def _before_other_readers(matcher: _Matcher, value: Value, node: Node) -> bool:

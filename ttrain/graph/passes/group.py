@@ -10,21 +10,22 @@ from dataclasses import dataclass, field
 
 from ttrain.core.spec import DType
 from ttrain.graph.alias import overwritten, roots_of
-from ttrain.graph.graph import Graph, Kind, Node, Value
+from ttrain.graph.graph import Graph, Node, Value
+from ttrain.graph.kinds import Kind
 from ttrain.graph.op import op
 from ttrain.graph.rewrite import Rewriter, uses
 
 ELEMENTWISE = (
     "add", "subtract", "multiply", "divide", "scale", "exp", "log", "sqrt", "relu", "relu_grad", "tanh", "tanh_grad",
-    "gelu", "gelu_grad", "cast", "expand", "dropout", "embedding",
+    "gelu", "gelu_grad", "cast", "expand", "dropout", "embedding", "maximum", "greater", "sigmoid", "sign",
 )  # fmt: skip
 DTYPES = (DType.FP32, DType.BF16)
 MOST_STEPS = 12  # of one program: more would not fit the vector registers
 
 
 def group(graph: Graph) -> Graph:
-    """Lookup gradients into the sums that read them, optimizers with their refreshed copies, elementwise neighbours."""
-    return group_elementwise(refresh_in_update(add_to_lookup_gradient(graph)))
+    """Lookup gradients into the sums that read them, and elementwise neighbours."""
+    return group_elementwise(add_to_lookup_gradient(graph))
 
 
 def add_to_lookup_gradient(graph: Graph) -> Graph:
@@ -54,43 +55,6 @@ def add_to_lookup_gradient(graph: Graph) -> Graph:
             rewriter.replace(node.outputs, [total])
         elif node not in absorbed:
             rewriter.copy(node)
-    return rewriter.finish()
-
-
-_WITH_REFRESH = {"adamw_update": "adamw_refresh", "adamw_rounded": "adamw_rounded_refresh"}
-
-
-def refresh_in_update(graph: Graph) -> Graph:
-    """adamw_update and refresh from all its parameters -> adamw_refresh, where nothing between reads the copies."""
-    roots, readers = roots_of(graph), uses(graph)
-    times = {node: time for time, node in enumerate(graph.nodes)}
-    joined: dict[Node, Node] = {}
-    for node in graph.nodes:
-        if node.op.name not in _WITH_REFRESH:
-            continue
-        count = node.attributes["count"]
-        updated = list(node.outputs[:count])
-        for reader in readers.get(updated[0], []):
-            if reader.op.name != "refresh" or list(reader.inputs[reader.attributes["count"] :]) != updated:
-                continue
-            copies = {roots[value] for value in reader.values[:count]}
-            between = graph.nodes[times[node] + 1 : times[reader]]
-            if not any(roots[value] in copies for other in between for value in other.values):
-                joined[node] = reader
-    rewriter = Rewriter(graph)
-    for node in graph.nodes:
-        if node in joined.values():
-            continue
-        if node not in joined:
-            rewriter.copy(node)
-            continue
-        count, reader = node.attributes["count"], joined[node]
-        inputs = (*node.inputs[: 4 * count], *reader.inputs[:count], *node.inputs[4 * count :])
-        with rewriter.at(node):
-            results = op(_WITH_REFRESH[node.op.name]).record(
-                *(None if value is None else rewriter.map[value] for value in inputs), **node.attributes
-            )
-        rewriter.replace([*node.outputs, *reader.outputs], results)
     return rewriter.finish()
 
 

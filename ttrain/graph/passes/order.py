@@ -6,7 +6,8 @@ import heapq
 from collections.abc import Sequence
 
 from ttrain.graph.alias import overwritten, roots_of
-from ttrain.graph.graph import Graph, Node, Stage, Value
+from ttrain.graph.graph import Graph, Node, Value
+from ttrain.graph.kinds import Stage
 from ttrain.graph.rewrite import Rewriter
 
 _STORES = ("assign", "accumulate")

@@ -31,7 +31,7 @@ from ttrain.core.errors import CheckpointError, NonFiniteError, TtrainError
 from ttrain.core.files import sha256_file, sync_directory, to_json, write_synced
 from ttrain.core.spec import DType
 from ttrain.core.units import format_bytes
-from ttrain.graph.graph import Kind
+from ttrain.graph.kinds import Kind
 from ttrain.train.checkpoint.fit import fit
 from ttrain.train.checkpoint.weights_file import StoredTensors, check_header, shapes, tensors
 from ttrain.train.protocols import SAVED_KINDS, Array, State, StateValues

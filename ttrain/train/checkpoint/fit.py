@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ttrain.graph.graph import Kind
+from ttrain.graph.kinds import Kind
 from ttrain.optim.groups import frozen
 from ttrain.train.protocols import State
 

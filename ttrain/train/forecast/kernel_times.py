@@ -193,8 +193,8 @@ def _bound(device: Device, node: Node) -> tuple[Callable[[], Any], float]:
 def _groups(node: Node) -> list[list[int]]:
     """Numbers of inputs that lie side by side: each list of an update op; every other input by itself."""
     count = node.attributes.get("count", 0)
-    lists = sum(name.endswith("*") for name in node.op.inputs) if count else 0
-    present = min(lists, len(node.inputs) // count) if count else 0
+    single = sum(not name.endswith("*") for name in node.op.inputs)
+    present = (len(node.inputs) - single) // count if count else 0
     groups = [list(range(start * count, (start + 1) * count)) for start in range(present)]
     return groups + [[index] for index in range(present * count, len(node.inputs))]
 
@@ -214,8 +214,7 @@ def _cut(node: Node) -> tuple[Node, float]:
     total = sum(value.spec.nbytes for value in node.values)
     if count < 2 or total <= LIMIT:
         return node, 1.0
-    lists = _groups(node)[: sum(name.endswith("*") for name in node.op.inputs)]
-    lists = [group for group in lists if len(group) == count]
+    lists = [group for group in _groups(node) if len(group) == count]
     kept = max(1, int(count * LIMIT / total))
     sizes = [node.inputs[index].spec.size for index in lists[0]]  # type: ignore[union-attr]
     order = sorted(range(count), key=lambda index: sizes[index])[-kept:]

@@ -10,7 +10,7 @@ from statistics import median
 import numpy as np
 
 from ttrain.core.spec import DType
-from ttrain.graph.graph import Kind
+from ttrain.graph.kinds import Kind
 from ttrain.train.protocols import Array, State
 from ttrain.train.settings import GuardConfig
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ttrain.core.errors import Interrupted, NonFiniteError, TtrainError
-from ttrain.graph.graph import Kind
+from ttrain.graph.kinds import Kind
 from ttrain.train.checkpoint.checkpoint import CheckpointContent
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.checkpoint.retention import newest_complete

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.units import format_duration
-from ttrain.graph.graph import Kind, Node, Stage, Value
+from ttrain.graph.graph import Node, Value
+from ttrain.graph.kinds import Kind, Stage
 from ttrain.models.base import Batch
 from ttrain.train.checkpoint.checkpoint import Checkpoint
 from ttrain.train.checkpoint.retention import newest_complete

@@ -19,7 +19,7 @@ from ttrain.core.errors import NonFiniteError, TtrainError
 from ttrain.core.files import sync_file
 from ttrain.core.spec import TensorSpec
 from ttrain.core.units import format_bytes
-from ttrain.graph.graph import Kind
+from ttrain.graph.kinds import Kind
 from ttrain.train.checkpoint.checkpoint import CheckpointContent, note_progress, save_checkpoint, step_name
 from ttrain.train.checkpoint.retention import checkpoint_bytes, prune_checkpoints
 from ttrain.train.logging.events import Events

@@ -13,7 +13,7 @@ import numpy as np
 
 from ttrain.core.errors import ConfigError, UserError
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.graph import Kind
+from ttrain.graph.kinds import Kind
 from ttrain.train.checkpoint.checkpoint import CheckpointContent, save_checkpoint
 from ttrain.train.checkpoint.weights_file import Said, write_pt, write_safetensors
 from ttrain.train.protocols import Array

@@ -17,10 +17,9 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.engine.base import Trace
 from ttrain.engine.state import StateTensor
 from ttrain.graph import Graph, Kind, Stage, Value
-from ttrain.graph.op import op
 from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED, LanguageModel, Model, ModelWithMetrics
 from ttrain.nn.module import Parameter, use
-from ttrain.optim.base import ROUNDING_SEED, STEP, STREAMS, Group, Optimizer, Rounding
+from ttrain.optim.base import ROUNDING_SEED, STEP, STREAMS, Optimizer
 from ttrain.optim.clip import global_norms
 from ttrain.optim.groups import ParameterRun, parameter_runs
 
@@ -62,10 +61,9 @@ class StepGraph:
     runs: list[ParameterRun] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.runs = parameter_runs(self.model.parameters(), self.optimizer.config, self.model.compute)
+        self.runs = parameter_runs(self.model.parameters(), self.optimizer, self.model.compute)
         if self.hosted is not None:
             self.runs = [part for run in self.runs for part in run.split(self.hosted)]
-        self._check_rounding()
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -94,7 +92,6 @@ class StepGraph:
         gradients = self._backward(graph)
         with graph.stage(Stage.UPDATE), graph.scope("gradients"):
             stored = [ops.assign(self._gradient(graph, p), g) for p, g in zip(self.parameters, gradients, strict=True)]
-        graph.release(gradients)
         self._update(graph, stored)
 
     def trace_accumulate(self, graph: Graph, first: bool) -> None:
@@ -132,7 +129,7 @@ class StepGraph:
         Runs of an update op come out side by side and in the same order in every kind.
         """
         members = [(run.name, parameter) for run in self.runs for parameter in run.parameters]
-        compute, slots = self.model.compute, self.optimizer.slots
+        compute = self.model.compute
         placed = [*members, *(("frozen", parameter) for parameter in self.frozen)]
         batch = self.model.batch_specs(self.rows) if self.holds_batch else {}
 
@@ -145,8 +142,9 @@ class StepGraph:
         tensors += [tensor(p.copy_name, p.read_spec(compute), Kind.COPY, run, p) for run, p in copied]
         if training:
             tensors += [tensor(gradient_name(p), self._gradient_spec(p), Kind.GRADIENT, run, p) for run, p in members]
-            kept = [(slot, run, p) for slot in slots for run, p in members]
-            tensors += [tensor(f"{p.path}/{s}", self._slot_spec(p), Kind.OPTIMIZER, run, p) for s, run, p in kept]
+            for run in self.runs:
+                kept = [(slot, p) for slot in run.rule.slots for p in run.parameters]
+                tensors += [tensor(f"{p.path}/{s}", self._slot_spec(p), Kind.OPTIMIZER, run.name, p) for s, p in kept]
         return tensors
 
     def _loss(self, graph: Graph, rows: int, training: bool) -> Value:
@@ -223,52 +221,31 @@ class StepGraph:
             step = graph.input(STEP, SCALAR)
             for number, run in enumerate(self.runs):
                 with graph.scope(run.name):
-                    masters = [graph.state_value(p.path, p.spec, Kind.PARAMETER) for p in run.parameters]
-                    group = Group(
-                        masters,
-                        [by_path[p.path] for p in run.parameters],
-                        self._slots(graph, run),
-                        graph.input(run.lr, SCALAR),
-                        step,
-                        factor if run.clipped else None,
-                        run.decays,
-                        self._rounding(graph, run, number),
-                    )
-                    self._refresh(graph, run, self.optimizer.update(group))
+                    lists = [[graph.state_value(p.path, p.spec, Kind.PARAMETER) for p in run.parameters]]
+                    lists += [[by_path[p.path] for p in run.parameters], *self._slots(graph, run)]
+                    copies = run.parameters[0].has_copy(self.model.compute)  # one run has one read dtype
+                    if copies:
+                        lists.append([use(graph, parameter, self.model.compute) for parameter in run.parameters])
+                    stochastic = self._stochastic(run)
+                    seed = graph.input(ROUNDING_SEED, SEED) if stochastic else None
+                    ops.update(
+                        run.rule, lists, graph.input(run.lr, SCALAR), step, factor if run.clipped else None, seed,
+                        copies=copies, stochastic=stochastic, stream=STREAMS * number if stochastic else 0,
+                    )  # fmt: skip
 
-    def _slots(self, graph: Graph, run: ParameterRun) -> dict[str, list[Value]]:
-        return {
-            slot: [graph.state_value(f"{p.path}/{slot}", self._slot_spec(p), Kind.OPTIMIZER) for p in run.parameters]
-            for slot in self.optimizer.slots
-        }
+    def _slots(self, graph: Graph, run: ParameterRun) -> list[list[Value]]:
+        return [
+            [graph.state_value(f"{p.path}/{slot}", self._slot_spec(p), Kind.OPTIMIZER) for p in run.parameters]
+            for slot in run.rule.slots
+        ]
 
-    def _rounding(self, graph: Graph, run: ParameterRun, number: int) -> Rounding | None:
-        """How the results of a run's update are rounded. One run has one dtype of weights."""
+    def _stochastic(self, run: ParameterRun) -> tuple[int, ...]:
+        """Which lists of a run's update are rounded stochastically: 0 the parameters, from 1 the slots."""
         config, parameter = self.optimizer.config, run.parameters[0]
-        state = self._slot_spec(parameter).dtype if self.optimizer.slots else parameter.master
-        moments = state is DType.BF16 and (config.stochastic_rounding or config.state_dtype is not None)
-        parameters = config.stochastic_rounding and parameter.master is DType.BF16
-        if not (moments or parameters or state is not parameter.master):
-            return None
-        seed = graph.input(ROUNDING_SEED, SEED) if moments or parameters else None
-        return Rounding(seed, STREAMS * number, parameters, moments)
-
-    def _check_rounding(self) -> None:
-        """Raises ConfigError for an optimizer that can't round as the config asks."""
-        needed = any(self._rounding(Graph(), run, 0) is not None for run in self.runs)
-        if needed and not getattr(self.optimizer, "rounds", False):
-            config = self.optimizer.config
-            raise ConfigError(
-                f"optimizer.state_dtype={config.state_dtype}, optimizer.stochastic_rounding="
-                f"{str(config.stochastic_rounding).lower()}: optimizer={config.name} rounds to nearest, and keeps its "
-                "tensors in the dtype of the weights. Give null and false."
-            )
-
-    def _refresh(self, graph: Graph, run: ParameterRun, new: Sequence[Value]) -> None:
-        compute = self.model.compute
-        if run.parameters[0].has_copy(compute):  # one run has one read dtype
-            copies = [use(graph, parameter, compute) for parameter in run.parameters]
-            op("refresh").record(*copies, *new, count=len(copies))
+        asked = config.stochastic_rounding or config.state_dtype is not None
+        slots = range(1, 1 + len(run.rule.slots)) if asked and self._slot_spec(parameter).dtype is DType.BF16 else ()
+        masters = config.stochastic_rounding and parameter.master is DType.BF16
+        return (*((0,) if masters else ()), *slots)
 
 
 def gradient_name(parameter: Parameter) -> str:

@@ -27,14 +27,12 @@ from ttrain.device.torch.kernels import (
     norm,
     random,
     reduce,
-    rounded,
 )
 from ttrain.device.torch.kernels import update as update_family
 from ttrain.device.torch.kernels.common import Context
 
 FAMILIES = (
     elementwise, layout, reduce, matmul, norm, attention, cache, random, embedding, loss, head_loss, update_family,
-    rounded,
 )  # fmt: skip
 
 

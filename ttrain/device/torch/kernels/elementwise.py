@@ -24,6 +24,7 @@ from ttrain.device.torch.kernels.common import (
     into,
     scalar_like,
 )
+from ttrain.device.torch.kernels.program import FUNCTIONS
 
 aten = torch.ops.aten
 _ACTIVATIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -45,13 +46,6 @@ def _function(function: Callable[..., Any]) -> Kernel:
 
     def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
         return partial(function, *ins, out=outs[0])
-
-    return into(bind)
-
-
-def _activation(name: str) -> Kernel:
-    def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        return activation(name, ins[0], outs[0])
 
     return into(bind)
 
@@ -158,18 +152,8 @@ def _full(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes,
 
 
 def table(context: Context) -> dict[str, Kernel]:
-    functions: dict[str, Callable[..., Any]] = {
-        "add": torch.add,
-        "subtract": torch.sub,
-        "multiply": torch.mul,
-        "divide": torch.div,
-        "exp": torch.exp,
-        "log": torch.log,
-        "sqrt": torch.sqrt,
-    }
     return {
-        **{name: _function(function) for name, function in functions.items()},
-        **{name: _activation(name) for name in ("relu", "tanh")},
+        **{name: _function(function) for name, function in FUNCTIONS.items()},
         "gelu": _gelu(context),
         "scale": into(_scale),
         "relu_grad": into(_relu_grad),

@@ -5,13 +5,15 @@ Learning rate, step number and clip factor stay on the device: nothing here turn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from ttrain.core.spec import TensorSpec
+from ttrain.core.spec import DType, TensorSpec, run_offsets
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.torch.kernels.common import (
     RUN_GAP,
@@ -26,6 +28,12 @@ from ttrain.device.torch.kernels.common import (
     inplace,
     into,
 )
+from ttrain.device.torch.kernels.program import Program
+from ttrain.device.torch.kernels.random import counting, keying, mixing
+
+_BLOCK = {True: 2**16, False: 2**20}  # elements at most, on the CPU or not: all scratch of a block stays in its cache
+_LOW, _HIGH = 0xFFFF, -0x10000  # the bits of a fp32 number that a bf16 number lacks, and those that it has
+_KEYS = 8  # int32 per list: key, key of the block, and scratch
 
 
 def _assign(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
@@ -61,12 +69,6 @@ def _clip_factor(
         partial(torch.div, number(attributes["limit"]), factor, out=factor),
         partial(torch.clamp_max, factor, 1.0, out=factor),
     )
-
-
-def _split(ins: Sequence[Any], count: int, scalars: int) -> tuple[list[list[Tensor]], list[Any]]:
-    """Inputs of an optimizer: one list of `count` tensors per slot, then the scalars."""
-    end = len(ins) - scalars
-    return [list(ins[start : start + count]) for start in range(0, end, count)], list(ins[end:])
 
 
 def _aligned_slots(slots: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
@@ -112,65 +114,179 @@ def _updating(
     return chain(*launches)
 
 
-def _adamw(context: Context) -> Kernel:
+@dataclass(frozen=True)
+class _Call:
+    """The inputs of one update, sorted."""
+
+    lists: list[list[Any]]  # parameters, gradients and slots
+    copies: list[Any]  # of the parameters; none where there are no copies
+    lr: Any
+    step: Any
+    factor: Any
+    seed: Any
+
+    @staticmethod
+    def of(ins: Sequence[Any], attributes: Attributes) -> _Call:
+        count = attributes["count"]
+        lists = [list(ins[start : start + count]) for start in range(0, len(ins) - 4, count)]
+        copies = lists.pop() if attributes.get("copies") else []
+        return _Call(lists, copies, *ins[-4:])
+
+    def widths(self) -> list[list[int]]:
+        """Bytes per element of each list's tensors, or of their specs."""
+        return [[_itemsize(tensor) for tensor in tensors] for tensors in self.lists]
+
+    def in_one_pass(self, attributes: Attributes) -> bool:
+        """Whether aten has a kernel for the rule, and the state is as it computes."""
+        narrow = any(size < 4 for position, sizes in enumerate(self.widths()) if position != 1 for size in sizes)
+        return attributes["rule"].name in _FUSED and not narrow
+
+
+def _itemsize(tensor: Any) -> int:
+    return tensor.dtype.itemsize
+
+
+def _adamw(call: _Call, settings: Mapping[str, float]) -> Update:
+    def update(vectors: list[list[Tensor]]) -> Launch:
+        return partial(
+            torch._fused_adamw_, *vectors, [], [call.step] * len(vectors[0]), lr=call.lr, beta1=settings["beta1"],
+            beta2=settings["beta2"], weight_decay=settings["weight_decay"], eps=settings["eps"], amsgrad=False,
+            maximize=False,
+        )  # fmt: skip
+
+    return update
+
+
+def _sgd(call: _Call, settings: Mapping[str, float]) -> Update:
+    def update(vectors: list[list[Tensor]]) -> Launch:
+        return partial(
+            torch._fused_sgd_, vectors[0], vectors[1], vectors[2] if vectors[2:] else [], lr=call.lr,
+            weight_decay=settings["weight_decay"], momentum=settings.get("momentum", 0.0), dampening=0.0,
+            nesterov=bool(settings.get("nesterov")), maximize=False, is_first_step=False,
+        )  # fmt: skip
+
+    return update
+
+
+_FUSED: dict[str, Callable[[_Call, Mapping[str, float]], Update]] = {
+    "adamw": _adamw,
+    "sgd": _sgd,
+    "sgd_momentum": _sgd,
+}
+
+
+def _update(context: Context) -> Kernel:
     def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        slots, (lr, step, factor) = _split(ins, attributes["count"], 3)
-
-        def update(vectors: list[list[Tensor]]) -> Launch:
-            return partial(
-                torch._fused_adamw_,
-                *vectors,
-                [],
-                [step] * len(vectors[0]),
-                lr=lr,
-                beta1=attributes["beta1"],
-                beta2=attributes["beta2"],
-                weight_decay=attributes["weight_decay"],
-                eps=attributes["eps"],
-                amsgrad=False,
-                maximize=False,
-            )
-
-        return _updating(slots, factor, work, update)
+        call, rule = _Call.of(ins, attributes), attributes["rule"]
+        if call.in_one_pass(attributes):
+            update = _FUSED[rule.name](call, dict(rule.settings))
+            launch = _updating(call.lists, call.factor, work, update)
+        else:
+            launch = _Blocks(context, call, attributes, work).launch()
+        pairs = zip(*_aligned_slots([call.copies, call.lists[0]]), strict=True) if call.copies else ()
+        return chain(launch, *(copying(copy, parameter) for copy, parameter in pairs))
 
     def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        return _gradient_workspace(context, attributes["count"], ins[-1] is not None, ins)
+        call = _Call.of(ins, attributes)
+        if call.in_one_pass(attributes):
+            return _gradient_workspace(context, attributes["count"], call.factor is not None, ins)
+        return _block_workspace(context, call, attributes)
 
     return inplace(bind, workspace)
 
 
-def _sgd(context: Context) -> Kernel:
-    def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        slots, (lr, factor) = _split(ins, attributes["count"], 2)
-        momentum = attributes["momentum"] if len(slots) == 3 else 0.0
-
-        def update(vectors: list[list[Tensor]]) -> Launch:
-            return partial(
-                torch._fused_sgd_,
-                vectors[0],
-                vectors[1],
-                vectors[2] if momentum else [],
-                weight_decay=attributes["weight_decay"],
-                momentum=momentum,
-                lr=lr,
-                dampening=0.0,
-                nesterov=attributes["nesterov"],
-                maximize=False,
-                is_first_step=False,
-            )
-
-        return _updating(slots, factor, work, update)
-
-    def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        return _gradient_workspace(context, attributes["count"], ins[-1] is not None, ins)
-
-    return inplace(bind, workspace)
+def _program(attributes: Attributes) -> Program:
+    rule = attributes["rule"]
+    steps, results = rule.program
+    return Program(steps, results, vectors=2 + len(rule.slots), scalars=2)
 
 
-def _refresh(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-    count = attributes["count"]
-    copies, parameters = _aligned_slots([ins[:count], ins[count:]])
-    return chain(*(copying(copy, parameter) for copy, parameter in zip(copies, parameters, strict=True)))
+def _block_workspace(context: Context, call: _Call, attributes: Attributes) -> list[TensorSpec]:
+    """Scalars in fp64 and fp32, keys, then a block each: gradient, temporary, slots that are not fp32, and scratch."""
+    program = _program(attributes)
+    _, total = run_offsets([spec.size for spec in call.lists[0]])
+    block = TensorSpec((max(1, min(total, context.block, _BLOCK[context.on_cpu])),), DType.FP32)
+    narrow = sum(number != 1 and sizes[0] < 4 for number, sizes in enumerate(call.widths()))
+    keys = TensorSpec((_KEYS * (len(call.lists) - 1),), DType.INT32)
+    scalars = [TensorSpec((program.scalar_count,), dtype) for dtype in (DType.FP64, DType.FP32)]
+    return [*scalars, keys, *[block] * (2 + narrow + program.registers)]
+
+
+class _Blocks:
+    """A rule by chains of elementwise launches over blocks, in fp32, with rounding of what is kept in bf16.
+
+    Each launch rounds once, in the order in which the generated kernels compute, so that both give the same bits, but
+    for torch.sqrt, whose last bit is a library's. `work` is laid out as `_block_workspace` says.
+    """
+
+    def __init__(self, context: Context, call: _Call, attributes: Attributes, work: Sequence[Tensor]) -> None:
+        self.call, self.stochastic = call, attributes.get("stochastic", ())
+        exact, rounded, self.keys, self.g, self.t, *rest = work
+        self.program = _program(attributes)
+        self.scratch = rest[len(rest) - self.program.registers :]
+        self.wides = rest[: len(rest) - self.program.registers]
+        self.start, self.scalars = self.program.bind_scalars([call.lr, call.step], exact, rounded)
+        for number, keys in enumerate(self.keys.split(_KEYS)):
+            if number in self.stochastic:
+                self.start.append(keying(context, call.seed, attributes.get("stream", 0) + number, keys))
+
+    def launch(self) -> Launch:
+        """All blocks of all vectors."""
+        launches = list(self.start)
+        for vectors, first in self._vectors():
+            for start in range(0, vectors[0].numel(), self.g.numel()):
+                parts = [vector[start : start + self.g.numel()] for vector in vectors]
+                launches += self._block(parts, first + start)
+        return chain(*launches)
+
+    def _vectors(self) -> Iterator[tuple[list[Tensor], int]]:
+        """One vector per list with the number of its first element; whole lists where they lie side by side."""
+        lists = self.call.lists
+        flat = flatten(*lists)
+        if flat is not None:
+            yield flat, 0
+            return
+        offsets, _ = run_offsets([tensor.numel() for tensor in lists[0]])
+        for tensors, offset in zip(zip(*lists, strict=True), offsets, strict=True):
+            yield [tensor.view(-1) for tensor in tensors], offset
+
+    def _block(self, parts: list[Tensor], first: int) -> list[Launch]:
+        parameter, gradient, *slots = parts
+        size, wides = parameter.numel(), iter(self.wides)
+        g = self.g[:size]
+        launches: list[Launch] = [copying(g, gradient)]
+        if self.call.factor is not None:
+            launches.append(partial(torch.mul, g, self.call.factor, out=g))
+        read = []
+        for state in (parameter, *slots):
+            if state.dtype.itemsize < 4:
+                read.append(next(wides)[:size])
+                launches.append(copying(read[-1], state))
+            else:
+                read.append(state)
+        steps, results = self.program.bind([read[0], g, *read[1:]], self.scalars, [s[:size] for s in self.scratch])
+        launches += steps
+        for number, (state, result) in enumerate(zip((parameter, *slots), results, strict=True)):
+            if number in self.stochastic and state.dtype is torch.bfloat16:
+                launches += self._rounding(result, number, first)
+            launches.append(copying(state, result))
+        return launches
+
+    def _rounding(self, x: Tensor, number: int, first: int) -> list[Launch]:
+        """fp32 numbers to one of the bf16 numbers beside them; a NaN stays one."""
+        size = x.numel()
+        bits, hashes, temporary = (tensor.view(torch.int32) for tensor in (x, self.g[:size], self.t[:size]))
+        keys = self.keys[number * _KEYS : (number + 1) * _KEYS]
+        integer = partial(constant, dtype=torch.int32, device=x.device)
+        return [
+            partial(torch.add, keys[0:1], integer(first), out=keys[1:2]),
+            partial(torch.add, counting(self.g.numel(), x.device)[:size], keys[1:2], out=hashes),
+            *mixing(hashes, temporary, flip=False),
+            partial(torch.bitwise_and, hashes, integer(_LOW), out=hashes),
+            partial(torch.nan_to_num, x, nan=math.nan, posinf=math.inf, neginf=-math.inf, out=x),
+            partial(torch.add, bits, hashes, out=bits),
+            partial(torch.bitwise_and, bits, integer(_HIGH), out=bits),
+        ]
 
 
 def table(context: Context) -> dict[str, Kernel]:
@@ -178,7 +294,5 @@ def table(context: Context) -> dict[str, Kernel]:
         "assign": inplace(_assign),
         "accumulate": _accumulate(context),
         "clip_factor": into(_clip_factor),
-        "adamw_update": _adamw(context),
-        "sgd_update": _sgd(context),
-        "refresh": inplace(_refresh),
+        "update": _update(context),
     }

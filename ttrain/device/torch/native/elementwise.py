@@ -19,7 +19,7 @@ from ttrain.device.torch.native.request import STORED, c_float, c_type
 Step = tuple[str, tuple[int, ...], tuple[tuple[str, Any], ...]]
 
 # C++ expression per op, {0} {1} ... its operands; words in braces are attributes. `cost` is relative to an addition.
-_EXPRESSIONS = {
+EXPRESSIONS = {
     "add": "{0} + {1}",
     "subtract": "{0} - {1}",
     "multiply": "{0} * {1}",
@@ -28,6 +28,10 @@ _EXPRESSIONS = {
     "exp": "v_exp({0})",
     "log": "v_log({0})",
     "sqrt": "v_sqrt({0})",
+    "maximum": "v_max({0}, {1})",
+    "greater": "v_greater({0}, {1})",
+    "sign": "v_sign({0})",
+    "sigmoid": "1.0f / (1.0f + v_exp(-{0}))",
     "relu": "v_relu({0})",
     "relu_grad": "v_relu_grad({0}, {1})",
     "tanh": "v_tanh({0})",
@@ -46,16 +50,17 @@ _EXPRESSIONS = {
     "embedding": 'known{step} ? load(row{step} + j, lanes) : splat(__builtin_nanf(""))',
 }
 _COSTS = {
-    "exp": 6, "log": 8, "tanh": 10, "gelu": 10, "gelu_grad": 14, "sqrt": 3, "divide": 3, "dropout": 5,
+    "exp": 6, "sigmoid": 8, "log": 8, "tanh": 10, "gelu": 10, "gelu_grad": 14, "sqrt": 3, "divide": 3, "dropout": 5,
     "dropout_mask": 5,
 }  # fmt: skip
+UNSUITED = ("dropout", "dropout_mask", "embedding", "accumulate", "assign", "expand")  # for loops over lists of tensors
 _RANDOM = ("dropout", "dropout_mask")  # the last operand is the seed
 _UNREAD = {"assign": (0,)}  # operands that an op does not read
 
 
 def covers(name: str, specs: Sequence[TensorSpec | None], outputs: Sequence[TensorSpec]) -> bool:
     """Whether a step of these specs can be part of a loop nest."""
-    if name not in _EXPRESSIONS or any(spec is None for spec in specs):
+    if name not in EXPRESSIONS or any(spec is None for spec in specs):
         return False
     integers = {"dropout": (1,), "dropout_mask": (0,), "embedding": (0,)}.get(name, ())
     for position, spec in enumerate(specs):
@@ -231,7 +236,7 @@ class LoopNest:
             words = {key: c_float(value) for key, value in attributes if isinstance(value, float)}
             words["form"] = "_tanh" if dict(attributes).get("approximate") == "tanh" else ""
             values = [f"v{item}" for item in operands]
-            expression = _EXPRESSIONS[name].format(*values, **words, step=number, index=index)
+            expression = EXPRESSIONS[name].format(*values, **words, step=number, index=index)
             lines.append(f"const vf v{count + number} = {expression};")
         for position, step in enumerate(self.results):
             lines.append(f"store(y{position} + {index}, v{count + step}, lanes);")

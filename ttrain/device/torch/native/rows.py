@@ -23,10 +23,7 @@ from ttrain.device.torch.native.request import NodeLike, Request
 from ttrain.device.torch.native.toolchain import Toolchain, has_feature
 
 RULES = {**rules.RULES, **updates.RULES, **attention.RULES, **products.RULES}
-_INPLACE = (
-    "accumulate", "assign", "adamw_update", "adamw_refresh", "adamw_rounded", "adamw_rounded_refresh", "sgd_update",
-    "sgd_rounded", "refresh",
-)  # fmt: skip
+_INPLACE = ("accumulate", "assign", "update")
 _POINTERS = {
     "ttrain_fork": openmp.FORK,
     "ttrain_thread_number": openmp.NUMBER,

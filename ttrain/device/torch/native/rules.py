@@ -6,16 +6,11 @@ from math import prod
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.native.codegen import addresses, call
-from ttrain.device.torch.native.elementwise import LoopNest, Step, covers
+from ttrain.device.torch.native.elementwise import EXPRESSIONS, LoopNest, Step, covers
 from ttrain.device.torch.native.native import Native, Rule, Sizing, fp32, int32
 from ttrain.device.torch.native.request import Request, c_float, c_type, rows_and_width, stored, template
 
 _WIDEST_ROW = 2**16  # elements of a row that a kernel keeps on a thread's stack
-_SINGLE = (
-    "add", "subtract", "multiply", "divide", "scale", "exp", "log", "sqrt", "relu", "relu_grad", "tanh", "tanh_grad",
-    "gelu", "gelu_grad", "cast", "expand", "full", "accumulate", "assign", "squared_error_grad", "clip_factor",
-    "dropout", "dropout_mask", "embedding",
-)  # fmt: skip
 
 
 def _types(*specs: TensorSpec | None) -> list[str]:
@@ -211,7 +206,7 @@ def heads_body(part: TensorSpec, count: int, split: bool, packed: str, parts: st
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_SINGLE, _elementwise),
+    **dict.fromkeys(EXPRESSIONS, _elementwise),
     "fused": _fused,
     "layer_norm": _layer_norm,
     "add_layer_norm": _layer_norm,

@@ -1,4 +1,4 @@
-"""Rules of ops on lists of tensors: the optimizers, refreshed copies, the global norm.
+"""Rules of ops on lists of tensors: the optimizers, whose C++ follows from their programs, and the global norm.
 
 One launch treats all tensors of a list, cut into blocks; the addresses lie in a table that the launch reads.
 """
@@ -13,9 +13,10 @@ import numpy as np
 from ttrain.core.spec import DType, TensorSpec, run_offsets
 from ttrain.device.base import Launch
 from ttrain.device.torch.native.codegen import call
+from ttrain.device.torch.native.elementwise import EXPRESSIONS, UNSUITED
 from ttrain.device.torch.native.launch import launch
 from ttrain.device.torch.native.native import Native, Rule, Sizing, address, fp32
-from ttrain.device.torch.native.request import Request, c_double, c_float, c_type, template
+from ttrain.device.torch.native.request import Request, c_bool, c_double, c_float, c_type, template
 
 Tensors = Sequence[Any]
 
@@ -67,120 +68,91 @@ def _size(specs: Sequence[TensorSpec]) -> int:
     return sum(spec.size for spec in specs)
 
 
-def _adamw(request: Request, sizing: Sizing) -> Native | None:
-    """With five slots the last holds the parameters rounded to the compute dtype."""
-    settings, copy = request.settings, request.op == "adamw_refresh"
-    count = settings["count"]
-    slots, scalars = _slots(request.inputs, count, 5 if copy else 4)
-    dtypes = [_one_dtype(slot) for slot in slots]
-    if None in dtypes or any(dtypes[position] is not DType.FP32 for position in (0, 2, 3)) or not _size(slots[0]):
-        return None
-    team = sizing.threads_for(10 * _size(slots[0]))
-    name = template("adamw", c_type(slots[1][0]), c_type(slots[-1][0]), copy, team)
-    factor = "in<float>(a, 4)" if scalars[2] is not None else "nullptr"
-    numbers = (c_float(settings[key]) for key in ("beta1", "beta2", "eps", "weight_decay"))
-    body = call(
-        name, "a[0]", "in<i64>(a, 1)", "in<float>(a, 2)", "in<float>(a, 3)", factor, f"AdamW{{{', '.join(numbers)}}}",
-        c_double(settings["beta1"]), c_double(settings["beta2"]),
-    )  # fmt: skip
-
-    def bind(functions: Sequence[int], ins: Tensors, outs: Tensors, work: Tensors) -> Launch:
-        given, others = _slots(ins, count, len(slots))
-        return _bound(functions[0], given, sizing.block, team, others)
-
-    return Native((body,), (), bind)
+_SCALAR = {
+    "add": "{0} + {1}", "subtract": "{0} - {1}", "multiply": "{0} * {1}", "divide": "{0} / {1}",
+    "scale": "{0} * {factor}", "full": "{value}", "exp": "__builtin_exp({0})", "expm1": "__builtin_expm1({0})",
+    "log": "__builtin_log({0})", "sqrt": "__builtin_sqrt({0})", "maximum": "{0} > {1} ? {0} : {1}", "cast": "{0}",
+}  # fmt: skip
+_PRODUCTS = {"multiply": "product({0}, {1})", "scale": "product({0}, {factor})"}  # as the rows of torch round them
 
 
-def _sgd(request: Request, sizing: Sizing) -> Native | None:
+def _arithmetic(rule: Any, exact: bool) -> tuple[list[str], list[str], list[str]] | None:
+    """C++ of a rule on the values v0 (parameter), v1 (gradient) and on (slots): lines for scalars, which are formed
+    once in double, lines for a vector of elements, and the names of the results. None where a step has no C++.
+
+    `exact` keeps products from being joined with sums.
+    """
+    vectors = 2 + len(rule.slots)
+    steps, results = rule.program
+    scalar = [item >= vectors for item in range(vectors + 2)]
+    lines: tuple[list[str], list[str]] = ([], [])
+    for number, (name, operands, attributes) in enumerate(steps, start=vectors + 2):
+        settings = dict(attributes)
+        alone = name == "full" or all(scalar[item] for item in operands)
+        scalar.append(alone)
+        table = _SCALAR if alone else {**EXPRESSIONS, **(_PRODUCTS if exact else {})}
+        if name not in table or (not alone and name in UNSUITED):
+            return None
+        spell = c_double if alone else c_float
+        words = {key: spell(value) for key, value in settings.items() if isinstance(value, float)}
+        words["form"] = "_tanh" if settings.get("approximate") == "tanh" else ""
+        values = [f"v{item}" if alone or not scalar[item] else f"splat(float(v{item}))" for item in operands]
+        kind = "double" if alone else "vf"
+        lines[not alone].append(f"const {kind} v{number} = {table[name].format(*values, **words)};")
+    return *lines, [f"v{vectors + 2 + result}" for result in results]
+
+
+def _update(request: Request, sizing: Sizing) -> Native | None:
+    """A loop over blocks that loads every list, computes the rule and stores what it writes, rounded as asked."""
     settings = request.settings
-    count = settings["count"]
-    lists = (len(request.inputs) - 2) // count
-    slots, scalars = _slots(request.inputs, count, lists)
+    rule, count, stochastic = settings["rule"], settings["count"], settings.get("stochastic", ())
+    vectors, copies = 2 + len(rule.slots), bool(settings.get("copies"))
+    lists = vectors + copies
+    slots, (_, _, factor, _) = _slots(request.inputs, count, lists)
     dtypes = [_one_dtype(slot) for slot in slots]
-    fp32_slots = [dtype for position, dtype in enumerate(dtypes) if position != 1]
-    if None in dtypes or any(dtype is not DType.FP32 for dtype in fp32_slots) or not _size(slots[0]):
+    narrow = any(dtype is DType.BF16 for position, dtype in enumerate(dtypes[:vectors]) if position != 1)
+    arithmetic = _arithmetic(rule, narrow)
+    if None in dtypes or arithmetic is None or not _size(slots[0]):
         return None
-    team = sizing.threads_for(4 * _size(slots[0]))
-    name = template("sgd", c_type(slots[1][0]), lists == 3, bool(settings["nesterov"]), team)
-    factor = "in<float>(a, 3)" if scalars[1] is not None else "nullptr"
-    numbers = (c_float(settings[key]) for key in ("momentum", "weight_decay"))
-    body = call(name, "a[0]", "in<i64>(a, 1)", "in<float>(a, 2)", factor, *numbers)
+    scalars, steps, results = arithmetic
+    types = [c_type(slot[0]) for slot in slots]
+    team = sizing.threads_for((10 + 2 * len(steps) + 6 * len(stochastic)) * _size(slots[0]))
+    numbered = bool(stochastic)
+    entries = lists + numbered
+    written = [0, *range(2, vectors)]
+    body = [
+        f"const double v{vectors} = *in<float>(a, 2), v{vectors + 1} = *in<float>(a, 3);",
+        f"(void)v{vectors}, (void)v{vectors + 1};",
+        *(["const float clip = *in<float>(a, 4);"] if factor is not None else []),
+        *scalars,
+        *(
+            f"const Rounding<{types[position]}, {c_bool(number in stochastic)}> "
+            f"round{position}({'in<i64>(a, 5)' if numbered else 'nullptr'}, {settings.get('stream', 0) + number}u);"
+            for number, position in enumerate(written)
+        ),
+        f"over_blocks<{entries}, {team}>(a[0], in<i64>(a, 1), [&](i64, const Block<{entries}>& block) {{",
+        *(f"{kind}* p{position} = block.template at<{kind}>({position});" for position, kind in enumerate(types)),
+        f"const u32 start = {f'u32(reinterpret_cast<u64>(block.address[{lists}]))' if numbered else '0'};",
+        "over_elements(block.count, [&](const auto& load, const auto& store, i64 j) {",
+        "const u32 element = start + u32(j);",
+        *(f"const vf v{position} = load(p{position});" for position in range(vectors) if position != 1),
+        f"const vf v1 = {'product(load(p1), clip)' if factor is not None else 'load(p1)'};",
+        *steps,
+        *(
+            f"const vf new{position} = round{position}({result}, element);"
+            for position, result in zip(written, results, strict=True)
+        ),
+        *(f"store(p{position}, new{position});" for position in written),
+        *([f"store(p{vectors}, new0);"] if copies else []),
+        "});",
+        "});",
+    ]
 
     def bind(functions: Sequence[int], ins: Tensors, outs: Tensors, work: Tensors) -> Launch:
         given, others = _slots(ins, count, lists)
-        return _bound(functions[0], given, sizing.block, team, others)
+        return _bound(functions[0], given, sizing.block, team, others, numbered)
 
-    return Native((body,), (), bind)
-
-
-def _adamw_rounded(request: Request, sizing: Sizing) -> Native | None:
-    """With five slots the last holds the parameters rounded to the compute dtype."""
-    settings, copy = request.settings, request.op == "adamw_rounded_refresh"
-    count = settings["count"]
-    slots, scalars = _slots(request.inputs, count, 5 if copy else 4)
-    dtypes = [_one_dtype(slot) for slot in slots]
-    if None in dtypes or dtypes[2] is not dtypes[3] or not _size(slots[0]):
-        return None
-    team = sizing.threads_for(30 * _size(slots[0]))
-    types = [c_type(slots[position][0]) for position in (0, 1, 2, -1)]
-    rounding = [name in settings["stochastic"] for name in ("parameters", "first_moments", "second_moments")]
-    name = template("adamw_rounded", *types, *rounding, copy, team)
-    factor = "in<float>(a, 4)" if scalars[2] is not None else "nullptr"
-    seed = "in<i64>(a, 5)" if scalars[3] is not None else "nullptr"
-    numbers = (c_float(settings[key]) for key in ("beta1", "beta2", "eps", "weight_decay"))
-    doubles = (c_double(settings[key]) for key in ("beta1", "beta2", "weight_decay"))
-    body = call(
-        name, "a[0]", "in<i64>(a, 1)", "in<float>(a, 2)", "in<float>(a, 3)", factor, seed, f"{settings['stream']}u",
-        f"AdamW{{{', '.join(numbers)}}}", *doubles,
-    )  # fmt: skip
-
-    def bind(functions: Sequence[int], ins: Tensors, outs: Tensors, work: Tensors) -> Launch:
-        given, others = _slots(ins, count, len(slots))
-        return _bound(functions[0], given, sizing.block, team, others, numbered=True)
-
-    return Native((body,), (), bind)
-
-
-def _sgd_rounded(request: Request, sizing: Sizing) -> Native | None:
-    settings = request.settings
-    count = settings["count"]
-    lists = (len(request.inputs) - 3) // count
-    slots, scalars = _slots(request.inputs, count, lists)
-    dtypes = [_one_dtype(slot) for slot in slots]
-    if None in dtypes or not _size(slots[0]):
-        return None
-    team = sizing.threads_for(20 * _size(slots[0]))
-    types = [c_type(slots[position][0]) for position in (0, 1, -1)]
-    rounding = [name in settings["stochastic"] for name in ("parameters", "velocities")]
-    terms = (lists == 3, bool(settings["nesterov"]), bool(settings["weight_decay"]))
-    name = template("sgd_rounded", *types, *rounding, *terms, team)
-    factor = "in<float>(a, 3)" if scalars[1] is not None else "nullptr"
-    seed = "in<i64>(a, 4)" if scalars[2] is not None else "nullptr"
-    numbers = (c_float(settings[key]) for key in ("momentum", "weight_decay"))
-    body = call(
-        name, "a[0]", "in<i64>(a, 1)", "in<float>(a, 2)", factor, seed, f"{settings['stream']}u", *numbers
-    )  # fmt: skip
-
-    def bind(functions: Sequence[int], ins: Tensors, outs: Tensors, work: Tensors) -> Launch:
-        given, others = _slots(ins, count, lists)
-        return _bound(functions[0], given, sizing.block, team, others, numbered=True)
-
-    return Native((body,), (), bind)
-
-
-def _refresh(request: Request, sizing: Sizing) -> Native | None:
-    count = request.settings["count"]
-    copies, parameters = request.inputs[:count], request.inputs[count:]
-    to, source = _one_dtype(copies), _one_dtype(parameters)
-    if to is None or source is None or not _size(copies):  # type: ignore[arg-type]
-        return None
-    team = sizing.threads_for(2 * _size(copies))  # type: ignore[arg-type]
-    name = template("refresh", c_type(request.input(0)), c_type(request.input(count)), team)
-
-    def bind(functions: Sequence[int], ins: Tensors, outs: Tensors, work: Tensors) -> Launch:
-        return _bound(functions[0], [ins[:count], ins[count:]], sizing.block, team, ())
-
-    return Native((call(name, "a[0]", "in<i64>(a, 1)"),), (), bind)
+    return Native(("\n".join(body),), (), bind)
 
 
 def _global_norm(request: Request, sizing: Sizing) -> Native | None:
@@ -210,13 +182,4 @@ def _global_norm(request: Request, sizing: Sizing) -> Native | None:
     return Native(("\n".join(lines),), (fp32(max(first, 1)),), bind)
 
 
-RULES: dict[str, Rule] = {
-    "adamw_update": _adamw,
-    "adamw_refresh": _adamw,
-    "adamw_rounded": _adamw_rounded,
-    "adamw_rounded_refresh": _adamw_rounded,
-    "sgd_update": _sgd,
-    "sgd_rounded": _sgd_rounded,
-    "refresh": _refresh,
-    "global_norm": _global_norm,
-}
+RULES: dict[str, Rule] = {"update": _update, "global_norm": _global_norm}

@@ -17,14 +17,13 @@ from ttrain.device.ttnn.kernels import (
     norm,
     random,
     reduce,
-    rounded,
 )
 from ttrain.device.ttnn.kernels import update as update_family
 from ttrain.device.ttnn.kernels.common import Context
 
 FAMILIES = (
     elementwise, layout, reduce, matmul, norm, attention, cache, random, embedding, loss, head_loss, heads,
-    update_family, rounded, collective,
+    update_family, collective,
 )  # fmt: skip
 
 

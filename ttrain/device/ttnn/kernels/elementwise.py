@@ -93,9 +93,18 @@ def _full(c: Context) -> Kernel:
     return into(build)
 
 
+BINARY = {
+    "add": "add", "subtract": "subtract", "multiply": "multiply", "divide": "div", "maximum": "maximum",
+    "greater": "gt",
+}  # fmt: skip
+UNARY = {
+    name: name
+    for name in ("exp", "expm1", "log", "sqrt", "sin", "cos", "sigmoid", "relu", "tanh", "sign", "erf")
+}  # fmt: skip
+
+
 def table(c: Context) -> dict[str, Kernel]:
-    rows = {name: _binary(c, name) for name in ("add", "subtract", "multiply")}
-    rows["divide"] = _binary(c, "div")
-    rows |= {name: _unary(c, name) for name in ("exp", "log", "sqrt", "relu", "tanh")}
+    rows = {name: _binary(c, call) for name, call in BINARY.items()}
+    rows |= {name: _unary(c, call) for name, call in UNARY.items()}
     rows |= {"scale": _scale(c), "relu_grad": _relu_grad(c), "tanh_grad": _tanh_grad(c), "gelu": _gelu(c)}
     return rows | {"gelu_grad": _gelu_grad(c), "cast": _cast(c), "full": _full(c)}

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from ttrain.core.spec import DType
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, inplace, into
+from ttrain.device.ttnn.kernels.elementwise import BINARY, UNARY
+from ttrain.device.ttnn.kernels.groups import (
+    Joined,
+    Rounding,
+    Scalars,
+    Update,
+    UpdateGroup,
+    each,
+    groups_of,
+    on_wide,
+    pieces,
+    scaled_gradient,
+)
 from ttrain.device.ttnn.tensors.held import Held
 from ttrain.device.ttnn.tensors.stack import stacked
 
@@ -44,191 +58,184 @@ def _clip_factor(c: Context) -> Kernel:
     return into(build)
 
 
-Joined = Any  # a stack or a tensor by itself: both have `t` and `form`
-
-
-@dataclass
-class UpdateGroup:
-    """What one chain of launches updates: a buffer per written slot, and the gradients in the same arrangement."""
-
-    slots: list[Joined]
-    gradients: Joined
-
-
-def groups_of(c: Context, gradients: Sequence[Held], slots: Sequence[Sequence[Held]]) -> list[UpdateGroup]:
-    joined = [stacked(c.store, tensors) for tensors in (gradients, *slots)]
-    return [UpdateGroup(list(rest), first) for first, *rest in zip(*joined, strict=True)]
-
-
-def _adamw(c: Context) -> Kernel:
-    """The update of op adamw_update with lr' = lr sqrt(1 - b2^t) / (1 - b1^t) and eps' = eps sqrt(1 - b2^t):
+def _adamw(c: Context, rule: Any, given: Scalars) -> Update:
+    """Rule adamw with lr' = lr sqrt(1 - b2^t) / (1 - b1^t) and eps' = eps sqrt(1 - b2^t):
 
     p <- p (1 - lr weight_decay) - lr' m / (sqrt(v) + eps'), which is the same. Both are step inputs that the host works
     out in double precision.
     """
+    beta1, beta2, eps, decay = (value for _, value in rule.settings)
 
-    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
-        count = attributes["count"]
-        p, g, m, v = (list(ins[start : start + count]) for start in range(0, 4 * count, count))
-        rates = Rates(c, ins[4 * count], ins[4 * count + 1], attributes)
-        factor = ins[4 * count + 2]
-        launches = [_adamw_group(c, group, rates, factor, attributes) for group in groups_of(c, g, [p, m, v])]
-        return each(launches)
+    def root(t: float) -> float:
+        return math.sqrt(1 - beta2**t)
 
-    return inplace(build)
+    rate = c.derived([given.lr, given.step], lambda lr, t: lr * root(t) / (1 - beta1**t) if t else 0.0)
+    small = c.derived([given.step], lambda t: eps * root(t))
+    keep = c.derived([given.lr], lambda lr: 1 - lr * decay) if decay else None
+    tt, sqrt = c.tt, [c.tt.UnaryOpType.SQRT]
 
+    def update(group: UpdateGroup) -> Launch:
+        p, m, v = group.slots
 
-class Rates:
-    """Scalars of AdamW as tensors."""
+        def run() -> None:
+            scaled = scaled_gradient(c, group.gradients.t, given.factor)
+            tt.lerp(m.t, scaled, 1 - beta1, output_tensor=m.t)
+            tt.square(scaled, output_tensor=scaled)
+            tt.lerp(v.t, scaled, 1 - beta2, output_tensor=v.t)
+            tt.add(v.t, small.t, input_tensor_a_activations=sqrt, output_tensor=scaled)
+            tt.div(m.t, scaled, output_tensor=scaled)
+            if keep is not None:
+                tt.multiply(p.t, keep.t, output_tensor=p.t)
+            tt.addcmul(p.t, scaled, rate.t, value=-1.0, output_tensor=p.t)
 
-    def __init__(self, c: Context, lr: Held, step: Held, attributes: Attributes) -> None:
-        self.lr, self.step = lr, step
-        beta1, beta2, eps = attributes["beta1"], attributes["beta2"], attributes["eps"]
-        decay = attributes["weight_decay"]
+        return run
 
-        def root(t: float) -> float:
-            return math.sqrt(1 - beta2**t)
-
-        self.rate = c.derived([lr, step], lambda rate, t: rate * root(t) / (1 - beta1**t) if t else 0.0)
-        self.eps = c.derived([step], lambda t: eps * root(t))
-        self.keep = c.derived([lr], lambda rate: 1 - rate * decay) if decay else None
-
-
-def _adamw_group(c: Context, group: UpdateGroup, rates: Rates, factor: Held | None, attributes: Attributes) -> Launch:
-    """fp32 state in elementwise launches; bf16 state by ttnn's kernel, which takes its rates as numbers."""
-    if group.slots[0].form.dtype == "float32":
-        return adamw_wide(c, group, rates, factor, attributes)
-    if c.fused and not c.replayed:
-        return _adamw_fused(c, group, rates, factor, attributes)
-    return _adamw_narrow(c, group, rates, factor, attributes)
+    return update
 
 
-def _adamw_fused(c: Context, group: UpdateGroup, rates: Rates, factor: Held | None, attributes: Attributes) -> Launch:
+def _adamw_fused(c: Context, group: UpdateGroup, rule: Any, given: Scalars) -> Launch:
+    """bf16 state by ttnn's kernel, which takes its rates as numbers: not for a step that is replayed."""
     tt, (p, m, v), gradients = c.tt, group.slots, group.gradients
-    settings = [attributes[key] for key in ("beta1", "beta2", "eps", "weight_decay")]
+    settings = [value for _, value in rule.settings]
 
     def run() -> None:
-        g = gradients.t if factor is None else tt.multiply(gradients.t, factor.t)
-        numbers = [rates.lr.value, *settings, int(rates.step.value or 0), False]
+        g = gradients.t if given.factor is None else tt.multiply(gradients.t, given.factor.t)
+        numbers = [given.lr.value, *settings, int(given.step.value or 0), False]
         outputs = {"param_out": p.t, "exp_avg_out": m.t, "exp_avg_sq_out": v.t}
         tt.operations.moreh.adamw(p.t, g, m.t, v.t, *numbers, **outputs, **c.exact)
 
     return run
 
 
-@dataclass
-class _Buffer:
-    """A tensor that exists for the time of one launch."""
+def _sgd(c: Context, rule: Any, given: Scalars) -> Update:
+    settings = dict(rule.settings)
+    decay, momentum, nesterov = settings["weight_decay"], settings.get("momentum"), settings.get("nesterov")
+    tt, lr, factor, one = c.tt, given.lr, given.factor, c.ones_row(1, DType.FP32)
 
-    t: Any
+    def update(group: UpdateGroup) -> Launch:
+        p, *velocity = group.slots
+
+        def run() -> None:
+            g = group.gradients.t
+            if factor is not None or g.dtype != tt.float32:
+                g = scaled_gradient(c, g, factor)
+            if decay:
+                g = tt.addcmul(g, p.t, one.t, value=decay)
+            for u in velocity:
+                tt.addcmul(g, u.t, one.t, value=momentum, output_tensor=u.t)
+                g = tt.addcmul(g, u.t, one.t, value=momentum) if nesterov else u.t
+            tt.addcmul(p.t, g, lr.t, value=-1.0, output_tensor=p.t)
+
+        return run
+
+    return update
 
 
-def _adamw_narrow(c: Context, group: UpdateGroup, rates: Rates, factor: Held | None, attributes: Attributes) -> Launch:
-    """bf16 state, computed on in fp32."""
-    return on_wide(c, group, lambda wide: adamw_wide(c, wide, rates, factor, attributes))
+_RULES: dict[str, Callable[[Context, Any, Scalars], Update]] = {"adamw": _adamw, "sgd": _sgd, "sgd_momentum": _sgd}
 
 
-def on_wide(
-    c: Context,
-    group: UpdateGroup,
-    update: Callable[[UpdateGroup], Launch],
-    rounding: Callable[[int, Any], None] | None = None,
-) -> Launch:
-    """An update of fp32 tensors on state of which some is bf16: widened before, rounded after.
+_ON_HOST: dict[str, Callable[..., float]] = {
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "divide": operator.truediv,
+    "maximum": max, "exp": math.exp, "expm1": math.expm1, "log": math.log, "sqrt": math.sqrt, "cast": float,
+}  # fmt: skip
 
-    `rounding` turns the fp32 numbers of a slot into numbers that bf16 has.
+
+def stepwise(c: Context, rule: Any, given: Scalars) -> Update:
+    """Steps on lr and step alone are worked out by the host, as step inputs; the others run on the card in fp32."""
+    steps, results = rule.program
+    vectors = 2 + len(rule.slots)
+    alone = [item >= vectors for item in range(vectors + 2)]
+    for name, operands, _ in steps:
+        alone.append(name == "full" or all(alone[item] for item in operands))
+
+    def scalar(item: int) -> Any:
+        def value(lr: float, step: float) -> float:
+            try:
+                return _number(steps, item, vectors, (lr, step))
+            except (ArithmeticError, ValueError):
+                return 0.0  # before the first step there is no number of it
+
+        return c.derived([given.lr, given.step], value).t
+
+    on_card = [operands for number, (_, operands, _) in enumerate(steps, start=vectors + 2) if not alone[number]]
+    scalars = {item: scalar(item) for operands in on_card for item in operands if alone[item]}
+
+    def update(group: UpdateGroup) -> Launch:
+        def run() -> None:
+            gradient = scaled_gradient(c, group.gradients.t, given.factor)
+            known = {0: group.slots[0].t, 1: gradient, **scalars}
+            known |= {number: slot.t for number, slot in enumerate(group.slots[1:], start=2)}
+            for number, step in enumerate(steps, start=vectors + 2):
+                if not alone[number]:
+                    known[number] = _launched(c, step, known)
+            for slot, result in zip(group.slots, results, strict=True):
+                c.tt.copy(known[vectors + 2 + result], slot.t)
+
+        return run
+
+    return update
+
+
+def _number(steps: Sequence[Any], item: int, vectors: int, given: tuple[float, float]) -> float:
+    """A scalar of the program, on the host."""
+    if item < vectors + 2:
+        return given[item - vectors]
+    name, operands, attributes = steps[item - vectors - 2]
+    settings = dict(attributes)
+    if name == "full":
+        return settings["value"]
+    values = [_number(steps, operand, vectors, given) for operand in operands]
+    return values[0] * settings["factor"] if name == "scale" else _ON_HOST[name](*values)
+
+
+def _launched(c: Context, step: Any, known: Mapping[int, Any]) -> Any:
+    name, operands, attributes = step
+    ins, tt = [known[item] for item in operands], c.tt
+    if name == "cast":
+        return ins[0]
+    if name == "scale":
+        return tt.multiply(ins[0], dict(attributes)["factor"])
+    return getattr(tt, BINARY[name] if name in BINARY else UNARY[name])(*ins)
+
+
+def _update(c: Context) -> Kernel:
+    """Any rule: by a chain made for it, else step by step. State that is kept in bf16 is widened a piece at a time.
+
+    The compute copies lie as their masters do, so one rounding serves a whole stack.
     """
-    tt = c.tt
-    narrow = [slot.form.dtype != "float32" for slot in group.slots]
-    wide = UpdateGroup(
-        [_Buffer(None) if cut else slot for cut, slot in zip(narrow, group.slots, strict=True)], group.gradients
-    )
-    launch = update(wide)
 
-    def run() -> None:
-        for slot, temporary, cut in zip(group.slots, wide.slots, narrow, strict=True):
-            if cut:
-                temporary.t = tt.typecast(slot.t, tt.float32)
-        launch()
-        for number, (slot, temporary) in enumerate(zip(group.slots, wide.slots, strict=True)):
-            if narrow[number]:
-                if rounding is not None:
-                    rounding(number, temporary)
-                tt.typecast(temporary.t, tt.bfloat16, output_tensor=slot.t)
-                temporary.t = None
-
-    return run
-
-
-def adamw_wide(c: Context, group: UpdateGroup, rates: Rates, factor: Held | None, attributes: Attributes) -> Launch:
-    tt, (p, m, v), gradients = c.tt, group.slots, group.gradients
-    beta1, beta2 = attributes["beta1"], attributes["beta2"]
-    root = [tt.UnaryOpType.SQRT]
-    wide = tt.float32
-
-    def run() -> None:
-        g = gradients.t
-        scaled = tt.typecast(g, wide) if factor is None else tt.multiply(g, factor.t, dtype=wide)
-        tt.lerp(m.t, scaled, 1 - beta1, output_tensor=m.t)
-        tt.square(scaled, output_tensor=scaled)
-        tt.lerp(v.t, scaled, 1 - beta2, output_tensor=v.t)
-        tt.add(v.t, rates.eps.t, input_tensor_a_activations=root, output_tensor=scaled)
-        tt.div(m.t, scaled, output_tensor=scaled)
-        if rates.keep is not None:
-            tt.multiply(p.t, rates.keep.t, output_tensor=p.t)
-        tt.addcmul(p.t, scaled, rates.rate.t, value=-1.0, output_tensor=p.t)
-
-    return run
-
-
-def _sgd(c: Context) -> Kernel:
     def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
-        count, momentum = attributes["count"], bool(attributes["momentum"])
-        lists = [list(ins[start : start + count]) for start in range(0, (3 if momentum else 2) * count, count)]
-        lr, factor = ins[len(lists) * count :]
+        rule, count, stochastic = attributes["rule"], attributes["count"], attributes.get("stochastic", ())
+        lists = [list(ins[start : start + count]) for start in range(0, len(ins) - 4, count)]
+        copies = lists.pop() if attributes.get("copies") else []
+        given = Scalars(*ins[-4:-1])
         groups = groups_of(c, lists[1], [lists[0], *lists[2:]])
-        return each([_sgd_group(c, group, lr, factor, attributes) for group in groups])
+        update = _RULES.get(rule.name, stepwise)(c, rule, given)
+        rounding = Rounding(c, stochastic, attributes.get("stream", 0), ins[-1]) if stochastic else None
+        launches, numbered = [], 0
+        for group in groups:
+            if rounding is not None:
+                launches += [
+                    on_wide(c, piece, update, rounding.of(piece.slots[0].form, numbered + first))
+                    for piece, first in pieces(c, group)
+                ]
+            else:
+                launches.append(_plain(c, group, update, rule, given))
+            numbered += prod(group.slots[0].form.shape)
+        if copies:
+            pairs = zip(stacked(c.store, copies), stacked(c.store, lists[0]), strict=True)
+            launches += [_rounded(c, copy, master) for copy, master in pairs]
+        return each(launches)
 
     return inplace(build)
 
 
-def _sgd_group(c: Context, group: UpdateGroup, lr: Held, factor: Held | None, attributes: Attributes) -> Launch:
-    if group.slots[0].form.dtype == "float32":
-        return sgd_wide(c, group, lr, factor, attributes)
-    return on_wide(c, group, lambda wide: sgd_wide(c, wide, lr, factor, attributes))
-
-
-def sgd_wide(c: Context, group: UpdateGroup, lr: Held, factor: Held | None, attributes: Attributes) -> Launch:
-    tt, p, gradients = c.tt, group.slots[0], group.gradients
-    velocity = group.slots[1] if len(group.slots) > 1 else None
-    momentum, decay, nesterov = attributes["momentum"], attributes["weight_decay"], attributes["nesterov"]
-    one = c.ones_row(1, DType.FP32)
-
-    def run() -> None:
-        g = gradients.t
-        if factor is not None:
-            g = tt.multiply(g, factor.t, dtype=tt.float32)
-        elif g.dtype != tt.float32:
-            g = tt.typecast(g, tt.float32)
-        if decay:
-            g = tt.addcmul(g, p.t, one.t, value=decay)
-        if velocity is not None:
-            tt.addcmul(g, velocity.t, one.t, value=momentum, output_tensor=velocity.t)
-            g = tt.addcmul(g, velocity.t, one.t, value=momentum) if nesterov else velocity.t
-        tt.addcmul(p.t, g, lr.t, value=-1.0, output_tensor=p.t)
-
-    return run
-
-
-def _refresh(c: Context) -> Kernel:
-    """The copies that layers read lie as their masters do: one rounding for a whole stack."""
-
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
-        count = attributes["count"]
-        pairs = zip(stacked(c.store, ins[:count]), stacked(c.store, ins[count:]), strict=True)
-        return each([_rounded(c, copy, master) for copy, master in pairs])
-
-    return inplace(build)
+def _plain(c: Context, group: UpdateGroup, update: Update, rule: Any, given: Scalars) -> Launch:
+    """One group without random bits."""
+    narrow = [slot.form.dtype != "float32" for slot in group.slots]
+    if all(narrow) and rule.name == "adamw" and c.fused and not c.replayed:
+        return _adamw_fused(c, group, rule, given)
+    return on_wide(c, group, update) if any(narrow) else update(group)
 
 
 def _rounded(c: Context, copy: Joined, master: Joined) -> Launch:
@@ -236,20 +243,10 @@ def _rounded(c: Context, copy: Joined, master: Joined) -> Launch:
     return lambda: c.tt.typecast(master.t, dtype, output_tensor=copy.t)
 
 
-def each(launches: Sequence[Launch]) -> Launch:
-    def run() -> None:
-        for launch in launches:
-            launch()
-
-    return run
-
-
 def table(c: Context) -> dict[str, Kernel]:
     return {
         "assign": _assign(c),
         "accumulate": _accumulate(c),
         "clip_factor": _clip_factor(c),
-        "adamw_update": _adamw(c),
-        "sgd_update": _sgd(c),
-        "refresh": _refresh(c),
+        "update": _update(c),
     }

@@ -1,4 +1,4 @@
-"""Rows of the optimizers on state that is rounded (ops/rounded.py).
+"""Groups of state that an optimizer's rule updates together; state that is kept in bf16, and how it is rounded.
 
 State is widened to fp32 a piece at a time, so that what is saved by keeping it in bf16 is not asked for again during
 the update. Random bits come from the hash of core/mask.py; an element's number is its place in the stack, which is
@@ -9,19 +9,98 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import isqrt, prod
 from typing import Any
 
 import numpy as np
 
-from ttrain.device.base import Kernel, Launch
-from ttrain.device.ttnn.kernels.common import Attributes, Context, inplace
+from ttrain.device.base import Launch
+from ttrain.device.ttnn.kernels.common import Context
 from ttrain.device.ttnn.kernels.random import key_of, mix_into
-from ttrain.device.ttnn.kernels.update import Joined, Rates, UpdateGroup, adamw_wide, each, groups_of, on_wide, sgd_wide
 from ttrain.device.ttnn.tensors.form import TILE, TileForm
 from ttrain.device.ttnn.tensors.held import Held
-from ttrain.device.ttnn.tensors.stack import Stack
+from ttrain.device.ttnn.tensors.stack import Stack, stacked
+
+Joined = Any  # a stack or a tensor by itself: both have `t` and `form`
+
+
+@dataclass
+class UpdateGroup:
+    """What one chain of launches updates: a buffer per written slot, and the gradients in the same arrangement."""
+
+    slots: list[Joined]
+    gradients: Joined
+
+
+def groups_of(c: Context, gradients: Sequence[Held], slots: Sequence[Sequence[Held]]) -> list[UpdateGroup]:
+    joined = [stacked(c.store, tensors) for tensors in (gradients, *slots)]
+    return [UpdateGroup(list(rest), first) for first, *rest in zip(*joined, strict=True)]
+
+
+Update = Callable[[UpdateGroup], Launch]
+
+
+@dataclass
+class Scalars:
+    """What a rule reads beside its tensors."""
+
+    lr: Held
+    step: Held
+    factor: Held | None
+
+
+def scaled_gradient(c: Context, gradient: Any, factor: Held | None) -> Any:
+    """A new fp32 tensor: the gradient times the clip factor."""
+    tt = c.tt
+    return tt.typecast(gradient, tt.float32) if factor is None else tt.multiply(gradient, factor.t, dtype=tt.float32)
+
+
+@dataclass
+class _Buffer:
+    """A tensor that exists for the time of one launch."""
+
+    t: Any
+
+
+def on_wide(
+    c: Context,
+    group: UpdateGroup,
+    update: Callable[[UpdateGroup], Launch],
+    rounding: Callable[[int, Any], None] | None = None,
+) -> Launch:
+    """An update of fp32 tensors on state of which some is bf16: widened before, rounded after.
+
+    `rounding` turns the fp32 numbers of a slot into numbers that bf16 has.
+    """
+    tt = c.tt
+    narrow = [slot.form.dtype != "float32" for slot in group.slots]
+    wide = UpdateGroup(
+        [_Buffer(None) if cut else slot for cut, slot in zip(narrow, group.slots, strict=True)], group.gradients
+    )
+    launch = update(wide)
+
+    def run() -> None:
+        for slot, temporary, cut in zip(group.slots, wide.slots, narrow, strict=True):
+            if cut:
+                temporary.t = tt.typecast(slot.t, tt.float32)
+        launch()
+        for number, (slot, temporary) in enumerate(zip(group.slots, wide.slots, strict=True)):
+            if narrow[number]:
+                if rounding is not None:
+                    rounding(number, temporary)
+                tt.typecast(temporary.t, tt.bfloat16, output_tensor=slot.t)
+                temporary.t = None
+
+    return run
+
+
+def each(launches: Sequence[Launch]) -> Launch:
+    def run() -> None:
+        for launch in launches:
+            launch()
+
+    return run
+
 
 PIECE = 2**23  # elements that are widened at a time
 _LOW, _HIGH = 0xFFFF, -0x10000  # the bits of a fp32 number that a bf16 number lacks, and those that it has
@@ -35,7 +114,7 @@ class _Piece:
     form: TileForm
 
 
-def _pieces(c: Context, group: UpdateGroup) -> Iterator[tuple[UpdateGroup, int]]:
+def pieces(c: Context, group: UpdateGroup) -> Iterator[tuple[UpdateGroup, int]]:
     """A group cut where its stacks begin a bank anew, each piece with the number of its first element."""
     first = group.slots[0]
     if not isinstance(first, Stack):
@@ -53,14 +132,12 @@ def _pieces(c: Context, group: UpdateGroup) -> Iterator[tuple[UpdateGroup, int]]
         yield UpdateGroup([cut(slot) for slot in group.slots], cut(group.gradients)), start * width
 
 
-class _Rounding:
+class Rounding:
     """Stochastic rounding of the slots of one update."""
 
-    def __init__(self, c: Context, names: Sequence[str], attributes: Attributes, seed: Any) -> None:
-        self.c, self.keys = c, {}  # by number of the slot
-        for number, name in enumerate(names):
-            if name in attributes["stochastic"]:
-                self.keys[number] = key_of(c, seed, attributes["stream"] + number, per_chip=False)
+    def __init__(self, c: Context, numbers: Sequence[int], stream: int, seed: Any) -> None:
+        self.c = c
+        self.keys = {number: key_of(c, seed, stream + number, per_chip=False) for number in numbers}
 
     def of(self, form: TileForm, first: int) -> Callable[[int, Any], None]:
         """For tensors of this form whose first element has this number."""
@@ -103,46 +180,3 @@ def _seen_as(form: TileForm) -> tuple[int, ...]:
     tiles = form.tiles
     across = next(count for count in range(isqrt(tiles), 0, -1) if tiles % count == 0)
     return tiles // across * TILE, across * TILE
-
-
-def _adamw(c: Context) -> Kernel:
-    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
-        count = attributes["count"]
-        p, g, m, v = (list(ins[start : start + count]) for start in range(0, 4 * count, count))
-        lr, step, factor, seed = ins[4 * count :]
-        rates = Rates(c, lr, step, attributes)
-        rounding = _Rounding(c, ("parameters", "first_moments", "second_moments"), attributes, seed)
-
-        def update(wide: UpdateGroup) -> Launch:
-            return adamw_wide(c, wide, rates, factor, attributes)
-
-        return _launch(c, groups_of(c, g, [p, m, v]), update, rounding)
-
-    return inplace(build)
-
-
-def _sgd(c: Context) -> Kernel:
-    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
-        count = attributes["count"]
-        lists = [list(ins[start : start + count]) for start in range(0, len(ins) - 3, count)]
-        lr, factor, seed = ins[-3:]
-        update = partial(sgd_wide, c, lr=lr, factor=factor, attributes=attributes)
-        rounding = _Rounding(c, ("parameters", "velocities"), attributes, seed)
-        return _launch(c, groups_of(c, lists[1], [lists[0], *lists[2:]]), update, rounding)
-
-    return inplace(build)
-
-
-def _launch(
-    c: Context, groups: Sequence[UpdateGroup], update: Callable[[UpdateGroup], Launch], rounding: _Rounding
-) -> Launch:
-    launches, numbered = [], 0
-    for group in groups:
-        for piece, first in _pieces(c, group):
-            launches.append(on_wide(c, piece, update, rounding.of(piece.slots[0].form, numbered + first)))
-        numbered += prod(group.slots[0].form.shape)
-    return each(launches)
-
-
-def table(c: Context) -> dict[str, Kernel]:
-    return {"adamw_rounded": _adamw(c), "sgd_rounded": _sgd(c)}

@@ -1,0 +1,30 @@
+"""Where values come from, and the parts of a step."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Kind(Enum):
+    """Where a value comes from."""
+
+    INPUT = "input"  # uploaded for every step: the batch, learning rate, step number, seed
+    PARAMETER = "parameter"
+    GRADIENT = "gradient"  # of a parameter, kept from backward to update
+    OPTIMIZER = "optimizer"  # moments, velocities
+    COPY = "copy"  # a parameter rounded to the compute dtype; derived, never saved
+    CACHE = "cache"  # keys and values of a text that sampling goes on with, or a batch that is held; never saved
+    NODE = "node"  # the output of a node
+
+    @property
+    def is_state(self) -> bool:
+        """Whether the buffer outlives the step."""
+        return self not in (Kind.INPUT, Kind.NODE)
+
+
+class Stage(Enum):
+    """Part of the step that a node belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
