@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from ttrain.cli import main
+from ttrain.core.errors import CheckpointError
 from ttrain.core.files import sha256_file
 from ttrain.train.checkpoint.checkpoint import sealed
+from ttrain.train.checkpoint.progress import Progress
 
 Train = Any
 SHARD = "parameters-00001-of-00001.safetensors"
@@ -33,9 +36,10 @@ def stranger(train: Train, capsys: Any) -> Path:
 
 
 def reseal(checkpoint: Path, *, add: dict[str, Any] | None = None) -> None:
-    """Makes the manifest agree with the files, as a stranger can."""
+    """Makes the manifest agree with the files, as a stranger can; what it says itself of the progress goes."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     del manifest["sha256"]
+    manifest.pop("progress", None)
     for name in manifest["files"]:
         file = checkpoint / name
         manifest["files"][name] = {"bytes": file.stat().st_size, "sha256": sha256_file(file)}
@@ -103,6 +107,37 @@ def test_json_that_is_none(stranger: Path, capsys: Any, text: str) -> None:
         (stranger / name).write_text(original)
 
 
+def test_progress_of_another_kind(stranger: Path, capsys: Any) -> None:
+    """In the manifest, which has the newest, and in the file."""
+    for file in ("manifest.json", "progress.json"):
+        content = json.loads((stranger / file).read_text())
+        content.get("progress", content)["tokens"] = "2"
+        content.pop("sha256", None)
+        (stranger / file).write_text(sealed(content))
+        if file == "progress.json":
+            reseal(stranger)
+        refused(stranger, capsys, "progress.json holds tokens='2', expected int")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("step", "2"),
+        ("tokens", None),
+        ("read_samples", -1),
+        ("lr_factor", []),
+        ("val_loss", {}),
+        ("wandb_id", 1),
+        ("x", 1),
+    ],
+)
+def test_kinds_of_progress(name: str, value: Any) -> None:
+    whole = Progress(step=2, lr_factor=1, val_loss=-0.5, wandb_id="a").to_dict()
+    assert Progress.from_dict(whole).to_dict() == whole
+    with pytest.raises(CheckpointError, match=f"progress.json holds '?{name}"):
+        Progress.from_dict({**whole, name: value})
+
+
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [
@@ -114,11 +149,17 @@ def test_json_that_is_none(stranger: Path, capsys: Any, text: str) -> None:
     ],
 )
 def test_a_config_that_names_code(stranger: Path, capsys: Any, section: str, key: str, value: str) -> None:
-    config = json.loads((stranger / "config.json").read_text())
-    config[section][key] = value
-    (stranger / "config.json").write_text(json.dumps(config))
+    """In the config of the run, and in that of the checkpoint where the run has none."""
+    own = Path("run/config.yaml")
+    for file in (own, stranger / "config.json"):
+        config = yaml.safe_load(file.read_text())
+        config[section][key] = value
+        file.write_text(json.dumps(config))
     reseal(stranger)
-    refused(stranger, capsys, "_target_ is refused" if key == "_target_" else "not registered")
+    part = "_target_ is refused" if key == "_target_" else "not registered"
+    refused(stranger, capsys, part)
+    own.unlink()
+    refused(stranger, capsys, part)
 
 
 def test_commands_and_plugins_of_a_checkpoint_are_ignored(stranger: Path, capsys: Any) -> None:

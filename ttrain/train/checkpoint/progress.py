@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import numpy as np
 
@@ -90,9 +90,15 @@ class Progress:
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Progress:
-        names = {declared.name for declared in fields(cls)}
-        if unknown := sorted(stored.keys() - names):
-            raise CheckpointError(f"progress.json holds {unknown[0]!r}, which this version of ttrain does not know.")
+        """Raises CheckpointError where it is none of this version's."""
+        hints = get_type_hints(cls)
+        for name, value in stored.items():
+            if name not in hints:
+                raise CheckpointError(f"progress.json holds {name!r}, which this version of ttrain does not know.")
+            kind = hints[name] if float not in (hints[name], *get_args(hints[name])) else hints[name] | int
+            if not isinstance(value, kind) or (isinstance(value, int) and value < 0):
+                expected = getattr(hints[name], "__name__", hints[name])
+                raise CheckpointError(f"progress.json holds {name}={value!r}, expected {expected}. It was changed.")
         return cls(**stored)
 
 
