@@ -136,7 +136,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ours = {
         name for name, module in sys.modules.items() if str(getattr(module, "__file__", "")).startswith(str(tmp_path))
     }
-    for name in [op.name for op in REGISTRY if type(op).__module__ in ours]:
+    for name in [op.name for op in REGISTRY if getattr(op, "body", type(op)).__module__ in ours]:
         del REGISTRY._ops[name]
     for group, name in registry._ROWS.keys() - rows.keys():
         del registry._ROWS[group, name]
@@ -351,16 +351,22 @@ def test_links_paths_and_modules_exist() -> None:
     assert not {name_of(page): dead for page in PAGES if (dead := list(dead_names(page)))}
 
 
-def known_keys() -> set[str]:
+def known_keys(former: bool = False) -> set[str]:
+    """Keys of the config; with `former` also the names that they had before."""
     found = set(sections())
     for section in sections():
         schemas = [row.config for row in registry.rows() if row.group == section] or [section_type(section, None)]
-        found |= {f"{section}.{declared.name}" for schema in schemas if schema for declared in fields(schema)}
+        listed = [declared for schema in schemas if schema for declared in fields(schema)]
+        found |= {f"{section}.{declared.name}" for declared in listed}
+        found |= {f"{section}.{declared.metadata.get('formerly')}" for declared in listed if former}
     return found
 
 
 def test_keys_and_options_exist() -> None:
-    keys, plugin = known_keys(), {"bigram", "adagrad", "my-cpu"}
+    keys, plugin = (
+        {page: known_keys(former=page.name == "CHANGELOG.md") for page in PAGES},
+        {"bigram", "adagrad", "my-cpu"},
+    )
     wrong: list[str] = []
     with Composer() as composer:
         options = composer.groups()
@@ -368,7 +374,7 @@ def test_keys_and_options_exist() -> None:
         key, equals, value = span.partition("=")
         section = key.partition(".")[0]
         if re.fullmatch(r"[a-z_]+\.[a-z_]+", key) and section in sections() and Path(key).suffix not in FILES:
-            wrong += [f"{name_of(page)}: the key {key}"] if key not in keys else []
+            wrong += [f"{name_of(page)}: the key {key}"] if key not in keys[page] else []
         if equals and key in options and re.fullmatch(r"[\w.,-]+", value) and "mine" not in value:
             wrong += [f"{name_of(page)}: {span}"] if set(value.split(",")) - {*options[key], *plugin} else []
     assert not wrong, "these keys and options don't exist"

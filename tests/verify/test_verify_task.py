@@ -87,6 +87,15 @@ def test_a_kernel_that_fails_is_named(capsys: pytest.CaptureFixture[str], monkey
     assert "tanh - (tanh-0) by engine static: RuntimeError: no such instruction" in text
 
 
+def test_an_op_without_cases_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin's, such as the rule of an optimizer."""
+    monkeypatch.setattr(op("tanh"), "cases", lambda: ())
+    text = verified(capsys, f"verify.ops=[{op('tanh').family}]", "verify.model=false")
+    assert "Without cases to run, so not verified: tanh." in text and "comparisons passed" in text
+    text = verified(capsys, "verify.ops=[tanh]", "verify.model=false", code=2)
+    assert "verify.ops=tanh: the op has no cases to run" in text and "Traceback" not in text
+
+
 def test_an_mlp_and_recomputed_blocks_with_dropout_pass(capsys: pytest.CaptureFixture[str]) -> None:
     assert "passed" in verified(capsys, "verify.skip_ops=true", "model.dropout=0.2", "model.recompute=block")
     assert main(["task=verify", "device=cpu", "model=mlp", "verify.skip_ops=true", "model.activation=gelu"]) == 0

@@ -149,9 +149,9 @@ def planned_device(config: DeviceConfig) -> Device:
     is that of a device with a kernel for every op.
     """
     target = component("device", config.name).target
-    beside = target.partition(":")[0].rpartition(".")[0] + ".planned" if isinstance(target, str) else ""
-    if beside and find_spec(beside) is not None:
-        planned: Device = import_module(beside).planned(config)
+    package = target.partition(":")[0].rpartition(".")[0] if isinstance(target, str) else ""
+    if package and find_spec(f"{package}.planned") is not None:
+        planned: Device = import_module(f"{package}.planned").planned(config)
         return planned
     return null_device(config)
 

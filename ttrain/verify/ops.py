@@ -30,7 +30,11 @@ def chosen_ops(names: Sequence[str]) -> list[Op]:
             raise ConfigError(
                 f"verify.ops={name}: no such op or family. {did_you_mean(name, {*REGISTRY.names(), *families})}"
             )
-    return [op for op in REGISTRY if not names or op.name in names or op.family in names]
+    chosen = [op for op in REGISTRY if not names or op.name in names or op.family in names]
+    for op in chosen:
+        if op.name in names and not op.cases():
+            raise ConfigError(f"verify.ops={op.name}: the op has no cases to run. Declare some: see docs/extending.md.")
+    return chosen
 
 
 @dataclass(frozen=True)
