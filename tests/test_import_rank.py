@@ -42,7 +42,6 @@ CIRCLES = {  # imports that still close a circle: take out what is cured, add no
     ("ttrain.device.ttnn.runtime.subdevices", "ttrain.device.ttnn.runtime.mesh"),
     ("ttrain.device.ttnn.tensors.held", "ttrain.device.ttnn.tensors.stack"),
     ("ttrain.device.ttnn.tensors.held", "ttrain.device.ttnn.tensors.store"),
-    ("ttrain.graph.graph", "ttrain.graph.place"),
     ("ttrain.models.presets", "ttrain.models.settings"),
     ("ttrain.plan.plan", "ttrain.plan.check"),
     ("ttrain.tasks.ending", "ttrain.tasks.job"),

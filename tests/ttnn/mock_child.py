@@ -53,7 +53,7 @@ def measure(device: TenstorrentDevice, case: dict[str, Any]) -> dict[str, Any]:
     model, rows = model_of(case), case.get("rows", 4)
     model.follow_compute()
     optimizer = sgd(clip_norm=None) if case["model"] == "mlp" else adamw()
-    graph = StepGraph(model, optimizer, rows, chips=device.chips, hosted=device.hosted)
+    graph = StepGraph(model, optimizer, rows, chips=device.chips)
     state = State(device, graph.state_tensors())
     engine = ENGINES[case.get("engine", "static")](device, state)
     step = engine.build("train", graph.trace_train)

@@ -108,7 +108,7 @@ def turns(
     """Yields while the device computes. `weights` seeds them; with `ahead` the next inputs are written meanwhile."""
     if device.uniform_compute:
         model.follow_compute()
-    graph = StepGraph(model, optimizer, rows, hosted=device.hosted)
+    graph = StepGraph(model, optimizer, rows)
     state = State(device, graph.state_tensors())
     for path, value in initial_values(model, weights).items():
         state.write(path, value)

@@ -12,12 +12,16 @@ pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
 from tests.ttnn.runs import ENGINES, Outcome, adamw, batch, cosine, cpu, golden, gpt, run, sgd
 from ttrain import ops
+from ttrain.autodiff import backward
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.engine.state import State
 from ttrain.graph import Graph, Kind
+from ttrain.graph.alias import roots_of
 from ttrain.graph.op import op
-from ttrain.graph.place import CROSSINGS, crossing_bytes
+from ttrain.graph.passes import remove_dead_code
+from ttrain.graph.place import CROSSINGS, crossing_bytes, place
+from ttrain.graph.verify import verify
 from ttrain.nn.initialize import initial_values
 from ttrain.optim.base import EXAMPLE
 from ttrain.optim.settings import SGDConfig
@@ -120,11 +124,11 @@ def test_micro_batches_and_a_guarded_update(engine: str) -> None:
         model = gpt(vocabulary=50, width=40, context=20)
         if device.uniform_compute:
             model.follow_compute()
-        graph = StepGraph(model, adamw(), rows=2, accumulation=2, guarded=True, hosted=device.hosted)
+        graph = StepGraph(model, adamw(), rows=2, accumulation=2, guarded=True)
         state = State(device, graph.state_tensors())
         for path, value in initial_values(model, 7).items():
             state.write(path, value)
-        runner = ENGINES[engine if device.hosted else "static"](device, state)
+        runner = ENGINES[engine if device.host else "static"](device, state)
         steps = {name: runner.build(name, trace) for name, trace in graph.train_steps().items()}
         seen = []
         for number in range(1, 5):
@@ -145,11 +149,11 @@ def test_evaluation_and_sampling_between_steps(engine: str) -> None:
         model = gpt(tied=False, vocabulary=50, width=40, context=20)
         if device.uniform_compute:
             model.follow_compute()
-        graph = StepGraph(model, adamw(), rows=2, hosted=device.hosted)
+        graph = StepGraph(model, adamw(), rows=2)
         state = State(device, graph.state_tensors())
         for path, value in initial_values(model, 7).items():
             state.write(path, value)
-        runner = ENGINES[engine if device.hosted else "static"](device, state)
+        runner = ENGINES[engine if device.host else "static"](device, state)
         traces = {"train": graph.trace_train, "evaluate": graph.trace_evaluate, "logits": graph.trace_logits}
         steps = {name: runner.build(name, trace) for name, trace in traces.items()}
         seen = []
@@ -173,40 +177,70 @@ def test_a_checkpoint_does_not_know_where_its_tensors_lay(tmp_path: Path) -> Non
         assert np.array_equal(trained.read(name), other.read(name)), name
 
 
-def placing() -> Graph:
-    return Graph(hosted=lambda name: name.startswith("here"))
+def offloaded(name: str) -> bool:
+    return name.startswith("here")
+
+
+SPEC = TensorSpec((4, 8))
 
 
 def test_nodes_are_placed_by_what_they_touch() -> None:
-    graph, spec = placing(), TensorSpec((4, 8))
-    here, there = (graph.state_value(name, spec, Kind.PARAMETER) for name in ("here", "there"))
-    x = graph.input("x", spec)
-    y = op("add").record(x, here)  # hosted state: on the host
+    graph = Graph()
+    here, there = (graph.state_value(name, SPEC, Kind.PARAMETER) for name in ("here", "there"))
+    y = op("add").record(graph.input("x", SPEC), here)  # offloaded state: on the host
     z = op("scale").record(y, factor=2.0)  # all of it made there: stays
     w = op("multiply").record(z, there)  # state of the card: over there
     op("add").record(z, there)
-    names = [node.op.name for node in graph.nodes]
+    graph.output("w", w)
+    placed = verify(place(graph, offloaded), "placing")
+    names = [node.label for node in placed.nodes]
     assert names == ["host_input", "host.add", "host.scale", "to_card", "multiply", "add"]  # z crosses once
-    assert (y.on_host, z.on_host, w.on_host) == (True, True, False)
+    assert [node.on_host for node in placed.nodes] == [True, True, True, False, False, False]
+    assert (placed.state["here"].on_host, placed.state["there"].on_host) == (True, False)
+    assert not placed.outputs["w"].on_host
 
 
-def test_one_update_of_both_sides_is_refused() -> None:
-    graph, spec = placing(), TensorSpec((4, 8))
-    here, there = (graph.state_value(name, spec, Kind.PARAMETER) for name in ("here", "there"))
-    lr = graph.input("lr", TensorSpec(()))
+def test_one_update_of_both_sides_becomes_two() -> None:
+    """Parameters keep their order, so their state still lies side by side on each side."""
+    graph = Graph()
+    names = ["here.0", "there.0", "here.1", "there.1"]
+    lists = [
+        [graph.state_value(f"{name}{slot}", SPEC, Kind.OPTIMIZER) for name in names]
+        for slot in ("", "/gradient", "/velocity")
+    ]
+    lr, seed = graph.input("lr", TensorSpec(())), graph.input("seed", TensorSpec((), DType.INT64))
+    rule = SGD(SGDConfig(momentum=0.9)).rule(EXAMPLE, False)
+    new = ops.update(rule, lists, lr, lr, seed=seed, stochastic=(1,), stream=8)
+    for name, value in zip(names, new, strict=True):
+        graph.output(name, value)
+    placed = verify(place(graph, offloaded), "placing")
+    card, host = (node for node in placed.nodes if node.op.name == "update")
+    assert (card.on_host, host.on_host) == (False, True)
+    for node, side in ((card, "there"), (host, "here")):
+        read = [value.name for value in node.values[:6]]
+        assert read == [f"{side}.{number}{slot}" for slot in ("", "/gradient", "/velocity") for number in (0, 1)]
+    assert card.attributes["stream"] != host.attributes["stream"]
+    roots = roots_of(placed)
+    assert [roots[placed.outputs[name]].name for name in names] == names
+
+
+def test_state_of_the_card_is_not_overwritten_on_the_host() -> None:
+    graph = Graph()
+    here, there = (graph.state_value(name, SPEC, Kind.PARAMETER) for name in ("here", "there"))
+    ops.assign(there, here)
     with pytest.raises(GraphError, match="must lie on one side"):
-        ops.update(SGD(SGDConfig()).rule(EXAMPLE, False), [[here, there], [here, there]], lr, lr)
+        place(graph, offloaded)
 
 
 def test_a_gradient_stays_where_its_node_is() -> None:
     """The gradient of a lookup is as large as the table, so dy crosses and not the result."""
-    graph = placing()
+    graph = Graph()
     table = graph.state_value("here", TensorSpec((50, 8)), Kind.PARAMETER)
-    other = graph.state_value("there", TensorSpec((4, 8)), Kind.PARAMETER)
+    other = graph.state_value("there", SPEC, Kind.PARAMETER)
     y = op("embedding").record(graph.input("ids", TensorSpec((4,), DType.INT64)), table)
-    dy = op("scale").record(other, factor=2.0)
-    node = y.producer
-    assert node is not None
-    _, gradient = node.op.vjp(node, dy)
-    assert gradient is not None and gradient.on_host
-    assert crossing_bytes(graph.nodes)["to_host"] == 4 * 8 * 4
+    loss = op("reduce_sum").record(op("multiply").record(y, other), axes=(0, 1))
+    (gradient,) = backward(loss, [table])
+    graph.output("gradient", gradient)
+    placed = place(graph, offloaded)
+    assert placed.outputs["gradient"].on_host
+    assert crossing_bytes(remove_dead_code(placed).nodes) == {"to_host": 4 * 8 * 4, "to_card": 0}

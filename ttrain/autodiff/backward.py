@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 
 from ttrain.core.errors import GraphError
 from ttrain.graph.composite import Composite
@@ -23,7 +22,7 @@ def backward(loss: Value, wrt: Sequence[Value]) -> list[Value]:
     if loss.spec.size != 1:
         raise GraphError(f"backward: got a loss of {loss.spec}, expected a scalar. Reduce it first.")
     with graph.stage(Stage.BACKWARD):
-        with graph.host() if loss.on_host else nullcontext():
+        with graph.gradient_of(loss.producer):
             one = full(graph, loss.spec, 1.0)
         gradients = _Reverse(graph, list(graph.nodes), wrt).run({loss: one})
     missing = [value.name or repr(value) for value in wrt if value not in gradients]
@@ -69,7 +68,7 @@ class _Reverse:
 
     def _apply(self, node: Node, incoming: list[Value | None]) -> None:
         source = self._computed_again(node)
-        with self.graph.scope(node.scope) if node.scope else self.graph.scope(node.op.name):
+        with self.graph.scope(node.scope or node.op.name), self.graph.gradient_of(node):
             contributions = self._contributions(node, source, incoming)
         for value, contribution in zip(node.inputs, contributions, strict=True):
             if value is None or contribution is None or value not in self.needed:
@@ -86,12 +85,11 @@ class _Reverse:
         if not isinstance(node.op, Composite) or node.op.own_gradient is not None:
             return node.op.vjp(source, *incoming)
         start = len(self.graph.nodes)
-        with self.graph.host() if node.op.on_host else nullcontext():
-            outputs = node.op.decompose(source, source.inputs)
-            known = {value: given for value, given in zip(outputs, incoming, strict=True) if given is not None}
-            pairs = zip(node.inputs, source.inputs, strict=True)
-            wrt = [own for value, own in pairs if own is not None and value in self.needed]
-            gradients = _Reverse(self.graph, self.graph.nodes[start:], wrt).run(known)
+        outputs = node.op.decompose(source, source.inputs)
+        known = {value: given for value, given in zip(outputs, incoming, strict=True) if given is not None}
+        pairs = zip(node.inputs, source.inputs, strict=True)
+        wrt = [own for value, own in pairs if own is not None and value in self.needed]
+        gradients = _Reverse(self.graph, self.graph.nodes[start:], wrt).run(known)
         return [None if value is None else gradients.pop(value, None) for value in source.inputs]
 
     def _computed_again(self, node: Node) -> Node:
@@ -111,4 +109,5 @@ class _Reverse:
         inputs = tuple(None if value is None else self.again.get(value, value) for value in node.inputs)
         with self.graph.copying(1), self.graph.scope(node.scope):
             copied = self.graph.append(node.op, inputs, node.attributes)
+        copied.copy_of = node
         self.again.update(zip(node.outputs, copied.outputs, strict=True))

@@ -38,7 +38,7 @@ class _Choice:
                 self.changed.update(self.roots[value] for value in overwritten(node))
 
     def worth(self, node: Node, output: Value) -> bool:
-        remade = output in node.op.rematerialized_outputs(node) and output not in self.kept
+        remade = not node.on_host and output in node.op.rematerialized_outputs(node) and output not in self.kept
         return remade and output in self.read_later and output.spec.rank >= 2
 
     def at_hand(self, value: Value) -> bool:

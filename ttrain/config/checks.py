@@ -187,7 +187,7 @@ def _prepare(config: Config) -> Iterator[str]:
 
 def model_problems(config: Config, parameters: Iterable[str], tied: bool) -> list[str]:
     """Every problem that only shows once the model is built: names that lead to no parameter."""
-    from ttrain.device.ttnn.hosted import belongs
+    from ttrain.device.ttnn.offload import belongs
 
     paths = list(parameters)
     names = config.device.host_resident if isinstance(config.device, TenstorrentConfig) else []

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,7 +19,6 @@ Arena = Any  # a device's own handle of a range of bytes
 Form = Hashable  # how a device holds a tensor: its shape with padding, dtype and layout
 Launch = Callable[[], Any]
 
-HOST_PREFIX = "host."  # of the names under which a device's table holds what the host beside it runs
 ALIGNMENT = 64  # bytes; a cache line, and what vector loads of 512 bits want
 
 
@@ -63,6 +62,30 @@ class Kernel:
         self, inputs: Sequence[TensorSpec | None], outputs: Sequence[TensorSpec], attributes: Mapping[str, Any]
     ) -> list[TensorSpec]:
         return [] if self.workspace is None else self.workspace(inputs, outputs, attributes)
+
+
+class Table(Mapping[str, Kernel]):
+    """Rows by the name of an op. `host` holds those of the host beside the device; None where there is none."""
+
+    def __init__(self, rows: Mapping[str, Kernel], host: Mapping[str, Kernel] | None = None) -> None:
+        self._rows, self.host = rows, host
+
+    def __getitem__(self, name: str) -> Kernel:
+        return self._rows[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+Rows = TypeVar("Rows", bound=Container[str])
+
+
+def of_side(rows: Rows, on_host: bool) -> Rows | Mapping[str, Kernel]:
+    """What one side has of a device's rows: the device, or the host beside it where it has one."""
+    return rows.host if on_host and isinstance(rows, Table) and rows.host is not None else rows
 
 
 @dataclass
@@ -111,8 +134,7 @@ class Device(ABC):
     rematerializes = True  # False where a launch costs more than the memory that computing again would save
     overlaps = False  # True where a step's inputs are written, or steps of others launched, while a step computes
     uniform_compute = False  # True where norms want their weights in the compute dtype as well
-    host: Device | None = None  # that runs the nodes of parameters which stay in host memory
-    hosted: Callable[[str], bool] | None = None  # whether a persistent tensor stays there; None where none does
+    host: Device | None = None  # that runs the nodes of parameters which are offloaded to host memory
     caution: str | None = None  # what everybody who sees its numbers has to know, such as that it is simulated
 
     def __init__(self) -> None:
@@ -156,6 +178,10 @@ class Device(ABC):
         """Run the launch of a FRESH kernel, and bring what it returns into the output buffers."""
         for result, output in zip(launch(), outputs, strict=True):
             self.copy(result, output)
+
+    def offloaded(self, name: str) -> bool:
+        """Whether a persistent tensor stays in host memory, beside a device that has its own."""
+        return False
 
     def home(self, on_host: bool) -> Device:
         """Where a value lies and its node runs: here, or on the host beside this device."""

@@ -15,6 +15,7 @@ from ttrain.core.spec import TensorSpec
 from ttrain.device.base import NUMPY_DTYPES, Buffer, Device, Launch
 from ttrain.engine.state import State
 from ttrain.graph.graph import Graph, Node, Value
+from ttrain.graph.place import place
 from ttrain.plan.plan import Plan
 
 Trace = Callable[[Graph], None]  # records one step: declares inputs and state, marks outputs
@@ -134,9 +135,9 @@ def host_outputs(device: Device, outputs: Mapping[str, tuple[Value, Buffer]]) ->
 
 
 def traced_graph(trace: Trace, device: Device | None = None) -> Graph:
-    """The graph that a trace function records, for a device with its nodes placed."""
-    graph = Graph(hosted=None if device is None else device.hosted)
+    """The graph that a trace function records; for a device with a host beside it, its nodes are placed."""
+    graph = Graph()
     trace(graph)
     if not graph.outputs and not graph.nodes:
         raise GraphError("the traced step records nothing")
-    return graph
+    return graph if device is None or device.host is None else place(graph, device.offloaded)

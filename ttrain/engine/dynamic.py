@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Arena, Buffer, Delivery, Kernel
+from ttrain.device.base import Arena, Buffer, Delivery, Kernel, of_side
 from ttrain.engine.base import Engine, HostValue, Look, Step, Trace, host_arrays, host_outputs, traced_graph
 from ttrain.graph.graph import Graph, Node, RecordCounter, Value
 from ttrain.graph.kinds import Kind
@@ -111,7 +111,7 @@ class _Tape:
         self.buffers.clear()
 
     def launch(self, node: Node) -> None:
-        aliases, on_host = node.op.aliases(node), node.op.on_host
+        aliases, on_host = node.op.aliases(node), node.on_host
         home = self.device.home(on_host)
         if node.op.view and home.shares(node.values[0].spec, node.outputs[0].spec):
             arena, offset, _ = self.placed(node.values[0])
@@ -124,7 +124,8 @@ class _Tape:
                 self.buffers[output] = self.allocate(output.spec, node.op.name, on_host)
             else:
                 self.buffers[output] = self.placed(shared)
-        self._run(node, self.device.kernels["copy_reshape" if node.op.view else node.op.name])
+        rows = of_side(self.device.kernels, on_host)
+        self._run(node, rows["copy_reshape" if node.op.view else node.op.name])
 
     def _run(self, node: Node, kernel: Kernel) -> None:
         ins = [None if value is None else self.placed(value)[2] for value in node.inputs]
@@ -134,7 +135,7 @@ class _Tape:
             [output.spec for output in node.outputs],
             node.attributes,
         )
-        purpose, on_host = f"workspace of {node.op.name}", node.op.on_host
+        purpose, on_host = f"workspace of {node.op.name}", node.on_host
         workspace = [self.allocate(spec, purpose, on_host)[2] for spec in specs]
         launch = kernel.bind(ins, outs, node.attributes, workspace)
         if kernel.delivery is Delivery.FRESH:

@@ -74,7 +74,7 @@ class State:
 
     def on_host(self, name: str) -> bool:
         """Whether a tensor lies in host memory beside a device that has its own."""
-        return self.device.hosted is not None and self.device.hosted(name)
+        return self.device.offloaded(name)
 
     def spec(self, name: str) -> TensorSpec:
         """Of the values as `read` gives and `write` takes them."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from ttrain.autodiff.rematerialize import rematerialize
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Arena, Buffer, Delivery, Device, Kernel, Launch
+from ttrain.device.base import Arena, Buffer, Delivery, Device, Kernel, Launch, of_side
 from ttrain.engine.base import Engine, HostValue, Look, Step, Trace, host_arrays, host_outputs, traced_graph
 from ttrain.engine.state import State
 from ttrain.graph.graph import Graph, Node, RecordCounter, Value
@@ -75,8 +75,8 @@ class StaticEngine(Engine):
         """Give a plan its addresses."""
         shares = self.device.arenas
         arena = self.shared_arena() if shares else self.device.allocate_arena(plan.arena_bytes, "activations")
-        hosted = None if self.device.host is None else self.shared_arena(on_host=True)
-        return BoundPlan(plan, self.device, self.kernels, self.state, (arena, hosted))
+        of_host = None if self.device.host is None else self.shared_arena(on_host=True)
+        return BoundPlan(plan, self.device, self.kernels, self.state, (arena, of_host))
 
     def bind_all(self) -> None:
         """Give every step built so far its addresses."""
@@ -217,9 +217,8 @@ class BoundPlan:
         """Launches in runs of those that the device captures, and those between them that the host runs (True)."""
         found: list[tuple[bool, list[Launch]]] = []
         for node, launch in zip(self.nodes, self.node_launches, strict=True):
-            by_host = node.op.on_host or node.op.transfer
-            if not found or found[-1][0] is not by_host:
-                found.append((by_host, []))
+            if not found or found[-1][0] is not node.by_host:
+                found.append((node.by_host, []))
             found[-1][1].extend(flat_launches([launch]))
         return found
 
@@ -240,9 +239,9 @@ class BoundPlan:
         return home.place(self._arenas[owner.on_host], self._plan.offsets[owner], value.spec)
 
     def _bind(self, node: Node) -> Launch:
-        on_host = node.op.on_host
+        on_host = node.on_host
         device, arena = self._device.home(on_host), self._arenas[on_host]
-        kernel = self._kernels[node.op.name]
+        kernel = of_side(self._kernels, on_host)[node.op.name]
         ins = [None if value is None else self._buffer(value) for value in node.inputs]
         outs = [self._buffer(output) for output in node.outputs]
         specs = kernel.workspace_specs(

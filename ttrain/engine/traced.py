@@ -49,7 +49,7 @@ class TracedEngine(StaticEngine):
     def _refuse_frozen(self, name: str, plan: Plan) -> None:
         """A kernel that turns a tensor into a host number would repeat that number at every replay."""
         for node in plan.launched:
-            frozen = () if node.op.on_host else self.kernels[node.op.name].frozen  # the host's part is not captured
+            frozen = () if node.on_host else self.kernels[node.op.name].frozen  # the host's part is not captured
             if frozen:
                 raise CaptureError(
                     f"step {name}: the kernel of {node.op.name} on {self.device.name} reads {', '.join(frozen)} on the "

@@ -16,25 +16,20 @@ from ttrain.graph.kinds import Kind, Stage
 class Value:
     """A tensor of the graph: its spec, and the node that makes it. Holds no numbers."""
 
-    __slots__ = ("graph", "index", "kind", "name", "number", "producer", "spec")
+    __slots__ = ("graph", "index", "kind", "name", "number", "on_host", "producer", "spec")
 
     def __init__(
         self, graph: Graph, spec: TensorSpec, kind: Kind, name: str, producer: Node | None = None, index: int = 0
     ) -> None:
         self.graph, self.spec, self.kind, self.name = graph, spec, kind, name
         self.producer, self.index = producer, index
+        # Whether it lies in host memory beside a device that has its own; see place.py. Inputs never do.
+        self.on_host = producer is not None and producer.on_host
         self.number = graph.next_number()
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.spec.shape
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the value lies in host memory beside a device that has its own; see place.py. Inputs count as not."""
-        if self.producer is not None:
-            return self.producer.op.on_host
-        return self.kind.is_state and self.graph.hosted is not None and self.graph.hosted(self.name)
 
     def __repr__(self) -> str:
         return f"%{self.number}:{self.spec}" if self.kind is Kind.NODE else f"{self.name}:{self.spec}"
@@ -75,6 +70,9 @@ class Value:
         return self.graph.apply("full", spec=TensorSpec((), self.spec.dtype), value=float(other))
 
 
+RecordSide = Callable[[Sequence["Value | None"], Mapping[str, Any], bool], Sequence[Value]]
+
+
 @dataclass(eq=False, slots=True)
 class Node:
     """One op applied to values. `inputs` may hold None where an op's input is optional."""
@@ -87,6 +85,20 @@ class Node:
     stage: Stage = Stage.FORWARD
     segment: int | None = None  # which recomputed block a forward node belongs to
     copy: int = 0  # 0 the original; k the k-th copy that backward computes again
+    on_host: bool = False  # runs on the host beside a device that has memory of its own; see place.py
+    # What autodiff notes on a recorded graph for place.py; rewriting forgets it.
+    gradient_of: Node | None = None
+    copy_of: Node | None = None
+
+    @property
+    def label(self) -> str:
+        """The name of its op, for people: `host.add` runs on the host."""
+        return f"host.{self.op.name}" if self.on_host and not self.op.transfer else self.op.name
+
+    @property
+    def by_host(self) -> bool:
+        """Whether the host runs it or takes part: no capture of the device holds such a node."""
+        return self.on_host or self.op.transfer
 
     @property
     def values(self) -> list[Value]:
@@ -105,7 +117,7 @@ class Node:
         outputs = ", ".join(map(repr, self.outputs))
         arguments = ["-" if value is None else repr(value) for value in self.inputs]
         arguments += [f"{key}={value}" for key, value in self.attributes.items()]
-        return f"{outputs} = {self.op.name}({', '.join(arguments)})"
+        return f"{outputs} = {self.label}({', '.join(arguments)})"
 
 
 class Op:
@@ -122,7 +134,6 @@ class Op:
         wide: floating-point inputs that are fp32 at least even where a step computes in bf16.
         constants: floating-point inputs that never get a gradient.
         differentiable: False for ops that only occur after backward.
-        on_host: its outputs lie in host memory beside a device that has its own; see place.py.
         transfer: moves a value between such a device and the host.
     """
 
@@ -137,13 +148,7 @@ class Op:
     wide: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     differentiable: bool = True
-    on_host: bool = False
     transfer: bool = False
-
-    @property
-    def base_name(self) -> str:
-        """The name without a word about where it runs."""
-        return self.name
 
     def infer(self, *specs: Any, **attributes: Any) -> TensorSpec | Sequence[TensorSpec]:
         """Specs of the outputs from those of the inputs. Raises ShapeError (got, expected, fix)."""
@@ -185,6 +190,15 @@ class Op:
         if self.view:
             return {0: 0}
         return {self.outputs.index(out): self.inputs.index(into) for out, into in self.mutates.items()}
+
+    def by_side(
+        self, inputs: Sequence[Value | None], attributes: Mapping[str, Any], record: RecordSide
+    ) -> Sequence[Value] | None:
+        """Record an op that takes tensors of device and host as one node for each side; None where it crosses as usual.
+
+        `record(inputs, attributes, on_host)` records this op on one side and returns its outputs.
+        """
+        return None
 
     def derived(self, given: Mapping[str, Any], attributes: Mapping[str, Any]) -> Mapping[str, Any]:
         """Inputs of a test case that can't be random because they follow from the others, as fp64 tensors by name."""
@@ -248,25 +262,20 @@ class RecordCounter:
 
 @dataclass
 class Graph:
-    """Nodes in the order they were recorded, with the named values that enter and leave.
-
-    `hosted` tells by name which state lies in host memory, for a device that has its own; nodes are then placed as they
-    are recorded, see place.py.
-    """
+    """Nodes in the order they were recorded, with the named values that enter and leave."""
 
     nodes: list[Node] = field(default_factory=list)
     inputs: dict[str, Value] = field(default_factory=dict)
     state: dict[str, Value] = field(default_factory=dict)
     outputs: dict[str, Value] = field(default_factory=dict)
-    hosted: Callable[[str], bool] | None = None
-    hosting: bool = False  # whether nodes run on the host whatever they read
     held: frozenset[str] = frozenset()  # names of inputs that are given once, as state, instead of for every step
-    crossed: dict[Value, Value] = field(default_factory=dict)  # value -> the same on the other side
     _scope: list[str] = field(default_factory=list)
     _stage: Stage = Stage.FORWARD
     _segment: int | None = None
     _segments: int = 0
     _copy: int = 0
+    _on_host: bool = False
+    _gradient_of: Node | None = None
     _numbers: int = 0
 
     def next_number(self) -> int:
@@ -304,28 +313,35 @@ class Graph:
 
     def append(self, op: Op, inputs: tuple[Value | None, ...], attributes: Mapping[str, Any]) -> Node:
         """Record one node; its op has checked nothing yet."""
-        if self.hosted is not None:
-            from ttrain.graph.place import placed
-
-            op, inputs = placed(self, op, inputs, attributes)
         for value in inputs:
             if value is not None and value.graph is not self:
                 raise GraphError(f"{op.name}: input {value!r} belongs to another graph.")
         specs = op.infer_outputs([None if value is None else value.spec for value in inputs], attributes)
-        node = Node(op, inputs, attributes, (), "/".join(self._scope), self._stage, self._segment, self._copy)
+        scope = "/".join(self._scope)
+        node = Node(op, inputs, attributes, (), scope, self._stage, self._segment, self._copy, self._on_host)
+        node.gradient_of = self._gradient_of
         node.outputs = tuple(Value(self, spec, Kind.NODE, "", node, index) for index, spec in enumerate(specs))
         self.nodes.append(node)
         RecordCounter.nodes += 1
         return node
 
     @contextmanager
-    def host(self) -> Iterator[None]:
-        """Nodes recorded inside run on the host, where the graph places its nodes at all."""
-        previous, self.hosting = self.hosting, self.hosted is not None
+    def side(self, on_host: bool) -> Iterator[None]:
+        """Nodes recorded inside run on the host, or on the device; see place.py."""
+        previous, self._on_host = self._on_host, on_host
         try:
             yield
         finally:
-            self.hosting = previous
+            self._on_host = previous
+
+    @contextmanager
+    def gradient_of(self, node: Node | None) -> Iterator[None]:
+        """Nodes recorded inside make the gradients of a node's inputs."""
+        previous, self._gradient_of = self._gradient_of, node
+        try:
+            yield
+        finally:
+            self._gradient_of = previous
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:

@@ -1,66 +1,24 @@
-"""Nodes of parameters that stay in host memory: they run on the host, the others on the device.
+"""The pass that places nodes beside a device with memory of its own: on the device, or on the host.
 
-A graph that knows which state is hosted places its nodes as they are recorded, so every engine and every pass sees the
-same placement. A node runs on the host where it touches hosted state, where it is the gradient of such a node, or where
-all that it reads was made on the host. What it needs of the other side crosses by an explicit node, once per value:
-`stage` and `to_host` towards the host, `to_card` towards the device, `host_input` for step inputs, which come from the
-host anyway.
+Where some parameters are offloaded, they stay in host memory, and so does what belongs to them. A node runs on the host
+where it reads state that lies there, where it is the gradient of a node that runs there, or where all that it reads was
+made there. What it needs of the other side is transferred by a node of its own, once per value: `stage` and `to_host`
+towards the host, `to_card` towards the device, `host_input` for step inputs, which come from the host anyway.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from copy import copy
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import HOST_PREFIX
-from ttrain.graph.graph import Graph, Node, Value
+from ttrain.graph.graph import Graph, Node, Op, Value
 from ttrain.graph.kinds import Kind
-from ttrain.graph.op import Op
+from ttrain.graph.rewrite import Rewriter
 
-Inputs = tuple[Value | None, ...]
+Inputs = Sequence[Value | None]
 CROSSINGS = ("to_host", "to_card")
-
-
-class Hosted(Op):
-    """An op that runs on the host. Mixed into the class of the op itself, see `on_host`."""
-
-    on_host = True
-    cheap = False  # its values are not computed again: what they come from may have crossed
-    base: Op
-
-    @property
-    def base_name(self) -> str:
-        return self.base.name
-
-    def reference(self, *tensors: Any, **attributes: Any) -> Any:
-        return self.base.reference(*tensors, **attributes)
-
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        with node.outputs[0].graph.host():
-            return self.base.vjp(node, *gradients)
-
-    def decompose(self, node: Node, inputs: Inputs) -> Sequence[Value] | None:
-        with next(value for value in inputs if value is not None).graph.host():
-            return self.base.decompose(node, inputs)
-
-    def rematerialized(self, node: Node) -> Node | None:
-        return None
-
-    def rematerialized_outputs(self, node: Node) -> Sequence[Value]:
-        return ()
-
-
-@cache
-def on_host(op: Op) -> Op:
-    """The same op, to be run on the host."""
-    hosted, kind = copy(op), type(op)
-    hosted.__class__ = type(kind.__name__, (Hosted, kind), {"base": op, "cheap": False})
-    hosted.name = HOST_PREFIX + op.name
-    return hosted
 
 
 class _Transfer(Op):
@@ -77,9 +35,6 @@ class _Transfer(Op):
     def nbytes(self, node: Node) -> int:
         return node.outputs[0].spec.nbytes
 
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        return gradients
-
 
 class _Stage(_Transfer):
     """y = x, in a tensor that nothing else is ever held in: where the host finds it after a captured step too."""
@@ -92,17 +47,12 @@ class _ToHost(_Transfer):
     """y = x on the host."""
 
     name = "to_host"
-    on_host = True
 
 
 class _HostInput(_Transfer):
     """y = a step input, on the host."""
 
     name = "host_input"
-    on_host = True
-
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        return [None]
 
 
 class _ToCard(_Transfer):
@@ -114,63 +64,116 @@ class _ToCard(_Transfer):
 STAGE, TO_HOST, HOST_INPUT, TO_CARD = _Stage(), _ToHost(), _HostInput(), _ToCard()
 
 
-def placed(graph: Graph, op: Op, inputs: Inputs, attributes: Mapping[str, Any]) -> tuple[Op, Inputs]:
-    """The op as it runs where it belongs, and its inputs on that side. Records what has to cross."""
-    if op.on_host or op.transfer or op is STAGE:
-        return op, inputs
-    present = [value for value in inputs if value is not None]
-    values = [value for value in present if not _is_input(value)]
-    hosted = [value for value in values if value.on_host]
-    if graph.hosting or (values and len(hosted) == len(values)) or any(_is_state(value) for value in hosted):
-        stray = next((value for value in values if _is_state(value) and not value.on_host), None)
-        if stray is not None and "count" in attributes:
-            raise GraphError(
-                f"{op.name} takes hosted tensors and {stray!r} together. Parameters that share an update must lie on "
-                "one side."
-            )
-        return on_host(op), tuple(None if value is None else _to_host(graph, value) for value in inputs)
-    return op, tuple(_to_card(graph, value) if value is not None and value.on_host else value for value in inputs)
+def place(graph: Graph, offloaded: Callable[[str], bool]) -> Graph:
+    """Give every node its side; `offloaded` tells by its name whether a persistent tensor stays in host memory.
+
+    Runs on a graph as it was recorded. An op that takes tensors of both sides at once is recorded once for each, see
+    `Op.by_side`. Raises GraphError where a node on the host would overwrite state of the device.
+    """
+    placer = _Placer(graph, offloaded)
+    for node in graph.nodes:
+        placer.place(node)
+    return placer.rewriter.finish()
 
 
-def _is_state(value: Value) -> bool:
-    """Whether a value is persistent, or what an update made of it."""
+class _Placer:
+    def __init__(self, graph: Graph, offloaded: Callable[[str], bool]) -> None:
+        self.rewriter = Rewriter(graph)
+        self.new = self.rewriter.new
+        for name, value in self.new.state.items():
+            value.on_host = offloaded(name)
+        self.offloaded: set[Node] = set()  # nodes of the old graph that run on the host
+        self.transferred: dict[Value, Value] = {}  # value -> the same on the other side
+
+    def place(self, node: Node) -> None:
+        inputs = self.rewriter.inputs(node)
+        on_host = self._runs_on_host(node, inputs)
+        with self.rewriter.at(node):
+            outputs = self._divided(node, inputs)
+            if outputs is None:
+                if on_host:
+                    self.offloaded.add(node)
+                there = [self._on_side(old, new, on_host) for old, new in zip(node.inputs, inputs, strict=True)]
+                outputs = self._append(node.op, there, node.attributes, on_host)
+        self.rewriter.replace(node.outputs, outputs)
+
+    def _runs_on_host(self, node: Node, inputs: Inputs) -> bool:
+        if node.copy_of is not None:
+            return node.copy_of in self.offloaded
+        if node.gradient_of in self.offloaded:
+            return True
+        values = [value for value in inputs if value is not None and not _is_input(value)]
+        made_there = [value for value in values if value.on_host]
+        return bool(values) and (len(made_there) == len(values) or any(_state_of(value) for value in made_there))
+
+    def _divided(self, node: Node, inputs: Inputs) -> Sequence[Value] | None:
+        """The outputs of an op that is recorded for each side apart; None where it is not."""
+        if len({value.on_host for value in inputs if value is not None and not _is_input(value)}) < 2:
+            return None
+
+        def record(inputs: Inputs, attributes: Mapping[str, Any], on_host: bool) -> Sequence[Value]:
+            there = [self._on_side(None, value, on_host) for value in inputs]
+            return self._append(node.op, there, attributes, on_host)
+
+        return node.op.by_side(inputs, node.attributes, record)
+
+    def _append(self, op: Op, inputs: Inputs, attributes: Mapping[str, Any], on_host: bool) -> Sequence[Value]:
+        with self.new.side(on_host):
+            node = self.new.append(op, tuple(inputs), attributes)
+        for index in () if op.view else op.aliases(node).values():
+            value = node.inputs[index]
+            state = None if value is None else _state_of(value)
+            if value is not None and (state is None or state.on_host is not on_host):
+                raise GraphError(
+                    f"{op.name} runs on the {'host' if on_host else 'device'} and overwrites {state or value!r}, which "
+                    "does not lie there. State that shares an update must lie on one side."
+                )
+        return node.outputs
+
+    def _on_side(self, old: Value | None, value: Value | None, on_host: bool) -> Value | None:
+        """A value where a node of that side finds it."""
+        if value is None or value.on_host is on_host:
+            return value
+        original = _copied_from(old)
+        if original is not None and self.rewriter.map[original] in self.transferred:
+            value = self.rewriter.map[original]  # backward does not transfer again what it computes again
+        if value not in self.transferred or (on_host and _state_of(value)):  # state may have changed since
+            with self.new.no_segment():
+                self.transferred[value] = self._transfer(value, on_host)
+        return self.transferred[value]
+
+    def _transfer(self, value: Value, on_host: bool) -> Value:
+        if not on_host:
+            return self._append(TO_CARD, [value], {}, False)[0]
+        if _is_input(value):
+            return self._append(HOST_INPUT, [value], {}, True)[0]
+        return self._append(TO_HOST, self._append(STAGE, [value], {}, False), {}, True)[0]
+
+
+def _state_of(value: Value) -> Value | None:
+    """The persistent tensor that a value is, or that an update made it of."""
     while value.producer is not None:
         aliases = {} if value.producer.op.view else value.producer.op.aliases(value.producer)
         source = value.producer.inputs[aliases[value.index]] if value.index in aliases else None
         if source is None:
-            return False
+            return None
         value = source
-    return value.kind.is_state
+    return value if value.kind.is_state else None
 
 
 def _is_input(value: Value) -> bool:
     """Whether a value is a step input or a view of one."""
-    while value.producer is not None and value.producer.op.view and not value.producer.op.on_host:
+    while value.producer is not None and value.producer.op.view and not value.on_host:
         value = value.producer.values[0]
     return value.kind is Kind.INPUT
 
 
-def _to_host(graph: Graph, value: Value) -> Value:
-    if value.on_host:
-        return value
-    if value not in graph.crossed or _is_state(value):
-        with graph.no_segment():
-            if _is_input(value):
-                (crossed,) = graph.append(HOST_INPUT, (value,), {}).outputs
-            else:
-                (staged,) = graph.append(STAGE, (value,), {}).outputs
-                (crossed,) = graph.append(TO_HOST, (staged,), {}).outputs
-        graph.crossed[value] = crossed
-    return graph.crossed[value]
-
-
-def _to_card(graph: Graph, value: Value) -> Value:
-    if value not in graph.crossed:
-        with graph.no_segment():
-            (graph.crossed[value],) = graph.append(TO_CARD, (value,), {}).outputs
-    return graph.crossed[value]
+def _copied_from(value: Value | None) -> Value | None:
+    """The value of which this one is computed again."""
+    copied = None if value is None or value.producer is None else value.producer.copy_of
+    return None if copied is None or value is None else copied.outputs[value.index]
 
 
 def crossing_bytes(nodes: Sequence[Node]) -> dict[str, int]:
-    """Bytes that one run of the nodes moves, by direction."""
+    """Bytes that one run of the nodes transfers, by direction."""
     return {name: sum(node.op.nbytes(node) for node in nodes if node.op.name == name) for name in CROSSINGS}

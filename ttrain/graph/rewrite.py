@@ -16,19 +16,20 @@ class Rewriter:
     """A new graph that grows from an old one, with the map from old values to new."""
 
     def __init__(self, old: Graph) -> None:
-        self.old, self.new = old, Graph(hosted=old.hosted)
+        self.old, self.new = old, Graph()
         self.map: dict[Value, Value] = {}
         for name, value in old.inputs.items():
             self.map[value] = self.new.input(name, value.spec)
         for name, value in old.state.items():
             self.map[value] = self.new.state_value(name, value.spec, value.kind)
+            self.map[value].on_host = value.on_host
 
     def inputs(self, node: Node) -> tuple[Value | None, ...]:
         """A node's inputs on the new graph."""
         return tuple(None if value is None else self.map.get(value) for value in node.inputs)
 
     def at(self, node: Node) -> _Place:
-        """Context in which recorded nodes inherit this node's scope, stage, segment and copy number."""
+        """Context in which recorded nodes inherit this node's scope, stage, segment, copy number and side."""
         return _Place(self.new, node)
 
     def copy(self, node: Node, inputs: tuple[Value | None, ...] | None = None) -> None:
@@ -60,13 +61,14 @@ class _Place:
 
     def __enter__(self) -> None:
         graph = self.graph
-        self.saved = (graph._scope, graph._stage, graph._segment, graph._copy)
+        self.saved = (graph._scope, graph._stage, graph._segment, graph._copy, graph._on_host)
         graph._scope = [self.node.scope] if self.node.scope else []
         graph._stage, graph._segment, graph._copy = self.node.stage, self.node.segment, self.node.copy
+        graph._on_host = self.node.on_host
 
     def __exit__(self, *_: object) -> None:
         graph = self.graph
-        graph._scope, graph._stage, graph._segment, graph._copy = self.saved
+        graph._scope, graph._stage, graph._segment, graph._copy, graph._on_host = self.saved
 
 
 def rewrite(graph: Graph, replace: Replace) -> Graph:

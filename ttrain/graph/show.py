@@ -31,7 +31,7 @@ def show_node(node: Node, width: int = 0) -> str:
     arguments = ["-" if value is None else _short(value) for value in node.inputs]
     arguments += [f"{key}={value}" for key, value in node.attributes.items()]
     again = f"  (copy {node.copy})" if node.copy else ""
-    return f"{node.stage.value:8} {node.scope:{width}}  {outputs} = {node.op.name}({', '.join(arguments)}){again}"
+    return f"{node.stage.value:8} {node.scope:{width}}  {outputs} = {node.label}({', '.join(arguments)}){again}"
 
 
 def _short(value: Value) -> str:

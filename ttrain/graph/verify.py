@@ -12,7 +12,7 @@ def verify(graph: Graph, stage: str) -> Graph:
 
     Rules: every input was made before it is read; every output has the spec that the op infers; a value whose buffer
     was overwritten is not read afterwards, be it through a view or as an output of the graph; only state is
-    overwritten, and by one node not twice.
+    overwritten, and by one node not twice; only a transfer reads what lies on the other side than it runs on.
     """
     checker = _Checker(graph, stage)
     for node in graph.nodes:
@@ -32,6 +32,8 @@ class _Checker:
     def check(self, node: Node) -> None:
         for value in node.values:
             self.check_read(value, node)
+            if value.on_host is not node.on_host and not node.op.transfer:
+                raise self.broken(f"{node!r} reads {value!r}, which lies on the other side.")
         specs = node.op.infer_outputs([None if v is None else v.spec for v in node.inputs], node.attributes)
         if specs != [output.spec for output in node.outputs]:
             raise self.broken(f"{node!r} has outputs that its op does not infer: {specs}.")

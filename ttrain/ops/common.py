@@ -48,7 +48,7 @@ def is_one(value: Value) -> bool:
 
 def is_full(value: Value) -> bool:
     """Whether a value is a literal constant."""
-    return value.producer is not None and value.producer.op.base_name == "full"
+    return value.producer is not None and value.producer.op.name == "full"
 
 
 def rows(spec: TensorSpec) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.graph import Node, Value
+from ttrain.graph.graph import Node, RecordSide, Value
 from ttrain.graph.op import Case, Op, declare, op
 from ttrain.ops.layout import expand, reshape
 
@@ -66,6 +66,14 @@ class GlobalNorm(Op):
     def flops(self, node: Node) -> int:
         return 2 * sum(value.spec.size for value in node.values)
 
+    def by_side(
+        self, inputs: Sequence[Value | None], attributes: Mapping[str, Any], record: RecordSide
+    ) -> Sequence[Value]:
+        """The norm of the norms of both sides, on the host."""
+        sides = [[value for value in inputs if value is not None and value.on_host is side] for side in (True, False)]
+        parts = [record(tensors, attributes, side)[0] for tensors, side in zip(sides, (True, False), strict=True)]
+        return record(parts, attributes, True)
+
     def reference(self, *tensors: Any) -> Any:
         return sum((tensor.double() ** 2).sum() for tensor in tensors).sqrt()
 
@@ -88,11 +96,5 @@ def mean(x: Value, axis: int | None = None) -> Value:
 
 
 def global_norm(tensors: Sequence[Value]) -> Value:
-    """The L2 norm over all elements of all tensors, a fp32 scalar. Of hosted and other tensors it is formed apart."""
-    hosted = [tensor for tensor in tensors if tensor.on_host]
-    if not 0 < len(hosted) < len(tensors):
-        return op("global_norm").record(*tensors)
-    others = [tensor for tensor in tensors if not tensor.on_host]
-    parts = [op("global_norm").record(*part) for part in (hosted, others)]
-    with parts[0].graph.host():
-        return op("global_norm").record(*parts)
+    """The L2 norm over all elements of all tensors, a fp32 scalar."""
+    return op("global_norm").record(*tensors)

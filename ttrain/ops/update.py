@@ -5,7 +5,7 @@ Learning rate, step number, clip factor and seed are tensors: a captured step ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ParamSpec, TypeVar
@@ -14,7 +14,7 @@ from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.case import Case
 from ttrain.graph.composite import Composite, cases, composite, require
-from ttrain.graph.graph import REGISTRY, Node, Op, Value
+from ttrain.graph.graph import REGISTRY, Node, Op, RecordSide, Value
 from ttrain.graph.op import declare, op
 from ttrain.ops.elementwise import cast, full, maximum
 from ttrain.ops.program import Program, evaluate, program_of, record
@@ -22,6 +22,7 @@ from ttrain.ops.program import Program, evaluate, program_of, record
 P = ParamSpec("P")
 R = TypeVar("R")
 _SCALAR = TensorSpec((), DType.FP32)
+_STREAMS_OF_HOST = 1 << 20  # more than the updates of a step have: the sides of one draw different bits
 _PROBED = 2  # elements that a rule is recorded on, to see what it is made of
 
 
@@ -178,6 +179,26 @@ class Update(Op):
         count, rule = node.attributes["count"], node.attributes["rule"]
         each = rule.flops + 12 * len(node.attributes.get("stochastic", ()))
         return each * sum(value.spec.size for value in node.values[:count])
+
+    def by_side(
+        self, inputs: Sequence[Value | None], attributes: Mapping[str, Any], record: RecordSide
+    ) -> Sequence[Value] | None:
+        """The parameters of each side with what belongs to them."""
+        count, scalars = attributes["count"], inputs[-4:]
+        lists = [inputs[start : start + count] for start in range(0, len(inputs) - 4, count)]
+        on_host = [parameter is not None and parameter.on_host for parameter in lists[0]]
+        if len(set(on_host)) == 1:
+            return None
+        written: list[Value | None] = [None] * (count * (len(lists) - 1))
+        for side in (False, True):
+            members = [index for index, there in enumerate(on_host) if there is side]
+            own = {**attributes, "count": len(members)}
+            if side and attributes.get("stochastic"):
+                own["stream"] = attributes.get("stream", 0) + _STREAMS_OF_HOST
+            made = record([values[index] for values in lists for index in members] + [*scalars], own, side)
+            for number, value in enumerate(made):
+                written[number // len(members) * count + members[number % len(members)]] = value
+        return [value for value in written if value is not None]
 
     def reference(self, *tensors: Any, rule: Rule, count: int, **attributes: Any) -> Any:
         """Not rounded: a result is one of the two bf16 numbers beside it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ttrain.core.errors import ConfigError
 from ttrain.core.names import did_you_mean
@@ -33,18 +33,12 @@ class ParameterRun:
     clipped: bool  # whether their gradients are multiplied by the clip factor
     rule: Rule
     parameters: tuple[Parameter, ...]
-    hosted: bool = False  # whether they lie in host memory, beside a device that has its own
 
     @property
     def name(self) -> str:
         """Label of the run within a state."""
         label = f"{self.lr}/{self.rule.name}/{'decay' if self.decays else 'no_decay'}/{self.dtype}"
-        return label + "/unclipped" * (not self.clipped) + "/host" * self.hosted
-
-    def split(self, hosted: Callable[[str], bool]) -> list[ParameterRun]:
-        """The parameters of the device and those in host memory, apart; no empty runs."""
-        sides = {side: tuple(p for p in self.parameters if hosted(p.path) is side) for side in (False, True)}
-        return [replace(self, parameters=members, hosted=side) for side, members in sides.items() if members]
+        return label + "/unclipped" * (not self.clipped)
 
 
 def parameter_runs(parameters: Mapping[str, Parameter], optimizer: Optimizer, compute: DType) -> list[ParameterRun]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ttrain.core.errors import PlanError
-from ttrain.device.base import Delivery, Kernel
+from ttrain.device.base import Delivery, Kernel, of_side
 from ttrain.graph.graph import Node, Value
 from ttrain.plan.arena import check_overlap
 from ttrain.plan.lifetime import overwritable
@@ -92,7 +92,8 @@ def check_delivery(plan: Plan, kernels: Mapping[str, Kernel]) -> None:
     """Raise PlanError where a kernel could not deliver as the plan expects."""
     owner_of = plan.placement.owner_of
     for node in plan.launched:
-        delivery = kernels[node.op.name].delivery
+        kernel = of_side(kernels, node.on_host)[node.op.name]
+        delivery = kernel.delivery
         aliases = node.op.aliases(node)
         if delivery is Delivery.INPLACE and len(aliases) != len(node.outputs):
             raise PlanError(f"{node.op.name} delivers in place, but {node!r} has outputs of its own.")
@@ -100,5 +101,5 @@ def check_delivery(plan: Plan, kernels: Mapping[str, Kernel]) -> None:
         for index, output in enumerate(node.outputs):
             if index in aliases or owner_of(output) not in inputs:
                 continue
-            if index or inputs[owner_of(output)] not in overwritable(node, kernels[node.op.name]):
+            if index or inputs[owner_of(output)] not in overwritable(node, kernel):
                 raise PlanError(f"{node!r} would write over its own input {inputs[owner_of(output)]!r}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
-from ttrain.device.base import Delivery, Kernel
+from ttrain.device.base import Delivery, Kernel, of_side
 from ttrain.graph.alias import overwritten, roots_of
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind
@@ -91,7 +91,7 @@ def _deliver_into_state(graph: Graph, placement: Placement, apart: Container[Val
     kept = {owner_of(value) for value in graph.outputs.values()}
     moved: dict[Value, Value] = {}
     for time, node in enumerate(graph.nodes):
-        if node.op.base_name != "assign":
+        if node.op.name != "assign":
             continue
         state, value = node.input("state"), node.input("value")
         owner, home = owner_of(value), owner_of(state)
@@ -133,13 +133,13 @@ def _reuse_dying_inputs(
     for time, node in enumerate(graph.nodes):
         if node in placement.elided:
             continue
-        if node.op.base_name == "assign" and node.input("value").spec == node.input("state").spec:
+        if node.op.name == "assign" and node.input("value").spec == node.input("state").spec:
             assigned.add(final(placement.owner_of(node.input("value"))))
         output = node.outputs[0]
         own = placement.owner_of(output)
         if own is not output or output in apart:
             continue
-        for value in overwritable(node, kernels[node.op.name]):
+        for value in overwritable(node, of_side(kernels, node.on_host)[node.op.name]):
             owner = final(placement.owner_of(value))
             dies = owner.kind is Kind.NODE and last_read[owner] == time
             if dies and value.spec == output.spec and owner not in assigned and owner not in apart:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Device, Form, Kernel
+from ttrain.device.base import Device, Form, Kernel, of_side
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind, Stage
 from ttrain.plan.arena import Block, pack, peak_bytes, take_turns
@@ -20,7 +20,7 @@ class Plan:
 
     `outside_bytes` is the most that libraries allocate by themselves during a launch, as far as kernels tell.
     `offsets` gives the byte offset per owning value, `workspace` those of a node's scratch buffers; `owned` and
-    `scratch` are the same with sizes and lifetimes. What hosted nodes make lies in an arena of its own in host memory.
+    `scratch` are the same with sizes and lifetimes. What nodes on the host make lies in an arena of its own there.
     """
 
     graph: Graph
@@ -111,16 +111,16 @@ def _scratch(graph: Graph, kernels: Mapping[str, Kernel], placement: Placement) 
     for time, node in enumerate(graph.nodes):
         if node in placement.elided:
             continue
-        specs = kernels[node.op.name].workspace_specs(*_specs(node), node.attributes)
+        specs = of_side(kernels, node.on_host)[node.op.name].workspace_specs(*_specs(node), node.attributes)
         if specs:
             label = f"workspace of {node.op.name}"
-            on_host = node.op.on_host
+            on_host = node.on_host
             scratch[node] = [Block(label, spec.nbytes, time, time, form=spec, on_host=on_host) for spec in specs]
     return scratch
 
 
 def _outside(graph: Graph, kernels: Mapping[str, Kernel], placement: Placement) -> int:
-    launched = (node for node in graph.nodes if node not in placement.elided and not node.op.on_host)
+    launched = (node for node in graph.nodes if node not in placement.elided and not node.on_host)
     rows = ((kernels[node.op.name].outside, node) for node in launched)
     return max((tell(*_specs(node), node.attributes) for tell, node in rows if tell is not None), default=0)
 
@@ -136,7 +136,7 @@ class _Forms:
         self._device = device
         self._of: dict[Value, Form] = {}
         for node in graph.nodes:
-            forms = None if node.op.view else kernels[node.op.name].forms
+            forms = None if node.op.view else of_side(kernels, node.on_host)[node.op.name].forms
             if forms is not None:
                 given = zip(node.outputs, forms(*_specs(node), node.attributes), strict=True)
                 self._of.update((output, form) for output, form in given if form is not None)

@@ -52,7 +52,7 @@ class StepCost:
     peak: int
     arena: int
     largest: list[Buffer]  # of those live at the peak
-    host_arena: int = 0  # in host memory, of what hosted parameters take part in
+    host_arena: int = 0  # in host memory, of what offloaded parameters take part in
     outside: int = 0  # allocated by libraries during a launch, beside the arena
     crossings: dict[str, int] = field(default_factory=dict)  # bytes per direction between host and device
     ops: list[OpCost] = field(default_factory=list)  # of what is launched
@@ -101,10 +101,10 @@ class OpCost:
 
 
 def op_costs(nodes: Iterable[Node]) -> list[OpCost]:
-    """Launched nodes by op, those that move most bytes first. Hosted ops stand by themselves, as host.<op>."""
+    """Launched nodes by op, those that move most bytes first. Those on the host stand by themselves, as host.<op>."""
     found: dict[str, list[Node]] = {}
     for node in nodes:
-        found.setdefault(node.op.name, []).append(node)
+        found.setdefault(node.label, []).append(node)
     costs = [
         OpCost(name, len(of), sum(node.op.nbytes(node) for node in of), sum(node.op.flops(node) for node in of))
         for name, of in found.items()
@@ -181,7 +181,7 @@ def show_plan(plan: Plan) -> str:
         outputs = ", ".join(f"{_place(plan, value)}:{value.spec}" for value in node.outputs)
         work = "".join(f" workspace @{block.offset}+{block.nbytes}" for block in plan.scratch.get(node, []))
         place = f"{time:5} {number:>6} {node.stage.value:8} {node.scope:{width}}"
-        lines.append(f"{place}  {outputs} = {node.op.name}({', '.join(arguments)}){work}")
+        lines.append(f"{place}  {outputs} = {node.label}({', '.join(arguments)}){work}")
     lines.append("")
     lines.append(f"{'offset':>12} {'bytes':>12} {'live':>11}  what")
     for buffer in sorted(arena_buffers(plan), key=lambda b: (b.offset, b.start)):

@@ -64,7 +64,6 @@ def open_session(
         guarded=config.guard.nonfinite == "skip",
         watched=config.guard.activations,
         chips=device.chips,
-        hosted=device.hosted,
     )
     return Session.open(
         graph, device, lambda on, state: build.build_engine(config.engine, on, state), training, further

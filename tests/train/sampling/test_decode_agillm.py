@@ -43,7 +43,7 @@ class Opened:
         model = AGILLM(AGILLMConfig(**{**SIZE, "rank": 12, **changes}))
         config = SampleConfig(**{"mode": "speculative", **(sample or {})})
         traces, device = sampling_traces(model, config), device or open_cpu()
-        graph = StepGraph(model, AdamW(AdamWConfig()), rows=1, hosted=device.hosted)
+        graph = StepGraph(model, AdamW(AdamWConfig()), rows=1)
         caches = cache_tensors([trace for steps in traces.values() for trace in steps.values()])
         state = State(device, [*graph.state_tensors(training=False), *caches])
         values = initial_values(model, seed=7)

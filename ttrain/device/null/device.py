@@ -10,7 +10,7 @@ import numpy as np
 
 from ttrain.core.errors import CaptureError, ShapeError
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import NUMPY_DTYPES, Buffer, Delivery, Device, Kernel, Launch
+from ttrain.device.base import NUMPY_DTYPES, Buffer, Delivery, Device, Kernel, Launch, Table
 
 Buffers = Sequence[Buffer | None]
 
@@ -32,11 +32,14 @@ class NullBuffer:
     spec: TensorSpec
 
 
-class _Table(Mapping[str, Kernel]):
+class _Table(Table):
     """A kernel for every op of `rows`, or where there are none for every op at all; it only records its launches."""
 
     def __init__(self, device: NullDevice, without: frozenset[str], rows: Mapping[str, Kernel] | None) -> None:
-        self._device, self._without, self._rows = device, without, rows
+        super().__init__(rows or {})
+        self._device, self._without, self._accepts_all = device, without, rows is None
+        if isinstance(rows, Table) and rows.host is not None:
+            self.host = _Table(device, frozenset(), rows.host)
 
     def __getitem__(self, name: str) -> Kernel:
         if name not in self:
@@ -47,15 +50,15 @@ class _Table(Mapping[str, Kernel]):
         def bind(ins: Buffers, outs: Buffers, attributes: Mapping[str, Any], work: Buffers) -> Launch:
             return lambda: device.log(name, ins, outs)
 
-        if self._rows is not None:
+        if not self._accepts_all:
             return replace(self._rows[name], bind=bind)
         return Kernel(bind, device.deliveries.get(name, Delivery.INTO), frozen=device.frozen_ops.get(name, ()))
 
     def __contains__(self, name: object) -> bool:
-        return name not in self._without and (self._rows is None or name in self._rows)
+        return name not in self._without and (self._accepts_all or name in self._rows)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(name for name in self._rows or () if name not in self._without)
+        return iter(name for name in self._rows if name not in self._without)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

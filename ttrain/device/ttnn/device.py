@@ -12,9 +12,9 @@ import numpy as np
 from ttrain.core.errors import CaptureError, ConfigError, DeviceUnavailable, GraphError
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Device, Form, Kernel, Launch
-from ttrain.device.ttnn.hosted import both_tables, host_device, hosted_by
 from ttrain.device.ttnn.kernels import kernel_table
 from ttrain.device.ttnn.kernels.common import Context
+from ttrain.device.ttnn.offload import both_tables, host_device, offloaded_by
 from ttrain.device.ttnn.runtime.ahead import Twins
 from ttrain.device.ttnn.runtime.environment import opening_failure
 from ttrain.device.ttnn.runtime.mesh import NOTES, Mesh
@@ -92,9 +92,8 @@ class TenstorrentDevice(Device):
         self.computes, self.chips = config.mode != "mock", mesh.chips
         self.supports_capture = mesh.can_trace
         self.store = Store(mesh.tt, mesh.handle, mesh.chips, mesh.banks, self._count, mesh.queue)
-        self.hosted = hosted_by(config)
-        self.host = None if self.hosted is None else host_device(config, self.computes)
-        self.overlaps = mesh.overlaps and self.hosted is None
+        self.host = host_device(config, self.computes) if config.host_resident else None
+        self.overlaps = mesh.overlaps and self.host is None
         self._twins: dict[int, tuple[Mapping[str, Held], Twins]] = {}  # by the buffers' id, which the pair keeps alive
         self._replicas: list[Device] = []
         self._capturing = False
@@ -123,13 +122,16 @@ class TenstorrentDevice(Device):
         return context
 
     @cached_property
-    def _table(self) -> dict[str, Kernel]:
+    def _table(self) -> Mapping[str, Kernel]:
         rows = kernel_table(self.context)
         return rows if self.host is None else both_tables(rows, self.host, self.store)
 
     @property
     def kernels(self) -> Mapping[str, Kernel]:
         return self._table
+
+    def offloaded(self, name: str) -> bool:
+        return offloaded_by(self.config, name)
 
     def form(self, spec: TensorSpec) -> Form:
         return usual_form(spec)

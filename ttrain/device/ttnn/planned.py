@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 from ttrain.core.spec import TensorSpec
@@ -24,6 +26,10 @@ class PlannedDevice(NullDevice):
     arenas = False
     rematerializes = False
     uniform_compute = True
+    is_offloaded: Callable[[str], bool]
+
+    def offloaded(self, name: str) -> bool:
+        return self.is_offloaded(name)
 
     def form(self, spec: TensorSpec) -> Form:
         return usual_form(spec)
@@ -37,14 +43,14 @@ class PlannedDevice(NullDevice):
 
 def planned(config: TenstorrentConfig) -> PlannedDevice:
     """A device that plans as the named one does."""
-    from ttrain.device.ttnn.hosted import both_tables, host_device, hosted_by
     from ttrain.device.ttnn.kernels import kernel_table
     from ttrain.device.ttnn.kernels.common import Context
+    from ttrain.device.ttnn.offload import both_tables, host_device, offloaded_by
 
     fused = config.mode != "simulator" if config.fused_kernels is None else config.fused_kernels
     store: Any = _Nothing()
-    rows, hosted = kernel_table(Context(store, fused=fused)), hosted_by(config)
-    host = None if hosted is None else host_device(config, computes=False)
+    rows = kernel_table(Context(store, fused=fused))
+    host = host_device(config, computes=False) if config.host_resident else None
     device = PlannedDevice(rows=rows if host is None else both_tables(rows, host, store))
-    device.name, device.host, device.hosted = config.name, host, hosted
+    device.name, device.host, device.is_offloaded = config.name, host, partial(offloaded_by, config)
     return device

@@ -45,7 +45,7 @@ def merge_common_subexpressions(graph: Graph) -> Graph:
             continue
         inputs = rewriter.inputs(node)
         attributes = tuple(sorted(node.attributes.items(), key=lambda item: item[0]))
-        key = (node.op.name, inputs, attributes, node.copy, node.segment)
+        key = (node.op.name, inputs, attributes, node.copy, node.segment, node.on_host)
         if key in seen:
             rewriter.replace(node.outputs, seen[key])
         else:

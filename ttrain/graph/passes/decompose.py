@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from ttrain.core.errors import GraphError
+from ttrain.device.base import of_side
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.rewrite import rewrite
 
@@ -18,7 +19,7 @@ def decompose(graph: Graph, supported: Container[str], device: str) -> Graph:
     """
 
     def missing(node: Node) -> bool:
-        return not node.op.view and node.op.name not in supported
+        return not node.op.view and node.op.name not in of_side(supported, node.on_host)
 
     def replace(node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value] | None:
         if not missing(node):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
+from ttrain.device.base import of_side
 from ttrain.graph.alias import overwritten, roots_of
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.op import op
@@ -68,7 +69,9 @@ def _apply(graph: Graph, pattern: Pattern, kernels: Container[str]) -> Graph:
     absorbed: set[Node] = set()
     for node in graph.nodes:
         match = pattern(matcher, node)
-        if match is None or match.absorbed in absorbed or match.name not in kernels:
+        if match is None or match.absorbed in absorbed or match.absorbed.on_host is not node.on_host:
+            continue
+        if match.name not in of_side(kernels, node.on_host):
             continue
         if _movable(matcher, match, node):
             absorbed.add(match.absorbed)

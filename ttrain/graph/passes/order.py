@@ -27,7 +27,7 @@ def store_early(graph: Graph) -> Graph:
     behind: dict[Node, list[Node]] = {}
     moved: set[Node] = set()
     for node in graph.nodes:
-        maker = node.input("value").producer if node.op.base_name in _STORES else None
+        maker = node.input("value").producer if node.op.name in _STORES else None
         if maker is None or maker in moved:
             continue
         if not any(times[maker] < time < times[node] for time in touched[roots[node.input("state")]]):
@@ -64,9 +64,9 @@ def _gathered(nodes: Sequence[Node], roots: dict[Value, Value]) -> list[Node]:
     ready: dict[bool, list[int]] = {False: [], True: []}
     for time, count in enumerate(left):
         if not count:
-            heapq.heappush(ready[_by_host(nodes[time])], time)
+            heapq.heappush(ready[nodes[time].by_host], time)
     found: list[Node] = []
-    side = bool(nodes) and _by_host(nodes[0])
+    side = bool(nodes) and nodes[0].by_host
     while ready[False] or ready[True]:
         side = side if ready[side] else not side
         time = heapq.heappop(ready[side])
@@ -74,12 +74,8 @@ def _gathered(nodes: Sequence[Node], roots: dict[Value, Value]) -> list[Node]:
         for reader in readers.get(time, ()):
             left[reader] -= 1
             if not left[reader]:
-                heapq.heappush(ready[_by_host(nodes[reader])], reader)
+                heapq.heappush(ready[nodes[reader].by_host], reader)
     return found
-
-
-def _by_host(node: Node) -> bool:
-    return node.op.on_host or node.op.transfer
 
 
 def _after(nodes: Sequence[Node], roots: dict[Value, Value]) -> list[set[int]]:

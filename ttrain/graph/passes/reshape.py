@@ -11,10 +11,10 @@ from ttrain.graph.rewrite import rewrite
 
 
 def copy_reshapes(graph: Graph, shares: Callable[[TensorSpec, TensorSpec], bool]) -> Graph:
-    """Replace every reshape for which `shares(old spec, new spec)` is false."""
+    """Replace every reshape on the device for which `shares(old spec, new spec)` is false."""
 
     def copies(node: Node) -> bool:
-        return node.op.name == "reshape" and not shares(node.values[0].spec, node.outputs[0].spec)
+        return node.op.name == "reshape" and not node.on_host and not shares(node.values[0].spec, node.outputs[0].spec)
 
     def replace(node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value] | None:
         return [op("copy_reshape").record(*inputs, **node.attributes)] if copies(node) else None

@@ -44,7 +44,7 @@ class PlanReport:
     checkpoint: int  # tensors of one checkpoint on disk
     costs: dict[str, StepCost]
     per_step: dict[str, int]
-    hosted: dict[str, int] = field(default_factory=dict)  # persistent bytes in host memory by kind; not in `placed`
+    offloaded: dict[str, int] = field(default_factory=dict)  # persistent bytes in host memory by kind; not in `placed`
 
     @property
     def flops(self) -> dict[str, int]:
@@ -100,12 +100,12 @@ class PlanReport:
             "checkpoint_bytes": self.checkpoint,
             "runs_per_step": self.per_step,
             "steps": {name: cost.to_dict() for name, cost in self.costs.items()},
-            **({"host": {**self.hosted, "arena": self.host_arena, **self.crossings}} if self.hosted else {}),
+            **({"host": {**self.offloaded, "arena": self.host_arena, **self.crossings}} if self.offloaded else {}),
         }
 
     def tables(self) -> list[Table]:
         """The report for people."""
-        tables = [self._parameters(), self._work(), self._memory(), *([self._host()] if self.hosted else [])]
+        tables = [self._parameters(), self._work(), self._memory(), *([self._host()] if self.offloaded else [])]
         return [*tables, self._arenas(), self._largest()] if self.planned else tables
 
     def text(self) -> str:
@@ -144,9 +144,9 @@ class PlanReport:
         return Table("Memory", ("kind", "bytes"), rows, tuple(notes))
 
     def _host(self) -> Table:
-        rows = [(_PLURAL[kind], format_bytes(size)) for kind, size in self.hosted.items()]
+        rows = [(_PLURAL[kind], format_bytes(size)) for kind, size in self.offloaded.items()]
         rows.append(("arena of all steps", format_bytes(self.host_arena)))
-        rows.append(("all", format_bytes(self.host_arena + sum(self.hosted.values()))))
+        rows.append(("all", format_bytes(self.host_arena + sum(self.offloaded.values()))))
         moved = ", ".join(f"{format_bytes(size)} {name.replace('_', ' ')}" for name, size in self.crossings.items())
         return Table("Memory of the host", ("kind", "bytes"), rows, (f"Per optimizer step {moved}.",))
 
@@ -183,7 +183,7 @@ def plan_report(graph: StepGraph, state: State, steps: Mapping[str, Step]) -> Pl
     return PlanReport(
         parameters=parameter_groups(graph.model),
         placed=_by_kind(state, on_host=False),
-        hosted={kind: size for kind, size in _by_kind(state, on_host=True).items() if size},
+        offloaded={kind: size for kind, size in _by_kind(state, on_host=True).items() if size},
         checkpoint=sum(state.nbytes(kind) for kind in SAVED_KINDS),
         costs=costs,
         per_step={name: graph.accumulation - 1 if name == "accumulate_next" else 1 for name in training},

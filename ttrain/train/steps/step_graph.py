@@ -6,7 +6,7 @@ Names of the state: a parameter's path; `<path>/compute` for its copy in the com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -55,15 +55,12 @@ class StepGraph:
     guarded: bool = False  # the update is a step of its own, which runs only where the gradients are finite
     chips: int = 1  # that share a batch: each works on `rows` of its own, and gradients are summed over all of them
     watched: bool = False  # also output the norm of the activations that the loss reads
-    hosted: Callable[[str], bool] | None = None  # whether a parameter stays in host memory, by its path
     holds_batch: bool = False  # batch fields are state, written once, instead of inputs
     shorter: Model | None = None  # records training in its place, on shorter sequences, over the same parameters
     runs: list[ParameterRun] = field(init=False)
 
     def __post_init__(self) -> None:
         self.runs = parameter_runs(self.model.parameters(), self.optimizer, self.model.compute)
-        if self.hosted is not None:
-            self.runs = [part for run in self.runs for part in run.split(self.hosted)]
 
     @property
     def parameters(self) -> list[Parameter]:

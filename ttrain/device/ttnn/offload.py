@@ -1,14 +1,14 @@
-"""Parameters that stay in host memory: the device that runs their nodes, and the rows that move values to and fro."""
+"""Parameters that are offloaded to host memory: the device that runs their nodes, and the rows that transfer values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import HOST_PREFIX, Delivery, Device, Form, Kernel, Launch
+from ttrain.device.base import Delivery, Device, Form, Kernel, Launch, Table
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.device.ttnn.tensors.form import usual_form
 from ttrain.device.ttnn.tensors.held import Held, IntegerInput
@@ -20,16 +20,9 @@ Attributes = Mapping[str, Any]
 Specs = Sequence[TensorSpec | None]
 
 
-def hosted_by(config: TenstorrentConfig) -> Callable[[str], bool] | None:
-    """Whether a persistent tensor stays on the host, by its name; None where none does."""
-    prefixes = config.host_resident
-    if not prefixes:
-        return None
-
-    def hosted(name: str) -> bool:
-        return any(belongs(name.partition("/")[0], prefix) for prefix in prefixes)
-
-    return hosted
+def offloaded_by(config: TenstorrentConfig, name: str) -> bool:
+    """Whether a persistent tensor stays in host memory."""
+    return any(belongs(name.partition("/")[0], prefix) for prefix in config.host_resident)
 
 
 def belongs(path: str, name: str) -> bool:
@@ -52,11 +45,12 @@ def host_device(config: TenstorrentConfig, computes: bool) -> Device:
     return NullDevice(rows=kernel_table(Context.of(torch.device("cpu"), config.threads or 1)))
 
 
-def both_tables(card: Mapping[str, Kernel], host: Device, store: Store) -> dict[str, Kernel]:
-    """The rows of the card, those of the host under their prefix, and those that move values between them."""
-    hosted = {f"{HOST_PREFIX}{name}": host.kernels[name] for name in host.kernels}
-    return {**card, **hosted, "stage": _stage(store), "to_host": _to_host(host), "host_input": _host_input(host),
-            "to_card": _to_card(host, store)}  # fmt: skip
+def both_tables(card: Mapping[str, Kernel], host: Device, store: Store) -> Table:
+    """The rows of the card and of the host, each with those that transfer values to it."""
+    return Table(
+        {**card, "stage": _stage(store), "to_card": _to_card(host, store)},
+        {**host.kernels, "to_host": _to_host(host), "host_input": _host_input(host)},
+    )
 
 
 def _apart(inputs: Specs, outputs: Sequence[TensorSpec], attributes: Attributes) -> list[Form | None]:
