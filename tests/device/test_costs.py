@@ -7,10 +7,12 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from ttrain.core.attention_mask import AttentionMask
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Launch
 from ttrain.device.torch.kernels import costs
@@ -78,13 +80,18 @@ def test_a_cache_that_can_not_be_written_only_costs_time(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("dtype", [DType.FP32, DType.BF16])
 def test_attention_is_chosen_by_measured_cost_per_shape_and_dtype(dtype: DType) -> None:
     context = Context.of(torch.device("cpu"))
-    attributes = {"heads": 2}
-    assert explicit_is_chosen(context, TensorSpec((1, 64, 48), dtype), attributes)
-    chosen = explicit_is_chosen(context, TensorSpec((1, 320, 48), dtype), attributes)
-    assert not explicit_is_chosen(context, TensorSpec((1, 10**5, 48), dtype), attributes)
+    attributes = {"heads": 2, "mask": AttentionMask()}
+
+    def explicit(time: int, **more: Any) -> bool:
+        return explicit_is_chosen(context, [TensorSpec((1, time, 48), dtype), None, None], {**attributes, **more})
+
+    assert explicit(64)
+    chosen = explicit(320)
+    assert not explicit(10**5)
+    assert explicit(10**5, p=0.1) and explicit(10**5, mask=AttentionMask(window=8))
     (entries,) = json.loads(costs.table_path().read_text()).values()
     (key,) = entries
-    assert key.startswith(f"self_attention {dtype} time=320 width=8")
+    assert key.startswith(f"attention {dtype} time=320 width=8")
     measured = entries[key]
     assert all(0 < seconds < 10 for seconds in measured.values())
     assert chosen == (measured["explicit"] <= costs.CLEAR_WIN * measured["flash"])

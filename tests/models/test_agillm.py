@@ -11,8 +11,8 @@ import torch
 
 from tests.models.plain_agillm import PlainAGILLM, slopes
 from tests.models.session import Session, token_batch
+from ttrain.core.attention_mask import alibi_slopes
 from ttrain.core.errors import ConfigError
-from ttrain.core.visibility import alibi_slopes
 from ttrain.graph import Graph
 from ttrain.models.agillm import AGILLM
 from ttrain.models.agillm_windows import Windows, window_starts

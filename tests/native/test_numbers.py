@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.native.conftest import SMALL, NativeDevice, open_device
+from ttrain.core.attention_mask import AttentionMask
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.kernels.common import TORCH_DTYPES
 from ttrain.device.torch.native import toolchain
@@ -90,7 +91,11 @@ def test_nan_reaches_the_end_of_every_activation(device: NativeDevice) -> None:
     x = torch.full((33,), float("nan"))
     forms = ({"approximate": "tanh"}, {"approximate": "none"})
     runs: Runs = [("gelu", [x], form) for form in forms] + [("gelu_grad", [x, x], form) for form in forms]
-    runs = [*runs, ("softmax", [x], {"scale": 1.0, "causal": False}), ("clip_factor", [x[0]], {"limit": 1.0})]
+    runs = [
+        *runs,
+        ("softmax", [x], {"scale": 1.0, "mask": AttentionMask("full")}),
+        ("clip_factor", [x[0]], {"limit": 1.0}),
+    ]
     for results in run_all(device, runs):
         assert results[0].isnan().all()
 
@@ -149,15 +154,16 @@ def large_runs() -> Runs:
         x, y, w = normal(96, 130, dtype=dtype), normal(96, 130, dtype=dtype), normal(130)
         mean, rstd, ids = normal(96), normal(96).abs(), torch.arange(96) * 7 % 13
         qkv, dy = normal(2, 40, 3 * 48, dtype=dtype), normal(2, 40, 48, dtype=dtype)
+        three = {"heads": 3, "scale": 0.25, "mask": AttentionMask()}
         lse, one, flat = normal(2, 3, 40) + 5, torch.tensor(0.01), [normal(300, 70), normal(130)]
         runs += [
             ("gelu", [x], {"approximate": "tanh"}),
             ("add", [x, w.to(dtype)], {}),
             ("layer_norm_grad", [x, y, mean, rstd, w, x], {"bias": True}),
             ("reduce_sum", [x], {"axes": (0,)}),
-            ("softmax", [x], {"scale": 0.3, "causal": False}),
-            ("self_attention", [qkv, None], {"heads": 3, "p": 0.0, "stream": 0}),
-            ("self_attention_grad", [dy, qkv, dy, lse, None], {"heads": 3, "p": 0.0, "stream": 0}),
+            ("softmax", [x], {"scale": 0.3, "mask": AttentionMask("full")}),
+            ("attention", [qkv, None, None, None, None], three),
+            ("attention_grad", [dy, qkv, None, None, dy, lse, None, None], three),
             ("embedding_grad", [x, ids], {"vocabulary": 13}),
             ("matmul", [x, y], {"transpose_a": True, "transpose_b": False}),
             ("linear", [x, y, None], {}),
@@ -191,7 +197,7 @@ def test_large_shapes_agree_with_the_reference(
             pytest.skip("no x86 processor with AVX2")
         monkeypatch.setattr(toolchain, "_machine_flag", lambda: flag)
         device = open_device(SMALL, folder)
-    runs = [run for run in large_runs() if run[0] != "self_attention_grad"]  # whose statistics can't be random
+    runs = [run for run in large_runs() if run[0] != "attention_grad"]  # whose statistics can't be random
     for (name, inputs, attributes), outputs in zip(runs, run_all(device, runs), strict=True):
         exact = [None if x is None else x.double() if x.is_floating_point() else x for x in inputs]
         expected = op(name).reference(*exact, **attributes)

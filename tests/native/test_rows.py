@@ -11,6 +11,7 @@ from tests.ops.harness import Interpreter, all_cases, as_torch, draw, only, reco
 from tests.ops.test_forward import output_name
 from tests.ops.tolerances import tolerance
 from tests.ops.ulp import assert_within
+from ttrain.core.attention_mask import AttentionMask
 from ttrain.core.errors import PlanError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.native import NativeKernels
@@ -18,10 +19,11 @@ from ttrain.device.torch.native.native import Sizing
 from ttrain.device.torch.native.request import Request
 from ttrain.device.torch.native.rows import RULES
 from ttrain.graph.op import REGISTRY, Case, Op
+from ttrain.graph.passes import decompose
 
 WITHOUT_ARITHMETIC = {"reshape", "copy_reshape", "all_reduce", "all_reduce_state"}
 MOVES = {"pick_rows", "put_rows"}  # torch's kernels run these
-OF_DECOMPOSITIONS = {"masked_softmax"}  # which the CPU, having kernels for what they stand for, does not record
+OF_DECOMPOSITIONS = {"log_sum_exp"}  # which the CPU, having kernels for what they stand for, does not record
 OF_ATEN = {"sin", "cos", "erf", "expm1"}  # no vector code of ours: torch's kernels run these
 OF_SAMPLING = {"cache_write", "cache_bias", "cached_attention"}  # torch's kernels run these
 
@@ -29,7 +31,8 @@ OF_SAMPLING = {"cache_write", "cache_bias", "cached_attention"}  # torch's kerne
 @pytest.fixture(scope="module")
 def device(device: NativeDevice) -> NativeDevice:
     """Every case of every op, compiled into one library."""
-    device.native.prepare([node for parameter in every_case() for node in record(*parameter.values)[0].nodes])
+    graphs = [record(*parameter.values)[0] for parameter in every_case()]
+    device.native.prepare([node for graph in graphs for node in decompose(graph, device.kernels, device.name).nodes])
     return device
 
 
@@ -55,9 +58,9 @@ def test_kernel_equals_reference(device: NativeDevice, op: Op, case: Case, dtype
 def test_nearly_all_cases_run_on_generated_code(device: NativeDevice) -> None:
     others = {p.values[0].name for p in every_case() if p.values[0].name in RULES and not is_native(device, *p.values)}
     # Products over leading axes, and bf16 products along an odd inner axis or with one that ends in half a pair;
-    # attention with keys of another width than values, or with a bias by distance.
+    # attention with keys of another width than values, grouped heads, a bias or a window; softmax under such masks.
     products = {"matmul", "linear", "head_matmul", "head_product", "linear_cross_entropy", "head_cross_entropy"}
-    assert others <= products | {"attention", "attention_grad"}
+    assert others <= products | {"attention", "attention_grad", "softmax"}
 
 
 def takes_a_like_input(op: Op, case: Case, dtype: DType) -> bool:
@@ -128,7 +131,7 @@ def test_bf16_products_can_be_left_to_matrix_units(device: NativeDevice) -> None
 
 def test_rows_too_wide_for_a_stack_take_the_way_of_the_base(device: NativeDevice) -> None:
     wide = TensorSpec((2, 2**16 + 1))
-    request = Request.make("softmax", [wide], [wide], {"scale": 1.0, "causal": False})
+    request = Request.make("softmax", [wide], [wide], {"scale": 1.0, "mask": AttentionMask("full")})
     assert device.native.native(request) is None
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Buffer, Delivery, Device
+from ttrain.device.base import Buffer, Delivery, Device, serves
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind
 from ttrain.graph.op import REGISTRY, Case, Op
@@ -100,7 +100,9 @@ class Interpreter:
     def _node(self, graph: Graph, node: Node) -> None:
         if all(output in self.buffers for output in node.outputs):
             return
-        if node.op.name in self.decomposing or not (node.op.view or node.op.name in self.device.kernels):
+        specs = [None if value is None else value.spec for value in node.inputs]
+        served = node.op.view or serves(self.device.kernels, node.op.name, specs, node.attributes)
+        if node.op.name in self.decomposing or not served:
             self._decompose(graph, node)
             return
         aliases = node.op.aliases(node)

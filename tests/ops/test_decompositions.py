@@ -27,7 +27,7 @@ COMPOSITE = only(all_cases(DType.FP64, DType.FP32, DType.BF16), decomposes)
 
 def test_the_composite_ops_of_training_decompose() -> None:
     names = {parameter.values[0].name for parameter in COMPOSITE}
-    attention, losses = {"self_attention", "self_attention_grad"}, {"linear_cross_entropy", "squared_error"}
+    attention, losses = {"attention", "attention_grad"}, {"linear_cross_entropy", "squared_error"}
     assert names >= attention | losses | {"linear", "add_layer_norm", "update"}
 
 
@@ -43,8 +43,6 @@ def test_decomposition_equals_reference_and_kernel(device: Device, op: Op, case:
     parts.run(graph, arrays)
     compared = 0
     for index, output in enumerate(outputs):
-        if output not in parts.buffers:  # a statistic that only the fused backward reads
-            continue
         compared += 1
         name = output_name(op, index)
         unit, allowed = tolerance(op.name, name, output.spec.dtype, dtype)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import ttrain.ops  # noqa: F401 - fills the registry
+from ttrain.core.attention_mask import AttentionMask
 from ttrain.core.errors import ShapeError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.op import REGISTRY, Op
@@ -28,6 +29,8 @@ def int64(*shape: int) -> TensorSpec:
     return TensorSpec(shape, DType.INT64)
 
 
+HEADS: dict[str, Any] = {"heads": 2, "scale": 0.5, "mask": AttentionMask()}
+NONE = [None] * 4  # k, v, bias and seed of a packed projection
 ADAMW: dict[str, Any] = {"count": 1, "rule": AdamW(AdamWConfig()).rule(EXAMPLE, True)}
 SGD: dict[str, Any] = {"count": 1, "rule": PlainSGD(SGDConfig()).rule(EXAMPLE, True)}
 RATES = [fp32(), fp32(), None]  # lr, step, and no clip factor
@@ -35,7 +38,6 @@ TWO_RELUS = (("relu", (0,), ()), ("relu", (1,), ()))
 CACHED = [fp32(1, 2, 3, 4), fp32(1, 2, 9, 4), fp32(1, 2, 9, 4), int64(3), int64(3)]
 HEAD = {"chunk": 2, "gradients": True}
 SMOOTHED = {**HEAD, "smoothing": 0.1, "live": 6}
-PAIRS = {"scale": 1.0, "mask": "pairs", "position_bias": "none"}
 ROUNDED: dict[str, Any] = {"stochastic": (0,), "stream": 0}
 BINARY = ("add", "subtract", "multiply", "divide", "maximum", "greater")
 UNARY = ("exp", "expm1", "log", "sqrt", "sin", "cos", "sigmoid", "erf", "sign", "relu", "tanh")
@@ -75,25 +77,29 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("layer_norm_grad", [bf16(5, 7), bf16(5, 7), bf16(5), bf16(5), fp32(7), None], {"bias": True}, "fp32[5]"),
     ("layer_norm_grad", [fp32(5, 7), fp32(5, 7), fp32(5), fp32(5), fp32(7), fp32(5)], {"bias": True}, "residual"),
     ("add_layer_norm", [fp32(5, 7), fp32(5, 8), fp32(7), None], {"eps": 1e-5}, "equal specs"),
-    ("softmax", [fp32(4, 5)], {"scale": 1.0, "causal": True}, "[..., T, T]"),
-    ("softmax", [int64(4, 5)], {"scale": 1.0, "causal": False}, "floating-point"),
+    ("softmax", [fp32(4, 5)], {"scale": 1.0, "mask": AttentionMask()}, "[..., T, T]"),
+    ("softmax", [fp32(4, 4)], {"scale": 1.0, "mask": AttentionMask("pairs", "future")}, "[..., heads, T, T]"),
+    ("softmax", [int64(4, 5)], {"scale": 1.0, "mask": AttentionMask("full")}, "floating-point"),
+    ("log_sum_exp", [fp32(2, 4, 5)], {"scale": 1.0, "mask": AttentionMask()}, "[..., T, T]"),
     ("softmax_grad", [fp32(4, 5), bf16(4, 5)], {"scale": 1.0}, "equal specs"),
-    ("self_attention", [fp32(2, 5, 25), None], {"heads": 2}, "multiple of 3 x 2 heads"),
-    ("self_attention", [fp32(2, 5, 24), None], {"heads": 2, "p": 0.1}, "a seed"),
-    ("self_attention", [fp32(5, 24), None], {"heads": 2}, "[batch, time, 3 * width]"),
+    ("attention", [fp32(2, 5, 25), *NONE], HEADS, "multiple of 3 x 2 heads"),
+    ("attention", [fp32(2, 5, 24), *NONE], {**HEADS, "p": 0.1}, "a seed"),
+    ("attention", [fp32(5, 24), *NONE], HEADS, "[batch, time, 3 * width]"),
+    ("attention", [fp32(2, 5, 24), *NONE], {**HEADS, "kv_heads": 1}, "Give q, k and v apart"),
+    ("attention", [fp32(2, 5, 8), fp32(2, 5, 8), *NONE[1:]], HEADS, "both, or none"),
+    ("attention", [fp32(2, 5, 8), fp32(2, 6, 8), fp32(2, 5, 8), None, None], HEADS, "equal batch, time"),
+    ("attention", [fp32(2, 5, 8), fp32(2, 5, 8), fp32(2, 4, 8), None, None], HEADS, "equal batch, time"),
+    ("attention", [fp32(2, 5, 8), fp32(2, 5, 8), bf16(2, 5, 8), None, None], HEADS, "equal batch, time, dtype"),
+    ("attention", [fp32(2, 5, 8), fp32(2, 5, 8), fp32(2, 5, 9), None, None], HEADS, "multiple of 2 heads"),
+    ("attention", [*[fp32(2, 5, 8)] * 3, None, None], {**HEADS, "kv_heads": 3}, "a multiple of kv_heads"),
+    ("attention", [*[fp32(2, 5, 8)] * 3, None, None], {**HEADS, "kv_heads": 1}, "1 heads as wide as q's"),
+    ("attention", [*[fp32(2, 5, 8)] * 3, fp32(2, 3, 5, 5), None], HEADS, "[1 or 2, 1 or 2, 5, 5] in fp32"),
     (
-        "self_attention_grad",
-        [fp32(2, 5, 8), fp32(2, 5, 24), fp32(2, 5, 4), fp32(2, 2, 5), None],
-        {"heads": 2},
+        "attention_grad",
+        [fp32(2, 5, 8), fp32(2, 5, 24), None, None, fp32(2, 5, 4), fp32(2, 2, 5), None, None],
+        HEADS,
         "equal specs",
     ),
-    ("masked_softmax", [fp32(2, 4, 5)], PAIRS, "[B, H, T, T]"),
-    ("masked_softmax", [fp32(1, 2, 4, 4)], {**PAIRS, "mask": "none"}, "one of causal, pairs"),
-    ("attention", [fp32(2, 5, 8), fp32(2, 6, 8), fp32(2, 5, 8)], {**PAIRS, "heads": 2}, "two equal"),
-    ("attention", [fp32(2, 5, 8), fp32(2, 5, 8), fp32(2, 4, 8)], {**PAIRS, "heads": 2}, "equal [batch, time]"),
-    ("attention", [fp32(2, 5, 8), fp32(2, 5, 8), fp32(2, 5, 9)], {**PAIRS, "heads": 2}, "multiple of 2 heads"),
-    ("attention", [fp32(2, 5, 8)] * 3, {**PAIRS, "heads": 2, "position_bias": "near"}, "one of none, future"),
-    ("attention_grad", [fp32(2, 5, 8)] + [fp32(2, 5, 6)] * 4 + [fp32(2, 2, 5)], {**PAIRS, "heads": 2}, "equal specs"),
     ("head_matmul", [fp32(2, 5, 8), fp32(4, 3)], {"heads": 3, "transpose": False}, "3 heads of 4"),
     ("head_matmul", [fp32(2, 5, 8), bf16(4, 3)], {"heads": 2, "transpose": False}, "equal dtypes"),
     ("head_product", [fp32(2, 5, 8), fp32(2, 4, 8)], {"heads": 2}, "equal [batch, time]"),
@@ -170,3 +176,16 @@ def test_every_case_infers(op: Op) -> None:
     for case in op.cases():
         specs = list(input_specs(op, case, DType.FP32).values())
         assert all(isinstance(spec, TensorSpec) for spec in op.infer_outputs(specs, case.attributes))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"name": "none"}, "mask=none, expected one of causal, pairs, full"),
+        ({"position_bias": "near"}, "position_bias=near, expected one of none, future, distance"),
+        ({"window": 0}, "window=0, expected at least 1"),
+    ],
+)
+def test_an_unknown_attention_mask_is_refused(given: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ShapeError, match=expected):
+        AttentionMask(**given)

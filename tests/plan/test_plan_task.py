@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_told_first_with_keys_that_take_less(
     ("show", "present", "absent"),
     [
         ("graph", ["input  tokens", "linear_cross_entropy("], ["backward", "update("]),
-        ("backward", ["self_attention_grad(", "update(", "output loss"], ["@0+"]),
+        ("backward", ["attention_grad(", "update(", "output loss"], ["@0+"]),
         ("plan", ["arena: ", "@0+", "=embedding.weight/gradient", "in..", "workspace"], ["input  tokens"]),
     ],
 )

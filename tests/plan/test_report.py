@@ -109,7 +109,7 @@ def test_every_buffer_is_listed_with_what_it_is() -> None:
         "input tokens", "input targets", "input loss_weight", "input seed", "input lr", "input step",
     }  # fmt: skip
     labels = {buffer.label: buffer for buffer in buffers}
-    kept = labels["blocks.0 self_attention.log_sum_exp fp32[4, 2, 16]"]
+    kept = labels["blocks.0 attention.log_sum_exp fp32[4, 2, 16]"]
     assert kept.group == "activations" and kept.nbytes == 4 * 4 * 2 * 16 and kept.end > kept.start + 10
 
 

@@ -9,8 +9,8 @@ import json
 from typing import Any
 
 from tests.ttnn.runs import ENGINES, adamw, gpt
+from ttrain.core.attention_mask import CAUSAL, PAIRS
 from ttrain.core.spec import DType
-from ttrain.core.visibility import CAUSAL, PAIRS
 from ttrain.device.ttnn.device import open_device
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.state import State

@@ -16,7 +16,7 @@ from ttrain.ops import scale
 
 SMALL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=16", "model.vocabulary=29"]
 WORDS = ["task=verify", "device=cpu", "device.threads=1", *SMALL]
-MUST_COVER = ["embedding", "linear", "matmul", "softmax", "gelu", "layer_norm", "self_attention"]
+MUST_COVER = ["embedding", "linear", "matmul", "softmax", "gelu", "layer_norm", "attention"]
 
 
 def verified(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:

@@ -108,7 +108,7 @@ def _layer_norm_grad(node: Node) -> Iterator[Program]:
 
 def _softmax(node: Node) -> Iterator[Program]:
     x = node.input("x").spec
-    if not (node.attributes["causal"] and x.rank == 4 and x.shape[-1] % TILE == 0):
+    if not (node.attributes["mask"].is_causal and x.rank == 4 and x.shape[-1] % TILE == 0):
         yield _streamed(x, x)
     yield _scattered(x, x)
 

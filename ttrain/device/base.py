@@ -42,7 +42,8 @@ class Kernel:
     nothing reads them afterwards; the kernel then finds the same buffer on both sides. `forms(inputs, outputs,
     attributes)` gives the forms (see `Device.form`) of outputs that are held otherwise than usual, None for the others.
     `outside(inputs, outputs, attributes)` tells how many bytes a library allocates by itself during the launch, where
-    that is known: no plan places them, but they count as memory in use.
+    that is known: no plan places them, but they count as memory in use. `supports(inputs, attributes)` tells whether
+    the kernel serves a node: where it does not, the node runs as its decomposition. None serves all.
     """
 
     bind: Callable[[Sequence[Buffer | None], Sequence[Buffer], Mapping[str, Any], Sequence[Buffer]], Launch]
@@ -57,6 +58,7 @@ class Kernel:
     ) = None
 
     outside: Callable[[Sequence[TensorSpec | None], Sequence[TensorSpec], Mapping[str, Any]], int] | None = None
+    supports: Callable[[Sequence[TensorSpec | None], Mapping[str, Any]], bool] | None = None
 
     def workspace_specs(
         self, inputs: Sequence[TensorSpec | None], outputs: Sequence[TensorSpec], attributes: Mapping[str, Any]
@@ -86,6 +88,16 @@ Rows = TypeVar("Rows", bound=Container[str])
 def of_side(rows: Rows, on_host: bool) -> Rows | Mapping[str, Kernel]:
     """What one side has of a device's rows: the device, or the host beside it where it has one."""
     return rows.host if on_host and isinstance(rows, Table) and rows.host is not None else rows
+
+
+def serves(
+    kernels: Container[str], name: str, inputs: Sequence[TensorSpec | None], attributes: Mapping[str, Any]
+) -> bool:
+    """Whether a table, or a set of names that stand for rows without conditions, has a kernel for a node."""
+    if name not in kernels:
+        return False
+    row = kernels[name] if isinstance(kernels, Mapping) else None
+    return row is None or row.supports is None or row.supports(inputs, attributes)
 
 
 @dataclass

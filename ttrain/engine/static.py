@@ -33,7 +33,7 @@ def prepare(trace: Trace, kernels: Container[str], device: Device, rematerializi
     graph = verify(remove_dead_code(graph), "dead code")
     graph = verify(merge_common_subexpressions(graph), "common subexpressions")
     graph = verify(fuse(graph, kernels), "fusion")
-    graph = verify(decompose(graph, kernels, device.name), "decomposition")
+    graph = verify(remove_dead_code(decompose(graph, kernels, device.name)), "decomposition")
     graph = verify(merge_common_subexpressions(graph), "common subexpressions of the parts")
     graph = verify(copy_reshapes(graph, device.shares), "reshapes that copy")
     if rematerializing and device.rematerializes:

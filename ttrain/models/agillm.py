@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ttrain import ops
+from ttrain.core.attention_mask import CAUSAL, PAIRS
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.core.visibility import CAUSAL, MASKS, PAIRS
 from ttrain.graph import Graph, Value
 from ttrain.graph.passes.fuse import chunk_rows
 from ttrain.models import agillm_weights
@@ -26,6 +26,7 @@ from ttrain.nn.layers import Dropout, Embedding, LayerNorm, Linear
 from ttrain.nn.module import Module, Parameter, use
 from ttrain.ops.matmul import attention_scale
 
+MASKS = (CAUSAL, PAIRS)  # of the two passes, in the order of their dropout streams
 GATE_CLASSES = 2  # emit one token, emit two
 
 
@@ -48,7 +49,7 @@ class RankAttention(Module):
         if caches is not None:
             return self.projection(self._cached(caches, q, k, self.value(y), mask))
         mixed = ops.attention(
-            q, k, self.value(y), self._heads, scale=self._scale, mask=mask, position_bias=self._position_bias
+            q, k, self.value(y), heads=self._heads, scale=self._scale, mask=mask, position_bias=self._position_bias
         )
         return self._dropouts[MASKS.index(mask)](self.projection(mixed), seed)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ttrain import ops
+from ttrain.core.attention_mask import CAUSAL, PAIRS
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.core.visibility import CAUSAL, PAIRS
 from ttrain.graph import Graph, Kind, Value
 from ttrain.ops.matmul import attention_scale
 

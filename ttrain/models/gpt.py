@@ -8,8 +8,8 @@ from copy import copy
 from typing import Any
 
 from ttrain import ops
+from ttrain.core.attention_mask import CAUSAL
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.core.visibility import CAUSAL
 from ttrain.graph import Graph, Value
 from ttrain.graph.passes.fuse import chunk_rows
 from ttrain.models import gpt_weights
@@ -42,7 +42,9 @@ class Attention(Module):
     def __call__(self, y: Value, seed: Value | None, caches: Caches | None = None) -> Value:
         qkv = self.qkv(y)
         if caches is None:
-            mixed = ops.self_attention(qkv, self._heads, seed, 0.0 if seed is None else self._p, self._stream)
+            mixed = ops.attention(
+                qkv, heads=self._heads, seed=seed, p=0.0 if seed is None else self._p, stream=self._stream
+            )
         else:
             q, k, v = ops.split_heads(qkv, 3, self._heads)
             mixed = ops.merge_heads([caches.attend(self._path, q, k, v)])

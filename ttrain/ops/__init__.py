@@ -4,7 +4,7 @@ Importing this package fills the registry; the functions here record nodes into 
 """
 
 from ttrain.ops.activation import activation, gelu
-from ttrain.ops.attention import self_attention, softmax
+from ttrain.ops.attention import attention
 from ttrain.ops.cache import cache_write, cached_attention
 from ttrain.ops.collective import all_reduce, all_reduce_state
 from ttrain.ops.elementwise import (
@@ -35,12 +35,12 @@ from ttrain.ops.head_loss import head_cross_entropy
 from ttrain.ops.heads import head_matmul, pick_rows
 from ttrain.ops.layout import expand, merge_heads, reshape, split_heads, transpose
 from ttrain.ops.loss import cross_entropy, linear_cross_entropy, squared_error
-from ttrain.ops.masked_attention import attention
 from ttrain.ops.matmul import linear, matmul
 from ttrain.ops.norm import layer_norm
 from ttrain.ops.program import step
 from ttrain.ops.random import dropout
 from ttrain.ops.reduce import global_norm, mean, reduce_sum
+from ttrain.ops.softmax import softmax
 from ttrain.ops.update import Rule, accumulate, assign, clip_factor, update
 
 __all__ = [
@@ -90,7 +90,6 @@ __all__ = [
     "reduce_sum",
     "reshape",
     "scale",
-    "self_attention",
     "softmax",
     "split_heads",
     "sqrt",

@@ -1,235 +1,224 @@
-"""Softmax over the last axis, and causal self-attention on a packed projection."""
+"""Multi-head attention: one op for packed and separate projections, grouped heads, masks, biases and dropout."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from ttrain.core.spec import TensorSpec
+from ttrain.core.attention_mask import CAUSAL, PAIRS, AttentionMask
+from ttrain.graph.case import Case
+from ttrain.graph.composite import cases, composite, require
 from ttrain.graph.graph import Node, Value
-from ttrain.graph.op import Case, Op, declare, op
-from ttrain.ops.elementwise import torch_gradient
-from ttrain.ops.layout import merge_heads, split_heads
+from ttrain.graph.op import op
+from ttrain.ops.common import sum_to
+from ttrain.ops.layout import merge_heads, reshape, split_heads
 from ttrain.ops.matmul import attention_scale, matmul
 from ttrain.ops.random import dropout
+from ttrain.ops.softmax import log_sum_exp, softmax, softmax_grad
 
 
-@declare
-class Softmax(Op):
-    """y = softmax(scale * x) over the last axis; `causal` gives entries right of the diagonal no probability.
+def attention(
+    q: Value,
+    k: Value | None = None,
+    v: Value | None = None,
+    *,
+    heads: int,
+    kv_heads: int | None = None,
+    scale: float | None = None,
+    mask: str = CAUSAL,
+    position_bias: str = "none",
+    window: int | None = None,
+    bias: Value | None = None,
+    seed: Value | None = None,
+    p: float = 0.0,
+    stream: int = 0,
+) -> Value:
+    """Multi-head attention (Vaswani et al., 2017): y = dropout(softmax(scale * q k^T + bias)) v per head.
 
-    With `causal`, x is [..., T, T] (query, key). Computed in fp32 at least.
+    q [B, T, heads*E], k [B, T, kv_heads*E], v [B, T, kv_heads*D] -> y [B, T, heads*D]; or q alone, the packed
+    projection [B, T, 3*heads*D] of all three. Head h reads keys and values of head h * kv_heads // heads; `kv_heads`
+    is `heads` where not given (grouped queries, Ainslie et al., 2023). `scale` is 1/sqrt(E) where not given. `mask`,
+    `position_bias` and `window` are those of core/attention_mask.py. `bias` [1 or B, 1 or heads, T, T] in q's dtype is
+    added to the scaled scores and gets a gradient. Dropout of probability p wants a `seed`, int64 [].
+    """
+    if scale is None:
+        scale = attention_scale(q.shape[-1] // ((3 if k is None else 1) * heads))
+    rules = AttentionMask(mask, position_bias, window)
+    grouped = None if kv_heads == heads else kv_heads
+    return _attention(q, k, v, bias, seed if p else None, heads, scale, rules, grouped, p, stream)[0]
+
+
+@composite(name="attention", outputs=("y", "log_sum_exp"))
+def _attention(
+    q: Value,
+    k: Value | None,
+    v: Value | None,
+    bias: Value | None,
+    seed: Value | None,
+    heads: int,
+    scale: float,
+    mask: AttentionMask,
+    kv_heads: int | None = None,
+    p: float = 0.0,
+    stream: int = 0,
+) -> tuple[Value, Value]:
+    """`log_sum_exp` [B, H, T] fp32 of the biased scores is what a kernel's backward needs to form the probabilities
+    again; they are never kept.
+    """
+    parts = _parts("attention", q, k, v, heads, kv_heads)
+    scores = _scores(parts, bias, scale)
+    factor = scale if bias is None else 1.0
+    probabilities = softmax(scores, factor, mask)
+    if p:
+        require(seed is not None, "attention", "no seed", f"a seed, since p={p}")
+        assert seed is not None
+        probabilities = dropout(probabilities, seed, p, stream)
+    y = merge_heads([parts.ungrouped(matmul(parts.grouped(probabilities), parts.v))])
+    return y, log_sum_exp(scores, factor, mask)
+
+
+@_attention.gradient
+def _(node: Node, dy: Value, log_sum_exp: None) -> Sequence[Value | None]:
+    (q, k, v, bias, seed), (y, statistic) = node.inputs, node.outputs
+    assert q is not None
+    found = op("attention_grad").record(dy, q, k, v, y, statistic, bias, seed, **node.attributes)
+    found = iter(found if isinstance(found, tuple) else [found])
+    return [None if given is None else next(found) for given in (q, k, v, bias)] + [None]
+
+
+def _derived(given: Mapping[str, Any], attributes: Mapping[str, Any]) -> Mapping[str, Any]:
+    inputs = (given[name] for name in ("q", "k", "v", "bias", "seed"))
+    y, statistic = op("attention").reference(*inputs, **attributes)
+    return {"y": y, "log_sum_exp": statistic}
+
+
+@composite(outputs=("dq", "dk?", "dv?", "dbias?"), wide=("log_sum_exp",), differentiable=False, derived=_derived)
+def attention_grad(
+    dy: Value,
+    q: Value,
+    k: Value | None,
+    v: Value | None,
+    y: Value,
+    log_sum_exp: Value,
+    bias: Value | None,
+    seed: Value | None,
+    heads: int,
+    scale: float,
+    mask: AttentionMask,
+    kv_heads: int | None = None,
+    p: float = 0.0,
+    stream: int = 0,
+) -> tuple[Value, ...]:
+    """Gradients of what attention was given, forming the probabilities again. dq alone is that of a packed q."""
+    name = "attention_grad"
+    require(dy.spec == y.spec, name, f"dy {dy.spec} and y {y.spec}", "equal specs")
+    parts = _parts(name, q, k, v, heads, kv_heads)
+    (dy_heads,) = split_heads(dy, 1, heads)
+    dy_heads = parts.grouped(dy_heads)
+    factor = scale if bias is None else 1.0
+    before = softmax(_scores(parts, bias, scale), factor, mask)
+    after = before if seed is None else dropout(before, seed, p, stream)
+    dv = matmul(parts.grouped(after), dy_heads, transpose_a=True)
+    dprobabilities = parts.ungrouped(matmul(dy_heads, parts.v, transpose_b=True))
+    if seed is not None:
+        dprobabilities = dropout(dprobabilities, seed, p, stream)
+    dscores = softmax_grad(dprobabilities, before, factor)
+    scaled = parts.grouped(dscores if bias is None else dscores * scale)
+    dq, dk = parts.ungrouped(matmul(scaled, parts.k)), matmul(scaled, parts.q, transpose_a=True)
+    found = [merge_heads([dq, dk, dv])] if k is None else [merge_heads([part]) for part in (dq, dk, dv)]
+    return (*found, *([] if bias is None else [sum_to(dscores, bias)]))
+
+
+class _Parts(NamedTuple):
+    """q [B, K, G*T, E], k [B, K, T, E], v [B, K, T, D]: the queries of the G heads that share keys, one after another.
+
+    In row-major order [B, K*G, T, ...] is the same, so that no key is repeated and no element moves.
     """
 
-    name = "softmax"
-    family = "attention"
-    inputs = ("x",)
+    q: Value
+    k: Value
+    v: Value
+    heads: int
+    time: int
 
-    def infer(self, x: TensorSpec, scale: float, causal: bool) -> TensorSpec:
-        self.require(x.rank >= 1 and x.dtype.is_floating, str(x), "a floating-point tensor of rank 1 or more")
-        if causal:
-            self.require(x.rank >= 2 and x.shape[-1] == x.shape[-2], str(x), "[..., T, T] where causal")
-        return x
+    def grouped(self, x: Value) -> Value:
+        """[B, H, T, n] as [B, K, G*T, n]."""
+        batch, heads = self.k.shape[:2]
+        return reshape(x, (batch, heads, self.q.shape[2], x.shape[3]))
 
-    def flops(self, node: Node) -> int:
-        return 5 * node.input("x").spec.size
-
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        (dy,) = gradients
-        assert dy is not None
-        return [op("softmax_grad").record(dy, node.outputs[0], scale=node.attributes["scale"])]
-
-    def reference(self, x: Any, scale: float, causal: bool) -> Any:
-        import torch
-
-        scores = scale * x
-        if causal:
-            visible = torch.ones(x.shape[-2:], dtype=torch.bool).tril()
-            scores = scores.masked_fill(~visible, float("-inf"))
-        return scores.softmax(-1)
-
-    def cases(self) -> Sequence[Case]:
-        return [
-            Case(((4, 8),), {"scale": 1.0, "causal": False}),
-            Case(((2, 3, 33),), {"scale": 0.3, "causal": False}),
-            Case(((2, 2, 5, 5),), {"scale": 0.5, "causal": True}),
-            Case(((33, 33),), {"scale": 1.0, "causal": True}),
-            Case(((1, 1),), {"scale": 1.0, "causal": True}),
-        ]
+    def ungrouped(self, x: Value) -> Value:
+        """[B, K, G*T, n] as [B, H, T, n]."""
+        return reshape(x, (x.shape[0], self.heads, self.time, x.shape[3]))
 
 
-@declare
-class SoftmaxGrad(Op):
-    """dx = scale * y (dy - sum(dy y)): the backward of softmax from its output."""
-
-    name = "softmax_grad"
-    family = "attention"
-    inputs = ("dy", "y")
-    outputs = ("dx",)
-    differentiable = False
-
-    def infer(self, dy: TensorSpec, y: TensorSpec, scale: float) -> TensorSpec:
-        self.require(dy == y, f"{dy} and {y}", "equal specs")
-        return dy
-
-    def flops(self, node: Node) -> int:
-        return 5 * node.input("y").spec.size
-
-    def reference(self, dy: Any, y: Any, scale: float) -> Any:
-        return scale * y * (dy - (dy * y).sum(-1, keepdim=True))
-
-    def cases(self) -> Sequence[Case]:
-        return [Case((shape, shape), {"scale": 0.5}) for shape in ((4, 8), (2, 2, 5, 5), (1, 33))]
-
-
-def _qkv_check(owner: Op, qkv: TensorSpec, heads: int) -> tuple[int, int, int]:
-    owner.require(qkv.rank == 3, str(qkv), "[batch, time, 3 * width]")
-    batch, time, packed = qkv.shape
-    owner.require(packed % (3 * heads) == 0, f"{packed} features", f"a multiple of 3 x {heads} heads")
-    return batch, time, packed // 3
-
-
-_ATTENTION_CASES = (((2, 5, 24), 2, 0.0), ((1, 33, 12), 1, 0.0), ((2, 8, 30), 5, 0.0), ((2, 8, 24), 2, 0.25))
-
-
-@declare
-class SelfAttention(Op):
-    """Causal multi-head attention (Vaswani et al., 2017) on qkv [B, T, 3*H*D] -> y [B, T, H*D].
-
-    y = dropout(softmax(q k^T / sqrt(D))) v per head. `log_sum_exp` [B, H, T] fp32 of the scaled scores is what
-    backward needs to form the probabilities again; they are never kept.
-    """
-
-    name = "self_attention"
-    family = "attention"
-    inputs = ("qkv", "seed?")
-    outputs = ("y", "log_sum_exp")
-
-    def infer(
-        self, qkv: TensorSpec, seed: TensorSpec | None, heads: int, p: float = 0.0, stream: int = 0
-    ) -> Sequence[TensorSpec]:
-        batch, time, width = _qkv_check(self, qkv, heads)
-        self.require(p == 0 or seed is not None, "no seed", f"a seed, since p={p}")
-        return [qkv.with_shape(batch, time, width), TensorSpec((batch, heads, time), qkv.dtype.wide)]
-
-    def flops(self, node: Node) -> int:
-        batch, time, width = node.outputs[0].shape
-        return 4 * batch * time * time * width + 5 * batch * node.attributes["heads"] * time * time
-
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        dy = gradients[0]
-        assert dy is not None
-        y, log_sum_exp = node.outputs
-        dqkv = op("self_attention_grad").record(
-            dy, node.input("qkv"), y, log_sum_exp, node.inputs[1], **node.attributes
+def _parts(name: str, q: Value, k: Value | None, v: Value | None, heads: int, kv_heads: int | None) -> _Parts:
+    """Queries, keys and values by heads. Raises ShapeError for shapes that do not fit."""
+    time, pairs = q.shape[1] if q.spec.rank == 3 else 0, kv_heads or heads
+    if k is None or v is None:
+        require(k is v, name, "one of k and v", "both, or none for a packed q")
+        require(q.spec.rank == 3, name, q.spec, "[batch, time, 3 * width]")
+        require(q.shape[2] % (3 * heads) == 0, name, f"{q.shape[2]} features", f"a multiple of 3 x {heads} heads")
+        fix = "Give q, k and v apart."
+        require(pairs == heads, name, f"{kv_heads=} of a packed projection", f"{heads} as it has heads", fix)
+        queries, keys, values = split_heads(q, 3, heads)
+        return _Parts(queries, keys, values, heads, time)
+    require(heads % pairs == 0, name, f"{heads} heads and {kv_heads=}", "a multiple of kv_heads")
+    for label, spec, count in (("q", q.spec, heads), ("k", k.spec, pairs), ("v", v.spec, pairs)):
+        fits = spec.rank == 3 and spec.shape[:2] == q.shape[:2] and spec.dtype is q.spec.dtype
+        require(fits, name, f"q {q.spec} and {label} {spec}", "[batch, time, heads * width], equal batch, time, dtype")
+        require(
+            spec.shape[2] % count == 0, name, f"{label} of {spec.shape[2]} features", f"a multiple of {count} heads"
         )
-        return [dqkv, None]
-
-    def reference(self, qkv: Any, seed: Any, heads: int, p: float = 0.0, stream: int = 0) -> Any:
-        q, k, v = op("split_heads").reference(qkv, 3, heads)
-        scale = attention_scale(q.shape[-1])
-        probabilities = op("softmax").reference(q @ k.mT, scale, True)
-        visible = (probabilities > 0).to(qkv.dtype)
-        log_sum_exp = ((scale * (q @ k.mT)).exp() * visible).sum(-1).log()
-        if p:
-            probabilities = op("dropout").reference(probabilities, seed, p, stream)
-        return op("merge_heads").reference(probabilities @ v), log_sum_exp
-
-    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
-        qkv, seed = inputs
-        assert qkv is not None
-        q, k, v = split_heads(qkv, 3, node.attributes["heads"])
-        probabilities = _probabilities(q, k, seed, node)[1]
-        # log_sum_exp is not formed: only the fused backward reads it, and a device has both or neither.
-        return [merge_heads([matmul(probabilities, v)])]
-
-    def cases(self) -> Sequence[Case]:
-        return [
-            Case((shape, ()), {"heads": heads, "p": p, "stream": 3}, integers={"seed": 2**62})
-            for shape, heads, p in _ATTENTION_CASES
-        ]
+    narrow = q.spec.with_shape(*q.shape[:2], q.shape[2] // heads * pairs)
+    require(k.spec == narrow, name, f"q {q.spec} and k {k.spec}", f"k {narrow}, {pairs} heads as wide as q's")
+    (by_heads,), (keys,), (values,) = split_heads(q, 1, heads), split_heads(k, 1, pairs), split_heads(v, 1, pairs)
+    grouped = reshape(by_heads, (q.shape[0], pairs, heads // pairs * time, by_heads.shape[3]))
+    return _Parts(grouped, keys, values, heads, time)
 
 
-def _probabilities(q: Value, k: Value, seed: Value | None, node: Node) -> tuple[Value, Value]:
-    """Attention probabilities [B, H, T, T] before and after dropout."""
-    scores = matmul(q, k, transpose_b=True)
-    before = op("softmax").record(scores, scale=attention_scale(q.shape[-1]), causal=True)
-    p, stream = node.attributes.get("p", 0.0), node.attributes.get("stream", 0)
-    return before, dropout(before, seed, p, stream) if p and seed is not None else before
+def _scores(parts: _Parts, bias: Value | None, scale: float) -> Value:
+    """q k^T [B, H, T, T], scaled and biased where there is a bias."""
+    scores = parts.ungrouped(matmul(parts.q, parts.k, transpose_b=True))
+    if bias is None:
+        return scores
+    batch, heads, *square = scores.shape
+    fits = bias.spec.rank == 4 and bias.shape[0] in (1, batch) and bias.shape[1] in (1, heads)
+    fits = fits and list(bias.shape[2:]) == square and bias.spec.dtype is scores.spec.dtype
+    wanted = f"[1 or {batch}, 1 or {heads}, {square[0]}, {square[1]}] in {scores.spec.dtype}"
+    require(fits, "attention", f"bias {bias.spec}", wanted)
+    return scores * scale + bias
 
 
-@declare
-class SelfAttentionGrad(Op):
-    """dqkv [B, T, 3*H*D] of self_attention, forming the probabilities again from log_sum_exp."""
-
-    name = "self_attention_grad"
-    family = "attention"
-    inputs = ("dy", "qkv", "y", "log_sum_exp", "seed?")
-    wide = ("log_sum_exp",)
-    outputs = ("dqkv",)
-    differentiable = False
-
-    def infer(
-        self,
-        dy: TensorSpec,
-        qkv: TensorSpec,
-        y: TensorSpec,
-        log_sum_exp: TensorSpec,
-        seed: TensorSpec | None,
-        heads: int,
-        p: float = 0.0,
-        stream: int = 0,
-    ) -> TensorSpec:
-        _qkv_check(self, qkv, heads)
-        self.require(dy == y, f"{dy} and {y}", "equal specs")
-        return qkv
-
-    def flops(self, node: Node) -> int:
-        batch, time, width = node.input("y").shape
-        return 10 * batch * time * time * width + 10 * batch * node.attributes["heads"] * time * time
-
-    def reference(
-        self, dy: Any, qkv: Any, y: Any, log_sum_exp: Any, seed: Any, heads: int, p: float = 0.0, stream: int = 0
-    ) -> Any:
-        forward = op("self_attention").reference
-        return torch_gradient(lambda leaf: forward(leaf, seed, heads, p, stream)[0], dy, qkv)
-
-    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
-        dy, qkv, _, _, seed = inputs
-        assert dy is not None and qkv is not None
-        heads = node.attributes["heads"]
-        q, k, v = split_heads(qkv, 3, heads)
-        (dy_heads,) = split_heads(dy, 1, heads)
-        before, after = _probabilities(q, k, seed, node)
-        dv = matmul(after, dy_heads, transpose_a=True)
-        dprobabilities = matmul(dy_heads, v, transpose_b=True)
-        p, stream = node.attributes.get("p", 0.0), node.attributes.get("stream", 0)
-        if p and seed is not None:
-            dprobabilities = dropout(dprobabilities, seed, p, stream)
-        dscores = op("softmax_grad").record(dprobabilities, before, scale=attention_scale(q.shape[-1]))
-        dq, dk = matmul(dscores, k), matmul(dscores, q, transpose_a=True)
-        return [merge_heads([dq, dk, dv])]
-
-    def cases(self) -> Sequence[Case]:
-        cases = []
-        for shape, heads, p in _ATTENTION_CASES:
-            batch, time, packed = shape
-            out = (batch, time, packed // 3)
-            shapes = (out, shape, out, (batch, heads, time), ())
-            attributes = {"heads": heads, "p": p, "stream": 3}
-            cases.append(Case(shapes, attributes, {"seed": 2**62}))
-        return cases
-
-    def derived(self, given: Mapping[str, Any], attributes: Mapping[str, Any]) -> Mapping[str, Any]:
-        y, log_sum_exp = op("self_attention").reference(given["qkv"], given["seed"], **attributes)
-        return {"y": y, "log_sum_exp": log_sum_exp}
+# shapes of q, k, v and bias, heads, and further attributes
+_CASES: tuple[tuple[Any, ...], ...] = (
+    ((2, 5, 24), None, None, None, 2, {}),
+    ((1, 33, 12), None, None, None, 1, {}),
+    ((2, 8, 30), None, None, None, 5, {}),
+    ((2, 8, 24), None, None, None, 2, {"p": 0.25, "stream": 3}),
+    ((2, 5, 8), (2, 5, 8), (2, 5, 8), None, 2, {}),
+    ((2, 6, 12), (2, 6, 12), (2, 6, 12), None, 3, {"mask": AttentionMask(PAIRS, "future")}),
+    ((1, 33, 16), (1, 33, 16), (1, 33, 16), None, 1, {"mask": AttentionMask(PAIRS, "future")}),
+    ((1, 7, 20), (1, 7, 20), (1, 7, 12), None, 4, {"mask": AttentionMask(PAIRS, "distance")}),
+    ((1, 40, 96), (1, 40, 96), (1, 40, 32), None, 2, {}),
+    ((1, 8, 6), (1, 8, 6), (1, 8, 24), None, 2, {"mask": AttentionMask(CAUSAL, "distance")}),
+    ((1, 3, 4), (1, 3, 4), (1, 3, 4), None, 1, {"mask": AttentionMask(PAIRS)}),
+    ((2, 6, 16), (2, 6, 8), (2, 6, 4), None, 4, {"kv_heads": 2}),
+    ((1, 9, 12), (1, 9, 4), (1, 9, 4), (1, 3, 9, 9), 3, {"kv_heads": 1, "mask": AttentionMask("full", window=3)}),
+    ((2, 8, 24), None, None, (2, 1, 8, 8), 2, {"p": 0.25, "stream": 3}),
+    ((2, 9, 12), (2, 9, 12), (2, 9, 12), None, 3, {"mask": AttentionMask(CAUSAL, window=4)}),
+    ((1, 8, 8), (1, 8, 8), (1, 8, 8), None, 2, {"p": 0.25, "stream": 1, "mask": AttentionMask(PAIRS, "future")}),
+)
 
 
-def softmax(x: Value, scale: float = 1.0, causal: bool = False) -> Value:
-    """softmax(scale * x) over the last axis."""
-    return op("softmax").record(x, scale=float(scale), causal=causal)
+def _case(backward: bool, q: Any, k: Any, v: Any, bias: Any, heads: int, more: Mapping[str, Any]) -> Case:
+    width = q[2] // (3 if k is None else 1) // heads
+    values = width if k is None else v[2] // more.get("kv_heads", heads)
+    y, seed = (*q[:2], values * heads), () if more.get("p") else None
+    shapes = (y, q, k, v, y, (q[0], heads, q[1]), bias, seed) if backward else (q, k, v, bias, seed)
+    return Case(
+        shapes, {"heads": heads, "scale": attention_scale(width), "mask": AttentionMask(), **more}, {"seed": 2**62}
+    )
 
 
-def self_attention(qkv: Value, heads: int, seed: Value | None = None, p: float = 0.0, stream: int = 0) -> Value:
-    """Causal multi-head attention on a packed projection [B, T, 3*H*D] -> [B, T, H*D]."""
-    return op("self_attention").record(qkv, seed if p else None, heads=heads, p=p, stream=stream)[0]
+cases(_attention, *(_case(False, *given) for given in _CASES))
+cases(attention_grad, *(_case(True, *given) for given in _CASES))

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ttrain.core.attention_mask import POSITION_BIASES, alibi_slopes
 from ttrain.core.mask import HIDDEN
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.core.visibility import POSITION_BIASES, alibi_slopes
 from ttrain.graph.graph import Node, Value
 from ttrain.graph.op import Case, Op, declare, op
 from ttrain.ops.elementwise import add, scale
 from ttrain.ops.matmul import matmul
+from ttrain.ops.softmax import softmax
 
 
 def _check_places(owner: Op, positions: TensorSpec, count: int) -> None:
@@ -191,8 +192,7 @@ class CachedAttention(Op):
         scores = scale(matmul(q, keys, transpose_b=True), node.attributes["scale"])
         rule = {"position_bias": node.attributes.get("position_bias", "none"), "heads": q.shape[1]}
         bias = op("cache_bias").record(positions, visible, context=keys.shape[2], dtype=q.spec.dtype, **rule)
-        probabilities = op("softmax").record(add(scores, bias), scale=1.0, causal=False)
-        return [matmul(probabilities, values)]
+        return [matmul(softmax(add(scores, bias)), values)]
 
     def cases(self) -> Sequence[Case]:
         cases = []

@@ -17,9 +17,7 @@ MODEL_COSINE = {DType.FP32: 1 - 1e-9, DType.BF16: 0.9995}
 
 # (op, output or *) -> tolerance in ULP of bf16, where an intermediate is rounded to bf16 on the way.
 BF16 = {
-    ("self_attention", "*"): Tolerance(3, 2),  # scores and probabilities
-    ("self_attention_grad", "*"): Tolerance(4, 2.5),
-    ("attention", "*"): Tolerance(3, 2),
+    ("attention", "*"): Tolerance(3, 2),  # scores and probabilities
     ("attention_grad", "*"): Tolerance(6, 4),  # one gradient at a time, some of them small
     ("cached_attention", "*"): Tolerance(3, 2),
     ("linear_cross_entropy", "*"): Tolerance(5, 3),  # logits
@@ -33,7 +31,7 @@ BF16 = {
 # The same in ULP of fp32. CUDA's fused AdamW divides by the root of v in another order.
 FP32 = {
     ("update", "written"): Tolerance(16, 12),
-    **{("attention_grad", name): Tolerance(16, 12) for name in ("dq", "dk", "dv")},  # of small values
+    **{("attention_grad", name): Tolerance(24, 12) for name in ("dq", "dk", "dv")},  # of small values
 }
 # Ops whose fp64 run is fp32 in places: they hold fp32 state, so fp64 only serves other tests.
 FP32_INSIDE = {"update"}

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.models.session import ENGINES, open_cpu
+from ttrain.core.attention_mask import CAUSAL, PAIRS
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.core.visibility import CAUSAL, PAIRS
 from ttrain.engine.state import State
 from ttrain.models.gpt import GPT
 from ttrain.models.mlp import MLP

@@ -13,8 +13,8 @@ from tests.models.original_agillm import next_scores, pair_scores
 from tests.models.session import ENGINES, open_cpu
 from tests.train.sampling.test_sampling import chi_square
 from ttrain import ops
+from ttrain.core.attention_mask import CAUSAL, PAIRS
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.core.visibility import CAUSAL, PAIRS
 from ttrain.data.tokenizer import CharTokenizer
 from ttrain.device.base import Device
 from ttrain.engine.state import State

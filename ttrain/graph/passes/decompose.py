@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from ttrain.core.errors import GraphError
-from ttrain.device.base import of_side
+from ttrain.device.base import of_side, serves
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.rewrite import rewrite
 
@@ -13,13 +13,15 @@ DEEPEST = 16  # ops within ops
 
 
 def decompose(graph: Graph, supported: Container[str], device: str) -> Graph:
-    """Expand every op that is not in `supported`, repeatedly. Views need no kernel.
+    """Expand every op that `supported` has no kernel for (see `serves`), repeatedly. Views need none.
 
     Raises GraphError naming an op that can't be expanded, or ops that expand into each other.
     """
 
     def missing(node: Node) -> bool:
-        return not node.op.view and node.op.name not in of_side(supported, node.on_host)
+        specs = [None if value is None else value.spec for value in node.inputs]
+        rows = of_side(supported, node.on_host)
+        return not node.op.view and not serves(rows, node.op.name, specs, node.attributes)
 
     def replace(node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value] | None:
         if not missing(node):

@@ -12,8 +12,8 @@ from typing import Any, cast
 import numpy as np
 
 from ttrain import ops
+from ttrain.core.attention_mask import CAUSAL, PAIRS
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.core.visibility import CAUSAL, PAIRS
 from ttrain.engine.base import Trace
 from ttrain.engine.state import StateTensor
 from ttrain.graph import Graph, Kind

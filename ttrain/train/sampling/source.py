@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ttrain.core.attention_mask import CAUSAL, PAIRS
 from ttrain.core.errors import ConfigError
-from ttrain.core.visibility import CAUSAL, PAIRS
 from ttrain.engine.base import Trace
 from ttrain.train.protocols import Array, Step, Tokenizer
 from ttrain.train.sampling.decode import Reader, reading_traces, scores_of

@@ -4,7 +4,8 @@ Every row is bound once: `bind` makes the views and constants, and what it retur
 function or a `Chain` of a few. A launch allocates nothing, except where aten has no kernel that writes into a buffer:
 
 - layer_norm, add_layer_norm, layer_norm_grad: `native_layer_norm` and its backward return new tensors, copied out;
-- self_attention and its gradient where flash attention is chosen: the same;
+- log_sum_exp, which no planned step launches: `logsumexp` keeps parts of its own;
+- attention and its gradient where flash attention is chosen: the same;
 - embedding_grad on CUDA: `embedding_dense_backward` sums without atomics, into a new tensor;
 - bf16 matrix products on the CPU, and large fp32 ones where oneDNN is the faster (product.py): scratch memory;
 - arithmetic on operands of different dtypes: aten casts one of them first.

@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
+from ttrain.core.attention_mask import alibi_slopes
 from ttrain.core.mask import HIDDEN
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.core.visibility import alibi_slopes
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, inplace, into
 from ttrain.device.torch.kernels.explicit import softmax_into

@@ -108,12 +108,6 @@ def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(value, dtype=dtype, device=device)
 
 
-@lru_cache(maxsize=8)
-def causal_mask(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[T, T]: 0 on and below the diagonal, -inf above it."""
-    return torch.full((size, size), float("-inf"), dtype=dtype, device=device).triu(1)
-
-
 def copying(destination: Tensor, source: Tensor) -> Launch:
     """destination <- source, rounded to its dtype."""
     return partial(destination.copy_, source)

@@ -1,20 +1,17 @@
-"""Attention that forms its probabilities: batched products over blocks of query rows, each with the keys it can see.
-
-Both attention ops run here: self_attention on a packed projection, attention on separate queries, keys and values.
-"""
+"""Attention that forms its probabilities: batched products over blocks of query rows, each with the keys it can see."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
+from ttrain.core.attention_mask import CAUSAL, FULL, AttentionMask
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.core.visibility import score_bias
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, chain, copying, into
 from ttrain.device.torch.kernels.layout import heads_view
@@ -23,38 +20,23 @@ from ttrain.device.torch.kernels.random import mask_workspace, masking
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Form:
-    """How an op holds queries, keys and values.
-
-    views: from the tensors and the heads to three [B, H, T, width]. specs: the same of specs, each contiguous.
-    count: how many inputs hold them.
-    """
-
-    views: Callable[[Sequence[Tensor], int], list[Tensor]]
-    specs: Callable[[Specs, int], list[TensorSpec]]
-    count: int
+def by_heads(tensors: Sequence[Tensor | None], heads: int) -> list[Tensor]:
+    """Queries, keys and values, or their gradients, as views [B, H, T, width]; one tensor is a packed projection."""
+    given = [x for x in tensors if x is not None]
+    return list(heads_view(given[0], 3, heads)) if len(given) == 1 else [heads_view(x, 1, heads)[0] for x in given]
 
 
-def _packed_specs(tensors: Specs, heads: int) -> list[TensorSpec]:
-    batch, time, packed = tensors[0].shape
-    return [tensors[0].with_shape(batch, heads, time, packed // (3 * heads))] * 3
-
-
-def _separate_specs(tensors: Specs, heads: int) -> list[TensorSpec]:
-    return [x.with_shape(x.shape[0], heads, x.shape[1], x.shape[2] // heads) for x in tensors]
-
-
-PACKED = Form(lambda tensors, heads: list(heads_view(tensors[0], 3, heads)), _packed_specs, 1)
-SEPARATE = Form(lambda tensors, heads: [heads_view(x, 1, heads)[0] for x in tensors], _separate_specs, 3)
+def specs_by_heads(specs: Sequence[TensorSpec | None], heads: int) -> list[TensorSpec]:
+    """The same of specs, each contiguous."""
+    given = [x for x in specs if x is not None]
+    parts = 3 if len(given) == 1 else 1
+    return [x.with_shape(x.shape[0], heads, x.shape[1], x.shape[2] // (parts * heads)) for x in given] * parts
 
 
 @lru_cache(maxsize=4)  # of long sequences and many heads they are large
-def bias_tensor(
-    mask: str, position_bias: str, heads: int, time: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def bias_tensor(mask: AttentionMask, heads: int, time: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[heads or 1, T, T]: what is added to scaled scores, -inf where a key is hidden."""
-    return torch.from_numpy(score_bias(mask, position_bias, heads, time, -math.inf)).to(device, dtype)
+    return torch.from_numpy(mask.score_bias(heads, time, -math.inf)).to(device, dtype)
 
 
 def softmax_into(x: Tensor, y: Tensor) -> Launch:
@@ -106,16 +88,14 @@ class _Explicit:
     def __init__(self, context: Context, parts: Sequence[Tensor], seed: Tensor | None, attributes: Attributes) -> None:
         self.context, self.seed, self.parts = context, seed, parts
         self.p, self.stream = attributes.get("p", 0.0), attributes.get("stream", 0)
-        (self.batch, self.heads, self.time, width), dtype = parts[0].shape, parts[0].dtype
-        self.scale = attributes.get("scale", width**-0.5)
-        mask, position_bias = attributes.get("mask", "causal"), attributes.get("position_bias", "none")
-        self.bias = bias_tensor(mask, position_bias, self.heads, self.time, dtype, parts[0].device)
-        step, pair = _query_rows(context, self.time, dtype is torch.bfloat16, self.p), mask == "pairs"
+        (self.batch, self.heads, self.time, _), dtype = parts[0].shape, parts[0].dtype
+        self.scale, mask = attributes["scale"], attributes["mask"]
+        self.bias = bias_tensor(mask, self.heads, self.time, dtype, parts[0].device)
+        step = _query_rows(context, self.time, dtype is torch.bfloat16, self.p)
         starts = range(0, self.time, step)
         stops = [min(start + step, self.time) for start in starts]
         self.blocks = [
-            _Block(start, stop, min(stop + (pair and stop % 2), self.time))
-            for start, stop in zip(starts, stops, strict=True)
+            _Block(start, stop, _keys_up_to(mask, stop, self.time)) for start, stop in zip(starts, stops, strict=True)
         ]
 
     def probabilities(self, block: _Block, q: Tensor, k: Tensor, scores: Tensor) -> list[Launch]:
@@ -135,6 +115,13 @@ class _Explicit:
         return [masking(self.context, x, y, self.seed, self.p, self.stream, work)]
 
 
+def _keys_up_to(mask: AttentionMask, stop: int, time: int) -> int:
+    """Keys from the first on among which are all that the queries before `stop` see."""
+    if mask.name == FULL:
+        return time
+    return stop if mask.name == CAUSAL else min(stop + stop % 2, time)
+
+
 def _query_rows(context: Context, time: int, bf16: bool, p: float) -> int:
     """Few rows skip more of what the mask hides, many make larger products. Dropout hashes indices of whole rows."""
     if p or not (context.on_cpu or context.query_rows):
@@ -150,12 +137,12 @@ def _scores_spec(context: Context, queries: TensorSpec, attributes: Attributes) 
     return queries.with_shape(batch * heads, rows, time)
 
 
-def explicit_forward(context: Context, form: Form) -> Kernel:
-    """The row of a forward op: (queries, keys and values, seed?) -> y, log_sum_exp."""
+def explicit_forward(context: Context) -> Kernel:
+    """The row of attention: (q, k?, v?, no bias, seed?) -> y, log_sum_exp."""
 
     def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        parts = form.views(ins[: form.count], attributes["heads"])
-        shared = _Explicit(context, parts, ins[form.count] if ins[form.count :] else None, attributes)
+        parts = by_heads(ins[:3], attributes["heads"])
+        shared = _Explicit(context, parts, ins[4], attributes)
         operands = [_Operand(part, scratch) for part, scratch in zip(parts, work[:3], strict=True)]
         results, all_scores, diagonal, *mask_work = work[3:]
         y, log_sum_exp = heads_view(outs[0], 1, shared.heads)[0], outs[1].flatten(0, 1)
@@ -179,7 +166,7 @@ def explicit_forward(context: Context, form: Form) -> Kernel:
         return chain(*launches)
 
     def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        queries, keys, values = form.specs(ins[: form.count], attributes["heads"])
+        queries, keys, values = specs_by_heads(ins[:3], attributes["heads"])
         scores = _scores_spec(context, queries, attributes)
         diagonal = scores.with_shape(scores.shape[0] * scores.shape[1]).with_dtype(scores.dtype.wide)
         masks = mask_workspace(context, scores.size, scores.dtype) if attributes.get("p", 0.0) else []
@@ -202,18 +189,17 @@ def _log_sum_exp(own: Tensor, picked: Tensor, statistic: Tensor) -> list[Launch]
     ]
 
 
-def explicit_backward(context: Context, form: Form) -> Kernel:
-    """The row of a backward op: (dy, queries, keys and values, y, log_sum_exp, seed?) -> their gradients."""
+def explicit_backward(context: Context) -> Kernel:
+    """The row of attention_grad: (dy, q, k?, v?, y, log_sum_exp, no bias, seed?) -> dq, dk?, dv?."""
 
     def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        dy, given, rest = ins[0], ins[1 : 1 + form.count], ins[3 + form.count :]
-        parts = form.views(given, attributes["heads"])
-        shared = _Explicit(context, parts, rest[0] if rest else None, attributes)
-        sources = (*parts, heads_view(dy, 1, shared.heads)[0])
+        parts = by_heads(ins[1:4], attributes["heads"])
+        shared = _Explicit(context, parts, ins[7], attributes)
+        sources = (*parts, heads_view(ins[0], 1, shared.heads)[0])
         operands = [_Operand(source, scratch) for source, scratch in zip(sources, work[:4], strict=True)]
         dq, dk, dv, all_p, all_dp, *rest = work[4:]
         all_dropped, mask_work = (rest[0], rest[1:]) if rest else (all_p, [])
-        targets = form.views(outs, shared.heads)
+        targets = by_heads(outs, shared.heads)
         launches = [launch for operand in operands for launch in operand.packing()]
         for block in reversed(shared.blocks):  # the last block writes all of dk and dv, the others add
             start, stop, keys = block.start, block.stop, block.keys
@@ -239,7 +225,7 @@ def explicit_backward(context: Context, form: Form) -> Kernel:
         return chain(*launches, copying(targets[1], dk), copying(targets[2], dv))
 
     def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        queries, keys, values = form.specs(ins[1 : 1 + form.count], attributes["heads"])
+        queries, keys, values = specs_by_heads(ins[1:4], attributes["heads"])
         scores = _scores_spec(context, queries, attributes)
         masks = [scores, *mask_workspace(context, scores.size, scores.dtype)] if attributes.get("p", 0.0) else []
         return [queries, keys, values, values, queries, keys, values, scores, scores, *masks]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
+from ttrain.core.attention_mask import FULL, PAIRS, alibi_slopes
 from ttrain.core.spec import TensorSpec
-from ttrain.core.visibility import alibi_slopes
 from ttrain.device.torch.native.codegen import call
 from ttrain.device.torch.native.elementwise import NO_MASK, mask
 from ttrain.device.torch.native.native import Native, Rule, Sizing, fp32
@@ -28,73 +26,44 @@ def _scratch(qkv: TensorSpec, heads: int, backward: bool, threads: int) -> Tenso
 
 
 def _attention(request: Request, sizing: Sizing) -> Native | None:
-    """Forward on (qkv, seed), backward on (dy, qkv, y, log_sum_exp, seed)."""
-    backward, settings = request.op == "self_attention_grad", request.settings
-    qkv, heads, p = request.input(int(backward)), settings["heads"], settings.get("p", 0.0)
-    if not stored((qkv, *request.outputs)) or qkv.size == 0:
-        return None
-    width, features, kind = qkv.shape[2] // (3 * heads), qkv.shape[2] // 3, c_type(qkv)
-    seed = len(request.inputs) - 1
-    made = mask(f"*in<i64>(a, {seed})", p, settings.get("stream", 0)) if p else NO_MASK
+    """Forward on (q, k?, v?, no bias, seed?), backward on (dy, q, k?, v?, y, log_sum_exp, no bias, seed?).
 
-    def parts(pointer: str) -> list[str]:
-        return [pointer, f"{pointer} + {features}", f"{pointer} + {2 * features}"]
-
-    given = parts(f"in<{kind}>(a, {int(backward)})")
-    return _native(request, sizing, qkv, given, parts, heads, width, 3 * features, 1 / width**0.5, made)
-
-
-def _separate(request: Request, sizing: Sizing) -> Native | None:
-    """Forward on (q, k, v), backward on (dy, q, k, v, y, log_sum_exp). Keys as wide as values, no bias by distance."""
+    Keys as wide as values; no window, no bias by distance, and no key that lies further ahead than in a pair.
+    """
     backward, settings = request.op == "attention_grad", request.settings
-    q, v, heads = request.input(int(backward)), request.input(2 + backward), settings["heads"]
-    pairs, bias = settings["mask"] == "pairs", settings["position_bias"]
-    if not stored((q, *request.outputs)) or q.size == 0 or q.shape != v.shape or bias == "distance":
+    q, heads, rules = request.input(int(backward)), settings["heads"], settings["mask"]
+    packed, first = not request.has(1 + backward), len(request.inputs)
+    features = q.shape[2] // (3 if packed else 1)
+    alike = packed or request.input(2 + backward).shape == q.shape
+    if not stored((q, *request.outputs)) or q.size == 0 or not alike:
         return None
-    kind, width = c_type(q), v.shape[2] // heads
-    given = [f"in<{kind}>(a, {index + backward})" for index in range(3)]
-    slopes = alibi_slopes(heads).tolist() if pairs and bias == "future" else []
-    packed = q.with_shape(*q.shape[:2], 3 * q.shape[2])
-
-    def parts(pointer: str) -> list[str]:
-        return [f"out<{kind}>(a, {index})" for index in range(6, 9)]
-
-    return _native(
-        request, sizing, packed, given, parts, heads, width, q.shape[2], settings["scale"], NO_MASK, pairs, slopes
-    )  # fmt: skip
-
-
-def _native(
-    request: Request, sizing: Sizing, qkv: TensorSpec, given: list[str], parts: Callable[[str], list[str]],
-    heads: int, width: int, stride: int, scale: float, made: str, pairs: bool = False, slopes: Sequence[float] = (),
-) -> Native:  # fmt: skip
-    """`qkv` as if packed; `given` and `parts` of an output are pointers to queries, keys and values."""
-    backward, kind = request.op.endswith("_grad"), c_type(qkv)
-    batch, time, packed = qkv.shape
-    cost = (10 if backward else 4) * batch * time * time * packed // 3 // 8
-    threads = sizing.threads_for(cost, batch * heads)
-    scratch, first = _scratch(qkv, heads, backward, threads), len(request.inputs)
-    work = f"out<float>(a, {first + len(request.outputs)})"
-    table = f"static const float slopes[] = {{{', '.join(map(c_float, slopes))}}};\n" if slopes else ""
-    near = "slopes" if slopes else "(const float*)nullptr"
+    if rules.name == FULL or rules.window is not None or rules.position_bias == "distance":
+        return None
+    kind, p = c_type(q), settings.get("p", 0.0)
+    given = _three(f"in<{kind}>(a, {{}})", int(backward), packed, features)
     if backward:
-        statistics = 1 + (len(given) if len(request.outputs) == 3 else 1)  # y and log_sum_exp follow what is given
-        tensors = [
-            f"in<{kind}>(a, 0)", *given, f"in<{kind}>(a, {statistics})", f"in<float>(a, {statistics + 1})",
-            *parts(f"out<{kind}>(a, {first})"),
-        ]  # fmt: skip
+        targets = _three(f"out<{kind}>(a, {{}})", first, packed, features)
+        tensors = [f"in<{kind}>(a, 0)", *given, f"in<{kind}>(a, 4)", "in<float>(a, 5)", *targets]
     else:
         tensors = [*given, f"out<{kind}>(a, {first})", f"out<float>(a, {first + 1})"]
+    batch, time, width = *q.shape[:2], features // heads
+    threads = sizing.threads_for((10 if backward else 4) * batch * time * time * features // 8, batch * heads)
+    scratch = _scratch(q.with_shape(batch, time, 3 * features), heads, backward, threads)
+    made = mask(f"*in<i64>(a, {first - 1})", p, settings.get("stream", 0)) if p else NO_MASK
+    slopes = alibi_slopes(heads).tolist() if rules.biased else []
+    table = f"static const float slopes[] = {{{', '.join(map(c_float, slopes))}}};\n" if slopes else ""
+    near, work = "slopes" if slopes else "(const float*)nullptr", f"out<float>(a, {first + len(request.outputs)})"
     name = template(
-        "attention_grad" if backward else "attention", kind, made != NO_MASK, pairs, batch, heads, time, width, stride,
-        threads,
-    )  # fmt: skip
-    return Native((table + call(name, *tensors, c_float(scale), near, made, work),), (scratch,))
+        request.op, kind, made != NO_MASK, rules.name == PAIRS, batch, heads, time, width, q.shape[2], threads
+    )
+    return Native((table + call(name, *tensors, c_float(settings["scale"]), near, made, work),), (scratch,))
 
 
-RULES: dict[str, Rule] = {
-    "self_attention": _attention,
-    "self_attention_grad": _attention,
-    "attention": _separate,
-    "attention_grad": _separate,
-}
+def _three(pointer: str, first: int, packed: bool, features: int) -> list[str]:
+    """Pointers to queries, keys and values, which lie side by side where packed."""
+    if packed:
+        return [pointer.format(first) + f" + {part * features}" * bool(part) for part in range(3)]
+    return [pointer.format(first + part) for part in range(3)]
+
+
+RULES: dict[str, Rule] = {"attention": _attention, "attention_grad": _attention}

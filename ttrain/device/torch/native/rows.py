@@ -116,7 +116,8 @@ class NativeKernels:
                 return list(native.workspace)
             return [] if base is None else base.workspace_specs(ins, outs, attributes)
 
-        return Kernel(bind, Delivery.INPLACE if name in _INPLACE else Delivery.INTO, workspace)
+        delivery = Delivery.INPLACE if name in _INPLACE else Delivery.INTO
+        return Kernel(bind, delivery, workspace, supports=None if base is None else base.supports)
 
 
 def _base_launch(

@@ -86,10 +86,11 @@ def _layer_norm_grad(request: Request, sizing: Sizing) -> Native | None:
 
 def _softmax(request: Request, sizing: Sizing) -> Native | None:
     x, settings = request.input(0), request.settings
-    if not stored((x,)) or not _fits(x):
+    mask = settings["mask"]
+    if not stored((x,)) or not _fits(x) or not (mask.is_full or mask.is_causal):
         return None
     rows, width = rows_and_width(x.shape)
-    name = template("softmax", c_type(x), settings["causal"], rows, width, sizing.threads_for(10 * x.size))
+    name = template("softmax", c_type(x), mask.is_causal, rows, width, sizing.threads_for(10 * x.size))
     return Native((call(name, *addresses(_types(x, x), 1), c_float(settings["scale"])),))
 
 

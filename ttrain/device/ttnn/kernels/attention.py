@@ -7,68 +7,51 @@ from typing import Any
 
 import numpy as np
 
+from ttrain.core.attention_mask import AttentionMask
 from ttrain.core.mask import HIDDEN
-from ttrain.core.spec import TensorSpec
-from ttrain.core.visibility import score_bias
+from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, into, is_bf16
+from ttrain.device.ttnn.kernels.loss import log_sum, softmax_parts
 from ttrain.device.ttnn.tensors.form import TILE, TileForm, dtype_name
 from ttrain.device.ttnn.tensors.held import Held
 
 
-def causal_mask(c: Context, spec: TensorSpec, batch: int | None = None) -> Held:
-    """0 on and below the diagonal, HIDDEN above it: [T, T], or [batch, 1, T, T]."""
+def mask_bias(c: Context, spec: TensorSpec, mask: AttentionMask, batch: int | None = None) -> Held:
+    """What a mask adds to scores, HIDDEN where a key is hidden: [T, T] or [1, heads, T, T]; or [batch, 1, T, T]."""
     time = spec.shape[-1]
-    shape = (time, time) if batch is None else (batch, 1, time, time)
+    values = mask.score_bias(spec.shape[-3] if mask.biased else 1, time, HIDDEN)
+    values = values if mask.biased else values[0]
+    shape = (1, *values.shape) if mask.biased else values.shape
+    shape = shape if batch is None else (batch, 1, time, time)
+    form = TileForm(shape, dtype_name(spec.dtype))
+    return c.constant(("bias", mask), form, lambda: np.broadcast_to(values, shape))
 
-    def values() -> np.ndarray:
-        return np.broadcast_to(np.triu(np.full((time, time), HIDDEN, np.float32), 1), shape)
 
-    return c.constant("causal", TileForm(shape, dtype_name(spec.dtype)), values)
+def _scaled(c: Context, x: Held, y: Any, attributes: Attributes) -> Launch:
+    """y <- scale x + the bias of the mask."""
+    scale, mask = attributes["scale"], attributes["mask"]
+    if mask.is_full:
+        return lambda: c.tt.multiply(x.t, scale, output_tensor=y.t)
+    one, bias = c.ones_row(1, x.spec.dtype), mask_bias(c, x.spec, mask)
+    return lambda: c.tt.addcmul(bias.t, x.t, one.t, value=scale, output_tensor=y.t)
 
 
 def _softmax(c: Context) -> Kernel:
-    """With whole tiles and scores that nobody reads again, one launch in place; else mask, then softmax in place."""
+    """In place: one launch for causal scores in whole tiles that nobody reads again, else mask and then softmax."""
 
     def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
-        (x,), (y,), scale, causal = ins, outs, attributes["scale"], attributes["causal"]
+        (x,), (y,), mask = ins, outs, attributes["mask"]
         rest = {"numeric_stable": True, **c.exact}
-        if causal and x is y and x.spec.rank == 4 and x.spec.shape[-1] % TILE == 0:
-            mask = causal_mask(c, x.spec, x.spec.shape[0])
+        if mask.is_causal and x is y and x.spec.rank == 4 and x.spec.shape[-1] % TILE == 0:
+            bias, scale = mask_bias(c, x.spec, mask, x.spec.shape[0]), attributes["scale"]
             call = c.tt.scale_mask_softmax_in_place
-            return lambda: call(y.t, scale, mask.t, is_causal_mask=True, **rest)
-        one = c.ones_row(1, x.spec.dtype)
-        shape = (1,) * (4 - x.spec.rank) + x.spec.shape
-        hiding = causal_mask(c, x.spec) if causal else None
+            return lambda: call(y.t, scale, bias.t, is_causal_mask=True, **rest)
+        shape, scaled = (1,) * (4 - x.spec.rank) + x.spec.shape, _scaled(c, x, y, attributes)
 
         def run() -> None:
-            if hiding is not None:
-                c.tt.addcmul(hiding.t, x.t, one.t, value=scale, output_tensor=y.t)
-            else:
-                c.tt.multiply(x.t, scale, output_tensor=y.t)
+            scaled()
             c.tt.softmax_in_place(c.tt.reshape(y.t, shape), **rest)  # wants rank 4
-
-        return run
-
-    return into(build, overwrites=(0,))
-
-
-def _masked_softmax(c: Context) -> Kernel:
-    """Scaled scores plus what hides keys and prefers near ones, then softmax in place."""
-
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
-        (x,), (y,), scale = ins, outs, attributes["scale"]
-        _, heads, time, _ = x.spec.shape
-        rules = (attributes["mask"], attributes["position_bias"])
-        values = score_bias(*rules, heads, time, HIDDEN)
-        bias = c.constant(
-            ("bias", *rules), TileForm((1, *values.shape), dtype_name(x.spec.dtype)), lambda: values[None]
-        )
-        one = c.ones_row(1, x.spec.dtype)
-
-        def run() -> None:
-            c.tt.addcmul(bias.t, x.t, one.t, value=scale, output_tensor=y.t)
-            c.tt.softmax_in_place(y.t, numeric_stable=True, **c.exact)
 
         return run
 
@@ -97,5 +80,20 @@ def _softmax_grad(c: Context) -> Kernel:
     return into(build, overwrites=(0,))
 
 
+def _log_sum_exp(c: Context) -> Kernel:
+    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+        (y,), (scores,) = outs, work
+        scaled = _scaled(c, ins[0], scores, attributes)
+
+        def run() -> None:
+            scaled()
+            _, total, largest = softmax_parts(c, scores.t)
+            c.tt.copy(c.tt.reshape(log_sum(c, total, largest), y.t.shape), y.t)
+
+        return run
+
+    return into(build, workspace=lambda ins, outs, attributes: [ins[0].with_dtype(DType.FP32)])
+
+
 def table(c: Context) -> dict[str, Kernel]:
-    return {"softmax": _softmax(c), "masked_softmax": _masked_softmax(c), "softmax_grad": _softmax_grad(c)}
+    return {"softmax": _softmax(c), "softmax_grad": _softmax_grad(c), "log_sum_exp": _log_sum_exp(c)}
