@@ -35,6 +35,12 @@ class Elementwise(Op):
         self._function, self._gradient = function, gradient
         self._positive, self._cost = positive, cost
         self.differentiable = gradient is not None
+        REGISTRY.add(self)
+
+    def __call__(self, *inputs: Value) -> Value:
+        """Record the op into the graph of its inputs."""
+        result: Value = self.record(*inputs)
+        return result
 
     def flops(self, node: Node) -> int:
         return self._cost * node.outputs[0].spec.size
@@ -93,29 +99,25 @@ def _erf_gradient(dy: Value, y: Value, x: Value) -> Sequence[Value]:
     return [dy * exp(-(x * x)) * (2 / math.sqrt(math.pi))]
 
 
-for _op in (
-    Binary("add", "z = x + y.", lambda x, y: x + y, lambda dz, z, x, y: [dz, dz]),
-    Binary("subtract", "z = x - y.", lambda x, y: x - y, lambda dz, z, x, y: [dz, -dz]),
-    Binary("multiply", "z = x * y.", lambda x, y: x * y, lambda dz, z, x, y: [multiply(dz, y), multiply(dz, x)]),
-    Binary("divide", "z = x / y.", lambda x, y: x / y, _divide_gradient, ("y",)),
-    Binary("maximum", "z = the larger one; a tie counts for x.", lambda x, y: x.maximum(y), _maximum_gradient),
-    Binary("greater", "z = 1 where x > y, else 0.", lambda x, y: (x > y).to(x.dtype)),
-    Unary("exp", "y = e^x.", lambda x: x.exp(), lambda dy, y, x: [dy * y], cost=4),
-    Unary("expm1", "y = e^x - 1, exact near 0.", lambda x: x.expm1(), lambda dy, y, x: [dy * (y + 1.0)], cost=4),
-    Unary("log", "y = ln x, x > 0.", lambda x: x.log(), lambda dy, y, x: [dy / x], ("x",), cost=4),
-    Unary("sqrt", "y = the square root of x > 0.", lambda x: x.sqrt(), lambda dy, y, x: [dy / y * 0.5], ("x",)),
-    Unary("sin", "y = sin x.", lambda x: x.sin(), lambda dy, y, x: [dy * cos(x)], cost=8),
-    Unary("cos", "y = cos x.", lambda x: x.cos(), lambda dy, y, x: [-(dy * sin(x))], cost=8),
-    Unary("sigmoid", "y = 1 / (1 + e^-x).", lambda x: x.sigmoid(), lambda dy, y, x: [dy * (y - y * y)], cost=8),
-    Unary("tanh", "y = tanh x.", lambda x: x.tanh(), lambda dy, y, x: [op("tanh_grad").record(dy, y)], cost=8),
-    Unary("relu", "y = max(x, 0).", lambda x: x.relu(), lambda dy, y, x: [op("relu_grad").record(dy, y)]),
-    Unary("erf", "y = the error function of x.", lambda x: x.erf(), _erf_gradient, cost=8),
-    Unary("sign", "y = 1, 0 or -1 as x is above, at or below 0.", lambda x: x.sign()),
-):
-    REGISTRY.add(_op)
+add = Binary("add", "z = x + y.", lambda x, y: x + y, lambda dz, z, x, y: [dz, dz])
+subtract = Binary("subtract", "z = x - y.", lambda x, y: x - y, lambda dz, z, x, y: [dz, -dz])
+_multiply = Binary("multiply", "z = x * y.", lambda x, y: x * y, lambda dz, z, x, y: [multiply(dz, y), multiply(dz, x)])
+divide = Binary("divide", "z = x / y.", lambda x, y: x / y, _divide_gradient, ("y",))
+maximum = Binary("maximum", "z = the larger one; a tie counts for x.", lambda x, y: x.maximum(y), _maximum_gradient)
+greater = Binary("greater", "z = 1 where x > y, else 0.", lambda x, y: (x > y).to(x.dtype))
+exp = Unary("exp", "y = e^x.", lambda x: x.exp(), lambda dy, y, x: [dy * y], cost=4)
+expm1 = Unary("expm1", "y = e^x - 1, exact near 0.", lambda x: x.expm1(), lambda dy, y, x: [dy * (y + 1.0)], cost=4)
+log = Unary("log", "y = ln x, x > 0.", lambda x: x.log(), lambda dy, y, x: [dy / x], ("x",), cost=4)
+sqrt = Unary("sqrt", "y = the square root of x > 0.", lambda x: x.sqrt(), lambda dy, y, x: [dy / y * 0.5], ("x",))
+sin = Unary("sin", "y = sin x.", lambda x: x.sin(), lambda dy, y, x: [dy * cos(x)], cost=8)
+cos: Unary = Unary("cos", "y = cos x.", lambda x: x.cos(), lambda dy, y, x: [-(dy * sin(x))], cost=8)
+sigmoid = Unary("sigmoid", "y = 1 / (1 + e^-x).", lambda x: x.sigmoid(), lambda dy, y, x: [dy * (y - y * y)], cost=8)
+tanh = Unary("tanh", "y = tanh x.", lambda x: x.tanh(), lambda dy, y, x: [op("tanh_grad").record(dy, y)], cost=8)
+relu = Unary("relu", "y = max(x, 0).", lambda x: x.relu(), lambda dy, y, x: [op("relu_grad").record(dy, y)])
+erf = Unary("erf", "y = the error function of x.", lambda x: x.erf(), _erf_gradient, cost=8)
+sign = Unary("sign", "y = 1, 0 or -1 as x is above, at or below 0.", lambda x: x.sign())
 
 
-@declare
 class Scale(Unary):
     """y = factor * x for a factor that never changes during a run."""
 
@@ -133,6 +135,9 @@ class Scale(Unary):
 
     def cases(self) -> Sequence[Case]:
         return [Case((shape,), {"factor": factor}) for shape in PLAIN_SHAPES for factor in (-1.0, 0.125)]
+
+
+_scale = Scale()
 
 
 def torch_gradient(function: Any, dy: Any, x: Any) -> Any:
@@ -193,96 +198,14 @@ class Full(Op):
         return [Case((), {"spec": TensorSpec(shape), "value": 0.5}) for shape in PLAIN_SHAPES]
 
 
-def add(x: Value, y: Value) -> Value:
-    """x + y, broadcast."""
-    return op("add").record(x, y)
-
-
-def subtract(x: Value, y: Value) -> Value:
-    """x - y, broadcast."""
-    return op("subtract").record(x, y)
-
-
 def multiply(x: Value, y: Value) -> Value:
     """x * y, broadcast. A literal one on the right costs nothing."""
-    return (
-        x if is_one(y) and broadcast_shape(op("multiply"), x.spec, y.spec) == x.shape else op("multiply").record(x, y)
-    )
-
-
-def divide(x: Value, y: Value) -> Value:
-    """x / y, broadcast."""
-    return op("divide").record(x, y)
-
-
-def maximum(x: Value, y: Value) -> Value:
-    """The larger one of x and y, broadcast."""
-    return op("maximum").record(x, y)
-
-
-def greater(x: Value, y: Value) -> Value:
-    """1 where x > y, else 0, broadcast, in x's dtype."""
-    return op("greater").record(x, y)
+    return x if is_one(y) and broadcast_shape(_multiply, x.spec, y.spec) == x.shape else _multiply(x, y)
 
 
 def scale(x: Value, factor: float) -> Value:
     """factor * x for a factor that is fixed for the whole run."""
-    return x if factor == 1.0 else op("scale").record(x, factor=float(factor))
-
-
-def exp(x: Value) -> Value:
-    """e^x."""
-    return op("exp").record(x)
-
-
-def expm1(x: Value) -> Value:
-    """e^x - 1, exact near 0."""
-    return op("expm1").record(x)
-
-
-def log(x: Value) -> Value:
-    """ln x, x > 0."""
-    return op("log").record(x)
-
-
-def sqrt(x: Value) -> Value:
-    """The square root of x > 0."""
-    return op("sqrt").record(x)
-
-
-def sin(x: Value) -> Value:
-    """sin x, in radians."""
-    return op("sin").record(x)
-
-
-def cos(x: Value) -> Value:
-    """cos x, in radians."""
-    return op("cos").record(x)
-
-
-def sigmoid(x: Value) -> Value:
-    """1 / (1 + e^-x)."""
-    return op("sigmoid").record(x)
-
-
-def tanh(x: Value) -> Value:
-    """tanh x."""
-    return op("tanh").record(x)
-
-
-def relu(x: Value) -> Value:
-    """max(x, 0)."""
-    return op("relu").record(x)
-
-
-def erf(x: Value) -> Value:
-    """The error function."""
-    return op("erf").record(x)
-
-
-def sign(x: Value) -> Value:
-    """1, 0 or -1 as x is above, at or below 0; without a gradient."""
-    return op("sign").record(x)
+    return x if factor == 1.0 else _scale.record(x, factor=float(factor))
 
 
 def cast(x: Value, dtype: DType) -> Value:
