@@ -7,6 +7,7 @@ has is not refused by Hydra one at a time, but kept for `validate`, which report
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -55,6 +56,10 @@ _INSTEAD = {
 
 class NullAwareRepository(ConfigRepository):
     """A repository in which an option named `null` can be chosen: YAML reads the bare word as no value."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NullAwareRepository:
+        """Shallow: Hydra copies it for every question, and only ever gives the copy another list of sources."""
+        return copy.copy(self)
 
     def _create_defaults_list(self, config_path: str, defaults: ListConfig) -> list[InputDefault]:
         listed: list[InputDefault] = super()._create_defaults_list(config_path, defaults)

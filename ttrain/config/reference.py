@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from ttrain.config import components, registry
 from ttrain.config.help import shown
 from ttrain.config.schema import Config, sections
-from ttrain.config.validate import expected
+from ttrain.config.validate import expected, hints_of
 from ttrain.core.options import default_of
 
 HEAD = """# Config
@@ -84,7 +83,7 @@ def _table(section: str, schema: type[Any]) -> str:
 
 def _row(key: str, schema: type[Any], name: str) -> str:
     declared = schema.__dataclass_fields__[name]
-    kind = expected(typing.get_type_hints(schema)[name]) + _bounds(declared.metadata)
+    kind = expected(hints_of(schema)[name]) + _bounds(declared.metadata)
     default = shown(default_of(declared)).replace("|", "\\|")
     return f"| `{key}` | `{default}` | {kind} | {declared.metadata['help']} |"
 

@@ -124,7 +124,7 @@ _REFUSED = object()
 
 def _convert(schema: type[Any], key: str, path: str, value: Any, found: Findings) -> Any:
     """The value as its declared type, by OmegaConf's rules; whole floats such as 1e3 are integers too."""
-    hint = typing.get_type_hints(schema)[key]
+    hint = hints_of(schema)[key]
     section = path.partition(".")[0]
     if value == "???":
         many = typing.get_origin(without_none(hint)) is list
@@ -192,6 +192,16 @@ def expected(hint: Any) -> str:
     else:
         words = TYPE_WORDS.get(bare, getattr(bare, "__name__", str(bare)))
     return words if bare is hint else f"{words} or null"
+
+
+_HINTS: dict[Any, dict[str, Any]] = {}
+
+
+def hints_of(schema: type[Any]) -> dict[str, Any]:
+    """The types of a dataclass's fields by name, evaluated once."""
+    if schema not in _HINTS:
+        _HINTS[schema] = typing.get_type_hints(schema)
+    return _HINTS[schema]
 
 
 def without_none(hint: Any) -> Any:

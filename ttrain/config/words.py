@@ -13,7 +13,7 @@ from hydra.errors import OverrideParseException
 
 from ttrain.config import registry
 from ttrain.config.schema import Config, sections
-from ttrain.config.validate import NO_VALUE, VERBATIM, expected, section_type, without_none
+from ttrain.config.validate import NO_VALUE, VERBATIM, expected, hints_of, section_type, without_none
 from ttrain.core.errors import ConfigError
 
 FREE_TEXT = tuple(f"{section}.{name}" for section, name in zip(("sample", "data"), VERBATIM, strict=True))
@@ -103,7 +103,7 @@ def _hints(word: str) -> Iterator[Any]:
     if "=" not in word or section not in sections():
         return
     for schema in _schemas(section):
-        hints = typing.get_type_hints(schema)
+        hints = hints_of(schema)
         if (name or section) in hints:
             yield hints[name or section]
 
