@@ -31,6 +31,7 @@ from ttrain.config.help import EXAMPLES
 from ttrain.config.schema import Config, sections
 from ttrain.config.validate import section_type
 from ttrain.core.errors import ConfigError
+from ttrain.device.family import family_of
 from ttrain.graph.op import REGISTRY
 
 REPO = Path(__file__).parents[1]
@@ -280,6 +281,12 @@ def check_the_plugin() -> None:
         lines = [json.loads(line) for line in Path("outputs", device, "metrics.jsonl").read_text("utf-8").splitlines()]
         losses[device] = [line["train/loss"] for line in lines if "train/loss" in line]
     assert losses["cpu"] == losses["my-cpu"]
+
+    from my_family import BoardConfig  # type: ignore[import-not-found]
+
+    board = BoardConfig(name="my-board", memory_gb=2)
+    assert family_of(board).memory(board) == (2 << 30, "the board's")
+    assert [len(list(family_of(board).problems(board, rows))) for rows in (8, 12)] == [0, 1]
 
     config = composed(words)[0]
     dataset = build.build_dataset(config)

@@ -15,7 +15,7 @@ ROWS = [
     ("core",),
     ("device",),
     ("graph", "ops"),
-    ("plan", "autodiff", "cost"),
+    ("plan", "autodiff"),
     ("engine",),
     ("nn", "optim", "data"),
     ("models",),
@@ -30,7 +30,7 @@ ROOMS = [  # of train
     ("checkpoint",),
     ("runs", "sampling"),
     ("supervise", "forecast"),
-    ("loop", "calibration", "dispatch_profile", "misfit"),
+    ("loop",),
 ]
 ROOM_RANK = {room: rank for rank, row in enumerate(ROOMS) for room in row}
 CIRCLES = {  # imports that still close a circle: take out what is cured, add none

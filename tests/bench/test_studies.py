@@ -18,12 +18,13 @@ from tests.bench.pretend import ONE_THREAD, Processes, Script, alone_event, quic
 from ttrain.bench import settings, studies
 from ttrain.bench.process import events
 from ttrain.bench.results import Result
-from ttrain.bench.run import Bench, variant_device
+from ttrain.bench.run import Bench
 from ttrain.bench.settings import BenchConfig
 from ttrain.bench.workload import Job, MLPWork, ProductWork
 from ttrain.cli import main
-from ttrain.cost.published import TABLES
+from ttrain.device.family import Variant, family_of
 from ttrain.device.settings import DeviceConfig
+from ttrain.device.ttnn.cost.published import TABLES
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.settings import EngineConfig
 
@@ -182,10 +183,11 @@ def test_variants_on_a_card_open_it_otherwise_in_processes_of_their_own() -> Non
 
 def test_what_a_variant_changes() -> None:
     card = TenstorrentConfig(name="n300")
-    assert variant_device(studies.Variant("x", "static", "eth"), card) == replace(card, dispatch="eth")
-    half = variant_device(studies.Variant("x", "static", "eth", "half"), card)
+    family = family_of(card)
+    assert family.variant(card, Variant("x", "static", "eth")) == replace(card, dispatch="eth")
+    half = family.variant(card, Variant("x", "static", "eth", "half"))
     assert isinstance(half, TenstorrentConfig) and half.core_grid == [8, 4]
-    assert variant_device(studies.Variant("x", "static", None, "both"), card) is None
+    assert family.variant(card, Variant("x", "static", None, "both")) is None
 
 
 CHIP = [
@@ -203,8 +205,8 @@ CHIP = [
 def test_without_a_card_every_output_says_that_a_model_told_the_times(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr("ttrain.tasks.bench.has_card", lambda: False)
-    monkeypatch.setattr("ttrain.tasks.bench.find_spec", lambda name: None)
+    monkeypatch.setattr("ttrain.device.ttnn.runtime.environment.has_card", lambda: False)
+    monkeypatch.setattr("ttrain.device.ttnn.family.find_spec", lambda name: None)
     page, out = tmp_path / "page.md", tmp_path / "out"
     assert main(["task=bench", *words, f"bench.out={out}", f"bench.markdown={page}"]) == 0
     shown = capsys.readouterr()
@@ -221,8 +223,8 @@ def test_without_a_card_every_output_says_that_a_model_told_the_times(
 
 
 def test_published_numbers_are_those_of_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ttrain.tasks.bench.has_card", lambda: False)
-    monkeypatch.setattr("ttrain.tasks.bench.find_spec", lambda name: None)
+    monkeypatch.setattr("ttrain.device.ttnn.runtime.environment.has_card", lambda: False)
+    monkeypatch.setattr("ttrain.device.ttnn.family.find_spec", lambda name: None)
     assert main(["task=bench", "bench=dispatch", "bench.size=[2048]", f"bench.out={tmp_path}/a"]) == 0
     assert main(["task=bench", "bench=matmul", "device=n300", "bench.size=[1024]", f"bench.out={tmp_path}/b"]) == 0
     found = {}
@@ -240,7 +242,7 @@ def test_published_steps_can_be_asked_for_as_they_were_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights in bf16, plain SGD, the batch on the card: of the host's part, scalars alone are left."""
-    monkeypatch.setattr("ttrain.tasks.bench.has_card", lambda: False)
+    monkeypatch.setattr("ttrain.device.ttnn.runtime.environment.has_card", lambda: False)
     words = ["task=bench", "bench=shapes", "device=n300", "bench.batch=[4096]", "bench.dim=[2048]"]
     measured = ["bench.precision=[bf16_pure]", "bench.resident_batch=true"]
     times, notes = {}, {}
@@ -333,7 +335,7 @@ def test_a_bad_request_is_one_line_and_exit_code_2(
     words: list[str], said: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ttrain.tasks.bench.has_card", lambda: False)
+    monkeypatch.setattr("ttrain.device.ttnn.runtime.environment.has_card", lambda: False)
     assert main(["task=bench", *words]) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith(f"ttrain: {said}"), shown.err

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from ttrain.core.tables import fitted
+from ttrain.core.tables import Table, fitted
 from ttrain.sweep.outcome import print_table
 from ttrain.tasks import plan, runs
-from ttrain.train.forecast.plan_report import Table
 from ttrain.train.runs.inspect import RunInfo
 
 

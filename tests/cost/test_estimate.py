@@ -12,9 +12,12 @@ import pytest
 from ttrain.cli import main
 from ttrain.core.spec import DType
 from ttrain.core.units import format_duration
-from ttrain.cost.programs import stream
 from ttrain.device.settings import DeviceConfig
+from ttrain.device.timing import Work
 from ttrain.device.torch.device import cpu
+from ttrain.device.ttnn.cost import step_time
+from ttrain.device.ttnn.cost.programs import stream
+from ttrain.device.ttnn.cost.step_time import split_time, wormhole_estimate, wormhole_time
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine
@@ -24,7 +27,7 @@ from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.train.forecast import kernel_times, peak
-from ttrain.train.forecast.estimate import Work, host_estimate, split_time, wormhole_estimate, wormhole_time
+from ttrain.train.forecast.estimate import host_estimate
 from ttrain.train.forecast.kernel_times import KernelTimes
 from ttrain.train.forecast.memory_picture import memory_over_time
 from ttrain.train.forecast.peak import Rates
@@ -84,20 +87,18 @@ def test_two_queues_hide_the_input(work: Work) -> None:
     assert one.bottleneck == "host_input"
 
 
-def test_halves_of_a_chip_are_for_runs_that_are_too_small_to_fill_it(work: Work) -> None:
+def test_halves_of_a_chip_are_for_runs_that_are_too_small_to_fill_it(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
     card = TenstorrentConfig(name="n300")
     small = split_time(work, card, "traced")
     assert small.gains and small.side_by_side < small.in_turn and "device.subdevices=2" in small.text("traced")
-
-    class Moves(Work):
-        def programs(self) -> list[tuple[int, list[Any]]]:
-            return [(1, [stream((8192, 8192), (8192, 8192))] * 3)]
-
-    large = split_time(Moves(work.nodes, 0, 0), card, "traced")
-    assert not large.gains and "halves gain nothing" in large.text("traced")
     # Issued by the host one by one, two runs share what the host can issue.
     issued = split_time(work, card, "static")
     assert issued.side_by_side >= 2 * wormhole_time(work, card, "static").dispatch * 0.9
+    monkeypatch.setattr(step_time, "programs_of", lambda _: [(1, [stream((8192, 8192), (8192, 8192))] * 3)])
+    large = split_time(Work(work.nodes, 0, 0), card, "traced")
+    assert not large.gains and "halves gain nothing" in large.text("traced")
 
 
 def test_every_kernel_of_a_plan_is_timed_once_and_remembered(steps: Any, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.tables import Table, plain_table
 from ttrain.device.base import NUMPY_DTYPES, Device
 from ttrain.device.null import NullDevice
 from ttrain.device.settings import DeviceConfig
@@ -29,7 +30,7 @@ from ttrain.optim.sgd import SGD
 from ttrain.plan import build_plan
 from ttrain.plan.report import CLASSES, arena_buffers, show_plan, step_cost
 from ttrain.train.checkpoint.checkpoint import CheckpointContent, save_checkpoint
-from ttrain.train.forecast.plan_report import PlanReport, Table, parameter_groups, plain_table, plan_report
+from ttrain.train.forecast.plan_report import PlanReport, parameter_groups, plan_report
 from ttrain.train.steps.session import Session, flops_per_step
 from ttrain.train.steps.step_graph import StepGraph
 

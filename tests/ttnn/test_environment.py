@@ -16,7 +16,7 @@ import pytest
 from ttrain.core.errors import EXIT_DEVICE_BUSY, ConfigError, DeviceBusy, DeviceUnavailable
 from ttrain.device.ttnn.mock import standin
 from ttrain.device.ttnn.mock.elf import MARK, return_only
-from ttrain.device.ttnn.runtime import environment, mesh
+from ttrain.device.ttnn.runtime import environment, examine, mesh
 from ttrain.device.ttnn.runtime.holders import holders
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
@@ -189,7 +189,7 @@ def test_holders_are_found_by_their_open_files(tmp_path: Path) -> None:
 def test_the_doctor_says_what_is_missing_and_how_to_mend_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from ttrain.tasks import doctor
 
-    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "none")
+    monkeypatch.setattr(examine, "DRIVER", tmp_path / "none")
     monkeypatch.setenv("TT_METAL_SIMULATOR", str(tmp_path / "lib.so"))
     lines: list[str] = []
     doctor.report(lines.append, opening=False)
@@ -201,19 +201,18 @@ def test_the_doctor_says_what_is_missing_and_how_to_mend_it(monkeypatch: pytest.
 
 
 def test_the_doctor_shows_cards_firmware_and_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from ttrain.tasks import doctor
 
     (tmp_path / "version").write_text("2.1.0\n", "ascii")
-    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(examine, "DRIVER", tmp_path / "version")
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "0").touch()
     card = tmp_path / "class" / "tenstorrent!0"
     card.mkdir(parents=True)
     (card / "tt_card_type").write_text("n150\n", "ascii")
     (card / "tt_fw_bundle_ver").write_text("18.5.0.0\n", "ascii")
-    assert doctor._driver().text == "tenstorrent 2.1.0"
-    assert doctor._cards(tmp_path / "dev").text.startswith("1 in ")
-    (found,) = doctor._firmware(tmp_path / "class")
+    assert examine._driver().text == "tenstorrent 2.1.0"
+    assert examine._cards(tmp_path / "dev").text.startswith("1 in ")
+    (found,) = examine._firmware(tmp_path / "class")
     assert found.text == "card type n150, fw bundle ver 18.5.0.0"
 
 
@@ -236,15 +235,14 @@ def test_the_doctor_tries_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_the_doctor_opens_all_chips_over_their_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ttrain.tasks import doctor
 
     def probe(mode: str, name: str, seconds: float, chips: int = 1) -> dict[str, Any]:
         if chips > 1:
             return {"error": "Ethernet link 3 is down"}
         return {"opened": {"arch": "wormhole_b0", "cores": [8, 7], "chips": 2}}
 
-    monkeypatch.setattr(doctor, "probe", probe)
-    card, links = doctor._open_cards()
+    monkeypatch.setattr(examine, "probe", probe)
+    card, links = examine._open_cards()
     assert card.state == "ok"
     assert (links.subject, links.state, links.text) == ("fabric links", "broken", "Ethernet link 3 is down")
     assert "device.mesh=[1,1]" in links.fix
@@ -255,8 +253,8 @@ def test_every_finding_that_is_not_ok_says_what_to_do(monkeypatch: pytest.Monkey
 
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("TT_METAL_SIMULATOR", str(tmp_path / "lib.so"))
-    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "none")
-    monkeypatch.setattr(doctor, "probe", lambda *_: {"error": "no"})
+    monkeypatch.setattr(examine, "DRIVER", tmp_path / "none")
+    monkeypatch.setattr(examine, "probe", lambda *_: {"error": "no"})
     findings = list(doctor.examine())
     assert {finding.subject for finding in findings} >= {"C++ compiler", "torch", "driver", "cards", "simulator"}
     assert [finding.subject for finding in findings if finding.state != "ok" and not finding.fix] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -13,11 +12,13 @@ from typing import Any
 import pytest
 
 from ttrain.core.errors import EXIT_USER
+from ttrain.device.family import Failed
+from ttrain.device.ttnn.misfit import Run, misfit
 from ttrain.device.ttnn.runtime.environment import opening_failure
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.models.settings import GPTConfig, MLPConfig
 from ttrain.optim.settings import AdamWConfig, OptimizerConfig, SGDConfig
-from ttrain.train.misfit import Run, misfit
+from ttrain.train.forecast.out_of_memory import shrinking_keys
 from ttrain.train.settings import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +40,20 @@ def fatal(text: str) -> RuntimeError:
 
 def a_run(engine: str = "static", precision: str = "bf16", sizes: dict[str, int] | None = None, **device: Any) -> Run:
     board = TenstorrentConfig(name="n300", mode="mock", **device)
-    return Run(board, TrainConfig(batch_size=8), GPTConfig(), precision, engine, AdamWConfig(), **(sizes or {}))
+    return run_of(board, TrainConfig(batch_size=8), GPTConfig(), precision, engine, AdamWConfig(), **(sizes or {}))
+
+
+def run_of(
+    board: TenstorrentConfig,
+    train: TrainConfig,
+    model: Any,
+    precision: str,
+    engine: str,
+    optimizer: OptimizerConfig | None = None,
+    **sizes: int,
+) -> Run:
+    keys = shrinking_keys(train, model, precision, engine, optimizer)
+    return Run(board, Failed(precision, engine, train.batch_size, keys, hasattr(model, "vocabulary"), **sizes))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +93,7 @@ def test_an_idle_region_is_offered_where_it_is_enough() -> None:
 
 
 def test_hosted_tables_are_offered_to_models_that_have_some() -> None:
-    run = Run(TenstorrentConfig(name="n150"), TrainConfig(), MLPConfig(), "bf16", "static")
+    run = run_of(TenstorrentConfig(name="n150"), TrainConfig(), MLPConfig(), "bf16", "static")
     assert not any("host_resident" in key for key in getattr(misfit(fatal(FAR), run), "keys", ["host_resident"]))
 
 
@@ -93,7 +107,8 @@ def test_hosted_tables_are_offered_to_models_that_have_some() -> None:
     ],
 )
 def test_moments_in_bf16_are_offered_where_there_are_moments(optimizer: OptimizerConfig, offered: bool) -> None:
-    found = misfit(fatal(FAR), dataclasses.replace(a_run(), optimizer=optimizer))
+    board = TenstorrentConfig(name="n300", mode="mock")
+    found = misfit(fatal(FAR), run_of(board, TrainConfig(batch_size=8), GPTConfig(), "bf16", "static", optimizer))
     assert found is not None
     assert any(key.startswith("optimizer.state_dtype=bf16") for key in found.keys) == offered
 

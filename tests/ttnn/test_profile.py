@@ -10,9 +10,9 @@ import pytest
 
 from ttrain.cli import main
 from ttrain.core.errors import UserError
+from ttrain.device.ttnn.runtime.dispatch_profile import DispatchProfile
 from ttrain.device.ttnn.runtime.environment import opening_failure
 from ttrain.device.ttnn.runtime.profile import Dispatch, after, find_report, profiler_variables, read_report
-from ttrain.train.dispatch_profile import DispatchProfile
 
 # Columns as ttnn 0.81.1 names them; a report has many more.
 RUNTIME = (

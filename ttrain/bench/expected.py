@@ -20,7 +20,8 @@ def expected_seconds(job: Job, contender: Contender, device: Device) -> float | 
     Kernels are timed on `device` now, whatever was measured before: what disturbs the machine then disturbs both.
     """
     from ttrain.bench.engines import EngineContender
-    from ttrain.train.forecast.estimate import Work, host_estimate
+    from ttrain.device.timing import Work
+    from ttrain.train.forecast.estimate import host_estimate
     from ttrain.train.forecast.kernel_times import KernelTimes
 
     if not isinstance(contender, EngineContender) or contender.name != "static":

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ttrain.bench.results import COST_MODEL, SIMULATED, Earlier, JobResult, Result, Row
 from ttrain.bench.tables import Lines, sweep_tables, tables_of
+from ttrain.config.registry import families
 from ttrain.core.tables import fitted, window
 
 BUSY = 0.1  # share of all cores used by others from which on a note says so
@@ -42,11 +43,11 @@ def notes(result: Result, job: JobResult, earlier: Earlier | None) -> Iterator[s
     device = job.device
     if job.basis == COST_MODEL:
         yield (
-            f"These times are from the cost model of a Wormhole chip ({device['name']}), not from a card: there is "
-            "none here. docs/planning.md tells what the model rests on."
+            f"These times are from {device['model']} ({device['name']}), not from a card: there is none here. "
+            "docs/planning.md tells what the model rests on."
         )
         if any(row.published_ms is not None for row in job.rows.values()):
-            yield f"Published: measured by others on one chip of an n300, {device['published']}."
+            yield f"Published: {device['published']}."
             if job.parameters is not None and not (job.precision == "bf16_pure" and job.resident):
                 yield (
                     "The published steps kept their weights in bf16 and the batch on the card, which "
@@ -57,7 +58,8 @@ def notes(result: Result, job: JobResult, earlier: Earlier | None) -> Iterator[s
             yield f"On a simulator: {device.get('note')}."
         facts = ", ".join(f"{device[key]} {unit}" for key, unit in (("threads", "threads"),) if key in device)
         made = [device.get("hardware") or device.get("arch"), facts.replace("1 threads", "1 thread")]
-        versions = [f"{name} {device[name]}" for name in ("torch", "ttnn") if name in device]
+        packages = ("torch", *(family.package for family in families()))
+        versions = [f"{name} {device[name]}" for name in packages if name in device]
         yield f"{device['name']}: {', '.join(filter(None, [*map(str, filter(None, made)), *versions]))}."
     if job.others_cpu is not None and job.others_cpu >= BUSY:
         yield (

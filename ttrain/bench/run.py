@@ -19,12 +19,12 @@ from ttrain.bench.process import Caches, Event, WorkerFailed, events
 from ttrain.bench.progress import Progress
 from ttrain.bench.results import MOCKED, JobResult, Result, Row
 from ttrain.bench.settings import BenchConfig, StartupBenchConfig, TimedConfig, TrainingBenchConfig
-from ttrain.bench.studies import Study, Variant
+from ttrain.bench.studies import Study
 from ttrain.bench.workload import Job, ProductWork
 from ttrain.core.errors import UserError
 from ttrain.core.units import format_bytes, format_duration
+from ttrain.device.family import Variant, family_of
 from ttrain.device.settings import DeviceConfig
-from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.settings import EngineConfig
 
 Start = Callable[[Mapping[str, Any], Path, Mapping[str, str] | None], Iterator[Event]]
@@ -41,7 +41,7 @@ _APART_ROUNDS = 3  # of variants that need a process each
 class Bench:
     """One run of a study. `save` is called whenever `result` has grown.
 
-    `modelled` says whether a Tenstorrent chip is meant that is not here: then times come from the cost model. `mocked`
+    `modelled` says whether a chip is meant that is not here: then times come from the cost model. `mocked`
     says whether the host's time per step is measured on a mocked board as well.
     """
 
@@ -74,11 +74,11 @@ class Bench:
 
     def _model(self) -> None:
         """Every job on the cost model."""
-        from ttrain.bench.modelled import jobs_of, modelled, told
+        from ttrain.bench.modelled import jobs_of, modelled
 
-        assert isinstance(self.device, TenstorrentConfig)
+        model = family_of(self.device).time_model(self.device)
         listed = list(jobs_of(self.study))
-        self.result.notes += filter(None, [told(self.study)])
+        self.result.notes += filter(None, [model.told(self.study.published)])
         with self.progress.stage(f"cost model of {self.device.name}") as stage:
             for number, (job, variants) in enumerate(listed):
                 stage.tell(job.work.title, number / len(listed))
@@ -88,8 +88,8 @@ class Bench:
 
     def _mock(self, folder: Path) -> None:
         """Host time per step by engine, of every job that trains."""
-        assert isinstance(self.device, TenstorrentConfig)
-        device = replace(self.device, mode="mock")
+        device = family_of(self.device).mocked(self.device)
+        assert device is not None  # or nobody would have asked
         for job, variants in zip(self.study.jobs, self.study.variants, strict=True):
             if isinstance(job.work, ProductWork):
                 continue
@@ -214,7 +214,7 @@ class Bench:
             order.shuffle(turns)
             for variant in turns:
                 row = found.rows[variant.name]
-                device = variant_device(variant, self.device)
+                device = family_of(self.device).variant(self.device, variant)
                 if device is None:
                     row.status, row.reason = "left out", "one product can't be shared between sub-devices yet"
                 elif row.status != "failed":
@@ -249,21 +249,6 @@ class Bench:
             for row in rows:
                 if row.status != "failed":
                     row.fail(str(error))
-
-
-def variant_device(variant: Variant, device: DeviceConfig) -> DeviceConfig | None:
-    """The device that a variant opens; None for what can't be run."""
-    if variant.part == "both":
-        return None
-    if not isinstance(device, TenstorrentConfig):
-        return device
-    from ttrain.train.forecast.estimate import chip_setting
-
-    device = replace(device, dispatch=variant.dispatch or device.dispatch)
-    if variant.part == "half":
-        rows, columns = chip_setting(device, variant.engine).cores
-        device = replace(device, core_grid=[rows, columns // 2])
-    return device
 
 
 def _first_step(row: Row, temperature: str) -> float:

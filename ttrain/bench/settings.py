@@ -89,7 +89,7 @@ class GPTBenchConfig(TrainingBenchConfig):
     size: str = option(
         "char",
         "char: 4 layers, 128 wide, 12 x 64 tokens; nano: 6 layers, 384 wide, 8 x 256 tokens; nano32: 32 x 256 tokens "
-        "and a vocabulary of 256, as published for a Wormhole chip; gpt2: 124M parameters, 2 x 256 tokens",
+        "and a vocabulary of 256, as others published for one chip; gpt2: 124M parameters, 2 x 256 tokens",
         choices=GPT_SIZES,
     )
 
@@ -177,7 +177,7 @@ class MemoryBenchConfig(ContestConfig, TimedConfig):
 
 @dataclass
 class ChipBenchConfig(TimedConfig):
-    """A benchmark of ways to use one Tenstorrent chip; on the cost model where there is no card."""
+    """A benchmark of ways to use one chip of a card; on the cost model where there is no card."""
 
     precision: list[str] = option(["bf16"], "precisions, each measured by itself", choices=PRECISIONS)
     resident_batch: bool = option(

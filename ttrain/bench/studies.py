@@ -22,19 +22,10 @@ from ttrain.bench.settings import (
     TrainingBenchConfig,
 )
 from ttrain.bench.workload import GPT_WORK, MLP_WORK, Job, MLPWork, ProductWork, Work
+from ttrain.device.family import Variant
 
 T = TypeVar("T")
 PUBLISHED_GPT, PUBLISHED_MLP = GPT_WORK["nano32"], MLP_WORK["1024x512"]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to run a job on a Tenstorrent chip. `part` is full, half (of the cores), or both (halves, two queues)."""
-
-    name: str
-    engine: str
-    dispatch: str | None = None  # None: as configured
-    part: str = "full"
 
 
 @dataclass(frozen=True)
@@ -43,8 +34,8 @@ class Study:
 
     `kind` tells how: "contest" is interleaved steps, before them starts in processes of their own where the config asks
     for that; "sweep" the same over many sizes, shown in one table; "startup" starts only; "memory" peak memory first;
-    "chip" variants of running a job on one Tenstorrent chip instead of contenders. `published` names the tables of
-    ttrain/cost/published.py that the times of a chip can be compared with.
+    "chip" variants of running a job on one chip instead of contenders. `published` names the tables of published times
+    that those of a chip can be compared with.
     """
 
     name: str

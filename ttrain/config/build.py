@@ -18,8 +18,8 @@ from ttrain.config.registry import component
 from ttrain.config.schema import Config
 from ttrain.core.errors import ConfigError
 from ttrain.core.waiting import Waiting
+from ttrain.device.family import family_of
 from ttrain.device.settings import DeviceConfig
-from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.presets import resolved
 from ttrain.models.settings import AGILLMConfig, TransformerConfig
@@ -74,7 +74,7 @@ def build_model(config: Config, vocabulary: int | None = None) -> Model:
     if isinstance(model, TransformerConfig):
         model = resolved(model)
     if isinstance(model, AGILLMConfig) and model.pad_vocabulary is None:
-        model = replace(model, pad_vocabulary=32 if isinstance(config.device, TenstorrentConfig) else 1)
+        model = replace(model, pad_vocabulary=family_of(config.device).row_multiple)
     if getattr(model, "vocabulary", 0) is None:
         model = replace(model, vocabulary=vocabulary)
     built: Model = component("model", model.name).load()(model, config.precision.compute)
@@ -130,16 +130,10 @@ def build_device(config: DeviceConfig, precision: PrecisionConfig | None = None)
 
     A precision may say how the device holds matrices.
     """
-    config = config if precision is None else device_config(config, precision)
+    if precision is not None:
+        config = family_of(config).held(config, precision.name)
     built: Device = component("device", config.name).load()(config)
     return built
-
-
-def device_config(config: DeviceConfig, precision: PrecisionConfig) -> DeviceConfig:
-    """The device's config with what the precision says of it: bf8 holds matrices as 8-bit block floats."""
-    if precision.name == "bf8" and isinstance(config, TenstorrentConfig):
-        return replace(config, weights="bf8")
-    return config
 
 
 def planned_device(config: DeviceConfig) -> Device:

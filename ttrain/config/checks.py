@@ -7,14 +7,13 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from ttrain.bench.settings import ChipBenchConfig
+from ttrain.config.registry import family_that
 from ttrain.config.schema import Config
-from ttrain.core.names import did_you_mean
 from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, TokensConfig
-from ttrain.device.ttnn.settings import TenstorrentConfig
+from ttrain.device.family import MOCK, family_of
 from ttrain.models.presets import resolved, size_names
 from ttrain.models.settings import AGILLMConfig, MLPConfig, TransformerConfig
 from ttrain.optim.settings import AdamWConfig, SGDConfig
-from ttrain.train.forecast.limits import DRAM
 
 Check = Callable[[Config], Iterator[str]]
 _CHECKS: list[tuple[frozenset[str], Check]] = []
@@ -86,7 +85,7 @@ def _block_schedule(config: Config) -> Iterator[str]:
 
 @check("train", "device")
 def _one_capture_at_a_time(config: Config) -> Iterator[str]:
-    count = getattr(config.device, "subdevices", 1)
+    count = family_of(config.device).replicas(config.device)
     if config.train.block_schedule and count > 1:
         yield (
             f"train.block_schedule={config.train.block_schedule}: a notch captures steps anew, which would spoil what "
@@ -187,27 +186,18 @@ def _prepare(config: Config) -> Iterator[str]:
 
 def model_problems(config: Config, parameters: Iterable[str], tied: bool) -> list[str]:
     """Every problem that only shows once the model is built: names that lead to no parameter."""
-    from ttrain.device.ttnn.offload import belongs
-
-    paths = list(parameters)
-    names = config.device.host_resident if isinstance(config.device, TenstorrentConfig) else []
-    known = {path.partition(".")[0] for path in paths}
-    unknown = [name for name in names if not any(belongs(path, name) for path in paths)]
-    if tied and len(unknown) < len(names):  # the head is the embedding, which is among the others
-        unknown = [name for name in unknown if name != "head"]
-    return [f"device.host_resident: {name!r} is no part of the model. {did_you_mean(name, known)}" for name in unknown]
+    return family_of(config.device).parameter_problems(config.device, list(parameters), tied)
 
 
 @check("task", "profile", "device")
 def _profile(config: Config) -> Iterator[str]:
     if config.task.name != "profile" or config.profile.csv is not None:
         return
-    device = config.device
-    if not isinstance(device, TenstorrentConfig) or device.mode == "mock":
-        mode = f" device.mode={device.mode}" if isinstance(device, TenstorrentConfig) else ""
+    family, profiled = family_of(config.device), family_that(lambda each: each.profiles)
+    if not family.profiles or family.mode(config.device) == MOCK:
         yield (
-            f"task=profile: device={device.name}{mode} has no device profiler. Give a Tenstorrent card or simulator, "
-            "or profile.csv=<its report>; task=plan plan.show=ops tells what ops cost on any device."
+            f"task=profile: {family.named(config.device)} has no device profiler. Give a {profiled.title} card or "
+            "simulator, or profile.csv=<its report>; task=plan plan.show=ops tells what ops cost on any device."
         )
 
 
@@ -280,16 +270,17 @@ def _bench(config: Config) -> Iterator[str]:
     for key, example in _BENCH_LISTS.items():
         if getattr(bench, key, None) == []:
             yield f"bench.{key}=[]: name at least one, such as [{example}]."
-    elsewhere = not isinstance(config.device, TenstorrentConfig) and config.device.name != "auto"
-    if isinstance(bench, ChipBenchConfig) and elsewhere:
+    family = family_of(config.device)
+    if isinstance(bench, ChipBenchConfig) and family.published_on is None and config.device.name != "auto":
+        chip = family_that(lambda each: each.published_on)
         yield (
-            f"device={config.device.name}: bench={bench.name} is about a Tenstorrent chip. Give device=n150 or "
-            "device=n300, or leave it out; without a card the times come from the cost model."
+            f"device={config.device.name}: bench={bench.name} is about a {chip.title} chip. Give "
+            f"device={chip.published_on}, or leave it out; without a card the times come from the cost model."
         )
     elif config.device.name == "null":
         yield "device=null: computes nothing, so there is nothing to time. Give device=cpu or device=cuda."
-    if contest and "bf8" in bench.precision and not isinstance(config.device, TenstorrentConfig):
-        yield "bench.precision=bf8: only on Tenstorrent devices. Give bench.precision=[bf16], or device=n300."
+    for name in bench.precision if contest else []:
+        yield from _lacks_precision(config, "bench.precision", name, "bench.precision=[bf16]")
     for key in sorted(config.source.explicit):
         if key.partition(".")[0] in ("model", "data", "train", "optimizer", "schedule", "precision"):
             yield f"{key}: task=bench does not read it; the keys of bench decide what is measured."
@@ -298,57 +289,30 @@ def _bench(config: Config) -> Iterator[str]:
 
 
 @check("device", "precision")
-def _tenstorrent_precision(config: Config) -> Iterator[str]:
-    if config.precision.name == "bf8" and not isinstance(config.device, TenstorrentConfig):
-        yield f"precision={config.precision.name}: only on Tenstorrent devices. Give precision=bf16 or device=tt."
+def _precision(config: Config) -> Iterator[str]:
+    yield from _lacks_precision(config, "precision", config.precision.name, "precision=bf16")
 
 
-@check("device", "engine", "train")
-def _tenstorrent(config: Config) -> Iterator[str]:
-    device = config.device
-    if not isinstance(device, TenstorrentConfig):
-        return
-    if device.host_resident and device.mesh != [1, 1]:
-        yield (
-            f"device.host_resident={device.host_resident}: needs one chip, but device.mesh={device.mesh}. Give "
-            "device.mesh=[1,1], or device.host_resident=[]."
-        )
-    for key in ("mesh", "core_grid"):
-        size = getattr(device, key)
-        if size is not None and (len(size) != 2 or min(size) < 1):
-            yield f"device.{key}={size}: must be [rows, columns], both 1 or more."
-            return
-    if device.core_grid is not None:
-        most = (10, 14) if device.name == "p150" else (10, 8)  # of a die with all its cores; no board has more
-        if device.core_grid[0] > most[0] or device.core_grid[1] > most[1]:
-            yield (
-                f"device.core_grid={device.core_grid}: a chip of device={device.name} has at most {most[0]} rows and "
-                f"{most[1]} columns of cores. Give at most that, or null for all."
-            )
-    if device.trace_region_mb * 2**20 >= DRAM.get(device.name, 2**63):
-        yield (
-            f"device.trace_region_mb={device.trace_region_mb}: is more than device={device.name} has in all. Give a "
-            "smaller one; tens of MiB hold a step."
-        )
-    if device.profile is not None and device.mode == "mock":
-        yield f"device.profile={device.profile}: a mocked board runs no program. Use silicon or simulator, or null."
-    if device.mode == "simulator" and device.simulator is None:
-        yield "device.mode=simulator: needs device.simulator=<path of the simulator library>."
-    chips, rows = device.mesh[0] * device.mesh[1], config.train.batch_size // config.train.accumulation
-    held = {"n150": 1, "p150": 1, "n300": 2, "t3000": 8}.get(device.name)
-    if held is not None and chips > held:
-        yield f"device.mesh={device.mesh}: {chips} chips, but device={device.name} has {held}."
-    if rows % chips:
-        yield f"device.mesh={device.mesh}: {chips} chips must divide the {rows} sequences of a micro-batch."
+def _lacks_precision(config: Config, key: str, name: str, instead: str) -> Iterator[str]:
+    """Who has a precision that the device has not."""
+    having = family_that(lambda each: name in each.precisions)
+    if name in having.precisions and name not in family_of(config.device).precisions:
+        yield f"{key}={name}: only on {having.title} devices. Give {instead}, or device={having.example}."
+
+
+@check("device", "train")
+def _device(config: Config) -> Iterator[str]:
+    yield from family_of(config.device).problems(config.device, config.train.batch_size // config.train.accumulation)
 
 
 @check("device", "replicas", "run", "task")
 def _replicas(config: Config) -> Iterator[str]:
-    count = config.device.subdevices if isinstance(config.device, TenstorrentConfig) else 1
+    count = family_of(config.device).replicas(config.device)
+    divided = family_that(lambda each: each.divides)
     for key in ("seed", "lr"):
         given = getattr(config.replicas, key)
         if given is not None and count == 1:
-            yield f"replicas.{key}={given}: there is one run. Give device.subdevices=2 on a Tenstorrent device."
+            yield f"replicas.{key}={given}: there is one run. Give device.subdevices=2 on a {divided.title} device."
         elif given is not None and len(given) != count:
             yield f"replicas.{key}={given}: must hold one value for each of the {count} replicas."
         elif given is not None and min(given) < 0:
@@ -362,17 +326,11 @@ def _replicas(config: Config) -> Iterator[str]:
 
 
 @check("device", "logger", "supervise", "recover", "task")
-def _subdevices(config: Config) -> Iterator[str]:
-    device: Any = config.device
-    count = getattr(device, "subdevices", 1)
+def _shared_device(config: Config) -> Iterator[str]:
+    count = family_of(config.device).replicas(config.device)
     if count == 1:
         return
-    if device.command_queues != count:
-        yield f"device.subdevices={count}: needs a queue for each. Give device.command_queues={count} as well."
     others = {
-        "device.mesh": (device.mesh != [1, 1], "[1,1]", "one chip is divided"),
-        "device.core_grid": (device.core_grid is not None, "null", "each replica has its part of the cores"),
-        "device.host_resident": (bool(device.host_resident), "[]", "the host would make one replica wait for another"),
         "logger": (config.logger.name == "wandb", "console", "W&B follows one run per process"),
         "recover.oom": (config.recover.oom == "shrink", "stop", "the replicas share the memory"),
         "supervise.enabled": (supervised(config), "false", "a supervisor follows one run"),

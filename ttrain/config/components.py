@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ttrain.bench import settings as bench
-from ttrain.config.registry import register, rows
+from ttrain.config.registry import loaded, register, rows
 from ttrain.core.options import option
 from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, TokensConfig
 from ttrain.device.settings import DeviceConfig
-from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.settings import AGILLMConfig, GPTConfig, MLPConfig
 from ttrain.nn.precision import PrecisionConfig
 from ttrain.optim.settings import AdamWConfig, ScheduleConfig, SGDConfig
 from ttrain.train.settings import LoggerConfig, WandbConfig
+
+# Tables of names -> (config, target) that families of devices hold in their own folders.
+FAMILIES = ("ttrain.device.ttnn.settings:DEVICES",)
 
 
 @dataclass
@@ -48,8 +50,9 @@ register("device", "auto", config=DeviceConfig, target="ttrain.device.torch.devi
 register("device", "cpu", config=DeviceConfig, target="ttrain.device.torch.device:cpu")
 register("device", "cuda", config=DeviceConfig, target="ttrain.device.torch.device:cuda")
 register("device", "null", config=DeviceConfig, target="ttrain.config.build:null_device")
-for _board in ("tt", "n150", "n300", "t3000", "p150"):
-    register("device", _board, config=TenstorrentConfig, target="ttrain.device.ttnn.device:open_device")
+for _names in FAMILIES:
+    for _device, (_config, _target) in loaded(_names).items():
+        register("device", _device, config=_config, target=_target)
 
 register("optimizer", "sgd", config=SGDConfig, target="ttrain.optim.sgd:SGD")
 register("optimizer", "adamw", config=AdamWConfig, target="ttrain.optim.adamw:AdamW")

@@ -16,6 +16,7 @@ from typing import Any
 
 from ttrain.core.errors import ConfigError
 from ttrain.core.names import did_you_mean
+from ttrain.device.family import Family, family_of
 
 ENTRY_POINT_GROUP = "ttrain.plugins"
 
@@ -31,11 +32,14 @@ class Component:
 
     def load(self) -> Callable[..., Any]:
         """The class or function behind the name; imports its module on first use."""
-        if not isinstance(self.target, str):
-            return self.target
-        module, _, attribute = self.target.partition(":")
-        loaded: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-        return loaded
+        target: Callable[..., Any] = loaded(self.target) if isinstance(self.target, str) else self.target
+        return target
+
+
+def loaded(name: str) -> Any:
+    """What a constant `module:attribute` of ours names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 _ROWS: dict[tuple[str, str], Component] = {}
@@ -81,6 +85,16 @@ def groups() -> list[str]:
 def rows() -> list[Component]:
     """Every row."""
     return list(_ROWS.values())
+
+
+def families() -> list[Family]:
+    """Of the registered devices, each family once."""
+    return list(dict.fromkeys(family_of(row.config) for row in rows() if row.group == "device"))
+
+
+def family_that(answers: Callable[[Family], object]) -> Family:
+    """The first family of devices that has something, for messages that tell where it is to be had."""
+    return next((family for family in families() if answers(family)), Family())
 
 
 def load_plugins(modules: list[str]) -> None:

@@ -46,7 +46,7 @@ class PlanConfig:
         10.0, "time kernels for so long; those that are left then are estimated from their FLOPs and bytes", minimum=0
     )
     calibrate: bool = option(
-        False, "first open the Tenstorrent card and measure constants of the cost model on it; they are kept for later"
+        False, "first open the device and measure the constants of its cost model on it; they are kept for later"
     )
     limits: bool = option(False, "search the largest micro-batch and context that fit, by planning a few of each")
     memory_gb: float | None = option(None, "memory to fit into, in GiB; null takes that of the device", above=0)
@@ -54,11 +54,11 @@ class PlanConfig:
 
 @dataclass
 class ProfileConfig:
-    """What task=profile measures with the profiler of a Tenstorrent device."""
+    """What task=profile measures with the profiler of a device."""
 
     steps: int = option(3, "training steps that are profiled; with profile.csv the steps that it covers", minimum=1)
     csv: str | None = option(
-        None, "report of ttnn's profiler to read instead of running, such as cpp_device_perf_report.csv",
+        None, "report of such a profiler to read instead of running, such as cpp_device_perf_report.csv",
         path=True,
     )  # fmt: skip
     json: str | None = option(None, "file to write the same numbers into", path=True)

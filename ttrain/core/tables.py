@@ -6,9 +6,20 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
 _GAP = 2
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a title. The first column is a name, the others are numbers with their unit."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    notes: tuple[str, ...] = ()
 
 
 def window() -> int:
@@ -43,3 +54,9 @@ def fitted(rows: Sequence[Sequence[str]], width: int, left: Collection[int]) -> 
                 cells = [cell.ljust(widths[at]) if at in left else cell.rjust(widths[at]) for at, cell in pairs]
                 lines.append((number, (" " * _GAP).join(cells).rstrip()))
     return lines
+
+
+def plain_table(table: Table) -> str:
+    """A table as text that fits the window: names to the left, numbers to the right."""
+    lines = fitted([table.columns, *table.rows], window() - 2, {0})
+    return "\n".join([table.title, *(f"  {line}".rstrip() for _, line in lines), *table.notes, ""])

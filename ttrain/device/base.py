@@ -231,8 +231,11 @@ class Device(ABC):
     def describe(self) -> dict[str, Any]:
         """Facts for the run record: name, hardware, versions, threads."""
 
-    def allocate_arena(self, nbytes: int, purpose: str) -> Arena:
-        """`nbytes` zeroed bytes. Raises CaptureError once the allocator is frozen."""
+    def allocate_arena(self, nbytes: int, purpose: str, copies: bool = False) -> Arena:
+        """`nbytes` zeroed bytes. Raises CaptureError once the allocator is frozen, naming the `purpose`.
+
+        With `copies` for parameters as layers read them, whose masters lie elsewhere: a device may round them further.
+        """
         if self._frozen_by is not None:
             raise CaptureError(
                 f"{purpose}: {nbytes} bytes asked for after {self._frozen_by} was captured. All device memory is "

@@ -9,7 +9,9 @@ from ttrain.core.options import option
 
 @dataclass
 class DeviceConfig:
-    """Where a step runs."""
+    """Where a step runs. `family` names the class that answers for the device by this config, see family.py."""
+
+    family = "ttrain.device.family:Family"
 
     name: str = option("auto", "registered name of the device; auto takes a GPU where there is one, else the CPU")
     threads: int | None = option(

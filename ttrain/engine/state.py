@@ -57,7 +57,8 @@ class State:
         for (kind, dtype, run, slot, on_host), members in groups.items():
             offsets, end = run_offsets([member.spec.size for member in members])
             home = device.home(on_host)
-            arena = home.allocate_arena(end * dtype.itemsize, " ".join(filter(None, (kind.value, run, slot))))
+            purpose = " ".join(filter(None, (kind.value, run, slot)))
+            arena = home.allocate_arena(end * dtype.itemsize, purpose, copies=kind is Kind.COPY)
             for member, offset in zip(members, offsets, strict=True):
                 byte = offset * dtype.itemsize
                 self._placed[member.name] = (arena, byte, home.place(arena, byte, member.spec))

@@ -134,7 +134,7 @@ class AGILLMConfig(TransformerConfig):
     pad_vocabulary: int | None = option(
         None,
         "round the vocabulary up to a multiple of this while running; the added ids get no probability and are in no "
-        "checkpoint; null: 32 on Tenstorrent devices, else 1",
+        "checkpoint; null: what the device pads to anyway, if it does",
         minimum=1,
         changes="nothing",
     )

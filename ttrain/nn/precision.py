@@ -18,7 +18,7 @@ class PrecisionConfig:
     name: str = option(
         "fp32",
         "fp32; bf16 = bf16 compute with fp32 master weights; bf16_pure = everything in bf16, best with "
-        "optimizer.stochastic_rounding; on Tenstorrent also bf8 = bf16 with matrices read as 8-bit block floats",
+        "optimizer.stochastic_rounding; bf8 = bf16 with matrices read as 8-bit block floats, where the device has them",
         choices=PRECISIONS,
     )
 

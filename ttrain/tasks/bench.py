@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,12 @@ from ttrain.bench.run import Bench
 from ttrain.bench.settings import ContestConfig
 from ttrain.bench.studies import Study
 from ttrain.config import build
+from ttrain.config.registry import component, family_that
 from ttrain.config.schema import Config, to_dict
 from ttrain.core.errors import Interrupted, UserError
+from ttrain.device.family import MOCK, family_of
 from ttrain.device.settings import DeviceConfig
-from ttrain.device.ttnn.runtime.environment import has_card
-from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.train.runs.record import environment_record
-
-CHIP = "n300"  # that is taken where a study is about a chip and no device is named: what was published ran on one
 
 
 def run(config: Config) -> None:
@@ -73,19 +70,19 @@ def _chip(device: DeviceConfig, study: Study) -> tuple[DeviceConfig, bool, bool]
 
     Raises UserError where neither is possible.
     """
-    if study.kind == "chip" and not isinstance(device, TenstorrentConfig):
-        device = TenstorrentConfig(name=CHIP)
-    if not isinstance(device, TenstorrentConfig) or device.mode == "simulator":
+    if study.kind == "chip" and family_of(device).published_on is None:
+        name = str(family_that(lambda each: each.published_on).published_on)
+        device = component("device", name).config(name=name)
+    family = family_of(device)
+    if family.present(device):
         return device, False, False
-    mocked = device.mode == "mock"
-    modelled = mocked or not has_card()
-    if modelled and study.kind in ("startup", "memory"):
+    if study.kind in ("startup", "memory"):
         raise UserError(
-            f"bench={study.name}: measures on the device, and there is no Tenstorrent card here. Use device=cpu."
+            f"bench={study.name}: measures on the device, and there is no {family.title} card here. Use device=cpu."
         )
-    if modelled and device.name == "p150":
-        raise UserError("device=p150: there is no cost model of a Blackhole chip, and no card here. Give device=n300.")
-    return device, modelled, mocked or (modelled and study.name == "dispatch" and find_spec("ttnn") is not None)
+    family.time_model(device)  # or it says why there is none
+    mocked = family.mode(device) == MOCK or (study.name == "dispatch" and family.installed())
+    return device, True, mocked
 
 
 def _environment(config: Config) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ttrain.config import build
 from ttrain.config.checks import context_of, cross_field_problems
 from ttrain.config.schema import Config
-from ttrain.device.ttnn.settings import TenstorrentConfig
+from ttrain.device.family import SILICON, family_of
+from ttrain.device.timing import Work
 from ttrain.models.presets import size_names
 from ttrain.models.settings import TransformerConfig
 from ttrain.train.logging.meter import Forecast, Other, Pace, evaluations_left
@@ -20,10 +21,10 @@ from ttrain.train.steps.blocks import BlockSchedule
 
 if TYPE_CHECKING:
     from ttrain.device.base import Device
+    from ttrain.device.timing import Estimate
     from ttrain.engine.base import Step
     from ttrain.models.base import Model
     from ttrain.tasks.job import Job
-    from ttrain.train.forecast.estimate import Estimate, Work
     from ttrain.train.forecast.plan_report import PlanReport
     from ttrain.train.steps.session import Session
 
@@ -61,21 +62,14 @@ def expected_time(
 
     Kernels of this machine are timed for so many seconds; with 0 it goes by what was timed before, else by rates.
     """
-    from ttrain.train.calibration import known_constants
-    from ttrain.train.forecast.estimate import Work, wormhole_estimate
-
     work = Work.of(steps, report.per_step)
     context = build.data_sizes(config).context
     tokens, unit = config.train.batch_size * (context or 1), "tokens" if context else "examples"
     flops = chips * sum(report.flops.values())
     engine = config.engine.name
-    if isinstance(config.device, TenstorrentConfig):
-        if device.name == "p150":
-            return None, "There is no cost model of a Blackhole chip."
-        if device.host is not None:
-            return None, "The cost model does not know what the host computes for device.host_resident."
-        constants, source = known_constants(config.device)
-        return wormhole_estimate(work, config.device, engine, tokens, unit, flops, constants, source), ""
+    found = family_of(config.device).estimate(config.device, work, engine, tokens, unit, flops)
+    if found is not None:
+        return (None, found) if isinstance(found, str) else (found, "")
     if device.name not in ("cpu", "cuda"):
         return None, f"device={device.name} computes nothing."
     return _on_this_machine(config, work, device, tokens, unit, flops, seconds)
@@ -113,7 +107,7 @@ def pace_of(job: Job, session: Session, step: int) -> Pace:
     found = plain
     if hours is None or step >= steps:
         return Pace(plain, float("inf"), job.console.say, list)
-    if not isinstance(config.device, TenstorrentConfig) or config.device.mode == "silicon":
+    if family_of(config.device).mode(config.device) == SILICON:
         built = all(each.plan is not None for each in job.steps.values())
         found = _forecast(job, config, plain, session, job.steps) if built else _planned(job, config, plain)
     return Pace(found, 3600 * hours, job.console.say, lambda: _others(job, found, plain))
@@ -162,7 +156,7 @@ def _batches(job: Job, config: Config) -> int:
 def _others(job: Job, found: Forecast, plain: Forecast) -> list[Other]:
     """Ways that take less, each planned; none for a run that goes on, which has to stay what it is."""
     config = job.config
-    if job.point is not None or isinstance(config.device, TenstorrentConfig) or not found.step:
+    if job.point is not None or not found.step:
         return []
     others: list[Other] = []
     together: dict[str, Any] = {}

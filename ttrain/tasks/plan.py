@@ -9,16 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from ttrain.config import build
 from ttrain.config.schema import Config
+from ttrain.core.spec import TensorSpec
 from ttrain.core.units import format_bytes, format_duration
 from ttrain.core.waiting import Waiting
+from ttrain.device.family import family_of
+from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind
 from ttrain.tasks.expected import planned_session, session_to_plan
 
 if TYPE_CHECKING:
+    from ttrain.core.tables import Table
     from ttrain.device.base import Device
     from ttrain.engine.base import Step
     from ttrain.models.base import Model
-    from ttrain.train.forecast.plan_report import PlanReport, Table
+    from ttrain.train.forecast.plan_report import PlanReport
     from ttrain.train.steps.session import Session
 
 
@@ -50,17 +54,20 @@ def run(config: Config) -> None:
 
 
 def _calibrate(config: Config) -> None:
-    """Opens the card and measures. Raises UserError where the device is no card."""
-    from ttrain.core.errors import UserError
-    from ttrain.device.ttnn.settings import TenstorrentConfig
-    from ttrain.train.calibration import calibrate
-
-    device = config.device
-    if not isinstance(device, TenstorrentConfig) or device.mode != "silicon" or device.name == "p150":
-        raise UserError("plan.calibrate=true: measures the cost model of a Wormhole card. Give device=n150 or n300.")
-    with Waiting("Measuring the card"):
-        measured = calibrate(device)
+    """Opens the device and measures. Raises UserError where it has no cost model."""
+    with Waiting("Measuring the device"):
+        measured = family_of(config.device).calibrate(config.device, _recorded)
     print(measured + "\n")
+
+
+def _recorded(op: str, *specs: TensorSpec) -> Node:
+    """A node of an op on inputs of these specs."""
+    from ttrain import ops
+
+    graph = Graph()
+    value: Value = getattr(ops, op)(*(graph.input(f"x{number}", spec) for number, spec in enumerate(specs)))
+    assert value.producer is not None
+    return value.producer
 
 
 def _model(config: Config) -> Model:
@@ -90,17 +97,18 @@ def _title(config: Config, model: Model, device: str) -> str:
 
 
 def _print(tables: Sequence[Table]) -> None:
-    from ttrain.train.forecast.plan_report import plain_table
+    from ttrain.core.tables import plain_table
 
     print("\n".join(map(plain_table, tables)), flush=True)
 
 
 def _show(what: str, session: Session, steps: Any) -> None:
     """The nodes of every training step: as traced, with gradients and update, as planned, or summed up by op."""
+    from ttrain.core.tables import plain_table
     from ttrain.graph import Graph, Stage
     from ttrain.graph.show import show
     from ttrain.plan.report import show_plan
-    from ttrain.train.forecast.plan_report import op_table, plain_table
+    from ttrain.train.forecast.plan_report import op_table
 
     for name, trace in session.graph.train_steps().items():
         if what == "ops":
@@ -142,8 +150,10 @@ class _Extra:
         """Bytes to fit into, and where the number is from; None if it can't be told."""
         from ttrain.train.forecast.limits import device_memory
 
-        given = self.config.plan.memory_gb
-        return device_memory(self.device.name) if given is None else (int(given * 2**30), "plan.memory_gb")
+        given, device = self.config.plan.memory_gb, self.config.device
+        if given is not None:
+            return int(given * 2**30), "plan.memory_gb"
+        return family_of(device).memory(device) or device_memory(self.device.name)
 
     def _fits(self, model: Any) -> str:
         """A line that tells whether the plan fits; empty where that can't be told."""
@@ -158,8 +168,7 @@ class _Extra:
             needed += padding["state_padded_bytes"] - padding["state_bytes"]
         self.values["fits"] = {"fits": needed <= known[0], "available_bytes": known[0], "source": known[1]}
         keys = shrinking_keys(config.train, model, config.precision.name, config.engine.name, config.optimizer)
-        if getattr(config.device, "host_resident", None) == [] and self.vocabulary is not None:
-            keys.insert(-1, "device.host_resident=[embedding,head]")
+        keys[-1:-1] = family_of(config.device).smaller_keys(config.device, self.vocabulary is not None)
         return "\n" + fit_text(needed, *known, keys)
 
     def _padding(self, session: Session, steps: Mapping[str, Step]) -> None:
@@ -180,8 +189,8 @@ class _Extra:
             return {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
 
     def _time(self, steps: Mapping[str, Step], chips: int) -> list[Table]:
+        from ttrain.core.tables import Table
         from ttrain.tasks.expected import expected_time
-        from ttrain.train.forecast.plan_report import Table
 
         seconds = self.config.plan.seconds
         estimate, why_not = expected_time(self.config, steps, self.report, self.device, chips, seconds)
@@ -195,8 +204,8 @@ class _Extra:
         return [dataclasses.replace(step, rows=[*step.rows[:1], row, *step.rows[1:]]), *others]
 
     def _limits(self) -> Table:
+        from ttrain.core.tables import Table
         from ttrain.train.forecast.limits import largest, limit_text
-        from ttrain.train.forecast.plan_report import Table
 
         known = self._available()
         if known is None:

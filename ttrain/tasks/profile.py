@@ -1,74 +1,60 @@
-"""task=profile: what a Tenstorrent device does during training steps, by its own profiler."""
+"""task=profile: what a device does during training steps, by its own profiler."""
 
 from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ttrain.config import build
+from ttrain.config.registry import family_that
 from ttrain.config.schema import Config
 from ttrain.core.errors import UserError
+from ttrain.core.tables import plain_table
 from ttrain.core.waiting import waited_for
-from ttrain.device.ttnn.settings import TenstorrentConfig
-
-if TYPE_CHECKING:
-    from ttrain.device.ttnn.device import TenstorrentDevice
-    from ttrain.device.ttnn.runtime.profile import Dispatch
+from ttrain.device.family import Profile, family_of
 
 WARM_UP = 3  # steps that build programs, and capture where the engine does
 
 
 def run(config: Config) -> None:
     """Prints the tables, and writes profile.json=<file> if asked. Raises UserError where there is no profiler."""
-    from ttrain.train.dispatch_profile import DispatchProfile
-    from ttrain.train.forecast.plan_report import plain_table
-
-    dispatches, steps = _given(config) if config.profile.csv is not None else _measured(config)
-    if not dispatches:
-        raise UserError("task=profile: the report holds no program that ran on a device.")
-    profile = DispatchProfile.of(dispatches, steps)
+    profile = _given(config) if config.profile.csv is not None else _measured(config)
     print("\n".join(plain_table(table) for table in profile.tables()))
     if config.profile.json is not None:
         _write(Path(config.profile.json), profile.to_dict())
 
 
-def _given(config: Config) -> tuple[Sequence[Dispatch], int]:
+def _given(config: Config) -> Profile:
     """A report that exists already."""
-    from ttrain.device.ttnn.runtime.profile import read_report
+    family = family_of(config.device)
+    family = family if family.profiles else family_that(lambda each: each.profiles)
+    return family.read_profile(Path(str(config.profile.csv)), config.profile.steps)
 
-    return read_report(Path(str(config.profile.csv))), config.profile.steps
 
-
-def _measured(config: Config) -> tuple[Sequence[Dispatch], int]:
+def _measured(config: Config) -> Profile:
     """Steps on the device, with its profiler on."""
-    assert isinstance(config.device, TenstorrentConfig)  # checked with the config
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(config.device.profile or temporary)
-        device_config = dataclasses.replace(config.device, profile=str(folder))
-        return _steps(dataclasses.replace(config, device=device_config), folder), config.profile.steps
-
-
-def _steps(config: Config, folder: Path) -> Sequence[Dispatch]:
-    from ttrain.device.ttnn.runtime.profile import after
     from ttrain.tasks.job import open_session
 
     dataset = build.build_dataset(config)
     model = build.build_model(config, dataset.vocabulary)
-    device: Any = build.build_device(config.device, config.precision)
-    with closing(device), closing(open_session(config, model, device, training=True)) as session:
-        session.initialize(config.run.seed)
-        steps = {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
-        one = _one_step(config, dataset, model, steps)
-        for number in waited_for(range(1, WARM_UP + 1), "Warming up"):
-            one(number)
-        earlier = _read(device, folder)
-        for number in waited_for(range(WARM_UP + 1, WARM_UP + config.profile.steps + 1), "Profiling steps"):
-            one(number)
-        return after(_read(device, folder), earlier)
+    with tempfile.TemporaryDirectory() as folder:
+        profiler = family_of(config.device).profiler(config.device, Path(folder))
+        assert profiler is not None  # checked with the config
+        config = dataclasses.replace(config, device=profiler.config)
+        device = build.build_device(config.device, config.precision)
+        with closing(device), closing(open_session(config, model, device, training=True)) as session:
+            session.initialize(config.run.seed)
+            steps = {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
+            one = _one_step(config, dataset, model, steps)
+            for number in waited_for(range(1, WARM_UP + 1), "Warming up"):
+                one(number)
+            profiler.warm(device)
+            for number in waited_for(range(WARM_UP + 1, WARM_UP + config.profile.steps + 1), "Profiling steps"):
+                one(number)
+            return profiler.profile(device, config.profile.steps)
 
 
 def _one_step(config: Config, dataset: Any, model: Any, steps: Any) -> Any:
@@ -85,16 +71,6 @@ def _one_step(config: Config, dataset: Any, model: Any, steps: Any) -> Any:
         train(dataset.batch("train", config.run.seed, number * rows, rows), rates(number), number)
 
     return run
-
-
-def _read(device: TenstorrentDevice, folder: Path) -> Sequence[Dispatch]:
-    """What the device's profiler has recorded so far."""
-    from ttrain.device.ttnn.runtime.profile import find_report, read_report
-
-    device.synchronize()
-    with device.watched("reading the profiler"):
-        device.mesh.tt.ReadDeviceProfiler(device.mesh.handle)
-    return read_report(find_report(folder))
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:

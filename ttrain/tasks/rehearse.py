@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from ttrain.core.errors import TtrainError
-from ttrain.device.ttnn.settings import TenstorrentConfig
+from ttrain.device.family import Failed, Misfit, family_of
 
 if TYPE_CHECKING:
     from ttrain.engine.base import Step
@@ -89,20 +89,24 @@ def _one(job: Job, steps: dict[str, Step]) -> Any:
 
 def _failure(job: Job, error: Exception) -> Exception:
     """The misfit that an error tells of, with what the plan needs; else the error itself."""
-    from ttrain.train.forecast.out_of_memory import plan_needs
-    from ttrain.train.misfit import Run, misfit
+    from ttrain.train.forecast.out_of_memory import plan_needs, shrinking_keys
 
-    device, config = job.config.device, job.config
-    if isinstance(error, TtrainError) or not isinstance(device, TenstorrentConfig):
+    if isinstance(error, TtrainError):
         return error
+    config, model = job.config, job.model.config
+    precision, engine, train = config.precision.name, config.engine.name, config.train
     plans = [step.plan for step in job.steps.values() if step.plan is not None]
-    state = max((sum(plan.state_bytes().values()) for plan in plans), default=0)
-    sizes = {"state": state, "memory": job.device.memory().get("total", 0)}
-    run = Run(
-        device, config.train, job.model.config, config.precision.name, config.engine.name, config.optimizer, **sizes
+    failed = Failed(
+        precision,
+        engine,
+        rows=train.batch_size // train.accumulation,
+        smaller=shrinking_keys(train, model, precision, engine, config.optimizer),
+        vocabulary=hasattr(model, "vocabulary"),
+        state=max((sum(plan.state_bytes().values()) for plan in plans), default=0),
+        memory=job.device.memory().get("total", 0),
     )
-    found = misfit(error, run)
+    found = family_of(config.device).diagnose(config.device, error, failed)
     if found is None:
         return error
     needs = plan_needs(job.steps) if found.cause == "DRAM" else ""
-    return type(found)(f"{found} {needs}".strip(), found.cause, found.keys)
+    return Misfit(f"{found} {needs}".strip(), found.cause, found.keys)

@@ -9,11 +9,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.errors import Interrupted
+from ttrain.device.family import family_of
 from ttrain.tasks.job import Job
 from ttrain.tasks.train import prepared
 from ttrain.train.loop.interrupt import StopRequests
@@ -48,8 +49,8 @@ def run(config: Config) -> float | None:
 
 def replica_configs(config: Config) -> list[Config]:
     """What each replica would be given as a plain run."""
-    device: Any = config.device
-    count, given = device.subdevices, config.replicas
+    family, given = family_of(config.device), config.replicas
+    count = family.replicas(config.device)
     seeds = given.seed or [config.run.seed + number for number in range(count)]
     rates = given.lr or [config.optimizer.lr] * count
     explicit = {"run.seed"} if given.seed else set()
@@ -58,7 +59,7 @@ def replica_configs(config: Config) -> list[Config]:
     return [
         dataclasses.replace(
             config,
-            device=dataclasses.replace(device, subdevices=1, command_queues=1),
+            device=family.replica(config.device),
             optimizer=dataclasses.replace(config.optimizer, lr=rates[number]),
             run=dataclasses.replace(config.run, seed=seeds[number], dir=_folder(config.run.dir, number)),
             resume=_resumed(config.resume, number),

@@ -12,7 +12,7 @@ from ttrain.config import build
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config, sections, to_dict
 from ttrain.core.errors import CheckpointError, OutOfMemory
-from ttrain.device.ttnn.settings import TenstorrentConfig
+from ttrain.device.family import family_of
 from ttrain.tasks.job import Job, tokenizer_json
 from ttrain.tasks.recover import shrunk_config
 from ttrain.train.runs import resume as resuming
@@ -30,7 +30,7 @@ def run(config: Config) -> float | None:
 
     Where memory runs out and recover.oom=shrink, trains on with half the micro-batch and twice the accumulation.
     """
-    if isinstance(config.device, TenstorrentConfig) and config.device.subdevices > 1:
+    if family_of(config.device).replicas(config.device) > 1:
         from ttrain.tasks.replicas import run as run_replicas
 
         return run_replicas(config)

@@ -7,11 +7,12 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from ttrain.config import build
-from ttrain.config.registry import names
+from ttrain.config.registry import family_that, names
 from ttrain.config.schema import Config
 from ttrain.core.errors import CaptureError, ConfigError, UserError
 from ttrain.core.spec import DType
 from ttrain.core.waiting import Waiting
+from ttrain.device.family import family_of
 
 if TYPE_CHECKING:
     from ttrain.device.base import Device
@@ -34,7 +35,7 @@ def run(config: Config) -> None:
         if not device.computes:
             raise ConfigError(
                 f"device={config.device.name}: computes no values, so there is nothing to verify. Use a device that "
-                "computes, or on a Tenstorrent device verify.golden=true."
+                f"computes, or on a {family_that(lambda each: each.golden).title} device verify.golden=true."
             )
         work = _Work(config, device, engines)
         print(work.title, flush=True)
@@ -52,18 +53,14 @@ def run(config: Config) -> None:
 def _device(config: Config) -> Device:
     if not config.verify.golden:
         return build.build_device(config.device, config.precision)
-    from ttrain.device.ttnn.settings import TenstorrentConfig
-
-    if not isinstance(config.device, TenstorrentConfig):
+    family = family_of(config.device)
+    if not family.golden:
+        other = family_that(lambda each: each.golden)
         raise ConfigError(
-            f"verify.golden=true: device={config.device.name} has no reference functions. Use a Tenstorrent device, "
-            "such as device=n150."
+            f"verify.golden=true: device={config.device.name} has no reference functions. Use a {other.title} device, "
+            f"such as device={other.example}."
         )
-    from ttrain.device.ttnn.device import TenstorrentDevice
-    from ttrain.device.ttnn.mock.golden import GoldenMesh
-
-    settings = build.device_config(config.device, config.precision)
-    return TenstorrentDevice(GoldenMesh(), settings)  # type: ignore[arg-type]  # it answers like a mesh
+    return family.reference(family.held(config.device, config.precision.name))
 
 
 class _Work:
@@ -77,7 +74,7 @@ class _Work:
 
     @property
     def title(self) -> str:
-        golden = " by ttnn's reference functions" if self.config.verify.golden else ""
+        golden = f" by {family_of(self.config.device).golden}" if self.config.verify.golden else ""
         engines = ", ".join(self.engines)
         return f"Verifying on {self.device.name}{golden}, {self.dtype}, engine {engines}, against PyTorch in fp64."
 

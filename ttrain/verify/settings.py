@@ -20,7 +20,7 @@ class VerifyConfig:
         choices=("one", "all"),
     )  # fmt: skip
     golden: bool = option(
-        False, "on a Tenstorrent device, answer by the reference functions that ttnn ships instead of by a card"
+        False, "answer by the reference functions that come with a device's software, where there are some, not by it"
     )
     tolerance: float = option(1.0, "factor on every allowed error", above=0)
     json: str | None = option(None, "file to write every comparison into", path=True)

@@ -143,11 +143,10 @@ class TenstorrentDevice(Device):
     def shares(self, spec: TensorSpec, other: TensorSpec) -> bool:
         return shares_memory(spec, other)
 
-    def allocate_arena(self, nbytes: int, purpose: str) -> Shelf:
+    def allocate_arena(self, nbytes: int, purpose: str, copies: bool = False) -> Shelf:
         """A shelf takes no memory; its tensors do, when they are made."""
         self._check_open()
-        copies = self.config.weights == "bf8" and purpose.split()[:1] == ["copy"]
-        return Shelf(self.store, "bfloat8_b" if copies else None)
+        return Shelf(self.store, "bfloat8_b" if copies and self.config.weights == "bf8" else None)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -14,6 +14,8 @@ FIDELITIES = ("LoFi", "HiFi2", "HiFi3", "HiFi4")
 class TenstorrentConfig(DeviceConfig):
     """A Tenstorrent card through ttnn, a simulator of one, or a mocked board."""
 
+    family = "ttrain.device.ttnn.family:Tenstorrent"
+
     name: str = option("tt", "tt takes the card that is there; n150, n300, t3000 and p150 name a board")
     mode: str = option(
         "silicon",
@@ -54,3 +56,7 @@ class TenstorrentConfig(DeviceConfig):
         path=True,
     )  # fmt: skip
     verbose: bool = option(False, "let ttnn write its log")
+
+
+NAMES = ("tt", "n150", "n300", "t3000", "p150")
+DEVICES = dict.fromkeys(NAMES, (TenstorrentConfig, "ttrain.device.ttnn.device:open_device"))

@@ -12,8 +12,6 @@ from ttrain.core.units import format_bytes
 TRIES = 10  # plans per limit, at most
 CEILING = 2**20
 CLOSE = 0.95  # of the memory: a plan above it has little room for what is in no plan
-DRAM = {"n150": 12 * 1072693184, "n300": 12 * 1072693184, "t3000": 12 * 1072693184, "tt": 12 * 1072693184,
-        "p150": 8 * 4277141376}  # bytes of a chip: banks times bytes a bank, as ttnn reports them  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,7 @@ def _multiple(value: int, step: int) -> int:
 
 
 def device_memory(name: str) -> tuple[int, str] | None:
-    """(bytes, where the number is from) of a device, without opening it; None if it can't be told."""
-    if name in DRAM:
-        return DRAM[name], "the board's DRAM"
+    """(bytes, where the number is from) of this machine's own, without opening it; None if it can't be told."""
     if name == "cpu":
         import psutil
 

@@ -10,7 +10,7 @@ from ttrain.core.units import format_bytes
 from ttrain.optim.settings import OptimizerConfig
 from ttrain.train.settings import TrainConfig
 
-# What torch (CPU and CUDA), ttnn and the C++ runtime say where an allocation fails.
+# What torch (CPU and CUDA), the runtimes of cards and C++ say where an allocation fails.
 _SAYINGS = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc", "cannot allocate memory")
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ttrain.core.tables import Table
 from ttrain.core.units import format_bytes
 from ttrain.device.base import Device
 from ttrain.engine.base import Step
 from ttrain.engine.state import State
-from ttrain.train.forecast.plan_report import Table
 
 
 def padding_values(state: State, steps: Mapping[str, Step], device: Device) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ttrain.core.tables import fitted, window
+from ttrain.core.tables import Table, plain_table
 from ttrain.core.units import format_bytes, format_count
 from ttrain.engine.base import Step, Trace
 from ttrain.engine.state import State
@@ -19,16 +19,6 @@ from ttrain.train.protocols import SAVED_KINDS
 from ttrain.train.steps.step_graph import StepGraph
 
 STAGES = tuple(stage.value for stage in Stage)
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of text under a title. The first column is a name, the others are numbers with their unit."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -219,9 +209,3 @@ def parameter_groups(model: Model) -> dict[str, int]:
         name = ".".join(module.split(".")[:3]) or path
         groups[name] = groups.get(name, 0) + parameter.spec.size
     return groups
-
-
-def plain_table(table: Table) -> str:
-    """A table as text that fits the window: names to the left, numbers to the right."""
-    lines = fitted([table.columns, *table.rows], window() - 2, {0})
-    return "\n".join([table.title, *(f"  {line}".rstrip() for _, line in lines), *table.notes, ""])

@@ -14,7 +14,7 @@ import ttrain
 from ttrain.core.cores import core_limits
 from ttrain.core.files import sha256_json
 
-PACKAGES = ("numpy", "torch", "ttnn", "safetensors", "tokenizers", "hydra-core", "omegaconf", "wandb")
+PACKAGES = ("numpy", "torch", "safetensors", "tokenizers", "hydra-core", "omegaconf", "wandb")
 _GIT_SECONDS = 5
 
 

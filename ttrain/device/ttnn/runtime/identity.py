@@ -24,9 +24,15 @@ BOARDS = {
     "t3000": Board("wormhole_b0", 8, ("T3K",)),
     "p150": Board("blackhole", 1, ("P150", "P150_X2", "P150_X4", "P150_X8")),
 }
-
-
+# Bytes of DRAM of a chip (banks times bytes a bank, as ttnn reports them), and [rows, columns] of a die with all cores.
+DRAM = {"wormhole_b0": 12 * 1072693184, "blackhole": 8 * 4277141376}
+MOST_CORES = {"wormhole_b0": (10, 8), "blackhole": (10, 14)}
 _UNNAMED = ("CUSTOM", "INVALID", "SIMULATOR")  # machines that ttnn knows no name of
+
+
+def board(config: TenstorrentConfig) -> Board:
+    """Of a config; what `tt` finds is taken for an N150 until it is open."""
+    return BOARDS.get(config.name, BOARDS["n150"])
 
 
 def arch_of(handle: Any) -> str:

@@ -1,4 +1,7 @@
-"""Fits the constants of the Wormhole model to the first half of the published tables: `python -m ttrain.cost.fit`."""
+"""Fits the constants of the Wormhole model to the first half of the published tables.
+
+python -m ttrain.device.ttnn.cost.fit
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ttrain.cost.constants import CONSTANTS, FITTED_NAMES, Constants
-from ttrain.cost.published import SOURCE
-from ttrain.cost.reproduce import Number, findings, numbers
+from ttrain.device.ttnn.cost.constants import CONSTANTS, FITTED_NAMES, Constants
+from ttrain.device.ttnn.cost.published import SOURCE
+from ttrain.device.ttnn.cost.reproduce import Number, findings, numbers
 
 BOUNDS = {"dram_efficiency": (0.3, 0.95), "matrix_efficiency": (0.5, 1.0), "operand_cycles": (16.0, 128.0)}
 START = replace(

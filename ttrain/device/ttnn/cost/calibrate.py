@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.cost.constants import CONSTANTS, Constants
-from ttrain.cost.lowering import node_programs
-from ttrain.cost.programs import Product, Program, Scatter
-from ttrain.cost.wormhole import FIDELITY_PASSES, Setting, Wormhole
 from ttrain.device.base import Delivery, Device, Launch
-from ttrain.graph.graph import Graph, Node, Value
+from ttrain.device.family import NodeOf
+from ttrain.device.ttnn.cost.constants import CONSTANTS, Constants
+from ttrain.device.ttnn.cost.lowering import node_programs
+from ttrain.device.ttnn.cost.programs import Product, Program, Scatter
+from ttrain.device.ttnn.cost.wormhole import FIDELITY_PASSES, Setting, Wormhole
 
 Clock = Callable[[], float]
 REPEATS = 9
@@ -36,12 +36,18 @@ class Measured:
 
 
 class Calibration:
-    """Measures on `device`, which is used as `setting` says."""
+    """Measures on `device`, which is used as `setting` says, nodes that `node_of` records."""
 
     def __init__(
-        self, device: Device, setting: Setting, constants: Constants = CONSTANTS, clock: Clock = time.perf_counter
+        self,
+        device: Device,
+        setting: Setting,
+        node_of: NodeOf,
+        constants: Constants = CONSTANTS,
+        clock: Clock = time.perf_counter,
     ) -> None:
         self.device, self.setting, self.constants, self.clock = device, setting, constants, clock
+        self.node_of = node_of
         self.changed: dict[str, float] = {}
 
     def run(self) -> Constants:
@@ -55,12 +61,9 @@ class Calibration:
 
     def _bind_all(self) -> tuple[tuple[Measured, Measured], Measured, Measured]:
         """Everything is allocated before the first capture."""
-        from ttrain import ops
-
-        small, large = (self._bound(lambda a, b: ops.add(a, b), shape, shape) for shape in (SMALL, LARGE))
+        small, large = (self._bound("add", shape, shape) for shape in (SMALL, LARGE))
         square = (PRODUCT, PRODUCT)
-        product = self._bound(lambda a, b: ops.matmul(a, b), square, square)
-        return (small, large), product, self._bound(lambda x: ops.softmax(x), LARGE)
+        return (small, large), self._bound("matmul", square, square), self._bound("softmax", LARGE)
 
     def _dispatch(self, small: Measured) -> None:
         """What a call, a program in the queue and a replayed program cost."""
@@ -146,11 +149,9 @@ class Calibration:
         times = [statistics.median(self._queued([replay]) for _ in range(REPEATS)) for replay in (short, long)]
         return (times[1] - times[0]) / QUEUED
 
-    def _bound(self, record: Callable[..., Value], *shapes: tuple[int, ...]) -> Measured:
+    def _bound(self, op: str, *shapes: tuple[int, ...]) -> Measured:
         """A node on bf16 tensors of their own, launched once so that its program is built."""
-        graph = Graph()
-        inputs = [graph.input(f"x{number}", TensorSpec(shape, DType.BF16)) for number, shape in enumerate(shapes)]
-        node = self._node(record(*inputs))
+        node = self.node_of(op, *(TensorSpec(shape, DType.BF16) for shape in shapes))
         kernel = self.device.kernels[node.op.name]
         ins = [None if value is None else self.device.allocate(value.spec) for value in node.inputs]
         outs = [self.device.allocate(output.spec) for output in node.outputs]
@@ -164,8 +165,3 @@ class Calibration:
             launch()
         self.device.synchronize()
         return Measured(launch, node_programs(node))
-
-    @staticmethod
-    def _node(value: Value) -> Node:
-        assert value.producer is not None
-        return value.producer

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from ttrain.cost.constants import CONSTANTS, Constants
-from ttrain.cost.programs import Product, Program, scatter, stream
-from ttrain.cost.published import TABLES, Row, Table, spread
-from ttrain.cost.wormhole import Setting, Wormhole
+from ttrain.device.ttnn.cost.constants import CONSTANTS, Constants
+from ttrain.device.ttnn.cost.programs import Product, Program, scatter, stream
+from ttrain.device.ttnn.cost.published import TABLES, Row, Table, spread
+from ttrain.device.ttnn.cost.wormhole import Setting, Wormhole
 
 TIE = 0.03  # two times within 3 % of each other make no difference
 NOT_MODELLED = {("mlp_engines", "pytorch_cpu"): "runs on the host's CPU"}

@@ -13,14 +13,15 @@ import pytest
 
 from ttrain.cli import main
 from ttrain.core.spec import TensorSpec
-from ttrain.cost.calibrate import Calibration
-from ttrain.cost.constants import CONSTANTS, Constants
-from ttrain.cost.programs import Product, Program, scatter, stream
-from ttrain.cost.wormhole import Setting, Wormhole
 from ttrain.device.base import Device, Kernel, Launch
+from ttrain.device.ttnn.cost.calibrate import Calibration
+from ttrain.device.ttnn.cost.constants import CONSTANTS, Constants
+from ttrain.device.ttnn.cost.measured import cache_file, keep, known_constants
+from ttrain.device.ttnn.cost.programs import Product, Program, scatter, stream
+from ttrain.device.ttnn.cost.step_time import FITTED
+from ttrain.device.ttnn.cost.wormhole import Setting, Wormhole
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.train.calibration import cache_file, keep, known_constants
-from ttrain.train.forecast.estimate import FITTED
+from ttrain.tasks.plan import _recorded
 
 TRUTH = replace(
     CONSTANTS, dram_efficiency=0.5, matrix_efficiency=0.8, launch=4.5, worker_dispatch=2.0, worker_call=90.0,
@@ -105,7 +106,7 @@ class Chip(Device):
 def test_what_is_measured_is_what_the_chip_was_made_of(dispatch: str) -> None:
     setting = Setting(dispatch, issuer="native")
     chip = Chip(TRUTH, setting)
-    measured = Calibration(chip, setting, clock=chip.clock)
+    measured = Calibration(chip, setting, _recorded, clock=chip.clock)
     found = measured.run()
     names = {"launch", "native_host", "dram_efficiency", "matrix_efficiency", "scatter_efficiency", f"{dispatch}_call"}
     assert names <= measured.changed.keys()
@@ -118,7 +119,7 @@ def test_what_is_measured_is_what_the_chip_was_made_of(dispatch: str) -> None:
 def test_a_step_is_predicted_with_what_was_measured() -> None:
     setting = Setting(issuer="native")
     chip = Chip(TRUTH, setting)
-    found = Calibration(chip, setting, clock=chip.clock).run()
+    found = Calibration(chip, setting, _recorded, clock=chip.clock).run()
     programs = [Product(2048, 512, 512), stream((2048, 512), (2048, 512)), scatter((1024, 1024), (1024, 1024))] * 4
     expected = Wormhole(setting, TRUTH).step(programs).total
     assert Wormhole(setting, found).step(programs).total == pytest.approx(expected, rel=0.05)
@@ -163,7 +164,7 @@ def test_a_plan_says_where_its_constants_are_from(cache: Path, capsys: Any) -> N
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["device=cpu"], "plan.calibrate=true: measures the cost model of a Wormhole card."),
+        (["device=cpu"], "plan.calibrate=true: device=cpu has no cost model whose constants to measure."),
         (["device=p150"], "plan.calibrate=true: measures the cost model of a Wormhole card."),
         (["device=n150"], "device=n150: this machine has no Tenstorrent card"),
     ],

@@ -6,10 +6,10 @@ from dataclasses import fields, replace
 
 import pytest
 
-from ttrain.cost.constants import CONSTANTS, FITTED_NAMES, Constants
-from ttrain.cost.fit import BOUNDS, loss, median_error, report
-from ttrain.cost.published import TABLES, spread
-from ttrain.cost.reproduce import findings, mlp_step, numbers
+from ttrain.device.ttnn.cost.constants import CONSTANTS, FITTED_NAMES, Constants
+from ttrain.device.ttnn.cost.fit import BOUNDS, loss, median_error, report
+from ttrain.device.ttnn.cost.published import TABLES, spread
+from ttrain.device.ttnn.cost.reproduce import findings, mlp_step, numbers
 
 FOUND = findings()
 

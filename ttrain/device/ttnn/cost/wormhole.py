@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ttrain.cost.constants import CONSTANTS, Constants
-from ttrain.cost.programs import Product, Program, Scatter, tiles
+from ttrain.device.ttnn.cost.constants import CONSTANTS, Constants
+from ttrain.device.ttnn.cost.programs import Product, Program, Scatter, tiles
 
 GRIDS = {"worker": (7, 8), "eth": (8, 8)}  # rows, columns that compute
 FIDELITY_PASSES = {"LoFi": 1, "HiFi2": 2, "HiFi3": 3, "HiFi4": 4}  # of the matrix unit over the mantissas

@@ -10,8 +10,8 @@ pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
 from tests.ttnn.runs import adamw, golden, gpt, mlp, run, sgd
 from ttrain.core.spec import DType
-from ttrain.cost.lowering import node_programs
-from ttrain.cost.programs import Product
+from ttrain.device.ttnn.cost.lowering import node_programs
+from ttrain.device.ttnn.cost.programs import Product
 
 MODELS = {
     "gpt bf16": lambda: (gpt(DType.BF16), adamw()),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ttrain.cost.programs import Product, Scatter, Stream, stream, tile_count
-from ttrain.cost.wormhole import Setting, Wormhole
+from ttrain.device.ttnn.cost.programs import Product, Scatter, Stream, stream, tile_count
+from ttrain.device.ttnn.cost.wormhole import Setting, Wormhole
 
 
 @pytest.mark.parametrize(

@@ -5,27 +5,11 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
 
-from ttrain.core.errors import UserError
+from ttrain.device.family import Failed, Misfit
 from ttrain.device.ttnn.runtime.environment import reason
+from ttrain.device.ttnn.runtime.identity import board
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.optim.settings import OptimizerConfig
-from ttrain.train.forecast.out_of_memory import shrinking_keys
-from ttrain.train.settings import TrainConfig
-
-
-class Misfit(UserError):
-    """A step that a board does not take. `cause` names what it is short of, `keys` what would fix it."""
-
-    def __init__(self, message: str, cause: str, keys: list[str]) -> None:
-        super().__init__(message)
-        self.cause, self.keys = cause, keys
-
-    def to_dict(self) -> dict[str, Any]:
-        """Values for the run record."""
-        return {"accepted": False, "misfit": self.cause, "keys": self.keys, "reason": str(self)}
-
 
 # What ttnn says -> what is short. The first that matches counts.
 CAUSES = (
@@ -38,18 +22,15 @@ CAUSES = (
 )
 
 
+HOST_TABLES = "device.host_resident=[embedding,head]"
+
+
 @dataclass(frozen=True)
 class Run:
     """What the keys are chosen by."""
 
     device: TenstorrentConfig
-    train: TrainConfig
-    model: Any  # its small config
-    precision: str
-    engine: str
-    optimizer: OptimizerConfig | None = None
-    state: int = 0  # bytes of the persistent tensors on the board, where they are known
-    memory: int = 0  # of the board, where it is known
+    failed: Failed
 
 
 def misfit(error: BaseException, run: Run) -> Misfit | None:
@@ -81,22 +62,17 @@ def fixing_keys(cause: str, said: str, run: Run) -> list[str]:
 
 
 def _dram(said: str, run: Run) -> list[str]:
-    device, keys = run.device, _shrinking(run)
-    keys, last = keys[:-1], keys[-1:]
-    if run.memory and run.state > run.memory:  # no smaller batch helps, and no idle region
+    device, failed = run.device, run.failed
+    keys, last = list(failed.smaller[:-1]), list(failed.smaller[-1:])
+    if failed.memory and failed.state > failed.memory:  # no smaller batch helps, and no idle region
         keys = [key for key in keys if key.startswith(("precision", "optimizer"))]
         return [*keys, *_smaller_state(run), *last]
-    if run.engine != "traced" and 0 < _lacking(said) <= device.trace_region_mb * 2**20:
+    if failed.engine != "traced" and 0 < _lacking(said) <= device.trace_region_mb * 2**20:
         keys.insert(0, f"device.trace_region_mb=0 (nothing is captured, {device.trace_region_mb} MiB lie idle)")
     keys += _smaller_state(run)
-    rows = run.train.batch_size // run.train.accumulation
-    if device.name in ("n300", "t3000") and device.mesh == [1, 1] and not device.host_resident and rows % 2 == 0:
+    if board(device).chips > 1 and device.mesh == [1, 1] and not device.host_resident and failed.rows % 2 == 0:
         keys.append("device.mesh=[1,2] (half of the batch on each chip)")
     return keys + last
-
-
-def _shrinking(run: Run) -> list[str]:
-    return shrinking_keys(run.train, run.model, run.precision, run.engine, run.optimizer)
 
 
 def _lacking(said: str) -> int:
@@ -107,10 +83,10 @@ def _lacking(said: str) -> int:
 
 def _smaller_state(run: Run) -> list[str]:
     keys = []
-    if run.precision in ("fp32", "bf16", "bf8"):
+    if run.failed.precision in ("fp32", "bf16", "bf8"):
         keys.append("precision=bf16_pure (weights and moments in bf16)")
-    if not run.device.host_resident and hasattr(run.model, "vocabulary"):
-        keys.append("device.host_resident=[embedding,head] (tables and their state in host memory)")
+    if not run.device.host_resident and run.failed.vocabulary:
+        keys.append(f"{HOST_TABLES} (tables and their state in host memory)")
     return keys
 
 
@@ -122,7 +98,7 @@ def _l1(said: str, run: Run) -> list[str]:
         keys.append("device.core_grid=null (more cores share the work)")
     if device.fused_kernels is not False:
         keys.append("device.fused_kernels=false (smaller kernels)")
-    return keys + _shrinking(run)
+    return [*keys, *run.failed.smaller]
 
 
 def _trace(said: str, run: Run) -> list[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.cost.programs import Product, Program, Scatter, Stream
+from ttrain.device.ttnn.cost.programs import Product, Program, Scatter, Stream
 from ttrain.device.ttnn.tensors.form import TILE, device_shape, usual_form
-from ttrain.graph.graph import Node
 
+Node = Any  # of a graph, which lies above devices
 ONE_HOT_UP_TO = 2048  # ids: a larger vocabulary gets its gradient from ttnn's embedding_bw
 
 

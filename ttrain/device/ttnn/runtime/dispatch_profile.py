@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from ttrain.device.ttnn.runtime.profile import Dispatch
-from ttrain.train.forecast.plan_report import Table
+from ttrain.core.errors import UserError
+from ttrain.core.tables import Table
+from ttrain.device.settings import DeviceConfig
+from ttrain.device.ttnn.runtime.profile import Dispatch, after, find_report, read_report
+from ttrain.device.ttnn.settings import TenstorrentConfig
 
 LONGEST = 5
 
@@ -35,7 +39,11 @@ class DispatchProfile:
 
     @classmethod
     def of(cls, dispatches: Sequence[Dispatch], steps: int) -> DispatchProfile:
-        """Of the first device; its first gap is from before the steps and counts for nothing."""
+        """Of the first device; its first gap is from before the steps and counts for nothing. Raises UserError where
+        nothing ran on any.
+        """
+        if not dispatches:
+            raise UserError("task=profile: the report holds no program that ran on a device.")
         device = min(one.device for one in dispatches)
         mine = [one for one in dispatches if one.device == device]
         gaps = [0.0, *(one.gap for one in mine[1:])]
@@ -103,3 +111,27 @@ class DispatchProfile:
         share = f"{(busy + gap) / whole:.1%}" if whole else ""
         steps = self.steps
         return f"{count / steps:g}", cores, f"{busy / steps / 1e3:.1f} us", f"{gap / steps / 1e3:.1f} us", share
+
+
+class TtnnProfiler:
+    """Steps on a device whose profiler writes below a folder. See `Profiler`."""
+
+    def __init__(self, config: TenstorrentConfig, folder: Path) -> None:
+        self.folder = Path(config.profile or folder)
+        self.config: DeviceConfig = replace(config, profile=str(self.folder))
+        self._earlier: Sequence[Dispatch] = ()
+
+    def warm(self, device: Any) -> None:
+        """What ran until now counts for nothing."""
+        self._earlier = self._read(device)
+
+    def profile(self, device: Any, steps: int) -> DispatchProfile:
+        """Of the steps since."""
+        return DispatchProfile.of(after(self._read(device), self._earlier), steps)
+
+    def _read(self, device: Any) -> Sequence[Dispatch]:
+        """What the device's profiler has recorded so far."""
+        device.synchronize()
+        with device.watched("reading the profiler"):
+            device.mesh.tt.ReadDeviceProfiler(device.mesh.handle)
+        return read_report(find_report(self.folder))

@@ -11,10 +11,11 @@ from typing import Any
 
 from ttrain.core.files import replace_file, to_json
 from ttrain.core.folders import cache_folder
-from ttrain.cost.calibrate import Calibration
-from ttrain.cost.constants import CONSTANTS, Constants
+from ttrain.device.family import NodeOf
+from ttrain.device.ttnn.cost.calibrate import Calibration
+from ttrain.device.ttnn.cost.constants import CONSTANTS, Constants
+from ttrain.device.ttnn.cost.step_time import FITTED, chip_setting
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.train.forecast.estimate import FITTED, chip_setting
 
 _NAMES = {declared.name for declared in fields(Constants)}
 
@@ -24,12 +25,12 @@ def cache_file() -> Path:
     return cache_folder() / "wormhole.json"
 
 
-def calibrate(config: TenstorrentConfig) -> str:
+def calibrate(config: TenstorrentConfig, node_of: NodeOf) -> str:
     """Opens the card, measures, keeps what was found and says it. Raises DeviceUnavailable or DeviceBusy."""
     from ttrain.device.ttnn.device import open_device
 
     with closing(open_device(replace(config, mesh=[1, 1], subdevices=1, command_queues=1))) as device:
-        measured = Calibration(device, chip_setting(config, "static"))
+        measured = Calibration(device, chip_setting(config, "static"), node_of)
         measured.run()
         facts = device.describe()
     return keep(config, measured.changed, facts)

@@ -1,0 +1,237 @@
+"""What a family of devices answers by their config: before a run, in place of one, and after one has failed.
+
+`Family` is what is taken of a device that says nothing of its own. The config of a device names its family; only
+`family_of` looks that name up, so nothing else in ttrain has to know which families there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ttrain.core.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from ttrain.core.tables import Table
+    from ttrain.device.base import Device
+    from ttrain.device.settings import DeviceConfig
+    from ttrain.device.timing import Estimate, Work
+
+SILICON, SIMULATOR, MOCK = "silicon", "simulator", "mock"  # how a device runs; a mocked one computes nothing
+NodeOf = Callable[..., Any]  # (name of an op, TensorSpec of each input) -> a recorded node of it
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line on what this machine has: `state` is ok, missing or broken; `fix` says what to do where it is not ok."""
+
+    subject: str
+    state: str
+    text: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The step that an error ended, as far as keys that mend it are chosen by it."""
+
+    precision: str
+    engine: str
+    rows: int  # sequences of a micro-batch
+    smaller: Sequence[str]  # keys that make a step smaller on any device; the last one changes most
+    vocabulary: bool  # whether the model has tables with a row per token id
+    state: int = 0  # bytes of the persistent tensors on the device, where they are known
+    memory: int = 0  # of the device, where it is known
+
+
+class Misfit(UserError):
+    """A step that a device does not take. `cause` names what it is short of, `keys` what would fix it."""
+
+    def __init__(self, message: str, cause: str, keys: list[str]) -> None:
+        super().__init__(message)
+        self.cause, self.keys = cause, keys
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values for the run record."""
+        return {"accepted": False, "misfit": self.cause, "keys": self.keys, "reason": str(self)}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a job on a device. `part` is full, half (of the cores), or both (halves, each with a queue)."""
+
+    name: str
+    engine: str
+    dispatch: str | None = None  # None: as configured
+    part: str = "full"
+
+
+@dataclass(frozen=True)
+class Published:
+    """What others measured of a job: milliseconds, what the model says of their job, and where they disagree."""
+
+    ms: float
+    reproduced_ms: float | None
+    contradicted: str | None
+
+
+class TimeModel(Protocol):
+    """Times of work on hardware that need not be here."""
+
+    def describe(self) -> dict[str, object]:
+        """Facts for a result: `name`, `mode`, `model` (what tells the times), `source`, `published` (whose)."""
+
+    def product(self, size: int, dtype: str, variant: Variant) -> tuple[float, str]:
+        """(milliseconds, what bounds it) of a square matrix product that is waited for."""
+
+    def step(self, work: Work, variant: Variant) -> tuple[float, str]:
+        """(milliseconds, what bounds it) of an optimizer step."""
+
+    def peak_flops(self, variant: Variant) -> float:
+        """FLOP/s at most."""
+
+    def published(self, tables: Sequence[str], work: Any, variant: Variant) -> Published | None:
+        """Of the named tables the one that has this work and variant, computed in bf16."""
+
+    def told(self, tables: Sequence[str]) -> str | None:
+        """How the model does on the comparisons that the named tables make."""
+
+
+class Profile(Protocol):
+    """What a device did during some steps: plain values for JSON, and tables for people."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+    def tables(self) -> list[Table]: ...
+
+
+class Profiler(Protocol):
+    """The profiler of a device. `config` opens the device with it on."""
+
+    @property
+    def config(self) -> DeviceConfig: ...
+
+    def warm(self, device: Any) -> None:
+        """What ran until now counts for nothing."""
+
+    def profile(self, device: Any, steps: int) -> Profile:
+        """Of the steps since."""
+
+
+class Family:
+    """Devices of which nothing more is known than `Device` tells once they are open."""
+
+    title = ""  # what people call them
+    example = ""  # the device that a message offers
+    package = ""  # whose version `Device.describe` tells under its name
+    precisions: frozenset[str] = frozenset()  # that other devices do not have
+    row_multiple = 1  # rows that a vocabulary is padded to
+    published_on: str | None = None  # the device that others measured and a time model can be compared on
+    profiles = False  # whether there is a profiler of the device, and reports of it to read
+    divides = False  # whether independent runs may share a device
+    golden = ""  # whose reference functions can play the device
+
+    def named(self, config: DeviceConfig) -> str:
+        """The words that choose the device."""
+        return f"device={config.name}"
+
+    def mode(self, config: DeviceConfig) -> str:
+        """silicon, simulator or mock."""
+        return SILICON
+
+    def present(self, config: DeviceConfig) -> bool:
+        """Whether its hardware, or what plays it, is here."""
+        return True
+
+    def problems(self, config: DeviceConfig, rows: int) -> Iterator[str]:
+        """What is wrong with a config that trains micro-batches of so many sequences, a sentence each."""
+        return iter(())
+
+    def parameter_problems(self, config: DeviceConfig, paths: Sequence[str], tied: bool) -> list[str]:
+        """What is wrong with it for a model of these parameters, whose head may be its embedding."""
+        return []
+
+    def replicas(self, config: DeviceConfig) -> int:
+        """Independent runs that share the device."""
+        return 1
+
+    def replica(self, config: DeviceConfig) -> DeviceConfig:
+        """What one of them would be given as a plain run."""
+        return config
+
+    def held(self, config: DeviceConfig, precision: str) -> DeviceConfig:
+        """The config with what a precision says of how tensors are held."""
+        return config
+
+    def memory(self, config: DeviceConfig) -> tuple[int, str] | None:
+        """(bytes, where the number is from) without opening it; None if it can't be told."""
+        return None
+
+    def smaller_keys(self, config: DeviceConfig, vocabulary: bool) -> list[str]:
+        """Keys of the device itself that make a run take less of its memory."""
+        return []
+
+    def diagnose(self, config: DeviceConfig, error: BaseException, failed: Failed) -> Misfit | None:
+        """What a step does not fit into, where the error tells of that."""
+        return None
+
+    def estimate(
+        self, config: DeviceConfig, work: Work, engine: str, tokens: int, unit: str, flops: int
+    ) -> Estimate | str | None:
+        """The expected time of an optimizer step by a model of the hardware, or why there is none.
+
+        None where kernels are timed on this machine instead.
+        """
+        return None
+
+    def time_model(self, config: DeviceConfig) -> TimeModel:
+        """For hardware that is not here. Raises UserError where there is none."""
+        raise UserError(f"{self.named(config)}: there is no model of its times. Give a device that is here.")
+
+    def calibrate(self, config: DeviceConfig, node_of: NodeOf) -> str:
+        """Opens the device, measures the constants of its model, keeps them, and says so. Raises UserError."""
+        raise UserError(f"plan.calibrate=true: {self.named(config)} has no cost model whose constants to measure.")
+
+    def variant(self, config: DeviceConfig, variant: Variant) -> DeviceConfig | None:
+        """The device that a variant of a benchmark opens; None for what can't be run."""
+        return config
+
+    def mocked(self, config: DeviceConfig) -> DeviceConfig | None:
+        """The same device played by one that computes nothing; None where none can."""
+        return None
+
+    def installed(self) -> bool:
+        """Whether the software that drives them is."""
+        return True
+
+    def profiler(self, config: DeviceConfig, folder: Path) -> Profiler | None:
+        """The device's own profiler, writing below `folder`; None where it has none."""
+        return None
+
+    def read_profile(self, report: Path, steps: int) -> Profile:
+        """Of a report that a profiler wrote. Only where `profiles`."""
+        raise NotImplementedError
+
+    def reference(self, config: DeviceConfig) -> Device:
+        """The device, answering by reference functions. Only where `golden`."""
+        raise ConfigError(f"{self.named(config)} has no reference functions.")
+
+    def findings(self, opening: bool) -> Iterator[Finding]:
+        """What of them is installed and usable; with `opening` devices are opened too, each in its own process."""
+        return iter(())
+
+
+def family_of(config: DeviceConfig | type[DeviceConfig]) -> Family:
+    """The family that the config of a device, or its class, names."""
+    return _loaded(config.family)
+
+
+@cache
+def _loaded(name: str) -> Family:
+    module, _, attribute = name.partition(":")
+    family: Family = getattr(import_module(module), attribute)()
+    return family

@@ -1,0 +1,157 @@
+"""What Tenstorrent devices answer by their config. Loads settings only; what an answer needs is imported for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ttrain.core.errors import UserError
+from ttrain.device.base import Device
+from ttrain.device.family import MOCK, SILICON, Failed, Family, Finding, Misfit, NodeOf, TimeModel, Variant
+from ttrain.device.settings import DeviceConfig
+from ttrain.device.timing import Estimate, Work
+from ttrain.device.ttnn.settings import TenstorrentConfig
+
+if TYPE_CHECKING:
+    from ttrain.device.ttnn.runtime.dispatch_profile import DispatchProfile, TtnnProfiler
+
+BLACKHOLE = "blackhole"
+
+
+def _ours(config: DeviceConfig) -> TenstorrentConfig:
+    return cast(TenstorrentConfig, config)  # which names this family
+
+
+class Tenstorrent(Family):
+    """Cards, simulators of them and mocked boards."""
+
+    title = "Tenstorrent"
+    example = "n300"
+    package = "ttnn"
+    precisions = frozenset({"bf8"})
+    row_multiple = 32  # a tile
+    published_on = "n300"
+    profiles = True
+    divides = True
+    golden = "ttnn's reference functions"
+
+    def named(self, config: DeviceConfig) -> str:
+        return f"device={config.name} device.mode={_ours(config).mode}"
+
+    def mode(self, config: DeviceConfig) -> str:
+        return _ours(config).mode
+
+    def present(self, config: DeviceConfig) -> bool:
+        from ttrain.device.ttnn.runtime import environment
+
+        mode = _ours(config).mode
+        return environment.has_card() if mode == SILICON else mode != MOCK
+
+    def problems(self, config: DeviceConfig, rows: int) -> Iterator[str]:
+        from ttrain.device.ttnn.problems import problems
+
+        return problems(_ours(config), rows)
+
+    def parameter_problems(self, config: DeviceConfig, paths: Sequence[str], tied: bool) -> list[str]:
+        from ttrain.device.ttnn.problems import parameter_problems
+
+        return parameter_problems(_ours(config), paths, tied)
+
+    def replicas(self, config: DeviceConfig) -> int:
+        return _ours(config).subdevices
+
+    def replica(self, config: DeviceConfig) -> DeviceConfig:
+        return replace(_ours(config), subdevices=1, command_queues=1)
+
+    def held(self, config: DeviceConfig, precision: str) -> DeviceConfig:
+        """bf8 holds matrices as 8-bit block floats."""
+        return replace(_ours(config), weights="bf8") if precision == "bf8" else config
+
+    def memory(self, config: DeviceConfig) -> tuple[int, str] | None:
+        from ttrain.device.ttnn.runtime.identity import DRAM, board
+
+        return DRAM[board(_ours(config)).arch], "the board's DRAM"
+
+    def smaller_keys(self, config: DeviceConfig, vocabulary: bool) -> list[str]:
+        from ttrain.device.ttnn.misfit import HOST_TABLES
+
+        return [HOST_TABLES] if vocabulary and not _ours(config).host_resident else []
+
+    def diagnose(self, config: DeviceConfig, error: BaseException, failed: Failed) -> Misfit | None:
+        from ttrain.device.ttnn.misfit import Run, misfit
+
+        return misfit(error, Run(_ours(config), failed))
+
+    def estimate(
+        self, config: DeviceConfig, work: Work, engine: str, tokens: int, unit: str, flops: int
+    ) -> Estimate | str | None:
+        from ttrain.device.ttnn.cost.measured import known_constants
+        from ttrain.device.ttnn.cost.step_time import wormhole_estimate
+
+        if self._blackhole(config):
+            return "There is no cost model of a Blackhole chip."
+        if _ours(config).host_resident:
+            return "The cost model does not know what the host computes for device.host_resident."
+        constants, source = known_constants(_ours(config))
+        return wormhole_estimate(work, _ours(config), engine, tokens, unit, flops, constants, source)
+
+    def time_model(self, config: DeviceConfig) -> TimeModel:
+        from ttrain.device.ttnn.cost.time_model import WormholeModel
+
+        if self._blackhole(config):
+            raise UserError(
+                f"device={config.name}: there is no cost model of a Blackhole chip, and no card here. Give device=n300."
+            )
+        return WormholeModel(_ours(config))
+
+    def calibrate(self, config: DeviceConfig, node_of: NodeOf) -> str:
+        from ttrain.device.ttnn.cost.measured import calibrate
+
+        if _ours(config).mode != SILICON or self._blackhole(config):
+            raise UserError(
+                "plan.calibrate=true: measures the cost model of a Wormhole card. Give device=n150 or n300."
+            )
+        return calibrate(_ours(config), node_of)
+
+    def variant(self, config: DeviceConfig, variant: Variant) -> DeviceConfig | None:
+        from ttrain.device.ttnn.cost.time_model import variant_config
+
+        return variant_config(_ours(config), variant)
+
+    def mocked(self, config: DeviceConfig) -> DeviceConfig | None:
+        return replace(_ours(config), mode=MOCK)
+
+    def installed(self) -> bool:
+        return find_spec("ttnn") is not None
+
+    def profiler(self, config: DeviceConfig, folder: Path) -> TtnnProfiler | None:
+        from ttrain.device.ttnn.runtime.dispatch_profile import TtnnProfiler
+
+        return None if _ours(config).mode == MOCK else TtnnProfiler(_ours(config), folder)
+
+    def read_profile(self, report: Path, steps: int) -> DispatchProfile:
+        from ttrain.device.ttnn.runtime.dispatch_profile import DispatchProfile
+        from ttrain.device.ttnn.runtime.profile import read_report
+
+        return DispatchProfile.of(read_report(report), steps)
+
+    def reference(self, config: DeviceConfig) -> Device:
+        from ttrain.device.ttnn.device import TenstorrentDevice
+        from ttrain.device.ttnn.mock.golden import GoldenMesh
+
+        mesh: Any = GoldenMesh()  # it answers like a mesh
+        return TenstorrentDevice(mesh, _ours(config))
+
+    def findings(self, opening: bool) -> Iterator[Finding]:
+        from ttrain.device.ttnn.runtime.examine import examine
+
+        return examine(opening)
+
+    @staticmethod
+    def _blackhole(config: DeviceConfig) -> bool:
+        from ttrain.device.ttnn.runtime.identity import board
+
+        return board(_ours(config)).arch == BLACKHOLE
