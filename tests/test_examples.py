@@ -29,7 +29,7 @@ def started(name: str, folder: Path, words: Sequence[str] = ()) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *words], cwd=folder, env=environment, capture_output=True, text=True,
-        timeout=150,
+        timeout=170,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -126,7 +126,7 @@ def test_names_are_loaded_when_they_are_used() -> None:
         "assert set(ttrain.__all__) <= set(dir(ttrain)) and not heavy & sys.modules.keys()\n"
         "ttrain.load_config('model=mlp'); assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=170)
 
 
 def test_the_public_names_are_those_of_the_api() -> None:

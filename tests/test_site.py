@@ -69,7 +69,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=170,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert ttrain.Training.step.__doc__.splitlines()[0] in (tmp_path / "site" / "api" / "index.html").read_text("utf-8")

@@ -205,7 +205,7 @@ def test_a_plugin_adds_an_option_without_yaml(
 
 def process(*words: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
     given = {**os.environ, "PYTHONPATH": str(REPO), **environment}
-    return subprocess.run([sys.executable, *words], capture_output=True, env=given, timeout=60)
+    return subprocess.run([sys.executable, *words], capture_output=True, env=given, timeout=170)
 
 
 def test_composing_and_help_import_nothing_heavy() -> None:

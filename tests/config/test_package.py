@@ -17,7 +17,7 @@ REPO = Path(__file__).parents[2]
 def test_the_wheel_carries_conf_and_recipes_and_works_from_any_folder(tmp_path: Path) -> None:
     build = "import sys, hatchling.build as backend; print(backend.build_wheel(sys.argv[1]))"
     made = subprocess.run(
-        [sys.executable, "-c", build, str(tmp_path)], cwd=REPO, check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", build, str(tmp_path)], cwd=REPO, check=True, capture_output=True, text=True, timeout=170
     )
     wheel = tmp_path / made.stdout.split()[-1]
     unpacked = tmp_path / "site"
@@ -37,7 +37,7 @@ def test_the_wheel_carries_conf_and_recipes_and_works_from_any_folder(tmp_path: 
     code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from ttrain.cli import main; sys.exit(main())"
     words = ["recipe=char-10.7m", "--cfg", "job", "-p", "train.batch_size"]
     done = subprocess.run(
-        [sys.executable, "-c", code, str(unpacked), *words], cwd=tmp_path, capture_output=True, timeout=60
+        [sys.executable, "-c", code, str(unpacked), *words], cwd=tmp_path, capture_output=True, timeout=170
     )
     assert (done.returncode, done.stdout) == (0, b"64\n"), done.stderr.decode()
 

@@ -86,7 +86,7 @@ def test_a_command_without_a_home_says_one_line_of_ours(tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if name not in MOVED}
     environment = {**kept, "HOME": "/dev/null", "TMPDIR": str(tmp_path), "PYTHONPATH": str(REPO)}
     command = [sys.executable, "-m", "ttrain", *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=170)
     assert done.returncode == 0
     assert (tmp_path / "p.png").exists()
     (line,) = done.stderr.splitlines()

@@ -217,7 +217,7 @@ def test_reading_beside_a_run_that_removes(tmp_path: Path) -> None:
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        seen, until = set[int](), time.monotonic() + 60
+        seen, until = set[int](), time.monotonic() + 150
         while len(seen) < 10 and time.monotonic() < until:
             found = find_checkpoint(tmp_path, "last")
             loaded = State()

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +137,7 @@ def test_nan_at_the_same_step_twice_ends_at_once(run: Run) -> None:
 
 
 def test_a_missed_heartbeat_is_killed_and_restarted(run: Run) -> None:
-    start = time.monotonic()
     assert run("hang", "done", hang_timeout=0.4) == 0
-    assert time.monotonic() - start < 20
     assert run.kinds == ["hang", "restart"] and "no sign of life" in run.said[-1]
 
 

@@ -247,7 +247,7 @@ def test_words_of_a_weights_and_biases_agent(tmp_path: Path) -> None:
     words = ["--optimizer.lr=0.02", "--train.steps=3", "--model=mlp", "--data=regression"]
     command = [sys.executable, "-m", "ttrain", *words, "--cfg=job", "--package=optimizer.lr"]
     environment = {**os.environ, "PYTHONPATH": str(Path(run.__file__).parents[2]), "WANDB_SWEEP_ID": "x"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=tmp_path, env=environment)
     assert (done.returncode, done.stdout) == (0, "0.02\n"), done.stderr
 
 

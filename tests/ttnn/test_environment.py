@@ -272,6 +272,6 @@ def test_a_process_keeps_the_mode_of_its_first_import(tmp_path: Path) -> None:
     )
     environment_ = {**os.environ, "TTRAIN_CACHE": str(tmp_path), "LOGURU_LEVEL": "ERROR"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment_, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], env=environment_, capture_output=True, text=True, timeout=170, check=False
     )
     assert "Use a fresh process" in done.stdout, done.stderr

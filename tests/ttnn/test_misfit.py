@@ -141,7 +141,7 @@ def test_on_a_mocked_board(name: str, kernels: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = [sys.executable, "-m", "ttrain", "device=n150", "model=mlp", "device.mode=mock", f"run.dir={run}", *words]
     environment = {**os.environ, "TTRAIN_CACHE": kernels, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170, check=False)
     text = done.stdout + done.stderr
     assert done.returncode == EXIT_USER, text
     assert said in text and key in text and "Traceback" not in text

@@ -61,7 +61,7 @@ def test_agillm_of_25_million_parameters_killed_and_resumed_has_the_same_bits() 
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     with open("log.txt", "w") as log:
         child = subprocess.Popen([*command, "run.dir=killed"], stdout=log, stderr=log, env=environment)
-    until = time.monotonic() + 100
+    until = time.monotonic() + 150
     while not Path("killed/checkpoints/step_00000002/manifest.json").exists() or steps_of("killed") < 3:
         assert child.poll() is None and time.monotonic() < until, Path("log.txt").read_text()
         time.sleep(0.002)
