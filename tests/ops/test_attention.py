@@ -1,0 +1,85 @@
+"""Attention against torch's own scaled_dot_product_attention in fp64: each feature, and some together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ops.harness import Interpreter
+from ttrain import ops
+from ttrain.autodiff import backward
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.torch.device import TorchDevice
+from ttrain.graph import Graph
+
+BATCH, TIME, HEADS, WIDTH = 2, 11, 6, 4
+SHAPE = (BATCH, TIME, HEADS * WIDTH)
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"mask": "full"},
+    {"mask": "pairs"},
+    {"window": 4},
+    {"mask": "full", "window": 3},
+    {"kv_heads": 2},
+    {"kv_heads": 1, "window": 5},
+    {"bias": (1, HEADS, TIME, TIME)},
+    {"bias": (BATCH, 1, TIME, TIME), "kv_heads": 3, "mask": "pairs", "window": 2},
+    {"scale": 0.9, "kv_heads": 2},
+]
+
+
+def in_torch(given: Mapping[str, torch.Tensor], **how: Any) -> torch.Tensor:
+    kv_heads = how.get("kv_heads", HEADS)
+
+    def by_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+        return x.unflatten(-1, (heads, -1)).transpose(1, 2).repeat_interleave(HEADS // heads, 1)
+
+    query, key = torch.arange(TIME)[:, None], torch.arange(TIME)
+    last = {"causal": query, "pairs": query // 2 * 2 + 1, "full": query * 0 + TIME}[how.get("mask", "causal")]
+    hidden = (key > last) | ((key - query).abs() >= how.get("window", TIME))
+    bias = given.get("bias", torch.zeros(1, 1, TIME, TIME, dtype=torch.float64)).masked_fill(hidden, float("-inf"))
+    q, k, v = by_heads(given["q"], HEADS), by_heads(given["k"], kv_heads), by_heads(given["v"], kv_heads)
+    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, scale=how.get("scale"))
+    return y.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("how", SETTINGS, ids=str)
+def test_forward_and_every_gradient_equal_torchs(how: dict[str, Any]) -> None:
+    generator, settings = np.random.default_rng(5), {**how}
+    narrow = (BATCH, TIME, how.get("kv_heads", HEADS) * WIDTH)
+    shapes = {"q": SHAPE, "k": narrow, "v": narrow, **({"bias": settings.pop("bias")} if "bias" in how else {})}
+    arrays = {name: generator.standard_normal(shape) for name, shape in shapes.items()}
+    arrays["dy"] = generator.standard_normal(SHAPE)
+    graph = Graph()
+    values = {name: graph.input(name, TensorSpec(array.shape, DType.FP64)) for name, array in arrays.items()}
+    y = ops.attention(values["q"], values["k"], values["v"], heads=HEADS, bias=values.get("bias"), **settings)
+    gradients = backward(ops.reduce_sum(y * values["dy"], (0, 1, 2)), [values[name] for name in shapes])
+    interpreter = Interpreter(TorchDevice("cpu", threads=1))
+    interpreter.run(graph, arrays)
+
+    leaves = {name: torch.from_numpy(arrays[name]).requires_grad_(True) for name in shapes}
+    expected = in_torch(leaves, **how)
+    wanted = torch.autograd.grad(expected, list(leaves.values()), torch.from_numpy(arrays["dy"]))
+    np.testing.assert_allclose(interpreter.read(y), expected.detach().numpy(), rtol=1e-9, atol=1e-12)
+    for name, gradient, right in zip(shapes, gradients, wanted, strict=True):
+        np.testing.assert_allclose(interpreter.read(gradient), right.numpy(), rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def test_grouped_heads_copy_no_keys_and_rows_without_conditions_stay() -> None:
+    """What a device without grouped heads in its row runs: products over the heads that keys have."""
+    from ttrain.graph.passes import decompose
+
+    graph = Graph()
+    q = graph.input("q", TensorSpec(SHAPE))
+    k = graph.input("k", TensorSpec((BATCH, TIME, 2 * WIDTH)))
+    graph.output("shared", ops.attention(q, k, k, heads=HEADS, kv_heads=2))
+    graph.output("plain", ops.attention(q, q, q, heads=HEADS))
+    nodes = decompose(graph, TorchDevice("cpu", threads=1).kernels, "cpu").nodes
+    names = [node.op.name for node in nodes]
+    assert names.count("attention") == 1 and "expand" not in names
+    products = [node.outputs[0].shape for node in nodes if node.op.name == "matmul"]
+    assert products == [(BATCH, 2, 3 * TIME, TIME), (BATCH, 2, 3 * TIME, WIDTH)]

@@ -1,0 +1,127 @@
+"""Training something new on every kind of device and engine, and the same in torch at fp64."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.native.conftest import require_compiler
+from tests.ttnn.runs import Outcome, cpu, golden, run, step_inputs
+from ttrain import ops
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.graph import Graph, Value
+from ttrain.graph.graph import REGISTRY
+from ttrain.models.base import LOSS_WEIGHT, SCALAR
+from ttrain.nn.initialize import initial_values
+from ttrain.nn.module import Module
+
+ROOT = Path(__file__).parents[2]
+PLACES = ("cpu dynamic", "cpu static", "cpu traced", "golden dynamic", "golden static")
+ROWS, TIME, WIDTH, STEPS = 2, 9, 24, 3
+Tensors = dict[str, torch.Tensor]
+
+
+class Regression(Module):
+    """Squared error of `predict`, which maps [rows, TIME, WIDTH] to the same."""
+
+    config: Any = None
+    compute = DType.FP32
+
+    def batch_specs(self, rows: int) -> dict[str, TensorSpec]:
+        return {name: TensorSpec((rows, TIME, WIDTH)) for name in ("inputs", "targets")}
+
+    def predict(self, x: Value) -> Value:
+        raise NotImplementedError
+
+    def loss(self, graph: Graph, rows: int, training: bool) -> Value:
+        fields = [graph.input(name, spec) for name, spec in self.batch_specs(rows).items()]
+        return ops.squared_error(self.predict(fields[0]), fields[1], graph.input(LOSS_WEIGHT, SCALAR))
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """Ops that are declared inside are gone afterwards: other tests run every op of the registry."""
+    before = dict(REGISTRY._ops)
+    try:
+        yield
+    finally:
+        REGISTRY._ops.clear()
+        REGISTRY._ops.update(before)
+
+
+def train(place: str, model: Any, optimizer: Any) -> Outcome:
+    device, engine = place.split()
+    if device == "golden":
+        pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+    elif engine == "traced":
+        require_compiler()
+    return run(model, optimizer, golden() if device == "golden" else cpu(), engine=engine, rows=ROWS, steps=STEPS)
+
+
+Update = Callable[[str, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+def plain_descent(name: str, parameter: torch.Tensor, gradient: torch.Tensor, lr: float) -> torch.Tensor:
+    return parameter - lr * gradient
+
+
+def train_in_torch(
+    model: Any, predict: Callable[[Tensors, Mapping[str, Any]], torch.Tensor], update: Update = plain_descent
+) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Losses and final parameters in fp64; `predict(parameters, inputs of the step)` is the model's formula."""
+    values = initial_values(model, 7)
+    parameters = {name: torch.from_numpy(np.array(value)).double() for name, value in values.items()}
+    losses = []
+    for step in range(1, STEPS + 1):
+        given = step_inputs(model, _AnyInputs(), ROWS, step)
+        fields = {n: torch.from_numpy(np.array(v)) for n, v in given.items()}
+        fields = {n: v.double() if v.is_floating_point() else v for n, v in fields.items()}
+        leaves = {name: value.requires_grad_(True) for name, value in parameters.items()}
+        error = predict(leaves, fields) - fields["targets"]
+        loss = fields[LOSS_WEIGHT] * (error**2).sum()
+        gradients = torch.autograd.grad(loss, list(leaves.values()))
+        losses.append(float(loss.detach()))
+        pairs = zip(leaves.items(), gradients, strict=True)
+        parameters = {n: update(n, p.detach(), g, float(fields["lr"])) for (n, p), g in pairs}
+    return losses, {name: value.numpy() for name, value in parameters.items()}
+
+
+class _AnyInputs:
+    inputs: tuple[str, ...] = ()
+
+
+def check(outcome: Outcome, expected: tuple[list[float], dict[str, np.ndarray]], rtol: float = 1e-4) -> None:
+    """fp32 beside fp64, over STEPS steps."""
+    losses, parameters = expected
+    np.testing.assert_allclose(outcome.losses, losses, rtol=rtol)
+    for name, wanted in parameters.items():
+        scale = float(np.abs(wanted).max())
+        np.testing.assert_allclose(outcome.state[name], wanted, rtol=0, atol=rtol * scale, err_msg=name)
+
+
+def on_mock(module: str, folder: Path) -> dict[str, Any]:
+    """What a process says that took the module's step on a mocked board, whose validators take every op."""
+    pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+    environment = {**os.environ, "TTRAIN_CACHE": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.width.mock_child", module]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+def names_of(module: ModuleType) -> tuple[Any, Any]:
+    """Model and optimizer of a module."""
+    module.declare()
+    return module.model(), module.optimizer()
