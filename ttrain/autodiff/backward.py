@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ttrain.core.errors import GraphError
+from ttrain.graph.alias import overwritten
 from ttrain.graph.composite import Composite
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Stage
@@ -99,7 +100,7 @@ class _Reverse:
         if node.segment not in self.recomputed:
             self.recomputed.add(node.segment)
             for original in self.forward:
-                if original.segment == node.segment:
+                if original.segment == node.segment and not overwritten(original):  # state changes once
                     self._record_again(original)
         again = [self.again.get(output, output) for output in node.outputs]
         inputs = tuple(None if value is None else self.again.get(value, value) for value in node.inputs)

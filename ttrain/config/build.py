@@ -97,7 +97,7 @@ def shorter_model(config: Config, model: Model, length: int) -> Model | None:
     """The model as it records sequences of `length` tokens with the parameters it has; None where that is its context.
 
     A model with parameters per position offers `at_length(length)`; any other is built with that context. Raises
-    ConfigError where parameters would change their shapes.
+    ConfigError where parameters or buffers would change their shapes.
     """
     if length == model.config.context:
         return None
@@ -105,10 +105,13 @@ def shorter_model(config: Config, model: Model, length: int) -> Model | None:
         shorter: Model = model.at_length(length)
         return shorter
     shorter = build_model(replace(config, model=replace(model.config, context=length)))
-    if any(parameter.spec != model.parameters()[path].spec for path, parameter in shorter.parameters().items()):
+    parameters, buffers = model.parameters(), model.buffers()
+    if any(parameter.spec != parameters[path].spec for path, parameter in shorter.parameters().items()) or any(
+        buffer.spec != buffers[path].spec for path, buffer in shorter.buffers().items()
+    ):
         raise ConfigError(
-            f"train.block_schedule: model={model.config.name} has parameters whose shapes depend on model.context. "
-            "Leave train.block_schedule empty."
+            f"train.block_schedule: model={model.config.name} has parameters or buffers whose shapes depend on "
+            "model.context. Leave train.block_schedule empty."
         )
     return shorter
 

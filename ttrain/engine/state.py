@@ -1,9 +1,9 @@
-"""Persistent tensors of a run: parameters, gradients, optimizer state and compute-dtype copies."""
+"""Persistent tensors of a run: parameters, gradients, optimizer state, compute-dtype copies, a model's buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,7 +19,8 @@ from ttrain.graph.kinds import Kind
 class StateTensor:
     """One persistent tensor. Tensors of one `run` lie side by side, so an update op may treat them as one.
 
-    The last `padding` rows of `spec` are zeros that the host neither reads nor writes.
+    The last `padding` rows of `spec` are zeros that the host neither reads nor writes. `first` computes the values that
+    it starts with, in the shape of `host_spec`; without it they are zeros.
     """
 
     name: str
@@ -27,6 +28,7 @@ class StateTensor:
     kind: Kind
     run: str = ""
     padding: int = 0
+    first: Callable[[], np.ndarray] | None = field(default=None, compare=False)
 
     @property
     def host_spec(self) -> TensorSpec:
@@ -62,6 +64,9 @@ class State:
             for member, offset in zip(members, offsets, strict=True):
                 byte = offset * dtype.itemsize
                 self._placed[member.name] = (arena, byte, home.place(arena, byte, member.spec))
+        for tensor in tensors:
+            if tensor.first is not None:
+                self.write(tensor.name, tensor.first())
 
     def names(self, *kinds: Kind) -> list[str]:
         """Names of the tensors of these kinds (all kinds where none is given), in order of declaration."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ttrain.core.errors import GraphError
 from ttrain.graph.alias import overwritten, roots_of
 from ttrain.graph.graph import Graph, Node, Value
+from ttrain.graph.kinds import Kind
 
 
 def verify(graph: Graph, stage: str) -> Graph:
@@ -12,7 +13,7 @@ def verify(graph: Graph, stage: str) -> Graph:
 
     Rules: every input was made before it is read; every output has the spec that the op infers; a value whose buffer
     was overwritten is not read afterwards, be it through a view or as an output of the graph; only state is
-    overwritten, and by one node not twice; only a transfer reads what lies on the other side than it runs on.
+    overwritten, no constant, and by one node not twice; only a transfer reads what lies on the other side.
     """
     checker = _Checker(graph, stage)
     for node in graph.nodes:
@@ -41,6 +42,8 @@ class _Checker:
             root = self.roots[value]
             if not root.kind.is_state:
                 raise self.broken(f"{node!r} overwrites {value!r}, which is not state.")
+            if root.kind is Kind.CONSTANT:
+                raise self.broken(f"{node!r} overwrites {root!r}, a derived buffer. Declare it with saved=True.")
             if self.writer.get(root) is node:
                 raise self.broken(f"{node!r} overwrites {value!r} twice.")
             self.writer[root] = node

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Value
-from ttrain.nn.module import Parameter
+from ttrain.nn.module import Buffer, Parameter
 
 SCALAR = TensorSpec((), DType.FP32)
 SEED = TensorSpec((), DType.INT64)
@@ -59,6 +59,14 @@ class Model(Protocol):
 
     def parameters(self) -> dict[str, Parameter]:
         """Parameters by path, tied ones once."""
+        ...
+
+    def buffers(self) -> dict[str, Buffer]:
+        """Tensors that are not trained by path, saved or derived."""
+        ...
+
+    def stored(self) -> dict[str, Parameter | Buffer]:
+        """What files of weights hold, by path: parameters, and buffers that are saved."""
         ...
 
     def follow_compute(self) -> None:

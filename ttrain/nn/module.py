@@ -1,13 +1,19 @@
-"""Parameters, and the tree of modules that names them. Neither holds numbers: those live in an engine's state."""
+"""Parameters, buffers, and the tree of modules that names them. None holds numbers: those live in an engine's state."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.base import NUMPY_DTYPES
+from ttrain.engine.state import StateTensor
 from ttrain.graph import Graph, Kind, Value
 from ttrain.nn.initialize import Initializer
 
@@ -58,37 +64,91 @@ class Parameter:
         return f"{self.path}/compute"
 
 
-class Module:
-    """A node of the tree: its attributes that are parameters, modules or lists of modules are its children."""
+@dataclass(eq=False, slots=True)
+class Buffer:
+    """A tensor that is not trained: it has no gradient, never decays and counts for no parameter.
 
-    def _children(self) -> Iterator[tuple[str, Module | Parameter]]:
+    `values(shape)` makes the values that it starts with, such as `numpy.zeros`. Without `saved` it is derived: computed
+    from the model's config whenever a run starts, never written by a step and in no checkpoint, as a table of angles or
+    a mask. A `saved` one may be overwritten by training steps (`ops.assign`), as a running mean; checkpoints hold it, a
+    resumed run goes on with it, exports have it. Raises GraphError for a saved one that is not floating-point.
+    """
+
+    shape: tuple[int, ...]
+    values: Callable[[tuple[int, ...]], Any]
+    saved: bool = False
+    dtype: DType = DType.FP32
+    path: str = ""  # place in the module tree, like a parameter's
+
+    def __post_init__(self) -> None:
+        if self.saved and not self.dtype.is_floating:
+            raise GraphError(f"a saved buffer of {self.dtype}: checkpoints hold floating-point numbers, such as fp32.")
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.shape, self.dtype)
+
+    @property
+    def stored_spec(self) -> TensorSpec:
+        """Spec of the values as checkpoints and files hold them."""
+        return self.spec
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.BUFFER if self.saved else Kind.CONSTANT
+
+    @property
+    def state_tensor(self) -> StateTensor:
+        """What an engine's state places."""
+        return StateTensor(self.path, self.spec, self.kind, first=self.first_values)
+
+    def first_values(self) -> NDArray[Any]:
+        """Raises GraphError where `values` makes another shape."""
+        made = np.asarray(self.values(self.shape), NUMPY_DTYPES[self.dtype])
+        if made.shape != self.shape:
+            raise GraphError(f"buffer {self.path}: got values {list(made.shape)}, expected {list(self.shape)}.")
+        return made
+
+
+class Module:
+    """A node of the tree: its attributes that are parameters, buffers, modules or lists of modules are its children."""
+
+    def _children(self) -> Iterator[tuple[str, Module | Parameter | Buffer]]:
         for name, value in vars(self).items():
-            if isinstance(value, Module | Parameter):
+            if isinstance(value, Module | Parameter | Buffer):
                 yield name, value
             elif isinstance(value, list):
                 yield from ((f"{name}.{index}", item) for index, item in enumerate(value) if isinstance(item, Module))
 
     def parameters(self) -> dict[str, Parameter]:
         """Parameters by path in the order of declaration; one that is reachable by two paths only under the first."""
-        found: dict[str, Parameter] = {}
-        seen: set[int] = set()
-        for path, parameter in self._walk(""):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                found[path] = parameter
-        return found
+        return {path: tensor for path, tensor in self._tensors().items() if isinstance(tensor, Parameter)}
 
-    def _walk(self, prefix: str) -> Iterator[tuple[str, Parameter]]:
+    def buffers(self) -> dict[str, Buffer]:
+        """Buffers by path, likewise."""
+        return {path: tensor for path, tensor in self._tensors().items() if isinstance(tensor, Buffer)}
+
+    def stored(self) -> dict[str, Parameter | Buffer]:
+        """What files of weights hold, by path: parameters, and buffers that are saved."""
+        return {**self.parameters(), **{path: buffer for path, buffer in self.buffers().items() if buffer.saved}}
+
+    def _tensors(self) -> dict[str, Parameter | Buffer]:
+        paths: dict[int, tuple[str, Parameter | Buffer]] = {}
+        for path, tensor in self._walk(""):
+            paths.setdefault(id(tensor), (path, tensor))
+        return dict(paths.values())
+
+    def _walk(self, prefix: str) -> Iterator[tuple[str, Parameter | Buffer]]:
         for name, child in self._children():
-            if isinstance(child, Parameter):
-                yield prefix + name, child
-            else:
+            if isinstance(child, Module):
                 yield from child._walk(f"{prefix}{name}.")
+            else:
+                yield prefix + name, child
 
     def name_parameters(self) -> None:
-        """Give every parameter its path. Called once, by the root at the end of its construction."""
-        for path, parameter in self.parameters().items():
-            parameter.path = path
+        """Give every parameter and buffer its path. Called once, by the root at the end of its construction."""
+        for path, tensor in self._tensors().items():
+            tensor.path = path
 
     def follow_compute(self) -> None:
         """Let layers read every parameter in the compute dtype, for devices whose norms want that."""
@@ -106,8 +166,19 @@ def use(graph: Graph, parameter: Parameter, compute: DType) -> Value:
 
     Raises GraphError for a parameter without a path: its model did not call `name_parameters`.
     """
-    if not parameter.path:
-        raise GraphError(f"a parameter of shape {parameter.shape} has no path: the model must call name_parameters().")
+    _require_path(parameter)
     if parameter.has_copy(compute):
         return graph.state_value(parameter.copy_name, parameter.read_spec(compute), Kind.COPY)
     return graph.state_value(parameter.path, parameter.spec, Kind.PARAMETER)
+
+
+def use_buffer(graph: Graph, buffer: Buffer) -> Value:
+    """A buffer in its own dtype, as it is when the step starts. Raises GraphError for one without a path, likewise."""
+    _require_path(buffer)
+    return graph.state_value(buffer.path, buffer.spec, buffer.kind)
+
+
+def _require_path(tensor: Parameter | Buffer) -> None:
+    if not tensor.path:
+        what = type(tensor).__name__.lower()
+        raise GraphError(f"a {what} of shape {tensor.shape} has no path: the model must call name_parameters().")

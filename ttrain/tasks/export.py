@@ -73,7 +73,7 @@ def _from_run(config: Config) -> _Parameters:
     model = build.build_model(merged)
     check_architecture(checkpoint.config, model.config, checkpoint.path, FUNCTION)
     origin = f"step {checkpoint.step} of {config.run.dir}"
-    return _Parameters(merged, model, checkpoint.parameters(), checkpoint.step, checkpoint.tokenizer, origin)
+    return _Parameters(merged, model, checkpoint.weights(), checkpoint.step, checkpoint.tokenizer, origin)
 
 
 def _from_file(config: Config, path: Path) -> _Parameters:
@@ -143,7 +143,7 @@ def _compacted(given: _Parameters) -> tuple[_Parameters, dict[str, Any]]:
 def _write_run(given: _Parameters, folder: Path, report: dict[str, Any] | None) -> None:
     from ttrain.train.checkpoint.checkpoint import CheckpointContent
     from ttrain.train.checkpoint.progress import Progress, position_after
-    from ttrain.train.runs.export import Stored, parameter_specs, write_run
+    from ttrain.train.runs.export import Stored, write_run
     from ttrain.train.runs.record import environment_record
 
     stored = {**to_dict(given.config), "model": build.stored_model(given.config, given.model)}
@@ -156,7 +156,7 @@ def _write_run(given: _Parameters, folder: Path, report: dict[str, Any] | None) 
     leg = {**environment_record(stored, {}, {}, None, arguments), "exported_from": given.origin}
     if report is not None:
         leg["compacted"] = report
-    written = write_run(folder, Stored(given.values, parameter_specs(given.model)), content, leg)
+    written = write_run(folder, Stored(given.values, given.model), content, leg)
     print(f"{written}: a run with the parameters of {given.origin}, without optimizer state.")
     if given.tokenizer is None:
         print("It has no tokenizer, so it can't be sampled. Give export.tokenizer=<tokenizer.json>.")

@@ -11,7 +11,8 @@ from ttrain.core.spec import TensorSpec
 from ttrain.graph.graph import Node, Value
 from ttrain.graph.kinds import Kind
 
-SAVED_KINDS = (Kind.PARAMETER, Kind.OPTIMIZER)  # all else in the state derives from these or lives for one step
+# All else in the state derives from these, or from the config, or lives for one step.
+SAVED_KINDS = (Kind.PARAMETER, Kind.OPTIMIZER, Kind.BUFFER)
 
 Array = NDArray[Any]
 Inputs = Mapping[str, Array | float | int]

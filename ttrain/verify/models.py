@@ -38,6 +38,7 @@ class ModelTrial:
 
     def __post_init__(self) -> None:
         self.values = {path: self._value(path) for path in self.model.parameters()}
+        self.values |= {path: buffer.first_values() for path, buffer in self.model.buffers().items()}
         self.batch = self._batch()
 
     def _value(self, path: str) -> np.ndarray:
@@ -79,7 +80,7 @@ class ModelTrial:
 
     def run(self, device: Device, make: MakeEngine) -> dict[str, Any]:
         """Loss and gradients by parameter, by an engine."""
-        tensors = []
+        tensors = [buffer.state_tensor for buffer in self.model.buffers().values()]
         for path, parameter in self.model.parameters().items():
             tensors.append(StateTensor(path, parameter.spec, Kind.PARAMETER))
             if parameter.has_copy(self.model.compute):
@@ -100,6 +101,9 @@ class ModelTrial:
             path = name.removesuffix("/compute")
             leaf = as_torch(rounded(self.values[path], value.spec.dtype))
             assert leaf is not None
+            if path in self.model.buffers():
+                tensors[value] = leaf.double() if value.spec.dtype.is_floating else leaf
+                continue
             leaves[path] = tensors[value] = leaf.double().requires_grad_(True)
         for node in graph.nodes:
             given = [None if value is None else tensors[value] for value in node.inputs]

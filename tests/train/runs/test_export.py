@@ -47,7 +47,7 @@ def export(*words: str) -> int:
 
 
 def parameters(run: str, step: int = 2) -> dict[str, np.ndarray]:
-    return dict(read_checkpoint(Path(run) / "checkpoints" / f"step_{step:08d}").parameters())
+    return dict(read_checkpoint(Path(run) / "checkpoints" / f"step_{step:08d}").weights())
 
 
 def test_a_pt_file_is_nanogpts(capsys: pytest.CaptureFixture[str]) -> None:

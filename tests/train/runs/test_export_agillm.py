@@ -66,7 +66,7 @@ def test_the_originals_file_becomes_a_run_again(capsys: pytest.CaptureFixture[st
     """Sizes and tokenizer come from the file; the model that is named only says how it is built."""
     assert main(["task=export", "export.source=whole.pt", "export.dir=again", "model=agillm", "model.context=12"]) == 0
     expected, found = (
-        dict(read_checkpoint(Path(run) / "checkpoints" / "step_00000002").parameters()) for run in ("run", "again")
+        dict(read_checkpoint(Path(run) / "checkpoints" / "step_00000002").weights()) for run in ("run", "again")
     )
     assert found.keys() == expected.keys()
     assert all(np.array_equal(found[path], value) for path, value in expected.items())

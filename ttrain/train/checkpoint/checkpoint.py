@@ -3,6 +3,7 @@
     checkpoints/step_00000100/
         parameters-00001-of-00001.safetensors   unpadded, by module path; fp32, or bf16 where the run kept them so
         optimizer-00001-of-00001.safetensors    moments, by `<parameter>/<name>`, likewise
+        buffers-00001-of-00001.safetensors      saved buffers of the model, by module path; none where it has none
         config.json  tokenizer.json  progress.json
         manifest.json                           step, val_loss, size and SHA-256 of every other file, and its own
                                                 SHA-256; written last, and again with the progress when the state
@@ -43,6 +44,7 @@ SHARD_BYTES = 1 << 29
 MAX_JSON_BYTES = 1 << 30
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|json)")
 UNFINISHED = ".unfinished_"
+_STEMS = {Kind.PARAMETER: "parameters", Kind.OPTIMIZER: "optimizer", Kind.BUFFER: "buffers"}  # of file names
 
 
 @dataclass(frozen=True)
@@ -114,17 +116,17 @@ class Checkpoint:
             raise CheckpointError(f"{path} is not text that can be read: {error}") from None
 
     def load(self, state: State, *, optimizer: bool = True) -> tuple[str, ...]:
-        """Copies parameters, and optimizer state if asked, into the state; returns what to tell of it.
+        """Copies parameters and buffers, and optimizer state if asked, into the state; returns what to tell of it.
 
         Names and shapes must fit (see fit.py), else CheckpointError, and nothing was copied. Numbers are rounded to the
         nearest where the state has a narrower dtype than the checkpoint, and kept as they are otherwise.
         """
-        kinds = SAVED_KINDS if optimizer else (Kind.PARAMETER,)
+        kinds = [kind for kind in SAVED_KINDS if optimizer or kind is not Kind.OPTIMIZER]
         wanted = {name: tuple(state.spec(name).shape) for name in state.names(*kinds)}
         shards = [
             name
             for name in self.files
-            if name.endswith(".safetensors") and (optimizer or name.startswith("parameters"))
+            if name.endswith(".safetensors") and (optimizer or not name.startswith(_STEMS[Kind.OPTIMIZER]))
         ]
         stored = {name: shape for shard in shards for name, shape in shapes(self.path / shard)}
         fitting = fit(stored, wanted, state, self.config)
@@ -139,9 +141,10 @@ class Checkpoint:
             state.write(name, np.zeros(wanted[name], np.float32))
         return fitting.notes
 
-    def parameters(self) -> Mapping[str, Array]:
-        """Parameters by path; each is read from the disk when it is asked for."""
-        return StoredTensors([self.path / name for name in sorted(self.files) if name.startswith("parameters")])
+    def weights(self) -> Mapping[str, Array]:
+        """Parameters and saved buffers by path; each is read from the disk when it is asked for."""
+        stems = (_STEMS[Kind.PARAMETER], _STEMS[Kind.BUFFER])
+        return StoredTensors([self.path / name for name in sorted(self.files) if name.startswith(stems)])
 
     def _json(self, name: str) -> dict[str, Any]:
         return _read_json(self.path / name)
@@ -272,7 +275,7 @@ def _write_files(folder: Path, state: StateValues, content: CheckpointContent) -
     def write(name: str, data: bytes) -> None:
         files[name] = {"bytes": len(data), "sha256": write_synced(folder / name, data)}
 
-    for kind, stem in ((Kind.PARAMETER, "parameters"), (Kind.OPTIMIZER, "optimizer")):
+    for kind, stem in _STEMS.items():
         shards = list(_shards(state, kind))
         for number, names in enumerate(shards, 1):
             write(f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors", _serialize(state, names))

@@ -186,13 +186,13 @@ def _object(text: Any) -> dict[str, Any] | None:
 
 
 def weights_of(path: Path, model: Any, content: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The weights in a file by the paths of a model's parameters, as arrays or tensors: what fits by name, no more.
+    """The weights in a file by the paths of `model.stored()`, as arrays or tensors: what fits by name, no more.
 
     `content` is the file's, where it was read already.
 
     Raises CheckpointError for a file in which no name fits, or one fits a value that is no weight.
     """
-    content, paths = read_file(path) if content is None else content, model.parameters()
+    content, paths = read_file(path) if content is None else content, model.stored()
     found = {name: content[name] for name in content if name in paths}
     if not found and hasattr(model, "from_original"):
         found = _from_original(path, model, content, strict=False)
@@ -204,14 +204,14 @@ def weights_of(path: Path, model: Any, content: Mapping[str, Any] | None = None)
 
 
 def read_parameters(path: Path, model: Any, content: Mapping[str, Any] | None = None) -> Weights:
-    """All parameters of a model from a file, in our names or the original's, one at a time.
+    """All parameters and saved buffers of a model from a file, in our names or the original's, one at a time.
 
     `content` is the file's, where it was read already.
 
     Raises CheckpointError naming what is missing, left over, of another shape, no tensor or not finite.
     """
     content = read_file(path) if content is None else content
-    specs = {name: parameter.stored_spec for name, parameter in model.parameters().items()}
+    specs = {name: parameter.stored_spec for name, parameter in model.stored().items()}
     if any(name in specs for name in content):
         found = _own(path, content, specs)
     elif hasattr(model, "from_original"):

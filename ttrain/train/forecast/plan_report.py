@@ -158,7 +158,10 @@ class PlanReport:
         return Table(f"Largest buffers at the peak of {name}", ("buffer", "class", "bytes"), rows)
 
 
-_PLURAL = {"parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer state", "copy": "compute copies"}
+_PLURAL = {
+    "parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer state", "copy": "compute copies",
+    "buffer": "saved buffers", "constant": "derived buffers",
+}  # fmt: skip
 
 
 def plan_report(graph: StepGraph, state: State, steps: Mapping[str, Step]) -> PlanReport:

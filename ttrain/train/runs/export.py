@@ -1,4 +1,4 @@
-"""Parameters outside of a running session: out of checkpoints, into files of weights and into new run folders."""
+"""Weights outside of a running session: out of checkpoints, into files of weights and into new run folders."""
 
 from __future__ import annotations
 
@@ -22,24 +22,22 @@ from ttrain.train.runs.run_directory import RunDirectory
 
 @dataclass
 class Stored:
-    """Parameters by path as the state that a checkpoint is written from; each is read when it is asked for."""
+    """Weights by path as the state that a checkpoint is written from; each is read when it is asked for."""
 
     values: Mapping[str, Array]
-    specs: Mapping[str, TensorSpec]
+    model: Any
 
     def names(self, *kinds: Kind) -> list[str]:
-        return list(self.specs) if not kinds or Kind.PARAMETER in kinds else []
+        buffers = self.model.buffers()
+        of = {path: Kind.BUFFER if path in buffers else Kind.PARAMETER for path in self.model.stored()}
+        return [path for path, kind in of.items() if not kinds or kind in kinds]
 
     def spec(self, name: str) -> TensorSpec:
-        return self.specs[name]
+        spec: TensorSpec = self.model.stored()[name].stored_spec
+        return spec
 
     def read(self, name: str) -> Array:
         return np.asarray(self.values[name], np.float32)
-
-
-def parameter_specs(model: Any) -> dict[str, TensorSpec]:
-    """Spec of every parameter by path, without padding of the vocabulary."""
-    return {path: parameter.stored_spec for path, parameter in model.parameters().items()}
 
 
 def export_problems(model: Any, file: Path, form: str) -> list[str]:

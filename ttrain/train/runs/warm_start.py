@@ -23,8 +23,8 @@ _SHOWN = 20  # rows of the table of what does not fit
 class WarmStart:
     """Where first values come from and which parameters they fit. Values are read when they are needed.
 
-    `fitting` are the parameters that are overwritten, in the model's order. `others` tells of every other one the shape
-    that the source has under its name, None where it has none.
+    Saved buffers count as parameters here. `fitting` are the parameters that are overwritten, in the model's order.
+    `others` tells of every other one the shape that the source has under its name, None where it has none.
     """
 
     source: Path
@@ -42,10 +42,10 @@ class WarmStart:
 
     def lines(self) -> list[str]:
         """For people: what was taken, then a row for every parameter that keeps its own first values."""
-        shapes = {path: parameter.shape for path, parameter in self.model.parameters().items()}
+        shapes = {path: tensor.shape for path, tensor in self.model.stored().items()}
         taken = sum(math.prod(shapes[path]) for path in self.fitting)
         counts = f"{len(self.fitting)} of {len(shapes)} parameters"
-        values = f"{format_count(taken)} of {format_count(self.model.parameter_count)} values"
+        values = f"{format_count(taken)} of {format_count(sum(map(math.prod, shapes.values())))} values"
         lines = [f"Warm start from {self.source}: {counts} ({values}) are taken."]
         width = max(map(len, self.others), default=0)
         for path, found in list(self.others.items())[:_SHOWN]:
@@ -76,7 +76,7 @@ def open_warm_start(source: str, model: Any, tokenizer: str | None = None, anywa
     values, said = _open(path, model)
     fitting: list[str] = []
     others: dict[str, tuple[int, ...] | None] = {}
-    parameters = model.parameters()
+    parameters = model.stored()
     for name, parameter in parameters.items():
         if name not in values:
             others[name] = None
@@ -126,4 +126,4 @@ def _open(path: Path, model: Any) -> tuple[Mapping[str, Any], Said]:
         raise CheckpointError(f"train.init_from: {str(error).removeprefix('resume=')}") from None
     assert point is not None  # only resume=none and auto give none
     checkpoint = point.checkpoint
-    return Weights(checkpoint.parameters()), Said(checkpoint.config.get("model"), checkpoint.tokenizer)
+    return Weights(checkpoint.weights()), Said(checkpoint.config.get("model"), checkpoint.tokenizer)

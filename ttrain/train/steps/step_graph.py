@@ -1,7 +1,7 @@
 """A model and an optimizer become the steps of a run: functions that record onto a graph, and the state they share.
 
 Names of the state: a parameter's path; `<path>/compute` for its copy in the compute dtype; `<path>/gradient`;
-`<path>/<slot>` for the optimizer's tensors, such as `<path>/first_moment`.
+`<path>/<slot>` for the optimizer's tensors, such as `<path>/first_moment`; a buffer's path.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class StepGraph:
             for run in self.runs:
                 kept = [(slot, p) for slot in run.rule.slots for p in run.parameters]
                 tensors += [tensor(f"{p.path}/{s}", self._slot_spec(p), Kind.OPTIMIZER, run.name, p) for s, p in kept]
-        return tensors
+        return [*tensors, *(buffer.state_tensor for buffer in self.model.buffers().values())]
 
     def _loss(self, graph: Graph, rows: int, training: bool) -> Value:
         model = self.shorter if training and self.shorter is not None else self.model

@@ -1,0 +1,253 @@
+"""Buffers: derived ones are there when a run starts, saved ones go on where a checkpoint left them; none is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.models.session import ENGINES, Session, open_cpu
+from ttrain import ops
+from ttrain.autodiff import backward
+from ttrain.core.errors import CheckpointError, GraphError
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.base import Device
+from ttrain.device.null import NullDevice
+from ttrain.engine.state import State
+from ttrain.engine.static import StaticEngine
+from ttrain.graph import Graph, Kind, Value
+from ttrain.graph.verify import verify
+from ttrain.models.base import LOSS_WEIGHT, SCALAR
+from ttrain.nn.layers import Linear
+from ttrain.nn.module import Buffer, Module, use, use_buffer
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.settings import AdamWConfig
+from ttrain.train.checkpoint.checkpoint import CheckpointContent, read_checkpoint, save_checkpoint
+from ttrain.train.forecast.plan_report import plan_report
+from ttrain.train.runs.export import Stored
+from ttrain.train.runs.warm_start import open_warm_start
+from ttrain.train.steps import session as run_session
+from ttrain.train.steps.step_graph import StepGraph
+from ttrain.verify.models import ModelTrial
+
+ROWS, WIDTH, KEEP = 4, 8, 0.75
+CONTENT = CheckpointContent(step=3, config={"model": {"name": "centred"}}, progress={}, tokenizer=None)
+
+
+def waves(shape: tuple[int, ...]) -> np.ndarray:
+    return np.sin(1 + np.arange(shape[0]))
+
+
+@dataclass
+class CentredConfig:
+    name: str = "centred"
+
+
+class Centred(Module):
+    """Regression on inputs less their running mean, plus a table."""
+
+    def __init__(self, compute: DType = DType.FP32, saved: bool = True) -> None:
+        self.config, self.compute = CentredConfig(), compute
+        self.linear = Linear(WIDTH, WIDTH)
+        self.table = Buffer((WIDTH,), waves)
+        self.mean = Buffer((WIDTH,), np.zeros, saved=saved)
+        self.name_parameters()
+
+    def batch_specs(self, rows: int) -> dict[str, TensorSpec]:
+        return dict.fromkeys(("inputs", "targets"), TensorSpec((rows, WIDTH)))
+
+    def loss(self, graph: Graph, rows: int, training: bool) -> Value:
+        given = {name: graph.input(name, spec) for name, spec in self.batch_specs(rows).items()}
+        mean = use_buffer(graph, self.mean)
+        if training:
+            now = ops.reduce_sum(given["inputs"], [0]) * (1 / rows)
+            mean = ops.assign(mean, mean * KEEP + now * (1 - KEEP))
+        x = given["inputs"] - mean + use_buffer(graph, self.table)
+        y = ops.cast(self.linear(ops.cast(x, self.compute)), DType.FP32)
+        return ops.squared_error(y, given["targets"], graph.input(LOSS_WEIGHT, SCALAR))
+
+
+def golden() -> Device:
+    pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+    from tests.ttnn.runs import golden as open_golden
+
+    return open_golden()
+
+
+def partly_offloaded() -> Device:
+    pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+    from tests.ttnn.runs import golden as open_golden
+
+    return open_golden(host_resident=["mean"])
+
+
+def batch(number: int) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(number)
+    return {name: generator.standard_normal((ROWS, WIDTH)).astype(np.float32) for name in ("inputs", "targets")}
+
+
+def expected_mean(steps: int) -> np.ndarray:
+    mean = np.zeros(WIDTH)
+    for number in range(1, steps + 1):
+        mean = KEEP * mean + (1 - KEEP) * batch(number)["inputs"].astype(np.float64).mean(0)
+    return mean
+
+
+def trained(device: Device, engine: str = "static", steps: int = 3) -> tuple[Session, list[float]]:
+    session = Session(Centred(), AdamW(AdamWConfig()), ROWS, engine=engine, device=device)
+    return session, go_on(session, 1, steps)
+
+
+def go_on(session: Session, first: int, last: int) -> list[float]:
+    return [session.train(batch(step), step, {"lr": 0.01})["loss"] for step in range(first, last + 1)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("make", [open_cpu, golden, partly_offloaded])
+def test_steps_read_both_and_write_the_saved_one(make: Callable[[], Device], engine: str) -> None:
+    session, losses = trained(make(), engine)
+    np.testing.assert_allclose(session.state.read("table"), waves((WIDTH,)), rtol=1e-6)
+    np.testing.assert_allclose(session.state.read("mean"), expected_mean(3), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(losses, trained(open_cpu())[1], rtol=1e-5)
+    assert session.state.on_host("mean") is (make is partly_offloaded)
+
+
+def test_the_first_loss_by_hand() -> None:
+    session = Session(Centred(), AdamW(AdamWConfig()), ROWS)
+    weight, bias = (session.state.read(f"linear.{name}").astype(np.float64) for name in ("weight", "bias"))
+    given = batch(1)
+    x = given["inputs"] - expected_mean(1) + waves((WIDTH,))
+    error = x @ weight.T + bias - given["targets"]
+    (loss,) = go_on(session, 1, 1)
+    assert loss == pytest.approx((error**2).sum() / (ROWS * WIDTH), rel=1e-5)
+
+
+def test_evaluation_leaves_it_alone() -> None:
+    session, _ = trained(open_cpu())
+    before = session.state.read("mean")
+    session.evaluate(batch(9))
+    assert np.array_equal(session.state.read("mean"), before)
+
+
+def test_it_is_no_parameter() -> None:
+    model = Centred()
+    assert model.parameter_count == WIDTH * WIDTH + WIDTH
+    assert list(model.buffers()) == ["table", "mean"]
+    assert list(model.parameters()) == ["linear.weight", "linear.bias"]
+    tensors = StepGraph(model, AdamW(AdamWConfig()), ROWS).state_tensors()
+    kinds = {tensor.name: tensor.kind for tensor in tensors if tensor.name.split("/")[0] in model.buffers()}
+    assert kinds == {"table": Kind.CONSTANT, "mean": Kind.BUFFER}
+
+
+@pytest.mark.parametrize("make", [open_cpu, golden])
+def test_a_checkpoint_holds_the_saved_one_bit_for_bit(make: Callable[[], Device], tmp_path: Path) -> None:
+    through, losses = trained(make(), steps=5)
+    first, _ = trained(make(), steps=3)
+    saved = save_checkpoint(tmp_path, first.state, CONTENT)
+    assert {name.partition("-")[0] for name in saved.files if name.endswith("safetensors")} == {
+        "parameters", "optimizer", "buffers",
+    }  # fmt: skip
+    weights = read_checkpoint(saved.path).weights()
+    assert np.array_equal(weights["mean"], first.state.read("mean"))
+    assert "table" not in weights
+    second = Session(Centred(), AdamW(AdamWConfig()), ROWS, device=make())
+    read_checkpoint(saved.path).load(second.state)
+    assert go_on(second, 4, 5) == losses[3:]
+    for name in through.state.names(Kind.PARAMETER, Kind.OPTIMIZER, Kind.BUFFER):
+        assert np.array_equal(second.state.read(name), through.state.read(name)), name
+
+
+def test_a_checkpoint_without_it_is_refused_by_name(tmp_path: Path) -> None:
+    state = State(open_cpu(), StepGraph(Centred(saved=False), AdamW(AdamWConfig()), ROWS).state_tensors())
+    saved = save_checkpoint(tmp_path, state, CONTENT)
+    wanted = State(open_cpu(), StepGraph(Centred(), AdamW(AdamWConfig()), ROWS).state_tensors())
+    for optimizer in (True, False):
+        with pytest.raises(CheckpointError, match="lacks mean"):
+            saved.load(wanted, optimizer=optimizer)
+    other = save_checkpoint(tmp_path / "other", wanted, CONTENT)
+    with pytest.raises(CheckpointError, match="also holds mean"):
+        other.load(state)
+
+
+def test_sampling_and_export_have_it(tmp_path: Path) -> None:
+    session, _ = trained(open_cpu())
+    saved = save_checkpoint(tmp_path, session.state, CONTENT)
+    reader = State(open_cpu(), StepGraph(Centred(), AdamW(AdamWConfig()), ROWS).state_tensors(training=False))
+    saved.load(reader, optimizer=False)
+    assert np.array_equal(reader.read("mean"), session.state.read("mean"))
+    exported = save_checkpoint(tmp_path / "exported", Stored(saved.weights(), Centred()), CONTENT)
+    assert exported.weights().keys() == {"linear.weight", "linear.bias", "mean"}
+    assert np.array_equal(exported.weights()["mean"], session.state.read("mean"))
+
+
+def test_a_warm_start_takes_it(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    values = {name: np.ones(tensor.shape, np.float32) for name, tensor in Centred().stored().items()}
+    save_file(values, tmp_path / "w.safetensors")
+    start = open_warm_start(str(tmp_path / "w.safetensors"), Centred())
+    assert start.fitting == ("linear.weight", "linear.bias", "mean")
+    assert start.lines() == [
+        f"Warm start from {tmp_path / 'w.safetensors'}: 3 of 3 parameters (80 of 80 values) are taken."
+    ]
+
+
+def test_the_plan_counts_each_by_itself() -> None:
+    graph = StepGraph(Centred(), AdamW(AdamWConfig()), ROWS)
+    opened = run_session.Session.open(graph, NullDevice(), StaticEngine)
+    report = plan_report(graph, opened.state, {"train": opened.engine.build("train", graph.trace_train)})
+    parameters = 4 * (WIDTH * WIDTH + WIDTH)
+    assert report.placed == {
+        "parameter": parameters, "gradient": parameters, "optimizer": 2 * parameters, "buffer": 4 * WIDTH,
+        "constant": 4 * WIDTH,
+    }  # fmt: skip
+    assert report.checkpoint == 3 * parameters + 4 * WIDTH
+    assert "saved buffers" in report.text()
+    assert "derived buffers" in report.text()
+
+
+def test_a_derived_one_is_not_written() -> None:
+    graph = Graph()
+    Centred(saved=False).loss(graph, ROWS, training=True)
+    with pytest.raises(GraphError, match="derived buffer. Declare it with saved=True"):
+        verify(graph, "recording")
+
+
+def test_a_recomputed_block_writes_it_once() -> None:
+    graph, model = Graph(), Centred()
+    with graph.segment():
+        loss = model.loss(graph, ROWS, training=True)
+    backward(loss, [use(graph, parameter, DType.FP32) for parameter in model.parameters().values()])
+    assert [node.op.name for node in graph.nodes].count("assign") == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Buffer((2,), np.zeros, saved=True, dtype=DType.INT64), "saved buffer of int64"),
+        (lambda: Buffer((2,), lambda shape: np.zeros(3), path="x").first_values(), r"buffer x: got values \[3\]"),
+        (lambda: use_buffer(Graph(), Buffer((2,), np.zeros)), "a buffer of shape"),
+    ],
+)
+def test_mistakes_are_named(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("dtype", [DType.FP32, DType.BF16, DType.INT64, DType.BOOL], ids=str)
+def test_a_derived_one_of_any_dtype(dtype: DType) -> None:
+    tensor = Buffer((3, 2), lambda shape: np.arange(6).reshape(shape) % 3, dtype=dtype, path="t").state_tensor
+    for device in (open_cpu(), *([golden()] if dtype is not DType.BOOL else [])):  # ttnn has none
+        values = State(device, [tensor]).read("t")
+        assert np.array_equal(values, (np.arange(6).reshape(3, 2) % 3).astype(values.dtype))
+
+
+def test_the_whole_model_agrees_with_pytorch() -> None:
+    trial = ModelTrial("centred", Centred(), ROWS, seed=1)
+    got = trial.run(open_cpu(), StaticEngine)
+    for name, wanted in trial.expected().items():
+        np.testing.assert_allclose(np.asarray(got[name]).reshape(wanted.shape), wanted, rtol=1e-4, atol=1e-6)
