@@ -66,7 +66,7 @@ def test_steps_that_take_long_but_go_on_are_no_hang() -> None:
     moving, ended, _ = watched(0.2, progress=lambda: next(count))
     with moving("step train"):
         assert not ended.event.wait(0.8)
-    short, ended_too, _ = watched(0.2)
+    short, ended_too, _ = watched(0.5)
     for _ in range(20):
         with short("step train"):
             time.sleep(0.03)
