@@ -44,10 +44,6 @@ CIRCLES = {  # imports that still close a circle: take out what is cured, add no
     ("ttrain.device.ttnn.tensors.held", "ttrain.device.ttnn.tensors.store"),
     ("ttrain.models.presets", "ttrain.models.settings"),
     ("ttrain.plan.plan", "ttrain.plan.check"),
-    ("ttrain.tasks.ending", "ttrain.tasks.job"),
-    ("ttrain.tasks.expected", "ttrain.tasks.job"),
-    ("ttrain.tasks.rehearse", "ttrain.tasks.job"),
-    ("ttrain.tasks.train", "ttrain.tasks.replicas"),
 }
 FREE = {"__init__"}  # holds the version, and loads what it offers when that is first used
 

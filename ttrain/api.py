@@ -66,23 +66,21 @@ class Training:
         Raises UserError for what can't be built: a device that is missing, a model whose sizes are not all given.
         """
         from ttrain.models.base import preparation
-        from ttrain.tasks.job import open_session
-        from ttrain.train.steps.step import TrainStep
 
         if model is None and getattr(config.model, "vocabulary", 0) is None:
             raise UserError("model.vocabulary=null: there is no tokenizer here to ask. Give the number of token ids.")
         self.config, self.steps = config, 0
         self.model = build.build_model(config) if model is None else model
         self._prepare = preparation(self.model)
+        self._batch: Batch = {}
         with ExitStack() as stack:
             device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
             if not device.computes:
                 raise UserError(f"device={config.device.name}: computes no values. Choose another, such as device=cpu.")
-            self._session = stack.enter_context(closing(open_session(config, self.model, device, training=True)))
+            self._session = stack.enter_context(closing(build.build_session(config, self.model, device)))
             self._session.initialize(config.run.seed)
             self._built = self._session.build_training()
-            seed, accumulation = config.run.seed, config.train.accumulation
-            self._step = TrainStep(self._built, accumulation, seed, prepare=self._prepare)
+            self._driver = build.build_driver(config, self.model, device, self._built, lambda step: self._batch)
             self._stack = stack.pop_all()
 
     def step(self, batch: Batch, lr: float | None = None) -> StepResult:
@@ -92,11 +90,12 @@ class Training:
         """
         from ttrain.optim.groups import learning_rates
 
-        optimizer = self.config.optimizer if lr is None else replace(self.config.optimizer, lr=lr)
-        schedule = build.build_schedule(self.config.schedule, self.config.train.steps) if lr is None else _as_it_is
-        number = self.steps + 1
-        result = self._step(batch, learning_rates(self.model.parameters(), optimizer, schedule)(number), number)
-        self.steps = number
+        driver, self._batch = self._driver, batch
+        if lr is not None:
+            optimizer = replace(self.config.optimizer, lr=lr)
+            driver = replace(driver, rates=learning_rates(self.model.parameters(), optimizer, lambda step: 1.0))
+        result = driver(self.steps + 1)
+        self.steps += 1
         return result
 
     def evaluate(self, batch: Batch) -> float:
@@ -124,7 +123,3 @@ class Training:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _as_it_is(step: int) -> float:
-    return 1.0

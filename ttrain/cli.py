@@ -113,7 +113,7 @@ def _run_or_sweep(composer: Composer, words: list[str], flags: argparse.Namespac
 
 
 def _run_one(config: Config, words: list[str], flags: list[str]) -> int:
-    from ttrain.tasks import supervised
+    from ttrain.tasks.training import supervised
     from ttrain.train.supervise.heartbeat import Heartbeat
 
     if supervised.wanted(config):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from ttrain.cli import main
 from ttrain.config.compose import load
 from ttrain.config.schema import to_dict
 from ttrain.core.units import format_duration
-from ttrain.tasks import expected as task
+from ttrain.tasks.training import expected as task
 from ttrain.train.forecast import peak
 from ttrain.train.forecast.peak import Rates
 from ttrain.train.logging.meter import Forecast, Other, Pace, evaluations_left
@@ -147,6 +148,8 @@ def test_a_run_is_expected_to_take_its_operations_over_the_rate(
     assert "train.batch_size=1" in err and "model.context=32" in err and "By its first 4 steps" not in err
 
 
-def test_what_goes_on_gets_no_other_ways() -> None:
-    job = SimpleNamespace(config=load([]), point=object())
-    assert task._others(job, LONG, LONG) == []  # type: ignore[arg-type]
+def test_what_goes_on_gets_no_other_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task._Ways, "planned", lambda self, config: replace(LONG, step=LONG.step / 10))
+    for continues in (True, False):
+        ways = task._Ways(load([]), SimpleNamespace(vocabulary=None), LONG, continues)  # type: ignore[arg-type]
+        assert bool(ways.others(LONG, "cpu")) is not continues

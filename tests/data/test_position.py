@@ -20,7 +20,7 @@ from ttrain.data.tokens import open_tokens
 from ttrain.train.checkpoint.checkpoint import Checkpoint
 from ttrain.train.checkpoint.retention import find_checkpoint
 from ttrain.train.forecast.out_of_memory import is_out_of_memory
-from ttrain.train.steps.step import TrainStep
+from ttrain.train.steps.step import StepUnderWay, TrainStep
 
 QUIET = [
     "logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=1", "train.log_every=1", "train.peak_tflops=1",
@@ -81,13 +81,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, np.ndarray]]:
     """Every batch that a step was given."""
     batches: list[dict[str, np.ndarray]] = []
-    turns = TrainStep.turns
+    start = TrainStep.start
 
-    def recorded(self: TrainStep, batch: Any, *given: Any) -> Any:
+    def recorded(self: TrainStep, batch: Any, *given: Any) -> StepUnderWay:
         batches.append({name: np.asarray(array) for name, array in batch.items()})
-        return (yield from turns(self, batch, *given))
+        return start(self, batch, *given)
 
-    monkeypatch.setattr(TrainStep, "turns", recorded)
+    monkeypatch.setattr(TrainStep, "start", recorded)
     return batches
 
 
@@ -167,16 +167,16 @@ def test_a_rollback_reads_again_what_followed_the_checkpoint(
 ) -> None:
     words, opened = SOURCES["text-epoch"]
     leg(16, 2, *words)
-    turns, bad = TrainStep.turns, [5]
+    start, bad = TrainStep.start, [5]
 
-    def sometimes(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> Any:
-        result = yield from turns(self, batch, rates, step, *given)
+    def sometimes(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> StepUnderWay:
+        under_way = start(self, batch, rates, step, *given)
         if step in bad:
             bad.remove(step)
-            object.__setattr__(result, "loss", float("nan"))
-        return result
+            object.__setattr__(under_way.finish(), "loss", float("nan"))
+        return under_way
 
-    monkeypatch.setattr(TrainStep, "turns", sometimes)
+    monkeypatch.setattr(TrainStep, "start", sometimes)
     leg(4, 6, "guard.nonfinite=rollback", "train.save_every=1")
     stream = joined([opened().batch("train", 1337, 0, 48)])
     assert np.array_equal(joined(seen), np.concatenate([stream[:44], stream[40:48]]))
@@ -188,16 +188,16 @@ def test_a_batch_in_smaller_parts_after_running_out_of_memory_is_the_same_batch(
     """The second leg's first try fails at its third step, for which no checkpoint was saved yet."""
     words, opened = SOURCES["text-epoch"]
     leg(16, 2, *words)
-    turns, short = TrainStep.turns, [5]
+    start, short = TrainStep.start, [5]
 
-    def sometimes(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> Any:
+    def sometimes(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> StepUnderWay:
         if step in short:
             short.remove(step)
             raise MemoryError("no memory")
-        return (yield from turns(self, batch, rates, step, *given))
+        return start(self, batch, rates, step, *given)
 
     assert is_out_of_memory(MemoryError())
-    monkeypatch.setattr(TrainStep, "turns", sometimes)
+    monkeypatch.setattr(TrainStep, "start", sometimes)
     leg(4, 6, "recover.oom=shrink", "train.save_every=3")
     stream = joined([opened().batch("train", 1337, 0, 48)])
     assert np.array_equal(joined(seen), np.concatenate([stream[:40], stream[36:48]]))

@@ -18,7 +18,7 @@ from tests.faults.conftest import TINY, Train, losses, tensors
 from tests.faults.test_saves import State, content
 from ttrain.cli import main
 from ttrain.core.files import lock_file
-from ttrain.tasks.job import Job
+from ttrain.tasks.training import leg
 from ttrain.train.checkpoint.checkpoint import MANIFEST, UNFINISHED, read_checkpoint, save_checkpoint
 from ttrain.train.checkpoint.retention import find_checkpoint, list_checkpoints, prune_checkpoints
 from ttrain.train.loop.loop import Loop
@@ -33,12 +33,12 @@ class Killed(BaseException):
 
 
 def killed(train: Any, monkeypatch: pytest.MonkeyPatch, *words: str, step: int = 3, owner: Any = Loop) -> None:
-    """Runs until `step` would be trained, or with `owner` Job until the leg would be recorded."""
-    name = "_train_step" if owner is Loop else "record"
+    """Runs until `step` would be trained, or with `owner` leg until the leg would be recorded."""
+    name = "_begin" if owner is Loop else "record"
     original = getattr(owner, name)
 
     def call(self: Any, *arguments: Any) -> Any:
-        if owner is Job or self.progress.step >= step - 1:
+        if owner is leg or self.progress.step >= step - 1:
             raise Killed
         return original(self, *arguments)
 
@@ -48,7 +48,7 @@ def killed(train: Any, monkeypatch: pytest.MonkeyPatch, *words: str, step: int =
             train(*words)
 
 
-@pytest.mark.parametrize("owner", [Loop, Job])
+@pytest.mark.parametrize("owner", [Loop, leg])
 def test_before_its_first_checkpoint_a_run_starts_again_as_itself(
     train: Train, monkeypatch: pytest.MonkeyPatch, capsys: Any, owner: Any
 ) -> None:
@@ -137,7 +137,7 @@ def main_with(*words: str) -> int:
     return main(list(words))
 
 
-@pytest.mark.parametrize("owner", [Loop, Job])
+@pytest.mark.parametrize("owner", [Loop, leg])
 def test_a_branch_goes_on_from_where_it_branched_off(train: Train, monkeypatch: pytest.MonkeyPatch, owner: Any) -> None:
     """Also where it ended before its first own checkpoint, and the run that it came from is gone."""
     more = ["train.steps=8", "schedule=constant"]

@@ -15,7 +15,7 @@ from tests.faults.conftest import losses, tensors
 from ttrain.config import registry
 from ttrain.config.compose import load
 from ttrain.core.errors import ConfigError
-from ttrain.tasks import supervised
+from ttrain.tasks.training import supervised
 from ttrain.train.checkpoint.checkpoint import CheckpointContent, save_checkpoint
 from ttrain.train.logging.events import read_events
 from ttrain.train.settings import SuperviseConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ from ttrain.nn.initialize import initial_values
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD
-from ttrain.train.steps.step import Turns, last_value
 from ttrain.train.steps.step_graph import StepGraph
 
 ENGINES = {"dynamic": DynamicEngine, "static": StaticEngine, "traced": TracedEngine}
@@ -89,9 +88,12 @@ class Outcome:
     steps: Mapping[str, Any]
 
 
+Turns = Generator[None, None, Outcome]
+
+
 def run(model: Any, optimizer: Any, device: Device, **how: Any) -> Outcome:
     """`steps` optimizer steps at a learning rate that falls, with a seed that changes; see `turns`."""
-    return last_value(turns(model, optimizer, device, **how))
+    return side_by_side([turns(model, optimizer, device, **how)])[0]
 
 
 def turns(
@@ -104,7 +106,7 @@ def turns(
     steps: int = 3,
     weights: int = 7,
     ahead: bool = False,
-) -> Turns[Outcome]:
+) -> Turns:
     """Yields while the device computes. `weights` seeds them; with `ahead` the next inputs are written meanwhile."""
     if device.uniform_compute:
         model.follow_compute()
@@ -135,7 +137,7 @@ def step_inputs(model: Any, built: Any, rows: int, step: int) -> dict[str, Any]:
     return {**inputs, "rounding_seed": 2**40 + step} if "rounding_seed" in built.inputs else inputs
 
 
-def side_by_side(runs: Sequence[Turns[Outcome]]) -> list[Outcome]:
+def side_by_side(runs: Sequence[Turns]) -> list[Outcome]:
     """The outcomes of several runs, whose steps take turns."""
     outcomes: dict[int, Outcome] = {}
     while len(outcomes) < len(runs):

@@ -6,7 +6,7 @@ the modules behind the names, when they are called.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -32,11 +32,13 @@ if TYPE_CHECKING:
     from ttrain.bench.studies import Study
     from ttrain.data.batches import Dataset, Sizes
     from ttrain.device.base import Device
-    from ttrain.engine.base import Engine
-    from ttrain.engine.state import State
-    from ttrain.models.base import Model
+    from ttrain.engine.base import Engine, Step
+    from ttrain.engine.state import State, StateTensor
+    from ttrain.models.base import Batch, Model, Prepare
     from ttrain.optim.base import Optimizer
     from ttrain.train.logging.loggers import Console, Logger
+    from ttrain.train.steps.driver import Driver
+    from ttrain.train.steps.session import Session
 
 
 def build_dataset(config: Config, first: Callable[[Dataset], None] = lambda _: None) -> Dataset:
@@ -120,6 +122,49 @@ def build_optimizer(config: OptimizerConfig) -> Optimizer:
     """The optimizer: target(config)."""
     built: Optimizer = component("optimizer", config.name).load()(config)
     return built
+
+
+def build_session(
+    config: Config, model: Model, device: Device, training: bool = True, further: Sequence[StateTensor] = ()
+) -> Session:
+    """The model on the device, its values still unset, and `further` tensors beside it."""
+    from ttrain.train.steps.session import Session
+    from ttrain.train.steps.step_graph import StepGraph
+
+    rows = config.train.batch_size // config.train.accumulation // device.chips
+    if device.uniform_compute:
+        model.follow_compute()
+    graph = StepGraph(
+        model,
+        build_optimizer(config.optimizer),
+        rows,
+        config.train.accumulation,
+        guarded=config.guard.nonfinite == "skip",
+        watched=config.guard.activations,
+        chips=device.chips,
+    )
+    return Session.open(graph, device, lambda on, state: build_engine(config.engine, on, state), training, further)
+
+
+def build_driver(
+    config: Config,
+    model: Model,
+    device: Device,
+    steps: Mapping[str, Step],
+    batch: Callable[[int], Batch],
+    prepare: Prepare | None = None,
+    last: int = 0,
+) -> Driver:
+    """What runs the built steps by their number, with the config's seed and learning rates; see Driver for the rest."""
+    from ttrain.models.base import preparation
+    from ttrain.optim.groups import learning_rates
+    from ttrain.train.steps.driver import Driver
+    from ttrain.train.steps.step import TrainStep
+
+    prepare = prepare or preparation(model)
+    train = TrainStep(steps, config.train.accumulation, config.run.seed, prepare=prepare, overlaps=device.overlaps)
+    schedule = build_schedule(config.schedule, config.train.steps)
+    return Driver(train, batch, learning_rates(model.parameters(), config.optimizer, schedule), last)
 
 
 def build_schedule(config: ScheduleConfig, steps: int) -> Callable[[int], float]:

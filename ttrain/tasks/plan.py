@@ -15,7 +15,7 @@ from ttrain.core.waiting import Waiting
 from ttrain.device.family import family_of
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind
-from ttrain.tasks.expected import planned_session, session_to_plan
+from ttrain.tasks.training.expected import planned_session, session_to_plan
 
 if TYPE_CHECKING:
     from ttrain.core.tables import Table
@@ -190,7 +190,7 @@ class _Extra:
 
     def _time(self, steps: Mapping[str, Step], chips: int) -> list[Table]:
         from ttrain.core.tables import Table
-        from ttrain.tasks.expected import expected_time
+        from ttrain.tasks.training.expected import expected_time
 
         seconds = self.config.plan.seconds
         estimate, why_not = expected_time(self.config, steps, self.report, self.device, chips, seconds)

@@ -36,7 +36,7 @@ def _given(config: Config) -> Profile:
 
 def _measured(config: Config) -> Profile:
     """Steps on the device, with its profiler on."""
-    from ttrain.tasks.job import open_session
+    from ttrain.train.steps.blocks import Position, Reading
 
     dataset = build.build_dataset(config)
     model = build.build_model(config, dataset.vocabulary)
@@ -45,32 +45,19 @@ def _measured(config: Config) -> Profile:
         assert profiler is not None  # checked with the config
         config = dataclasses.replace(config, device=profiler.config)
         device = build.build_device(config.device, config.precision)
-        with closing(device), closing(open_session(config, model, device, training=True)) as session:
+        with closing(device), closing(build.build_session(config, model, device)) as session:
             session.initialize(config.run.seed)
             steps = {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
-            one = _one_step(config, dataset, model, steps)
+            last = WARM_UP + config.profile.steps
+            reading = Reading.of(config.train, getattr(dataset, "context", 1), 0, Position())
+            batch = reading.batches(dataset, config.run.seed)
+            drive = build.build_driver(config, model, device, steps, batch, last=last)
             for number in waited_for(range(1, WARM_UP + 1), "Warming up"):
-                one(number)
+                drive(number)
             profiler.warm(device)
-            for number in waited_for(range(WARM_UP + 1, WARM_UP + config.profile.steps + 1), "Profiling steps"):
-                one(number)
+            for number in waited_for(range(WARM_UP + 1, last + 1), "Profiling steps"):
+                drive(number)
             return profiler.profile(device, config.profile.steps)
-
-
-def _one_step(config: Config, dataset: Any, model: Any, steps: Any) -> Any:
-    """One optimizer step, by its number."""
-    from ttrain.models.base import preparation
-    from ttrain.optim.groups import learning_rates
-    from ttrain.train.steps.step import TrainStep
-
-    train = TrainStep(steps, config.train.accumulation, config.run.seed, prepare=preparation(model))
-    schedule = build.build_schedule(config.schedule, config.train.steps)
-    rates, rows = learning_rates(model.parameters(), config.optimizer, schedule), config.train.batch_size
-
-    def run(number: int) -> None:
-        train(dataset.batch("train", config.run.seed, number * rows, rows), rates(number), number)
-
-    return run
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ from ttrain.config.schema import Config
 from ttrain.core.errors import CheckpointError, UserError
 from ttrain.core.waiting import Waiting
 from ttrain.models.identity import FUNCTION
-from ttrain.tasks.job import open_session
 from ttrain.train.checkpoint.checkpoint import Checkpoint
 
 
@@ -45,7 +44,7 @@ def run(config: Config) -> None:
         if device.caution is not None:
             print(f"WARNING: {device.caution}", file=sys.stderr)
         with Waiting("Loading the model"):
-            session = stack.enter_context(closing(open_session(config, model, device, training=False, further=caches)))
+            session = stack.enter_context(closing(build.build_session(config, model, device, False, caches)))
             checkpoint.load(session.state, optimizer=False)
             source.build(session.engine.build, session.graph.trace_logits)
         print_source(source, tokenizer, prompt, Stop.of(tokenizer, config.sample.stop, end_token))

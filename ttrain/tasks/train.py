@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from contextlib import ExitStack, closing
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from ttrain.config import build
-from ttrain.config.saved import continued
-from ttrain.config.schema import Config, sections, to_dict
-from ttrain.core.errors import CheckpointError, OutOfMemory
+from ttrain.config.schema import Config
+from ttrain.core.errors import OutOfMemory
 from ttrain.device.family import family_of
-from ttrain.tasks.job import Job, tokenizer_json
-from ttrain.tasks.recover import shrunk_config
-from ttrain.train.runs import resume as resuming
-from ttrain.train.runs.run_directory import RunDirectory, read_config
-from ttrain.train.runs.warm_start import open_warm_start
-from ttrain.train.supervise.heartbeat import Heartbeat
-
-if TYPE_CHECKING:
-    from ttrain.data.batches import Dataset
-    from ttrain.train.runs.resume import ResumePoint
+from ttrain.tasks.training.recover import shrunk_config
+from ttrain.tasks.training.setup import set_up
 
 
 def run(config: Config) -> float | None:
@@ -31,7 +19,7 @@ def run(config: Config) -> float | None:
     Where memory runs out and recover.oom=shrink, trains on with half the micro-batch and twice the accumulation.
     """
     if family_of(config.device).replicas(config.device) > 1:
-        from ttrain.tasks.replicas import run as run_replicas
+        from ttrain.tasks.training.replicas import run as run_replicas
 
         return run_replicas(config)
     while True:
@@ -46,96 +34,14 @@ def run(config: Config) -> float | None:
 
 
 def _run(config: Config) -> float | None:
-    from ttrain.train.steps.step import last_value
+    from ttrain.tasks.training.leg import train
+    from ttrain.tasks.training.rehearse import dry_run, rehearse
 
     with ExitStack() as stack:
-        job = prepared(config, stack)
-        device = stack.enter_context(closing(build.build_device(job.config.device, job.config.precision)))
-        job.place(device, build.build_console(job.config.logger))
+        setup = set_up(config, stack)
+        device = stack.enter_context(closing(build.build_device(setup.config.device, setup.config.precision)))
+        console = build.build_console(setup.config.logger)
         if device.computes:
-            return last_value(job.turns(stack))
-        job.rehearse(stack) if device.step_facts() else job.dry_run(stack)
+            return train(setup, device, console)
+        rehearse(setup, device, console.say) if device.step_facts() else dry_run(setup, device, console.say)
         return None
-
-
-def prepared(config: Config, stack: ExitStack) -> Job:
-    """Data, model and what a run continues from, checked before a device is touched.
-
-    A run that is continued is held before it is read, until the exit stack closes.
-    """
-    heartbeat = Heartbeat.of_process()
-    heartbeat.beat()
-    held = resuming.hold_run(config.resume, config.run.dir)
-    if held is not None:
-        stack.enter_context(closing(held))
-    point = resuming.find_resume_point(config.resume, config.run.dir)
-    if point is not None and held is not None:  # this run alone removes it
-        point = dataclasses.replace(point, checkpoint=dataclasses.replace(point.checkpoint, reader=None))
-    base, notes = _base(point, held)
-    if base is not None:
-        config = continued(base, config)
-    dataset = build.build_dataset(config, lambda built: _check_tokenizer(point, built))
-    model = build.build_model(config, dataset.vocabulary)
-    stored = {**to_dict(config), "model": build.stored_model(config, model)}
-    stored["run"]["dir"] = None  # a run does not know where it lies, so it can be moved
-    if point is not None:
-        resuming.check_architecture(point.checkpoint.config, model.config, point.checkpoint.path)
-        resuming.check_documents(point, dataset.description)
-    prompt = _prompt(config, dataset)
-    warm = None
-    if point is None and config.train.init_from is not None:
-        warm = open_warm_start(config.train.init_from, model, tokenizer_json(dataset), anyway=config.train.init_anyway)
-    shorter = {length: build.shorter_model(config, model, length) for length in config.train.block_schedule}
-    if base is not None and point is None:
-        notes += [f"Changed since the run started: {change}" for change in resuming.config_difference(base, stored)]
-    return Job(config, stored, dataset, model, prompt, point, heartbeat, shorter, warm, held, notes)
-
-
-def _base(point: ResumePoint | None, held: RunDirectory | None) -> tuple[dict[str, Any] | None, list[str]]:
-    """The config that the command line changes, and what to tell of it; None for a new run.
-
-    A run that is continued has its own, also where it has no checkpoint yet. That of a checkpoint is taken where the
-    checkpoint itself was named, or where its run's is lost. Raises CheckpointError where there is neither.
-    """
-    run = held.path if held is not None else None if point is None else point.run
-    if point is not None and (point.named or run is None):
-        return point.checkpoint.config, []
-    if run is None:
-        return None, []
-    try:
-        config = _whole_config(run)
-    except CheckpointError as error:
-        if point is not None:
-            return point.checkpoint.config, [f"WARNING: {error} The config of the checkpoint is taken instead."]
-        raise CheckpointError(
-            f"{error} {run} has no checkpoint either, so nothing tells what it trains. Start anew with its whole "
-            f"command, resume=none and another run.dir."
-        ) from None
-    return config, [] if point is not None else [f"{run} has no checkpoint yet; it starts again with its own config."]
-
-
-def _whole_config(run: Path) -> dict[str, Any]:
-    """The config of a run. Raises CheckpointError where it is missing or only a part of it is there."""
-    config = read_config(run)
-    if missing := [section for section in sections() if section not in config]:
-        raise CheckpointError(f"{run / 'config.yaml'} is not whole: it has no {missing[0]!r}.")
-    return config
-
-
-def _check_tokenizer(point: ResumePoint | None, dataset: Dataset) -> None:
-    """Comes before checks of the vocabulary, whose advice would not help where it is the text that changed."""
-    if point is None:
-        return
-    from ttrain.data.tokenizer import Tokenizer
-
-    # As it is read now: older checkpoints keep settings of a file that are off by now.
-    stored = None if point.checkpoint.tokenizer is None else Tokenizer.from_json(point.checkpoint.tokenizer).to_json()
-    resuming.check_tokenizer(stored, tokenizer_json(dataset), point.checkpoint.path)
-
-
-def _prompt(config: Config, dataset: Dataset) -> list[int] | None:
-    """Token ids of the sample's prompt, checked before training starts; None where no text can be made."""
-    from ttrain.train.sampling.draw import encode_prompt
-
-    end_token = getattr(config.data, "end_token", None)
-    return None if dataset.tokenizer is None else encode_prompt(dataset.tokenizer, config.sample.prompt, end_token)

@@ -24,7 +24,7 @@ from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.loop import saver
 from ttrain.train.loop.evaluate import EvaluationResult
 from ttrain.train.steps.seeds import step_seed
-from ttrain.train.steps.step import StepResult, TrainStep, Turns
+from ttrain.train.steps.step import StepResult, StepUnderWay, TrainStep
 
 MakeJob = Any
 
@@ -43,14 +43,14 @@ def steps_on_disk(job: Any) -> list[int]:
 
 def interrupt_after(job: Any, step: int, number: int = signal.SIGINT) -> None:
     """Sends the process a signal while the step runs."""
-    original = job.loop.step.turns
+    original = job.loop.driver.step.start
 
-    def turns(batch: Any, rates: Any, current: int, following: Any) -> Turns[StepResult]:
+    def start(batch: Any, rates: Any, current: int, following: Any) -> StepUnderWay:
         if current == step:
             os.kill(os.getpid(), number)
         return original(batch, rates, current, following)
 
-    job.loop.step.turns = turns
+    job.loop.driver.step.start = start
 
 
 def reference_run(job: Any, steps: int) -> list[float]:

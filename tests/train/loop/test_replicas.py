@@ -16,12 +16,12 @@ from ttrain.cli import main
 from ttrain.config import build
 from ttrain.core.errors import NonFiniteError
 from ttrain.device.torch.device import TorchDevice
-from ttrain.tasks.replicas import side_by_side
+from ttrain.tasks.training.replicas import side_by_side
 from ttrain.train.checkpoint.retention import list_checkpoints
 from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.runs.run_directory import read_config
-from ttrain.train.steps.step import TrainStep
+from ttrain.train.steps.step import StepUnderWay, TrainStep
 
 COMMON = [
     "model=mlp", "model.width=8", "train.batch_size=4", "train.eval_every=3", "train.eval_sequences=8", "train.steps=6",
@@ -91,10 +91,10 @@ def test_both_stop_at_a_signal_and_resume_together_or_alone(
     chip: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The signal comes while the first is in step 2 and the second after step 1: each ends the step that it is in."""
-    original, before = TrainStep.turns, signal.getsignal(signal.SIGTERM)
+    original, before = TrainStep.start, signal.getsignal(signal.SIGTERM)
     calls: list[int] = []
 
-    def turns(self: TrainStep, batch: Any, rates: Any, step: int, following: Any = None) -> Any:
+    def start(self: TrainStep, batch: Any, rates: Any, step: int, following: Any = None) -> StepUnderWay:
         calls.append(step)
         if calls.count(2) == 1 and step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -102,7 +102,7 @@ def test_both_stop_at_a_signal_and_resume_together_or_alone(
 
     two = [*COMMON, *TWO, "replicas.seed=[4,5]"]
     with monkeypatch.context() as patch:
-        patch.setattr(TrainStep, "turns", turns)
+        patch.setattr(TrainStep, "start", start)
         assert main([*two, f"run.dir={tmp_path / 'two'}"]) == 130
     assert signal.getsignal(signal.SIGTERM) == before
     folders = [tmp_path / "two" / f"replica-{number}" for number in (0, 1)]

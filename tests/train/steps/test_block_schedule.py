@@ -28,7 +28,7 @@ from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.settings import TrainConfig
 from ttrain.train.steps.blocks import BlockSchedule, Position, Reading
 from ttrain.train.steps.session import Session
-from ttrain.train.steps.step import TrainStep
+from ttrain.train.steps.step import StepUnderWay, TrainStep
 
 MODEL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=32", "model.dropout=0.1"]
 BLOCKS = ["train.block_schedule=[8,16,32]", "train.block_steps=6"]
@@ -115,13 +115,13 @@ def test_a_resume_may_give_a_schedule_without_the_model(train: Any, capsys: pyte
 
 def test_steps_read_the_stream_without_gap_or_overlap(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[np.ndarray] = []
-    turns = TrainStep.turns
+    start = TrainStep.start
 
-    def recorded(self: TrainStep, batch: Any, *given: Any) -> Any:
+    def recorded(self: TrainStep, batch: Any, *given: Any) -> StepUnderWay:
         seen.append(np.asarray(batch["tokens"]))
-        return (yield from turns(self, batch, *given))
+        return start(self, batch, *given)
 
-    monkeypatch.setattr(TrainStep, "turns", recorded)
+    monkeypatch.setattr(TrainStep, "start", recorded)
     assert train("run.dir=first", "train.steps=9") == 0
     assert train("run.dir=first", "resume=auto", "train.steps=15") == 0
     assert [tokens.shape for tokens in seen] == [(4, 8)] * 6 + [(4, 16)] * 6 + [(4, 32)] * 3
@@ -142,16 +142,16 @@ def test_val_loss_is_that_of_the_whole_context_throughout(train: Any, monkeypatc
 
 
 def test_a_rollback_over_a_notch_goes_back_to_the_shorter_length(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns, poisoned = TrainStep.turns, []
+    start, poisoned = TrainStep.start, []
 
-    def sometimes(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> Any:
-        result = yield from turns(self, batch, rates, step, *given)
+    def sometimes(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> StepUnderWay:
+        under_way = start(self, batch, rates, step, *given)
         if step == 8 and not poisoned:
             poisoned.append(batch["tokens"].shape)
-            object.__setattr__(result, "loss", float("nan"))
-        return result
+            object.__setattr__(under_way.finish(), "loss", float("nan"))
+        return under_way
 
-    monkeypatch.setattr(TrainStep, "turns", sometimes)
+    monkeypatch.setattr(TrainStep, "start", sometimes)
     assert train("run.dir=first", "train.steps=9", "guard.nonfinite=rollback", "train.eval_every=9") == 0
     assert poisoned == [(4, 16)]
     assert [(event["step"], event["length"]) for event in events("first", "block")] == [(7, 16), (6, 8), (7, 16)]

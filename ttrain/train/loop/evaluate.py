@@ -12,7 +12,7 @@ import numpy as np
 from ttrain.core.errors import NonFiniteError
 from ttrain.core.waiting import Waiting
 from ttrain.models.base import Batch, Prepare, loss_weights, prepare_plain
-from ttrain.train.protocols import Dataset, Step
+from ttrain.train.protocols import Dataset, Inputs, Outputs
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Evaluation:
 
     def __init__(
         self,
-        step: Step,
+        step: Callable[[Inputs], Outputs],
         dataset: Dataset,
         rows: int,
         samples: int | None,

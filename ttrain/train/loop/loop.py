@@ -24,12 +24,13 @@ from ttrain.train.loop.guards import LearningCheck, SpikeDetector, first_of
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.loop.nonfinite import StepSearch, first_nonfinite, nonfinite_message
 from ttrain.train.loop.saver import Saver
-from ttrain.train.protocols import SAVED_KINDS, Array, Dataset, State
+from ttrain.train.protocols import SAVED_KINDS, State
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.settings import GuardConfig, TrainConfig
 from ttrain.train.steps.blocks import Blocks, Reading
+from ttrain.train.steps.driver import Driver
 from ttrain.train.steps.session import flops_per_step
-from ttrain.train.steps.step import Following, StepResult, TrainStep, Turns, last_value
+from ttrain.train.steps.step import StepResult, StepUnderWay
 from ttrain.train.supervise.heartbeat import first_step_note, seconds_since_start
 
 
@@ -42,21 +43,19 @@ class Loop:
     """
 
     config: TrainConfig
-    seed: int
-    step: TrainStep
+    driver: Driver
     evaluation: Evaluation
-    dataset: Dataset
     reading: Reading
     state: State
-    rates: Callable[[int], Mapping[str, float]]  # step (from 1) -> the lr inputs; "lr" or the first is the bar's
     run_directory: RunDirectory
     loggers: Loggers
     meter: Meter
-    stored_config: dict[str, Any]
+    stored_config: dict[str, Any]  # for checkpoints
     tokenizer: str | None = None  # the tokenizer's JSON
     held_out: str = ""  # SHA-256 of the data that evaluations are of
     progress: Progress = field(default_factory=Progress)
     guard: GuardConfig = field(default_factory=GuardConfig)
+    rounds_stochastically: bool = False  # updates that are smaller than a rounding error are not lost
     search: StepSearch | None = None  # names the first bad tensor of a step
     blocks: Blocks | None = None  # where the length of training sequences grows
     stop: StopRequests = field(default_factory=StopRequests)
@@ -74,7 +73,10 @@ class Loop:
         self._resumed_from(self.progress.step)
         self._spikes = SpikeDetector(self.guard)
         self._started = False
-        self._early: dict[int, dict[str, Array]] = {}  # the batch of the next step, where it was made ahead of time
+        self._under_way: StepUnderWay | None = None
+        self.driver.lr_factor = self.progress.lr_factor
+        if self.blocks is not None:
+            self.blocks.turned = self._grown
         self._skips = 0  # in a row
         self._learning: LearningCheck | None = None
         self._check_after = self.guard.check_learning
@@ -85,25 +87,37 @@ class Loop:
         Raises NonFiniteError, Interrupted (the state is saved), and TtrainError where saves fail repeatedly or updates
         change nothing.
         """
-        return last_value(self.turns())
+        with self.running():
+            while self.advance():
+                pass
+        return self.progress
 
-    def turns(self) -> Turns[Progress]:
-        """The same, with a yield wherever the device was given work and the host is about to wait for it."""
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around all calls of `advance`: requests by signal are noted, and at the end what was to be saved is there."""
         self.loggers.console.start(self.progress.step, self.config.steps)
         try:
             with self.stop:
-                while True:
-                    self._evaluate_and_save()
-                    if self.stop.requested is not None:
-                        raise self._interrupted(self.stop.requested.name)
-                    if self._done():
-                        break
-                    yield from self._train_step()
-                    self.progress.seconds += self.meter.rest()
-                self._finish()
+                yield
         finally:
             self.saver.join()
-        return self.progress
+
+    def advance(self) -> bool:
+        """Goes on until the device was given work and the host is about to wait for it; False once all is done."""
+        while True:
+            if self._under_way is None:
+                self._evaluate_and_save()
+                if self.stop.requested is not None:
+                    raise self._interrupted(self.stop.requested.name)
+                if self._done():
+                    self._finish()
+                    return False
+                self._under_way = self._begin(self.progress.step + 1)
+            if self._under_way.advance():
+                return True
+            result, self._under_way = self._under_way.finish(), None
+            self._end(self.progress.step + 1, result)
+            self.progress.seconds += self.meter.rest()
 
     def _resumed_from(self, step: int) -> None:
         """The state is that of the run's checkpoint of this step."""
@@ -128,16 +142,19 @@ class Loop:
         )
         return True
 
-    def _train_step(self) -> Turns[None]:
-        progress, number = self.progress, self.progress.step + 1
+    def _begin(self, number: int) -> StepUnderWay:
+        """A step, before anything of it is launched."""
         self.heartbeat()
         if self._check_after is not None and self._learning is None:
-            stochastic = bool(self.stored_config.get("optimizer", {}).get("stochastic_rounding", False))
-            self._learning = LearningCheck(self.state, stochastic)
-        self._grow(number)
+            self._learning = LearningCheck(self.state, self.rounds_stochastically)
+        if self.blocks is not None:
+            self.blocks.turn(number)
         self.meter.start()
-        batch, rates = self._inputs(number)
-        result = yield from self.step.turns(batch, rates, number, self._following(number + 1))
+        return self.driver.start(number)
+
+    def _end(self, number: int, result: StepResult) -> None:
+        """What a step's numbers ask for."""
+        progress, rates = self.progress, self.driver.rates_of(number)
         progress.seconds += self.meter.stop(result.tokens)
         progress.tokens += result.tokens
         if math.isfinite(result.loss):
@@ -161,31 +178,9 @@ class Loop:
             self._say(note)
         self._check_learning(number, min(rates.values()), result)
 
-    def _inputs(self, number: int) -> tuple[dict[str, Array], dict[str, float]]:
-        """Batch and learning rates of a step."""
-        self._grow(number)  # repeated steps may be of an earlier length
-        dataset = self.dataset if self.blocks is None else self.blocks.dataset
-        batch = self._early.pop(number, None)
-        if batch is None:
-            batch = dataset.batch("train", self.seed, self.reading.before(number).samples, self.config.batch_size)
-        return batch, {name: rate * self.progress.lr_factor for name, rate in self.rates(number).items()}
-
-    def _following(self, number: int) -> Following | None:
-        """What makes the inputs of a later step ahead of time; None where there is none, or of another length."""
-        if number > self.config.steps or self.blocks is not None:
-            return None
-
-        def inputs() -> tuple[dict[str, Array], dict[str, float]]:
-            batch, rates = self._inputs(number)
-            self._early = {number: batch}
-            return batch, rates
-
-        return inputs
-
-    def _grow(self, number: int) -> None:
-        """Builds the steps for the length that a step trains on, where that is another than now."""
-        if self.blocks is None or not self.blocks.turn(number):
-            return
+    def _grown(self, number: int) -> None:
+        """The length that a step trains on is another than before."""
+        assert self.blocks is not None
         self.heartbeat()
         self.meter.restart(flops_per_step(self.blocks.session.graph))
         length = self.blocks.length
@@ -225,7 +220,7 @@ class Loop:
             if applied and not self._go_back(search, number):
                 after = "" if gradient is None else f"From the loss backwards, the first bad gradient is {gradient}."
                 return f"{search.note}{after}".strip()
-            tensor = search.in_step(*self._inputs(number), number)
+            tensor = search.in_step(*self.driver.inputs(number), number)
         except Exception as error:  # the message about the step matters more
             return f"The search for the first bad tensor failed: {error or type(error).__name__}."
         if tensor is None:
@@ -239,7 +234,7 @@ class Loop:
 
         def repeat(repeated: int) -> None:
             self.heartbeat()
-            self.step(*self._inputs(repeated), repeated)
+            self.driver(repeated)
 
         seconds = self.progress.seconds / number
         return search.go_back(number, checkpoint, repeat, seconds, lambda: self.stop.requested is not None)
@@ -273,6 +268,7 @@ class Loop:
         stored |= {"lr_factor": factor, "rollbacks": rollbacks, "wandb_id": self.progress.wandb_id}
         for name, value in stored.items():
             setattr(self.progress, name, value)
+        self.driver.lr_factor = factor
         dropped = self.loggers.file.cut(checkpoint.step, self.progress.evaluated_at == checkpoint.step)
         note = (
             f"{why} Rolled back to step {checkpoint.step} with {factor:g} times the learning rate; {dropped} lines "

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ttrain.models.base import Batch, preparation
-from ttrain.train.protocols import Inputs, Look, Outputs, Step
 
 if TYPE_CHECKING:
     from ttrain.data.batches import Resizable
+    from ttrain.engine.base import Step
     from ttrain.models.base import Model
     from ttrain.train.settings import TrainConfig
     from ttrain.train.steps.session import Session
@@ -83,6 +83,11 @@ class Reading:
         first = max(notch * self.schedule.every, self.step) + 1
         return dataset.at(self.schedule.lengths[notch], *self.before(first))
 
+    def batches(self, dataset: Any, seed: int) -> Callable[[int], Batch]:
+        """What reads a step's batch from data of one length; steps are counted from 1."""
+        opened = self.opened(dataset, self.step + 1)
+        return lambda step: opened.batch("train", seed, self.before(step).samples, self.rows)
+
 
 class Blocks:
     """The notch that a run is in, and what belongs to it: the built steps and the data."""
@@ -93,13 +98,14 @@ class Blocks:
         session: Session,
         dataset: Resizable,
         shorter: Mapping[int, Model | None],
+        steps: dict[str, Step],
     ) -> None:
-        """`shorter` has, by length, the model that records such sequences."""
+        """`shorter` has, by length, the model that records such sequences; `steps` takes what is built for a notch."""
         self.schedule, self.session = reading.schedule, session
-        self._reading, self._whole, self._shorter = reading, dataset, shorter
+        self._reading, self._whole, self._shorter, self._steps = reading, dataset, shorter, steps
         self._notch: int | None = None
-        self.dataset: Any = dataset
-        self.steps: dict[str, Any] = {}  # the same mapping at every notch
+        self._dataset: Any = dataset  # as this notch reads it
+        self.turned: Callable[[int], None] = lambda step: None  # told of every step for which all is built anew
 
     @property
     def length(self) -> int:
@@ -112,43 +118,30 @@ class Blocks:
         graph = self.session.graph
         return preparation(graph.shorter or graph.model)(batch)
 
-    def turn(self, step: int) -> bool:
-        """Get ready for a step, counted from 1; whether anything had to be built for it."""
+    def batches(self, seed: int) -> Callable[[int], Batch]:
+        """See Reading.batches; where a step is of another notch, all is built for it first."""
+
+        def batch(step: int) -> Batch:
+            self.turn(step)  # repeated steps may be of an earlier length
+            found: Batch = self._dataset.batch("train", seed, self._reading.before(step).samples, self._reading.rows)
+            return found
+
+        return batch
+
+    def turn(self, step: int) -> None:
+        """Get ready for a step, counted from 1."""
         notch = self.schedule.notch(step)
         if notch == self._notch:
-            return False
+            return
         first, self._notch = self._notch is None, notch
-        self.dataset = self._reading.opened(self._whole, step)
-        self.steps.clear()
+        self._dataset = self._reading.opened(self._whole, step)
+        self._steps.clear()
         graph = replace(self.session.graph, shorter=self._shorter[self.length])
         if first:
             self.session.graph = graph
         else:
             self.session.renew(graph)
             gc.collect()  # the old steps and their memory, before new ones take theirs
-        self.steps.update(self.session.build_training())
-        return True
-
-
-class Newest:
-    """The step of a name as it was built last."""
-
-    def __init__(self, steps: Mapping[str, Step], name: str) -> None:
-        self._steps, self._name = steps, name
-
-    @property
-    def inputs(self) -> Any:
-        return self._steps[self._name].inputs
-
-    def __call__(self, inputs: Inputs) -> Outputs:
-        return self._steps[self._name](inputs)
-
-    def start(self, inputs: Inputs) -> Callable[[], Outputs]:
-        """See engine.base.Step, as for the next two."""
-        return self._steps[self._name].start(inputs)
-
-    def write_ahead(self, inputs: Inputs) -> None:
-        self._steps[self._name].write_ahead(inputs)
-
-    def inspect(self, inputs: Inputs, look: Look) -> bool:
-        return self._steps[self._name].inspect(inputs, look)
+        self._steps.update(self.session.build_training())
+        if not first:
+            self.turned(step)

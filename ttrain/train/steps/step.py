@@ -11,16 +11,14 @@ every engine and device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from ttrain.models.base import Batch, Prepare, loss_weights, prepare_plain, valid_targets
 from ttrain.train.protocols import Array, Inputs, Look, Outputs, Step
 from ttrain.train.steps.seeds import ROUNDING, step_seed
 
-Returned = TypeVar("Returned")
-Turns = Generator[None, None, Returned]  # yields while a device computes
 Call = tuple[str, Inputs]  # name of a built step, and all its inputs
 Following = Callable[[], tuple[Batch, Mapping[str, float]]]
 
@@ -70,8 +68,8 @@ class TrainStep:
         `overlaps` tells that the device can take in inputs, or launch others' steps, while a step computes.
         """
         self._steps, self._accumulation, self._seed, self._rank = steps, accumulation, seed, rank
-        self._prepare, self._overlaps = prepare, overlaps
-        self._guarded = "norm" in steps
+        self._prepare, self.overlaps = prepare, overlaps
+        self.guarded = "norm" in steps
 
     @staticmethod
     def names(accumulation: int, guarded: bool = False) -> tuple[str, ...]:
@@ -83,66 +81,57 @@ class TrainStep:
 
     def __call__(self, batch: Batch, rates: Mapping[str, float], step: int) -> StepResult:
         """`batch` fields have the rows of the whole step; `rates` are the lr inputs; `step` counts from 1."""
-        return last_value(self.turns(batch, rates, step))
+        return self.start(batch, rates, step).finish()
 
-    def turns(
+    def start(
         self, batch: Batch, rates: Mapping[str, float], step: int, following: Following | None = None
-    ) -> Turns[StepResult]:
-        """The same, with a yield wherever the device was given work and the host is about to wait for it.
+    ) -> StepUnderWay:
+        """The same step, to go on with bit by bit; nothing is launched yet.
 
         `following` returns the batch and rates of the next step, whose inputs a device that can takes in meanwhile.
         """
-        valid, calls, results = valid_targets(batch), self._calls(batch, rates, step), list[Outputs]()
-        for index, (name, inputs) in enumerate(calls):
-            later = calls[index + 1 : index + 2]
-            last = following if not later and not self._guarded else None
-            results.append((yield from self._run(name, inputs, later, last, step)))
-        norms = {name: float(results[-1][name]) for name in ("grad_norm", "clipped_norm") if name in results[-1]}
-        loss, activation, norm = 0.0, None, norms["grad_norm"]
-        metrics: dict[str, float] = {}
-        for result in results[: self._accumulation]:
-            loss, activation = loss + float(result["loss"]), _activation(activation, result)
-            metrics = summed_metrics(metrics, result)
-        metrics |= {name: value for name, value in norms.items() if name != "grad_norm"}
-        if not self._guarded:
-            return StepResult(loss, norm, valid, True, activation, metrics)
-        finite = StepResult(loss, norm, valid, activation_norm=activation).finite
-        if finite:
-            given = {name: value for name, value in norms.items() if name in self._steps["update"].inputs}
-            update = self._whole("update", {**rates, **given}, step, 0)
-            yield from self._run("update", update, [], following, step)
-        return StepResult(loss, norm, valid, finite, activation, metrics)
+        return StepUnderWay(self, batch, rates, step, following)
 
     def inspect(self, batch: Batch, rates: Mapping[str, float], step: int, look: Look) -> bool:
         """The step node by node, until `look` says True; whether it did. A guarded step's update is left out."""
-        return any(self._steps[name].inspect(inputs, look) for name, inputs in self._calls(batch, rates, step))
+        return any(self._steps[name].inspect(inputs, look) for name, inputs in self.calls(batch, rates, step))
 
-    def _calls(self, batch: Batch, rates: Mapping[str, float], step: int) -> list[Call]:
+    def calls(self, batch: Batch, rates: Mapping[str, float], step: int) -> list[Call]:
         """Built steps with their inputs, in order; not the update of a guarded step, which hangs on the others."""
         fields, counts = self._prepare(batch)
         weights = loss_weights(counts)
-        if self._accumulation == 1 and not self._guarded:
+        if self._accumulation == 1 and not self.guarded:
             return [("train", self._whole("train", {**fields, **rates, **weights}, step, 0))]
         calls: list[Call] = []
         for number, part in enumerate(micro_batches(fields, self._accumulation)):
             name = "accumulate_next" if number else "accumulate_first"
             calls.append((name, self._whole(name, {**part, **weights}, step, number)))
-        name, inputs = ("norm", {}) if self._guarded else ("update", rates)
+        name, inputs = ("norm", {}) if self.guarded else ("update", rates)
         return [*calls, (name, self._whole(name, inputs, step, 0))]
 
-    def _run(
-        self, name: str, inputs: Inputs, later: Sequence[Call], following: Following | None, step: int
-    ) -> Turns[Outputs]:
-        """Runs a built step; while it computes, the inputs of the call after it are written."""
-        if not self._overlaps:
-            return self._steps[name](inputs)
-        read = self._steps[name].start(inputs)
-        if not later and following is not None:
-            later = self._calls(*following(), step + 1)
-        for other, ahead in later[:1]:
-            self._steps[other].write_ahead(ahead)
-        yield
-        return read()
+    def launch(self, name: str, inputs: Inputs) -> Callable[[], Outputs]:
+        """Launches a built step where the device computes beside the host; the returned call waits for the outputs."""
+        return self._steps[name].start(inputs) if self.overlaps else partial(self._steps[name], inputs)
+
+    def write_ahead(self, name: str, inputs: Inputs) -> None:
+        self._steps[name].write_ahead(inputs)
+
+    def guarded_update(self, rates: Mapping[str, float], norms: Mapping[str, float], step: int) -> Call:
+        """The update of a guarded step, which takes in the norms that were looked at."""
+        given = {name: value for name, value in norms.items() if name in self._steps["update"].inputs}
+        return "update", self._whole("update", {**rates, **given}, step, 0)
+
+    def result(self, outputs: Sequence[Outputs], valid: int) -> tuple[StepResult, dict[str, float]]:
+        """What the calls of a step gave, its guarded update aside, and the norms of its gradient."""
+        norms = {name: float(outputs[-1][name]) for name in ("grad_norm", "clipped_norm") if name in outputs[-1]}
+        loss, activation = 0.0, None
+        metrics: dict[str, float] = {}
+        for each in outputs[: self._accumulation]:
+            loss, activation = loss + float(each["loss"]), _activation(activation, each)
+            metrics = summed_metrics(metrics, each)
+        metrics |= {name: value for name, value in norms.items() if name != "grad_norm"}
+        found = StepResult(loss, norms["grad_norm"], valid, True, activation, metrics)
+        return replace(found, applied=found.finite) if self.guarded else found, norms
 
     def _whole(self, name: str, inputs: Inputs, step: int, micro_batch: int) -> Inputs:
         """With the seed and the step's number where the built step has such an input."""
@@ -157,13 +146,52 @@ class TrainStep:
         return {**inputs, **added}
 
 
-def last_value(turns: Turns[Returned]) -> Returned:
-    """What a generator returns, without pausing where it yields."""
-    while True:
-        try:
-            next(turns)
-        except StopIteration as end:
-            return end.value
+class StepUnderWay:
+    """One optimizer step, call by call."""
+
+    def __init__(
+        self, train: TrainStep, batch: Batch, rates: Mapping[str, float], step: int, following: Following | None
+    ) -> None:
+        self._train, self._rates, self._step, self._following = train, rates, step, following
+        self._valid, self._calls = valid_targets(batch), train.calls(batch, rates, step)
+        self._outputs: list[Outputs] = []
+        self._read: Callable[[], Outputs] | None = None
+        self._result: StepResult | None = None
+
+    def advance(self) -> bool:
+        """Goes on until the device was given work and the host is about to wait for it; False once all is done."""
+        while self._calls or self._read is not None:
+            if self._read is None:
+                self._read = self._train.launch(*self._calls.pop(0))
+                if self._train.overlaps:
+                    self._write_ahead()
+                    return True
+            self._outputs.append(self._read())
+            self._read = None
+            if not self._calls and self._result is None:
+                self._conclude()
+        return False
+
+    def finish(self) -> StepResult:
+        """Goes on to the end, waiting wherever it must."""
+        while self.advance():
+            pass
+        assert self._result is not None
+        return self._result
+
+    def _conclude(self) -> None:
+        self._result, norms = self._train.result(self._outputs, self._valid)
+        if self._train.guarded and self._result.applied:
+            self._calls.append(self._train.guarded_update(self._rates, norms, self._step))
+
+    def _write_ahead(self) -> None:
+        """While a call computes, the device takes in the inputs of the one after it."""
+        last = not self._calls and (self._result is not None or not self._train.guarded)
+        ahead = self._calls[:1]
+        if last and self._following is not None:
+            ahead = self._train.calls(*self._following(), self._step + 1)[:1]
+        for name, inputs in ahead:
+            self._train.write_ahead(name, inputs)
 
 
 def _activation(largest: float | None, outputs: Outputs) -> float | None:

@@ -9,40 +9,37 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.errors import Interrupted
 from ttrain.device.family import family_of
-from ttrain.tasks.job import Job
-from ttrain.tasks.train import prepared
+from ttrain.tasks.training.leg import Turns, turns
+from ttrain.tasks.training.rehearse import rehearse
+from ttrain.tasks.training.setup import set_up
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.settings import ReplicasConfig
-
-if TYPE_CHECKING:
-    from ttrain.train.steps.step import Turns
 
 
 def run(config: Config) -> float | None:
     """Trains all replicas; the best val/loss of any. Raises a failure once the others have ended too."""
     with ExitStack() as stack:
-        jobs, stop = [prepared(each, stack) for each in replica_configs(config)], StopRequests()
+        setups = [set_up(each, stack) for each in replica_configs(config)]
         device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
-        for number, (job, part) in enumerate(zip(jobs, device.replicas(), strict=True)):
-            # All are at the same step, so one bar is enough.
-            job.place(part, build.build_console(config.logger, name_of(number), bar=number == 0))
-            job.stop = stop
+        parts = device.replicas()
+        # All are at the same step, so one bar is enough.
+        consoles = [build.build_console(config.logger, name_of(number), number == 0) for number in range(len(setups))]
         if not device.computes:
-            for job in jobs:
-                job.rehearse(stack)
-                job.console.say(f"Note: {job.device.describe()['note']}.")
+            for setup, part, console in zip(setups, parts, consoles, strict=True):
+                rehearse(setup, part, console.say)
+                console.say(f"Note: {part.describe()['note']}.")
             return None
 
         def failed(number: int, error: Exception) -> None:
-            jobs[number].console.say(f"ended by {type(error).__name__}; the other replicas go on.")
+            consoles[number].say(f"ended by {type(error).__name__}; the other replicas go on.")
 
-        results = side_by_side([_turns(job) for job in jobs], failed)
+        stop = StopRequests()
+        results = side_by_side([turns(*each, stop) for each in zip(setups, parts, consoles, strict=True)], failed)
     losses = [loss for loss in results if loss is not None]
     return min(losses, default=None)
 
@@ -85,22 +82,17 @@ def _resumed(given: str, number: int) -> str:
     return str(own) if own.is_dir() else given
 
 
-def _turns(job: Job) -> Turns[float | None]:
-    with ExitStack() as stack:
-        return (yield from job.turns(stack))
-
-
 def side_by_side(
-    runs: Sequence[Turns[float | None]], failed: Callable[[int, Exception], None] = lambda number, error: None
+    runs: Sequence[Turns], failed: Callable[[int, Exception], None] = lambda number, error: None
 ) -> list[float | None]:
     """What the runs return, in their order. Told of every failure, and raises one once the others have ended too."""
     results: dict[int, float | None] = {}
     failures: list[Exception] = []
     left = dict(enumerate(runs))
     while left:
-        for number, turns in list(left.items()):
+        for number, run in list(left.items()):
             try:
-                next(turns)
+                next(run)
             except StopIteration as end:
                 results[number] = end.value
                 del left[number]

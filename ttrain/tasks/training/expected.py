@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,11 @@ from ttrain.train.logging.meter import Forecast, Other, Pace, evaluations_left
 from ttrain.train.steps.blocks import BlockSchedule
 
 if TYPE_CHECKING:
+    from ttrain.data.batches import Dataset
     from ttrain.device.base import Device
     from ttrain.device.timing import Estimate
     from ttrain.engine.base import Step
     from ttrain.models.base import Model
-    from ttrain.tasks.job import Job
     from ttrain.train.forecast.plan_report import PlanReport
     from ttrain.train.steps.session import Session
 
@@ -36,12 +36,10 @@ SHORTEST = 32  # tokens of a context that is still offered
 
 def session_to_plan(config: Config, model: Model, device: Device) -> Session:
     """A session on a device that is planned only. What the dynamic engine would run is planned as static does."""
-    from ttrain.tasks.job import open_session
-
     engine = config.engine
     if engine.name == "dynamic":
         engine = replace(engine, name="static")
-    return open_session(replace(config, engine=engine), model, device, training=True)
+    return build.build_session(replace(config, engine=engine), model, device)
 
 
 @contextmanager
@@ -99,18 +97,25 @@ def _on_this_machine(
     return replace(estimate, time=replace(estimate.time, source=source)), ""
 
 
-def pace_of(job: Job, session: Session, step: int) -> Pace:
-    """What says how long a run takes that continues after `step`."""
-    config = job.config
-    hours, steps = config.train.long_hours, config.train.steps
-    plain = Forecast(0.0, _left(config, step), 0.0, evaluations_left(step, steps, config.train.eval_every))
-    found = plain
-    if hours is None or step >= steps:
-        return Pace(plain, float("inf"), job.console.say, list)
+def pace_of(
+    config: Config,
+    dataset: Dataset,
+    session: Session,
+    steps: Mapping[str, Step],
+    step: int,
+    say: Callable[[str], None],
+    continues: bool,
+) -> Pace:
+    """What says how long a run takes that goes on after `step`, and what takes less where it does not `continue`."""
+    hours, count = config.train.long_hours, config.train.steps
+    plain = Forecast(0.0, _left(config, step), 0.0, evaluations_left(step, count, config.train.eval_every))
+    if hours is None or step >= count:
+        return Pace(plain, float("inf"), say, list)
+    ways, found, device = _Ways(config, dataset, plain, continues), plain, session.engine.device.name
     if family_of(config.device).mode(config.device) == SILICON:
-        built = all(each.plan is not None for each in job.steps.values())
-        found = _forecast(job, config, plain, session, job.steps) if built else _planned(job, config, plain)
-    return Pace(found, 3600 * hours, job.console.say, lambda: _others(job, found, plain))
+        built = all(each.plan is not None for each in steps.values())
+        found = ways.forecast(config, session, steps) if built else ways.planned(config)
+    return Pace(found, 3600 * hours, say, lambda: ways.others(found, device))
 
 
 def _left(config: Config, step: int) -> float:
@@ -125,49 +130,76 @@ def _left(config: Config, step: int) -> float:
     return left
 
 
-def _forecast(job: Job, config: Config, plain: Forecast, session: Session, steps: Mapping[str, Step]) -> Forecast:
-    """By the plans of built steps. What can't be told stays unknown, until steps were timed."""
-    from ttrain.train.forecast.plan_report import plan_report
+class _Ways:
+    """What a run and other ways to run it are expected to take, each by its plan."""
 
-    report = plan_report(session.graph, session.state, steps)
-    evaluation = replace(report, per_step={"evaluate": 1})
-    device, chips = session.engine.device, session.graph.chips
-    train, batch = (expected_time(config, steps, each, device, chips, 0)[0] for each in (report, evaluation))
-    if train is None or batch is None:
-        return plain
-    return replace(plain, step=train.time.total, evaluation=batch.time.total * _batches(job, config))
+    def __init__(self, config: Config, dataset: Dataset, plain: Forecast, continues: bool) -> None:
+        """`plain` knows what is left, and no time of a step. A run that `continues` has to stay what it is."""
+        self._config, self._dataset, self._plain, self._continues = config, dataset, plain, continues
 
+    def forecast(self, config: Config, session: Session, steps: Mapping[str, Step]) -> Forecast:
+        """By the plans of built steps. What can't be told stays unknown, until steps were timed."""
+        from ttrain.train.forecast.plan_report import plan_report
 
-def _planned(job: Job, config: Config, plain: Forecast) -> Forecast:
-    """By plans made for this: of another config, or where the engine makes none."""
+        report = plan_report(session.graph, session.state, steps)
+        evaluation = replace(report, per_step={"evaluate": 1})
+        device, chips = session.engine.device, session.graph.chips
+        train, batch = (expected_time(config, steps, each, device, chips, 0)[0] for each in (report, evaluation))
+        if train is None or batch is None:
+            return self._plain
+        return replace(self._plain, step=train.time.total, evaluation=batch.time.total * self._batches(config))
 
-    with planned_session(config, job.dataset.vocabulary) as session:
-        return _forecast(job, config, plain, session, session.build_training())
+    def planned(self, config: Config) -> Forecast:
+        """By plans made for this: of another config, or where the engine makes none."""
+        with planned_session(config, self._dataset.vocabulary) as session:
+            return self.forecast(config, session, session.build_training())
 
+    def _batches(self, config: Config) -> int:
+        """Of an evaluation; a split that is covered as a whole has more sequences where they are shorter."""
+        rows = config.train.batch_size // config.train.accumulation
+        own, other = context_of(self._config) or 1, context_of(config) or 1
+        available = self._dataset.val_samples * own / other
+        return math.ceil(min(config.train.eval_sequences or available, available) / rows)
 
-def _batches(job: Job, config: Config) -> int:
-    """Of an evaluation; a split that is covered as a whole has more sequences where they are shorter."""
-    rows = config.train.batch_size // config.train.accumulation
-    own, other = context_of(job.config) or 1, context_of(config) or 1
-    available = job.dataset.val_samples * own / other
-    return math.ceil(min(config.train.eval_sequences or available, available) / rows)
+    def others(self, found: Forecast, device: str) -> list[Other]:
+        """Ways that take less, each planned."""
+        config = self._config
+        if self._continues or not found.step:
+            return []
+        others: list[Other] = []
+        together: dict[str, Any] = {}
+        for changes in _single(config, device):
+            seconds = self._seconds(changes)
+            if seconds is not None and seconds < LESS * found.total:
+                others.append(Other(command(config, changes), seconds))
+                together |= changes
+        if len(others) > 1 and (seconds := self._seconds(together)) is not None:
+            others.append(Other(command(config, together), seconds))
+        return others + self._smaller(found)
 
+    def _smaller(self, found: Forecast) -> list[Other]:
+        """The smaller presets down to one that is not long itself; of many the last."""
+        config, model = self._config, self._config.model
+        if not isinstance(model, TransformerConfig) or model.preset is None:
+            return []
+        given = [name for name in size_names(model) if name != "context" and getattr(model, name) is not None]
+        if given or config.train.block_schedule:
+            return []
+        own = _width_and_depth(model.presets[model.preset])
+        names = [name for name, sizes in model.presets.items() if _width_and_depth(sizes) < own]
+        last: list[Other] = []
+        for name in sorted(names, key=lambda name: _width_and_depth(model.presets[name]), reverse=True)[-PRESETS:]:
+            seconds = self._seconds({"model.preset": name})
+            if seconds is not None and seconds < LESS * found.total:
+                last.append(Other(command(config, {"model.preset": name}), seconds))
+                if seconds <= 3600 * (config.train.long_hours or 0):
+                    break
+        return last[-SHOWN:]
 
-def _others(job: Job, found: Forecast, plain: Forecast) -> list[Other]:
-    """Ways that take less, each planned; none for a run that goes on, which has to stay what it is."""
-    config = job.config
-    if job.point is not None or not found.step:
-        return []
-    others: list[Other] = []
-    together: dict[str, Any] = {}
-    for changes in _single(config, job.device.name):
-        seconds = _seconds(job, changes, plain)
-        if seconds is not None and seconds < LESS * found.total:
-            others.append(Other(command(config, changes), seconds))
-            together |= changes
-    if len(others) > 1 and (seconds := _seconds(job, together, plain)) is not None:
-        others.append(Other(command(config, together), seconds))
-    return others + _smaller(job, plain, found)
+    def _seconds(self, changes: Mapping[str, Any]) -> float | None:
+        """Of the run with these changes; None where they don't go together with the rest."""
+        config = changed(self._config, changes)
+        return None if cross_field_problems(config) else self.planned(config).total
 
 
 def _single(config: Config, device: str) -> Iterator[dict[str, Any]]:
@@ -188,37 +220,9 @@ def _single(config: Config, device: str) -> Iterator[dict[str, Any]]:
         yield {"model.context": context // 4}
 
 
-def _smaller(job: Job, plain: Forecast, found: Forecast) -> list[Other]:
-    """The smaller presets down to one that is not long itself; of many the last."""
-    config, model = job.config, job.config.model
-    if not isinstance(model, TransformerConfig) or model.preset is None:
-        return []
-    given = [name for name in size_names(model) if name != "context" and getattr(model, name) is not None]
-    if given or config.train.block_schedule:
-        return []
-    own = _width_and_depth(model.presets[model.preset])
-    names = [name for name, sizes in model.presets.items() if _width_and_depth(sizes) < own]
-    last: list[Other] = []
-    for name in sorted(names, key=lambda name: _width_and_depth(model.presets[name]), reverse=True)[-PRESETS:]:
-        seconds = _seconds(job, {"model.preset": name}, plain)
-        if seconds is not None and seconds < LESS * found.total:
-            last.append(Other(command(config, {"model.preset": name}), seconds))
-            if seconds <= 3600 * (config.train.long_hours or 0):
-                break
-    return last[-SHOWN:]
-
-
 def _width_and_depth(sizes: Mapping[str, int]) -> int:
     """What the parameters of blocks grow with."""
     return sizes["layers"] * sizes["width"] ** 2
-
-
-def _seconds(job: Job, changes: Mapping[str, Any], plain: Forecast) -> float | None:
-    """Of the run with these changes; None where they don't go together with the rest."""
-    config = changed(job.config, changes)
-    if cross_field_problems(config):
-        return None
-    return _planned(job, config, plain).total
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:

@@ -1,0 +1,133 @@
+"""A run on a mocked board: what its steps would cost by each engine, or what does not fit and which keys help."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING
+
+from ttrain.config import build
+from ttrain.core.errors import TtrainError
+from ttrain.device.family import Failed, Misfit, family_of
+from ttrain.tasks.training.leg import new_run, record
+from ttrain.tasks.training.setup import Setup
+from ttrain.train.checkpoint.retention import is_rehearsal
+from ttrain.train.steps.blocks import Position, Reading
+
+if TYPE_CHECKING:
+    from ttrain.device.base import Device
+    from ttrain.engine.base import Step
+    from ttrain.train.runs.run_directory import RunDirectory
+    from ttrain.train.steps.driver import Driver
+    from ttrain.train.steps.rehearsal import Rehearsal
+
+COMPARED = ("static", "dynamic")  # engines whose dispatch is measured beside that of the configured one
+
+
+def rehearse(setup: Setup, device: Device, say: Callable[[str], None]) -> None:
+    """Some steps on a device that only tells what steps cost. Writes a record, never a checkpoint.
+
+    Raises Misfit where the board does not take the step.
+    """
+    held = setup.origin.held
+    with ExitStack() as stack:
+        mine = held if held is not None and is_rehearsal(held.path) else None
+        run = mine or stack.enter_context(closing(new_run(setup, device)))
+        warning = f"REHEARSAL on {device.name}: values are not computed, nothing is trained or saved."
+        say(warning)
+        steps: dict[str, Step] = {}
+        try:
+            result, counters = _measured(setup, device, run, warning, steps)
+        except Exception as error:
+            failure = _failure(setup, device, steps, error)
+            if isinstance(failure, TtrainError):
+                plain = {"accepted": False, "reason": str(failure)}
+                reason = failure.to_dict() if hasattr(failure, "to_dict") else plain
+                run.write_summary({"computes": False, **reason})
+            raise failure from error
+        steps.clear()
+        engines = {setup.config.engine.name: result.dispatch_ms, **_others(setup, device, say)}
+        result = dataclasses.replace(result, engines=engines)
+        run.write_summary({"accepted": True, **result.to_dict(), "engine": counters})
+        for line in result.lines():
+            say(line)
+        say(f"{warning} Run: {run.path}")
+
+
+def dry_run(setup: Setup, device: Device, say: Callable[[str], None]) -> None:
+    """Builds all steps and launches one on a device that computes nothing; leaves nothing behind."""
+    with closing(build.build_session(setup.config, setup.model, device)) as session:
+        _driver(setup, device, session.build_training())(1)
+        say(
+            f"Dry run: device {device.name} computes no values. Every step was built and one was launched; "
+            f"nothing was trained or saved."
+        )
+
+
+def _measured(
+    setup: Setup, device: Device, run: RunDirectory, warning: str, steps: dict[str, Step]
+) -> tuple[Rehearsal, dict[str, int]]:
+    """By the configured engine, recorded. `steps` takes what is built."""
+    from ttrain.train.steps.rehearsal import rehearse as measure
+
+    with closing(build.build_session(setup.config, setup.model, device)) as session:
+        steps.update(session.build_training())
+        record(setup, run, device, session, steps, {"rehearsal": warning})
+        names = session.graph.train_steps()
+        result = measure(device, _driver(setup, device, steps), {name: steps[name] for name in names})
+        return result, session.engine.counters.as_dict()
+
+
+def _others(setup: Setup, device: Device, say: Callable[[str], None]) -> dict[str, float]:
+    """Milliseconds of host dispatch per step by the engines that were not measured yet, where they fit."""
+    from ttrain.train.steps.rehearsal import dispatch_ms
+
+    found: dict[str, float] = {}
+    for name in COMPARED:
+        if name == setup.config.engine.name:
+            continue
+        gc.collect()  # the tensors of the engine before
+        config = dataclasses.replace(setup.config, engine=dataclasses.replace(setup.config.engine, name=name))
+        try:
+            with closing(build.build_session(config, setup.model, device)) as session:
+                traces = session.graph.train_steps()
+                steps = {step: session.engine.build(step, trace) for step, trace in traces.items()}
+                found[name] = dispatch_ms(_driver(setup, device, steps))
+        except RuntimeError as error:
+            why = _failure(setup, device, {}, error)
+            say(f"engine={name} does not fit, so its dispatch was not measured: {why}")
+    return found
+
+
+def _driver(setup: Setup, device: Device, steps: Mapping[str, Step]) -> Driver:
+    """Of the first steps of a run."""
+    config, dataset = setup.config, setup.dataset
+    reading = Reading.of(config.train, getattr(dataset, "context", 1), 0, Position())
+    return build.build_driver(config, setup.model, device, steps, reading.batches(dataset, config.run.seed))
+
+
+def _failure(setup: Setup, device: Device, steps: Mapping[str, Step], error: Exception) -> Exception:
+    """The misfit that an error tells of, with what the plan needs; else the error itself."""
+    from ttrain.train.forecast.out_of_memory import plan_needs, shrinking_keys
+
+    if isinstance(error, TtrainError):
+        return error
+    config, model = setup.config, setup.model.config
+    precision, engine, train = config.precision.name, config.engine.name, config.train
+    plans = [step.plan for step in steps.values() if step.plan is not None]
+    failed = Failed(
+        precision,
+        engine,
+        rows=train.batch_size // train.accumulation,
+        smaller=shrinking_keys(train, model, precision, engine, config.optimizer),
+        vocabulary=hasattr(model, "vocabulary"),
+        state=max((sum(plan.state_bytes().values()) for plan in plans), default=0),
+        memory=device.memory().get("total", 0),
+    )
+    found = family_of(config.device).diagnose(config.device, error, failed)
+    if found is None:
+        return error
+    needs = plan_needs(steps) if found.cause == "DRAM" else ""
+    return Misfit(f"{found} {needs}".strip(), found.cause, found.keys)

@@ -1,0 +1,59 @@
+"""What a leg of a run begins with: the run that it continues, a checkpoint, values from elsewhere, or nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ttrain.train.checkpoint.progress import Progress
+from ttrain.train.checkpoint.retention import remove_unfinished
+from ttrain.train.logging.metrics import cut_metrics
+from ttrain.train.logging.wandb_history import note_earlier_legs
+from ttrain.train.runs.resume import ResumePoint, branch_off, take_up
+from ttrain.train.runs.run_directory import RunDirectory
+from ttrain.train.runs.warm_start import WarmStart
+from ttrain.train.steps.session import Session
+
+
+@dataclass
+class Origin:
+    """Where the state, the progress and the files of a leg come from."""
+
+    held: RunDirectory | None = None  # the run that this leg continues
+    point: ResumePoint | None = None
+    warm: WarmStart | None = None  # where a new run takes its first values from
+    notes: list[str] = field(default_factory=list)  # to tell when the leg starts
+
+    def claim(self, wanted: str | None, label: str, stored: dict[str, Any], branches: bool) -> RunDirectory:
+        """A directory for a run that is new, or `branches` off from the checkpoint; see RunDirectory.claim."""
+
+        def fill(run: RunDirectory) -> None:
+            run.write_config(stored)
+            if self.point is not None and branches:
+                self.point = branch_off(self.point, run)
+
+        # what does not go on in the run that it continues writes into no run that trains
+        return RunDirectory.claim(wanted if self.held is None else None, label, fill=fill)
+
+    def set_values(self, session: Session, seed: int) -> tuple[str, ...]:
+        """The state as this leg begins with it; the optimizer's tensors of a new run are zero. What to tell of it."""
+        if self.point is not None:
+            return self.point.checkpoint.load(session.state)
+        session.initialize(seed)
+        if self.warm is not None:
+            self.warm.apply(session.state)
+        return ()
+
+    def begin(
+        self, run: RunDirectory, session: Session, seed: int, stored: dict[str, Any], data: dict[str, Any]
+    ) -> tuple[Progress, dict[str, Any], list[str]]:
+        """Sets the state, and makes the run's files go on from it: how far it is, what to record, and what to tell."""
+        remove_unfinished(run.checkpoints)
+        note_earlier_legs(run.path)
+        fitted = self.set_values(session, seed)
+        if self.point is not None:
+            progress, leg, notes = take_up(self.point, run, stored, data)
+            return progress, leg, [*notes, *self.notes, *fitted]
+        cut_metrics(run.metrics, 0)
+        warm = self.warm
+        return Progress(), {} if warm is None else warm.record(), [*self.notes, *([] if warm is None else warm.lines())]
