@@ -13,12 +13,11 @@ import torch
 from tests.ttnn.runs import sgd
 from tests.width.tools import PLACES, TIME, WIDTH, Regression, check, on_mock, registered, train, train_in_torch
 from ttrain import ops
-from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.spec import DType
 from ttrain.graph import Value, composite
-from ttrain.models.base import prepare_plain
 from ttrain.nn.initialize import Normal
 from ttrain.nn.layers import Linear
-from ttrain.nn.module import Parameter, use
+from ttrain.nn.module import Buffer, Parameter, use, use_buffer
 
 HEADS, KV_HEADS = 4, 2
 
@@ -30,6 +29,12 @@ def relative_bias_of_test(distances: Value, table: Value) -> Value:
     return ops.reshape(ops.transpose(by_pair), (1, heads, time, time))
 
 
+def distances(shape: tuple[int, ...]) -> np.ndarray:
+    """Row of the table for each query and key."""
+    query, key = np.indices(shape)
+    return key - query + TIME - 1
+
+
 class Biased(Regression):
     """Causal attention over a window of 6 keys, each with a learned bias for its distance."""
 
@@ -37,16 +42,12 @@ class Biased(Regression):
         self.query, self.projection = Linear(WIDTH, WIDTH), Linear(WIDTH, WIDTH)
         self.key, self.value = (Linear(WIDTH, WIDTH // HEADS * KV_HEADS) for _ in range(2))
         self.table = Parameter((2 * TIME - 1, HEADS), Normal(1.0))
+        self.distances = Buffer((TIME, TIME), distances, dtype=DType.INT64)
         self.name_parameters()
 
-    def prepare(self, batch: Any) -> Any:
-        fields, counts = prepare_plain(batch)
-        query, key = np.indices((TIME, TIME))
-        return {**fields, "distances": key - query + TIME - 1}, counts
-
     def predict(self, x: Value) -> Value:
-        distances = x.graph.input("distances", TensorSpec((TIME, TIME), DType.INT64))
-        bias = x.graph.apply("relative_bias_of_test", distances, use(x.graph, self.table, x.spec.dtype))
+        table, distances = use(x.graph, self.table, x.spec.dtype), use_buffer(x.graph, self.distances)
+        bias = x.graph.apply("relative_bias_of_test", distances, table)
         given = (self.query(x), self.key(x), self.value(x))
         return self.projection(ops.attention(*given, heads=HEADS, kv_heads=KV_HEADS, bias=bias, window=6))
 
@@ -71,7 +72,7 @@ def in_torch(parameters: Any, fields: Any) -> torch.Tensor:
         split = linear(name, fields["inputs"]).unflatten(-1, (heads, WIDTH // HEADS)).transpose(1, 2)
         return split.repeat_interleave(HEADS // heads, 1)
 
-    bias = parameters["table"][fields["distances"]].permute(2, 0, 1)[None]
+    bias = parameters["table"][torch.from_numpy(distances((TIME, TIME)))].permute(2, 0, 1)[None]
     behind = torch.arange(TIME)[:, None] - torch.arange(TIME)
     bias = bias.masked_fill((behind < 0) | (behind >= 6), float("-inf"))
     q, k, v = by_heads("query", HEADS), by_heads("key", KV_HEADS), by_heads("value", KV_HEADS)
