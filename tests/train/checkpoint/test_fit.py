@@ -69,7 +69,7 @@ def test_a_checkpoint_holds_the_dtypes_of_the_state(tmp_path: Path, weights: DTy
     again = state(weights, DType.BF16)
     assert read_checkpoint(saved.path).load(again) == ()
     assert all(np.array_equal(array, values(again)[name]) for name, array in values(source).items())
-    assert all(np.array_equal(array, source.read(name)) for name, array in saved.parameters().items())
+    assert all(np.array_equal(array, source.read(name)) for name, array in saved.weights().items())
 
 
 def test_numbers_stay_in_a_wider_dtype_and_are_rounded_to_nearest_in_a_narrower_one(tmp_path: Path) -> None:
