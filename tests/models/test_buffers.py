@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.models.centred import KEEP, WIDTH, Centred, waves
 from tests.models.session import ENGINES, Session, open_cpu
 from ttrain import ops
 from ttrain.autodiff import backward
@@ -17,13 +17,11 @@ from ttrain.core.errors import CheckpointError, GraphError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Device
 from ttrain.device.null import NullDevice
-from ttrain.engine.state import State
+from ttrain.engine.state import State, StateTensor
 from ttrain.engine.static import StaticEngine
-from ttrain.graph import Graph, Kind, Value
+from ttrain.graph import Graph, Kind
 from ttrain.graph.verify import verify
-from ttrain.models.base import LOSS_WEIGHT, SCALAR
-from ttrain.nn.layers import Linear
-from ttrain.nn.module import Buffer, Module, use, use_buffer
+from ttrain.nn.module import Buffer, use, use_buffer
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.train.checkpoint.checkpoint import CheckpointContent, read_checkpoint, save_checkpoint
@@ -34,41 +32,8 @@ from ttrain.train.steps import session as run_session
 from ttrain.train.steps.step_graph import StepGraph
 from ttrain.verify.models import ModelTrial
 
-ROWS, WIDTH, KEEP = 4, 8, 0.75
+ROWS = 4
 CONTENT = CheckpointContent(step=3, config={"model": {"name": "centred"}}, progress={}, tokenizer=None)
-
-
-def waves(shape: tuple[int, ...]) -> np.ndarray:
-    return np.sin(1 + np.arange(shape[0]))
-
-
-@dataclass
-class CentredConfig:
-    name: str = "centred"
-
-
-class Centred(Module):
-    """Regression on inputs less their running mean, plus a table."""
-
-    def __init__(self, compute: DType = DType.FP32, saved: bool = True) -> None:
-        self.config, self.compute = CentredConfig(), compute
-        self.linear = Linear(WIDTH, WIDTH)
-        self.table = Buffer((WIDTH,), waves)
-        self.mean = Buffer((WIDTH,), np.zeros, saved=saved)
-        self.name_parameters()
-
-    def batch_specs(self, rows: int) -> dict[str, TensorSpec]:
-        return dict.fromkeys(("inputs", "targets"), TensorSpec((rows, WIDTH)))
-
-    def loss(self, graph: Graph, rows: int, training: bool) -> Value:
-        given = {name: graph.input(name, spec) for name, spec in self.batch_specs(rows).items()}
-        mean = use_buffer(graph, self.mean)
-        if training:
-            now = ops.reduce_sum(given["inputs"], [0]) * (1 / rows)
-            mean = ops.assign(mean, mean * KEEP + now * (1 - KEEP))
-        x = given["inputs"] - mean + use_buffer(graph, self.table)
-        y = ops.cast(self.linear(ops.cast(x, self.compute)), DType.FP32)
-        return ops.squared_error(y, given["targets"], graph.input(LOSS_WEIGHT, SCALAR))
 
 
 def golden() -> Device:
@@ -223,6 +188,21 @@ def test_a_recomputed_block_writes_it_once() -> None:
         loss = model.loss(graph, ROWS, training=True)
     backward(loss, [use(graph, parameter, DType.FP32) for parameter in model.parameters().values()])
     assert [node.op.name for node in graph.nodes].count("assign") == 1
+
+
+def test_no_gradient_goes_through_what_is_written() -> None:
+    """sum((w - m)^2) after m <- (m + w) / 2 has the gradient 2 (w - m); were m a function of w, half of it."""
+    spec = TensorSpec((WIDTH,))
+    state = State(open_cpu(), [StateTensor("w", spec, Kind.PARAMETER), StateTensor("m", spec, Kind.BUFFER)])
+    state.write("w", np.arange(WIDTH, dtype=np.float32))
+
+    def trace(recorded: Graph) -> None:
+        w, m = (recorded.state_value(n, spec, k) for n, k in (("w", Kind.PARAMETER), ("m", Kind.BUFFER)))
+        error = w - ops.assign(m, (m + w) * 0.5)
+        recorded.output("gradient", backward(ops.reduce_sum(error * error, [0]), [w])[0])
+
+    found = StaticEngine(state.device, state).build("step", trace)({})["gradient"]
+    np.testing.assert_array_equal(found, np.arange(WIDTH))  # 2 (w - w / 2), m being zero before
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.models.centred import Centred
 from tests.ttnn.runs import ENGINES, adamw, batch, gpt, mlp, sgd
 from ttrain.core.spec import DType
 from ttrain.device.ttnn.device import TenstorrentDevice, open_device
@@ -38,6 +39,8 @@ def model_of(case: dict[str, Any]) -> Any:
     compute = DType.FP32 if precision == "fp32" else DType.BF16
     if case["model"] == "mlp":
         return mlp(compute, inputs=None, outputs=None)
+    if case["model"] == "centred":
+        return Centred(compute)
     model: Any
     if case["model"] == "agillm":
         model = AGILLM(resolved(AGILLMConfig(pad_vocabulary=32, **case["config"])), compute)

@@ -133,6 +133,12 @@ def test_agillm_on_one_chip_of_an_n300(kernels: str) -> None:
     assert large["host"] > 16 * 3 * 128_815 * 1024
 
 
+def test_buffers_are_read_and_written(kernels: str) -> None:
+    _, costs = on_board(kernels, "n150", {"model": "centred"}, {"model": "centred", "engine": "traced"})
+    assert len(costs) == 2
+    assert all((cost["later_allocations"], cost["later_dram"]) == (0, 0) for cost in costs)
+
+
 def test_dispatch_from_ethernet_cores_leaves_the_whole_grid(kernels: str) -> None:
     assert on_board(kernels, "n300", dispatch="eth")[0]["cores"] == [8, 8]
 

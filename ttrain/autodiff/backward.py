@@ -16,7 +16,8 @@ def backward(loss: Value, wrt: Sequence[Value]) -> list[Value]:
     """Record the gradients of a scalar loss with respect to `wrt`, in that order.
 
     The first contribution to a gradient is the gradient; later ones are added. Nodes of a recomputed segment are
-    recorded a second time, right before backward needs them. Raises GraphError naming every value of `wrt` that the
+    recorded a second time, right before backward needs them. No gradient goes through state that the step writes, such
+    as a running mean. Raises GraphError naming every value of `wrt` that the
     loss does not depend on: such a parameter would silently never train.
     """
     graph = loss.graph
@@ -46,10 +47,10 @@ class _Reverse:
         self.recomputed: set[int] = set()
 
     def _dependents(self, wrt: Sequence[Value]) -> set[Value]:
-        """Floating-point values that depend on `wrt`."""
+        """Floating-point values that depend on `wrt`. What was written to state is constant from there on."""
         reached = set(wrt)
         for node in self.forward:
-            if any(value in reached for value in node.values):
+            if any(value in reached for value in node.values) and not overwritten(node):
                 reached.update(output for output in node.outputs if output.spec.dtype.is_floating)
         return reached
 
