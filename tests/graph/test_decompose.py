@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.graph.tools import assert_same_meaning, names, parameter
 from ttrain import ops
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.base import Kernel
 from ttrain.graph import REGISTRY, Graph, Node, Op, Value
 from ttrain.graph.passes import decompose, remove_dead_code
 from ttrain.graph.verify import verify
@@ -57,6 +59,20 @@ def test_a_supported_op_is_left_alone_and_so_is_a_view() -> None:
     x = ops.reshape(graph.input("x", TensorSpec((2, 3))), (3, 2))
     graph.output("y", ops.linear(x, parameter(graph, "w", 4, 2)))
     assert names(decompose(graph, {"linear"}, "simple")) == ["reshape", "linear"]
+
+
+def test_a_node_that_its_row_does_not_support_becomes_its_body() -> None:
+    def narrow(inputs: Sequence[TensorSpec | None], attributes: Mapping[str, Any]) -> bool:
+        assert inputs[0] is not None and inputs[2] is None and attributes == {"activation": "relu"}
+        return inputs[0].shape[1] < 4
+
+    rows = dict.fromkeys(PRIMITIVE, Kernel(lambda *_: lambda: None))
+    rows["linear"] = Kernel(lambda *_: lambda: None, supports=narrow)
+    graph = Graph()
+    for width in (3, 5):
+        x, w = graph.input(f"x{width}", TensorSpec((2, width))), parameter(graph, f"w{width}", 4, width)
+        graph.output(f"y{width}", ops.linear(x, w, activation="relu"))
+    assert names(decompose(graph, rows, "simple")) == ["linear", "matmul", "relu"]
 
 
 def test_a_primitive_without_kernel_is_named() -> None:

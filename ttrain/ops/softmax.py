@@ -8,8 +8,12 @@ from typing import Any
 
 from ttrain.core.attention_mask import CAUSAL, FULL, PAIRS, AttentionMask
 from ttrain.core.spec import TensorSpec
+from ttrain.graph.composite import cases, composite, require
 from ttrain.graph.graph import Node, Value
 from ttrain.graph.op import Case, Op, declare, op
+from ttrain.ops.elementwise import cast
+from ttrain.ops.layout import reshape
+from ttrain.ops.reduce import reduce_sum
 
 _EVERY_KEY = AttentionMask(FULL)
 
@@ -80,28 +84,16 @@ class Softmax(_OverScores):
         return self.scores(x, scale, mask).softmax(-1)
 
 
-@declare
-class SoftmaxGrad(Op):
-    """dx = scale * y (dy - sum(dy y)): the backward of softmax from its output."""
+@composite(family="attention", outputs=("dx",), differentiable=False)
+def softmax_grad(dy: Value, y: Value, scale: float) -> Value:
+    """dx = scale * y (dy - sum(dy y)): the backward of y = softmax(scale * x) from its output; fp32 at least inside."""
+    require(dy.spec == y.spec, "softmax_grad", f"{dy.spec} and {y.spec}", "equal specs")
+    given, made = cast(dy, y.spec.dtype.wide), cast(y, y.spec.dtype.wide)
+    total = reshape(reduce_sum(given * made, [y.spec.rank - 1]), (*y.shape[:-1], 1))
+    return cast(made * (given - total) * scale, y.spec.dtype)
 
-    name = "softmax_grad"
-    family = "attention"
-    inputs = ("dy", "y")
-    outputs = ("dx",)
-    differentiable = False
 
-    def infer(self, dy: TensorSpec, y: TensorSpec, scale: float) -> TensorSpec:
-        self.require(dy == y, f"{dy} and {y}", "equal specs")
-        return dy
-
-    def flops(self, node: Node) -> int:
-        return 5 * node.input("y").spec.size
-
-    def reference(self, dy: Any, y: Any, scale: float) -> Any:
-        return scale * y * (dy - (dy * y).sum(-1, keepdim=True))
-
-    def cases(self) -> Sequence[Case]:
-        return [Case((shape, shape), {"scale": 0.5}) for shape in ((4, 8), (2, 2, 5, 5), (1, 33))]
+cases(softmax_grad, *(Case((shape, shape), {"scale": 0.5}) for shape in ((4, 8), (2, 2, 5, 5), (1, 33))))
 
 
 @declare
@@ -125,11 +117,6 @@ class LogSumExp(_OverScores):
 def softmax(x: Value, scale: float = 1.0, mask: AttentionMask = _EVERY_KEY) -> Value:
     """softmax(scale * x) over the last axis, under an attention mask."""
     return op("softmax").record(x, scale=float(scale), mask=mask)
-
-
-def softmax_grad(dy: Value, y: Value, scale: float) -> Value:
-    """The gradient of x from that of y = softmax(scale * x)."""
-    return op("softmax_grad").record(dy, y, scale=scale)
 
 
 def log_sum_exp(x: Value, scale: float, mask: AttentionMask) -> Value:
