@@ -45,9 +45,6 @@ ROWS: list[tuple[str, list[tuple[int, ...]], tuple[int, ...], dict[str, Any]]] =
     ("matmul", [(600, 80), (80, 64)], (600, 64), {"transpose_a": False, "transpose_b": False}),
     ("matmul", [(600, 80), (600, 64)], (80, 64), {"transpose_a": True, "transpose_b": False}),
     ("linear", [(2, 300, 80), (64, 80)], (2, 300, 64), {}),
-    ("head_matmul", [(2, 300, 128), (32, 80)], (2, 300, 320), {"heads": 4, "transpose": False}),
-    ("head_matmul", [(2, 300, 320), (32, 80)], (2, 300, 128), {"heads": 4, "transpose": True}),
-    ("head_product", [(2, 300, 128), (2, 300, 320)], (32, 80), {"heads": 4}),
 ]
 
 

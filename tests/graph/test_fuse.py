@@ -10,7 +10,6 @@ from ttrain.autodiff import backward
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import REGISTRY, Graph, Kind, Stage, Value
 from ttrain.graph.passes import fuse, remove_dead_code
-from ttrain.graph.passes.fuse import CHUNK_BYTES, chunk_rows
 from ttrain.graph.verify import verify
 
 ROWS = TensorSpec((4, 3))
@@ -171,8 +170,8 @@ def test_head_and_cross_entropy_in_evaluation() -> None:
     graph = Graph()
     graph.output("loss", head(graph)[1])
     after = remove_dead_code(fuse(graph, REGISTRY.names()))
-    assert names(after) == ["linear_cross_entropy"]
-    assert after.nodes[0].attributes == {"chunk": chunk_rows(2), "gradients": False}
+    assert names(after) == ["head_cross_entropy"]
+    assert after.nodes[0].attributes == {"smoothing": 0.0, "live": 2, "gradients": False}
     assert_same_meaning(graph, after)
 
 
@@ -189,12 +188,7 @@ def test_logits_that_backward_reads_stay() -> None:
     _, loss = head(graph)
     graph.output("loss", loss)
     graph.output("gradient", backward(loss, [graph.state["head"]])[0])
-    assert "linear_cross_entropy" not in fused(graph)
-
-
-def test_rows_of_logits_fit_the_chunk() -> None:
-    assert chunk_rows(50257) * 50257 * 4 <= CHUNK_BYTES < (chunk_rows(50257) + 1) * 50257 * 4
-    assert chunk_rows(10**9) == 32  # however large the vocabulary
+    assert "head_cross_entropy" not in fused(graph)
 
 
 @pytest.mark.parametrize("pattern", ["bias", "activation", "residual"])

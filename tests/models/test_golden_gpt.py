@@ -12,6 +12,7 @@ import torch
 from tests.models.plain_gpt import PlainGPT
 from tests.models.session import Session, relative_error, tensor_by_tensor_equal, token_batch
 from ttrain import ops
+from ttrain.core.spec import TensorSpec
 from ttrain.graph.op import op
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
@@ -158,7 +159,11 @@ def test_dropout_sits_where_nanogpt_has_it_and_backward_sees_the_same_masks(reco
     ours = session(model, plain, engine, AdamWConfig(clip_norm=None), rows=1)
     batch = token_batch(SIZE["vocabulary"], 1, SIZE["context"], 0)
     streams = iter(range(1 + 3 * SIZE["layers"]))  # in the order in which a forward pass reaches them
-    plain.drop = lambda x: op("dropout").reference(x, seed, p, next(streams))
+
+    def mask(spec: TensorSpec) -> torch.Tensor:
+        return op("dropout_mask").reference(seed, spec, p, next(streams)).float()
+
+    plain.drop = lambda x: x * mask(TensorSpec(tuple(x.shape)))
     loss = plain.loss(torch.from_numpy(batch["tokens"]), torch.from_numpy(batch["targets"]))
     loss.backward()
     assert ours.train(batch, 1, {"lr": 0.0}, seed)["loss"] == pytest.approx(loss.item(), rel=1e-5)

@@ -16,15 +16,22 @@ from ttrain.device.torch.device import TorchDevice
 from ttrain.device.torch.native import NativeKernels, Toolchain
 from ttrain.device.torch.native.native import Sizing
 from ttrain.device.torch.native.request import Request
+from ttrain.device.torch.native.rows import RULES
 from ttrain.device.torch.native.toolchain import find_compiler
+from ttrain.graph.composite import Composite
 from ttrain.graph.op import Case, Op
 
 # Small cases are cut as large ones would be: across two threads, into several parts and blocks.
-SMALL = Sizing(threads=2, thread_cost=1, part=16, block=48)
+SMALL = Sizing(threads=2, thread_cost=1, part=16, block=48, logits=650)
 
 
-def every_case(where: Callable[[Op], bool] = lambda op: op.family != "rule") -> list[Any]:
-    """(op, case, dtype) of all ops, those that passes make included; in bf16 every other case, to compile less."""
+def has_kernel(op: Op) -> bool:
+    """Not an optimizer's rule, nor a composite that runs by its body."""
+    return op.family != "rule" and (op.name in RULES or not isinstance(op, Composite))
+
+
+def every_case(where: Callable[[Op], bool] = has_kernel) -> list[Any]:
+    """(op, case, dtype) of all ops with a kernel, those of passes too; in bf16 every other case, to compile less."""
     narrow = [case for case in all_cases(DType.BF16, where=where) if _number(*case.values[:2]) % 2 == 0]
     return [*all_cases(DType.FP32, where=where), *narrow]
 

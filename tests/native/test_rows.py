@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.native.conftest import NativeDevice, every_case, is_native
-from tests.ops.harness import Interpreter, all_cases, as_torch, draw, only, record, reference
+from tests.native.conftest import NativeDevice, every_case, has_kernel, is_native
+from tests.ops.harness import Interpreter, all_cases, as_torch, draw, only, record, recorded_by_models, reference
 from tests.ops.test_forward import output_name
 from tests.ops.tolerances import tolerance
 from tests.ops.ulp import assert_within
@@ -22,8 +22,10 @@ from ttrain.graph.op import REGISTRY, Case, Op
 from ttrain.graph.passes import decompose
 
 WITHOUT_ARITHMETIC = {"reshape", "copy_reshape", "all_reduce", "all_reduce_state"}
-MOVES = {"pick_rows", "put_rows"}  # torch's kernels run these
-OF_DECOMPOSITIONS = {"log_sum_exp"}  # which the CPU, having kernels for what they stand for, does not record
+MOVES = {"index_select", "index_put"}  # torch's kernels run these
+# Which the CPU, having kernels for what they stand for, does not record.
+OF_DECOMPOSITIONS = {"log_sum_exp", "one_hot", "reduce_max"}
+BY_THEIR_BODY = {"head_matmul", "head_product"}
 OF_ATEN = {"sin", "cos", "erf", "expm1"}  # no vector code of ours: torch's kernels run these
 OF_SAMPLING = {"cache_write", "cache_bias", "cached_attention"}  # torch's kernels run these
 
@@ -37,7 +39,7 @@ def device(device: NativeDevice) -> NativeDevice:
 
 
 def test_every_op_that_computes_has_a_rule() -> None:
-    expected = WITHOUT_ARITHMETIC | OF_SAMPLING | MOVES | OF_DECOMPOSITIONS | OF_ATEN
+    expected = WITHOUT_ARITHMETIC | OF_SAMPLING | MOVES | OF_DECOMPOSITIONS | BY_THEIR_BODY | OF_ATEN
     assert {op.name for op in REGISTRY if op.family != "rule"} - RULES.keys() == expected
     assert not RULES.keys() - {op.name for op in REGISTRY}
 
@@ -59,8 +61,7 @@ def test_nearly_all_cases_run_on_generated_code(device: NativeDevice) -> None:
     others = {p.values[0].name for p in every_case() if p.values[0].name in RULES and not is_native(device, *p.values)}
     # Products over leading axes, and bf16 products along an odd inner axis or with one that ends in half a pair;
     # attention with keys of another width than values, grouped heads, a bias or a window; softmax under such masks.
-    products = {"matmul", "linear", "head_matmul", "head_product", "linear_cross_entropy", "head_cross_entropy"}
-    assert others <= products | {"attention", "attention_grad", "softmax"}
+    assert others <= {"matmul", "linear", "head_cross_entropy", "attention", "attention_grad", "softmax"}
 
 
 def takes_a_like_input(op: Op, case: Case, dtype: DType) -> bool:
@@ -106,7 +107,7 @@ def test_a_launch_repeats_to_the_bit(device: NativeDevice, op: Op, case: Case, d
 
 def test_fp64_takes_the_way_of_the_base(device: NativeDevice) -> None:
     tried = 0
-    for parameter in all_cases(DType.FP64):
+    for parameter in all_cases(DType.FP64, where=lambda op: recorded_by_models(op) and has_kernel(op)):
         node = record(*parameter.values)[0].nodes[0]
         request = Request.of_node(node)
         if DType.FP64 not in [spec.dtype for spec in (*request.inputs, *request.outputs) if spec is not None]:
@@ -122,7 +123,7 @@ def test_fp64_takes_the_way_of_the_base(device: NativeDevice) -> None:
 def test_bf16_products_can_be_left_to_matrix_units(device: NativeDevice) -> None:
     sizing = Sizing(threads=1, bf16_products=False)
     native = NativeKernels(super(NativeDevice, device).kernels, sizing)
-    for name in ("matmul", "linear", "linear_cross_entropy"):
+    for name in ("matmul", "linear", "head_cross_entropy"):
         for parameter in every_case(lambda op: op.name == name):  # noqa: B023 - called at once
             node = record(*parameter.values)[0].nodes[0]
             if parameter.values[2] is DType.BF16:

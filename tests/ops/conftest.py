@@ -18,8 +18,8 @@ GPU = torch.cuda.is_available()
 # The same kernels with sizes that send small cases down the paths of large ones, and those of CUDA on the CPU.
 WAYS: dict[str, dict[str, Any]] = {
     "as it is": {},
-    "other ways": {"block": 40, "norm_row": 16, "explicit_up_to": 0},
-    "blocks": {"block": 40, "query_rows": 3, "explicit_up_to": 10**6},
+    "other ways": {"block": 40, "norm_row": 16, "explicit_up_to": 0, "logits": 600},
+    "blocks": {"logits": 15, "block": 40, "query_rows": 3, "explicit_up_to": 10**6},
 }
 CUDA_ON_CPU = {"block": 10**6, "kind": "cuda", "explicit_up_to": 10**6}
 KINDS = [(kind, WAYS[way], f"{kind}, {way}") for kind in ("cpu", *(["cuda"] if GPU else [])) for way in WAYS]

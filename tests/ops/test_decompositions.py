@@ -27,7 +27,7 @@ COMPOSITE = only(all_cases(DType.FP64, DType.FP32, DType.BF16), decomposes)
 
 def test_the_composite_ops_of_training_decompose() -> None:
     names = {parameter.values[0].name for parameter in COMPOSITE}
-    attention, losses = {"attention", "attention_grad"}, {"linear_cross_entropy", "squared_error"}
+    attention, losses = {"attention", "attention_grad"}, {"head_cross_entropy", "squared_error"}
     assert names >= attention | losses | {"linear", "add_layer_norm", "update"}
 
 

@@ -25,7 +25,7 @@ from ttrain.verify.cases import (
 )
 from ttrain.verify.tolerances import GRADIENT
 
-COMPOSITE = ("attention", "layer_norm", "linear_cross_entropy", "cross_entropy", "gelu")
+COMPOSITE = ("attention", "layer_norm", "head_cross_entropy", "cross_entropy", "gelu")
 
 
 def trained(*dtypes: DType, where: Callable[[Op], bool] = lambda op: True) -> list[Any]:

@@ -36,8 +36,7 @@ SGD: dict[str, Any] = {"count": 1, "rule": PlainSGD(SGDConfig()).rule(EXAMPLE, T
 RATES = [fp32(), fp32(), None]  # lr, step, and no clip factor
 TWO_RELUS = (("relu", (0,), ()), ("relu", (1,), ()))
 CACHED = [fp32(1, 2, 3, 4), fp32(1, 2, 9, 4), fp32(1, 2, 9, 4), int64(3), int64(3)]
-HEAD = {"chunk": 2, "gradients": True}
-SMOOTHED = {**HEAD, "smoothing": 0.1, "live": 6}
+HEAD = {"smoothing": 0.1, "live": 6, "gradients": True}
 ROUNDED: dict[str, Any] = {"stochastic": (0,), "stream": 0}
 BINARY = ("add", "subtract", "multiply", "divide", "maximum", "greater")
 UNARY = ("exp", "expm1", "log", "sqrt", "sin", "cos", "sigmoid", "erf", "sign", "relu", "tanh")
@@ -62,6 +61,7 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("merge_heads", [fp32(2, 3, 4, 5), fp32(2, 3, 4, 6)], {}, "equal specs"),
     ("reduce_sum", [fp32(2, 3)], {"axes": (2,)}, "axes from 0 to 1"),
     ("reduce_sum", [fp32(2, 3)], {"axes": (0, 0)}, "different axes"),
+    ("reduce_max", [fp32(2, 3)], {"axes": (2,)}, "axes from 0 to 1"),
     ("global_norm", [], {}, "at least one"),
     ("matmul", [fp32(2, 3), fp32(2, 3)], {"transpose_a": False, "transpose_b": False}, "inner sizes, not 3 and 2"),
     ("matmul", [fp32(2, 3), bf16(3, 2)], {"transpose_a": False, "transpose_b": False}, "equal dtypes"),
@@ -104,27 +104,27 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("head_matmul", [fp32(2, 5, 8), bf16(4, 3)], {"heads": 2, "transpose": False}, "equal dtypes"),
     ("head_product", [fp32(2, 5, 8), fp32(2, 4, 8)], {"heads": 2}, "equal [batch, time]"),
     ("head_product", [fp32(2, 5, 8), fp32(2, 5, 9)], {"heads": 2}, "multiples of 2 heads"),
-    ("pick_rows", [fp32(2, 5, 8)], {"rows": (1, 5)}, "different ones from 0 to 4"),
-    ("pick_rows", [fp32(2, 5, 8)], {"rows": (1, 1)}, "different ones"),
-    ("put_rows", [fp32(2, 3, 8)], {"rows": (0, 1), "time": 5}, "[batch, 2, features]"),
+    ("index_select", [fp32(2, 5, 8)], {"indices": (1, 5)}, "different ones from 0 to 4"),
+    ("index_select", [fp32(2, 5, 8)], {"indices": (1, 1)}, "different ones"),
+    ("index_put", [fp32(2, 3, 8)], {"indices": (0, 1), "size": 5}, "[batch, 2, features]"),
     ("dropout", [fp32(4), fp32()], {"p": 0.1, "stream": 0}, "int64[]"),
     ("dropout", [fp32(4), int64()], {"p": 1.0, "stream": 0}, "below 1"),
     ("dropout", [int64(4), int64()], {"p": 0.1, "stream": 0}, "floating-point"),
     ("dropout_mask", [fp32()], {"spec": fp32(4), "p": 0.1, "stream": 0}, "int64[]"),
     ("embedding", [fp32(4), fp32(7, 3)], {}, "int64 ids"),
     ("embedding", [int64(4), fp32(7)], {}, "[vocabulary, width]"),
+    ("one_hot", [fp32(4)], {"count": 3, "dtype": DType.FP32}, "int64 ids"),
     ("embedding_grad", [fp32(4, 3), int64(5)], {"vocabulary": 7}, "equal leading axes"),
     ("cross_entropy", [fp32(4, 7), int64(5), fp32()], {}, "int64[4]"),
     ("cross_entropy", [fp32(4, 7), int64(4), bf16()], {}, "fp32[]"),
     ("cross_entropy", [fp32(2, 4, 7), int64(4), fp32()], {}, "[rows, vocabulary]"),
     ("cross_entropy_grad", [fp32(4, 7), int64(4), fp32(4), fp32(1)], {}, "fp32[]"),
-    ("linear_cross_entropy", [fp32(4, 3), fp32(7, 2), int64(4), fp32()], HEAD, "[vocabulary, width]"),
-    ("linear_cross_entropy", [fp32(4, 3), bf16(7, 3), int64(4), fp32()], HEAD, "equal dtypes"),
-    ("linear_cross_entropy", [fp32(4, 3), fp32(7, 3), int64(4), fp32()], {**HEAD, "chunk": 0}, "at least one row"),
-    ("head_cross_entropy", [fp32(4, 3), fp32(7, 2), int64(4), fp32(4), None], SMOOTHED, "[vocabulary, width]"),
-    ("head_cross_entropy", [fp32(4, 3), fp32(7, 3), int64(4), fp32(4), fp32(6)], SMOOTHED, "[7]"),
-    ("head_cross_entropy", [fp32(4, 3), fp32(7, 3), int64(4), fp32(), None], SMOOTHED, "fp32[4]"),
-    ("head_cross_entropy", [fp32(4, 3), fp32(5, 3), int64(4), fp32(4), None], SMOOTHED, "1 to 5 ids"),
+    ("head_cross_entropy", [fp32(4, 3), fp32(7, 2), int64(4), fp32(), None], HEAD, "[vocabulary, width]"),
+    ("head_cross_entropy", [fp32(4, 3), bf16(7, 3), int64(4), fp32(), None], HEAD, "equal dtypes"),
+    ("head_cross_entropy", [fp32(4, 3), fp32(7, 3), int64(4), fp32(4), fp32(6)], HEAD, "[7]"),
+    ("head_cross_entropy", [fp32(4, 3), fp32(7, 3), int64(4), fp32(1), None], HEAD, "fp32[] or fp32[4]"),
+    ("head_cross_entropy", [fp32(4, 3), fp32(5, 3), int64(4), fp32(4), None], HEAD, "1 to 5 ids"),
+    ("head_cross_entropy", [fp32(4, 3), fp32(7, 3), int64(4), fp32(), None], {**HEAD, "smoothing": 1.0}, "below 1"),
     ("squared_error", [fp32(4, 3), fp32(4, 2), fp32()], {}, "equal shapes"),
     ("squared_error", [fp32(4, 3), fp32(4, 3), bf16()], {}, "fp32[]"),
     ("squared_error_grad", [fp32(4, 3), fp32(4, 2), fp32()], {}, "equal shapes"),

@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_told_first_with_keys_that_take_less(
 @pytest.mark.parametrize(
     ("show", "present", "absent"),
     [
-        ("graph", ["input  tokens", "linear_cross_entropy("], ["backward", "update("]),
+        ("graph", ["input  tokens", "head_cross_entropy("], ["backward", "update("]),
         ("backward", ["attention_grad(", "update(", "output loss"], ["@0+"]),
         ("plan", ["arena: ", "@0+", "=embedding.weight/gradient", "in..", "workspace"], ["input  tokens"]),
     ],

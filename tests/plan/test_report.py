@@ -54,11 +54,11 @@ def test_operations_of_a_linear_model_by_hand() -> None:
     opened = session(NullDevice(), MLP(MLPConfig(layers=1, width=width, bias=False)), SGD(SGDConfig()))
     graph, cost = opened.graph, plan_report(opened.graph, opened.state, opened.build_training())
     product, weight = 2 * rows * width * width, width * width
-    squared_error = 3 * rows * width
+    squared_error = 3 * rows * width + 1  # and its weight
     assert cost.flops["forward"] == product + squared_error
-    # Backward: the gradient of the loss at 2 an element, and that of W; x is no parameter.
-    assert cost.flops["backward"] == product + 2 * rows * width
-    assert cost.flops["update"] == 2 * weight + 3 + 3 * weight  # norm; clip factor; its product, lr's, and a sum
+    # Backward: the gradient of the loss at 3 an element, and that of W; x is no parameter.
+    assert cost.flops["backward"] == product + 3 * rows * width
+    assert cost.flops["update"] == 2 * weight + 1 + 3 + 3 * weight  # norm; clip factor; its product, lr's, and a sum
     assert sum(cost.flops.values()) == flops_per_step(graph)
 
 

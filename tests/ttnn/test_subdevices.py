@@ -22,9 +22,9 @@ CORES = "the right half"
 OPS = (
     "matmul", "linear", "reduce_sum", "global_norm", "softmax", "softmax_grad", "layer_norm", "layer_norm_grad", "gelu",
     "gelu_grad", "relu_grad", "tanh_grad", "embedding", "embedding_grad", "split_heads", "merge_heads", "dropout_mask",
-    "squared_error", "squared_error_grad", "cross_entropy", "cross_entropy_grad", "linear_cross_entropy",
+    "squared_error", "squared_error_grad", "cross_entropy", "cross_entropy_grad", "head_cross_entropy",
     "update", "clip_factor", "assign", "accumulate", "add", "multiply", "exp", "copy_reshape",
-    "transpose", "head_cross_entropy", "log_sum_exp",
+    "transpose", "log_sum_exp",
 )  # fmt: skip
 
 

@@ -150,6 +150,10 @@ class Op:
     differentiable: bool = True
     transfer: bool = False
 
+    def outputs_of(self, attributes: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the outputs that a node with these attributes has, which may be fewer."""
+        return self.outputs
+
     def infer(self, *specs: Any, **attributes: Any) -> TensorSpec | Sequence[TensorSpec]:
         """Specs of the outputs from those of the inputs. Raises ShapeError (got, expected, fix)."""
         raise GraphError(f"op {self.name} declares no shape rule")
@@ -324,6 +328,17 @@ class Graph:
         self.nodes.append(node)
         RecordCounter.nodes += 1
         return node
+
+    def amend(self, node: Node, **attributes: Any) -> tuple[Value, ...]:
+        """Give a recorded node further attributes, and the outputs that come with them after those that it has.
+
+        So backward can have the forward pass form what it needs. Returns all outputs.
+        """
+        node.attributes = {**node.attributes, **attributes}
+        specs = node.op.infer_outputs([None if value is None else value.spec for value in node.inputs], node.attributes)
+        more = range(len(node.outputs), len(specs))
+        node.outputs += tuple(Value(self, specs[index], Kind.NODE, "", node, index) for index in more)
+        return node.outputs
 
     @contextmanager
     def side(self, on_host: bool) -> Iterator[None]:

@@ -14,7 +14,6 @@ from ttrain import ops
 from ttrain.core.attention_mask import CAUSAL, PAIRS
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Value
-from ttrain.graph.passes.fuse import chunk_rows
 from ttrain.models import agillm_weights
 from ttrain.models.agillm_windows import GATE_WEIGHT, SAT_WEIGHT, Windows
 from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED, Batch, valid_targets
@@ -156,8 +155,7 @@ class AGILLM(Module):
         hidden = self._flat(self.hidden(graph, rows, CAUSAL, seed, training))
         targets, weight = graph.input("targets", self.batch_specs(rows)["targets"]), graph.input(LOSS_WEIGHT, SCALAR)
         with graph.scope("loss"):
-            weights = ops.expand(ops.reshape(weight, (1,)), hidden.shape[:1])
-            loss, entropy = self._head_loss(hidden, self._ar_parameters(graph), targets, weights, training)
+            loss, entropy = self._head_loss(hidden, self._ar_parameters(graph), targets, weight)
         metrics = {"ar/ce": entropy}
         if self.windows is not None:
             further, found = self._sat_loss(graph, rows, seed, training)
@@ -173,29 +171,23 @@ class AGILLM(Module):
         with graph.scope("sat_loss"):
             times = ops.reshape(given["sat_times"], (rows * len(windows.rows),))
             weights = ops.multiply(times, graph.input(SAT_WEIGHT, SCALAR))
-            picked = self._flat(ops.pick_rows(hidden, windows.rows))
-            sat, entropy = self._head_loss(
-                picked, self._parameters(graph, head), given["sat_targets"], weights, training
-            )
+            picked = self._flat(ops.index_select(hidden, windows.rows))
+            sat, entropy = self._head_loss(picked, self._parameters(graph, head), given["sat_targets"], weights)
         with graph.scope("gate_loss"):
-            firsts = self._flat(ops.pick_rows(hidden, windows.starts))
-            weights = ops.expand(ops.reshape(graph.input(GATE_WEIGHT, SCALAR), (1,)), firsts.shape[:1])
-            gate, gate_entropy = ops.head_cross_entropy(
-                firsts, *self._parameters(graph, head.gate), ops.reshape(given["gate_targets"], firsts.shape[:1]),
-                weights, chunk=firsts.shape[0], gradients=training,
-            )  # fmt: skip
+            firsts = self._flat(ops.index_select(hidden, windows.starts))
+            targets, weight = ops.reshape(given["gate_targets"], firsts.shape[:1]), graph.input(GATE_WEIGHT, SCALAR)
+            gate, gate_entropy = ops.head_cross_entropy(firsts, *self._parameters(graph, head.gate), targets, weight)
             gate = ops.scale(gate, self.config.gate_weight)
         return ops.add(sat, gate), {"sat/ce": entropy, "gate/ce": gate_entropy}
 
     def _head_loss(
-        self, hidden: Value, head: tuple[Value, Value | None], targets: Value, weights: Value, training: bool
+        self, hidden: Value, head: tuple[Value, Value | None], targets: Value, weight: Value
     ) -> tuple[Value, Value]:
         """(smoothed, plain) cross-entropy over the vocabulary of hidden states [N, width]."""
-        rows = hidden.shape[:1]
+        targets = ops.reshape(targets, hidden.shape[:1])
         return ops.head_cross_entropy(
-            hidden, *head, ops.reshape(targets, rows), weights, chunk=min(chunk_rows(self.vocabulary), rows[0]),
-            gradients=training, smoothing=self.config.label_smoothing, live=self.vocabulary,
-        )  # fmt: skip
+            hidden, *head, targets, weight, smoothing=self.config.label_smoothing, live=self.vocabulary
+        )
 
     def logits(self, graph: Graph, rows: int) -> Value:
         """The AR head's scores of the next token, fp32 [1, vocabulary with padding], at step input `position`."""
@@ -213,7 +205,7 @@ class AGILLM(Module):
         vocabulary with padding], and the gate's, fp32 [1, 2].
         """
         assert self.sat_head is not None, "a model that was trained ar_only has no SAT head"
-        first = ops.reshape(ops.pick_rows(ops.reshape(rows, (1, *rows.shape)), (0,)), (1, self.width))
+        first = ops.reshape(ops.index_select(ops.reshape(rows, (1, *rows.shape)), (0,)), (1, self.width))
         gate = ops.cast(self.sat_head.gate(first), DType.FP32)
         return ops.cast(ops.linear(rows, *self._parameters(rows.graph, self.sat_head)), DType.FP32), gate
 

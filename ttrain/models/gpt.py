@@ -11,7 +11,6 @@ from ttrain import ops
 from ttrain.core.attention_mask import CAUSAL
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Value
-from ttrain.graph.passes.fuse import chunk_rows
 from ttrain.models import gpt_weights
 from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED
 from ttrain.models.cache import Caches
@@ -122,9 +121,8 @@ class GPT(Module):
         hidden = self.hidden(graph, rows, training)
         targets = ops.reshape(graph.input("targets", self.batch_specs(rows)["targets"]), hidden.shape[:1])
         weight = graph.input(LOSS_WEIGHT, SCALAR)
-        chunk = min(chunk_rows(self.vocabulary), hidden.shape[0])
         with graph.scope("loss"):
-            return ops.linear_cross_entropy(hidden, self._head(graph), targets, weight, chunk=chunk, gradients=training)
+            return ops.head_cross_entropy(hidden, self._head(graph), None, targets, weight)[0]
 
     def logits(self, graph: Graph, rows: int) -> Value:
         """Scores of the next token, fp32 [1, vocabulary], at step input `position` int64 [] of the rows end to end."""
@@ -155,7 +153,7 @@ class GPT(Module):
         with graph.scope("embedding"):
             positions = use(graph, self.positions.weight, self.compute)
             if self.length < self.context:
-                first = ops.pick_rows(ops.reshape(positions, (1, *positions.shape)), range(self.length))
+                first = ops.index_select(ops.reshape(positions, (1, *positions.shape)), range(self.length))
                 positions = ops.reshape(first, (self.length, self.width))
             x = self._dropout(ops.add(self.embedding(tokens, self.compute), positions), seed)
         return ops.reshape(self._blocks(x, seed, training), (rows * self.length, self.width))

@@ -29,17 +29,16 @@ from ttrain.ops.elementwise import (
     subtract,
     tanh,
 )
-from ttrain.ops.embedding import embedding
+from ttrain.ops.embedding import embedding, one_hot
 from ttrain.ops.fused import Fused
-from ttrain.ops.head_loss import head_cross_entropy
-from ttrain.ops.heads import head_matmul, pick_rows
-from ttrain.ops.layout import expand, merge_heads, reshape, split_heads, transpose
-from ttrain.ops.loss import cross_entropy, linear_cross_entropy, squared_error
+from ttrain.ops.heads import head_matmul
+from ttrain.ops.layout import expand, index_put, index_select, merge_heads, reshape, split_heads, transpose
+from ttrain.ops.loss import cross_entropy, head_cross_entropy, squared_error
 from ttrain.ops.matmul import linear, matmul
 from ttrain.ops.norm import layer_norm
 from ttrain.ops.program import step
 from ttrain.ops.random import dropout
-from ttrain.ops.reduce import global_norm, mean, reduce_sum
+from ttrain.ops.reduce import amax, global_norm, mean, reduce_sum
 from ttrain.ops.softmax import softmax
 from ttrain.ops.update import Rule, accumulate, assign, clip_factor, update
 
@@ -59,6 +58,7 @@ __all__ = [
     "activation",
     "add",
     "all_reduce",
+    "amax",
     "all_reduce_state",
     "assign",
     "attention",
@@ -77,15 +77,16 @@ __all__ = [
     "global_norm",
     "head_cross_entropy",
     "head_matmul",
+    "index_put",
+    "index_select",
     "layer_norm",
     "linear",
-    "linear_cross_entropy",
     "log",
     "matmul",
     "mean",
     "merge_heads",
     "multiply",
-    "pick_rows",
+    "one_hot",
     "relu",
     "reduce_sum",
     "reshape",

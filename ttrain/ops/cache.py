@@ -12,9 +12,10 @@ from typing import Any
 from ttrain.core.attention_mask import POSITION_BIASES, alibi_slopes
 from ttrain.core.mask import HIDDEN
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.graph import Node, Value
-from ttrain.graph.op import Case, Op, declare, op
-from ttrain.ops.elementwise import add, scale
+from ttrain.graph.case import Case
+from ttrain.graph.composite import cases, composite
+from ttrain.graph.graph import Node, Op, Value
+from ttrain.graph.op import declare, op
 from ttrain.ops.matmul import matmul
 from ttrain.ops.softmax import softmax
 
@@ -138,72 +139,30 @@ class CacheBias(Op):
         return _example_places(given["positions"].shape[0], attributes["context"])
 
 
-@declare
-class CachedAttention(Op):
+def _middle_places(given: Mapping[str, Any], attributes: Mapping[str, Any]) -> Mapping[str, Any]:
+    return _example_places(given["q"].shape[2], given["keys"].shape[2])
+
+
+@composite(differentiable=False, derived=_middle_places)
+def cached_attention(
+    q: Value, keys: Value, values: Value, positions: Value, visible: Value, scale: float, position_bias: str = "none"
+) -> Value:
     """y = softmax(scale * q keys^T + bias) values per head, over the keys that each query sees; bias as in cache_bias.
 
-    q [B, H, N, K], keys [B, H, C, K], values [B, H, C, D], positions and visible int64 [N] -> y [B, H, N, D]. Every
-    query has to see a key.
+    q [B, H, N, K], keys [B, H, C, K], values [B, H, C, D], positions and visible int64 [N] -> y [B, H, N, D]. Query i
+    stands at positions[i] and sees the keys below visible[i], of which there has to be one.
     """
-
-    name = "cached_attention"
-    family = "cache"
-    inputs = ("q", "keys", "values", "positions", "visible")
-    differentiable = False
-
-    def infer(
-        self,
-        q: TensorSpec,
-        keys: TensorSpec,
-        values: TensorSpec,
-        positions: TensorSpec,
-        visible: TensorSpec,
-        scale: float,
-        position_bias: str = "none",
-    ) -> TensorSpec:
-        _check_cache(self, keys, q)
-        self.require(q.shape[3] == keys.shape[3], f"{q} and {keys}", "equally wide queries and keys")
-        self.require(values.shape[:3] == keys.shape[:3], f"{values} and {keys}", "a value for each key")
-        _check_bias(self, position_bias)
-        for given in (positions, visible):
-            _check_places(self, given, q.shape[2])
-        return q.with_shape(*q.shape[:3], values.shape[3])
-
-    def flops(self, node: Node) -> int:
-        q, keys, values = (node.input(name).spec for name in ("q", "keys", "values"))
-        return 2 * q.size // q.shape[3] * keys.shape[2] * (q.shape[3] + values.shape[3])
-
-    def reference(
-        self,
-        q: Any,
-        keys: Any,
-        values: Any,
-        positions: Any,
-        visible: Any,
-        scale: float,
-        position_bias: str = "none",
-    ) -> Any:
-        bias = op("cache_bias").reference(positions, visible, keys.shape[2], DType.FP64, position_bias, q.shape[1])
-        return (scale * (q @ keys.mT) + bias).softmax(-1) @ values
-
-    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
-        q, keys, values, positions, visible = inputs
-        assert q is not None and keys is not None and values is not None
-        scores = scale(matmul(q, keys, transpose_b=True), node.attributes["scale"])
-        rule = {"position_bias": node.attributes.get("position_bias", "none"), "heads": q.shape[1]}
-        bias = op("cache_bias").record(positions, visible, context=keys.shape[2], dtype=q.spec.dtype, **rule)
-        return [matmul(softmax(add(scores, bias)), values)]
-
-    def cases(self) -> Sequence[Case]:
-        cases = []
-        for lead, rows, context, key_width, width, extra in _ATTENTION_CASES:
-            shapes = ((*lead, rows, key_width), (*lead, context, key_width), (*lead, context, width), (rows,), (rows,))
-            bounds = {"positions": context, "visible": context + 1}
-            cases.append(Case(shapes, {"scale": 0.4, **extra}, bounds))
-        return cases
-
-    def derived(self, given: Mapping[str, Any], attributes: Mapping[str, Any]) -> Mapping[str, Any]:
-        return _example_places(given["q"].shape[2], given["keys"].shape[2])
+    owner = op("cached_attention")
+    _check_cache(owner, keys.spec, q.spec)
+    owner.require(q.shape[3] == keys.shape[3], f"{q.spec} and {keys.spec}", "equally wide queries and keys")
+    owner.require(values.shape[:3] == keys.shape[:3], f"{values.spec} and {keys.spec}", "a value for each key")
+    _check_bias(owner, position_bias)
+    for given in (positions, visible):
+        _check_places(owner, given.spec, q.shape[2])
+    scores = scale * matmul(q, keys, transpose_b=True)
+    rule: dict[str, Any] = {"position_bias": position_bias, "heads": q.shape[1], "context": keys.shape[2]}
+    bias = op("cache_bias").record(positions, visible, dtype=q.spec.dtype, **rule)
+    return matmul(softmax(scores + bias), values)
 
 
 _ATTENTION_CASES: tuple[tuple[tuple[int, int], int, int, int, int, dict[str, Any]], ...] = (
@@ -212,6 +171,10 @@ _ATTENTION_CASES: tuple[tuple[tuple[int, int], int, int, int, int, dict[str, Any
     ((2, 2), 3, 8, 4, 4, {"position_bias": "distance"}),
     ((1, 1), 5, 5, 8, 8, {}),
 )
+for _lead, _rows, _context, _key_width, _width, _extra in _ATTENTION_CASES:
+    _tensors = ((*_lead, _rows, _key_width), (*_lead, _context, _key_width), (*_lead, _context, _width))
+    _bounds = {"positions": _context, "visible": _context + 1}
+    cases(cached_attention, Case((*_tensors, (_rows,), (_rows,)), {"scale": 0.4, **_extra}, _bounds))
 
 
 def _example_positions(rows: int, context: int) -> Any:
@@ -229,16 +192,3 @@ def _example_places(rows: int, context: int) -> dict[str, Any]:
 def cache_write(cache: Value, rows: Value, positions: Value) -> Value:
     """The cache [B, H, C, D] after rows [B, H, N, D] were written at positions int64 [N]."""
     return op("cache_write").record(cache, rows, positions)
-
-
-def cached_attention(
-    q: Value,
-    keys: Value,
-    values: Value,
-    positions: Value,
-    visible: Value,
-    scale: float,
-    position_bias: str = "none",
-) -> Value:
-    """Attention of queries [B, H, N, K] over caches; query i stands at positions[i] and sees keys below visible[i]."""
-    return op("cached_attention").record(q, keys, values, positions, visible, scale=scale, position_bias=position_bias)

@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.graph import Node, Value
-from ttrain.graph.op import Case, Op, declare, op
+from ttrain.graph.case import Case
+from ttrain.graph.composite import cases, composite, require
+from ttrain.graph.graph import Node, Op, Value
+from ttrain.graph.op import declare, op
+from ttrain.ops.layout import reshape
+from ttrain.ops.matmul import matmul
 
 
 @declare
@@ -33,7 +37,7 @@ class Embedding(Op):
         (dy,) = gradients
         assert dy is not None
         vocabulary = node.input("weight").shape[0]
-        return [None, op("embedding_grad").record(dy, node.input("ids"), vocabulary=vocabulary)]
+        return [None, embedding_grad(dy, node.input("ids"), vocabulary)]
 
     def reference(self, ids: Any, weight: Any) -> Any:
         return weight[ids]
@@ -47,37 +51,55 @@ class Embedding(Op):
 
 
 @declare
-class EmbeddingGrad(Op):
-    """dweight[v, :] = the sum of dy over the places whose id is v, accumulated in fp32 at least: dy [..., C]."""
+class OneHot(Op):
+    """y[..., v] = 1 where ids[...] is v, else 0; a row of zeros where it is below zero: ids int64 [...] -> [..., V]."""
 
-    name = "embedding_grad"
+    name = "one_hot"
     family = "embedding"
-    inputs = ("dy", "ids")
-    outputs = ("dweight",)
+    inputs = ("ids",)
     differentiable = False
 
-    def infer(self, dy: TensorSpec, ids: TensorSpec, vocabulary: int) -> TensorSpec:
-        self.require(dy.shape[:-1] == ids.shape, f"dy {dy} and ids {ids}", "equal leading axes")
-        return dy.with_shape(vocabulary, dy.shape[-1])
+    def infer(self, ids: TensorSpec, count: int, dtype: DType) -> TensorSpec:
+        self.require(ids.dtype is DType.INT64, f"ids {ids}", "int64 ids")
+        return TensorSpec((*ids.shape, count), dtype)
 
     def flops(self, node: Node) -> int:
-        return node.input("dy").spec.size
+        return 0
 
-    def reference(self, dy: Any, ids: Any, vocabulary: int) -> Any:
+    def reference(self, ids: Any, count: int, dtype: DType) -> Any:
         import torch
 
-        one_hot = torch.nn.functional.one_hot(ids.reshape(-1), vocabulary).to(dy.dtype)
-        return one_hot.T @ dy.reshape(-1, dy.shape[-1])
+        return torch.nn.functional.one_hot(ids.clamp(min=0), count).double() * (ids >= 0)[..., None]
 
     def cases(self) -> Sequence[Case]:
         return [
-            Case(((3, 5, 4), (3, 5)), {"vocabulary": 7}, integers={"ids": 7}),
-            Case(((33, 12), (33,)), {"vocabulary": 65}, integers={"ids": 65}),
-            Case(((6, 3), (6,)), {"vocabulary": 1}, integers={"ids": 1}),
-            Case(((5, 3), (5,)), {"vocabulary": 33}, integers={"ids": 3}),
+            Case((ids,), {"count": count, "dtype": DType.FP32}, {"ids": count}, holes=("ids",))
+            for ids, count in (((3, 5), 7), ((33,), 65), ((2,), 1))
         ]
+
+
+@composite(outputs=("dweight",), differentiable=False, flops=lambda node: node.input("dy").spec.size)
+def embedding_grad(dy: Value, ids: Value, vocabulary: int) -> Value:
+    """dweight[v, :] = the sum of dy over the places whose id is v, accumulated in fp32 at least: dy [..., C]."""
+    require(dy.shape[:-1] == ids.shape, "embedding_grad", f"dy {dy.spec} and ids {ids.spec}", "equal leading axes")
+    hot = one_hot(reshape(ids, (ids.spec.size,)), vocabulary, dy.spec.dtype)
+    return matmul(hot, reshape(dy, (ids.spec.size, dy.shape[-1])), transpose_a=True)
+
+
+cases(
+    embedding_grad,
+    Case(((3, 5, 4), (3, 5)), {"vocabulary": 7}, integers={"ids": 7}),
+    Case(((33, 12), (33,)), {"vocabulary": 65}, integers={"ids": 65}),
+    Case(((6, 3), (6,)), {"vocabulary": 1}, integers={"ids": 1}),
+    Case(((5, 3), (5,)), {"vocabulary": 33}, integers={"ids": 3}),
+)
 
 
 def embedding(ids: Value, weight: Value) -> Value:
     """Rows of weight [V, C] by ids [...] -> [..., C]."""
     return op("embedding").record(ids, weight)
+
+
+def one_hot(ids: Value, count: int, dtype: DType) -> Value:
+    """Rows [..., count] with a one at each id; zeros where it is below zero."""
+    return op("one_hot").record(ids, count=count, dtype=dtype)

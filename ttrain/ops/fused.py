@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.graph import Graph, Node, Value
-from ttrain.graph.op import Case, Op, declare, op
-from ttrain.ops.elementwise import add
+from ttrain.graph.case import Case
+from ttrain.graph.composite import cases, composite, require
+from ttrain.graph.graph import Graph, Node, Op, Value
+from ttrain.graph.op import declare, op
+from ttrain.ops.embedding import embedding_grad
 from ttrain.ops.program import Program, evaluate, record, step
 
 
@@ -70,36 +72,21 @@ class Fused(Op):
 _LOOKUP_INTEGERS = {"inputs.0": 7, "inputs.3": 2**62}
 
 
-@declare
-class AddEmbeddingGrad(Op):
+@composite(
+    family="fused", outputs=("sum",), elementwise=True, differentiable=False,
+    flops=lambda node: node.input("dy").spec.size,
+)  # fmt: skip
+def add_embedding_grad(base: Value, dy: Value, ids: Value) -> Value:
     """sum = base + embedding_grad(dy, ids), rounded once. Over its base it touches only the rows that occur."""
+    name, width = "add_embedding_grad", dy.shape[-1]
+    require(dy.shape[:-1] == ids.shape, name, f"dy {dy.spec} and ids {ids.spec}", "equal leading axes")
+    fits = base.spec.rank == 2 and base.shape[1] == width and base.spec.dtype is dy.spec.dtype
+    require(fits, name, f"base {base.spec}", f"{dy.spec.dtype}[vocabulary, {width}]")
+    return base + embedding_grad(dy, ids, base.shape[0])
 
-    name = "add_embedding_grad"
-    family = "fused"
-    inputs = ("base", "dy", "ids")
-    outputs = ("sum",)
-    elementwise = True
-    differentiable = False
 
-    def infer(self, base: TensorSpec, dy: TensorSpec, ids: TensorSpec) -> TensorSpec:
-        self.require(dy.shape[:-1] == ids.shape, f"dy {dy} and ids {ids}", "equal leading axes")
-        fits = base.rank == 2 and base.shape[1] == dy.shape[-1] and base.dtype is dy.dtype
-        self.require(fits, f"base {base}", f"{dy.dtype}[vocabulary, {dy.shape[-1]}]")
-        return base
-
-    def reference(self, base: Any, dy: Any, ids: Any) -> Any:
-        return base + op("embedding_grad").reference(dy, ids, base.shape[0])
-
-    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
-        base, dy, ids = inputs
-        assert base is not None
-        return [add(base, op("embedding_grad").record(dy, ids, vocabulary=base.shape[0]))]
-
-    def flops(self, node: Node) -> int:
-        return node.input("dy").spec.size
-
-    def cases(self) -> Sequence[Case]:
-        return [
-            Case(((7, 4), (3, 5, 4), (3, 5)), integers={"ids": 7}),
-            Case(((65, 40), (33, 40), (33,)), integers={"ids": 65}),
-        ]
+cases(
+    add_embedding_grad,
+    Case(((7, 4), (3, 5, 4), (3, 5)), integers={"ids": 7}),
+    Case(((65, 40), (33, 40), (33,)), integers={"ids": 65}),
+)

@@ -1,4 +1,4 @@
-"""Ops that move elements without computing: reshape, expand, transpose, heads."""
+"""Ops that move elements without computing: reshape, expand, transpose, heads, rows by number."""
 
 from __future__ import annotations
 
@@ -180,6 +180,57 @@ class MergeHeads(_Move):
         return [Case(((2, 3, 5, 4),) * 3), Case(((1, 1, 4, 6),))]
 
 
+@declare
+class IndexSelect(_Move):
+    """y[b, i] = x[b, indices[i]]: x [B, T, C] -> y [B, len(indices), C]; no index occurs twice."""
+
+    name = "index_select"
+
+    def infer(self, x: TensorSpec, indices: tuple[int, ...]) -> TensorSpec:
+        self.require(x.rank == 3, str(x), "[batch, time, features]")
+        inside = len(indices) == len(set(indices)) > 0 and min(indices) >= 0 and max(indices) < x.shape[1]
+        self.require(inside, f"indices {indices}", f"different ones from 0 to {x.shape[1] - 1}")
+        return x.with_shape(x.shape[0], len(indices), x.shape[2])
+
+    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
+        (dy,) = gradients
+        assert dy is not None
+        return [op("index_put").record(dy, indices=node.attributes["indices"], size=node.input("x").shape[1])]
+
+    def reference(self, x: Any, indices: tuple[int, ...]) -> Any:
+        return x[:, list(indices)]
+
+    def cases(self) -> Sequence[Case]:
+        return [Case(((2, 7, 4),), {"indices": (0, 3, 4)}), Case(((1, 33, 3),), {"indices": (32,)})]
+
+
+@declare
+class IndexPut(_Move):
+    """y[b, indices[i]] = x[b, i], and zero elsewhere: x [B, len(indices), C] -> y [B, size, C]."""
+
+    name = "index_put"
+
+    def infer(self, x: TensorSpec, indices: tuple[int, ...], size: int) -> TensorSpec:
+        self.require(x.rank == 3 and x.shape[1] == len(indices), str(x), f"[batch, {len(indices)}, features]")
+        return x.with_shape(x.shape[0], size, x.shape[2])
+
+    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
+        (dy,) = gradients
+        assert dy is not None
+        return [op("index_select").record(dy, indices=node.attributes["indices"])]
+
+    def reference(self, x: Any, indices: tuple[int, ...], size: int) -> Any:
+        y = x.new_zeros(x.shape[0], size, x.shape[2])
+        y[:, list(indices)] = x
+        return y
+
+    def cases(self) -> Sequence[Case]:
+        return [
+            Case(((2, 3, 4),), {"indices": (0, 3, 4), "size": 7}),
+            Case(((1, 1, 3),), {"indices": (32,), "size": 33}),
+        ]
+
+
 def reshape(x: Value, shape: Sequence[int]) -> Value:
     """x under another shape of as many elements; x itself where the shape is the same."""
     return x if tuple(shape) == x.shape else op("reshape").record(x, shape=tuple(shape))
@@ -204,3 +255,14 @@ def split_heads(x: Value, parts: int, heads: int) -> tuple[Value, ...]:
 def merge_heads(parts: Sequence[Value]) -> Value:
     """Several [B, H, T, D] -> [B, T, parts*H*D]."""
     return op("merge_heads").record(*parts)
+
+
+def index_select(x: Value, indices: Sequence[int]) -> Value:
+    """Some rows of every sequence: x [B, T, C] -> [B, len(indices), C]; x itself where these are all rows in order."""
+    indices = tuple(indices)
+    return x if indices == tuple(range(x.shape[1])) else op("index_select").record(x, indices=indices)
+
+
+def index_put(x: Value, indices: Sequence[int], size: int) -> Value:
+    """Rows x [B, len(indices), C] at their places of zeros [B, size, C]."""
+    return op("index_put").record(x, indices=tuple(indices), size=size)

@@ -1,4 +1,4 @@
-"""Losses. Each is a weighted sum, loss = weight * sum over valid elements, with `weight` a step input.
+"""Losses. Each is a weighted sum, loss = sum of weight * what a row or an element loses, with `weight` a step input.
 
 The loop sets weight to 1 / (valid elements of the whole step), so micro-batches add up to the mean over the step
 whatever their sizes. A target below zero marks a position without a target: it gets no loss and no gradient.
@@ -7,283 +7,241 @@ whatever their sizes. A target below zero marks a position without a target: it 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.graph.case import Case
+from ttrain.graph.composite import cases, composite, require
 from ttrain.graph.graph import Node, Value
-from ttrain.graph.op import Case, Op, declare, op
 from ttrain.ops.common import is_one
-from ttrain.ops.elementwise import cast, multiply, torch_gradient
+from ttrain.ops.elementwise import cast, exp, log, multiply
+from ttrain.ops.embedding import one_hot
+from ttrain.ops.layout import index_put, index_select, reshape
+from ttrain.ops.matmul import linear, matmul
+from ttrain.ops.reduce import amax, mean, reduce_sum
 
 
-def _scalar(dtype: DType) -> TensorSpec:
-    """Spec of the loss over tensors of a dtype, and of its weight."""
-    return TensorSpec((), dtype.wide)
+class _Rows(NamedTuple):
+    """Of logits [N, V], fp32 at least: log-sum-exp and logit of the target [N], and the one-hot target [N, V]."""
+
+    log_sum_exp: Value
+    picked: Value
+    hot: Value
+
+    @staticmethod
+    def of(logits: Value, targets: Value) -> _Rows:
+        most, hot = amax(logits, -1), one_hot(targets, logits.shape[1], logits.spec.dtype)
+        total = log(reduce_sum(exp(logits - most), [1]))
+        return _Rows(reshape(most, targets.shape) + total, reduce_sum(hot * logits, [1]), hot)
+
+    def weights(self, weight: Value) -> Value:
+        """[N]: zero where there is no target."""
+        return reduce_sum(self.hot, [1]) * weight
 
 
-def _token_check(owner: Op, rows: int, targets: TensorSpec, weight: TensorSpec, dtype: DType) -> None:
-    owner.require(targets == TensorSpec((rows,), DType.INT64), f"targets {targets}", f"int64[{rows}]")
-    owner.require(weight == _scalar(dtype), f"weight {weight}", str(_scalar(dtype)))
+def _check_rows(name: str, rows: int, targets: Value, weight: Value, dtype: DType, each: bool = False) -> None:
+    wanted = TensorSpec((rows,), DType.INT64)
+    require(targets.spec == wanted, name, f"targets {targets.spec}", str(wanted))
+    scalar = TensorSpec((), dtype.wide)
+    fits = weight.spec == scalar or (each and weight.spec == scalar.with_shape(rows))
+    require(fits, name, f"weight {weight.spec}", f"{scalar}{f' or {scalar.with_shape(rows)}' if each else ''}")
 
 
-def _cross_entropy(logits: Any, targets: Any, weight: Any) -> tuple[Any, Any]:
-    log_sum_exp = logits.logsumexp(-1)
-    picked = logits.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
-    return weight * ((log_sum_exp - picked) * (targets >= 0)).sum(), log_sum_exp
+def _check_logits(name: str, logits: Value, targets: Value, weight: Value) -> None:
+    require(logits.spec.rank == 2, name, f"logits {logits.spec}", "[rows, vocabulary]")
+    _check_rows(name, logits.shape[0], targets, weight, logits.spec.dtype)
 
 
-@declare
-class CrossEntropy(Op):
+@composite(name="cross_entropy", outputs=("loss", "log_sum_exp"), wide=("weight",), constants=("weight",))
+def _cross_entropy(logits: Value, targets: Value, weight: Value) -> tuple[Value, Value]:
     """Softmax cross-entropy in nats: logits [N, V], targets int64 [N], weight fp32 [] -> loss fp32 [].
 
     `log_sum_exp` [N] fp32 is kept for backward.
     """
-
-    name = "cross_entropy"
-    family = "loss"
-    inputs = ("logits", "targets", "weight")
-    outputs = ("loss", "log_sum_exp")
-    wide = ("weight",)
-    constants = ("weight",)
-
-    def infer(self, logits: TensorSpec, targets: TensorSpec, weight: TensorSpec) -> Sequence[TensorSpec]:
-        self.require(logits.rank == 2, f"logits {logits}", "[rows, vocabulary]")
-        _token_check(self, logits.shape[0], targets, weight, logits.dtype)
-        return [_scalar(logits.dtype), TensorSpec(logits.shape[:1], logits.dtype.wide)]
-
-    def flops(self, node: Node) -> int:
-        return 4 * node.input("logits").spec.size
-
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        dloss = gradients[0]
-        assert dloss is not None
-        logits, targets, weight = node.input("logits"), node.input("targets"), node.input("weight")
-        row_weight = multiply(weight, dloss)
-        return [op("cross_entropy_grad").record(logits, targets, node.outputs[1], row_weight), None, None]
-
-    def reference(self, logits: Any, targets: Any, weight: Any) -> Any:
-        return _cross_entropy(logits, targets, weight)
-
-    def cases(self) -> Sequence[Case]:
-        return [
-            Case(((n, v), (n,), ()), {}, {"targets": v}, ("weight",), ("targets",) if n > 1 else ())
-            for n, v in ((6, 5), (33, 65), (1, 2))
-        ]
+    _check_logits("cross_entropy", logits, targets, weight)
+    rows = _Rows.of(cast(logits, logits.spec.dtype.wide), targets)
+    losses = rows.weights(weight) * (rows.log_sum_exp - rows.picked)
+    return reduce_sum(losses, [0]), rows.log_sum_exp
 
 
-@declare
-class CrossEntropyGrad(Op):
+@_cross_entropy.gradient
+def _(node: Node, dloss: Value, log_sum_exp: None) -> Sequence[Value | None]:
+    weight = multiply(node.input("weight"), dloss)
+    return [cross_entropy_grad(node.input("logits"), node.input("targets"), node.outputs[1], weight), None, None]
+
+
+def _derived_log_sum_exp(given: Mapping[str, Any], attributes: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"log_sum_exp": given["logits"].logsumexp(-1)}
+
+
+@composite(
+    outputs=("dlogits",), wide=("log_sum_exp", "weight"), elementwise=True, differentiable=False,
+    derived=_derived_log_sum_exp,
+)  # fmt: skip
+def cross_entropy_grad(logits: Value, targets: Value, log_sum_exp: Value, weight: Value) -> Value:
     """dlogits = weight (softmax(logits) - onehot(targets)), zero in rows without a target."""
-
-    name = "cross_entropy_grad"
-    family = "loss"
-    inputs = ("logits", "targets", "log_sum_exp", "weight")
-    wide = ("log_sum_exp", "weight")
-    outputs = ("dlogits",)
-    elementwise = True
-    differentiable = False
-
-    def infer(self, logits: TensorSpec, targets: TensorSpec, log_sum_exp: TensorSpec, weight: TensorSpec) -> TensorSpec:
-        _token_check(self, logits.shape[0], targets, weight, logits.dtype)
-        return logits
-
-    def flops(self, node: Node) -> int:
-        return 4 * node.input("logits").spec.size
-
-    def reference(self, logits: Any, targets: Any, log_sum_exp: Any, weight: Any) -> Any:
-        return torch_gradient(lambda leaf: _cross_entropy(leaf, targets, weight)[0], 1 + 0 * weight, logits)
-
-    def cases(self) -> Sequence[Case]:
-        return [
-            Case(((n, v), (n,), (n,), ()), {}, {"targets": v}, holes=("targets",) if n > 1 else ())
-            for n, v in ((6, 5), (33, 65), (1, 2))
-        ]
-
-    def derived(self, given: Mapping[str, Any], attributes: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {"log_sum_exp": given["logits"].logsumexp(-1)}
+    _check_logits("cross_entropy_grad", logits, targets, weight)
+    hot = one_hot(targets, logits.shape[1], logits.spec.dtype.wide)
+    column = (logits.shape[0], 1)
+    probabilities = exp(cast(logits, hot.spec.dtype) - reshape(log_sum_exp, column))
+    return cast((probabilities - hot) * reshape(reduce_sum(hot, [1]) * weight, column), logits.spec.dtype)
 
 
-@declare
-class LinearCrossEntropy(Op):
-    """Cross-entropy straight from hidden states: hidden [N, C], head weight [V, C] -> loss fp32 [].
+def _check_head(hidden: Value, head: Value, targets: Value, weight: Value, bias: Value | None, live: int) -> None:
+    name, given = "head_cross_entropy", f"hidden {hidden.spec} and head {head.spec}"
+    matching = hidden.spec.rank == 2 and head.spec.rank == 2 and hidden.shape[1] == head.shape[1]
+    require(matching, name, given, "[rows, width] and [vocabulary, width]")
+    require(hidden.spec.dtype is head.spec.dtype, name, given, "equal dtypes")
+    row = head.spec.with_shape(head.shape[0])
+    require(bias is None or bias.spec == row, name, f"bias {bias and bias.spec}", str(row))
+    _check_rows(name, hidden.shape[0], targets, weight, hidden.spec.dtype, each=True)
+    require(0 < live <= head.shape[0], name, f"live={live}", f"1 to {head.shape[0]} ids")
 
-    Works on `chunk` rows at a time, so the logits [N, V] never exist whole. With `gradients` it also returns
-    dhidden [N, C] and dweight [V, C] for a loss gradient of one, formed while a chunk's logits are at hand: backward
-    then needs no second product.
+
+_HEAD_OUTPUTS = ("loss", "cross_entropy?", "dhidden?", "dhead?", "dbias?")
+
+
+def _head_outputs(attributes: Mapping[str, Any]) -> tuple[str, ...]:
+    return _HEAD_OUTPUTS if attributes["smoothing"] else (_HEAD_OUTPUTS[0], *_HEAD_OUTPUTS[2:])
+
+
+@composite(
+    name="head_cross_entropy", outputs=_HEAD_OUTPUTS, outputs_of=_head_outputs, wide=("weight",), constants=("weight",)
+)
+def _head_cross_entropy(
+    hidden: Value,
+    head: Value,
+    targets: Value,
+    weight: Value,
+    bias: Value | None,
+    smoothing: float,
+    live: int,
+    gradients: bool = False,
+) -> tuple[Value, ...]:
+    """Losses of logits = hidden W^T + b: hidden [N, C], W [V, C], b [V], weight fp32 [] or [N] -> sums over rows.
+
+    `loss` = sum weight_i ((1 - smoothing) CE_i + smoothing * the mean over ids of -log probability) (Szegedy et al.,
+    2016); where there is smoothing also `cross_entropy` = sum weight_i CE_i, in nats, which has no gradient. Only the
+    first `live` of the V ids have a probability; the others get no gradient. A target below zero marks a row that
+    counts for nothing.
+
+    Backward asks for `gradients`: dhidden [N, C], dhead [V, C] and any dbias [V] of `loss`. A device forms them while
+    some rows' logits are at hand, so the logits [N, V] never exist whole, and backward needs no second product.
     """
-
-    name = "linear_cross_entropy"
-    family = "loss"
-    inputs = ("hidden", "head", "targets", "weight")
-    outputs = ("loss", "dhidden?", "dhead?")
-    wide = ("weight",)
-    constants = ("weight",)
-
-    def infer(
-        self,
-        hidden: TensorSpec,
-        head: TensorSpec,
-        targets: TensorSpec,
-        weight: TensorSpec,
-        chunk: int,
-        gradients: bool,
-    ) -> Sequence[TensorSpec]:
-        self.require(
-            hidden.rank == 2 and head.rank == 2 and hidden.shape[1] == head.shape[1],
-            f"hidden {hidden} and head {head}",
-            "[rows, width] and [vocabulary, width]",
-        )
-        self.require(hidden.dtype is head.dtype, f"hidden {hidden} and head {head}", "equal dtypes")
-        self.require(chunk >= 1, f"chunk={chunk}", "at least one row")
-        _token_check(self, hidden.shape[0], targets, weight, hidden.dtype)
-        loss = _scalar(hidden.dtype)
-        return [loss, hidden, head] if gradients else [loss]
-
-    def flops(self, node: Node) -> int:
-        (rows, width), vocabulary = node.input("hidden").shape, node.input("head").shape[0]
-        products = 3 if node.attributes["gradients"] else 1
-        return rows * vocabulary * (2 * width * products + 6)
-
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        dloss = gradients[0]
-        assert dloss is not None
-        self.require(node.attributes["gradients"], "gradients=False", "gradients=True where a gradient is needed")
-        _, dhidden, dhead = node.outputs
-        factor = dloss if is_one(dloss) else cast(dloss, dhidden.spec.dtype)
-        return [multiply(dhidden, factor), multiply(dhead, factor), None, None]
-
-    def reference(self, hidden: Any, head: Any, targets: Any, weight: Any, chunk: int, gradients: bool) -> Any:
-        import torch
-
-        def loss_of(h: Any, w: Any) -> Any:
-            return _cross_entropy(h @ w.T, targets, weight)[0]
-
-        loss = loss_of(hidden, head)
-        if not gradients:
-            return loss
-        with torch.enable_grad():
-            leaves = hidden.detach().requires_grad_(True), head.detach().requires_grad_(True)
-            return (loss, *torch.autograd.grad(loss_of(*leaves), leaves))
-
-    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
-        from ttrain.ops.matmul import linear, matmul
-
-        hidden, head, targets, weight = inputs
-        assert hidden is not None and head is not None and targets is not None and weight is not None
-        logits = linear(hidden, head)
-        loss, log_sum_exp = op("cross_entropy").record(logits, targets, weight)
-        if not node.attributes["gradients"]:
-            return [loss]
-        dlogits = op("cross_entropy_grad").record(logits, targets, log_sum_exp, weight)
-        return [loss, matmul(dlogits, head), matmul(dlogits, hidden, transpose_a=True)]
-
-    def cases(self) -> Sequence[Case]:
-        return [
-            Case(
-                ((n, c), (v, c), (n,), ()),
-                {"chunk": chunk, "gradients": gradients},
-                {"targets": v},
-                positive=("weight",),
-                holes=("targets",),
-            )
-            for n, c, v, chunk in ((6, 4, 5, 6), (33, 8, 65, 10), (5, 3, 2, 1), (4, 3, 7, 100))
-            for gradients in (False, True)
-        ]
+    _check_head(hidden, head, targets, weight, bias, live)
+    require(0 <= smoothing < 1, "head_cross_entropy", f"{smoothing=}", "a share from 0 to below 1")
+    alive = _first_rows(head, live)
+    logits = linear(hidden, alive, None if bias is None else _first_rows(bias, live))
+    wide = cast(logits, hidden.spec.dtype.wide)
+    rows = _Rows.of(wide, targets)
+    weights = rows.weights(weight)
+    plain = reduce_sum(weights * (rows.log_sum_exp - rows.picked), [0])
+    sums = [plain]
+    if smoothing:
+        spread = rows.picked - reshape(mean(wide, -1), targets.shape)
+        sums = [plain + smoothing * reduce_sum(weights * spread, [0]), plain]
+    if not gradients:
+        return tuple(sums)
+    column = (*targets.shape, 1)
+    dlogits = exp(wide - reshape(rows.log_sum_exp, column)) - (1 - smoothing) * rows.hot
+    dlogits = (dlogits - smoothing / live if smoothing else dlogits) * reshape(weights, column)
+    narrow = cast(dlogits, logits.spec.dtype)
+    found = [matmul(narrow, alive), _padded(matmul(narrow, hidden, transpose_a=True), head.shape[0])]
+    if bias is not None:
+        found.append(_padded(cast(reduce_sum(dlogits, [0]), bias.spec.dtype), head.shape[0]))
+    return (*sums, *found)
 
 
-@declare
-class MeanSquaredError(Op):
+def _first_rows(x: Value, count: int) -> Value:
+    """The first of the rows [V, ...]."""
+    whole = (1, x.shape[0], x.spec.size // x.shape[0])
+    return x if count == x.shape[0] else reshape(index_select(reshape(x, whole), range(count)), (count, *x.shape[1:]))
+
+
+def _padded(x: Value, count: int) -> Value:
+    """Rows [..., ...] followed by zeros."""
+    if count == x.shape[0]:
+        return x
+    rows = reshape(x, (1, x.shape[0], x.spec.size // x.shape[0]))
+    return reshape(index_put(rows, range(x.shape[0]), count), (count, *x.shape[1:]))
+
+
+@_head_cross_entropy.gradient
+def _(node: Node, dloss: Value | None, *others: Value | None) -> Sequence[Value | None]:
+    if dloss is None:
+        return [None] * len(node.inputs)
+    forward = node.outputs[0].producer
+    assert forward is not None
+    made = forward.outputs[0].graph.amend(forward, gradients=True)[1 + bool(node.attributes["smoothing"]) :]
+    if not is_one(dloss):
+        made = tuple(multiply(value, cast(dloss, value.spec.dtype)) for value in made)
+    return [made[0], made[1], None, None, made[2] if made[2:] else None]
+
+
+@composite(outputs=("loss",), wide=("weight",), constants=("target", "weight"))
+def squared_error(prediction: Value, target: Value, weight: Value) -> Value:
     """loss = weight * sum((prediction - target)^2), fp32 []; the loop's weight is 1 / elements of the step."""
-
-    name = "squared_error"
-    family = "loss"
-    inputs = ("prediction", "target", "weight")
-    outputs = ("loss",)
-    wide = ("weight",)
-    constants = ("target", "weight")
-
-    def infer(self, prediction: TensorSpec, target: TensorSpec, weight: TensorSpec) -> TensorSpec:
-        self.require(prediction.shape == target.shape, f"{prediction} and {target}", "equal shapes")
-        scalar = _scalar(prediction.dtype)
-        self.require(weight == scalar, f"weight {weight}", str(scalar))
-        return scalar
-
-    def flops(self, node: Node) -> int:
-        return 3 * node.input("prediction").spec.size
-
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        (dloss,) = gradients
-        assert dloss is not None
-        factor = multiply(node.input("weight"), dloss)
-        return [
-            op("squared_error_grad").record(node.input("prediction"), node.input("target"), factor),
-            None,
-            None,
-        ]
-
-    def reference(self, prediction: Any, target: Any, weight: Any) -> Any:
-        return weight * (prediction - target).square().sum()
-
-    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
-        from ttrain.ops.elementwise import subtract
-        from ttrain.ops.reduce import reduce_sum
-
-        prediction, target, weight = inputs
-        assert prediction is not None and target is not None and weight is not None
-        difference = cast(subtract(prediction, target), prediction.spec.dtype.wide)
-        total = reduce_sum(multiply(difference, difference), range(difference.spec.rank))
-        return [op("multiply").record(total, weight)]
-
-    def cases(self) -> Sequence[Case]:
-        return [Case((shape, shape, ()), positive=("weight",)) for shape in ((4, 8), (2, 3, 33), (1,))]
+    _check_elements("squared_error", prediction, target, weight)
+    difference = cast(prediction - target, prediction.spec.dtype.wide)
+    return reduce_sum(difference * difference, range(difference.spec.rank)) * weight
 
 
-@declare
-class MeanSquaredErrorGrad(Op):
+@squared_error.gradient
+def _(node: Node, dloss: Value) -> Sequence[Value | None]:
+    weight = multiply(node.input("weight"), dloss)
+    return [squared_error_grad(node.input("prediction"), node.input("target"), weight), None, None]
+
+
+@composite(outputs=("dprediction",), wide=("weight",), elementwise=True, differentiable=False)
+def squared_error_grad(prediction: Value, target: Value, weight: Value) -> Value:
     """dprediction = 2 * weight * (prediction - target)."""
+    _check_elements("squared_error_grad", prediction, target, weight)
+    return 2.0 * (prediction - target) * cast(weight, prediction.spec.dtype)
 
-    name = "squared_error_grad"
-    family = "loss"
-    inputs = ("prediction", "target", "weight")
-    wide = ("weight",)
-    outputs = ("dprediction",)
-    elementwise = True
-    differentiable = False
 
-    def infer(self, prediction: TensorSpec, target: TensorSpec, weight: TensorSpec) -> TensorSpec:
-        self.require(prediction.shape == target.shape, f"{prediction} and {target}", "equal shapes")
-        return prediction
+def _check_elements(name: str, prediction: Value, target: Value, weight: Value) -> None:
+    require(prediction.shape == target.shape, name, f"{prediction.spec} and {target.spec}", "equal shapes")
+    scalar = TensorSpec((), prediction.spec.dtype.wide)
+    require(weight.spec == scalar, name, f"weight {weight.spec}", str(scalar))
 
-    def flops(self, node: Node) -> int:
-        return 2 * node.input("prediction").spec.size
 
-    def reference(self, prediction: Any, target: Any, weight: Any) -> Any:
-        return 2 * weight * (prediction - target)
-
-    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
-        from ttrain.ops.elementwise import scale, subtract
-
-        prediction, target, weight = inputs
-        assert prediction is not None and target is not None and weight is not None
-        return [multiply(scale(subtract(prediction, target), 2.0), cast(weight, prediction.spec.dtype))]
-
-    def cases(self) -> Sequence[Case]:
-        return [Case((shape, shape, ())) for shape in ((4, 8), (2, 3, 33), (1,))]
+for _n, _v in ((6, 5), (33, 65), (1, 2)):
+    _holes: Mapping[str, Any] = {"holes": ("targets",) if _n > 1 else ()}
+    cases(_cross_entropy, Case(((_n, _v), (_n,), ()), {}, {"targets": _v}, ("weight",), **_holes))
+    cases(cross_entropy_grad, Case(((_n, _v), (_n,), (_n,), ()), {}, {"targets": _v}, **_holes))
+for _n, _c, _v, _live, _smoothing, _bias, _each in (
+    (6, 4, 5, 5, 0.0, False, False),
+    (33, 8, 65, 65, 0.0, False, False),
+    (5, 3, 4, 2, 0.0, False, True),
+    (6, 4, 5, 5, 0.1, True, True),
+    (33, 8, 96, 65, 0.1, True, False),
+    (4, 3, 7, 7, 0.25, False, True),
+    (40, 8, 64, 49, 0.0, True, True),
+):
+    _given = ((_n, _c), (_v, _c), (_n,), (_n,) if _each else (), (_v,) if _bias else None)
+    for _gradients in (False, True):
+        _attributes = {"smoothing": _smoothing, "live": _live, "gradients": _gradients}
+        cases(_head_cross_entropy, Case(_given, _attributes, {"targets": _live}, ("weight",), ("targets",)))
+for _shape in ((4, 8), (2, 3, 33), (1,)):
+    cases(squared_error, Case((_shape, _shape, ()), positive=("weight",)))
+    cases(squared_error_grad, Case((_shape, _shape, ())))
 
 
 def cross_entropy(logits: Value, targets: Value, weight: Value) -> Value:
     """weight * sum of the cross-entropies in nats: logits [N, V], targets [N] -> []."""
-    return op("cross_entropy").record(logits, targets, weight)[0]
+    return _cross_entropy(logits, targets, weight)[0]
 
 
-def linear_cross_entropy(
-    hidden: Value, head: Value, targets: Value, weight: Value, *, chunk: int, gradients: bool
-) -> Value:
-    """Cross-entropy of the head's logits without ever holding them whole: hidden [N, C], head [V, C] -> []."""
-    outputs = op("linear_cross_entropy").record(hidden, head, targets, weight, chunk=chunk, gradients=gradients)
-    return outputs[0] if gradients else outputs
-
-
-def squared_error(prediction: Value, target: Value, weight: Value) -> Value:
-    """weight * sum of the squared differences -> []."""
-    return op("squared_error").record(prediction, target, weight)
+def head_cross_entropy(
+    hidden: Value,
+    head: Value,
+    bias: Value | None,
+    targets: Value,
+    weight: Value,
+    smoothing: float = 0.0,
+    live: int | None = None,
+) -> tuple[Value, Value]:
+    """(loss, plain cross-entropy) of a head's logits, both weighted sums -> []; the same value without smoothing."""
+    live = head.shape[0] if live is None else live
+    made: Any = _head_cross_entropy(hidden, head, targets, weight, bias, smoothing, live)
+    return (made[0], made[1]) if smoothing else (made, made)

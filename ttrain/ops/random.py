@@ -10,50 +10,10 @@ from typing import Any
 
 from ttrain.core.mask import keep_threshold, mask_key, mix
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.graph import Node, Value
-from ttrain.graph.op import Case, Op, declare, op
-from ttrain.ops.elementwise import multiply
-
-
-@declare
-class Dropout(Op):
-    """y = x * mask / (1 - p); the mask depends on `seed` (int64 scalar), `stream` and the element's index."""
-
-    name = "dropout"
-    family = "random"
-    inputs = ("x", "seed")
-
-    def infer(self, x: TensorSpec, seed: TensorSpec, p: float, stream: int) -> TensorSpec:
-        self.require(x.dtype.is_floating, str(x), "a floating-point tensor")
-        self.require(seed == TensorSpec((), DType.INT64), f"seed {seed}", "int64[]")
-        self.require(0 <= p < 1, f"p={p}", "a probability of at least 0 and below 1")
-        return x
-
-    def flops(self, node: Node) -> int:
-        return 10 * node.input("x").spec.size
-
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        (dy,) = gradients
-        assert dy is not None
-        return [op("dropout").record(dy, node.input("seed"), **node.attributes), None]
-
-    def reference(self, x: Any, seed: Any, p: float, stream: int) -> Any:
-        import torch
-
-        key, threshold = mask_key(int(seed), stream), keep_threshold(p)
-        kept = [mix(index + key & 0xFFFFFFFF) >= threshold for index in range(x.numel())]
-        return x * torch.tensor(kept, dtype=x.dtype).reshape(x.shape) / (1 - p)
-
-    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
-        x, seed = inputs
-        assert x is not None and seed is not None
-        return [multiply(x, op("dropout_mask").record(seed, spec=x.spec, **node.attributes))]
-
-    def cases(self) -> Sequence[Case]:
-        return [
-            Case((shape, ()), {"p": p, "stream": stream}, integers={"seed": 2**62})
-            for shape, p, stream in (((4, 8), 0.5, 0), ((2, 3, 33), 0.1, 7), ((257,), 0.0, 3))
-        ]
+from ttrain.graph.case import Case
+from ttrain.graph.composite import cases, composite, require
+from ttrain.graph.graph import Node, Op, Value
+from ttrain.graph.op import declare, op
 
 
 @declare
@@ -76,7 +36,9 @@ class DropoutMask(Op):
     def reference(self, seed: Any, spec: TensorSpec, p: float, stream: int) -> Any:
         import torch
 
-        return op("dropout").reference(torch.ones(spec.shape, dtype=torch.float64), seed, p, stream)
+        key, threshold = mask_key(int(seed), stream), keep_threshold(p)
+        kept = [mix(index + key & 0xFFFFFFFF) >= threshold for index in range(spec.size)]
+        return torch.tensor(kept, dtype=torch.float64).reshape(spec.shape) / (1 - p)
 
     def cases(self) -> Sequence[Case]:
         return [
@@ -85,6 +47,24 @@ class DropoutMask(Op):
         ]
 
 
+@composite(name="dropout")
+def _dropout(x: Value, seed: Value, p: float, stream: int) -> Value:
+    """y = x * mask / (1 - p); the mask depends on `seed` (int64 scalar), `stream` and the element's index."""
+    require(x.spec.dtype.is_floating, "dropout", x.spec, "a floating-point tensor")
+    require(seed.spec == TensorSpec((), DType.INT64), "dropout", f"seed {seed.spec}", "int64[]")
+    require(0 <= p < 1, "dropout", f"p={p}", "a probability of at least 0 and below 1")
+    return x * op("dropout_mask").record(seed, spec=x.spec, p=p, stream=stream)
+
+
+@_dropout.gradient
+def _(node: Node, dy: Value) -> Sequence[Value | None]:
+    return [_dropout(dy, node.input("seed"), **node.attributes), None]
+
+
+for _shape, _p, _stream in (((4, 8), 0.5, 0), ((2, 3, 33), 0.1, 7), ((257,), 0.0, 3)):
+    cases(_dropout, Case((_shape, ()), {"p": _p, "stream": _stream}, integers={"seed": 2**62}))
+
+
 def dropout(x: Value, seed: Value, p: float, stream: int) -> Value:
     """x with a share p of its elements zeroed and the rest scaled by 1/(1-p); x itself where p is 0."""
-    return x if p == 0 else op("dropout").record(x, seed, p=p, stream=stream)
+    return x if p == 0 else _dropout(x, seed, p, stream)

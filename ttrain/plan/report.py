@@ -145,7 +145,8 @@ def _buffer(label: str, group: str, block: Block) -> Buffer:
 def _label(value: Value) -> str:
     node = value.producer
     assert node is not None
-    name = node.op.outputs[value.index].rstrip("?*") if value.index < len(node.op.outputs) else str(value.index)
+    names = node.op.outputs_of(node.attributes)
+    name = names[value.index].rstrip("?*") if value.index < len(names) else str(value.index)
     output = f".{name}" if len(node.outputs) > 1 else ""
     return " ".join(filter(None, (node.scope, f"{node.op.name}{output}", str(value.spec))))
 

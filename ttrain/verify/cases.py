@@ -110,7 +110,7 @@ def output_name(op: Op, index: int) -> str:
 
 def trainable(op: Op, case: Case) -> bool:
     """Whether backward may pass through the op in this case."""
-    return op.differentiable and bool(case.attributes.get("gradients", True))
+    return op.differentiable
 
 
 def leaf_names(op: Op, values: dict[str, Value]) -> list[str]:

@@ -20,8 +20,7 @@ BF16 = {
     ("attention", "*"): Tolerance(3, 2),  # scores and probabilities
     ("attention_grad", "*"): Tolerance(6, 4),  # one gradient at a time, some of them small
     ("cached_attention", "*"): Tolerance(3, 2),
-    ("linear_cross_entropy", "*"): Tolerance(5, 3),  # logits
-    ("head_cross_entropy", "*"): Tolerance(5, 3),
+    ("head_cross_entropy", "*"): Tolerance(5, 3),  # logits
     ("tanh_grad", "*"): Tolerance(2, 1.5),  # CUDA rounds 1 - y^2
     ("softmax_grad", "*"): Tolerance(2, 1.5),  # and the sum of dy y
     ("add_layer_norm", "mean"): Tolerance(1, 1),  # statistics are those of the rounded total
@@ -31,6 +30,7 @@ BF16 = {
 # The same in ULP of fp32. CUDA's fused AdamW divides by the root of v in another order.
 FP32 = {
     ("update", "written"): Tolerance(16, 12),
+    **{("head_cross_entropy", name): Tolerance(24, 12) for name in ("dhidden", "dhead")},  # sums that cancel
     **{("attention_grad", name): Tolerance(24, 12) for name in ("dq", "dk", "dv")},  # of small values
 }
 # Ops whose fp64 run is fp32 in places: they hold fp32 state, so fp64 only serves other tests.

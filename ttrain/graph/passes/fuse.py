@@ -58,7 +58,7 @@ def fuse(graph: Graph, kernels: Container[str]) -> Graph:
 
     A pattern applies only where no node outside it reads what would disappear.
     """
-    for pattern in (_bias, _activation, _residual_norm, _residual_norm_grad, _softmax_cross_entropy):
+    for pattern in (_bias, _activation, _residual_norm, _residual_norm_grad, _head_cross_entropy):
         graph = _apply(graph, pattern, kernels)
     return graph
 
@@ -171,8 +171,8 @@ def _before_other_readers(matcher: _Matcher, value: Value, node: Node) -> bool:
     return matcher.readers[value][0] is node
 
 
-def _softmax_cross_entropy(matcher: _Matcher, node: Node) -> Match | None:
-    """cross_entropy(linear(hidden, head)) -> linear_cross_entropy in evaluation, where nothing reads the logits."""
+def _head_cross_entropy(matcher: _Matcher, node: Node) -> Match | None:
+    """cross_entropy(linear(hidden, head)) -> head_cross_entropy in evaluation, where nothing reads the logits."""
     if node.op.name != "cross_entropy" or not matcher.unread(node.outputs[1:]):
         return None
     logits = node.input("logits")
@@ -180,16 +180,8 @@ def _softmax_cross_entropy(matcher: _Matcher, node: Node) -> Match | None:
     if source is None or source.op.name != "linear" or matcher.only_reader(logits) is not node:
         return None
     hidden, head, bias = source.inputs
-    if bias is not None or source.attributes.get("activation") is not None or hidden is None or hidden.spec.rank != 2:
+    if source.attributes.get("activation") is not None or hidden is None or hidden.spec.rank != 2:
         return None
-    inputs = (hidden, head, node.input("targets"), node.input("weight"))
-    attributes = {"chunk": chunk_rows(logits.shape[1]), "gradients": False}
-    return Match(source, "linear_cross_entropy", inputs, attributes, [node.outputs[0]])
-
-
-CHUNK_BYTES = 32 * 2**20  # of fp32 logits: large enough for full-speed products, small enough to matter for memory
-
-
-def chunk_rows(vocabulary: int) -> int:
-    """Rows of logits that linear_cross_entropy holds at a time."""
-    return max(32, CHUNK_BYTES // (4 * vocabulary))
+    inputs = (hidden, head, node.input("targets"), node.input("weight"), bias)
+    attributes = {"smoothing": 0.0, "live": logits.shape[1], "gradients": False}
+    return Match(source, "head_cross_entropy", inputs, attributes, [node.outputs[0]])

@@ -21,7 +21,6 @@ from ttrain.device.torch.kernels import (
     cache,
     elementwise,
     embedding,
-    head_loss,
     layout,
     loss,
     matmul,
@@ -33,7 +32,7 @@ from ttrain.device.torch.kernels import update as update_family
 from ttrain.device.torch.kernels.common import Context
 
 FAMILIES = (
-    elementwise, layout, reduce, matmul, norm, attention, cache, random, embedding, loss, head_loss, update_family,
+    elementwise, layout, reduce, matmul, norm, attention, cache, random, embedding, loss, update_family,
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import torch
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Delivery, Kernel, Launch
+from ttrain.device.torch.chunks import CHUNK_LOGITS, chunk_rows
 
 Tensor = torch.Tensor
 Specs = Sequence[TensorSpec]
@@ -38,6 +39,7 @@ class Context:
     explicit_up_to: time steps up to which attention forms its probabilities; None lets the table of costs decide.
     query_rows: rows of probabilities that it forms at a time, each up to the block's last column; 0 takes what
         measured fastest.
+    logits: of how many logits the cross-entropy of a head forms at a time.
     """
 
     device: torch.device
@@ -46,6 +48,7 @@ class Context:
     norm_row: int = 2**14
     explicit_up_to: int | None = None
     query_rows: int = 0
+    logits: int = CHUNK_LOGITS
 
     @staticmethod
     def of(device: torch.device, threads: int = 1) -> Context:
@@ -53,6 +56,10 @@ class Context:
         if device.type == "cpu":
             return Context(device, block=2**18 * threads)
         return Context(device, block=2**25, kind="cuda", explicit_up_to=0)
+
+    def chunk_rows(self, vocabulary: int) -> int:
+        """Rows of a head's logits that are formed at a time."""
+        return chunk_rows(vocabulary, self.logits)
 
     @property
     def on_cpu(self) -> bool:

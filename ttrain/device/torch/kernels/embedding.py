@@ -83,5 +83,19 @@ def _embedding_grad(context: Context) -> Kernel:
     return into(bind, workspace)
 
 
+def _one_hot(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+    numbers = torch.arange(attributes["count"], device=ins[0].device)
+    equal = partial(torch.eq, ins[0].unsqueeze(-1), numbers, out=work[0])
+    return chain(equal, copying(outs[0], work[0]))
+
+
+def _one_hot_workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    return [outs[0].with_dtype(DType.BOOL)]
+
+
 def table(context: Context) -> dict[str, Kernel]:
-    return {"embedding": into(_embedding), "embedding_grad": _embedding_grad(context)}
+    return {
+        "embedding": into(_embedding),
+        "embedding_grad": _embedding_grad(context),
+        "one_hot": into(_one_hot, _one_hot_workspace),
+    }

@@ -43,13 +43,15 @@ def _merge_heads(
     return chain(*(copying(part, given) for part, given in zip(parts, ins, strict=True)))
 
 
-def _pick_rows(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-    return partial(torch.index_select, ins[0], 1, _index(attributes["rows"], ins[0].device), out=outs[0])
+def _index_select(
+    ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
+) -> Launch:
+    return partial(torch.index_select, ins[0], 1, _index(attributes["indices"], ins[0].device), out=outs[0])
 
 
-def _put_rows(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+def _index_put(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
     y = outs[0]
-    return chain(y.zero_, partial(y.index_copy_, 1, _index(attributes["rows"], y.device), ins[0]))
+    return chain(y.zero_, partial(y.index_copy_, 1, _index(attributes["indices"], y.device), ins[0]))
 
 
 @lru_cache(maxsize=16)
@@ -71,6 +73,6 @@ def table(context: Context) -> dict[str, Kernel]:
         "transpose": into(_transpose),
         "split_heads": into(_split_heads),
         "merge_heads": into(_merge_heads),
-        "pick_rows": into(_pick_rows),
-        "put_rows": into(_put_rows),
+        "index_select": into(_index_select),
+        "index_put": into(_index_put),
     }

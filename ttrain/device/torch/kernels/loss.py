@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -69,21 +70,19 @@ class TargetRows:
             partial(torch.gather, wide_logits, 1, self.targets[rows], out=self.logs[rows]),
         ]
 
-    def probabilities(self, logits: Tensor, wide_logits: Tensor, rows: slice) -> list[Launch]:
-        """wide_logits <- softmax of the block's logits; logs <- log-probabilities of the targets.
+    def probabilities(self, logits: Tensor, rows: slice) -> list[Launch]:
+        """logits, fp32 at least, <- their softmax; logs <- log-probabilities of the targets.
 
         A log-probability is logit - max logit + log max probability: the largest probability never underflows. Two
         maxima cost less than a log-softmax and its exponential.
         """
         logs, maxima = self.logs[rows], self.shifted[rows]
-        launches = [] if logits.dtype is wide_logits.dtype else [copying(wide_logits, logits)]
-        maximum = partial(torch.amax, wide_logits, 1, True, out=maxima)
+        maximum = partial(torch.amax, logits, 1, True, out=maxima)
         return [
-            *launches,
-            partial(torch.gather, wide_logits, 1, self.targets[rows], out=logs),
+            partial(torch.gather, logits, 1, self.targets[rows], out=logs),
             maximum,
             partial(torch.sub, logs, maxima, out=logs),
-            partial(aten._softmax.out, wide_logits, -1, False, out=wide_logits),
+            partial(aten._softmax.out, logits, -1, False, out=logits),
             maximum,
             partial(torch.log, maxima, out=maxima),
             partial(torch.add, logs, maxima, out=logs),
@@ -163,63 +162,125 @@ def _cross_entropy_grad(context: Context) -> Kernel:
     return into(bind, workspace)
 
 
-def _linear_cross_entropy(context: Context) -> Kernel:
-    def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        hidden, head, targets, weight = ins
-        rows, (logits, *rest) = TargetRows(targets, weight, work[:5]), work[5:]
+class _HeadRows(TargetRows):
+    """Per-row quantities, with the target's logit less the mean logit: what smoothing adds to the loss."""
+
+    def __init__(self, targets: Tensor, weight: Tensor, smoothing: float, live: int, work: list[Tensor]) -> None:
+        super().__init__(targets, weight.view(-1, 1), [work.pop(0) for _ in range(5)])
+        self.smoothing, self.live = smoothing, live
+        self.spread = work.pop(0) if smoothing else self.shifted
+
+    def measuring(self, logits: Tensor, rows: slice) -> list[Launch]:
+        """spread <- logit of the target - mean of the logits, which are those of the block in fp32 at least."""
+        if not self.smoothing:
+            return []
+        spread, sums = self.spread[rows], self.shifted[rows]
+        return [
+            partial(torch.gather, logits, 1, self.targets[rows], out=spread),
+            partial(torch.sum, logits, 1, True, out=sums),
+            partial(torch.sub, spread, sums, alpha=1 / self.live, out=spread),
+        ]
+
+    def subtract_targets(self, probabilities: Tensor, rows: slice) -> list[Launch]:
+        """probabilities <- probabilities - (1 - smoothing) onehot(target) - smoothing / live."""
+        if not self.smoothing:
+            return self.subtract_one_hot(probabilities, rows)
+        each = constant(self.smoothing / self.live, probabilities.dtype, probabilities.device)
+        return [
+            partial(torch.sub, probabilities, each, out=probabilities),
+            *self.subtract_one_hot(probabilities, rows, 1 - self.smoothing),
+        ]
+
+    def summing_both(self, loss: Tensor, plain: Tensor) -> list[Launch]:
+        """plain <- sum of weight * -log-probability; loss <- plain + smoothing * sum of weight * spread."""
+        if not self.smoothing:
+            return self.summing(loss)
+        return [
+            *self.summing(plain),
+            partial(torch.mul, self.spread, self.weights, out=self.shifted),
+            partial(torch.sum, self.shifted, (0, 1), out=loss),
+            partial(torch.add, plain, loss, alpha=self.smoothing, out=loss),
+        ]
+
+
+def _head_cross_entropy(context: Context) -> Kernel:
+    """Ids that only pad the vocabulary are left out of every product: heads are sliced, not masked."""
+
+    def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+        (hidden, head, targets, weight, bias), rest = ins, list(work)
+        live, smoothing = attributes["live"], attributes["smoothing"]
+        rows, logits = _HeadRows(targets, weight, smoothing, live, rest), rest.pop(0)
         wide_logits = rest.pop(0) if hidden.dtype is torch.bfloat16 else None
-        gradients = _HeadGradients(outs[1], outs[2], head, rest) if attributes["gradients"] else None
-        launches = rows.preparing()
-        chunks = row_blocks(hidden.shape[0], attributes["chunk"])
-        for chunk in chunks:
+        made = outs[2 if smoothing else 1 :]
+        gradients = _HeadGradients(made, head, live, rest) if made else None
+        launches = rows.preparing() + (gradients.clearing() if gradients is not None else [])
+        for chunk in row_blocks(hidden.shape[0], logits.shape[0]):
             part = logits[: chunk.stop - chunk.start]
-            launches.append(partial(torch.mm, hidden[chunk], head.t(), out=part))
-            step = block_rows(context, *part.shape)
-            for block in row_blocks(part.shape[0], step):
+            launches.append(_product(hidden[chunk], head[:live], None if bias is None else bias[:live], part))
+            for block in row_blocks(part.shape[0], block_rows(context, *part.shape)):
                 at = slice(chunk.start + block.start, chunk.start + block.stop)
-                target = part[block] if wide_logits is None else wide_logits[: block.stop - block.start]
-                if gradients is None:
-                    launches += rows.log_probabilities(part[block], target, at)
-                    continue
-                launches += [*rows.probabilities(part[block], target, at), *rows.subtract_one_hot(target, at)]
+                source, target = part[block], part[block]
                 if wide_logits is not None:
-                    launches.append(copying(part[block], target))
+                    target = wide_logits[: block.stop - block.start]
+                    launches.append(copying(target, source))
+                launches += rows.measuring(target, at)
+                if gradients is None:
+                    launches += rows.log_probabilities(target, target, at)
+                    continue
+                launches += [*rows.probabilities(target, at), *rows.subtract_targets(target, at)]
+                if wide_logits is not None:
+                    launches.append(copying(source, target))
             if gradients is not None:
                 launches += gradients.products(part, hidden, rows, chunk)
         finish = gradients.finishing() if gradients is not None else []
-        return chain(*launches, *rows.summing(outs[0]), *finish)
+        return chain(*launches, *rows.summing_both(outs[0], outs[-1 if gradients is None else 1]), *finish)
 
     def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        hidden, head = ins[0], ins[1]
-        count, vocabulary, dtype = hidden.shape[0], head.shape[0], hidden.dtype.wide
-        chunk = min(attributes["chunk"], count)
-        specs = [*TargetRows.specs(count, dtype), hidden.with_shape(chunk, vocabulary)]
+        hidden, live, smoothing = ins[0], attributes["live"], attributes["smoothing"]
+        count, dtype = hidden.shape[0], hidden.dtype.wide
+        chunk = min(context.chunk_rows(live), count)
+        per_row, made = TargetRows.specs(count, dtype), outs[2 if smoothing else 1 :]
+        specs = [*per_row, *per_row[-1:] * bool(smoothing), hidden.with_shape(chunk, live)]
         if dtype is not hidden.dtype:
-            specs.append(TensorSpec((block_rows(context, chunk, vocabulary), vocabulary), dtype))
-        if attributes["gradients"]:
-            specs += _HeadGradients.specs(hidden, head, chunk, dtype, chunk < count)
+            specs.append(TensorSpec((block_rows(context, chunk, live), live), dtype))
+        if made:
+            specs += _HeadGradients.specs(hidden, made[1:], chunk, chunk < count)
         return specs
 
     return into(bind, workspace)
 
 
+def _product(hidden: Tensor, head: Tensor, bias: Tensor | None, logits: Tensor) -> Launch:
+    """logits <- hidden head^T + bias."""
+    if bias is None:
+        return partial(torch.mm, hidden, head.t(), out=logits)
+    return partial(torch.addmm, bias, hidden, head.t(), out=logits)
+
+
 class _HeadGradients:
-    """dhidden and dhead of the head's product. The rows' weights scale hidden states, never the wide logits."""
+    """dhidden, dhead and dbias of the head's product. The rows' weights scale hidden states, never the wide logits."""
 
     @staticmethod
-    def specs(hidden: TensorSpec, head: TensorSpec, chunk: int, dtype: DType, several: bool) -> list[TensorSpec]:
-        narrow = dtype is not hidden.dtype
+    def specs(hidden: TensorSpec, parameters: Specs, chunk: int, several: bool) -> list[TensorSpec]:
+        narrow = hidden.dtype.wide is not hidden.dtype
         specs = [hidden.with_shape(chunk, hidden.shape[1])]
         if narrow:
             specs.append(TensorSpec((hidden.shape[0], 1), hidden.dtype))
-        return [*specs, head.with_dtype(dtype), head.with_dtype(dtype)] if narrow and several else specs
+        sums = [spec.with_dtype(hidden.dtype.wide) for spec in parameters for _ in range(2)]
+        return [*specs, *sums] if narrow and several else specs
 
-    def __init__(self, dhidden: Tensor, dhead: Tensor, head: Tensor, work: Sequence[Tensor]) -> None:
-        self.dhidden, self.dhead, self.head = dhidden, dhead, head
+    def __init__(self, outputs: Sequence[Tensor], head: Tensor, live: int, work: Sequence[Tensor]) -> None:
+        self.dhidden, self.head, self.live = outputs[0], head[:live], live
+        self.parameters = outputs[1:]  # dhead, and dbias where there is one
         free = list(work)
         self.scaled = free.pop(0)
-        self.narrow = free.pop(0) if dhidden.dtype is torch.bfloat16 else None
-        self.sums = free
+        self.narrow = free.pop(0) if self.dhidden.dtype is torch.bfloat16 else None
+        self.sums = list(zip(free[::2], free[1::2], strict=True))
+
+    def clearing(self) -> list[Launch]:
+        """Rows that pad the vocabulary get zeros."""
+        pads = [gradient[self.live :] for gradient in self.parameters]
+        return [pad.zero_ for pad in pads if pad.numel()]
 
     def products(self, dlogits: Tensor, hidden: Tensor, rows: TargetRows, chunk: slice) -> list[Launch]:
         weights, launches = rows.weights[chunk], []
@@ -233,20 +294,24 @@ class _HeadGradients:
             partial(torch.mul, dhidden, weights, out=dhidden),
         ]
         first = chunk.start == 0
-        if first or self.sums:
-            launches.append(partial(torch.mm, dlogits.t(), scaled, out=self.dhead))
-        else:
-            launches.append(partial(torch.addmm, self.dhead, dlogits.t(), scaled, out=self.dhead))
-        if self.sums:
-            total, widened = self.sums
-            if first:
-                launches.append(copying(total, self.dhead))
+        for index, (gradient, other) in enumerate(zip(self.parameters, (scaled, weights), strict=False)):
+            live = gradient[: self.live].view(self.live, -1)
+            if first or self.sums:
+                launches.append(partial(torch.mm, dlogits.t(), other, out=live))
             else:
-                launches += [copying(widened, self.dhead), partial(torch.add, total, widened, out=total)]
+                launches.append(partial(torch.addmm, live, dlogits.t(), other, out=live))
+            if self.sums:
+                total, widened = (part[: self.live].view(live.shape) for part in self.sums[index])
+                if first:
+                    launches.append(copying(total, live))
+                else:
+                    launches += [copying(widened, live), partial(torch.add, total, widened, out=total)]
         return launches
 
     def finishing(self) -> list[Launch]:
-        return [copying(self.dhead, self.sums[0])] if self.sums else []
+        """Sums of several chunks, rounded once."""
+        pairs = zip(self.parameters, self.sums, strict=False)
+        return [copying(gradient[: self.live], total[: self.live]) for gradient, (total, _) in pairs]
 
 
 def _squared_error() -> Kernel:
@@ -300,7 +365,7 @@ def table(context: Context) -> dict[str, Kernel]:
     rows: dict[str, Callable[[Context], Kernel]] = {
         "cross_entropy": _cross_entropy,
         "cross_entropy_grad": _cross_entropy_grad,
-        "linear_cross_entropy": _linear_cross_entropy,
+        "head_cross_entropy": _head_cross_entropy,
     }
     return {
         **{name: build(context) for name, build in rows.items()},

@@ -39,36 +39,6 @@ def _linear_outside(ins: Sequence[TensorSpec | None], outs: Specs, attributes: A
     return fresh_bytes(y.size // columns, inner, columns, True, False)
 
 
-def _head_matmul(
-    ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
-) -> Launch:
-    x, matrix = ins
-    inner, outer = matrix.shape[::-1] if attributes["transpose"] else matrix.shape
-    return product(x.view(-1, inner), matrix.t() if attributes["transpose"] else matrix, outs[0].view(-1, outer))
-
-
-def _head_product(
-    ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
-) -> Launch:
-    a, b = (x.view(-1, x.shape[2] // attributes["heads"]) for x in ins)
-    return product(a.t(), b, outs[0])
-
-
-def _head_matmul_outside(ins: Sequence[TensorSpec | None], outs: Specs, attributes: Attributes) -> int:
-    x, matrix = ins
-    if x is None or matrix is None or x.dtype is not DType.FP32:
-        return 0
-    inner, outer = matrix.shape[::-1] if attributes["transpose"] else matrix.shape
-    return fresh_bytes(x.size // inner, inner, outer, True, not attributes["transpose"])
-
-
-def _head_product_outside(ins: Sequence[TensorSpec | None], outs: Specs, attributes: Attributes) -> int:
-    a, (height, width) = ins[0], outs[0].shape
-    if a is None or a.dtype is not DType.FP32:
-        return 0
-    return fresh_bytes(height, a.size // height, width, False, True)
-
-
 def _linear(context: Context) -> Kernel:
     """A product, then the activation's own row in place: fused or not, the bits are the same."""
     activations = elementwise.table(context)
@@ -99,13 +69,5 @@ def _activation(name: str) -> tuple[str, Attributes]:
 
 
 def table(context: Context) -> dict[str, Kernel]:
-    products = {
-        "matmul": (_matmul, _matmul_outside),
-        "head_matmul": (_head_matmul, _head_matmul_outside),
-        "head_product": (_head_product, _head_product_outside),
-    }
-    rows = {
-        name: replace(into(bind), outside=outside if context.on_cpu else None)
-        for name, (bind, outside) in products.items()
-    }
-    return {**rows, "linear": _linear(context)}
+    outside = _matmul_outside if context.on_cpu else None
+    return {"matmul": replace(into(_matmul), outside=outside), "linear": _linear(context)}

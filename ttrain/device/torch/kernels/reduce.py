@@ -1,4 +1,4 @@
-"""Sums over axes, and the norm over all gradients."""
+"""Sums and maxima over axes, and the norm over all gradients."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ def _reduce_sum(
 ) -> Launch:
     x, y, axes = ins[0], outs[0], attributes["axes"]
     return partial(torch.sum, x, axes, out=y) if axes else copying(y, x)
+
+
+def _reduce_max(
+    ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
+) -> Launch:
+    return partial(torch.amax, ins[0], attributes["axes"], out=outs[0])
 
 
 def _pieces(tensors: Sequence[Tensor], block: int, row: int) -> list[Tensor]:
@@ -72,4 +78,4 @@ def _global_norm(context: Context) -> Kernel:
 
 
 def table(context: Context) -> dict[str, Kernel]:
-    return {"reduce_sum": into(_reduce_sum), "global_norm": _global_norm(context)}
+    return {"reduce_sum": into(_reduce_sum), "reduce_max": into(_reduce_max), "global_norm": _global_norm(context)}

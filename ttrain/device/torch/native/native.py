@@ -8,6 +8,7 @@ from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Launch
+from ttrain.device.torch.chunks import CHUNK_LOGITS
 from ttrain.device.torch.native.launch import launch
 from ttrain.device.torch.native.request import Request
 
@@ -25,6 +26,7 @@ class Sizing:
     most_parts: int = 32
     bf16_products: bool = True  # whether products of bf16 run here too, or the way of the base
     block: int = 2**14  # elements in one block of a list of tensors: all slots fit a second-level cache
+    logits: int = CHUNK_LOGITS  # of how many logits the cross-entropy of a head forms at a time
 
     def threads_for(self, cost: float, most: int | None = None) -> int:
         """How many threads a piece of work is worth, `cost` in additions of one element; `most` can share it."""

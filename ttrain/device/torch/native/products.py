@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.torch.chunks import chunk_rows
 from ttrain.device.torch.native.codegen import call
 from ttrain.device.torch.native.native import Native, Rule, Sizing, fp32
 from ttrain.device.torch.native.request import Request, c_float, c_type, rows_and_width, template
@@ -53,28 +54,6 @@ def _matmul(request: Request, sizing: Sizing) -> Native | None:
     return Native((body,), (fp32(threads, own),))
 
 
-def _head_matmul(request: Request, sizing: Sizing) -> Native | None:
-    """A product whose rows are those of every head."""
-    x, matrix, turned = request.input(0), request.input(1), request.settings["transpose"]
-    inner, outer = matrix.shape[::-1] if turned else matrix.shape
-    return _matmul(_by_heads(request, x, matrix, (inner, matrix.shape[1]), outer, False, turned), sizing)
-
-
-def _head_product(request: Request, sizing: Sizing) -> Native | None:
-    a, b, (height, width) = request.input(0), request.input(1), request.outputs[0].shape
-    return _matmul(_by_heads(request, a, b, (height, width), width, True, False), sizing)
-
-
-def _by_heads(
-    request: Request, a: TensorSpec, b: TensorSpec, widths: tuple[int, int], outer: int, turn_a: bool, turn_b: bool
-) -> Request:
-    """The plain product of two tensors seen as matrices of these widths."""
-    a, b = (x.with_shape(x.size // width, width) for x, width in zip((a, b), widths, strict=True))
-    c = request.outputs[0]
-    attributes = {"transpose_a": turn_a, "transpose_b": turn_b}
-    return Request.make("matmul", (a, b), (c.with_shape(c.size // outer, outer),), attributes)
-
-
 def _linear(request: Request, sizing: Sizing) -> Native | None:
     x, weight = request.input(0), request.input(1)
     m, k = rows_and_width(x.shape)
@@ -91,75 +70,47 @@ def _linear(request: Request, sizing: Sizing) -> Native | None:
     return Native((body,), (fp32(threads, own),))
 
 
-def _linear_cross_entropy(request: Request, sizing: Sizing) -> Native | None:
-    """In chunks of rows. Several chunks of bf16 need sums in fp32, or else room for all logits: what is smaller."""
-    hidden, head = request.input(0), request.input(1)
-    (rows, width), classes, dtype = hidden.shape, head.shape[0], hidden.dtype
-    gradients, chunk = request.settings["gradients"], min(request.settings["chunk"], rows)
-    narrow = dtype is DType.BF16
-    if not _covered(dtype, sizing) or not rows * width * classes or (narrow and width % 2):
-        return None
-    if gradients and narrow and chunk < rows and rows <= 2 * width:
-        chunk = rows
-    stride = classes + classes % 2 if narrow else classes
-    threads = _threads(chunk, classes, width, dtype, sizing)
-    own = max(_scratch(inner, dtype) for inner in ((width, classes, chunk) if gradients else (width,)))
-    work = [TensorSpec((chunk, stride), dtype), fp32(rows), fp32(threads, own)]
-    wide_total = gradients and narrow and chunk < rows
-    if wide_total:
-        work.append(fp32(classes, width))
-    kind, first = c_type(hidden), 4 + len(request.outputs)
-    dhidden, dhead = (f"out<{kind}>(a, 5)", f"out<{kind}>(a, 6)") if gradients else (f"({kind}*)nullptr",) * 2
-    total = f"out<float>(a, {first + 3})" if wide_total else dhead
-    name = template("linear_cross_entropy", kind, "float" if wide_total else kind, gradients, rows, width, classes)
-    body = call(
-        name, str(chunk), str(stride), f"in<{kind}>(a, 0)", f"in<{kind}>(a, 1)", "in<i64>(a, 2)", "in<float>(a, 3)",
-        "out<float>(a, 4)", dhidden, dhead, f"out<{kind}>(a, {first})", f"out<float>(a, {first + 1})", total,
-        f"out<float>(a, {first + 2})", str(own), str(threads),
-    )  # fmt: skip
-    return Native((body,), tuple(work))
-
-
 def _head_cross_entropy(request: Request, sizing: Sizing) -> Native | None:
-    """As linear_cross_entropy, on the live ids alone."""
+    """In chunks of rows, on the live ids alone. Several chunks of bf16 need sums in fp32, or else room for all logits:
+    what is smaller.
+    """
     hidden, head, settings = request.input(0), request.input(1), request.settings
     (rows, width), (vocabulary, _), dtype = hidden.shape, head.shape, hidden.dtype
-    gradients, live, chunk = settings["gradients"], settings["live"], min(settings["chunk"], rows)
-    narrow, bias, smoothing = dtype is DType.BF16, request.has(4), settings["smoothing"]
+    gradients, live, smoothing = settings["gradients"], settings["live"], settings["smoothing"]
+    narrow, each, bias = dtype is DType.BF16, bool(request.input(3).shape), request.has(4)
     if not _covered(dtype, sizing) or not rows * width or (narrow and width % 2):
         return None
+    chunk = min(chunk_rows(live, sizing.logits), rows)
     if gradients and narrow and chunk < rows and rows <= 2 * width:
         chunk = rows
     stride = live + live % 2 if narrow else live
     threads = _threads(chunk, live, width, dtype, sizing)
     own = max(_scratch(inner, dtype) for inner in ((width, live, chunk) if gradients else (width,)))
-    work = [TensorSpec((chunk, stride), dtype), fp32(2, rows), fp32(threads, own), fp32(live)]
     wide_total = gradients and narrow and chunk < rows
-    if wide_total:
-        work.append(fp32(live, width))
-    kind, first = c_type(hidden), 5 + len(request.outputs)
-    absent = f"({kind}*)nullptr"
-    made = [f"out<{kind}>(a, {7 + index})" for index in range(2 + bias)] if gradients else []
-    dhidden, dhead, dbias = [*made, *[absent] * (3 - len(made))]
-    total = f"out<float>(a, {first + 4})" if wide_total else dhead
+    work = {
+        "logits": TensorSpec((chunk, stride), dtype),
+        "losses": fp32(2 if smoothing else 1, rows),
+        "scratch": fp32(threads, own),
+        **({"columns": fp32(live)} if gradients and bias else {}),
+        **({"total": fp32(live, width)} if wide_total else {}),
+    }
+    kind, outputs = c_type(hidden), [5 + index for index in range(len(request.outputs))]
+    at = {name: 5 + len(outputs) + index for index, name in enumerate(work)}
+    entropy = f"out<float>(a, {outputs[1]})" if smoothing else "(float*)nullptr"
+    made = [f"out<{kind}>(a, {place})" for place in outputs[2 if smoothing else 1 :]]
+    dhidden, dhead, dbias = [*made, *[f"({kind}*)nullptr"] * (3 - len(made))]
+    total, columns = (f"out<float>(a, {at[name]})" if name in at else "" for name in ("total", "columns"))
     name = template(
-        "head_cross_entropy", kind, "float" if wide_total else kind, gradients, bias, smoothing > 0, rows, width, live,
-        vocabulary,
+        "head_cross_entropy", kind, "float" if wide_total else kind, gradients, bias, each, smoothing > 0, rows, width,
+        live, vocabulary,
     )  # fmt: skip
     body = call(
         name, str(chunk), str(stride), f"in<{kind}>(a, 0)", f"in<{kind}>(a, 1)", "in<i64>(a, 2)", "in<float>(a, 3)",
-        f"in<{kind}>(a, 4)", c_float(smoothing), "out<float>(a, 5)", "out<float>(a, 6)", dhidden, dhead, dbias,
-        f"out<{kind}>(a, {first})", f"out<float>(a, {first + 1})", total, f"out<float>(a, {first + 3})",
-        f"out<float>(a, {first + 2})", str(own), str(threads),
+        f"in<{kind}>(a, 4)", c_float(smoothing), "out<float>(a, 5)", entropy, dhidden, dhead, dbias,
+        f"out<{kind}>(a, {at['logits']})", f"out<float>(a, {at['losses']})", total or dhead,
+        columns or "(float*)nullptr", f"out<float>(a, {at['scratch']})", str(own), str(threads),
     )  # fmt: skip
-    return Native((body,), tuple(work))
+    return Native((body,), tuple(work.values()))
 
 
-RULES: dict[str, Rule] = {
-    "matmul": _matmul,
-    "linear": _linear,
-    "head_matmul": _head_matmul,
-    "head_product": _head_product,
-    "linear_cross_entropy": _linear_cross_entropy,
-    "head_cross_entropy": _head_cross_entropy,
-}
+RULES: dict[str, Rule] = {"matmul": _matmul, "linear": _linear, "head_cross_entropy": _head_cross_entropy}

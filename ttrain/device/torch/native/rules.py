@@ -125,11 +125,9 @@ def _cross_entropy(request: Request, sizing: Sizing) -> Native | None:
     if not stored((logits, request.input(2))) or logits.size == 0:
         return None
     rows, width = logits.shape
-    kind, name = c_type(logits), template("cross_entropy", c_type(logits), False, width)
-    # The logits are only read here: the template overwrites them where it forms their gradient.
     body = call(
-        name, str(rows), str(width), f"out<{kind}>(a, 0)", "in<i64>(a, 1)", "in<float>(a, 2)", "out<float>(a, 5)",
-        "out<float>(a, 4)", str(sizing.threads_for(10 * logits.size)),
+        template("cross_entropy", c_type(logits), width), str(rows), f"in<{c_type(logits)}>(a, 0)", "in<i64>(a, 1)",
+        "out<float>(a, 5)", "out<float>(a, 4)", str(sizing.threads_for(10 * logits.size)),
     )  # fmt: skip
     total = call("sum_losses", str(rows), "in<float>(a, 5)", "in<float>(a, 2)", "out<float>(a, 3)")
     return Native((f"{body}\n{total}",), (fp32(rows),))

@@ -202,7 +202,7 @@ def _cross_entropy_grad(node: Node) -> Iterator[Program]:
     yield from (_streamed(wide, wide, wide), _streamed(wide, wide))
 
 
-def _linear_cross_entropy(node: Node) -> Iterator[Program]:
+def _head_cross_entropy(node: Node) -> Iterator[Program]:
     hidden, head = node.input("hidden").spec, node.input("head").spec
     rows, width = _size(hidden)
     vocabulary = head.shape[0]
@@ -289,7 +289,7 @@ _ROWS: dict[str, Callable[[Node], Iterator[Program]]] = {
     "split_heads": _split_heads, "merge_heads": _merge_heads, "transpose": _out_of_order,
     "copy_reshape": _out_of_order, "embedding": _embedding, "embedding_grad": _embedding_grad,
     "cross_entropy": _cross_entropy, "cross_entropy_grad": _cross_entropy_grad,
-    "linear_cross_entropy": _linear_cross_entropy, "squared_error": _squared_error, "squared_error_grad": _two,
+    "head_cross_entropy": _head_cross_entropy, "squared_error": _squared_error, "squared_error_grad": _two,
     "expand": _two, "tanh_grad": _two, "global_norm": _global_norm, "update": _update,
     "clip_factor": _clip_factor, "dropout_mask": _dropout_mask,
 }  # fmt: skip

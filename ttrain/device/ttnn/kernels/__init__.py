@@ -9,7 +9,6 @@ from ttrain.device.ttnn.kernels import (
     collective,
     elementwise,
     embedding,
-    head_loss,
     heads,
     layout,
     loss,
@@ -22,7 +21,7 @@ from ttrain.device.ttnn.kernels import update as update_family
 from ttrain.device.ttnn.kernels.common import Context
 
 FAMILIES = (
-    elementwise, layout, reduce, matmul, norm, attention, cache, random, embedding, loss, head_loss, heads,
+    elementwise, layout, reduce, matmul, norm, attention, cache, random, embedding, loss, heads,
     update_family, collective,
 )  # fmt: skip
 

@@ -94,5 +94,14 @@ def _embedding_grad(c: Context) -> Kernel:
     return fresh(build)
 
 
+def _one_hot(c: Context) -> Kernel:
+    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+        (ids,), shape = ins, device_shape(outs[0].spec.shape)
+        hot = one_hot(c, ids, attributes["count"], attributes["dtype"])
+        return lambda: [c.tt.reshape(hot(), shape)]
+
+    return fresh(build)
+
+
 def table(c: Context) -> dict[str, Kernel]:
-    return {"embedding": _embedding(c), "embedding_grad": _embedding_grad(c)}
+    return {"embedding": _embedding(c), "embedding_grad": _embedding_grad(c), "one_hot": _one_hot(c)}

@@ -92,7 +92,7 @@ def _move_rows(c: Context, back: bool) -> Kernel:
     def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
         (x,), (y,) = ins, outs
         time = (y if back else x).spec.shape[1]
-        one_hot = _picking(c, x.spec.shape[0], attributes["rows"], time, x.spec.dtype)
+        one_hot = _picking(c, x.spec.shape[0], attributes["indices"], time, x.spec.dtype)
         return lambda: c.tt.matmul(one_hot.t, x.t, transpose_a=back, optional_output_tensor=y.t, **c.product)
 
     return into(build)
@@ -102,6 +102,6 @@ def table(c: Context) -> dict[str, Kernel]:
     return {
         "head_matmul": _head_matmul(c),
         "head_product": _head_product(c),
-        "pick_rows": _move_rows(c, back=False),
-        "put_rows": _move_rows(c, back=True),
+        "index_select": _move_rows(c, back=False),
+        "index_put": _move_rows(c, back=True),
     }

@@ -1,4 +1,4 @@
-"""Sums over axes, and the global norm."""
+"""Sums and maxima over axes, and the global norm."""
 
 from __future__ import annotations
 
@@ -24,6 +24,22 @@ def _reduce_sum(c: Context) -> Kernel:
             return lambda: [_whole_sum(c, x)]
         shifted = [axis + len(device_shape(x.spec.shape)) - rank for axis in axes]
         return lambda: [c.tt.reshape(c.tt.sum(x.t, dim=shifted, keepdim=True, **c.exact), shape)]
+
+    return fresh(build)
+
+
+def _reduce_max(c: Context) -> Kernel:
+    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+        (x,), (y,), tt = ins, outs, c.tt
+        lead = len(device_shape(x.spec.shape)) - x.spec.rank
+
+        def run() -> list[Any]:
+            found = x.t
+            for axis in attributes["axes"]:
+                found = tt.max(found, dim=axis + lead, keepdim=True)
+            return [tt.reshape(found, device_shape(y.spec.shape))]
+
+        return run
 
     return fresh(build)
 
@@ -74,4 +90,4 @@ def _total(c: Context, sums: Sequence[Any]) -> Any:
 
 
 def table(c: Context) -> dict[str, Kernel]:
-    return {"reduce_sum": _reduce_sum(c), "global_norm": _global_norm(c)}
+    return {"reduce_sum": _reduce_sum(c), "reduce_max": _reduce_max(c), "global_norm": _global_norm(c)}

@@ -1,11 +1,12 @@
-// Cross-entropy of an output head with bias, weights of rows and label smoothing. Of V rows of the head C are ids that
-// exist; the others get zeros.
+// Cross-entropy of an output head, with or without bias, weights of rows and label smoothing. Of V rows of the head C are
+// ids that exist; the others get zeros.
 #pragma once
 #include "loss.h"
 
-// losses[i] = weight * (cross-entropy + smoothing * (logit of the target - mean logit)), plain[i] without the smoothing.
-// Gradient: the row is replaced by its gradient, with zeros up to the next row.
-template <class T, bool Gradient, bool Smooth, i64 C>
+// losses[i] = weight * (cross-entropy + smoothing * (logit of the target - mean logit)), plain[i] without the smoothing;
+// the weight enters here if there is one for Each row, else with the sum. Gradient: the row is replaced by its gradient,
+// with zeros up to the next row.
+template <class T, bool Gradient, bool Each, bool Smooth, i64 C>
 INLINE void head_rows(
     i64 rows, i64 stride, T* logits, const i64* targets, const float* weights, float smoothing, float* losses,
     float* plain, int threads) {
@@ -14,17 +15,19 @@ INLINE void head_rows(
             T* x = logits + i * stride;
             const i64 target = targets[i];
             if (target < 0) {
-                losses[i] = plain[i] = 0.0f;
+                losses[i] = 0.0f;
+                if constexpr (Smooth) plain[i] = 0.0f;
                 if constexpr (Gradient) __builtin_memset(x, 0, stride * sizeof(T));
                 continue;
             }
             const bool known = target < C;
-            const float total = log_sum_exp_of<C>(x), weight = weights[i];
+            const float total = log_sum_exp_of<C>(x), weight = weights[Each ? i : 0], factor = Each ? weight : 1.0f;
             const float at_target = known ? get(x + target) : __builtin_nanf("");
-            plain[i] = losses[i] = weight * (total - at_target);
+            losses[i] = factor * (total - at_target);
             if constexpr (Smooth) {
+                plain[i] = losses[i];
                 const vf sum = sum_over<C>([&](i64 j, auto lanes) { return load(x + j, lanes); });
-                losses[i] += weight * smoothing * (at_target - sum_lanes(sum) / C);
+                losses[i] += factor * smoothing * (at_target - sum_lanes(sum) / C);
             }
             if constexpr (Gradient) {
                 const float spread = Smooth ? smoothing / C : 0.0f;
@@ -40,8 +43,9 @@ INLINE void head_rows(
 }
 
 // Both losses of logits = hidden head^T + bias without ever holding more than `chunk` rows of them, and with Gradient
-// dhidden [N, H], dhead [V, H] and dbias [V]. The head's gradient is summed in `total`, the bias's in `columns` [C].
-template <class T, class Total, bool Gradient, bool Bias, bool Smooth, i64 N, i64 H, i64 C, i64 V>
+// dhidden [N, H], dhead [V, H] and dbias [V]. The head's gradient is summed in `total`, which is dhead itself where that is
+// fp32 or there is one chunk, the bias's in `columns` [C].
+template <class T, class Total, bool Gradient, bool Bias, bool Each, bool Smooth, i64 N, i64 H, i64 C, i64 V>
 INLINE void head_cross_entropy(
     i64 chunk, i64 stride, const T* hidden, const T* head, const i64* targets, const float* weights, const T* bias,
     float smoothing, float* loss, float* entropy, T* dhidden, T* dhead, T* dbias, T* logits, float* losses, Total* total,
@@ -53,8 +57,8 @@ INLINE void head_cross_entropy(
         const T* h = hidden + row * H;
         product<false, true, Bias, false, After::nothing>(
             Sizes{rows, C, H, H, H, stride}, h, head, bias, logits, scratch, own, threads);
-        head_rows<T, Gradient, Smooth, C>(
-            rows, stride, logits, targets + row, weights + row, smoothing, losses + row, plain + row, threads);
+        head_rows<T, Gradient, Each, Smooth, C>(
+            rows, stride, logits, targets + row, Each ? weights + row : weights, smoothing, losses + row, plain + row, threads);
         if constexpr (Gradient) {
             product<false, false, false, false, After::nothing>(
                 Sizes{rows, H, C, stride, H, H}, logits, head, no_bias, dhidden + row * H, scratch, own, threads);
@@ -75,8 +79,8 @@ INLINE void head_cross_entropy(
         }
     }
     const float one = 1.0f;
-    sum_losses(N, losses, &one, loss);
-    sum_losses(N, plain, &one, entropy);
+    sum_losses(N, losses, Each ? &one : weights, loss);
+    if constexpr (Smooth) sum_losses(N, plain, Each ? &one : weights, entropy);
     if constexpr (Gradient) {
         if constexpr (sizeof(T) != sizeof(Total))
             parallel(threads, [&](int part) {

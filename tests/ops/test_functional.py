@@ -1,0 +1,144 @@
+"""Composites against torch.nn.functional in fp64: values and gradients, by an oracle that shares no line with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.ops.harness import Interpreter, as_torch
+from ttrain import ops
+from ttrain.autodiff import backward
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.torch.device import TorchDevice
+from ttrain.graph import Graph, Value
+
+ROWS, WIDTH, VOCABULARY = 7, 6, 5
+TARGETS = np.array([0, 4, -1, 2, 2, -1, 3])
+WEIGHT = np.array(0.3)
+
+Ours = Callable[..., Value]
+
+
+def tensor(*shape: int) -> np.ndarray:
+    return np.random.default_rng(sum(shape)).normal(size=shape)
+
+
+def head_losses(hidden: Any, head: Any, bias: Any, smoothing: float) -> Any:
+    targets = torch.from_numpy(TARGETS)
+    logits = F.linear(hidden, head, bias)
+    return 0.3 * F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum", label_smoothing=smoothing)
+
+
+def ours_of_head(smoothing: float) -> Ours:
+    def loss(hidden: Value, head: Value, bias: Value | None = None) -> Value:
+        return ops.head_cross_entropy(hidden, head, bias, targets(hidden), weight(hidden), smoothing)[0]
+
+    return loss
+
+
+def targets(value: Value) -> Value:
+    return value.graph.input("targets", TensorSpec(TARGETS.shape, DType.INT64))
+
+
+def weight(value: Value) -> Value:
+    return value.graph.input("weight", TensorSpec((), DType.FP64))
+
+
+def ids(value: Value) -> Value:
+    return value.graph.input("ids", TensorSpec(TARGETS.shape, DType.INT64))
+
+
+IDS = TARGETS.clip(min=0)
+HIDDEN, HEAD, BIAS = tensor(ROWS, WIDTH), tensor(VOCABULARY, WIDTH), tensor(VOCABULARY)
+X = tensor(3, 4, WIDTH)
+# name -> ours, torch's, the tensors that get a gradient
+PAIRS: dict[str, tuple[Ours, Callable[..., Any], Sequence[np.ndarray]]] = {
+    "cross_entropy": (
+        lambda logits: ops.cross_entropy(logits, targets(logits), weight(logits)),
+        lambda logits: 0.3 * F.cross_entropy(logits, torch.from_numpy(TARGETS), ignore_index=-1, reduction="sum"),
+        [tensor(ROWS, VOCABULARY)],
+    ),
+    "head_cross_entropy": (ours_of_head(0.0), lambda h, w: head_losses(h, w, None, 0.0), [HIDDEN, HEAD]),
+    "head_cross_entropy with a bias, smoothed": (
+        ours_of_head(0.1), lambda h, w, b: head_losses(h, w, b, 0.1), [HIDDEN, HEAD, BIAS],
+    ),
+    "squared_error": (
+        lambda x: ops.squared_error(x, x.graph.input("truth", TensorSpec(X.shape, DType.FP64)), weight(x)),
+        lambda x: 0.3 * F.mse_loss(x, torch.from_numpy(X[::-1].copy()), reduction="sum"),
+        [X],
+    ),
+    "layer_norm": (
+        lambda x, w, b: ops.layer_norm(x, w, b),
+        lambda x, w, b: F.layer_norm(x, (WIDTH,), w, b, 1e-5),
+        [X, tensor(WIDTH), tensor(WIDTH) + 1],
+    ),
+    "gelu": (lambda x: ops.gelu(x, approximate="none"), lambda x: F.gelu(x), [X]),
+    "gelu, tanh": (lambda x: ops.gelu(x), lambda x: F.gelu(x, approximate="tanh"), [X]),
+    "softmax": (lambda x: ops.softmax(x, 0.5), lambda x: F.softmax(0.5 * x, -1), [X]),
+    "linear": (lambda x, w, b: ops.linear(x, w, b), F.linear, [X, HEAD, BIAS]),
+    "embedding": (
+        lambda table: ops.embedding(ids(table), table), lambda table: F.embedding(torch.from_numpy(IDS), table), [HEAD],
+    ),
+    "head_matmul": (
+        lambda x, m: ops.head_matmul(x, m, 2),
+        lambda x, m: F.linear(x.unflatten(2, (2, WIDTH // 2)), m.t()).flatten(2),
+        [X, tensor(WIDTH // 2, 4)],
+    ),
+    "global_norm": (
+        lambda x, y: ops.global_norm([x, y]),
+        lambda x, y: torch.linalg.vector_norm(torch.cat([x.flatten(), y.flatten()])),
+        [X, HEAD],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["kernels", "bodies"])
+def interpreter(request: pytest.FixtureRequest) -> Callable[[], Interpreter]:
+    """The device's own rows for composites, and their bodies alone."""
+    composites = [op.name for op in _composites()] if request.param == "bodies" else []
+    device = TorchDevice("cpu", threads=1)
+    return lambda: Interpreter(device, decomposing=composites)
+
+
+def _composites() -> list[Any]:
+    from ttrain.graph import REGISTRY
+    from ttrain.graph.composite import Composite
+
+    return [op for op in REGISTRY if isinstance(op, Composite)]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_values_and_gradients_are_those_of_torch(name: str, interpreter: Callable[[], Interpreter]) -> None:
+    ours, theirs, arrays = PAIRS[name]
+    graph = Graph()
+    given = [graph.input(str(index), TensorSpec(array.shape, DType.FP64)) for index, array in enumerate(arrays)]
+    y = ours(*given)
+    cotangent = tensor(*y.shape) if y.shape else np.array(0.7)
+    product = ops.multiply(y, graph.input("cotangent", y.spec))
+    gradients = backward(ops.reduce_sum(product, range(y.spec.rank)), given)
+    feeds = {"targets": TARGETS, "ids": IDS, "weight": WEIGHT, "truth": X[::-1].copy(), "cotangent": cotangent}
+    run = interpreter()
+    run.run(graph, {**feeds, **{str(index): array for index, array in enumerate(arrays)}})
+    leaves = [as_torch(array).requires_grad_(True) for array in arrays]  # type: ignore[union-attr]
+    expected = theirs(*leaves)
+    wanted = torch.autograd.grad(expected, leaves, torch.from_numpy(cotangent))
+    np.testing.assert_allclose(run.read(y), expected.detach().numpy(), rtol=1e-12, atol=1e-14)
+    for got, gradient in zip(gradients, wanted, strict=True):
+        np.testing.assert_allclose(run.read(got), gradient.numpy(), rtol=1e-10, atol=1e-13)
+
+
+def test_dropout_keeps_and_scales_as_torch_does(interpreter: Callable[[], Interpreter]) -> None:
+    """Which elements are kept differs, so compared is what torch's makes of them, and how many there are."""
+    graph = Graph()
+    x = graph.input("x", TensorSpec((200, 50), DType.FP64))
+    y = ops.dropout(x, graph.input("seed", TensorSpec((), DType.INT64)), 0.2, 3)
+    run, given = interpreter(), tensor(200, 50)
+    run.run(graph, {"x": given, "seed": np.array(5)})
+    got, torchs = run.read(y), F.dropout(torch.ones(200, 50, dtype=torch.float64), 0.2).numpy()
+    np.testing.assert_allclose(got[got != 0], given[got != 0] * torchs.max(), rtol=1e-12)
+    assert abs((got == 0).mean() - 0.2) < 0.02
