@@ -247,6 +247,8 @@ def test_rows_that_are_read_as_text_are_told(tmp_path: Path) -> None:
     write(tmp_path / "all.json", json.dumps([{"text": "one"}] * 20))
     (notice,) = Corpus(TextConfig(path=str(tmp_path))).notices
     assert all(name in notice for name in ("rows.jsonl", "renamed.txt", "all.json")) and "plain.txt" not in notice
+    (notice,) = Corpus(TextConfig(path=str(tmp_path / "renamed.txt"))).notices
+    assert "name such files .jsonl" in notice and "data.sources=" not in notice  # which would read it as one text
     (tmp_path / "renamed.txt").unlink()
     assert not Corpus(TextConfig(path=str(tmp_path), suffixes=[".txt"])).notices
 

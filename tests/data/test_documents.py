@@ -478,6 +478,11 @@ def test_rows_in_a_file_of_another_name_are_told() -> None:
     (told,) = data.description["notices"]
     assert "rows.txt are read as plain text, JSON syntax included" in told and "plain.txt" not in told
     assert "notices" not in opened("a.jsonl").description
+    alone = refused("rows.txt")  # the reason why there is one document comes with it
+    assert "one document and needs at least two" in alone and "name such files .jsonl" in alone
+    plain = refused("plain.txt")
+    assert "data.delimiter splits a text file" in plain and "JSON" not in plain
+    assert "data.delimiter" not in refused(texts("one.jsonl", "alone"))
 
 
 def test_a_file_that_is_gone_or_may_not_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

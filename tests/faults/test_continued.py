@@ -17,10 +17,12 @@ import yaml
 from tests.faults.conftest import TINY, Train, losses, tensors
 from tests.faults.test_saves import State, content
 from ttrain.cli import main
+from ttrain.core import waiting
 from ttrain.core.files import lock_file
 from ttrain.tasks.training import leg
 from ttrain.train.checkpoint.checkpoint import MANIFEST, UNFINISHED, read_checkpoint, save_checkpoint
 from ttrain.train.checkpoint.retention import find_checkpoint, list_checkpoints, prune_checkpoints
+from ttrain.train.loop.evaluate import Evaluation
 from ttrain.train.loop.loop import Loop
 from ttrain.train.runs import resume
 from ttrain.train.runs.run_directory import RECORD, RunDirectory, read_config
@@ -46,6 +48,35 @@ def killed(train: Any, monkeypatch: pytest.MonkeyPatch, *words: str, step: int =
         patch.setattr(owner, name, call)
         with pytest.raises(Killed):
             train(*words)
+
+
+def test_a_resume_of_nothing_says_that_a_new_run_starts(train: Train, capsys: Any) -> None:
+    """The folder was misspelt, or the run was killed before it began: another experiment would train unnoticed."""
+    Path("empty").mkdir()
+    for folder, word in (("misspelt", "resume=auto"), ("empty", "resume=auto")):
+        assert train(f"run.dir={folder}", word, "train.steps=2") == 0
+        assert f"resume=auto: {folder} holds no run yet; a new one starts" in capsys.readouterr().err
+        assert train(f"run.dir={folder}", word, "train.steps=3") == 0
+        assert "holds no run" not in capsys.readouterr().err
+
+
+def test_the_end_of_a_run_is_not_told_as_its_first_step(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A resume of a run that lacks its last evaluation alone."""
+
+    def dies(*arguments: Any) -> Any:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluation, "__call__", dies)
+        with pytest.raises(Killed):
+            train("run.dir=run", "train.steps=4")
+    monkeypatch.setattr(waiting, "AFTER", 0.0)
+    capsys.readouterr()
+    assert train("run.dir=run", "resume=auto", "train.steps=4") == 0
+    told = capsys.readouterr().err
+    assert "All 4 steps are done" in told and "The first step is under way" not in told
 
 
 @pytest.mark.parametrize("owner", [Loop, leg])

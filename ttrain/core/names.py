@@ -1,4 +1,4 @@
-"""Nearest valid name for a misspelt one."""
+"""Nearest valid name for a misspelt one, and line breaks in texts from a command line."""
 
 from __future__ import annotations
 
@@ -14,3 +14,8 @@ def did_you_mean(given: str, valid: Iterable[str]) -> str:
     if near:
         return f"Did you mean {folded[near[0]]!r}? Valid: {', '.join(options)}."
     return f"Valid: {', '.join(options)}." if options else "There is none."
+
+
+def with_line_breaks(text: str) -> str:
+    """The text with a line break for each pair of the characters backslash and n: shells and Hydra pass those on."""
+    return text.replace("\\n", "\n")

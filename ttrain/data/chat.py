@@ -8,6 +8,7 @@ from string import Formatter
 from typing import Any
 
 from ttrain.core.errors import DataError
+from ttrain.core.names import with_line_breaks
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -40,7 +41,7 @@ class Template:
                 f"data.template={given}: is neither {' nor '.join(TEMPLATES)}, nor a text with {{content}} such as "
                 "'{role}: {content}\\n'."
             )
-        text = TEMPLATES.get(given, given.replace("\\n", "\n"))
+        text = TEMPLATES.get(given, with_line_breaks(given))
         try:
             parts = list(Formatter().parse(text))
         except ValueError as error:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError
+from ttrain.data.corpus import ROW_SUFFIXES
 from ttrain.data.end_token import EndToken, with_end_token
 from ttrain.data.library_tokenizer import train_bpe
 from ttrain.data.prepare import FILES, Bars, write_file, write_header
@@ -134,10 +135,21 @@ def _scan(config: DocumentsConfig, sources: list[Source], on_bytes: OnBytes) -> 
             pass
     if not hashes:
         left_out = f" and {reader.skipped.bad_rows} rows that can't be used" if reader.skipped.bad_rows else ""
-        raise DataError(f"data.sources has only blank documents{left_out}. Give files with text.")
-    held = held_out_documents(np.frombuffer(hashes, np.uint64), config.held_out)
+        raise DataError(f"data.sources has only blank documents{left_out}. Give files with text.{_hints(sources)}")
+    try:
+        held = held_out_documents(np.frombuffer(hashes, np.uint64), config.held_out)
+    except DataError as error:
+        whole = any(file.suffix.lower() not in ROW_SUFFIXES for source in sources for file in source.files)
+        split = " data.delimiter splits a text file: it is the line between two documents, '' for a blank one."
+        hint = split if whole and config.delimiter is None else ""
+        raise DataError(f"{error}{hint}{_hints(sources)}") from None
     joined = hashlib.sha256("".join(digest.hexdigest() for digest in digests).encode()).hexdigest()
     return _Scan(held, characters, reader.skipped, joined, size, samples)
+
+
+def _hints(sources: list[Source]) -> str:
+    """What the files themselves say of why there is so little in them."""
+    return "".join(f" {notice}" for source in sources for notice in source.notices)
 
 
 def _place(config: DocumentsConfig, sources: list[Source], wanted: re.Pattern[str]) -> str:

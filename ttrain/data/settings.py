@@ -37,7 +37,7 @@ class TextConfig(DataConfig):
         path=True,
     )
     suffixes: list[str] = option([], "file-name endings to read from a folder, such as [.txt, .md]; empty reads all")
-    separator: str = option("\n", "text put between two files")
+    separator: str = option("\n", "text put between two files, in which \\n is a line break")
     max_bytes: int | None = option(None, "read no more of the corpus than this; null reads all of it", minimum=1)
     tokenizer: str = option(
         "char", "char, byte, bpe (trained on the training split) or the path of a tokenizer.json", path=True

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ttrain.core.errors import DataError
 from ttrain.core.units import format_bytes
 from ttrain.data.chat import Template, json_kind
-from ttrain.data.corpus import ROW_SUFFIXES, Listing, files_in, holds_json, named_files, not_text
+from ttrain.data.corpus import NAME_ROWS, ROW_SUFFIXES, Listing, files_in, holds_json, named_files, not_text
 from ttrain.data.settings import DocumentsConfig
 
 LONGEST_DOCUMENT = 1 << 30  # bytes; a document is held in memory as a whole
@@ -190,7 +190,7 @@ def _source(given: str, config: DocumentsConfig) -> Source:
     if rows := [file for file in found.files if file.suffix.lower() not in ROW_SUFFIXES and holds_json(file)]:
         notices.append(
             f"data.sources: {named_files(rows)} are read as plain text, JSON syntax included. To read the rows in "
-            "them, name such files .jsonl."
+            f"them, {NAME_ROWS}."
         )
     return Source(given, tuple(found.files), tuple(notices))
 

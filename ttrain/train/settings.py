@@ -136,8 +136,8 @@ class SampleConfig:
     tokens: int = option(200, "tokens to draw per sample, at most", minimum=1)
     stop: list[str] = option(
         [],
-        "texts and names of special tokens at which a sample ends, besides the token that ends a document; they "
-        "are not printed",
+        "texts, in which \\n is a line break, and names of special tokens at which a sample ends, besides the token "
+        "that ends a document; they are not printed",
     )
     temperature: float = option(0.8, "logits are divided by it; 0 always takes the likeliest token", minimum=0)
     top_k: int | None = option(None, "draw from the k likeliest tokens only; null draws from all", minimum=1)

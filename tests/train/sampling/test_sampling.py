@@ -356,6 +356,7 @@ def test_a_sample_ends_at_the_end_of_a_document_or_at_a_named_token() -> None:
     assert stream_text(tokenizer, tokenizer.encode("a"), iter([user, end]), lambda text: None, named) == "a"
     assert stream_text(tokenizer, [end], iter(drawn), lambda text: None, plain) == "ab"  # an empty prompt
     assert Stop.of(CharTokenizer("ab"), ["<|user|>"]) == Stop(texts=("<|user|>",))  # no token of it
+    assert Stop.of(CharTokenizer("ab"), [r"a\n"]) == Stop(texts=("a\n",))  # as a command line passes a line break on
 
 
 def test_nothing_is_drawn_after_a_stop(capsys: pytest.CaptureFixture[str]) -> None:

@@ -129,7 +129,7 @@ def _assembled(
         state=session.state,
         run_directory=run,
         loggers=loggers,
-        meter=_meter(config, device, session, _timed(pace, stack.enter_context(Waiting(FIRST, say)))),
+        meter=_meter(config, device, session, _timed(pace, say, stack, config.train.steps - progress.step)),
         stored_config=setup.stored,
         tokenizer=tokenizer_json(dataset),
         held_out=held_out_hash(dataset, evaluation.samples),
@@ -292,8 +292,13 @@ def _search(setup: Setup, session: Session, driver: Driver, step: int) -> StepSe
     )
 
 
-def _timed(pace: Callable[[float], None], first: Waiting) -> Callable[[float], None]:
-    """Told how long every step took; the first one is not waited for any more."""
+def _timed(
+    pace: Callable[[float], None], say: Callable[[str], None], stack: ExitStack, steps: int
+) -> Callable[[float], None]:
+    """Told how long every step took; the first one, where any of `steps` are left, is not waited for any more."""
+    first = Waiting(FIRST, say)
+    if steps > 0:
+        stack.enter_context(first)
 
     def timed(seconds: float) -> None:
         first.close()

@@ -49,6 +49,8 @@ def set_up(config: Config, stack: ExitStack) -> Setup:
     base, notes = _base(point, held)
     if base is not None:
         config = continued(base, config)
+    elif config.resume == "auto":
+        notes.append(f"resume=auto: {config.run.dir} holds no run yet; a new one starts, as command and defaults say.")
     dataset = build.build_dataset(config, lambda built: _check_tokenizer(point, built))
     model = build.build_model(config, dataset.vocabulary)
     stored = {**to_dict(config), "model": build.stored_model(config, model)}

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError, NonFiniteError, UserError
+from ttrain.core.names import with_line_breaks
 from ttrain.train.protocols import Array, Step, Tokenizer
 from ttrain.train.settings import SampleConfig
 
@@ -300,7 +301,7 @@ class Stop:
         """
         special = set(tokenizer.special_tokens()) if hasattr(tokenizer, "special_tokens") else set()
         ids = {_end_id(tokenizer, end_token), *(tokenizer.token_id(text) for text in texts if text in special)}
-        return Stop(frozenset(ids - {None}), tuple(text for text in texts if text not in special))
+        return Stop(frozenset(ids - {None}), tuple(with_line_breaks(text) for text in texts if text not in special))
 
 
 NO_STOP = Stop()
