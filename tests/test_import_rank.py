@@ -39,9 +39,6 @@ CIRCLES = {  # imports that still close a circle: take out what is cured, add no
     ("ttrain.bench.contender", "ttrain.bench.products"),
     ("ttrain.data.document_files", "ttrain.data.prepare"),
     ("ttrain.data.tokenizer", "ttrain.data.library_tokenizer"),
-    ("ttrain.device.ttnn.runtime.subdevices", "ttrain.device.ttnn.runtime.mesh"),
-    ("ttrain.device.ttnn.tensors.held", "ttrain.device.ttnn.tensors.stack"),
-    ("ttrain.device.ttnn.tensors.held", "ttrain.device.ttnn.tensors.store"),
     ("ttrain.models.presets", "ttrain.models.settings"),
     ("ttrain.plan.plan", "ttrain.plan.check"),
 }

@@ -153,3 +153,13 @@ def test_what_goes_on_gets_no_other_ways(monkeypatch: pytest.MonkeyPatch) -> Non
     for continues in (True, False):
         ways = task._Ways(load([]), SimpleNamespace(vocabulary=None), LONG, continues)  # type: ignore[arg-type]
         assert bool(ways.others(LONG, "cpu")) is not continues
+
+
+def test_a_card_is_offered_what_takes_less_by_its_cost_model() -> None:
+    config = load(["device=n300", "model.vocabulary=65", *SMALL[:3], "model.context=64", "train.batch_size=2"])
+    data = SimpleNamespace(vocabulary=65, val_samples=100)
+    ways = task._Ways(config, data, Forecast(0.0, 1000, 0.0, 1), False)  # type: ignore[arg-type]
+    found = ways.planned(config)
+    offered = ways.others(replace(found, step=2 * found.step), "n300")
+    assert ["precision=bf16" in other.command for other in offered] == [True]
+    assert 0 < offered[0].seconds < 0.8 * 2 * found.total

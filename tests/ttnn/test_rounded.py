@@ -11,8 +11,11 @@ pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 import torch
 
 from tests.ttnn.runs import Outcome, adamw, golden, gpt, mlp, run, sgd
-from ttrain.core.spec import DType
+from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.ttnn.kernels import groups as rows
+from ttrain.engine.state import State
+from ttrain.graph.kinds import Kind
+from ttrain.train.steps.step_graph import StepGraph
 
 OPTIMIZERS: dict[str, Any] = {"adamw": adamw, "sgd": lambda **given: sgd(momentum=0.9, nesterov=True, **given)}
 MODELS: dict[str, Any] = {
@@ -80,7 +83,6 @@ def test_pieces_of_stacks_are_rounded_like_whole_ones(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("shape", [(12 * 4 * 32, 32), (5, 7), (1, 33), (2, 3, 5)])
 def test_rounding_is_unbiased(shape: tuple[int, ...]) -> None:
     """Of many elements with the same value, the right share goes up."""
-    from ttrain.core.spec import TensorSpec
     from ttrain.device.ttnn.tensors.form import TileForm
 
     c = golden().context
@@ -101,7 +103,6 @@ def test_rounding_is_unbiased(shape: tuple[int, ...]) -> None:
 
 def test_chips_that_hold_the_same_weights_round_them_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks differ from chip to chip, rounding does not: replicas stay equal."""
-    from ttrain.core.spec import TensorSpec
     from ttrain.device.ttnn.kernels.random import key_of
     from ttrain.device.ttnn.tensors.held import Key
 
@@ -116,3 +117,23 @@ def test_chips_that_hold_the_same_weights_round_them_alike(monkeypatch: pytest.M
     mask, rounding = written[-3], written[-1]
     assert len(mask) == len(rounding) == 2
     assert mask[0] != mask[1] and rounding[0] == rounding[1]
+
+
+def test_copies_alone_are_held_in_block_floats_whatever_an_allocation_is_called() -> None:
+    matrix = TensorSpec((64, 64), DType.BF16)
+    held = {}
+    for weights in ("bf16", "bf8"):
+        device = golden(weights=weights)
+        for purpose, copies in (("copy of a run", False), ("parameter", True)):
+            held[weights, copies] = device.allocate_arena(8192, purpose, copies=copies).at(0, matrix).form.dtype
+    assert held.pop(("bf8", True)) == "bfloat8_b"
+    assert set(held.values()) == {"bfloat16"}
+
+
+def test_a_run_holds_the_matrices_of_its_copies_in_block_floats() -> None:
+    device = golden(weights="bf8")
+    state = State(device, StepGraph(gpt(DType.BF16), adamw(), 2).state_tensors())
+    for name in state.names(Kind.COPY, Kind.PARAMETER):
+        block = state.kind(name) is Kind.COPY and state.spec(name).rank == 2
+        assert (state.placed(name)[2].form.dtype == "bfloat8_b") is block, name
+    assert any(state.spec(name).rank == 2 for name in state.names(Kind.COPY))

@@ -18,6 +18,7 @@ from ttrain.device.ttnn.offload import both_tables, host_device, offloaded_by
 from ttrain.device.ttnn.runtime.ahead import Twins
 from ttrain.device.ttnn.runtime.environment import opening_failure
 from ttrain.device.ttnn.runtime.mesh import NOTES, Mesh
+from ttrain.device.ttnn.runtime.subdevices import open_mesh
 from ttrain.device.ttnn.runtime.watch import Watch
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.device.ttnn.tensors.form import TileForm, shares_memory, usual_form
@@ -59,7 +60,7 @@ class Shelf:
 def open_device(config: TenstorrentConfig) -> TenstorrentDevice:
     """device=tt|n150|n300|t3000|p150. Raises DeviceUnavailable or DeviceBusy, ConfigError for what no chip has."""
     try:
-        mesh = Mesh.open(config)
+        mesh = open_mesh(config)
     except RuntimeError as error:
         raise DeviceUnavailable(f"device={config.name}: {opening_failure(error)}") from error
     if mesh.memory()["total"] >= IMPOSSIBLE:  # more than the chip has makes the allocator's numbers wrap around

@@ -8,18 +8,25 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from ttrain.core.errors import EXIT_DEVICE_BUSY, CaptureError, ConfigError, DeviceBusy, DeviceUnavailable
 from ttrain.device.base import Launch
 from ttrain.device.ttnn.runtime.environment import import_ttnn, opening_failure, reason
 from ttrain.device.ttnn.runtime.holders import holders_text
 from ttrain.device.ttnn.runtime.identity import arch_of, check_board
-from ttrain.device.ttnn.runtime.subdevices import SubDevices
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.device.ttnn.tensors.store import Store
 
 MIB = 1 << 20
+
+
+class Divided(Protocol):
+    """What divides a chip, and the mesh as each part sees it."""
+
+    parts: list[Mesh]
+
+    def close(self) -> None: ...
 
 
 class Mesh:
@@ -46,7 +53,7 @@ class Mesh:
         self.banks = tt.get_memory_view(handle, tt.BufferType.DRAM).num_banks
         self.whole_grid = tt.CoreGrid(y=size.y, x=size.x)
         self.grid = None if config.core_grid is None else self._part_of_chip(*config.core_grid)
-        self.divided = SubDevices(self, config.subdevices) if config.subdevices > 1 else None
+        self.divided: Divided | None = None  # into parts that launch by themselves, see subdevices.py
 
     @classmethod
     def open(cls, config: TenstorrentConfig) -> Mesh:

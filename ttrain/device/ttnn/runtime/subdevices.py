@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ttrain.core.errors import DeviceUnavailable
 from ttrain.device.ttnn.runtime.confined import ConfinedRuntime
 from ttrain.device.ttnn.runtime.environment import reason
-
-if TYPE_CHECKING:
-    from ttrain.device.ttnn.runtime.mesh import Mesh
+from ttrain.device.ttnn.runtime.mesh import Mesh
+from ttrain.device.ttnn.settings import TenstorrentConfig
 
 Range = tuple[int, int, int, int]  # first column, first row, last column, last row
 
@@ -20,6 +19,18 @@ def divided(rows: int, columns: int, count: int) -> list[Range]:
     if columns % count and rows % count == 0:
         return [(0, at * rows // count, columns - 1, (at + 1) * rows // count - 1) for at in range(count)]
     return [(at * columns // count, 0, (at + 1) * columns // count - 1, rows - 1) for at in range(count)]
+
+
+def open_mesh(config: TenstorrentConfig) -> Mesh:
+    """The chips of a config, divided where it says so. Raises what `Mesh.open` does."""
+    mesh = Mesh.open(config)
+    if config.subdevices > 1:
+        try:
+            mesh.divided = SubDevices(mesh, config.subdevices)
+        except BaseException:
+            mesh.close()
+            raise
+    return mesh
 
 
 class SubDevices:

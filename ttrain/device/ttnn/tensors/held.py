@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.spec import TensorSpec
 from ttrain.device.ttnn.tensors.form import TileForm, device_shape, usual_form
-
-if TYPE_CHECKING:
-    from ttrain.device.ttnn.tensors.stack import Stack
-    from ttrain.device.ttnn.tensors.store import Store
+from ttrain.device.ttnn.tensors.store import Store
 
 
 class Held:
@@ -30,7 +27,7 @@ class Held:
         self.pending: np.ndarray | None = None
         self.value: float | None = None  # of a scalar that was uploaded
         self.watchers: list[Derived] = []
-        self.stack: Stack | None = None
+        self.stack: object | None = None  # the Stack whose view the tensor is, where it is one
         self._views: list[View] = []
 
     @property

@@ -9,15 +9,13 @@ that fill their tiles take part, or vectors, which lie in the first row of their
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ttrain.device.ttnn.tensors.form import TILE, TileForm
-
-if TYPE_CHECKING:
-    from ttrain.device.ttnn.tensors.held import Held
-    from ttrain.device.ttnn.tensors.store import Store
+from ttrain.device.ttnn.tensors.held import Held
+from ttrain.device.ttnn.tensors.store import Store
 
 
 def joinable(shape: tuple[int, ...]) -> bool:
@@ -66,7 +64,7 @@ def stacked(store: Store, tensors: Sequence[Held]) -> list[Stack | Held]:
             found += members
             continue
         stack = members[0].stack
-        found.append(Stack(store, members) if stack is None or stack.members != members else stack)
+        found.append(stack if isinstance(stack, Stack) and stack.members == members else Stack(store, members))
     return found + groups[0]
 
 
@@ -76,6 +74,8 @@ def wholes(tensors: Sequence[Held]) -> list[Stack | Held]:
     found: dict[int, Stack | Held] = {}
     for tensor in tensors:
         stack = tensor.stack
-        whole = tensor if stack is None or any(id(member) not in given for member in stack.members) else stack
+        whole: Stack | Held = tensor
+        if isinstance(stack, Stack) and all(id(member) in given for member in stack.members):
+            whole = stack
         found[id(whole)] = whole
     return list(found.values())

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ttrain.device.ttnn.tensors.form import ROWS, TileForm
 
-if TYPE_CHECKING:
-    from ttrain.device.ttnn.tensors.held import Derived, Key
+
+class Dependent(Protocol):
+    """A tensor whose values follow from what was uploaded."""
+
+    def refresh(self) -> None: ...
 
 
 class Store:
@@ -21,7 +24,7 @@ class Store:
     ) -> None:
         self.tt, self.mesh, self.chips, self.banks = tt, mesh, chips, banks
         self._count = count  # told the bytes of every tensor before it is made
-        self.stale: set[Derived | Key] = set()
+        self.stale: set[Dependent] = set()
         self.queue = queue  # that host writes go through
         self.beside: Callable[[Any, TileForm], Any] | None = None  # where to write instead of into a tensor
 
