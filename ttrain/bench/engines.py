@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,9 @@ from ttrain.graph.kinds import Kind
 
 if TYPE_CHECKING:
     from ttrain.device.base import Device
-    from ttrain.engine.base import HostValue, Step
+    from ttrain.engine.base import Step
+    from ttrain.models.base import Batch
+    from ttrain.train.steps.driver import Driver
     from ttrain.train.steps.session import Session
     from ttrain.train.steps.step_graph import StepGraph
 
@@ -31,6 +34,13 @@ def step_graph(job: Job, device: Device | None = None) -> StepGraph:
     return StepGraph(job.model, optimizer, job.training.rows, holds_batch=job.resident)
 
 
+def prepare_resident(batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
+    """See models.base.Prepare: where the batch lies on the device, only the weight of its loss is an input."""
+    from ttrain.models.base import prepare_plain
+
+    return {}, prepare_plain(batch)[1]
+
+
 class EngineContender(Contender):
     """A training step as `task=train` builds it: batch, learning rate, step number and seed are uploaded every step,
     but for a batch that is to stay on the device."""
@@ -39,6 +49,7 @@ class EngineContender(Contender):
     device: Device
     session: Session
     built: Step
+    _drive: Driver
 
     def __init__(self, name: str, job: Job, device: DeviceConfig, engine: EngineConfig) -> None:
         self.name, self._job = name, job
@@ -46,7 +57,10 @@ class EngineContender(Contender):
         self.description = f"engine={name}, rematerialize={str(engine.rematerialize).lower()}"
 
     def build(self) -> None:
+        from ttrain.models.base import prepare_plain
+        from ttrain.train.steps.driver import Driver
         from ttrain.train.steps.session import Session
+        from ttrain.train.steps.step import TrainStep
 
         job = self._job
         self.device = build.build_device(self._device_config, job.dtypes)
@@ -57,17 +71,16 @@ class EngineContender(Contender):
         for path, values in job.first_weights():
             self.session.state.write(path, values)
         self.built = self.session.engine.build("train", graph.trace_train)
-        lr = job.training.optimizer.lr
-        self._inputs: list[dict[str, HostValue]] = []
-        for batch in job.batches:
-            scalars: dict[str, HostValue] = {"loss_weight": 1 / batch["targets"].size, "lr": lr, "seed": 0}
-            self._inputs.append(scalars if job.resident else {**batch, **scalars})
-            for name, array in batch.items() if job.resident else ():
+        for batch in job.batches if job.resident else ():
+            for name, array in batch.items():
                 self.session.state.write(name, array)
+        batches, lr = job.batches, job.training.optimizer.lr
+        prepare = prepare_resident if job.resident else prepare_plain
+        train = TrainStep({"train": self.built}, 1, job.seed, prepare=prepare, overlaps=self.device.overlaps)
+        self._drive = Driver(train, lambda number: batches[number % len(batches)], lambda _: {"lr": lr}, sys.maxsize)
 
     def step(self, number: int) -> float:
-        inputs = self._inputs[number % len(self._inputs)]
-        return float(self.built({**inputs, "step": number})["loss"])
+        return self._drive(number).loss
 
     def loss(self, handle: float) -> float:
         return handle

@@ -20,9 +20,9 @@ from ttrain.train.logging.loggers import Loggers
 from ttrain.train.logging.meter import Meter
 from ttrain.train.logging.metrics import Metrics
 from ttrain.train.loop.evaluate import Evaluation
-from ttrain.train.loop.guards import LearningCheck, SpikeDetector, first_of
+from ttrain.train.loop.guards import LearningCheck, SpikeDetector, doubts_note, problems_message
 from ttrain.train.loop.interrupt import StopRequests
-from ttrain.train.loop.nonfinite import StepSearch, first_nonfinite, nonfinite_message
+from ttrain.train.loop.nonfinite import StepSearch, first_bad_state, nonfinite_message
 from ttrain.train.loop.saver import Saver
 from ttrain.train.protocols import SAVED_KINDS, State
 from ttrain.train.runs.run_directory import RunDirectory
@@ -72,12 +72,11 @@ class Loop:
         self._measure()
         self._resumed_from(self.progress.step)
         self._spikes = SpikeDetector(self.guard)
-        self._started = False
+        self._started, self._skips = False, 0  # skips in a row
         self._under_way: StepUnderWay | None = None
         self.driver.lr_factor = self.progress.lr_factor
         if self.blocks is not None:
             self.blocks.turned = self._grown
-        self._skips = 0  # in a row
         self._learning: LearningCheck | None = None
         self._check_after = self.guard.check_learning
 
@@ -127,8 +126,11 @@ class Loop:
         """Lets go of what was measured on other held-out data."""
         note = self.progress.measure_on(self.held_out)
         if note is not None:
-            self.events.add("held_out", note, self.progress.step)
-            self._say(f"WARNING: {note}")
+            self._warn("held_out", note, self.progress.step)
+
+    def _warn(self, kind: str, note: str, step: int, **facts: Any) -> None:
+        self.events.add(kind, note, step, **facts)
+        self._say(f"WARNING: {note}")
 
     def _done(self) -> bool:
         if self.progress.step >= self.config.steps:
@@ -203,8 +205,7 @@ class Loop:
         self._skips += 1
         self.progress.skipped_steps += 1
         note = f"Step {number}: {what}; its update is skipped.{found}"
-        self.events.add("skipped", note, number, tensor=tensor)
-        self._say(f"WARNING: {note}")
+        self._warn("skipped", note, number, tensor=tensor)
         if self._skips >= self.guard.max_skips:
             message = self._message(what, number, self._first_bad(number, applied=False))
             raise NonFiniteError(f"{self._skips} updates in a row were skipped. {message}", step=number)
@@ -214,7 +215,7 @@ class Loop:
         """A sentence about the first bad tensor of a step. The state is of no more use afterwards."""
         search = self.search
         if search is None:
-            return self._first_bad_state(Kind.GRADIENT, Kind.PARAMETER, Kind.OPTIMIZER)
+            return first_bad_state(self.state, Kind.GRADIENT, Kind.PARAMETER, Kind.OPTIMIZER)
         gradient = search.in_gradients()
         try:
             if applied and not self._go_back(search, number):
@@ -239,12 +240,6 @@ class Loop:
         seconds = self.progress.seconds / number
         return search.go_back(number, checkpoint, repeat, seconds, lambda: self.stop.requested is not None)
 
-    def _first_bad_state(self, *kinds: Kind) -> str:
-        tensor = first_nonfinite(self.state, kinds)
-        if tensor is None:
-            return "Parameters and optimizer state are finite."
-        return f"The first tensor with NaN or Inf is {tensor}."
-
     def _spiked(self, number: int, loss: float) -> bool:
         """Looks for a spike of the loss; whether the run was rolled back for it."""
         if self.guard.spike == "ignore" or not self._spikes.is_spike(loss):
@@ -252,8 +247,7 @@ class Loop:
         note = f"Step {number}: train/loss {loss:.4f} is a spike; its recent median is {self._spikes.usual():.4f}."
         if self.guard.spike == "rollback" and self._roll_back(number, note):
             return True
-        self.events.add("spike", note, number)
-        self._say(f"WARNING: {note}")
+        self._warn("spike", note, number)
         return False
 
     def _roll_back(self, number: int, why: str) -> bool:
@@ -274,8 +268,7 @@ class Loop:
             f"{why} Rolled back to step {checkpoint.step} with {factor:g} times the learning rate; {dropped} lines "
             f"after it were removed from {self.run_directory.metrics.name}."
         )
-        self.events.add("rollback", note, number, to=checkpoint.step, lr_factor=factor)
-        self._say(f"WARNING: {note}")
+        self._warn("rollback", note, number, to=checkpoint.step, lr_factor=factor)
         self._measure()
         self._resumed_from(checkpoint.step)
         self._skips, self._learning, self._check_after = 0, None, None
@@ -295,17 +288,10 @@ class Loop:
             return
         problems, doubts = self._learning.ask()
         self._learning = self._check_after = None
-        if doubts:  # one warning for all tensors
-            narrow = any("bf16" in doubt for doubt in doubts)
-            mend = " optimizer.stochastic_rounding=true keeps them on average." if narrow else ""
-            note = f"Step {number}: {first_of(doubts)}; such updates may be lost in rounding.{mend}"
-            self.events.add("not_moving", note, number)
-            self._say(f"WARNING: {note}")
+        if doubts:
+            self._warn("not_moving", doubts_note(number, doubts), number)
         if problems:
-            raise TtrainError(
-                f"Step {number}: the updates do not reach the model: {first_of(problems)}. This is a fault "
-                f"of the device or engine; try engine=dynamic, or guard.check_learning=null to train on regardless."
-            )
+            raise TtrainError(problems_message(number, problems))
 
     def _step_metrics(self, number: int, result: StepResult, rates: Mapping[str, float]) -> Metrics:
         return {
@@ -356,7 +342,7 @@ class Loop:
         try:
             result = self.evaluation(self._stopped)
         except NonFiniteError as error:
-            message = self._message(str(error), progress.step, self._first_bad_state(*SAVED_KINDS))
+            message = self._message(str(error), progress.step, first_bad_state(self.state, *SAVED_KINDS))
             raise NonFiniteError(message, step=progress.step) from None
         if result is None:
             return False
@@ -376,9 +362,8 @@ class Loop:
                 self.saver.finish()
         if self._saved == self._save_key() and not self.saver.failed:
             return
-        progress = self.progress
-        config, key = self.stored_config, self._save_key()
-        content = CheckpointContent(progress.step, config, progress.to_dict(), self.tokenizer, key[1])
+        progress, key = self.progress, self._save_key()
+        content = CheckpointContent(progress.step, self.stored_config, progress.to_dict(), self.tokenizer, key[1])
         with self._saving():
             self.saver.save(content, wait=wait)
         self._saved, self._last_save = key, self.clock()

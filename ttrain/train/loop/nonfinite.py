@@ -33,6 +33,14 @@ def first_nonfinite(state: State, kinds: Sequence[Kind]) -> str | None:
     return None
 
 
+def first_bad_state(state: State, *kinds: Kind) -> str:
+    """A sentence about it."""
+    tensor = first_nonfinite(state, kinds)
+    if tensor is None:
+        return "Parameters and optimizer state are finite."
+    return f"The first tensor with NaN or Inf is {tensor}."
+
+
 def _bad_elements(array: Any) -> str | None:
     """How many of how many elements are not finite; None where all are."""
     values = np.asarray(array)
