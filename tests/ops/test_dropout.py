@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ttrain.ops  # noqa: F401 - fills the registry
-from ttrain.core.mask import keep_threshold, mask_key
+from ttrain.core.random_bits import keep_threshold, stream_key
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.device import TorchDevice
 from ttrain.graph.op import REGISTRY
@@ -17,7 +17,7 @@ from ttrain.graph.op import REGISTRY
 
 def expected_mask(size: int, seed: int, stream: int, p: float) -> np.ndarray:
     """The mask in numpy's unsigned arithmetic, which wraps by itself."""
-    x = np.arange(size, dtype=np.uint32) + np.uint32(mask_key(seed, stream))
+    x = np.arange(size, dtype=np.uint32) + np.uint32(stream_key(seed, stream))
     x ^= x >> np.uint32(16)
     x *= np.uint32(0x7FEB352D)
     x ^= x >> np.uint32(15)

@@ -10,7 +10,7 @@ import torch
 
 from tests.models.session import BF16, ENGINES, FP32, Session, open_cpu, token_batch
 from tests.optim.test_contract import Parameters, gradient
-from ttrain.core.mask import mask_key, mix
+from ttrain.core.random_bits import mix, stream_key
 from ttrain.core.spec import DType, run_offsets
 from ttrain.engine.state import State
 from ttrain.graph import Kind
@@ -64,8 +64,8 @@ def is_bf16(array: np.ndarray) -> bool:
 
 
 def rounded(values: np.ndarray, seed: int, stream: int, first: int) -> np.ndarray:
-    """Stochastic rounding of fp32 numbers, element by element as core/mask.py and op update define it."""
-    key = mask_key(seed, stream)
+    """Stochastic rounding of fp32 numbers, element by element as core/random_bits.py and op update define it."""
+    key = stream_key(seed, stream)
     bits = values.astype(np.float32).reshape(-1).view(np.uint32).astype(np.uint64)
     hashes = np.array([mix(first + index + key & 0xFFFFFFFF) & 0xFFFF for index in range(bits.size)], np.uint64)
     return ((bits + hashes) & 0xFFFF0000).astype(np.uint32).view(np.float32).reshape(values.shape)

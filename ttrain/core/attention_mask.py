@@ -11,6 +11,7 @@ from ttrain.core.errors import ShapeError
 CAUSAL, PAIRS, FULL = "causal", "pairs", "full"
 MASKS = (CAUSAL, PAIRS, FULL)
 POSITION_BIASES = ("none", "future", "distance")
+HIDDEN = -1e30  # added to scores that must get no probability; infinite values make NaN of what tiles are padded with
 
 
 @dataclass(frozen=True)

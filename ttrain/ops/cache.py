@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ttrain.core.attention_mask import POSITION_BIASES, alibi_slopes
-from ttrain.core.mask import HIDDEN
+from ttrain.core.attention_mask import HIDDEN, POSITION_BIASES, alibi_slopes
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.case import Case
 from ttrain.graph.composite import cases, composite

@@ -1,4 +1,4 @@
-"""Dropout whose mask is a pure function of (seed, stream, element), see core/mask.py.
+"""Dropout whose mask is a pure function of (seed, stream, element), see core/random_bits.py.
 
 Backward and recomputation form the mask again instead of keeping it.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ttrain.core.mask import keep_threshold, mask_key, mix
+from ttrain.core.random_bits import keep_threshold, mix, stream_key
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.case import Case
 from ttrain.graph.composite import cases, composite, require
@@ -36,7 +36,7 @@ class DropoutMask(Op):
     def reference(self, seed: Any, spec: TensorSpec, p: float, stream: int) -> Any:
         import torch
 
-        key, threshold = mask_key(int(seed), stream), keep_threshold(p)
+        key, threshold = stream_key(int(seed), stream), keep_threshold(p)
         kept = [mix(index + key & 0xFFFFFFFF) >= threshold for index in range(spec.size)]
         return torch.tensor(kept, dtype=torch.float64).reshape(spec.shape) / (1 - p)
 

@@ -7,8 +7,7 @@ from functools import partial
 
 import torch
 
-from ttrain.core.attention_mask import alibi_slopes
-from ttrain.core.mask import HIDDEN
+from ttrain.core.attention_mask import HIDDEN, alibi_slopes
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, inplace, into

@@ -1,4 +1,4 @@
-"""Dropout: the hash of core/mask.py in int32 arithmetic that wraps, a cache-sized block of elements at a time."""
+"""Dropout: the hash of core/random_bits.py in int32 arithmetic that wraps, a cache-sized block at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from ttrain.core.mask import MIX_MULTIPLIERS, MIX_SHIFTS, keep_threshold, mask_key, mix
+from ttrain.core.random_bits import MIX_MULTIPLIERS, MIX_SHIFTS, keep_threshold, mix, stream_key
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.torch.kernels.common import (
@@ -88,10 +88,10 @@ def _hashing(counter: Tensor, key: Tensor, hashes: Tensor, temporary: Tensor) ->
 
 
 def keying(context: Context, seed: Tensor, stream: int, keys: Tensor) -> Launch:
-    """keys[0] <- mask_key(seed, stream)."""
+    """keys[0] <- stream_key(seed, stream)."""
     if context.on_cpu:
         key = keys[0]
-        return lambda: key.fill_(signed(mask_key(int(seed), stream)))
+        return lambda: key.fill_(signed(stream_key(int(seed), stream)))
     low, high = seed.view(1).view(torch.int32)[0:1], seed.view(1).view(torch.int32)[1:2]
     key, temporary = keys[0:1], keys[2:3]
     return chain(

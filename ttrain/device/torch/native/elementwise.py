@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ttrain.core.mask import keep_threshold
+from ttrain.core.random_bits import keep_threshold
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.native.request import STORED, c_float, c_type
 
@@ -244,8 +244,8 @@ class LoopNest:
 
 
 def mask(seed: str, p: float, stream: int) -> str:
-    """C++ of a dropout mask (see core/mask.py for its definition)."""
-    key = f"mask_key({seed}, {stream & 0xFFFFFFFF}u)"
+    """C++ of a dropout mask (see core/random_bits.py for its definition)."""
+    key = f"stream_key({seed}, {stream & 0xFFFFFFFF}u)"
     return f"Mask{{{key}, {keep_threshold(p)}u, {c_float(1 / (1 - p))}}}"
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.core.attention_mask import AttentionMask
-from ttrain.core.mask import HIDDEN
+from ttrain.core.attention_mask import HIDDEN, AttentionMask
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, into, is_bf16

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.core.attention_mask import alibi_slopes
-from ttrain.core.mask import HIDDEN
+from ttrain.core.attention_mask import HIDDEN, alibi_slopes
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, inplace, into
 from ttrain.device.ttnn.kernels.embedding import one_hot

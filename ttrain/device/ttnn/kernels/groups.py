@@ -1,7 +1,7 @@
 """Groups of state that an optimizer's rule updates together; state that is kept in bf16, and how it is rounded.
 
 State is widened to fp32 a piece at a time, so that what is saved by keeping it in bf16 is not asked for again during
-the update. Random bits come from the hash of core/mask.py; an element's number is its place in the stack, which is
+the update. Random bits come from core/random_bits.py; an element's number is its place in the stack, which is
 another than on a CPU, so the bits differ from those drawn there.
 """
 

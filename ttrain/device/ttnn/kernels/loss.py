@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.core.mask import HIDDEN
+from ttrain.core.attention_mask import HIDDEN
 from ttrain.core.spec import DType
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, fresh, into, rows_shape

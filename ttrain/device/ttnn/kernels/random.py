@@ -1,4 +1,4 @@
-"""Dropout masks and random rounding: the hash of core/mask.py in int32 arithmetic on the device, keyed by a tensor.
+"""Dropout masks and random rounding: the hash of core/random_bits.py in int32 arithmetic, keyed by a tensor.
 
 ttnn's own dropout takes its seed as a number, which a captured step would repeat for ever.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.core.mask import MIX_MULTIPLIERS, MIX_SHIFTS, keep_threshold, mask_key
+from ttrain.core.random_bits import MIX_MULTIPLIERS, MIX_SHIFTS, keep_threshold, stream_key
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, into
@@ -37,7 +37,7 @@ def key_of(c: Context, seed: IntegerInput, stream: int, per_chip: bool = True) -
 
 
 def _signed_key(stream: int, seed: int) -> int:
-    return signed(mask_key(seed, stream))
+    return signed(stream_key(seed, stream))
 
 
 def _dropout_mask(c: Context) -> Kernel:

@@ -32,7 +32,7 @@ template <class T, bool Stochastic>
 struct Rounding {
     u32 key = 0;
     Rounding(const i64* seed, u32 stream) {
-        if constexpr (Stochastic) key = mask_key(*seed, stream);
+        if constexpr (Stochastic) key = stream_key(*seed, stream);
     }
     INLINE vf operator()(vf x, u32 element) const {
         if constexpr (!Stochastic || sizeof(T) == 4) return x;

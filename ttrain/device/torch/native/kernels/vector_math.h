@@ -114,7 +114,7 @@ INLINE vf v_gelu_tanh_grad(vf dy, vf x) {
     return dy * (s + x * s * (e * s) * (1.59576912f + 0.21406444881f * square));
 }
 
-// The dropout mask of core/mask.py: 32-bit integer arithmetic, so the same on every device.
+// The dropout mask of core/random_bits.py: 32-bit integer arithmetic, so the same on every device.
 INLINE u32 mix(u32 x) {
     x ^= x >> 16;
     x *= 0x7FEB352Du;
@@ -129,7 +129,7 @@ INLINE vu mix(vu x) {
     x *= 0x846CA68Bu;
     return x ^ x >> 16;
 }
-INLINE u32 mask_key(i64 seed, u32 stream) { return mix(u32(seed) ^ mix(u32(u64(seed) >> 32) ^ mix(stream))); }
+INLINE u32 stream_key(i64 seed, u32 stream) { return mix(u32(seed) ^ mix(u32(u64(seed) >> 32) ^ mix(stream))); }
 
 struct Mask {
     u32 key, threshold;
