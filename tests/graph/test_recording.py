@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ttrain import ops
+from ttrain.autodiff import backward
 from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Kind, Stage, Value
@@ -101,6 +102,19 @@ def test_an_op_with_one_output_returns_it_and_with_more_all_of_them() -> None:
     outputs = op("layer_norm").record(x, weight, None, eps=1e-5)
     assert [output.spec for output in outputs] == [PAIR, TensorSpec((2,)), TensorSpec((2,))]
     assert isinstance(op("full").record(graph=graph, spec=PAIR, value=0.0), Value)
+
+
+def test_a_gradient_amends_the_node_that_can_form_it_with_the_loss() -> None:
+    graph = Graph()
+    hidden, head = (graph.state_value(name, PAIR, Kind.PARAMETER) for name in ("hidden", "head"))
+    targets, weight = graph.input("targets", TensorSpec((2,), DType.INT64)), graph.input("weight", TensorSpec(()))
+    loss, plain = ops.head_cross_entropy(hidden, head, None, targets, weight)
+    assert loss is plain and [node.outputs for node in graph.nodes] == [(loss,)]
+    gradients = backward(loss, [hidden, head])
+    heads = [node for node in graph.nodes if node.op.name == "head_cross_entropy"]
+    assert [node.outputs for node in heads] == [(loss, *gradients)]
+    assert (heads[0].stage, heads[0].attributes["gradients"]) == (Stage.FORWARD, True)
+    assert backward(loss, [hidden, head]) == gradients and len(heads[0].outputs) == 3
 
 
 def test_literal_no_ops_record_nothing() -> None:

@@ -330,10 +330,7 @@ class Graph:
         return node
 
     def amend(self, node: Node, **attributes: Any) -> tuple[Value, ...]:
-        """Give a recorded node further attributes, and the outputs that come with them after those that it has.
-
-        So backward can have the forward pass form what it needs. Returns all outputs.
-        """
+        """Give a recorded node further attributes, and after its outputs those that come with them; returns all."""
         node.attributes = {**node.attributes, **attributes}
         specs = node.op.infer_outputs([None if value is None else value.spec for value in node.inputs], node.attributes)
         more = range(len(node.outputs), len(specs))
