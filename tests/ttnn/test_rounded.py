@@ -104,7 +104,7 @@ def test_rounding_is_unbiased(shape: tuple[int, ...]) -> None:
 def test_chips_that_hold_the_same_weights_round_them_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks differ from chip to chip, rounding does not: replicas stay equal."""
     from ttrain.device.ttnn.kernels.random import key_of
-    from ttrain.device.ttnn.tensors.held import Key
+    from ttrain.device.ttnn.tensors.device_tensor import Key
 
     device: Any = golden()
     seed = device.place(device.allocate_arena(8, "x"), 0, TensorSpec((), DType.INT64))

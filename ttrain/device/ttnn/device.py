@@ -21,40 +21,41 @@ from ttrain.device.ttnn.runtime.mesh import NOTES, Mesh
 from ttrain.device.ttnn.runtime.subdevices import open_mesh
 from ttrain.device.ttnn.runtime.watch import Watch
 from ttrain.device.ttnn.settings import TenstorrentConfig
+from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput
 from ttrain.device.ttnn.tensors.form import TileForm, shares_memory, usual_form
-from ttrain.device.ttnn.tensors.held import Held, IntegerInput
 from ttrain.device.ttnn.tensors.store import Store
 
-ShelfKey = tuple[int, TensorSpec]
 
+class BufferPool:
+    """What stands for an arena: device tensors by offset, made when they are asked for.
 
-class Shelf:
-    """What stands for an arena: tensors by offset. An offset means one tensor, which values take turns in."""
+    An offset means one tensor, which values take turns in.
+    """
 
     def __init__(self, store: Store, matrices: str | None = None) -> None:
         self._store = store
         self._matrices = matrices  # dtype that matrices are held in, if not their spec's
-        self._held: dict[int, Held] = {}
-        self._views: dict[ShelfKey, Held] = {}
+        self._tensors: dict[int, DeviceTensor] = {}
+        self._views: dict[tuple[int, TensorSpec], DeviceTensor] = {}
 
-    def at(self, offset: int, spec: TensorSpec) -> Held:
+    def at(self, offset: int, spec: TensorSpec) -> DeviceTensor:
         """The tensor of an offset, seen as `spec`."""
-        if offset not in self._held:
-            self._held[offset] = self._new(spec)
-        held = self._held[offset]
-        if held.spec == spec:
-            return held
+        if offset not in self._tensors:
+            self._tensors[offset] = self._new(spec)
+        tensor = self._tensors[offset]
+        if tensor.spec == spec:
+            return tensor
         if (offset, spec) not in self._views:
-            self._views[offset, spec] = held.view(spec)
+            self._views[offset, spec] = tensor.view(spec)
         return self._views[offset, spec]
 
-    def _new(self, spec: TensorSpec) -> Held:
+    def _new(self, spec: TensorSpec) -> DeviceTensor:
         if not spec.dtype.is_floating:
             return IntegerInput(self._store, spec)
-        held = Held(self._store, spec)
+        tensor = DeviceTensor(self._store, spec)
         if self._matrices is not None and spec.rank == 2:
-            held.hold_as(TileForm(held.form.shape, self._matrices))
-        return held
+            tensor.hold_as(TileForm(tensor.form.shape, self._matrices))
+        return tensor
 
 
 def open_device(config: TenstorrentConfig) -> TenstorrentDevice:
@@ -95,7 +96,7 @@ class TenstorrentDevice(Device):
         self.store = Store(mesh.tt, mesh.handle, mesh.chips, mesh.banks, self._count, mesh.queue)
         self.host = host_device(config, self.computes) if config.host_resident else None
         self.overlaps = mesh.overlaps and self.host is None
-        self._twins: dict[int, tuple[Mapping[str, Held], Twins]] = {}  # by the buffers' id, which the pair keeps alive
+        self._twins: dict[int, tuple[Mapping[str, DeviceTensor], Twins]] = {}  # by their id; the pair keeps it alive
         self._replicas: list[Device] = []
         self._capturing = False
         self._closed = False
@@ -144,36 +145,36 @@ class TenstorrentDevice(Device):
     def shares(self, spec: TensorSpec, other: TensorSpec) -> bool:
         return shares_memory(spec, other)
 
-    def allocate_arena(self, nbytes: int, purpose: str, copies: bool = False) -> Shelf:
-        """A shelf takes no memory; its tensors do, when they are made."""
+    def allocate_arena(self, nbytes: int, purpose: str, copies: bool = False) -> BufferPool:
+        """A pool takes no memory; its tensors do, when they are made."""
         self._check_open()
-        return Shelf(self.store, "bfloat8_b" if copies and self.config.weights == "bf8" else None)
+        return BufferPool(self.store, "bfloat8_b" if copies and self.config.weights == "bf8" else None)
 
     def _check_open(self) -> None:
         if self._closed:
             raise GraphError(f"device {self.name} was closed; nothing can be allocated on it any more.")
 
-    def _allocate(self, nbytes: int) -> Shelf:
-        return Shelf(self.store)
+    def _allocate(self, nbytes: int) -> BufferPool:
+        return BufferPool(self.store)
 
-    def place(self, arena: Shelf, offset: int, spec: TensorSpec) -> Held:
+    def place(self, arena: BufferPool, offset: int, spec: TensorSpec) -> DeviceTensor:
         return arena.at(offset, spec)
 
     def watched(self, what: str) -> AbstractContextManager[None]:
         return self.watch(what)
 
-    def upload(self, buffer: Held, array: np.ndarray) -> None:
+    def upload(self, buffer: DeviceTensor, array: np.ndarray) -> None:
         self.counters.uploads += 1
         with self.watch("an upload"):
             buffer.upload(array)
 
-    def upload_inputs(self, buffers: Mapping[str, Held], arrays: Mapping[str, np.ndarray]) -> None:
+    def upload_inputs(self, buffers: Mapping[str, DeviceTensor], arrays: Mapping[str, np.ndarray]) -> None:
         """All inputs, then what the host derives from them. On two queues the second one writes."""
         with self.watch("the upload of a step's inputs"), self.mesh.writing(self.store):
             super().upload_inputs(buffers, arrays)
             self.store.refresh()
 
-    def write_ahead(self, buffers: Mapping[str, Held], arrays: Mapping[str, np.ndarray]) -> Launch | None:
+    def write_ahead(self, buffers: Mapping[str, DeviceTensor], arrays: Mapping[str, np.ndarray]) -> Launch | None:
         if not self.overlaps or self.mesh.part is not None:
             return None  # the queue of a sub-device launches too: a write waits for what was launched before
         if id(buffers) not in self._twins:
@@ -188,14 +189,14 @@ class TenstorrentDevice(Device):
         with self.watch("the upload of the next inputs"):
             return self._twins[id(buffers)][1].write(upload)
 
-    def download(self, buffer: Held) -> np.ndarray:
+    def download(self, buffer: DeviceTensor) -> np.ndarray:
         self.counters.downloads += 1
         with self.watch("what was launched"):
             values = buffer.download()
             self.mesh.settled()
         return values
 
-    def deliver(self, launch: Launch, outputs: Sequence[Held]) -> None:
+    def deliver(self, launch: Launch, outputs: Sequence[DeviceTensor]) -> None:
         for result, output in zip(launch(), outputs, strict=True):
             if result is None:
                 continue
@@ -204,7 +205,7 @@ class TenstorrentDevice(Device):
             else:
                 self.store.tt.copy(result, output.t)
 
-    def copy(self, source: Held, destination: Held) -> None:
+    def copy(self, source: DeviceTensor, destination: DeviceTensor) -> None:
         with self.watch("a copy"):
             self.store.tt.copy(source.t, destination.t)
 

@@ -10,8 +10,8 @@ import numpy as np
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Delivery, Device, Form, Kernel, Launch, Table
 from ttrain.device.ttnn.settings import TenstorrentConfig
+from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput
 from ttrain.device.ttnn.tensors.form import usual_form
-from ttrain.device.ttnn.tensors.held import Held, IntegerInput
 
 if TYPE_CHECKING:
     from ttrain.device.ttnn.tensors.store import Store
@@ -95,8 +95,8 @@ def _host_input(host: Device) -> Kernel:
     return Kernel(bind)
 
 
-def _as_uploaded(held: Held) -> np.ndarray:
+def _as_uploaded(tensor: DeviceTensor) -> np.ndarray:
     """The values of a step input, of which the host keeps integers and scalars."""
-    if not isinstance(held, IntegerInput) and held.value is not None:
-        return np.full(held.spec.shape, held.value, np.float32)
-    return held.download()
+    if not isinstance(tensor, IntegerInput) and tensor.value is not None:
+        return np.full(tensor.spec.shape, tensor.value, np.float32)
+    return tensor.download()

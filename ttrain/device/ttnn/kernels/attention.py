@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,11 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, into, is_bf16
 from ttrain.device.ttnn.kernels.loss import log_sum, softmax_parts
+from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Tensors
 from ttrain.device.ttnn.tensors.form import TILE, TileForm, dtype_name
-from ttrain.device.ttnn.tensors.held import Held
 
 
-def mask_bias(c: Context, spec: TensorSpec, mask: AttentionMask, batch: int | None = None) -> Held:
+def mask_bias(c: Context, spec: TensorSpec, mask: AttentionMask, batch: int | None = None) -> DeviceTensor:
     """What a mask adds to scores, HIDDEN where a key is hidden: [T, T] or [1, heads, T, T]; or [batch, 1, T, T]."""
     time = spec.shape[-1]
     values = mask.score_bias(spec.shape[-3] if mask.biased else 1, time, HIDDEN)
@@ -27,7 +26,7 @@ def mask_bias(c: Context, spec: TensorSpec, mask: AttentionMask, batch: int | No
     return c.constant(("bias", mask), form, lambda: np.broadcast_to(values, shape))
 
 
-def _scaled(c: Context, x: Held, y: Any, attributes: Attributes) -> Launch:
+def _scaled(c: Context, x: DeviceTensor, y: Any, attributes: Attributes) -> Launch:
     """y <- scale x + the bias of the mask."""
     scale, mask = attributes["scale"], attributes["mask"]
     if mask.is_full:
@@ -39,7 +38,7 @@ def _scaled(c: Context, x: Held, y: Any, attributes: Attributes) -> Launch:
 def _softmax(c: Context) -> Kernel:
     """In place: one launch for causal scores in whole tiles that nobody reads again, else mask and then softmax."""
 
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (x,), (y,), mask = ins, outs, attributes["mask"]
         rest = {"numeric_stable": True, **c.exact}
         if mask.is_causal and x is y and x.spec.rank == 4 and x.spec.shape[-1] % TILE == 0:
@@ -60,7 +59,7 @@ def _softmax(c: Context) -> Kernel:
 def _softmax_grad(c: Context) -> Kernel:
     backward = c.tt.operations.moreh.softmax_backward
 
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (dy, y), (dx,), scale = ins, outs, attributes["scale"]
         last = y.spec.rank - 1
 
@@ -80,7 +79,7 @@ def _softmax_grad(c: Context) -> Kernel:
 
 
 def _log_sum_exp(c: Context) -> Kernel:
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (y,), (scores,) = outs, work
         scaled = _scaled(c, ins[0], scores, attributes)
 

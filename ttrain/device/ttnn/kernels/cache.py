@@ -11,14 +11,14 @@ from ttrain.core.attention_mask import HIDDEN, alibi_slopes
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, inplace, into
 from ttrain.device.ttnn.kernels.embedding import one_hot
+from ttrain.device.ttnn.tensors.device_tensor import IntegerInput, Tensors
 from ttrain.device.ttnn.tensors.form import TileForm, dtype_name
-from ttrain.device.ttnn.tensors.held import Held, IntegerInput
 
 
 def _cache_write(c: Context) -> Kernel:
     """cache <- cache (1 - written) + rows spread over their places by a product with one-hot columns."""
 
-    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (cache, rows, positions), tt = ins, c.tt
         batch, heads, context, _ = cache.spec.shape
         count, dtype = rows.spec.shape[2], cache.spec.dtype
@@ -40,7 +40,7 @@ def _cache_write(c: Context) -> Kernel:
 
 
 def _cache_bias(c: Context) -> Kernel:
-    def build(ins: Sequence[IntegerInput], outs: Sequence[Held], attributes: Attributes, work: Any) -> Launch:
+    def build(ins: Sequence[IntegerInput], outs: Tensors, attributes: Attributes, work: Any) -> Launch:
         (positions, visible), (bias,), tt = ins, outs, c.tt
         context, kind = attributes["context"], attributes.get("position_bias", "none")
         dtype = getattr(tt, dtype_name(bias.spec.dtype))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, fresh, inplace
-from ttrain.device.ttnn.tensors.held import Held
+from ttrain.device.ttnn.tensors.device_tensor import Tensors
 from ttrain.device.ttnn.tensors.stack import wholes
 
 
 def _all_reduce(c: Context) -> Kernel:
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (x,) = ins
         return lambda: [c.tt.all_reduce(x.t) if c.store.chips > 1 else c.tt.add(x.t, 0.0)]
 
@@ -22,7 +21,7 @@ def _all_reduce(c: Context) -> Kernel:
 def _all_reduce_state(c: Context) -> Kernel:
     """Stack by stack where tensors lie in stacks, so that few messages carry all of them."""
 
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         parts: list[Any] = []
 
         def run() -> None:

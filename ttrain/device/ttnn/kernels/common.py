@@ -10,13 +10,13 @@ import numpy as np
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Delivery, Form, Kernel, Launch
+from ttrain.device.ttnn.tensors.device_tensor import Derived, DeviceTensor, Tensors
 from ttrain.device.ttnn.tensors.form import TILE, TileForm, device_shape, dtype_name
-from ttrain.device.ttnn.tensors.held import Derived, Held
 from ttrain.device.ttnn.tensors.store import Store
 
 Attributes = Mapping[str, Any]
 Specs = Sequence[Any]
-Build = Callable[[Sequence[Any], Sequence[Held], Attributes, Sequence[Held]], Launch]
+Build = Callable[[Sequence[Any], Tensors, Attributes, Tensors], Launch]
 Forms = Callable[[Specs, Specs, Attributes], list[Form | None]]
 
 
@@ -37,7 +37,7 @@ class Context:
     fused: bool = True
     replayed: bool = False
     confined: bool = False
-    constants: dict[Any, Held] = field(default_factory=dict)
+    constants: dict[Any, DeviceTensor] = field(default_factory=dict)
 
     @property
     def tt(self) -> Any:
@@ -53,20 +53,20 @@ class Context:
         """Keywords of matrix products."""
         return {"compute_kernel_config": self.config, **({} if self.grid is None else {"core_grid": self.grid})}
 
-    def constant(self, key: Any, form: TileForm, values: Callable[[], np.ndarray]) -> Held:
+    def constant(self, key: Any, form: TileForm, values: Callable[[], np.ndarray]) -> DeviceTensor:
         """A tensor of fixed values, made once."""
         if (key, form) not in self.constants:
-            held = Held(self.store, TensorSpec(form.shape, DType.FP32))
-            held.form, held.pending = form, values()
-            held.t  # noqa: B018 - it must exist before a capture
-            self.constants[key, form] = held
+            tensor = DeviceTensor(self.store, TensorSpec(form.shape, DType.FP32))
+            tensor.form, tensor.pending = form, values()
+            tensor.t  # noqa: B018 - it must exist before a capture
+            self.constants[key, form] = tensor
         return self.constants[key, form]
 
-    def ones_row(self, length: int, dtype: DType) -> Held:
+    def ones_row(self, length: int, dtype: DType) -> DeviceTensor:
         """[1, length] of ones: a product with it sums columns."""
         return self.constant("ones", TileForm((1, length), dtype_name(dtype)), lambda: np.ones((1, length), np.float32))
 
-    def derived(self, sources: Sequence[Held], function: Callable[..., float], width: int = 1) -> Derived:
+    def derived(self, sources: Tensors, function: Callable[..., float], width: int = 1) -> Derived:
         """A scalar tensor, or a row of equal numbers, that the host works out from scalar step inputs."""
         scalar = Derived(self.store, TensorSpec((1, width), DType.FP32), sources, function)
         scalar.t  # noqa: B018 - it must exist before a capture
@@ -89,8 +89,8 @@ def inplace(build: Build) -> Kernel:
     return Kernel(build, Delivery.INPLACE)
 
 
-def is_bf16(held: Held) -> bool:
-    return held.spec.dtype is DType.BF16
+def is_bf16(tensor: DeviceTensor) -> bool:
+    return tensor.spec.dtype is DType.BF16
 
 
 def rows_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -108,7 +108,7 @@ def flattens(shape: Sequence[int]) -> bool:
     return all(size == 1 for size in shape[:-2]) or shape[-2] % TILE == 0
 
 
-def column_sum(c: Context, tensor: Any, shape: Sequence[int], dtype: DType, into_: Held | None) -> Any:
+def column_sum(c: Context, tensor: Any, shape: Sequence[int], dtype: DType, into_: DeviceTensor | None) -> Any:
     """The sum over all axes but the last, [1, C]; None where it was written into a buffer that keeps its tensor."""
     rows, columns = rows_shape(shape)
     if flattens(shape):

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, into
+from ttrain.device.ttnn.tensors.device_tensor import Tensors
 from ttrain.device.ttnn.tensors.form import dtype_name
-from ttrain.device.ttnn.tensors.held import Held
 
 
 def _binary(c: Context, name: str) -> Kernel:
     call = getattr(c.tt, name)
 
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (x, y), (z,) = ins, outs
         return lambda: call(x.t, y.t, output_tensor=z.t)
 
@@ -24,7 +23,7 @@ def _binary(c: Context, name: str) -> Kernel:
 def _unary(c: Context, name: str) -> Kernel:
     call = getattr(c.tt, name)
 
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (x,), (y,) = ins, outs
         return lambda: call(x.t, output_tensor=y.t)
 
@@ -32,7 +31,7 @@ def _unary(c: Context, name: str) -> Kernel:
 
 
 def _scale(c: Context) -> Kernel:
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (x,), (y,), factor = ins, outs, attributes["factor"]
         return lambda: c.tt.multiply(x.t, factor, output_tensor=y.t)
 
@@ -40,7 +39,7 @@ def _scale(c: Context) -> Kernel:
 
 
 def _relu_grad(c: Context) -> Kernel:
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (dy, y), (dx,), positive = ins, outs, [c.tt.UnaryOpType.GTZ]
         return lambda: c.tt.multiply(dy.t, y.t, input_tensor_b_activations=positive, output_tensor=dx.t)
 
@@ -50,7 +49,7 @@ def _relu_grad(c: Context) -> Kernel:
 def _tanh_grad(c: Context) -> Kernel:
     """dx = dy - (dy y) y."""
 
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (dy, y), (dx,) = ins, outs
         return lambda: c.tt.addcmul(dy.t, c.tt.multiply(dy.t, y.t), y.t, value=-1.0, output_tensor=dx.t)
 
@@ -62,7 +61,7 @@ def _variant(c: Context, attributes: Attributes) -> Any:
 
 
 def _gelu(c: Context) -> Kernel:
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (x,), (y,), variant = ins, outs, _variant(c, attributes)
         return lambda: c.tt.gelu(x.t, variant=variant, output_tensor=y.t)
 
@@ -70,7 +69,7 @@ def _gelu(c: Context) -> Kernel:
 
 
 def _gelu_grad(c: Context) -> Kernel:
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (dy, x), (dx,), variant = ins, outs, _variant(c, attributes)
         return lambda: c.tt.gelu_bw(dy.t, x.t, variant=variant, input_grad=dx.t)
 
@@ -78,7 +77,7 @@ def _gelu_grad(c: Context) -> Kernel:
 
 
 def _cast(c: Context) -> Kernel:
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (x,), (y,), dtype = ins, outs, getattr(c.tt, dtype_name(attributes["dtype"]))
         return lambda: c.tt.typecast(x.t, dtype, output_tensor=y.t)
 
@@ -86,7 +85,7 @@ def _cast(c: Context) -> Kernel:
 
 
 def _full(c: Context) -> Kernel:
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (y,), value = outs, attributes["value"]
         return lambda: c.tt.fill(y.t, value, output_tensor=y.t)
 

@@ -10,8 +10,8 @@ import numpy as np
 from ttrain.core.spec import DType
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, fresh, is_bf16
+from ttrain.device.ttnn.tensors.device_tensor import IntegerInput, Tensors
 from ttrain.device.ttnn.tensors.form import ROWS, TILE, TileForm, device_shape, dtype_name
-from ttrain.device.ttnn.tensors.held import Held, IntegerInput
 
 ONE_HOT_UP_TO = 2048  # ids: a product with one-hot rows sums in fp32, where embedding_bw sums in bf16
 
@@ -33,7 +33,7 @@ def _embedding(c: Context) -> Kernel:
     On a part of the chip, a product with one-hot rows picks them.
     """
 
-    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         ids, weight = ins
         tt, shape = c.tt, device_shape(outs[0].spec.shape)
         rows = ids.in_form(TileForm(device_shape(ids.spec.shape), "uint32", ROWS))
@@ -67,7 +67,7 @@ def _embedding(c: Context) -> Kernel:
 
 
 def _embedding_grad(c: Context) -> Kernel:
-    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (dy, ids), vocabulary, tt = ins, attributes["vocabulary"], c.tt
         count, width = ids.spec.size, dy.spec.shape[-1]
         shape = device_shape(ids.spec.shape)
@@ -95,7 +95,7 @@ def _embedding_grad(c: Context) -> Kernel:
 
 
 def _one_hot(c: Context) -> Kernel:
-    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (ids,), shape = ins, device_shape(outs[0].spec.shape)
         hot = one_hot(c, ids, attributes["count"], attributes["dtype"])
         return lambda: [c.tt.reshape(hot(), shape)]

@@ -17,8 +17,8 @@ import numpy as np
 from ttrain.device.base import Launch
 from ttrain.device.ttnn.kernels.common import Context
 from ttrain.device.ttnn.kernels.random import key_of, mix_into
+from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Tensors
 from ttrain.device.ttnn.tensors.form import TILE, TileForm
-from ttrain.device.ttnn.tensors.held import Held
 from ttrain.device.ttnn.tensors.stack import Stack, stacked
 
 Joined = Any  # a stack or a tensor by itself: both have `t` and `form`
@@ -32,7 +32,7 @@ class UpdateGroup:
     gradients: Joined
 
 
-def groups_of(c: Context, gradients: Sequence[Held], slots: Sequence[Sequence[Held]]) -> list[UpdateGroup]:
+def groups_of(c: Context, gradients: Tensors, slots: Sequence[Tensors]) -> list[UpdateGroup]:
     joined = [stacked(c.store, tensors) for tensors in (gradients, *slots)]
     return [UpdateGroup(list(rest), first) for first, *rest in zip(*joined, strict=True)]
 
@@ -44,12 +44,12 @@ Update = Callable[[UpdateGroup], Launch]
 class Scalars:
     """What a rule reads beside its tensors."""
 
-    lr: Held
-    step: Held
-    factor: Held | None
+    lr: DeviceTensor
+    step: DeviceTensor
+    factor: DeviceTensor | None
 
 
-def scaled_gradient(c: Context, gradient: Any, factor: Held | None) -> Any:
+def scaled_gradient(c: Context, gradient: Any, factor: DeviceTensor | None) -> Any:
     """A new fp32 tensor: the gradient times the clip factor."""
     tt = c.tt
     return tt.typecast(gradient, tt.float32) if factor is None else tt.multiply(gradient, factor.t, dtype=tt.float32)
@@ -153,7 +153,7 @@ class Rounding:
 
         return run
 
-    def _counter(self, shape: tuple[int, ...], count: int, stride: int) -> Held:
+    def _counter(self, shape: tuple[int, ...], count: int, stride: int) -> DeviceTensor:
         """0, stride, 2 stride and so on, as int32 that wraps."""
 
         def values() -> np.ndarray:

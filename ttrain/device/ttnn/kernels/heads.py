@@ -6,7 +6,6 @@ matrix is laid out along the diagonal of a large one, and a product with 0 and 1
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,17 +13,17 @@ import numpy as np
 from ttrain.core.spec import DType
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, flattens, into, rows_shape
+from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Tensors
 from ttrain.device.ttnn.tensors.form import TileForm, dtype_name
-from ttrain.device.ttnn.tensors.held import Held
 
 
-def _stacked_identity(c: Context, heads: int, width: int, dtype: DType) -> Held:
+def _stacked_identity(c: Context, heads: int, width: int, dtype: DType) -> DeviceTensor:
     """[heads * width, width]: one identity matrix under the other."""
     form = TileForm((heads * width, width), dtype_name(dtype))
     return c.constant("stacked identity", form, lambda: np.tile(np.eye(width, dtype=np.float32), (heads, 1)))
 
 
-def _blocks(c: Context, heads: int, height: int, width: int, dtype: DType) -> Held:
+def _blocks(c: Context, heads: int, height: int, width: int, dtype: DType) -> DeviceTensor:
     """[heads * height, heads * width]: 1 within each head's own block, else 0."""
     form = TileForm((heads * height, heads * width), dtype_name(dtype))
     block = np.ones((height, width), np.float32)
@@ -34,7 +33,7 @@ def _blocks(c: Context, heads: int, height: int, width: int, dtype: DType) -> He
 def _head_matmul(c: Context) -> Kernel:
     """x times the matrix repeated along a diagonal: [B, T, H*D] [H*D, H*E]."""
 
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (x, matrix), (y,) = ins, outs
         heads, turned, tt = attributes["heads"], attributes["transpose"], c.tt
         inner, outer = matrix.spec.shape[::-1] if turned else matrix.spec.shape
@@ -55,14 +54,14 @@ def _head_matmul(c: Context) -> Kernel:
 def _head_product(c: Context) -> Kernel:
     """The blocks on the diagonal of a^T b, added up."""
 
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (a, b), (y,) = ins, outs
         heads, tt, wide = attributes["heads"], c.tt, DType.FP32
         height, width = y.spec.shape
         down, across = _stacked_identity(c, heads, height, wide), _stacked_identity(c, heads, width, wide)
         own = _blocks(c, heads, height, width, wide)
 
-        def rows(x: Held) -> Any:
+        def rows(x: DeviceTensor) -> Any:
             flat = x.t if flattens(x.spec.shape) else tt.to_layout(x.t, tt.TILE_LAYOUT)
             return tt.reshape(flat, rows_shape(x.spec.shape))
 
@@ -79,7 +78,7 @@ def _head_product(c: Context) -> Kernel:
     return into(build)
 
 
-def _picking(c: Context, batch: int, rows: tuple[int, ...], time: int, dtype: DType) -> Held:
+def _picking(c: Context, batch: int, rows: tuple[int, ...], time: int, dtype: DType) -> DeviceTensor:
     """[batch, len(rows), time]: a product with it picks rows, one with its transpose puts them back."""
 
     def values() -> np.ndarray:
@@ -89,7 +88,7 @@ def _picking(c: Context, batch: int, rows: tuple[int, ...], time: int, dtype: DT
 
 
 def _move_rows(c: Context, back: bool) -> Kernel:
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (x,), (y,) = ins, outs
         time = (y if back else x).spec.shape[1]
         one_hot = _picking(c, x.spec.shape[0], attributes["indices"], time, x.spec.dtype)

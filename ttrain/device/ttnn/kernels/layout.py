@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, fresh, into
+from ttrain.device.ttnn.tensors.device_tensor import Tensors
 from ttrain.device.ttnn.tensors.form import TILE, device_shape
-from ttrain.device.ttnn.tensors.held import Held
 
 
 def _copy_reshape(c: Context) -> Kernel:
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (x,), (y,) = ins, outs
         shape = device_shape(y.spec.shape)
         return lambda: [c.tt.reshape(x.t, shape)]
@@ -21,7 +20,7 @@ def _copy_reshape(c: Context) -> Kernel:
 
 
 def _expand(c: Context) -> Kernel:
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (x,), (y,) = ins, outs
 
         def run() -> None:
@@ -34,7 +33,7 @@ def _expand(c: Context) -> Kernel:
 
 
 def _transpose(c: Context) -> Kernel:
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (x,) = ins
         rank = x.spec.rank
         order = (*range(rank - 2), rank - 1, rank - 2)
@@ -51,7 +50,7 @@ def moves_whole(c: Context, time: int, head_width: int) -> bool:
 def _split_heads(c: Context) -> Kernel:
     """[B, T, parts*H*D] -> parts x [B, H, T, D]."""
 
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (x,), parts, heads = ins, attributes["parts"], attributes["heads"]
         batch, _, time, width = outs[0].spec.shape
         if parts == 3 and moves_whole(c, time, width):
@@ -75,7 +74,7 @@ def _split_heads(c: Context) -> Kernel:
 def _merge_heads(c: Context) -> Kernel:
     """Several [B, H, T, D] -> [B, T, parts*H*D]."""
 
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         batch, heads, time, width = ins[0].spec.shape
 
         def whole() -> list[Any]:

@@ -17,8 +17,8 @@ from ttrain.core.spec import DType
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, fresh, into, rows_shape
 from ttrain.device.ttnn.kernels.embedding import one_hot
+from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput, Tensors
 from ttrain.device.ttnn.tensors.form import TILE, TileForm, dtype_name
-from ttrain.device.ttnn.tensors.held import Held, IntegerInput
 
 CHUNK_LOGITS = 2**23  # of how many logits of a head are formed at a time, 32 MiB
 
@@ -31,7 +31,7 @@ class _Targets:
     weights: Launch
 
     @classmethod
-    def of(cls, c: Context, targets: IntegerInput, vocabulary: int, weight: Held) -> _Targets:
+    def of(cls, c: Context, targets: IntegerInput, vocabulary: int, weight: DeviceTensor) -> _Targets:
         present = targets.in_form(TileForm((targets.spec.size, 1), "float32"))
 
         def weights() -> Any:
@@ -80,14 +80,14 @@ def _gradient(c: Context, probabilities: Any, hot: Any, weights: Any, dtype: DTy
     return c.tt.multiply(c.tt.subtract(probabilities, hot), weights, dtype=kind)
 
 
-def _wide(c: Context, held: Held) -> Callable[[], Any]:
-    if held.spec.dtype is DType.FP32:
-        return lambda: held.t
-    return lambda: c.tt.typecast(held.t, c.tt.float32)
+def _wide(c: Context, tensor: DeviceTensor) -> Callable[[], Any]:
+    if tensor.spec.dtype is DType.FP32:
+        return lambda: tensor.t
+    return lambda: c.tt.typecast(tensor.t, c.tt.float32)
 
 
 def _cross_entropy(c: Context) -> Kernel:
-    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         logits, targets, weight = ins
         given = _Targets.of(c, targets, logits.spec.shape[-1], weight)
         scores = _wide(c, logits)
@@ -105,7 +105,7 @@ def _cross_entropy(c: Context) -> Kernel:
 
 
 def _cross_entropy_grad(c: Context) -> Kernel:
-    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         logits, targets, _, weight = ins
         given = _Targets.of(c, targets, logits.spec.shape[-1], weight)
         scores = _wide(c, logits)
@@ -135,7 +135,7 @@ class _HeadLoss:
         self.present = targets.in_form(TileForm((self.rows, 1), "float32"))
         self.dtype = getattr(c.tt, dtype_name(self.hidden.spec.dtype))
 
-    def _row(self, key: str, live: float, rest: float) -> Held:
+    def _row(self, key: str, live: float, rest: float) -> DeviceTensor:
         """[1, V]: one number for live ids, another for the others."""
 
         def values() -> np.ndarray:
@@ -176,7 +176,7 @@ class _HeadLoss:
         return self.c.tt.slice(tensor, [start, 0], [stop, tensor.shape[1]])
 
     def _chunk(
-        self, part: Sequence[Any], hot: Any, hiding: Held | None, spread: Held | None, gradients: bool
+        self, part: Sequence[Any], hot: Any, hiding: DeviceTensor | None, spread: DeviceTensor | None, gradients: bool
     ) -> tuple[list[Any], Any]:
         """The sums over some rows, each [1, 1], and the gradient of their logits."""
         c, tt = self.c, self.c.tt
@@ -234,7 +234,7 @@ def _plain_head(c: Context, ins: Sequence[Any], gradients: bool) -> Launch:
 def _head_cross_entropy(c: Context) -> Kernel:
     """Forms the logits once; with `gradients` also what backward needs."""
 
-    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         _, head, _, weight, bias = ins
         whole = attributes["live"] == head.spec.shape[0] and not attributes["smoothing"]
         if whole and bias is None and not weight.spec.rank:
@@ -247,7 +247,7 @@ def _head_cross_entropy(c: Context) -> Kernel:
 def _squared_error(c: Context) -> Kernel:
     """Columns are summed on the matrix unit, and the weight enters with the sum over what is left."""
 
-    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (prediction, target, weight), tt = ins, c.tt
         width = rows_shape(prediction.spec.shape)[1]
         weights = c.derived([weight], lambda value: value, width)
@@ -267,7 +267,7 @@ def _squared_error(c: Context) -> Kernel:
 def _squared_error_grad(c: Context) -> Kernel:
     """2 weight (prediction - target)."""
 
-    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (prediction, target, weight), (out,), tt = ins, outs, c.tt
         zero = c.constant("zero", TileForm((1, 1), "float32"), lambda: np.zeros((1, 1), np.float32))
 

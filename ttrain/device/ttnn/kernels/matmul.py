@@ -7,11 +7,11 @@ from typing import Any
 
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, into
-from ttrain.device.ttnn.tensors.held import Held
+from ttrain.device.ttnn.tensors.device_tensor import Tensors
 
 
 def _matmul(c: Context) -> Kernel:
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (a, b), (y,) = ins, outs
         options = {"transpose_a": attributes["transpose_a"], "transpose_b": attributes["transpose_b"], **c.product}
         return lambda: c.tt.matmul(a.t, b.t, optional_output_tensor=y.t, **options)
@@ -22,7 +22,7 @@ def _matmul(c: Context) -> Kernel:
 def _linear(c: Context) -> Kernel:
     """relu fuses into the product; other activations follow in place."""
 
-    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (x, weight, bias), (y,), activation = ins, outs, attributes.get("activation")
         options: dict[str, Any] = {"transpose_b": True, **c.product}
         if activation == "relu":

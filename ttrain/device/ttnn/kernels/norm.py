@@ -10,8 +10,8 @@ import numpy as np
 from ttrain.core.spec import DType
 from ttrain.device.base import Delivery, Form, Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, is_bf16
+from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Tensors
 from ttrain.device.ttnn.tensors.form import TileForm, device_shape
-from ttrain.device.ttnn.tensors.held import Held
 
 
 def _fuses(c: Context, x: Any) -> bool:
@@ -30,16 +30,16 @@ def _statistics(c: Context, x: Any) -> list[Form | None]:
     return [_column(x.shape, "float32")] * 2
 
 
-def _hold(c: Context, x: Held, mean: Held, rstd: Held) -> None:
-    for held, form in zip((mean, rstd), _statistics(c, x.spec), strict=True):
+def _hold(c: Context, x: DeviceTensor, mean: DeviceTensor, rstd: DeviceTensor) -> None:
+    for tensor, form in zip((mean, rstd), _statistics(c, x.spec), strict=True):
         assert isinstance(form, TileForm)
-        held.hold_as(form)
+        tensor.hold_as(form)
 
 
 def _layer_norm(c: Context) -> Kernel:
     tt = c.tt
 
-    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (x, weight, bias), (_, mean, rstd), eps = ins, outs, attributes["eps"]
         _hold(c, x, mean, rstd)
         root = [tt.UnaryOpType.RSQRT]
@@ -66,12 +66,12 @@ def _layer_norm(c: Context) -> Kernel:
     return Kernel(build, Delivery.FRESH, forms=lambda ins, outs, _: [None, *_statistics(c, ins[0])])
 
 
-def _wide(c: Context, held: Held) -> Any:
+def _wide(c: Context, tensor: DeviceTensor) -> Any:
     """A tensor in fp32. Ops on operands of two dtypes are avoided: with a row repeated, ttnn 0.81 gets them wrong."""
-    return c.tt.typecast(held.t, c.tt.float32) if is_bf16(held) else held.t
+    return c.tt.typecast(tensor.t, c.tt.float32) if is_bf16(tensor) else tensor.t
 
 
-def _centred(c: Context, x: Held) -> tuple[Any, Any]:
+def _centred(c: Context, x: DeviceTensor) -> tuple[Any, Any]:
     """x minus its mean, and the mean, in fp32."""
     wide = _wide(c, x)
     mean = c.tt.sum(wide, dim=-1, keepdim=True, scalar=1 / x.spec.shape[-1], **c.exact)
@@ -85,7 +85,7 @@ def _layer_norm_grad(c: Context) -> Kernel:
     """
     tt, moreh = c.tt, c.tt.operations.moreh
 
-    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         dy, x, mean, rstd, weight, residual = ins
         _hold(c, x, mean, rstd)
         if not _fuses(c, x.spec):
@@ -99,7 +99,7 @@ def _layer_norm_grad(c: Context) -> Kernel:
             dx = outs[0].t
             grads = {"input_grad": tt.reshape(dx, shape), "gamma_grad": outs[1].t}
             grads |= {"beta_grad": outs[2].t} if attributes["bias"] else {}
-            given = [tt.reshape(held.t, shape) for held in (dy, mean)]
+            given = [tt.reshape(tensor.t, shape) for tensor in (dy, mean)]
             moreh.layer_norm_backward(*given, zeros.t, ones.t, 1, gamma=weight.t, **grads, **c.exact)
             if residual is None:
                 tt.multiply(dx, rstd.t, output_tensor=dx)
@@ -111,7 +111,7 @@ def _layer_norm_grad(c: Context) -> Kernel:
     return Kernel(build, Delivery.INTO)
 
 
-def _plain_grad(c: Context, ins: Sequence[Any], outs: Sequence[Held], bias: bool) -> None:
+def _plain_grad(c: Context, ins: Sequence[Any], outs: Tensors, bias: bool) -> None:
     """dx = rstd (s - mean(s) - n mean(s n)) with s = dy weight and n the normalised x; all in fp32."""
     tt = c.tt
     dy, x, mean, rstd, weight, residual = ins

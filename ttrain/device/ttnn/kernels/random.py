@@ -15,8 +15,8 @@ from ttrain.core.random_bits import MIX_MULTIPLIERS, MIX_SHIFTS, keep_threshold,
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, into
+from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput, Key, Tensors
 from ttrain.device.ttnn.tensors.form import TileForm, device_shape, dtype_name
-from ttrain.device.ttnn.tensors.held import Held, IntegerInput, Key
 
 _SIGN = 1 << 31
 
@@ -26,7 +26,7 @@ def signed(number: int) -> int:
     return number - (1 << 32) if number >= _SIGN else number
 
 
-def key_of(c: Context, seed: IntegerInput, stream: int, per_chip: bool = True) -> Held:
+def key_of(c: Context, seed: IntegerInput, stream: int, per_chip: bool = True) -> DeviceTensor:
     """The key of a stream of random bits, as an int32 tensor that follows the seed."""
     source = seed.source
     if stream not in source.keys:
@@ -41,7 +41,7 @@ def _signed_key(stream: int, seed: int) -> int:
 
 
 def _dropout_mask(c: Context) -> Kernel:
-    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (mask,), key = outs, key_of(c, ins[0], attributes["stream"])
         shape, tt = device_shape(mask.spec.shape), c.tt
         size, p = mask.spec.size, attributes["p"]

@@ -7,15 +7,15 @@ from typing import Any
 
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, fresh, into
+from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Tensors
 from ttrain.device.ttnn.tensors.form import device_shape
-from ttrain.device.ttnn.tensors.held import Held
 from ttrain.device.ttnn.tensors.stack import wholes
 
 CONCAT_LIMIT = 48  # tensors that ttnn.concat takes in one launch
 
 
 def _reduce_sum(c: Context) -> Kernel:
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (x,), (y,), axes = ins, outs, list(attributes["axes"])
         shape, rank = device_shape(y.spec.shape), x.spec.rank
         if rank >= 2 and axes == list(range(rank - 1)):
@@ -29,7 +29,7 @@ def _reduce_sum(c: Context) -> Kernel:
 
 
 def _reduce_max(c: Context) -> Kernel:
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (x,), (y,), tt = ins, outs, c.tt
         lead = len(device_shape(x.spec.shape)) - x.spec.rank
 
@@ -44,7 +44,7 @@ def _reduce_max(c: Context) -> Kernel:
     return fresh(build)
 
 
-def _whole_sum(c: Context, x: Held) -> Any:
+def _whole_sum(c: Context, x: DeviceTensor) -> Any:
     """All elements of a matrix: columns first, on the matrix unit."""
     columns = column_sum(c, x.t, x.spec.shape, x.spec.dtype, None)
     return c.tt.sum(columns, dim=-1, keepdim=True, **c.exact)
@@ -53,7 +53,7 @@ def _whole_sum(c: Context, x: Held) -> Any:
 def _global_norm(c: Context) -> Kernel:
     """The root of the sum of squares, stack by stack where gradients lie in stacks."""
 
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (norm,), tt = outs, c.tt
         parts: list[Any] = []
         root = [tt.UnaryOpType.SQRT]

@@ -24,12 +24,12 @@ from ttrain.device.ttnn.kernels.groups import (
     pieces,
     scaled_gradient,
 )
-from ttrain.device.ttnn.tensors.held import Held
+from ttrain.device.ttnn.tensors.device_tensor import Tensors
 from ttrain.device.ttnn.tensors.stack import stacked
 
 
 def _assign(c: Context) -> Kernel:
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         state, value = ins
         return lambda: c.tt.copy(value.t, state.t)
 
@@ -37,7 +37,7 @@ def _assign(c: Context) -> Kernel:
 
 
 def _accumulate(c: Context) -> Kernel:
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         state, value = ins
         return lambda: c.tt.add(state.t, value.t, output_tensor=state.t)
 
@@ -45,7 +45,7 @@ def _accumulate(c: Context) -> Kernel:
 
 
 def _clip_factor(c: Context) -> Kernel:
-    def build(ins: Sequence[Held], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (norm,), (factor,), limit, tt = ins, outs, attributes["limit"], c.tt
 
         def run() -> None:
@@ -204,7 +204,7 @@ def _update(c: Context) -> Kernel:
     The compute copies lie as their masters do, so one rounding serves a whole stack.
     """
 
-    def build(ins: Sequence[Any], outs: Sequence[Held], attributes: Attributes, work: Sequence[Held]) -> Launch:
+    def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         rule, count, stochastic = attributes["rule"], attributes["count"], attributes.get("stochastic", ())
         lists = [list(ins[start : start + count]) for start in range(0, len(ins) - 4, count)]
         copies = lists.pop() if attributes.get("copies") else []

@@ -8,13 +8,12 @@ that fill their tiles take part, or vectors, which lie in the first row of their
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Tensors
 from ttrain.device.ttnn.tensors.form import TILE, TileForm
-from ttrain.device.ttnn.tensors.held import Held
 from ttrain.device.ttnn.tensors.store import Store
 
 
@@ -28,7 +27,7 @@ def joinable(shape: tuple[int, ...]) -> bool:
 class Stack:
     """One buffer that holds the values of several tensors, which become views of it."""
 
-    def __init__(self, store: Store, members: Sequence[Held]) -> None:
+    def __init__(self, store: Store, members: Tensors) -> None:
         self.store, self.members = store, list(members)
         values = [None if member.unwritten else member.download() for member in members]
         starts, end = [], 0
@@ -52,12 +51,12 @@ class Stack:
         return run if padded == form.shape else tt.reshape(run, form.shape, padded)
 
 
-def stacked(store: Store, tensors: Sequence[Held]) -> list[Stack | Held]:
+def stacked(store: Store, tensors: Tensors) -> list[Stack | DeviceTensor]:
     """Matrices as one stack and vectors as another, made at the first call; then those that can't be joined."""
-    groups: dict[int, list[Held]] = {2: [], 1: [], 0: []}
+    groups: dict[int, list[DeviceTensor]] = {2: [], 1: [], 0: []}
     for tensor in tensors:
         groups[tensor.spec.rank if joinable(tensor.spec.shape) else 0].append(tensor)
-    found: list[Stack | Held] = []
+    found: list[Stack | DeviceTensor] = []
     for rank in (2, 1):
         members = groups[rank]
         if len(members) < 2:
@@ -68,13 +67,13 @@ def stacked(store: Store, tensors: Sequence[Held]) -> list[Stack | Held]:
     return found + groups[0]
 
 
-def wholes(tensors: Sequence[Held]) -> list[Stack | Held]:
+def wholes(tensors: Tensors) -> list[Stack | DeviceTensor]:
     """Tensors as the stacks that they make up; those whose stack has other members too stay single."""
     given = set(map(id, tensors))
-    found: dict[int, Stack | Held] = {}
+    found: dict[int, Stack | DeviceTensor] = {}
     for tensor in tensors:
         stack = tensor.stack
-        whole: Stack | Held = tensor
+        whole: Stack | DeviceTensor = tensor
         if isinstance(stack, Stack) and all(id(member) in given for member in stack.members):
             whole = stack
         found[id(whole)] = whole

@@ -13,7 +13,7 @@ from ttrain.device.ttnn.tensors.form import TileForm, device_shape, usual_form
 from ttrain.device.ttnn.tensors.store import Store
 
 
-class Held:
+class DeviceTensor:
     """One tensor on the device, made when it is first needed.
 
     Until then `upload` only keeps the values on the host, so that whoever needs the tensor first may decide how it is
@@ -95,10 +95,13 @@ class Held:
         return view
 
 
-class View(Held):
+Tensors = Sequence[DeviceTensor]
+
+
+class View(DeviceTensor):
     """Another shape over a buffer's tensor."""
 
-    def __init__(self, base: Held, spec: TensorSpec) -> None:
+    def __init__(self, base: DeviceTensor, spec: TensorSpec) -> None:
         super().__init__(base.store, spec)
         self.base = base
         self._of: Any = None
@@ -127,7 +130,7 @@ class View(Held):
         return False
 
 
-class IntegerInput(Held):
+class IntegerInput(DeviceTensor):
     """Token ids, targets, positions or a seed: the host lays them out for every reader."""
 
     def __init__(self, store: Store, spec: TensorSpec) -> None:
@@ -180,13 +183,13 @@ class IntegerView(IntegerInput):
         return self._base.source
 
 
-class Derived(Held):
+class Derived(DeviceTensor):
     """A scalar, or a row of equal numbers, that the host works out from scalar step inputs when one of them changes.
 
     It has to be a tensor: a number given to a kernel would be frozen into a captured step.
     """
 
-    def __init__(self, store: Store, spec: TensorSpec, sources: Sequence[Held], function: Callable[..., float]) -> None:
+    def __init__(self, store: Store, spec: TensorSpec, sources: Tensors, function: Callable[..., float]) -> None:
         super().__init__(store, spec)
         self._sources, self._function = sources, function
         self.ready = False  # whether the sources turned out to be step inputs
@@ -201,7 +204,7 @@ class Derived(Held):
             self.ready = True
 
 
-class Key(Held):
+class Key(DeviceTensor):
     """The key of random bits, int32 [1, 1]: from the seed and a stream; another one on every chip if `per_chip`."""
 
     def __init__(
