@@ -22,12 +22,15 @@ from ttrain.train.checkpoint.retention import check_space, list_checkpoints
 from ttrain.train.logging.events import Events
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.runs.run_directory import RunDirectory
+from ttrain.train.settings import LoggerConfig, TrainConfig
 from ttrain.train.steps.blocks import Blocks, Reading
 from ttrain.train.supervise.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
+    from ttrain.data.batches import Dataset
     from ttrain.device.base import Device
     from ttrain.engine.base import Step
+    from ttrain.models.base import Model
     from ttrain.train.logging.loggers import Console, Loggers
     from ttrain.train.logging.meter import Meter
     from ttrain.train.loop.evaluate import Evaluation
@@ -110,17 +113,17 @@ def _assembled(
             say(note)
         heartbeat.beat()
         reading = Reading.of(config.train, getattr(dataset, "context", 1), progress.step, progress.read)
-        blocks = _build(setup, session, reading, steps)
+        blocks = _build(config.train, dataset, setup.shorter, session, reading, steps)
     heartbeat.beat()
     record(setup, run, device, session, steps, began)
-    loggers = stack.enter_context(_loggers(setup, run, progress, console))
+    loggers = stack.enter_context(_loggers(config.logger, setup.stored, run, progress, console))
     for line in _announcement(setup, device, run, progress):
         say(line)
     run.keep()
     pace = pace_of(config, dataset, session, steps, progress.step, say, continues=setup.origin.point is not None)
     pace.announce()
     driver = _driver(setup, device, steps, reading, blocks)
-    evaluation = _evaluation(setup, steps, say)
+    evaluation = _evaluation(config.train, setup.model, dataset, steps, say)
     loop = Loop(
         config=config.train,
         driver=driver,
@@ -200,16 +203,22 @@ def _hung(
     console.say(f"{kept} Continue with: {continue_command(config.plugins, run.path)}")
 
 
-def _build(setup: Setup, session: Session, reading: Reading, steps: dict[str, Step]) -> Blocks | None:
+def _build(
+    config: TrainConfig,
+    dataset: Any,
+    shorter: Mapping[int, Model | None],
+    session: Session,
+    reading: Reading,
+    steps: dict[str, Step],
+) -> Blocks | None:
     """Builds all steps; returns what changes the length of training sequences, None where they keep the context."""
-    if not setup.config.train.block_schedule:
+    if not config.block_schedule:
         steps.update(session.build_training())
         return None
-    for model in setup.shorter.values():
+    for model in shorter.values():
         if model is not None and session.engine.device.uniform_compute:
             model.follow_compute()
-    dataset: Any = setup.dataset  # build_dataset has made sure that its length can change
-    blocks = Blocks(reading, session, dataset, setup.shorter, steps)
+    blocks = Blocks(reading, session, dataset, shorter, steps)  # build_dataset made sure that its length can change
     blocks.turn(reading.step + 1)
     return blocks
 
@@ -228,11 +237,13 @@ def record(
     run.write_plan(plan_report(session.graph, session.state, steps).text())
 
 
-def _loggers(setup: Setup, run: RunDirectory, progress: Progress, console: Console) -> Loggers:
+def _loggers(
+    config: LoggerConfig, stored: dict[str, Any], run: RunDirectory, progress: Progress, console: Console
+) -> Loggers:
     from ttrain.train.logging.loggers import Loggers
     from ttrain.train.logging.metrics import MetricsFile
 
-    views = build.build_views(setup.config.logger, run.path, setup.stored, progress.wandb_id, console.say)
+    views = build.build_views(config, run.path, stored, progress.wandb_id, console.say)
     progress.wandb_id = next((view.run_id for view in views if view.run_id), progress.wandb_id)
     return Loggers(MetricsFile(run.metrics), console, views)
 
@@ -270,16 +281,15 @@ def _driver(setup: Setup, device: Device, steps: Mapping[str, Step], reading: Re
     return build.build_driver(*parts, blocks.batches(config.run.seed), blocks.prepare)
 
 
-def _evaluation(setup: Setup, steps: Mapping[str, Step], say: Callable[[str], None]) -> Evaluation:
+def _evaluation(
+    config: TrainConfig, model: Model, dataset: Dataset, steps: Mapping[str, Step], say: Callable[[str], None]
+) -> Evaluation:
     """Of the step that was built last."""
     from ttrain.models.base import preparation
     from ttrain.train.loop.evaluate import Evaluation
 
-    config = setup.config.train
-    rows, prepare = config.batch_size // config.accumulation, preparation(setup.model)
-    return Evaluation(
-        lambda inputs: steps["evaluate"](inputs), setup.dataset, rows, config.eval_sequences, prepare, say
-    )
+    rows, prepare = config.batch_size // config.accumulation, preparation(model)
+    return Evaluation(lambda inputs: steps["evaluate"](inputs), dataset, rows, config.eval_sequences, prepare, say)
 
 
 def _search(setup: Setup, session: Session, driver: Driver, step: int) -> StepSearch:
