@@ -98,4 +98,6 @@ def make_optimizer(parameters: list[torch.nn.Parameter], config: OptimizerConfig
         beta1, beta2 = config.betas
         return torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, **how)
     assert isinstance(config, SGDConfig)
+    if any(p.dtype is torch.bfloat16 and p.device.type == "cpu" for p in parameters):
+        how = {}  # torch 2.13's fused SGD on the CPU leaves bf16 weights as they are
     return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, **how)
