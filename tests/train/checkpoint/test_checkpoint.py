@@ -335,7 +335,9 @@ def test_kills_at_any_moment_of_a_save_loop_leave_a_checkpoint_that_loads(tmp_pa
         command = [sys.executable, "-c", SAVE_FOREVER, str(tmp_path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
-            time.sleep(generator.uniform(0.02, 0.12))
+            while max((int(path.name[5:13]) for path in tmp_path.glob("step_*")), default=0) <= steps[-1]:
+                time.sleep(0.002)  # until it has saved, however slow the machine is
+            time.sleep(generator.uniform(0, 0.1))
             process.kill()
         newest, skipped = newest_complete(tmp_path)
         if newest is not None:
@@ -343,7 +345,7 @@ def test_kills_at_any_moment_of_a_save_loop_leave_a_checkpoint_that_loads(tmp_pa
             for file in newest.path.glob("*.safetensors"):
                 assert all((array == newest.step).all() for array in load_file(file).values())
         assert all("cut off" in reason for _, reason in skipped)
-    assert steps == sorted(steps) and steps[-1] > 12
+    assert steps == sorted(set(steps)) and steps[-1] >= 12
 
 
 def test_a_disk_that_writes_something_else_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

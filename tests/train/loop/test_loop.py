@@ -583,7 +583,7 @@ def test_a_step_that_is_trained_again_is_saved_again(make_job: Any) -> None:
     table["table.weight"] = table["table.weight"] + 1
     loop._saved = None
     loop._save(wait=True)
-    stored = read_checkpoint(job.run_directory.checkpoints / "step_00000004").parameters()["table.weight"]
+    stored = read_checkpoint(job.run_directory.checkpoints / "step_00000004").weights()["table.weight"]
     assert stored.tobytes() == table["table.weight"].tobytes()
 
 
