@@ -18,7 +18,7 @@ from tests.ttnn.runs import ENGINES, adamw, batch, gpt, mlp, sgd
 from ttrain.core.spec import DType
 from ttrain.device.ttnn.device import TenstorrentDevice, open_device
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.device.ttnn.tensors.form import TileForm
+from ttrain.device.ttnn.tensors.layout import TileLayout
 from ttrain.engine.state import State
 from ttrain.models.agillm import AGILLM
 from ttrain.models.base import loss_weights, preparation
@@ -100,7 +100,7 @@ def columns(device: TenstorrentDevice, launches: list[Any]) -> list[list[int]]:
 def product(device: TenstorrentDevice, size: int) -> Any:
     """A launch that multiplies square matrices the way the rows of the kernel table do."""
     tt = device.mesh.tt
-    a = device.store.blank(TileForm((size, size), "bfloat16"))
+    a = device.store.blank(TileLayout((size, size), "bfloat16"))
     return lambda: tt.matmul(a, a, **device.context.product)
 
 

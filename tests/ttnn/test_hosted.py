@@ -113,7 +113,7 @@ def test_the_plan_counts_memory_by_place() -> None:
     plan = here.steps["train"].plan
     assert plan.host_arena_bytes > 0 and plan.host_blocks
     assert plan.arena_bytes < there.steps["train"].plan.arena_bytes + 4 * 2 * 32 * 64 * 4
-    assert all(block.form is None or block.on_host is False for block in plan.blocks)
+    assert all(block.layout is None or block.on_host is False for block in plan.blocks)
 
 
 @pytest.mark.parametrize("engine", ["dynamic", "static", "traced"])

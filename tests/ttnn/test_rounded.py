@@ -83,18 +83,18 @@ def test_pieces_of_stacks_are_rounded_like_whole_ones(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("shape", [(12 * 4 * 32, 32), (5, 7), (1, 33), (2, 3, 5)])
 def test_rounding_is_unbiased(shape: tuple[int, ...]) -> None:
     """Of many elements with the same value, the right share goes up."""
-    from ttrain.device.ttnn.tensors.form import TileForm
+    from ttrain.device.ttnn.tensors.layout import TileLayout
 
     c = golden().context
     seed = golden().place(golden().allocate_arena(8, "x"), 0, TensorSpec((), DType.INT64))
     ups, count = 0, 0
-    form = TileForm(shape)
+    layout = TileLayout(shape)
     for number in range(1, 1 + 60000 // int(np.prod(shape))):
         seed.upload(np.asarray(number, np.int64))
         rounding = rows.Rounding(c, (0,), number, seed)
         value = 1 + 0.3 * 2**-7
         slot = type("Slot", (), {"t": c.tt.from_torch(torch.full(shape, value), c.tt.float32, c.tt.TILE_LAYOUT)})()
-        rounding.of(form, 0)(0, slot)
+        rounding.of(layout, 0)(0, slot)
         result = c.tt.to_torch(slot.t)
         assert set(result.unique().tolist()) <= {1.0, 1 + 2**-7}
         ups, count = ups + int((result > 1).sum()), count + result.numel()
@@ -125,7 +125,7 @@ def test_copies_alone_are_held_in_block_floats_whatever_an_allocation_is_called(
     for weights in ("bf16", "bf8"):
         device = golden(weights=weights)
         for purpose, copies in (("copy of a run", False), ("parameter", True)):
-            held[weights, copies] = device.allocate_arena(8192, purpose, copies=copies).at(0, matrix).form.dtype
+            held[weights, copies] = device.allocate_arena(8192, purpose, copies=copies).at(0, matrix).layout.dtype
     assert held.pop(("bf8", True)) == "bfloat8_b"
     assert set(held.values()) == {"bfloat16"}
 
@@ -135,5 +135,5 @@ def test_a_run_holds_the_matrices_of_its_copies_in_block_floats() -> None:
     state = State(device, StepGraph(gpt(DType.BF16), adamw(), 2).state_tensors())
     for name in state.names(Kind.COPY, Kind.PARAMETER):
         block = state.kind(name) is Kind.COPY and state.spec(name).rank == 2
-        assert (state.placed(name)[2].form.dtype == "bfloat8_b") is block, name
+        assert (state.placed(name)[2].layout.dtype == "bfloat8_b") is block, name
     assert any(state.spec(name).rank == 2 for name in state.names(Kind.COPY))

@@ -16,7 +16,7 @@ from ttrain.core.spec import DType, TensorSpec
 
 Buffer = Any  # a device's own handle of one placed tensor
 Arena = Any  # a device's own handle of a range of bytes
-Form = Hashable  # how a device holds a tensor: its shape with padding, dtype and layout
+Layout = Hashable  # how a device holds a tensor: its shape with padding, dtype and order of elements
 Launch = Callable[[], Any]
 
 ALIGNMENT = 64  # bytes; a cache line, and what vector loads of 512 bits want
@@ -39,8 +39,8 @@ class Kernel:
     list of its outputs. `workspace(inputs, outputs, attributes)` lists specs of scratch buffers that the plan
     provides for the time of the launch. `frozen` names attributes or inputs that the kernel turns into host numbers:
     a captured step refuses such a kernel. `overwrites` numbers inputs whose buffer the first output may take over where
-    nothing reads them afterwards; the kernel then finds the same buffer on both sides. `forms(inputs, outputs,
-    attributes)` gives the forms (see `Device.form`) of outputs that are held otherwise than usual, None for the others.
+    nothing reads them afterwards; the kernel then finds the same buffer on both sides. `layouts(inputs, outputs,
+    attributes)` gives the layouts (see `Device.layout`) of outputs that have another than usual, None for the others.
     `outside(inputs, outputs, attributes)` tells how many bytes a library allocates by itself during the launch, where
     that is known: no plan places them, but they count as memory in use. `supports(inputs, attributes)` tells whether
     the kernel serves a node: where it does not, the node runs as its decomposition. None serves all.
@@ -53,8 +53,8 @@ class Kernel:
     ) = None
     frozen: tuple[str, ...] = ()
     overwrites: tuple[int, ...] = ()
-    forms: (
-        Callable[[Sequence[TensorSpec | None], Sequence[TensorSpec], Mapping[str, Any]], list[Form | None]] | None
+    layouts: (
+        Callable[[Sequence[TensorSpec | None], Sequence[TensorSpec], Mapping[str, Any]], list[Layout | None]] | None
     ) = None
 
     outside: Callable[[Sequence[TensorSpec | None], Sequence[TensorSpec], Mapping[str, Any]], int] | None = None
@@ -142,7 +142,7 @@ class Device(ABC):
     computes = True  # False where values are not computed (null, mock): such a run must never look like training
     supports_capture = False
     chips = 1  # that share every batch
-    arenas = True  # False where memory comes in whole tensors: values of equal form then take turns in one tensor
+    arenas = True  # False where memory comes in whole tensors: values of equal layout then take turns in one tensor
     rematerializes = True  # False where a launch costs more than the memory that computing again would save
     overlaps = False  # True where a step's inputs are written, or steps of others launched, while a step computes
     uniform_compute = False  # True where norms want their weights in the compute dtype as well
@@ -199,13 +199,13 @@ class Device(ABC):
         """Where a value lies and its node runs: here, or on the host beside this device."""
         return self.host if on_host and self.host is not None else self
 
-    def form(self, spec: TensorSpec) -> Form:
+    def layout(self, spec: TensorSpec) -> Layout:
         """How a tensor is held, where `arenas` is False."""
         return spec
 
-    def form_bytes(self, form: Form) -> int:
-        """Bytes of device memory that a tensor of this form takes."""
-        return spec_bytes(form)
+    def layout_bytes(self, layout: Layout) -> int:
+        """Bytes of device memory that a tensor of this layout takes."""
+        return spec_bytes(layout)
 
     def shares(self, spec: TensorSpec, other: TensorSpec) -> bool:
         """Whether a tensor can be seen under another shape without a copy."""
@@ -280,10 +280,10 @@ class Device(ABC):
         """Release captures, then memory. Using the device afterwards is an error."""
 
 
-def spec_bytes(form: Form) -> int:
-    """Bytes of a form that is a plain spec."""
-    assert isinstance(form, TensorSpec)
-    return form.nbytes
+def spec_bytes(layout: Layout) -> int:
+    """Bytes of a layout that is a plain spec."""
+    assert isinstance(layout, TensorSpec)
+    return layout.nbytes
 
 
 def align(nbytes: int) -> int:

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from ttrain.core.errors import PlanError
-from ttrain.device.base import Form, align
+from ttrain.device.base import Layout, align
 
 
 @dataclass
 class Block:
     """A buffer to place: its size in bytes, when it is live (inclusive), and where it came to lie.
 
-    `form` is for devices without arenas: only blocks of equal form may lie at the same offset. `on_host` tells that the
-    block lies in the host's arena beside that of the device.
+    `layout` is for devices without arenas: only blocks of equal layout may lie at the same offset. `on_host` tells that
+    the block lies in the host's arena beside that of the device.
     """
 
     label: str
@@ -24,7 +24,7 @@ class Block:
     start: int
     end: int
     offset: int = -1
-    form: Form | None = None
+    layout: Layout | None = None
     on_host: bool = False
 
 
@@ -52,13 +52,13 @@ def pack(blocks: Sequence[Block]) -> int:
 def take_turns(blocks: Sequence[Block]) -> int:
     """Give every block an offset that stands for one tensor; returns the bytes of all tensors.
 
-    Blocks of equal form share a tensor where they are not live together. First come, first served is optimal here:
-    per form it needs as many tensors as blocks are live at once (colouring of an interval graph).
+    Blocks of equal layout share a tensor where they are not live together. First come, first served is optimal here:
+    per layout it needs as many tensors as blocks are live at once (colouring of an interval graph).
     """
-    free: dict[Form | None, list[tuple[int, int]]] = {}  # per form: (live until, offset) of its tensors
+    free: dict[Layout | None, list[tuple[int, int]]] = {}  # per layout: (live until, offset) of its tensors
     total = 0
     for block in sorted(blocks, key=lambda block: block.start):
-        tensors = free.setdefault(block.form, [])
+        tensors = free.setdefault(block.layout, [])
         reusable = [tensor for tensor in tensors if tensor[0] < block.start]
         if reusable:
             taken = max(reusable)

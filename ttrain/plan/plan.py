@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Device, Form, Kernel, of_side
+from ttrain.device.base import Device, Kernel, Layout, of_side
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind, Stage
 from ttrain.plan.arena import Block, pack, peak_bytes, take_turns
@@ -70,21 +70,21 @@ class Plan:
 def build_plan(graph: Graph, kernels: Mapping[str, Kernel], device: Device | None = None) -> Plan:
     """Place every value of a final graph, and prove the result (see check.py).
 
-    Without arenas on the device, an offset stands for one tensor, and values take turns in it by form.
+    Without arenas on the device, an offset stands for one tensor, and values take turns in it by layout.
     """
-    forms = None if device is None or device.arenas else _Forms(graph, kernels, device)
-    placement = place(graph, kernels, frozenset() if forms is None else forms.special)
+    layouts = None if device is None or device.arenas else _Layouts(graph, kernels, device)
+    placement = place(graph, kernels, frozenset() if layouts is None else layouts.special)
     owned: dict[Value, Block] = {}
     for owner, lifetime in placement.lifetimes.items():
         label = owner.name or repr(owner)
         owned[owner] = Block(label, owner.spec.nbytes, lifetime.start, lifetime.end, on_host=owner.on_host)
     scratch = _scratch(graph, kernels, placement)
-    if forms is not None:
-        forms.give({owner: block for owner, block in owned.items() if not block.on_host})
-        forms.give_scratch(block for group in scratch.values() for block in group if not block.on_host)
+    if layouts is not None:
+        layouts.give({owner: block for owner, block in owned.items() if not block.on_host})
+        layouts.give_scratch(block for group in scratch.values() for block in group if not block.on_host)
     both = _all_blocks(owned, scratch)
     blocks = [block for block in both if not block.on_host]
-    arena_bytes = pack(blocks) if forms is None else take_turns(blocks)
+    arena_bytes = pack(blocks) if layouts is None else take_turns(blocks)
     host_arena_bytes = pack([block for block in both if block.on_host])
     plan = Plan(
         graph,
@@ -115,7 +115,7 @@ def _scratch(graph: Graph, kernels: Mapping[str, Kernel], placement: Placement) 
         if specs:
             label = f"workspace of {node.op.name}"
             on_host = node.on_host
-            scratch[node] = [Block(label, spec.nbytes, time, time, form=spec, on_host=on_host) for spec in specs]
+            scratch[node] = [Block(label, spec.nbytes, time, time, layout=spec, on_host=on_host) for spec in specs]
     return scratch
 
 
@@ -129,35 +129,35 @@ def _specs(node: Node) -> tuple[list[TensorSpec | None], list[TensorSpec]]:
     return [None if value is None else value.spec for value in node.inputs], [output.spec for output in node.outputs]
 
 
-class _Forms:
+class _Layouts:
     """How a device without arenas holds each value."""
 
     def __init__(self, graph: Graph, kernels: Mapping[str, Kernel], device: Device) -> None:
         self._device = device
-        self._of: dict[Value, Form] = {}
+        self._of: dict[Value, Layout] = {}
         for node in graph.nodes:
-            forms = None if node.op.view else of_side(kernels, node.on_host)[node.op.name].forms
-            if forms is not None:
-                given = zip(node.outputs, forms(*_specs(node), node.attributes), strict=True)
-                self._of.update((output, form) for output, form in given if form is not None)
+            layouts = None if node.op.view else of_side(kernels, node.on_host)[node.op.name].layouts
+            if layouts is not None:
+                given = zip(node.outputs, layouts(*_specs(node), node.attributes), strict=True)
+                self._of.update((output, layout) for output, layout in given if layout is not None)
 
     @property
     def special(self) -> frozenset[Value]:
-        """Values that their kernels hold in a form of their own: they share a buffer with nothing else."""
+        """Values that their kernels hold in a layout of their own: they share a buffer with nothing else."""
         return frozenset(self._of)
 
     def give(self, blocks: Mapping[Value, Block]) -> None:
-        """Set form and bytes of each block. A step input shares with nothing: the next batch is written early."""
+        """Set layout and bytes of each block. A step input shares with nothing: the next batch is written early."""
         for owner, block in blocks.items():
-            form = self._of.get(owner, self._device.form(owner.spec))
-            block.nbytes = self._device.form_bytes(form)
+            layout = self._of.get(owner, self._device.layout(owner.spec))
+            block.nbytes = self._device.layout_bytes(layout)
             # A tensor is known by its spec, so one that is held otherwise takes turns only with its like.
-            kept = (owner.spec, form) if owner in self._of else form
-            block.form = (owner.name, form) if owner.kind is Kind.INPUT else kept
+            kept = (owner.spec, layout) if owner in self._of else layout
+            block.layout = (owner.name, layout) if owner.kind is Kind.INPUT else kept
 
     def give_scratch(self, blocks: Iterable[Block]) -> None:
-        """The same for scratch buffers, whose form is still their spec."""
+        """The same for scratch buffers, whose layout is still their spec."""
         for block in blocks:
-            assert isinstance(block.form, TensorSpec)
-            block.form = self._device.form(block.form)
-            block.nbytes = self._device.form_bytes(block.form)
+            assert isinstance(block.layout, TensorSpec)
+            block.layout = self._device.layout(block.layout)
+            block.nbytes = self._device.layout_bytes(block.layout)

@@ -49,8 +49,8 @@ class Reach:
 def reach(op: Op, device: Device) -> Reach:
     """By a kernel or by the op's decomposition, which may leave out outputs that only a fused backward reads.
 
-    Where a kernel holds an output in a form of its own, such as the statistics of layer norm on a card, the numbers in
-    it are its own business, and an op that reads them is verified through the backward of the one that makes them.
+    Where a kernel holds an output in a layout of its own, such as the statistics of layer norm on a card, the numbers
+    in it are its own business, and an op that reads them is verified through the backward of the one that makes them.
     """
     graph, _, outputs = cases.record(op, op.cases()[0], DType.FP32)
     node = graph.nodes[0]
@@ -71,11 +71,11 @@ def _plain(values: Sequence[Value], device: Device) -> tuple[int, ...]:
 
 def _special(value: Value, device: Device) -> bool:
     node = value.producer
-    forms = None if node is None or node.op.name not in device.kernels else device.kernels[node.op.name].forms
-    if node is None or forms is None:
+    layouts = None if node is None or node.op.name not in device.kernels else device.kernels[node.op.name].layouts
+    if node is None or layouts is None:
         return False
     specs = [None if given is None else given.spec for given in node.inputs]
-    return forms(specs, [output.spec for output in node.outputs], node.attributes)[value.index] is not None
+    return layouts(specs, [output.spec for output in node.outputs], node.attributes)[value.index] is not None
 
 
 @dataclass

@@ -11,7 +11,7 @@ import numpy as np
 
 from ttrain.core.errors import CaptureError, ConfigError, DeviceUnavailable, GraphError
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Device, Form, Kernel, Launch
+from ttrain.device.base import Device, Kernel, Launch, Layout
 from ttrain.device.ttnn.kernels import kernel_table
 from ttrain.device.ttnn.kernels.common import Context
 from ttrain.device.ttnn.offload import both_tables, host_device, offloaded_by
@@ -22,7 +22,7 @@ from ttrain.device.ttnn.runtime.subdevices import open_mesh
 from ttrain.device.ttnn.runtime.watch import Watch
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput
-from ttrain.device.ttnn.tensors.form import TileForm, shares_memory, usual_form
+from ttrain.device.ttnn.tensors.layout import TileLayout, default_layout, shares_memory
 from ttrain.device.ttnn.tensors.store import Store
 
 
@@ -54,7 +54,7 @@ class BufferPool:
             return IntegerInput(self._store, spec)
         tensor = DeviceTensor(self._store, spec)
         if self._matrices is not None and spec.rank == 2:
-            tensor.hold_as(TileForm(tensor.form.shape, self._matrices))
+            tensor.hold_as(TileLayout(tensor.layout.shape, self._matrices))
         return tensor
 
 
@@ -135,12 +135,12 @@ class TenstorrentDevice(Device):
     def offloaded(self, name: str) -> bool:
         return offloaded_by(self.config, name)
 
-    def form(self, spec: TensorSpec) -> Form:
-        return usual_form(spec)
+    def layout(self, spec: TensorSpec) -> Layout:
+        return default_layout(spec)
 
-    def form_bytes(self, form: Form) -> int:
-        assert isinstance(form, TileForm)
-        return form.nbytes
+    def layout_bytes(self, layout: Layout) -> int:
+        assert isinstance(layout, TileLayout)
+        return layout.nbytes
 
     def shares(self, spec: TensorSpec, other: TensorSpec) -> bool:
         return shares_memory(spec, other)
@@ -200,7 +200,7 @@ class TenstorrentDevice(Device):
         for result, output in zip(launch(), outputs, strict=True):
             if result is None:
                 continue
-            if output.adopts and result.dtype == getattr(self.store.tt, output.form.dtype):
+            if output.adopts and result.dtype == getattr(self.store.tt, output.layout.dtype):
                 output.adopt(result)
             else:
                 self.store.tt.copy(result, output.t)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Delivery, Device, Form, Kernel, Launch, Table
+from ttrain.device.base import Delivery, Device, Kernel, Launch, Layout, Table
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput
-from ttrain.device.ttnn.tensors.form import usual_form
+from ttrain.device.ttnn.tensors.layout import default_layout
 
 if TYPE_CHECKING:
     from ttrain.device.ttnn.tensors.store import Store
@@ -53,12 +53,12 @@ def both_tables(card: Mapping[str, Kernel], host: Device, store: Store) -> Table
     )
 
 
-def _apart(inputs: Specs, outputs: Sequence[TensorSpec], attributes: Attributes) -> list[Form | None]:
-    """Naming the usual form keeps such values in tensors that nothing else takes turns in.
+def _apart(inputs: Specs, outputs: Sequence[TensorSpec], attributes: Attributes) -> list[Layout | None]:
+    """Naming the default layout keeps such values in tensors that nothing else takes turns in.
 
     So a tensor stays the same from step to step, and the host finds it after a captured step has run.
     """
-    return [usual_form(output) for output in outputs]
+    return [default_layout(output) for output in outputs]
 
 
 def _stage(store: Store) -> Kernel:
@@ -66,7 +66,7 @@ def _stage(store: Store) -> Kernel:
         (x,), (y,) = ins, outs
         return lambda: store.tt.copy(x.t, y.t)
 
-    return Kernel(bind, forms=_apart)
+    return Kernel(bind, layouts=_apart)
 
 
 def _to_host(host: Device) -> Kernel:
@@ -82,9 +82,9 @@ def _to_card(host: Device, store: Store) -> Kernel:
 
     def bind(ins: Sequence[Any], outs: Sequence[Any], attributes: Attributes, work: Sequence[Any]) -> Launch:
         (x,), (y,) = ins, outs
-        return lambda: store.write(y.t, y.form, np.asarray(host.download(x), np.float32))
+        return lambda: store.write(y.t, y.layout, np.asarray(host.download(x), np.float32))
 
-    return Kernel(bind, Delivery.INTO, forms=_apart)
+    return Kernel(bind, Delivery.INTO, layouts=_apart)
 
 
 def _host_input(host: Device) -> Kernel:

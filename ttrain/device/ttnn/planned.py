@@ -1,4 +1,4 @@
-"""The Tenstorrent devices as a plan sees them: their kernel rows and forms, without ttnn and without a card."""
+"""The Tenstorrent devices as a plan sees them: their kernel rows and layouts, without ttnn and without a card."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any, cast
 
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Form
+from ttrain.device.base import Layout
 from ttrain.device.null.device import NullDevice
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.device.ttnn.tensors.form import TileForm, shares_memory, usual_form
+from ttrain.device.ttnn.tensors.layout import TileLayout, default_layout, shares_memory
 
 
 class _Nothing:
@@ -31,11 +31,11 @@ class PlannedDevice(NullDevice):
     def offloaded(self, name: str) -> bool:
         return self.is_offloaded(name)
 
-    def form(self, spec: TensorSpec) -> Form:
-        return usual_form(spec)
+    def layout(self, spec: TensorSpec) -> Layout:
+        return default_layout(spec)
 
-    def form_bytes(self, form: Form) -> int:
-        return cast(TileForm, form).nbytes
+    def layout_bytes(self, layout: Layout) -> int:
+        return cast(TileLayout, layout).nbytes
 
     def shares(self, spec: TensorSpec, other: TensorSpec) -> bool:
         return shares_memory(spec, other)

@@ -15,7 +15,7 @@ from ttrain.engine.state import State
 def padding_values(state: State, steps: Mapping[str, Step], device: Device) -> dict[str, Any]:
     """Bytes with and without padding, of the persistent tensors and of every planned buffer."""
     specs = [state.tensor(name).spec for name in state.names() if not state.on_host(name)]
-    kept = sum(spec.nbytes for spec in specs), sum(device.form_bytes(device.form(spec)) for spec in specs)
+    kept = sum(spec.nbytes for spec in specs), sum(device.layout_bytes(device.layout(spec)) for spec in specs)
     needed = held = 0
     worst: list[tuple[int, str]] = []
     for name, step in steps.items():

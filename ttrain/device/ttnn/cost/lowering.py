@@ -8,7 +8,7 @@ from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.ttnn.cost.programs import Product, Program, Scatter, Stream
-from ttrain.device.ttnn.tensors.form import TILE, device_shape, usual_form
+from ttrain.device.ttnn.tensors.layout import TILE, default_layout, device_shape
 
 Node = Any  # of a graph, which lies above devices
 ONE_HOT_UP_TO = 2048  # ids: a larger vocabulary gets its gradient from ttnn's embedding_bw
@@ -21,8 +21,10 @@ def node_programs(node: Node) -> list[Program]:
 
 def _streamed(*specs: TensorSpec, wide: bool = False) -> Stream:
     """Every tensor once; with `wide` in fp32, whatever its dtype."""
-    forms = [usual_form(spec.with_dtype(DType.FP32) if wide and spec.dtype.is_floating else spec) for spec in specs]
-    return Stream(float(sum(form.nbytes for form in forms)), max(form.tiles for form in forms))
+    layouts = [
+        default_layout(spec.with_dtype(DType.FP32) if wide and spec.dtype.is_floating else spec) for spec in specs
+    ]
+    return Stream(float(sum(layout.nbytes for layout in layouts)), max(layout.tiles for layout in layouts))
 
 
 def _scattered(*specs: TensorSpec) -> Scatter:
@@ -237,7 +239,7 @@ def _joined(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
         fills = spec.rank in groups and all(size % TILE == 0 for size in spec.shape)
         (groups[spec.rank] if fills else single).append(spec)
     stacks = [
-        TensorSpec((sum(usual_form(member).tiles for member in group) * TILE, TILE), group[0].dtype)
+        TensorSpec((sum(default_layout(member).tiles for member in group) * TILE, TILE), group[0].dtype)
         for group in groups.values()
         if group
     ]

@@ -12,7 +12,7 @@ from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, into, is_bf16
 from ttrain.device.ttnn.kernels.loss import log_sum, softmax_parts
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Tensors
-from ttrain.device.ttnn.tensors.form import TILE, TileForm, dtype_name
+from ttrain.device.ttnn.tensors.layout import TILE, TileLayout, dtype_name
 
 
 def mask_bias(c: Context, spec: TensorSpec, mask: AttentionMask, batch: int | None = None) -> DeviceTensor:
@@ -22,8 +22,8 @@ def mask_bias(c: Context, spec: TensorSpec, mask: AttentionMask, batch: int | No
     values = values if mask.biased else values[0]
     shape = (1, *values.shape) if mask.biased else values.shape
     shape = shape if batch is None else (batch, 1, time, time)
-    form = TileForm(shape, dtype_name(spec.dtype))
-    return c.constant(("bias", mask), form, lambda: np.broadcast_to(values, shape))
+    layout = TileLayout(shape, dtype_name(spec.dtype))
+    return c.constant(("bias", mask), layout, lambda: np.broadcast_to(values, shape))
 
 
 def _scaled(c: Context, x: DeviceTensor, y: Any, attributes: Attributes) -> Launch:

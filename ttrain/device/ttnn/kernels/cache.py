@@ -12,7 +12,7 @@ from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, inplace, into
 from ttrain.device.ttnn.kernels.embedding import one_hot
 from ttrain.device.ttnn.tensors.device_tensor import IntegerInput, Tensors
-from ttrain.device.ttnn.tensors.form import TileForm, dtype_name
+from ttrain.device.ttnn.tensors.layout import TileLayout, dtype_name
 
 
 def _cache_write(c: Context) -> Kernel:
@@ -24,7 +24,7 @@ def _cache_write(c: Context) -> Kernel:
         count, dtype = rows.spec.shape[2], cache.spec.dtype
         hot = one_hot(c, positions, context, dtype)
         lead = (batch, heads, 1, 1)
-        spread = c.constant("ones", TileForm(lead, dtype_name(dtype)), lambda: np.ones(lead, np.float32))
+        spread = c.constant("ones", TileLayout(lead, dtype_name(dtype)), lambda: np.ones(lead, np.float32))
 
         def run() -> None:
             places = hot()  # [N, C]
@@ -44,10 +44,10 @@ def _cache_bias(c: Context) -> Kernel:
         (positions, visible), (bias,), tt = ins, outs, c.tt
         context, kind = attributes["context"], attributes.get("position_bias", "none")
         dtype = getattr(tt, dtype_name(bias.spec.dtype))
-        column = TileForm((positions.spec.size, 1), "int32")
-        limits = visible.in_form(column)
+        column = TileLayout((positions.spec.size, 1), "int32")
+        limits = visible.in_layout(column)
         numbers = c.constant(
-            "numbers", TileForm((1, context), "int32"), lambda: np.arange(context, dtype=np.int32)[None]
+            "numbers", TileLayout((1, context), "int32"), lambda: np.arange(context, dtype=np.int32)[None]
         )
         shape = (1, 1, positions.spec.size, context)
 
@@ -59,10 +59,10 @@ def _cache_bias(c: Context) -> Kernel:
 
         if kind == "none":
             return plain
-        places = positions.in_form(column)
-        keys = c.constant("keys", TileForm((1, context)), lambda: np.arange(context, dtype=np.float32)[None])
+        places = positions.in_layout(column)
+        keys = c.constant("keys", TileLayout((1, context)), lambda: np.arange(context, dtype=np.float32)[None])
         slopes = -np.asarray(alibi_slopes(attributes["heads"]), np.float32).reshape(1, -1, 1, 1)
-        rates = c.constant("alibi", TileForm(slopes.shape), lambda: slopes)
+        rates = c.constant("alibi", TileLayout(slopes.shape), lambda: slopes)
 
         def sloped() -> None:
             distance = tt.subtract(keys.t, tt.typecast(places(), tt.float32))

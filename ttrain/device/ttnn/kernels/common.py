@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Delivery, Form, Kernel, Launch
+from ttrain.device.base import Delivery, Kernel, Launch, Layout
 from ttrain.device.ttnn.tensors.device_tensor import Derived, DeviceTensor, Tensors
-from ttrain.device.ttnn.tensors.form import TILE, TileForm, device_shape, dtype_name
+from ttrain.device.ttnn.tensors.layout import TILE, TileLayout, device_shape, dtype_name
 from ttrain.device.ttnn.tensors.store import Store
 
 Attributes = Mapping[str, Any]
 Specs = Sequence[Any]
 Build = Callable[[Sequence[Any], Tensors, Attributes, Tensors], Launch]
-Forms = Callable[[Specs, Specs, Attributes], list[Form | None]]
+Layouts = Callable[[Specs, Specs, Attributes], list[Layout | None]]
 
 
 @dataclass
@@ -53,18 +53,20 @@ class Context:
         """Keywords of matrix products."""
         return {"compute_kernel_config": self.config, **({} if self.grid is None else {"core_grid": self.grid})}
 
-    def constant(self, key: Any, form: TileForm, values: Callable[[], np.ndarray]) -> DeviceTensor:
+    def constant(self, key: Any, layout: TileLayout, values: Callable[[], np.ndarray]) -> DeviceTensor:
         """A tensor of fixed values, made once."""
-        if (key, form) not in self.constants:
-            tensor = DeviceTensor(self.store, TensorSpec(form.shape, DType.FP32))
-            tensor.form, tensor.pending = form, values()
+        if (key, layout) not in self.constants:
+            tensor = DeviceTensor(self.store, TensorSpec(layout.shape, DType.FP32))
+            tensor.layout, tensor.pending = layout, values()
             tensor.t  # noqa: B018 - it must exist before a capture
-            self.constants[key, form] = tensor
-        return self.constants[key, form]
+            self.constants[key, layout] = tensor
+        return self.constants[key, layout]
 
     def ones_row(self, length: int, dtype: DType) -> DeviceTensor:
         """[1, length] of ones: a product with it sums columns."""
-        return self.constant("ones", TileForm((1, length), dtype_name(dtype)), lambda: np.ones((1, length), np.float32))
+        return self.constant(
+            "ones", TileLayout((1, length), dtype_name(dtype)), lambda: np.ones((1, length), np.float32)
+        )
 
     def derived(self, sources: Tensors, function: Callable[..., float], width: int = 1) -> Derived:
         """A scalar tensor, or a row of equal numbers, that the host works out from scalar step inputs."""
@@ -74,14 +76,16 @@ class Context:
         return scalar
 
 
-def into(build: Build, forms: Forms | None = None, overwrites: tuple[int, ...] = (), workspace: Any = None) -> Kernel:
+def into(
+    build: Build, layouts: Layouts | None = None, overwrites: tuple[int, ...] = (), workspace: Any = None
+) -> Kernel:
     """A row that writes into its output buffers."""
-    return Kernel(build, Delivery.INTO, workspace, (), overwrites, forms)
+    return Kernel(build, Delivery.INTO, workspace, (), overwrites, layouts)
 
 
-def fresh(build: Build, forms: Forms | None = None) -> Kernel:
+def fresh(build: Build, layouts: Layouts | None = None) -> Kernel:
     """A row whose launch returns tensors of its own, one an output; None for an output that it does not form."""
-    return Kernel(build, Delivery.FRESH, None, (), (), forms)
+    return Kernel(build, Delivery.FRESH, None, (), (), layouts)
 
 
 def inplace(build: Build) -> Kernel:

@@ -7,7 +7,7 @@ from typing import Any
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, into
 from ttrain.device.ttnn.tensors.device_tensor import Tensors
-from ttrain.device.ttnn.tensors.form import dtype_name
+from ttrain.device.ttnn.tensors.layout import dtype_name
 
 
 def _binary(c: Context, name: str) -> Kernel:

@@ -11,7 +11,7 @@ from ttrain.core.spec import DType
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, fresh, is_bf16
 from ttrain.device.ttnn.tensors.device_tensor import IntegerInput, Tensors
-from ttrain.device.ttnn.tensors.form import ROWS, TILE, TileForm, device_shape, dtype_name
+from ttrain.device.ttnn.tensors.layout import ROWS, TILE, TileLayout, device_shape, dtype_name
 
 ONE_HOT_UP_TO = 2048  # ids: a product with one-hot rows sums in fp32, where embedding_bw sums in bf16
 
@@ -19,8 +19,8 @@ ONE_HOT_UP_TO = 2048  # ids: a product with one-hot rows sums in fp32, where emb
 def one_hot(c: Context, ids: IntegerInput, count: int, dtype: DType, start: int = 0, stop: int | None = None) -> Launch:
     """A launch that returns rows `start` to `stop` of [N, count]: 1 where a column's number is the row's id, else 0."""
     rows = ids.spec.size
-    column = ids.in_form(TileForm((rows, 1), "int32"))
-    numbers = c.constant("numbers", TileForm((1, count), "int32"), lambda: np.arange(count, dtype=np.int32)[None])
+    column = ids.in_layout(TileLayout((rows, 1), "int32"))
+    numbers = c.constant("numbers", TileLayout((1, count), "int32"), lambda: np.arange(count, dtype=np.int32)[None])
     kind = getattr(c.tt, dtype_name(dtype))
     if start == 0 and stop in (None, rows):
         return lambda: c.tt.eq(column(), numbers.t, dtype=kind)
@@ -36,7 +36,7 @@ def _embedding(c: Context) -> Kernel:
     def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         ids, weight = ins
         tt, shape = c.tt, device_shape(outs[0].spec.shape)
-        rows = ids.in_form(TileForm(device_shape(ids.spec.shape), "uint32", ROWS))
+        rows = ids.in_layout(TileLayout(device_shape(ids.spec.shape), "uint32", ROWS))
         aligned = device_shape(ids.spec.shape)[-1] % TILE == 0
 
         picked = one_hot(c, ids, weight.spec.shape[0], DType.BF16) if c.confined else None
@@ -72,9 +72,9 @@ def _embedding_grad(c: Context) -> Kernel:
         count, width = ids.spec.size, dy.spec.shape[-1]
         shape = device_shape(ids.spec.shape)
         if vocabulary > ONE_HOT_UP_TO and not c.confined and is_bf16(dy) and shape[-1] % TILE == 0:
-            rows = ids.in_form(TileForm(shape, "uint32", ROWS))
+            rows = ids.in_layout(TileLayout(shape, "uint32", ROWS))
             weight = c.constant(
-                "table", TileForm((vocabulary, width), "bfloat16"), lambda: np.zeros((vocabulary, width))
+                "table", TileLayout((vocabulary, width), "bfloat16"), lambda: np.zeros((vocabulary, width))
             )
 
             def summed() -> list[Any]:

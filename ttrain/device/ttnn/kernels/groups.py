@@ -18,10 +18,10 @@ from ttrain.device.base import Launch
 from ttrain.device.ttnn.kernels.common import Context
 from ttrain.device.ttnn.kernels.random import key_of, mix_into
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Tensors
-from ttrain.device.ttnn.tensors.form import TILE, TileForm
+from ttrain.device.ttnn.tensors.layout import TILE, TileLayout
 from ttrain.device.ttnn.tensors.stack import Stack, stacked
 
-Joined = Any  # a stack or a tensor by itself: both have `t` and `form`
+Joined = Any  # a stack or a tensor by itself: both have `t` and `layout`
 
 
 @dataclass
@@ -73,7 +73,7 @@ def on_wide(
     `rounding` turns the fp32 numbers of a slot into numbers that bf16 has.
     """
     tt = c.tt
-    narrow = [slot.form.dtype != "float32" for slot in group.slots]
+    narrow = [slot.layout.dtype != "float32" for slot in group.slots]
     wide = UpdateGroup(
         [_Buffer(None) if cut else slot for cut, slot in zip(narrow, group.slots, strict=True)], group.gradients
     )
@@ -111,7 +111,7 @@ class _Piece:
     """Rows of a stack, as a tensor."""
 
     t: Any
-    form: TileForm
+    layout: TileLayout
 
 
 def pieces(c: Context, group: UpdateGroup) -> Iterator[tuple[UpdateGroup, int]]:
@@ -120,14 +120,14 @@ def pieces(c: Context, group: UpdateGroup) -> Iterator[tuple[UpdateGroup, int]]:
     if not isinstance(first, Stack):
         yield group, 0
         return
-    rows, width = first.form.shape
+    rows, width = first.layout.shape
     unit = c.store.banks * TILE
     length = max(1, PIECE // (unit * width)) * unit
     for start in range(0, rows, length):
         count = min(length, rows - start)
 
         def cut(whole: Joined, start: int = start, count: int = count) -> _Piece:
-            return _Piece(c.tt.narrow(whole.t, 0, start, count), TileForm((count, width), whole.form.dtype))
+            return _Piece(c.tt.narrow(whole.t, 0, start, count), TileLayout((count, width), whole.layout.dtype))
 
         yield UpdateGroup([cut(slot) for slot in group.slots], cut(group.gradients)), start * width
 
@@ -139,9 +139,9 @@ class Rounding:
         self.c = c
         self.keys = {number: key_of(c, seed, stream + number, per_chip=False) for number in numbers}
 
-    def of(self, form: TileForm, first: int) -> Callable[[int, Any], None]:
-        """For tensors of this form whose first element has this number."""
-        shape = _seen_as(form)
+    def of(self, layout: TileLayout, first: int) -> Callable[[int, Any], None]:
+        """For tensors of this layout whose first element has this number."""
+        shape = _seen_as(layout)
         rows, columns = (prod(shape[:-1]), shape[-1])
         row = self._counter((*shape[:-1], 1), rows, columns)
         column = self._counter((1,) * (len(shape) - 1) + (columns,), columns, 1)
@@ -149,7 +149,7 @@ class Rounding:
         def run(number: int, slot: Any) -> None:
             if number in self.keys:
                 start = self.c.tt.add(self.c.tt.add(column.t, self.keys[number].t), first)
-                slot.t = self._rounded(slot.t, form.shape, shape, self.c.tt.add(row.t, start))
+                slot.t = self._rounded(slot.t, layout.shape, shape, self.c.tt.add(row.t, start))
 
         return run
 
@@ -159,7 +159,7 @@ class Rounding:
         def values() -> np.ndarray:
             return (np.arange(count, dtype=np.int64) * stride).astype(np.uint32).view(np.int32).reshape(shape)
 
-        return self.c.constant(("counter", stride), TileForm(shape, "int32"), values)
+        return self.c.constant(("counter", stride), TileLayout(shape, "int32"), values)
 
     def _rounded(self, x: Any, given: tuple[int, ...], shape: tuple[int, ...], hashes: Any) -> Any:
         tt = self.c.tt
@@ -173,10 +173,10 @@ class Rounding:
         return cut if shape == given else tt.experimental.view(cut, given)
 
 
-def _seen_as(form: TileForm) -> tuple[int, ...]:
+def _seen_as(layout: TileLayout) -> tuple[int, ...]:
     """A shape of the same tiles in which the numbers of rows and of columns take little memory."""
-    if form.shape[-1] != TILE or form.padded != form.shape or len(form.shape) != 2:
-        return form.shape
-    tiles = form.tiles
+    if layout.shape[-1] != TILE or layout.padded != layout.shape or len(layout.shape) != 2:
+        return layout.shape
+    tiles = layout.tiles
     across = next(count for count in range(isqrt(tiles), 0, -1) if tiles % count == 0)
     return tiles // across * TILE, across * TILE

@@ -14,20 +14,20 @@ from ttrain.core.spec import DType
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, flattens, into, rows_shape
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Tensors
-from ttrain.device.ttnn.tensors.form import TileForm, dtype_name
+from ttrain.device.ttnn.tensors.layout import TileLayout, dtype_name
 
 
 def _stacked_identity(c: Context, heads: int, width: int, dtype: DType) -> DeviceTensor:
     """[heads * width, width]: one identity matrix under the other."""
-    form = TileForm((heads * width, width), dtype_name(dtype))
-    return c.constant("stacked identity", form, lambda: np.tile(np.eye(width, dtype=np.float32), (heads, 1)))
+    layout = TileLayout((heads * width, width), dtype_name(dtype))
+    return c.constant("stacked identity", layout, lambda: np.tile(np.eye(width, dtype=np.float32), (heads, 1)))
 
 
 def _blocks(c: Context, heads: int, height: int, width: int, dtype: DType) -> DeviceTensor:
     """[heads * height, heads * width]: 1 within each head's own block, else 0."""
-    form = TileForm((heads * height, heads * width), dtype_name(dtype))
+    layout = TileLayout((heads * height, heads * width), dtype_name(dtype))
     block = np.ones((height, width), np.float32)
-    return c.constant(("blocks", heads), form, lambda: np.kron(np.eye(heads, dtype=np.float32), block))
+    return c.constant(("blocks", heads), layout, lambda: np.kron(np.eye(heads, dtype=np.float32), block))
 
 
 def _head_matmul(c: Context) -> Kernel:
@@ -84,7 +84,7 @@ def _picking(c: Context, batch: int, rows: tuple[int, ...], time: int, dtype: DT
     def values() -> np.ndarray:
         return np.broadcast_to(np.eye(time, dtype=np.float32)[list(rows)], (batch, len(rows), time))
 
-    return c.constant(("picking", rows), TileForm((batch, len(rows), time), dtype_name(dtype)), values)
+    return c.constant(("picking", rows), TileLayout((batch, len(rows), time), dtype_name(dtype)), values)
 
 
 def _move_rows(c: Context, back: bool) -> Kernel:

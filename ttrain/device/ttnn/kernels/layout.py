@@ -7,7 +7,7 @@ from typing import Any
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, fresh, into
 from ttrain.device.ttnn.tensors.device_tensor import Tensors
-from ttrain.device.ttnn.tensors.form import TILE, device_shape
+from ttrain.device.ttnn.tensors.layout import TILE, device_shape
 
 
 def _copy_reshape(c: Context) -> Kernel:

@@ -18,7 +18,7 @@ from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, fresh, into, rows_shape
 from ttrain.device.ttnn.kernels.embedding import one_hot
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput, Tensors
-from ttrain.device.ttnn.tensors.form import TILE, TileForm, dtype_name
+from ttrain.device.ttnn.tensors.layout import TILE, TileLayout, dtype_name
 
 CHUNK_LOGITS = 2**23  # of how many logits of a head are formed at a time, 32 MiB
 
@@ -32,7 +32,7 @@ class _Targets:
 
     @classmethod
     def of(cls, c: Context, targets: IntegerInput, vocabulary: int, weight: DeviceTensor) -> _Targets:
-        present = targets.in_form(TileForm((targets.spec.size, 1), "float32"))
+        present = targets.in_layout(TileLayout((targets.spec.size, 1), "float32"))
 
         def weights() -> Any:
             return c.tt.multiply(present(), weight.t)
@@ -132,7 +132,7 @@ class _HeadLoss:
         step = max(TILE, CHUNK_LOGITS // self.vocabulary // TILE * TILE)
         self.chunks = [(start, min(start + step, self.rows)) for start in range(0, self.rows, step)]
         self.hot = [one_hot(c, targets, self.vocabulary, DType.FP32, *chunk) for chunk in self.chunks]
-        self.present = targets.in_form(TileForm((self.rows, 1), "float32"))
+        self.present = targets.in_layout(TileLayout((self.rows, 1), "float32"))
         self.dtype = getattr(c.tt, dtype_name(self.hidden.spec.dtype))
 
     def _row(self, key: str, live: float, rest: float) -> DeviceTensor:
@@ -141,7 +141,7 @@ class _HeadLoss:
         def values() -> np.ndarray:
             return np.where(np.arange(self.vocabulary) < self.live, live, rest).astype(np.float32)[None]
 
-        return self.c.constant((key, live, self.live), TileForm((1, self.vocabulary), "float32"), values)
+        return self.c.constant((key, live, self.live), TileLayout((1, self.vocabulary), "float32"), values)
 
     def launch(self, gradients: bool) -> Launch:
         """A launch that returns the sums, and with `gradients` dhidden, dhead and any dbias."""
@@ -269,7 +269,7 @@ def _squared_error_grad(c: Context) -> Kernel:
 
     def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         (prediction, target, weight), (out,), tt = ins, outs, c.tt
-        zero = c.constant("zero", TileForm((1, 1), "float32"), lambda: np.zeros((1, 1), np.float32))
+        zero = c.constant("zero", TileLayout((1, 1), "float32"), lambda: np.zeros((1, 1), np.float32))
 
         def run() -> None:
             difference = tt.subtract(prediction.t, target.t, dtype=tt.float32)

@@ -8,32 +8,32 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.spec import DType
-from ttrain.device.base import Delivery, Form, Kernel, Launch
+from ttrain.device.base import Delivery, Kernel, Launch, Layout
 from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, is_bf16
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Tensors
-from ttrain.device.ttnn.tensors.form import TileForm, device_shape
+from ttrain.device.ttnn.tensors.layout import TileLayout, device_shape
 
 
 def _fuses(c: Context, x: Any) -> bool:
     return c.fused and x.dtype is DType.BF16
 
 
-def _column(shape: Sequence[int], dtype: str) -> TileForm:
+def _column(shape: Sequence[int], dtype: str) -> TileLayout:
     """[..., T, 1]: a number a row."""
-    return TileForm((*device_shape(tuple(shape))[:-1], 1), dtype)
+    return TileLayout((*device_shape(tuple(shape))[:-1], 1), dtype)
 
 
-def _statistics(c: Context, x: Any) -> list[Form | None]:
-    """Forms of mean and rstd, which are columns. Where the gradient is fused, x itself, normalised, stands for mean."""
+def _statistics(c: Context, x: Any) -> list[Layout | None]:
+    """Layouts of mean and rstd, which are columns. Where the gradient is fused, normalised x stands for mean."""
     if _fuses(c, x):
-        return [TileForm(device_shape(x.shape), "bfloat16"), _column(x.shape, "bfloat16")]
+        return [TileLayout(device_shape(x.shape), "bfloat16"), _column(x.shape, "bfloat16")]
     return [_column(x.shape, "float32")] * 2
 
 
 def _hold(c: Context, x: DeviceTensor, mean: DeviceTensor, rstd: DeviceTensor) -> None:
-    for tensor, form in zip((mean, rstd), _statistics(c, x.spec), strict=True):
-        assert isinstance(form, TileForm)
-        tensor.hold_as(form)
+    for tensor, layout in zip((mean, rstd), _statistics(c, x.spec), strict=True):
+        assert isinstance(layout, TileLayout)
+        tensor.hold_as(layout)
 
 
 def _layer_norm(c: Context) -> Kernel:
@@ -63,7 +63,7 @@ def _layer_norm(c: Context) -> Kernel:
 
         return fused if _fuses(c, x.spec) else plain
 
-    return Kernel(build, Delivery.FRESH, forms=lambda ins, outs, _: [None, *_statistics(c, ins[0])])
+    return Kernel(build, Delivery.FRESH, layouts=lambda ins, outs, _: [None, *_statistics(c, ins[0])])
 
 
 def _wide(c: Context, tensor: DeviceTensor) -> Any:
@@ -91,7 +91,7 @@ def _layer_norm_grad(c: Context) -> Kernel:
         if not _fuses(c, x.spec):
             return lambda: _plain_grad(c, ins, outs, attributes["bias"])
         shape = (1,) * (3 - x.spec.rank) + x.spec.shape
-        row = TileForm(shape[:-1], "bfloat16")
+        row = TileLayout(shape[:-1], "bfloat16")
         zeros = c.constant("zeros", row, lambda: np.zeros(row.shape, np.float32))
         ones = c.constant("ones", row, lambda: np.ones(row.shape, np.float32))
 

@@ -16,7 +16,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, into
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput, Key, Tensors
-from ttrain.device.ttnn.tensors.form import TileForm, device_shape, dtype_name
+from ttrain.device.ttnn.tensors.layout import TileLayout, device_shape, dtype_name
 
 _SIGN = 1 << 31
 
@@ -45,7 +45,7 @@ def _dropout_mask(c: Context) -> Kernel:
         (mask,), key = outs, key_of(c, ins[0], attributes["stream"])
         shape, tt = device_shape(mask.spec.shape), c.tt
         size, p = mask.spec.size, attributes["p"]
-        index = c.constant("index", TileForm(shape, "int32"), lambda: np.arange(size, dtype=np.int32).reshape(shape))
+        index = c.constant("index", TileLayout(shape, "int32"), lambda: np.arange(size, dtype=np.int32).reshape(shape))
         least, dtype = signed(keep_threshold(p) ^ _SIGN), getattr(tt, dtype_name(mask.spec.dtype))
 
         def run() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, fresh, into
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Tensors
-from ttrain.device.ttnn.tensors.form import device_shape
+from ttrain.device.ttnn.tensors.layout import device_shape
 from ttrain.device.ttnn.tensors.stack import wholes
 
 CONCAT_LIMIT = 48  # tensors that ttnn.concat takes in one launch

@@ -216,12 +216,12 @@ def _update(c: Context) -> Kernel:
         for group in groups:
             if rounding is not None:
                 launches += [
-                    on_wide(c, piece, update, rounding.of(piece.slots[0].form, numbered + first))
+                    on_wide(c, piece, update, rounding.of(piece.slots[0].layout, numbered + first))
                     for piece, first in pieces(c, group)
                 ]
             else:
                 launches.append(_plain(c, group, update, rule, given))
-            numbered += prod(group.slots[0].form.shape)
+            numbered += prod(group.slots[0].layout.shape)
         if copies:
             pairs = zip(stacked(c.store, copies), stacked(c.store, lists[0]), strict=True)
             launches += [_rounded(c, copy, master) for copy, master in pairs]
@@ -232,14 +232,14 @@ def _update(c: Context) -> Kernel:
 
 def _plain(c: Context, group: UpdateGroup, update: Update, rule: Any, given: Scalars) -> Launch:
     """One group without random bits."""
-    narrow = [slot.form.dtype != "float32" for slot in group.slots]
+    narrow = [slot.layout.dtype != "float32" for slot in group.slots]
     if all(narrow) and rule.name == "adamw" and c.fused and not c.replayed:
         return _adamw_fused(c, group, rule, given)
     return on_wide(c, group, update) if any(narrow) else update(group)
 
 
 def _rounded(c: Context, copy: Joined, master: Joined) -> Launch:
-    dtype = getattr(c.tt, copy.form.dtype)
+    dtype = getattr(c.tt, copy.layout.dtype)
     return lambda: c.tt.typecast(master.t, dtype, output_tensor=copy.t)
 
 

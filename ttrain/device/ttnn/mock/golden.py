@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ttrain.core.spec import TensorSpec
-from ttrain.device.ttnn.tensors.form import shares_memory
+from ttrain.device.ttnn.tensors.layout import shares_memory
 
 # Keywords that name buffers for results, in the order of the results.
 _OUTPUTS = {

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ttrain.device.base import Launch
-from ttrain.device.ttnn.tensors.form import TileForm
+from ttrain.device.ttnn.tensors.layout import TileLayout
 
 if TYPE_CHECKING:
     from ttrain.device.ttnn.runtime.mesh import Mesh
@@ -29,10 +29,10 @@ class Twins:
         """Run `upload`, whose writes go to the second tensors. The returned call copies what was written."""
         store, pairs = self._store, {}
 
-        def beside(tensor: Any, form: TileForm) -> Any:
+        def beside(tensor: Any, layout: TileLayout) -> Any:
             key = id(tensor)
             if key not in self._twins:
-                self._twins[key] = (tensor, store.blank(form))
+                self._twins[key] = (tensor, store.blank(layout))
             pairs[key] = self._twins[key]
             return pairs[key][1]
 

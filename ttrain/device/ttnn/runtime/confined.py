@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.errors import ConfigError
-from ttrain.device.ttnn.tensors.form import TILE, TileForm, up_to_tile
+from ttrain.device.ttnn.tensors.layout import TILE, TileLayout, up_to_tile
 
-Constant = Callable[[Any, TileForm, Callable[[], np.ndarray]], Any]
+Constant = Callable[[Any, TileLayout, Callable[[], np.ndarray]], Any]
 
 # Ops that take `sub_core_grids`.
 _TOLD = (
@@ -159,8 +159,8 @@ class ConfinedRuntime:
             mask[: shape[-2], : shape[-1]] = 1
             return mask
 
-        form = TileForm(padded[-2:], dtype)
-        mask = self.constant(("inside", shape[-2:]), form, inside)
+        layout = TileLayout(padded[-2:], dtype)
+        mask = self.constant(("inside", shape[-2:]), layout, inside)
         return self.where(mask.t, self._tt.reshape(x, padded, padded), empty)
 
     # Ops that can't be told.
@@ -239,8 +239,10 @@ class ConfinedRuntime:
         columns = x.shape[2]
         if start % TILE == 0 and (stop % TILE == 0 or stop == columns):
             return self.slice(x, [0, 0, start], [x.shape[0], x.shape[1], stop])
-        form = TileForm((columns, stop - start), "bfloat16")
-        chosen = self.constant(("columns", start, stop), form, lambda: np.eye(columns, dtype=np.float32)[:, start:stop])
+        layout = TileLayout((columns, stop - start), "bfloat16")
+        chosen = self.constant(
+            ("columns", start, stop), layout, lambda: np.eye(columns, dtype=np.float32)[:, start:stop]
+        )
         return self._in_parts(x, lambda part: self.pick(part, chosen.t))
 
     def permute(self, x: Any, order: Sequence[int]) -> Any:
@@ -249,7 +251,9 @@ class ConfinedRuntime:
         if list(order) != [*axes[:-2], axes[-1], axes[-2]]:
             _refuse("permute")
         rows = x.shape[-2]
-        unit = self.constant(("unit", rows), TileForm((rows, rows), "bfloat16"), lambda: np.eye(rows, dtype=np.float32))
+        unit = self.constant(
+            ("unit", rows), TileLayout((rows, rows), "bfloat16"), lambda: np.eye(rows, dtype=np.float32)
+        )
         return self._in_parts(x, lambda part: self.pick(part, unit.t, transpose_a=True))
 
     def _in_parts(self, x: Any, product: Callable[[Any], Any]) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.spec import TensorSpec
-from ttrain.device.ttnn.tensors.form import TileForm, device_shape, usual_form
+from ttrain.device.ttnn.tensors.layout import TileLayout, default_layout, device_shape
 from ttrain.device.ttnn.tensors.store import Store
 
 
@@ -22,7 +22,7 @@ class DeviceTensor:
 
     def __init__(self, store: Store, spec: TensorSpec) -> None:
         self.store, self.spec = store, spec
-        self.form: TileForm = usual_form(spec)
+        self.layout: TileLayout = default_layout(spec)
         self.tensor: Any = None
         self.pending: np.ndarray | None = None
         self.value: float | None = None  # of a scalar that was uploaded
@@ -37,17 +37,17 @@ class DeviceTensor:
             self._make()
         return self.tensor
 
-    def hold_as(self, form: TileForm) -> None:
-        """Decide the form; only before the tensor exists."""
-        if form != self.form and self.tensor is not None:
-            raise GraphError(f"{self.spec} is already held as {self.form}, now asked for as {form}.")
-        self.form = form
+    def hold_as(self, layout: TileLayout) -> None:
+        """Decide the layout; only before the tensor exists."""
+        if layout != self.layout and self.tensor is not None:
+            raise GraphError(f"{self.spec} is already held as {self.layout}, now asked for as {layout}.")
+        self.layout = layout
 
     def _make(self) -> None:
         if self.pending is not None:
-            self.tensor, self.pending = self.store.filled(self.form, self.pending), None
+            self.tensor, self.pending = self.store.filled(self.layout, self.pending), None
         else:
-            self.tensor = self.store.empty(self.form)
+            self.tensor = self.store.empty(self.layout)
 
     def upload(self, array: np.ndarray) -> None:
         """Host values, now or when the tensor is made."""
@@ -58,7 +58,7 @@ class DeviceTensor:
         if self.tensor is None:
             self.pending = array.copy()
         else:
-            self.store.write(self.tensor, self.form, array)
+            self.store.write(self.tensor, self.layout, array)
         for watcher in self.watchers:
             self.store.stale.add(watcher)
 
@@ -136,26 +136,26 @@ class IntegerInput(DeviceTensor):
     def __init__(self, store: Store, spec: TensorSpec) -> None:
         super().__init__(store, spec)
         self.array: np.ndarray | None = None
-        self.forms: dict[TileForm, Any] = {}  # in a floating-point form: 1 where the number is 0 or more, else 0
+        self.layouts: dict[TileLayout, Any] = {}  # in a floating-point layout: 1 where the number is 0 or more, else 0
         self.keys: dict[int, Key] = {}
 
     @property
     def source(self) -> IntegerInput:
         return self
 
-    def in_form(self, form: TileForm) -> Callable[[], Any]:
-        """A function that returns the tensor in this form; the tensor exists from now on."""
+    def in_layout(self, layout: TileLayout) -> Callable[[], Any]:
+        """A function that returns the tensor in this layout; the tensor exists from now on."""
         source = self.source
-        if form not in source.forms:
+        if layout not in source.layouts:
             given = np.zeros(source.spec.shape, np.int64) if source.array is None else source.array
-            source.forms[form] = source.store.filled(form, _in_dtype(given, form))
-        tensor = source.forms[form]
+            source.layouts[layout] = source.store.filled(layout, _in_dtype(given, layout))
+        tensor = source.layouts[layout]
         return lambda: tensor
 
     def upload(self, array: np.ndarray) -> None:
         self.array = array.copy()
-        for form, tensor in self.forms.items():
-            self.store.write(tensor, form, _in_dtype(self.array, form))
+        for layout, tensor in self.layouts.items():
+            self.store.write(tensor, layout, _in_dtype(self.array, layout))
         for key in self.keys.values():
             self.store.stale.add(key)
 
@@ -167,8 +167,8 @@ class IntegerInput(DeviceTensor):
         return IntegerView(self, spec)  # type: ignore[return-value]
 
 
-def _in_dtype(numbers: np.ndarray, form: TileForm) -> np.ndarray:
-    return (numbers >= 0).astype(np.float32) if form.dtype == "float32" else numbers
+def _in_dtype(numbers: np.ndarray, layout: TileLayout) -> np.ndarray:
+    return (numbers >= 0).astype(np.float32) if layout.dtype == "float32" else numbers
 
 
 class IntegerView(IntegerInput):
@@ -212,7 +212,7 @@ class Key(DeviceTensor):
     ) -> None:
         super().__init__(store, spec)
         self._seed, self._key_of, self._per_chip = seed, key_of, per_chip
-        self.form = TileForm((1, 1), "int32")
+        self.layout = TileLayout((1, 1), "int32")
 
     def refresh(self) -> None:
         if self._seed.array is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Tensors
-from ttrain.device.ttnn.tensors.form import TILE, TileForm
+from ttrain.device.ttnn.tensors.layout import TILE, TileLayout
 from ttrain.device.ttnn.tensors.store import Store
 
 
@@ -33,22 +33,22 @@ class Stack:
         starts, end = [], 0
         for member in members:
             starts.append(end)
-            tiles = member.form.tiles
+            tiles = member.layout.tiles
             end += -(-tiles // store.banks) * store.banks
-        self.form = TileForm((end * TILE, TILE), members[0].form.dtype)
+        self.layout = TileLayout((end * TILE, TILE), members[0].layout.dtype)
         for member in members:
             member.release()
             member.stack = self
-        self.t = store.empty(self.form)  # views do not keep their buffer alive, so nobody may let it go
+        self.t = store.empty(self.layout)  # views do not keep their buffer alive, so nobody may let it go
         for member, start, array in zip(members, starts, values, strict=True):
-            member.tensor = self._view(member.form, start)
+            member.tensor = self._view(member.layout, start)
             if array is not None and np.any(array):
-                store.write(member.tensor, member.form, array)
+                store.write(member.tensor, member.layout, array)
 
-    def _view(self, form: TileForm, start: int) -> Any:
-        tt, padded = self.store.tt, form.padded
-        run = tt.experimental.view(tt.narrow(self.t, 0, start * TILE, form.tiles * TILE), padded)
-        return run if padded == form.shape else tt.reshape(run, form.shape, padded)
+    def _view(self, layout: TileLayout, start: int) -> Any:
+        tt, padded = self.store.tt, layout.padded
+        run = tt.experimental.view(tt.narrow(self.t, 0, start * TILE, layout.tiles * TILE), padded)
+        return run if padded == layout.shape else tt.reshape(run, layout.shape, padded)
 
 
 def stacked(store: Store, tensors: Tensors) -> list[Stack | DeviceTensor]:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ttrain.device.ttnn.tensors.form import ROWS, TileForm
+from ttrain.device.ttnn.tensors.layout import ROWS, TileLayout
 
 
 class Dependent(Protocol):
@@ -26,47 +26,49 @@ class Store:
         self._count = count  # told the bytes of every tensor before it is made
         self.stale: set[Dependent] = set()
         self.queue = queue  # that host writes go through
-        self.beside: Callable[[Any, TileForm], Any] | None = None  # where to write instead of into a tensor
+        self.beside: Callable[[Any, TileLayout], Any] | None = None  # where to write instead of into a tensor
 
-    def empty(self, form: TileForm) -> Any:
+    def empty(self, layout: TileLayout) -> Any:
         """A tensor of zeros."""
-        tensor = self.blank(form)
-        return self.tt.fill(tensor, 0.0, output_tensor=tensor) if form.layout != ROWS else tensor
+        tensor = self.blank(layout)
+        return self.tt.fill(tensor, 0.0, output_tensor=tensor) if layout.order != ROWS else tensor
 
-    def blank(self, form: TileForm) -> Any:
+    def blank(self, layout: TileLayout) -> Any:
         """A tensor whose values mean nothing yet."""
-        self._count(form.nbytes)
+        self._count(layout.nbytes)
         tt = self.tt
-        dtype, layout = getattr(tt, form.dtype), getattr(tt, form.layout)
-        return tt.allocate_tensor_on_device(tt.Shape(form.shape), dtype, layout, self.mesh, tt.DRAM_MEMORY_CONFIG)
+        dtype, order = getattr(tt, layout.dtype), getattr(tt, layout.order)
+        return tt.allocate_tensor_on_device(tt.Shape(layout.shape), dtype, order, self.mesh, tt.DRAM_MEMORY_CONFIG)
 
-    def filled(self, form: TileForm, array: np.ndarray) -> Any:
+    def filled(self, layout: TileLayout, array: np.ndarray) -> Any:
         """A tensor with values from the host."""
-        tensor = self.blank(form)
-        self.write(tensor, form, array)
+        tensor = self.blank(layout)
+        self.write(tensor, layout, array)
         return tensor
 
-    def write(self, tensor: Any, form: TileForm, array: np.ndarray) -> None:
+    def write(self, tensor: Any, layout: TileLayout, array: np.ndarray) -> None:
         """Host values into a tensor. Values for several chips lie below one another."""
-        target = tensor if self.beside is None else self.beside(tensor, form)
-        self.tt.copy_host_to_device_tensor(self.host(form, array), target, cq_id=self.queue)
+        target = tensor if self.beside is None else self.beside(tensor, layout)
+        self.tt.copy_host_to_device_tensor(self.host(layout, array), target, cq_id=self.queue)
 
-    def host(self, form: TileForm, array: np.ndarray) -> Any:
-        """Host values as ttnn wants them: of the form's dtype and layout, one shard per chip where they differ."""
+    def host(self, layout: TileLayout, array: np.ndarray) -> Any:
+        """Host values as ttnn wants them: of the layout's dtype and order, one shard per chip where they differ."""
         import torch
 
-        tt, shape = self.tt, form.shape
+        tt, shape = self.tt, layout.shape
         mapper = None
         if self.chips > 1:
             split = array.size == self.chips * int(np.prod(shape))
             shape = (shape[0] * self.chips, *shape[1:]) if split else shape
             mapper = tt.ShardTensorToMesh(self.mesh, dim=0) if split else tt.ReplicateTensorToMesh(self.mesh)
         values = torch.from_numpy(np.require(array.reshape(shape), requirements=["C", "W"]))
-        if form.dtype == "bfloat16":
+        if layout.dtype == "bfloat16":
             values = values.bfloat16()  # torch rounds faster than ttnn
-        elif form.dtype in ("int32", "uint32"):
+        elif layout.dtype in ("int32", "uint32"):
             values = values.to(torch.int32)
-        return tt.from_torch(values, dtype=getattr(tt, form.dtype), layout=getattr(tt, form.layout), mesh_mapper=mapper)
+        return tt.from_torch(
+            values, dtype=getattr(tt, layout.dtype), layout=getattr(tt, layout.order), mesh_mapper=mapper
+        )
 
     def read(self, tensor: Any) -> np.ndarray:
         """The values of a tensor; of the first chip's where there are several. Waits for pending work."""

@@ -7,11 +7,11 @@ import pytest
 
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Form
+from ttrain.device.base import Layout
 from ttrain.device.null.device import NullDevice
 from ttrain.device.ttnn.planned import planned
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.device.ttnn.tensors.form import TileForm, device_shape, shares_memory, usual_form
+from ttrain.device.ttnn.tensors.layout import TileLayout, default_layout, device_shape, shares_memory
 from ttrain.device.ttnn.tensors.stack import joinable
 from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine, prepare
@@ -34,19 +34,19 @@ from ttrain.train.steps.step_graph import StepGraph
     ],
 )
 def test_tiles_pad_the_last_two_axes(shape: tuple[int, ...], padded: tuple[int, ...], nbytes: int) -> None:
-    form = TileForm(shape)
-    assert (form.padded, form.nbytes, form.tiles) == (padded, nbytes, nbytes // 4096)
+    layout = TileLayout(shape)
+    assert (layout.padded, layout.nbytes, layout.tiles) == (padded, nbytes, nbytes // 4096)
 
 
 def test_scalars_and_vectors_have_rank_two_on_the_device() -> None:
     assert device_shape(()) == (1, 1)
     assert device_shape((5,)) == (1, 5)
-    assert usual_form(TensorSpec((3, 4), DType.BF16)) == TileForm((3, 4), "bfloat16")
+    assert default_layout(TensorSpec((3, 4), DType.BF16)) == TileLayout((3, 4), "bfloat16")
 
 
 def test_fp64_is_refused() -> None:
     with pytest.raises(GraphError, match="fp64 does not exist"):
-        usual_form(TensorSpec((3,), DType.FP64))
+        default_layout(TensorSpec((3,), DType.FP64))
 
 
 @pytest.mark.parametrize(
@@ -75,12 +75,12 @@ def test_who_may_join_a_stack(shape: tuple[int, ...], may: bool) -> None:
     assert joinable(shape) is may
 
 
-def test_blocks_take_turns_only_within_a_form() -> None:
+def test_blocks_take_turns_only_within_a_layout() -> None:
     blocks = [
-        Block("a", 64, 0, 2, form="f"),
-        Block("b", 64, 1, 3, form="f"),
-        Block("c", 64, 3, 4, form="f"),  # after a
-        Block("d", 64, 5, 6, form="g"),
+        Block("a", 64, 0, 2, layout="f"),
+        Block("b", 64, 1, 3, layout="f"),
+        Block("c", 64, 3, 4, layout="f"),  # after a
+        Block("d", 64, 5, 6, layout="g"),
     ]
     total = take_turns(blocks)
     offsets = {block.label: block.offset for block in blocks}
@@ -90,30 +90,30 @@ def test_blocks_take_turns_only_within_a_form() -> None:
 
 
 class TensorDevice(NullDevice):
-    """A device without arenas that computes nothing: every offset must always be asked for in one form."""
+    """A device without arenas that computes nothing: every offset must always be asked for in one layout."""
 
     arenas = False
 
-    def form(self, spec: TensorSpec) -> Form:
-        return usual_form(spec)
+    def layout(self, spec: TensorSpec) -> Layout:
+        return default_layout(spec)
 
-    def form_bytes(self, form: Form) -> int:
-        assert isinstance(form, TileForm)
-        return form.nbytes
+    def layout_bytes(self, layout: Layout) -> int:
+        assert isinstance(layout, TileLayout)
+        return layout.nbytes
 
     def shares(self, spec: TensorSpec, other: TensorSpec) -> bool:
         return shares_memory(spec, other)
 
 
 @pytest.mark.parametrize("context", [32, 20])
-def test_a_planned_step_uses_every_tensor_in_one_form(context: int) -> None:
+def test_a_planned_step_uses_every_tensor_in_one_layout(context: int) -> None:
     model = GPT(GPTConfig(layers=2, heads=2, width=40, context=context, vocabulary=65, dropout=0.1))
     graph = StepGraph(model, AdamW(AdamWConfig()), rows=2)
     device = TensorDevice(without=("attention", "attention_grad", "dropout"))
     plan = build_plan(prepare(graph.trace_train, device.kernels, device, True), device.kernels, device)
-    forms: dict[int, Form] = {}
+    layouts: dict[int, Layout] = {}
     for block in plan.blocks:
-        assert forms.setdefault(block.offset, block.form) == block.form
+        assert layouts.setdefault(block.offset, block.layout) == block.layout
     # A reshape that would move rows between tiles became a copy; a free one did not.
     names = [node.op.name for node in plan.graph.nodes]
     assert ("copy_reshape" in names) is (context % 32 != 0)
@@ -134,7 +134,7 @@ def test_planned_and_launched_without_arenas() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
 def test_values_that_take_turns_have_equally_many_elements(recompute: str) -> None:
-    """A statistic that its kernel holds in another form must not meet a value whose usual form looks the same."""
+    """A statistic that its kernel holds in another layout must not meet a value whose default layout looks the same."""
     sizes_of = {"layers": 2, "heads": 4, "width": 128, "context": 64, "vocabulary": 65, "dropout": 0.1}
     model = GPT(GPTConfig(recompute=recompute, **sizes_of), DType.BF16)
     model.follow_compute()

@@ -15,17 +15,17 @@ _NAMES = {DType.FP32: "float32", DType.BF16: "bfloat16", DType.INT64: "int32", D
 
 
 @dataclass(frozen=True, slots=True)
-class TileForm:
-    """Shape (rank 2 or more), dtype and layout, the last two as ttnn names them."""
+class TileLayout:
+    """Shape (rank 2 or more), dtype and order of elements, the last two as ttnn names them."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
-    layout: str = TILES
+    order: str = TILES
 
     @property
     def padded(self) -> tuple[int, ...]:
         """The shape in memory."""
-        if self.layout == ROWS:
+        if self.order == ROWS:
             return self.shape
         return (*self.shape[:-2], up_to_tile(self.shape[-2]), up_to_tile(self.shape[-1]))
 
@@ -56,9 +56,9 @@ def device_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (1,) * (2 - len(shape)) + shape if len(shape) < 2 else shape
 
 
-def usual_form(spec: TensorSpec) -> TileForm:
-    """The form of a spec where nothing asks for another."""
-    return TileForm(device_shape(spec.shape), dtype_name(spec.dtype))
+def default_layout(spec: TensorSpec) -> TileLayout:
+    """The layout of a spec where nothing asks for another."""
+    return TileLayout(device_shape(spec.shape), dtype_name(spec.dtype))
 
 
 def shares_memory(spec: TensorSpec, other: TensorSpec) -> bool:
