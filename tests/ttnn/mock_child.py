@@ -67,7 +67,7 @@ def measure(device: TenstorrentDevice, case: dict[str, Any]) -> dict[str, Any]:
         device.mesh.handle.set_program_cache_misses_allowed(number < 3)
         start = time.perf_counter()
         read = step.start(inputs)
-        step.write_ahead({**inputs, "step": number + 1})
+        step.prefetch({**inputs, "step": number + 1})
         result = read()
         seconds.append(time.perf_counter() - start)
         facts.append({**device.step_facts(), "allocations": device.counters.allocations})

@@ -105,9 +105,9 @@ def turns(
     rows: int = 2,
     steps: int = 3,
     weights: int = 7,
-    ahead: bool = False,
+    prefetch: bool = False,
 ) -> Turns:
-    """Yields while the device computes. `weights` seeds them; with `ahead` the next inputs are written meanwhile."""
+    """Yields while the device computes. `weights` seeds them; with `prefetch` the next inputs are written meanwhile."""
     if device.uniform_compute:
         model.follow_compute()
     graph = StepGraph(model, optimizer, rows)
@@ -119,8 +119,8 @@ def turns(
     losses, norms = [], []
     for step in range(1, steps + 1):
         read = built["train"].start(step_inputs(model, built["train"], rows, step))
-        if ahead and step < steps:
-            built["train"].write_ahead(step_inputs(model, built["train"], rows, step + 1))
+        if prefetch and step < steps:
+            built["train"].prefetch(step_inputs(model, built["train"], rows, step + 1))
         yield
         result = read()
         losses.append(result["loss"])

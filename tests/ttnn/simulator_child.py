@@ -45,7 +45,7 @@ def main(out: str, text: str) -> None:
     )  # fmt: skip
     device = open_device(config)
     compute = DType.BF16 if not order.get("fp32") else DType.FP32
-    how = {**common, "engine": order.get("engine", "static"), "ahead": order.get("ahead", False)}
+    how = {**common, "engine": order.get("engine", "static"), "prefetch": order.get("prefetch", False)}
     try:
         runs = [
             turns(model_of(order, compute), make(), part, weights=first + index, **how)

@@ -144,7 +144,7 @@ def test_dispatch_from_ethernet_cores_leaves_the_whole_grid(kernels: str) -> Non
 
 
 def test_two_queues(kernels: str) -> None:
-    """The next inputs are written ahead, for which the copies into place are the only further launches."""
+    """The next inputs are prefetched, for which the copies into place are the only further launches."""
     cases = [{"model": "odd", "dropout": 0.1, **BF16}, {"model": "mlp"}, {"model": "mlp", "engine": "traced"}]
     _, costs = on_board(kernels, "n150", *cases, command_queues=2)
     assert [cost["captures"] for cost in costs] == [0, 0, 1]

@@ -97,11 +97,11 @@ def log_of(device: TenstorrentDevice) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("engine", ["static", "traced"])
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
-def test_numbers_are_those_of_one_queue(engine: str, ahead: bool) -> None:
+@pytest.mark.parametrize("prefetch", [False, True], ids=["in turn", "prefetch"])
+def test_numbers_are_those_of_one_queue(engine: str, prefetch: bool) -> None:
     """Learning rate, step number, tokens and dropout seeds move; each of them comes through the second queue."""
     one = run(small(dropout=0.1), adamw(), golden(fused=False), engine=engine, rows=1)
-    two = run(small(dropout=0.1), adamw(), opened(), engine=engine, rows=1, ahead=ahead)
+    two = run(small(dropout=0.1), adamw(), opened(), engine=engine, rows=1, prefetch=prefetch)
     assert (one.losses, one.norms) == (two.losses, two.norms)
     assert all(np.array_equal(one.state[name], two.state[name]) for name in one.state)
     assert two.engine.counters.allocations_after_first == 0
@@ -114,24 +114,24 @@ def test_a_step_writes_nothing_but_the_next_inputs() -> None:
     for step in range(1, 4):
         built(step_inputs(model, built, 2, step))
     log_of(device).clear()
-    built.write_ahead(step_inputs(model, built, 2, 4))
-    ahead = list(log_of(device))
+    built.prefetch(step_inputs(model, built, 2, 4))
+    written = list(log_of(device))
     log_of(device).clear()
     built.start(step_inputs(model, built, 2, 4))
     step = log_of(device)
-    assert (ahead[0], ahead[-1]) == (("wait", 1), ("record", 1))  # after the copies out; then the copies in may go
-    assert set(ahead[1:-1]) == {("write", 1)}
+    assert (written[0], written[-1]) == (("wait", 1), ("record", 1))  # after the copies out; then the copies in may go
+    assert set(written[1:-1]) == {("write", 1)}
     assert step[:2] == [("wait", 0), ("copy", 0)]
     assert [entry for entry in step if entry[0] != "copy"] == [("wait", 0), ("record", 0)]
 
 
 def test_inputs_that_turn_out_otherwise_are_written_again() -> None:
-    """As after a rollback, which lowers the learning rate of a step whose inputs were written ahead."""
+    """As after a rollback, which lowers the learning rate of a step whose inputs were prefetched."""
     results = []
     for guess in (1, 3):
         built, model = built_step(opened())
         built(step_inputs(model, built, 2, 1))
-        built.write_ahead({**step_inputs(model, built, 2, guess), "lr": 0.5})
+        built.prefetch({**step_inputs(model, built, 2, guess), "lr": 0.5})
         results.append([built(step_inputs(model, built, 2, step)) for step in (2, 3)])
     assert results[0] == results[1]
 
@@ -145,8 +145,8 @@ def test_the_training_step_hands_over_micro_batches_and_the_next_step() -> None:
     engine = ENGINES["static"](device, state)
     steps = {name: engine.build(name, trace) for name, trace in graph.train_steps().items()}
     for name, built in steps.items():
-        original = built.write_ahead
-        built.write_ahead = lambda inputs, name=name, to=original: (names.append(name), to(inputs))  # type: ignore
+        original = built.prefetch
+        built.prefetch = lambda inputs, name=name, to=original: (names.append(name), to(inputs))  # type: ignore
     train = TrainStep(steps, 2, seed=1, overlaps=True)
     following = batch(model, 4, 2), {"lr": 0.1}
     under_way = train.start(batch(model, 4, 1), {"lr": 0.1}, 1, lambda: following)
@@ -164,12 +164,12 @@ def built_step(device: TenstorrentDevice) -> tuple[Any, Any]:
     return ENGINES["static"](device, state).build("train", graph.trace_train), model
 
 
-def test_one_queue_writes_nothing_ahead() -> None:
+def test_one_queue_prefetches_nothing() -> None:
     device = opened(command_queues=1)
     built, model = built_step(device)
     built(step_inputs(model, built, 2, 1))
     log_of(device).clear()
-    built.write_ahead(step_inputs(model, built, 2, 2))
+    built.prefetch(step_inputs(model, built, 2, 2))
     assert (device.overlaps, log_of(device)) == (False, [])
 
 

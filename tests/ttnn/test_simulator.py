@@ -120,11 +120,9 @@ def test_two_queues_give_the_numbers_of_one(tmp_path: Path, engine: str) -> None
     """The next batch, learning rate, step number and dropout seed are written while a step computes."""
     order: dict[str, Any] = {"model": "gpt", "sizes": {"dropout": 0.1}, "steps": 3}
     one = simulated(tmp_path, **order)
-    two = simulated(tmp_path, **order, queues=2, ahead=True, engine=engine)
+    two = simulated(tmp_path, **order, queues=2, prefetch=True, engine=engine)
     assert unequal(named(one, "there:"), named(two, "there:")) == []
-    ROWS.append(
-        (f"{name_of(order)}, 3 steps, inputs written ahead on a second queue, {engine}", "bit-equal to one queue")
-    )
+    ROWS.append((f"{name_of(order)}, 3 steps, inputs prefetched on a second queue, {engine}", "bit-equal to one queue"))
 
 
 def test_a_core_grid_changes_no_number(tmp_path: Path) -> None:

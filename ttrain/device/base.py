@@ -179,7 +179,7 @@ class Device(ABC):
         for name, array in arrays.items():
             self.upload(buffers[name], array)
 
-    def write_ahead(self, buffers: Mapping[str, Buffer], arrays: Mapping[str, np.ndarray]) -> Launch | None:
+    def prefetch(self, buffers: Mapping[str, Buffer], arrays: Mapping[str, np.ndarray]) -> Launch | None:
         """Take in the inputs of the next run beside those that the current run reads.
 
         The returned call brings them into the buffers, before the next run is launched. None where the device can't.

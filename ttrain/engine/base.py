@@ -63,7 +63,7 @@ class Step(ABC):
         outputs = self(inputs)
         return lambda: outputs
 
-    def write_ahead(self, inputs: Mapping[str, HostValue]) -> None:
+    def prefetch(self, inputs: Mapping[str, HostValue]) -> None:
         """Let the device take in the inputs of the next call while it computes. Does nothing where it can't.
 
         The next call still gets its inputs, and writes those that turn out to be others.

@@ -103,7 +103,7 @@ class StaticStep(Step):
         self.plan: Plan = plan
         self.inputs: dict[str, TensorSpec] = {key: value.spec for key, value in plan.graph.inputs.items()}
         self._bound: BoundPlan | None = None
-        self._ahead: Ahead | None = None
+        self._prefetched: PrefetchedInputs | None = None
         self._calls = 0
 
     def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class StaticStep(Step):
         with device.watched(f"step {self.name}"):
             self.take_addresses()
             assert self._bound is not None
-            written = self._ahead.take() if self._ahead is not None else {}
+            written = self._prefetched.take() if self._prefetched is not None else {}
             rest = {key: array for key, array in arrays.items() if not _equal(array, written.get(key))}
             if rest:
                 device.upload_inputs(self._bound.inputs, rest)
@@ -125,14 +125,14 @@ class StaticStep(Step):
             counters.allocations_after_first += device.counters.allocations - allocations
             counters.nodes_after_first += RecordCounter.nodes - nodes
         elif device.overlaps:
-            self._ahead = Ahead(device, self._bound.inputs, arrays)
+            self._prefetched = PrefetchedInputs(device, self._bound.inputs, arrays)
         self._calls += 1
         counters.steps += 1
         return partial(host_outputs, device, self._bound.outputs)
 
-    def write_ahead(self, inputs: Mapping[str, HostValue]) -> None:
-        if self._ahead is not None:
-            self._ahead.write(host_arrays(self.name, self.inputs, inputs, self.engine.device.chips))
+    def prefetch(self, inputs: Mapping[str, HostValue]) -> None:
+        if self._prefetched is not None:
+            self._prefetched.write(host_arrays(self.name, self.inputs, inputs, self.engine.device.chips))
 
     def run(self, bound: BoundPlan) -> None:
         """Run the bound plan once."""
@@ -158,7 +158,7 @@ class StaticStep(Step):
             self._bound = self.engine.bind(self.plan)
 
 
-class Ahead:
+class PrefetchedInputs:
     """Inputs that the device took in for the next run of a step."""
 
     def __init__(self, device: Device, buffers: Mapping[str, Buffer], arrays: Mapping[str, np.ndarray]) -> None:
@@ -169,7 +169,7 @@ class Ahead:
         self.write(arrays)
 
     def write(self, arrays: Mapping[str, np.ndarray]) -> None:
-        self._take, self._written = self._device.write_ahead(self._buffers, arrays), arrays
+        self._take, self._written = self._device.prefetch(self._buffers, arrays), arrays
 
     def take(self) -> Mapping[str, np.ndarray]:
         """Bring what was written into the step's buffers; the values that are there now, none where nothing was."""

@@ -15,7 +15,7 @@ from ttrain.device.base import Device, Kernel, Launch, Layout
 from ttrain.device.ttnn.kernels import kernel_table
 from ttrain.device.ttnn.kernels.common import Context
 from ttrain.device.ttnn.offload import both_tables, host_device, offloaded_by
-from ttrain.device.ttnn.runtime.ahead import Twins
+from ttrain.device.ttnn.runtime.double_buffer import DoubleBuffer
 from ttrain.device.ttnn.runtime.environment import opening_failure
 from ttrain.device.ttnn.runtime.mesh import NOTES, Mesh
 from ttrain.device.ttnn.runtime.subdevices import open_mesh
@@ -96,7 +96,8 @@ class TenstorrentDevice(Device):
         self.store = Store(mesh.tt, mesh.handle, mesh.chips, mesh.banks, self._count, mesh.queue)
         self.host = host_device(config, self.computes) if config.host_resident else None
         self.overlaps = mesh.overlaps and self.host is None
-        self._twins: dict[int, tuple[Mapping[str, DeviceTensor], Twins]] = {}  # by their id; the pair keeps it alive
+        # By the buffers' id, which the pair keeps alive.
+        self._double_buffers: dict[int, tuple[Mapping[str, DeviceTensor], DoubleBuffer]] = {}
         self._replicas: list[Device] = []
         self._capturing = False
         self._closed = False
@@ -174,20 +175,20 @@ class TenstorrentDevice(Device):
             super().upload_inputs(buffers, arrays)
             self.store.refresh()
 
-    def write_ahead(self, buffers: Mapping[str, DeviceTensor], arrays: Mapping[str, np.ndarray]) -> Launch | None:
+    def prefetch(self, buffers: Mapping[str, DeviceTensor], arrays: Mapping[str, np.ndarray]) -> Launch | None:
         if not self.overlaps or self.mesh.part is not None:
             return None  # the queue of a sub-device launches too: a write waits for what was launched before
-        if id(buffers) not in self._twins:
+        if id(buffers) not in self._double_buffers:
             if self._frozen_by is not None:
                 return None
-            self._twins[id(buffers)] = (buffers, Twins(self.mesh, self.store))
+            self._double_buffers[id(buffers)] = (buffers, DoubleBuffer(self.mesh, self.store))
 
         def upload() -> None:
             Device.upload_inputs(self, buffers, arrays)
             self.store.refresh()
 
         with self.watch("the upload of the next inputs"):
-            return self._twins[id(buffers)][1].write(upload)
+            return self._double_buffers[id(buffers)][1].write(upload)
 
     def download(self, buffer: DeviceTensor) -> np.ndarray:
         self.counters.downloads += 1

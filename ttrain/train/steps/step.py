@@ -113,8 +113,8 @@ class TrainStep:
         """Launches a built step where the device computes beside the host; the returned call waits for the outputs."""
         return self._steps[name].start(inputs) if self.overlaps else partial(self._steps[name], inputs)
 
-    def write_ahead(self, name: str, inputs: Inputs) -> None:
-        self._steps[name].write_ahead(inputs)
+    def prefetch(self, name: str, inputs: Inputs) -> None:
+        self._steps[name].prefetch(inputs)
 
     def guarded_update(self, rates: Mapping[str, float], norms: Mapping[str, float], step: int) -> Call:
         """The update of a guarded step, which takes in the norms that were looked at."""
@@ -164,7 +164,7 @@ class StepUnderWay:
             if self._read is None:
                 self._read = self._train.launch(*self._calls.pop(0))
                 if self._train.overlaps:
-                    self._write_ahead()
+                    self._prefetch()
                     return True
             self._outputs.append(self._read())
             self._read = None
@@ -184,14 +184,14 @@ class StepUnderWay:
         if self._train.guarded and self._result.applied:
             self._calls.append(self._train.guarded_update(self._rates, norms, self._step))
 
-    def _write_ahead(self) -> None:
+    def _prefetch(self) -> None:
         """While a call computes, the device takes in the inputs of the one after it."""
         last = not self._calls and (self._result is not None or not self._train.guarded)
-        ahead = self._calls[:1]
+        following = self._calls[:1]
         if last and self._following is not None:
-            ahead = self._train.calls(*self._following(), self._step + 1)[:1]
-        for name, inputs in ahead:
-            self._train.write_ahead(name, inputs)
+            following = self._train.calls(*self._following(), self._step + 1)[:1]
+        for name, inputs in following:
+            self._train.prefetch(name, inputs)
 
 
 def _activation(largest: float | None, outputs: Outputs) -> float | None:

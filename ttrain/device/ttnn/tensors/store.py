@@ -26,7 +26,7 @@ class Store:
         self._count = count  # told the bytes of every tensor before it is made
         self.stale: set[Dependent] = set()
         self.queue = queue  # that host writes go through
-        self.beside: Callable[[Any, TileLayout], Any] | None = None  # where to write instead of into a tensor
+        self.redirect: Callable[[Any, TileLayout], Any] | None = None  # where to write instead of into a tensor
 
     def empty(self, layout: TileLayout) -> Any:
         """A tensor of zeros."""
@@ -48,7 +48,7 @@ class Store:
 
     def write(self, tensor: Any, layout: TileLayout, array: np.ndarray) -> None:
         """Host values into a tensor. Values for several chips lie below one another."""
-        target = tensor if self.beside is None else self.beside(tensor, layout)
+        target = tensor if self.redirect is None else self.redirect(tensor, layout)
         self.tt.copy_host_to_device_tensor(self.host(layout, array), target, cq_id=self.queue)
 
     def host(self, layout: TileLayout, array: np.ndarray) -> Any:
