@@ -178,8 +178,8 @@ def smaller(config: Config, steps: int) -> Config:
     small |= {"train.eval_sequences": 2, "train.peak_tflops": 1.0, "schedule.warmup": 0}
     small["train.log_every"] = steps  # one point is no curve, so nothing is drawn
     small |= {"sample.tokens": 4, "device.threads": 1}
-    if config.train.block_schedule:
-        small |= {"train.block_schedule": [8, 16], "train.block_steps": 1}
+    if config.train.length_schedule:
+        small |= {"train.length_schedule": [8, 16], "train.phase_steps": 1}
     if config.device.name == "auto":
         small["device.name"] = "cpu"
     sizes = {"preset": None, "layers": 1, "heads": 1, "width": 16, "rank": 24, "context": 16}

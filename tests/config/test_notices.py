@@ -10,7 +10,7 @@ from ttrain.config.rates import rate_jump, train_on
 from ttrain.config.schema import to_dict
 from ttrain.train.checkpoint.progress import Progress
 
-GROWING = ("model.context=64", "train.block_schedule=[16,32,64]", "train.block_steps=10")
+GROWING = ("model.context=64", "train.length_schedule=[16,32,64]", "train.phase_steps=10")
 PAIRS = ("model=agillm", "model.preset=femto_1x")
 
 
@@ -28,7 +28,7 @@ PAIRS = ("model=agillm", "model.preset=femto_1x")
         ((*PAIRS, "model.context=4"), None),
         ((*PAIRS, "model.context=3"), "sequences of 3 tokens hold no SAT window"),
         ((*PAIRS, "model.context=3", "model.objective=ar_only"), None),
-        ((*PAIRS, "model.context=8", "train.block_schedule=[2,8]", "train.block_steps=1"), "sequences of 2 tokens"),
+        ((*PAIRS, "model.context=8", "train.length_schedule=[2,8]", "train.phase_steps=1"), "sequences of 2 tokens"),
     ],
 )
 def test_what_is_seldom_meant_is_told(words: tuple[str, ...], told: str | None) -> None:

@@ -94,7 +94,7 @@ def test_evaluations_are_counted_as_the_loop_makes_them(every: int | None) -> No
 
 
 def test_growing_sequences_are_counted_by_their_length() -> None:
-    growing = ["model.context=64", "train.block_schedule=[16,32,64]", "train.block_steps=10", "train.steps=35"]
+    growing = ["model.context=64", "train.length_schedule=[16,32,64]", "train.phase_steps=10", "train.steps=35"]
     config = load(growing)
     lengths = [16] * 10 + [32] * 10 + [64] * 15
     for step in (0, 4, 10, 29, 35):

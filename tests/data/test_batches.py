@@ -109,11 +109,11 @@ def test_random_order_draws_every_start_about_equally_often() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(context=st.integers(1, 8), train=st.integers(1, 150), seed=st.integers(0, 2**40), first=st.integers(0, 3))
-def test_a_pass_takes_every_block_once(context: int, train: int, seed: int, first: int) -> None:
+def test_a_pass_takes_every_piece_once(context: int, train: int, seed: int, first: int) -> None:
     train += context
     data = dataset(train, context + 1, context, "epoch")
-    blocks = (train - 1) // context
-    starts = data.batch("train", seed, first * blocks, blocks)["tokens"][:, 0]
+    pieces = (train - 1) // context
+    starts = data.batch("train", seed, first * pieces, pieces)["tokens"][:, 0]
     ordered = np.sort(starts)
     assert ordered[0] <= (train - 1) % context
     assert (np.diff(ordered) == context).all()
@@ -140,11 +140,11 @@ def test_a_limit_repeats_the_first_sequences(order: str) -> None:
 def test_evaluation_covers_the_held_out_split_once(context: int, val: int, rows: int) -> None:
     val += context
     data = dataset(50, val, context)
-    blocks = (val - 1) // context
-    assert data.val_samples == blocks
-    firsts = range(0, blocks, rows)
+    pieces = (val - 1) // context
+    assert data.val_samples == pieces
+    firsts = range(0, pieces, rows)
     starts = [int(start) for at in firsts for start in data.batch("val", at, at, rows)["tokens"][:, 0] - 50]
-    assert sorted(starts[:blocks]) == [block * context for block in range(blocks)]
+    assert sorted(starts[:pieces]) == [piece * context for piece in range(pieces)]
 
 
 def test_the_first_held_out_batches_are_spread_over_the_split() -> None:

@@ -1,4 +1,4 @@
-"""Documents: reading, templates, splits, order, blocks, the cache, and what is wrong with files that users have."""
+"""Documents: reading, templates, splits, order, sequences, the cache, and what is wrong with files that users have."""
 
 from __future__ import annotations
 
@@ -332,7 +332,7 @@ def test_tokenizers_made_here_read_back_and_encode_alike(kind: str, monkeypatch:
     assert all(again.encode(text) == ids[:-1].tolist() for text, ids in zip(decoded, documents, strict=True))
 
 
-# the stream and its blocks
+# the stream and its sequences
 
 
 def endless(documents: list[list[int]], passes: int) -> list[int]:
@@ -404,10 +404,10 @@ def test_a_changed_length_goes_on_in_tokens() -> None:
 
 def test_held_out_batches_are_fixed_and_cover_the_split() -> None:
     data = opened(many("a.jsonl", 200), held_out=0.3, context=8)
-    blocks = len(data._splits["val"]) // 8
-    assert data.val_samples == blocks
-    found = [tuple(row) for index in range(blocks) for row in data.batch("val", index, index, 1)["tokens"].tolist()]
-    expected = data._splits["val"][: blocks * 8].reshape(-1, 8).tolist()
+    sequences = len(data._splits["val"]) // 8
+    assert data.val_samples == sequences
+    found = [tuple(row) for index in range(sequences) for row in data.batch("val", index, index, 1)["tokens"].tolist()]
+    expected = data._splits["val"][: sequences * 8].reshape(-1, 8).tolist()
     assert sorted(found) == sorted(map(tuple, expected))
     name, value = data.baseline()
     targets = np.array([row[1:] for row in found], np.int64)  # the last position of a sequence has none

@@ -145,15 +145,15 @@ def test_a_checkpoint_without_a_position_has_that_of_its_step_and_batch(
 def test_growing_sequences_go_on_at_the_next_token(
     seen: list[dict[str, np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over notches, with other batch sizes, another schedule and none, from an older checkpoint too."""
+    """Over phases, with other batch sizes, another schedule and none, from an older checkpoint too."""
     words, opened = SOURCES["documents-read"]
-    grows = ["train.block_schedule=[4,8,16]", "train.block_steps=2"]
+    grows = ["train.length_schedule=[4,8,16]", "train.phase_steps=2"]
     leg(6, 3, *words, *grows)
     with monkeypatch.context() as patch:
         without_position(patch)
         leg(5, 5)
-    leg(3, 6, f"model.context={CONTEXT}", "train.block_schedule=[8,16]", "train.block_steps=5")
-    leg(2, 8, "train.block_schedule=[]")
+    leg(3, 6, f"model.context={CONTEXT}", "train.length_schedule=[8,16]", "train.phase_steps=5")
+    leg(2, 8, "train.length_schedule=[]")
     shapes = [batch["tokens"].shape for batch in seen]
     assert shapes == [(6, 4), (6, 4), (6, 8), (5, 8), (5, 16), (3, 16), (2, 16), (2, 16)]
     stream = np.concatenate([batch["tokens"].ravel() for batch in seen])

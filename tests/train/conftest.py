@@ -22,8 +22,8 @@ from ttrain.train.loop.evaluate import Evaluation
 from ttrain.train.loop.loop import Loop
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.settings import TrainConfig
-from ttrain.train.steps.blocks import Reading
 from ttrain.train.steps.driver import Driver
+from ttrain.train.steps.length_schedule import DataReader
 from ttrain.train.steps.step import TrainStep
 
 VOCABULARY = 11
@@ -206,17 +206,17 @@ def make_job(tmp_path: Path) -> Iterator[MakeJob]:
             progress = Progress.of(checkpoint)
             cut_metrics(run_directory.metrics, progress.step, progress.evaluated_at == progress.step)
         loggers = Loggers(MetricsFile(run_directory.metrics), Console(bar=False), views or [])
-        reading = Reading.of(config, 1, progress.step, progress.read)
+        reader = DataReader.of(config, 1, progress.step, progress.read)
         loop = Loop(
             config=config,
             driver=Driver(
                 TrainStep(model.steps(), config.accumulation, seed=7),
-                reading.batches(dataset, 7),
+                reader.batches(dataset, 7),
                 lambda step: {"lr": 0.5 * (1 - step / 100)},
                 last=config.steps,
             ),
             evaluation=Evaluation(model.evaluate, dataset, 4, config.eval_sequences),
-            reading=reading,
+            reader=reader,
             state=model.state,
             run_directory=run_directory,
             loggers=loggers,

@@ -112,8 +112,8 @@ def shorter_model(config: Config, model: Model, length: int) -> Model | None:
         buffer.spec != buffers[path].spec for path, buffer in shorter.buffers().items()
     ):
         raise ConfigError(
-            f"train.block_schedule: model={model.config.name} has parameters or buffers whose shapes depend on "
-            "model.context. Leave train.block_schedule empty."
+            f"train.length_schedule: model={model.config.name} has parameters or buffers whose shapes depend on "
+            "model.context. Leave train.length_schedule empty."
         )
     return shorter
 

@@ -43,9 +43,9 @@ def cross_field_problems(config: Config, bad_sections: Set[str] = frozenset()) -
 def data_problems(config: Config, data: BuiltData) -> list[str]:
     """Every problem that only shows once the data is built and before a device is touched."""
     found: list[str] = []
-    if config.train.block_schedule and not hasattr(data, "at"):
+    if config.train.length_schedule and not hasattr(data, "at"):
         found.append(
-            f"train.block_schedule={config.train.block_schedule}: data={config.data.name} can't change the length of "
+            f"train.length_schedule={config.train.length_schedule}: data={config.data.name} can't change the length of "
             "its sequences. Leave it empty."
         )
     vocabulary = getattr(config.model, "vocabulary", None)
@@ -65,11 +65,11 @@ def _accumulation_divides_batch(config: Config) -> Iterator[str]:
 
 
 @check("train", "model")
-def _block_schedule(config: Config) -> Iterator[str]:
-    lengths = config.train.block_schedule
+def _length_schedule(config: Config) -> Iterator[str]:
+    lengths = config.train.length_schedule
     if not lengths or config.source.awaits_model(config.resume):
         return
-    key = f"train.block_schedule={lengths}"
+    key = f"train.length_schedule={lengths}"
     if not hasattr(config.model, "context"):
         yield f"{key}: model={config.model.name} does not train on sequences. Leave it empty."
         return
@@ -86,10 +86,10 @@ def _block_schedule(config: Config) -> Iterator[str]:
 @check("train", "device")
 def _one_capture_at_a_time(config: Config) -> Iterator[str]:
     count = family_of(config.device).replicas(config.device)
-    if config.train.block_schedule and count > 1:
+    if config.train.length_schedule and count > 1:
         yield (
-            f"train.block_schedule={config.train.block_schedule}: a notch captures steps anew, which would spoil what "
-            f"the other of device.subdevices={count} has captured. Leave it empty, or give device.subdevices=1."
+            f"train.length_schedule={config.train.length_schedule}: a phase captures steps anew, which would spoil "
+            f"what the other of device.subdevices={count} has captured. Leave it empty, or give device.subdevices=1."
         )
 
 

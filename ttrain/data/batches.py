@@ -127,7 +127,7 @@ class TokenDataset(TokenSequences):
     """Next-token prediction: sequences of `context` ids, and as targets the ids that follow each of them.
 
     `train` and `val` are one-dimensional arrays of unsigned ids, in memory or memory-mapped. With order=random
-    a sequence starts at any token. With order=epoch a pass cuts the split into blocks of `context` tokens, starting at
+    a sequence starts at any token. With order=epoch a pass cuts the split into pieces of `context` tokens, starting at
     a random one of the first, and takes each once. No sequence of these reads across the end of its split. With
     order=read sequences follow one another, and the end of the split is followed by its start.
 
@@ -183,7 +183,7 @@ class TokenDataset(TokenSequences):
     @property
     def val_samples(self) -> int:
         """See Dataset."""
-        return self._blocks("val")
+        return self._pieces("val")
 
     def _train_starts(self, seed: int, numbers: Words) -> Words:
         first, offset = np.uint64(self._first), np.uint64(self._offset)
@@ -195,14 +195,14 @@ class TokenDataset(TokenSequences):
             return places % np.uint64(len(self._splits["train"]))
         if self._order == "random":
             return drawn(seed, numbers, len(self._windows["train"]))
-        passes, blocks = shuffled_passes(seed, numbers, self._blocks("train"))
+        passes, pieces = shuffled_passes(seed, numbers, self._pieces("train"))
         spare = np.uint64((len(self._splits["train"]) - 1) % self.context + 1)
-        return blocks * np.uint64(self.context) + random_words(derive_key(_PASSES, seed), passes) % spare
+        return pieces * np.uint64(self.context) + random_words(derive_key(_PASSES, seed), passes) % spare
 
     def _val_starts(self, numbers: Words) -> Words:
-        return held_out(numbers, self._blocks("val")) * np.uint64(self.context)
+        return held_out(numbers, self._pieces("val")) * np.uint64(self.context)
 
-    def _blocks(self, split: str) -> int:
+    def _pieces(self, split: str) -> int:
         return (len(self._splits[split]) - 1) // self.context
 
     def _check_ids(self, split: str, starts: Words, rows_read: Ids) -> None:

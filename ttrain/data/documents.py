@@ -1,4 +1,4 @@
-"""data=documents: documents with an end token, laid end to end and cut into blocks that do not overlap."""
+"""data=documents: documents with an end token, laid end to end and cut into sequences that do not overlap."""
 
 from __future__ import annotations
 

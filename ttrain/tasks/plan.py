@@ -77,7 +77,7 @@ def _model(config: Config) -> Model:
 
 
 def _title(config: Config, model: Model, device: str) -> str:
-    from ttrain.train.steps.blocks import BlockSchedule
+    from ttrain.train.steps.length_schedule import LengthSchedule
 
     name = config.source.choices.get("model", config.model.name)
     parts = [f"Plan of {name} on {device}, engine {config.engine.name}, {config.precision.name}"]
@@ -88,7 +88,7 @@ def _title(config: Config, model: Model, device: str) -> str:
     if vocabulary is not None:
         given = "" if getattr(config.model, "vocabulary", None) is not None else ", that of the data"
         parts.append(f"vocabulary {vocabulary}{given}")
-    schedule = BlockSchedule.of(config.train)
+    schedule = LengthSchedule.of(config.train)
     if schedule is not None:
         parts.append(f"training sequences grow: {schedule.text()}; this is the plan of the longest")
     if config.engine.name == "dynamic":

@@ -36,7 +36,7 @@ def _given(config: Config) -> Profile:
 
 def _measured(config: Config) -> Profile:
     """Steps on the device, with its profiler on."""
-    from ttrain.train.steps.blocks import Position, Reading
+    from ttrain.train.steps.length_schedule import DataReader, Position
 
     dataset = build.build_dataset(config)
     model = build.build_model(config, dataset.vocabulary)
@@ -49,8 +49,8 @@ def _measured(config: Config) -> Profile:
             session.initialize(config.run.seed)
             steps = {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
             last = WARM_UP + config.profile.steps
-            reading = Reading.of(config.train, getattr(dataset, "context", 1), 0, Position())
-            batch = reading.batches(dataset, config.run.seed)
+            reader = DataReader.of(config.train, getattr(dataset, "context", 1), 0, Position())
+            batch = reader.batches(dataset, config.run.seed)
             drive = build.build_driver(config, model, device, steps, batch, last=last)
             for number in waited_for(range(1, WARM_UP + 1), "Warming up"):
                 drive(number)

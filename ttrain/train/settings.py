@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ttrain.core.options import option
@@ -17,13 +17,16 @@ class TrainConfig:
     steps: int = option(1000, "optimizer steps of the whole run, counted from the first leg", minimum=1)
     batch_size: int = option(16, "sequences (or examples) per optimizer step", minimum=1)
     accumulation: int = option(1, "micro-batches per step; must divide batch_size", minimum=1)
-    block_schedule: list[int] = option(
+    length_schedule: list[int] = option(
         [],
-        "lengths of training sequences in tokens, from short to model.context, each for block_steps steps and the last "
+        "lengths of training sequences in tokens, from short to model.context, each for phase_steps steps and the last "
         "for the rest; empty always takes model.context",
         minimum=1,
+        formerly="block_schedule",
     )
-    block_steps: int = option(50_000, "steps at each length of block_schedule but the last", minimum=1)
+    phase_steps: int = option(
+        50_000, "steps at each length of length_schedule but the last", minimum=1, formerly="block_steps"
+    )
     long_hours: float | None = option(
         1.0,
         "hours; a run that is expected to take longer says so before its first step, with commands that take less, and "
@@ -74,14 +77,15 @@ class TrainConfig:
 
 
 def with_current_keys(stored: dict[str, Any]) -> dict[str, Any]:
-    """A stored config in the keys of now: `eval_batches` counted micro-batches."""
+    """A stored config in the keys of now: `eval_batches` counted micro-batches, the others only have new names."""
     train = stored.get("train")
-    if not isinstance(train, dict) or "eval_batches" not in train:
+    if not isinstance(train, dict):
         return stored
-    rows = train.get("batch_size", 1) // train.get("accumulation", 1)
-    kept = {key: value for key, value in train.items() if key != "eval_batches"}
-    sequences = None if train["eval_batches"] is None else train["eval_batches"] * rows
-    return {**stored, "train": {**kept, "eval_sequences": sequences}}
+    names = {declared.metadata["formerly"]: declared.name for declared in fields(TrainConfig)}
+    current = {names.get(key, key): value for key, value in train.items()}
+    if (batches := train.get("eval_batches")) is not None:
+        current["eval_sequences"] = batches * (train.get("batch_size", 1) // train.get("accumulation", 1))
+    return {**stored, "train": current}
 
 
 @dataclass

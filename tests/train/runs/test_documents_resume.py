@@ -51,9 +51,9 @@ def losses(run: str) -> list[tuple[int, float]]:
 
 
 def test_agillm_of_25_million_parameters_killed_and_resumed_has_the_same_bits() -> None:
-    """Joint objective with dropout, growing sequences; the kill comes after a notch that no checkpoint has seen."""
+    """Joint objective with dropout, growing sequences; the kill comes after a phase that no checkpoint has seen."""
     words = ["model=agillm", "model.preset=small", "model.context=24", "train.batch_size=1", *DATA, *QUIET]
-    words += ["train.block_schedule=[12,24]", "train.block_steps=2", "train.keep_last=1", "train.keep_best=false"]
+    words += ["train.length_schedule=[12,24]", "train.phase_steps=2", "train.keep_last=1", "train.keep_best=false"]
     assert main([*words, "train.steps=4", "train.save_every=99", "run.dir=whole"]) == 0
 
     command = [sys.executable, "-m", "ttrain", *words, "train.steps=9", "train.save_every=2", "schedule.steps=4"]
@@ -114,7 +114,7 @@ def test_touched_but_equal_documents_go_on(capsys: pytest.CaptureFixture[str]) -
 def test_a_run_of_documents_can_be_sampled_and_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*DATA, *QUIET, *TINY, "run.dir=run", "train.steps=2"]) == 0
     assert main(["task=sample", "run.dir=run", "sample.tokens=3", "sample.prompt=a1 "]) == 0
-    grows = ["train.block_schedule=[8,16]", "train.block_steps=5", "plan.time=false"]
+    grows = ["train.length_schedule=[8,16]", "train.phase_steps=5", "plan.time=false"]
     assert main(["task=plan", *DATA, *QUIET, *TINY, *grows]) == 0
     printed = capsys.readouterr().out
     assert "training sequences grow: 8, 16 tokens, 5 steps each; this is the plan of the longest" in printed

@@ -17,7 +17,7 @@ from ttrain.device.timing import Work
 from ttrain.models.presets import size_names
 from ttrain.models.settings import TransformerConfig
 from ttrain.train.logging.meter import Forecast, Other, Pace, evaluations_left
-from ttrain.train.steps.blocks import BlockSchedule
+from ttrain.train.steps.length_schedule import LengthSchedule
 
 if TYPE_CHECKING:
     from ttrain.data.batches import Dataset
@@ -120,13 +120,13 @@ def pace_of(
 
 def _left(config: Config, step: int) -> float:
     """Steps that are left, in steps as long as the next one."""
-    schedule, steps = BlockSchedule.of(config.train), config.train.steps
+    schedule, steps = LengthSchedule.of(config.train), config.train.steps
     if schedule is None:
         return max(steps - step, 0)
-    now, left = schedule.lengths[schedule.notch(step + 1)], 0.0
-    for notch, length in enumerate(schedule.lengths):
-        end = steps if notch + 1 == len(schedule.lengths) else min((notch + 1) * schedule.every, steps)
-        left += max(end - max(notch * schedule.every, step), 0) * length / now
+    now, left = schedule.lengths[schedule.phase(step + 1)], 0.0
+    for phase, length in enumerate(schedule.lengths):
+        end = steps if phase + 1 == len(schedule.lengths) else min((phase + 1) * schedule.every, steps)
+        left += max(end - max(phase * schedule.every, step), 0) * length / now
     return left
 
 
@@ -183,7 +183,7 @@ class _Ways:
         if not isinstance(model, TransformerConfig) or model.preset is None:
             return []
         given = [name for name in size_names(model) if name != "context" and getattr(model, name) is not None]
-        if given or config.train.block_schedule:
+        if given or config.train.length_schedule:
             return []
         own = _width_and_depth(model.presets[model.preset])
         names = [name for name, sizes in model.presets.items() if _width_and_depth(sizes) < own]
@@ -216,7 +216,7 @@ def _single(config: Config, device: str) -> Iterator[dict[str, Any]]:
     elif size // parts >= 4:
         yield {"train.batch_size": size // parts // 4 * parts}
     context = context_of(config)
-    if context is not None and context >= 4 * SHORTEST and not config.train.block_schedule:
+    if context is not None and context >= 4 * SHORTEST and not config.train.length_schedule:
         yield {"model.context": context // 4}
 
 

@@ -23,7 +23,7 @@ from ttrain.train.logging.events import Events
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.settings import LoggerConfig, TrainConfig
-from ttrain.train.steps.blocks import Blocks, Reading
+from ttrain.train.steps.length_schedule import DataReader, Phases
 from ttrain.train.supervise.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
@@ -112,8 +112,8 @@ def _assembled(
         for note in notes:
             say(note)
         heartbeat.beat()
-        reading = Reading.of(config.train, getattr(dataset, "context", 1), progress.step, progress.read)
-        blocks = _build(config.train, dataset, setup.shorter, session, reading, steps)
+        reader = DataReader.of(config.train, getattr(dataset, "context", 1), progress.step, progress.read)
+        phases = _build(config.train, dataset, setup.shorter, session, reader, steps)
     heartbeat.beat()
     record(setup, run, device, session, steps, began)
     loggers = stack.enter_context(_loggers(config.logger, setup.stored, run, progress, console))
@@ -122,13 +122,13 @@ def _assembled(
     run.keep()
     pace = pace_of(config, dataset, session, steps, progress.step, say, continues=setup.origin.point is not None)
     pace.announce()
-    driver = _driver(setup, device, steps, reading, blocks)
+    driver = _driver(setup, device, steps, reader, phases)
     evaluation = _evaluation(config.train, setup.model, dataset, steps, say)
     loop = Loop(
         config=config.train,
         driver=driver,
         evaluation=evaluation,
-        reading=reading,
+        reader=reader,
         state=session.state,
         run_directory=run,
         loggers=loggers,
@@ -144,7 +144,7 @@ def _assembled(
         heartbeat=heartbeat.beat,
         counters=lambda: session.engine.counters.as_dict(),
         command=start_command(config.plugins),
-        blocks=blocks,
+        phases=phases,
     )
     return session, loop
 
@@ -208,19 +208,19 @@ def _build(
     dataset: Any,
     shorter: Mapping[int, Model | None],
     session: Session,
-    reading: Reading,
+    reader: DataReader,
     steps: dict[str, Step],
-) -> Blocks | None:
+) -> Phases | None:
     """Builds all steps; returns what changes the length of training sequences, None where they keep the context."""
-    if not config.block_schedule:
+    if not config.length_schedule:
         steps.update(session.build_training())
         return None
     for model in shorter.values():
         if model is not None and session.engine.device.uniform_compute:
             model.follow_compute()
-    blocks = Blocks(reading, session, dataset, shorter, steps)  # build_dataset made sure that its length can change
-    blocks.turn(reading.step + 1)
-    return blocks
+    phases = Phases(reader, session, dataset, shorter, steps)  # build_dataset made sure that its length can change
+    phases.turn(reader.step + 1)
+    return phases
 
 
 def record(
@@ -252,7 +252,7 @@ def _announcement(setup: Setup, device: Device, run: RunDirectory, progress: Pro
     """What is trained, where and on what, and what has to be known of it."""
     from ttrain.optim.groups import frozen_count
     from ttrain.train.runs.summary import extent_line
-    from ttrain.train.steps.blocks import BlockSchedule
+    from ttrain.train.steps.length_schedule import LengthSchedule
 
     config, model, dataset, train = setup.config, setup.model, setup.dataset, setup.config.train
     parts = f"{setup.model_name} with {format_count(model.parameter_count)} parameters"
@@ -262,7 +262,7 @@ def _announcement(setup: Setup, device: Device, run: RunDirectory, progress: Pro
     yield f"Training {parts} on {place}. Run: {run.path}"
     if config.engine.name == "traced":
         yield "The first step is compiled or captured, which takes longer than the others."
-    schedule = BlockSchedule.of(train)
+    schedule = LengthSchedule.of(train)
     tokens = None if schedule is None else schedule.tokens(train.steps) * train.batch_size
     yield extent_line(dataset, train.steps, train.batch_size, tokens, config.data.limit)
     point = setup.origin.point
@@ -274,11 +274,13 @@ def _announcement(setup: Setup, device: Device, run: RunDirectory, progress: Pro
         yield f"All {train.steps} steps are done; give train.steps=<more> to train on."
 
 
-def _driver(setup: Setup, device: Device, steps: Mapping[str, Step], reading: Reading, blocks: Blocks | None) -> Driver:
+def _driver(
+    setup: Setup, device: Device, steps: Mapping[str, Step], reader: DataReader, phases: Phases | None
+) -> Driver:
     config, parts = setup.config, (setup.config, setup.model, device, steps)
-    if blocks is None:
-        return build.build_driver(*parts, reading.batches(setup.dataset, config.run.seed), last=config.train.steps)
-    return build.build_driver(*parts, blocks.batches(config.run.seed), blocks.prepare)
+    if phases is None:
+        return build.build_driver(*parts, reader.batches(setup.dataset, config.run.seed), last=config.train.steps)
+    return build.build_driver(*parts, phases.batches(config.run.seed), phases.prepare)
 
 
 def _evaluation(

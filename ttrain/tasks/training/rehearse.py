@@ -14,7 +14,7 @@ from ttrain.device.family import Failed, Misfit, family_of
 from ttrain.tasks.training.leg import new_run, record
 from ttrain.tasks.training.setup import Setup
 from ttrain.train.checkpoint.retention import is_rehearsal
-from ttrain.train.steps.blocks import Position, Reading
+from ttrain.train.steps.length_schedule import DataReader, Position
 
 if TYPE_CHECKING:
     from ttrain.device.base import Device
@@ -104,8 +104,8 @@ def _others(setup: Setup, device: Device, say: Callable[[str], None]) -> dict[st
 def _driver(setup: Setup, device: Device, steps: Mapping[str, Step]) -> Driver:
     """Of the first steps of a run."""
     config, dataset = setup.config, setup.dataset
-    reading = Reading.of(config.train, getattr(dataset, "context", 1), 0, Position())
-    return build.build_driver(config, setup.model, device, steps, reading.batches(dataset, config.run.seed))
+    reader = DataReader.of(config.train, getattr(dataset, "context", 1), 0, Position())
+    return build.build_driver(config, setup.model, device, steps, reader.batches(dataset, config.run.seed))
 
 
 def _failure(setup: Setup, device: Device, steps: Mapping[str, Step], error: Exception) -> Exception:

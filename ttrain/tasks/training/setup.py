@@ -62,7 +62,7 @@ def set_up(config: Config, stack: ExitStack) -> Setup:
     warm = None
     if point is None and config.train.init_from is not None:
         warm = open_warm_start(config.train.init_from, model, tokenizer_json(dataset), anyway=config.train.init_anyway)
-    shorter = {length: build.shorter_model(config, model, length) for length in config.train.block_schedule}
+    shorter = {length: build.shorter_model(config, model, length) for length in config.train.length_schedule}
     if base is not None and point is None:
         notes += [f"Changed since the run started: {change}" for change in resuming.config_difference(base, stored)]
     name = _model_name(config, point, held)

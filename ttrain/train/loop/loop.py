@@ -27,8 +27,8 @@ from ttrain.train.loop.saver import Saver
 from ttrain.train.protocols import SAVED_KINDS, State
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.settings import GuardConfig, TrainConfig
-from ttrain.train.steps.blocks import Blocks, Reading
 from ttrain.train.steps.driver import Driver
+from ttrain.train.steps.length_schedule import DataReader, Phases
 from ttrain.train.steps.session import flops_per_step
 from ttrain.train.steps.step import StepResult, StepUnderWay
 from ttrain.train.supervise.heartbeat import first_step_note, seconds_since_start
@@ -45,7 +45,7 @@ class Loop:
     config: TrainConfig
     driver: Driver
     evaluation: Evaluation
-    reading: Reading
+    reader: DataReader
     state: State
     run_directory: RunDirectory
     loggers: Loggers
@@ -57,7 +57,7 @@ class Loop:
     guard: GuardConfig = field(default_factory=GuardConfig)
     rounds_stochastically: bool = False  # updates that are smaller than a rounding error are not lost
     search: StepSearch | None = None  # names the first bad tensor of a step
-    blocks: Blocks | None = None  # where the length of training sequences grows
+    phases: Phases | None = None  # where the length of training sequences grows
     stop: StopRequests = field(default_factory=StopRequests)
     heartbeat: Callable[[], None] = lambda: None  # tells whoever watches that this process is alive
     counters: Callable[[], dict[str, int]] = dict  # what the engine has built so far
@@ -75,8 +75,8 @@ class Loop:
         self._started, self._skips = False, 0  # skips in a row
         self._under_way: StepUnderWay | None = None
         self.driver.lr_factor = self.progress.lr_factor
-        if self.blocks is not None:
-            self.blocks.turned = self._grown
+        if self.phases is not None:
+            self.phases.turned = self._grown
         self._learning: LearningCheck | None = None
         self._check_after = self.guard.check_learning
 
@@ -149,8 +149,8 @@ class Loop:
         self.heartbeat()
         if self._check_after is not None and self._learning is None:
             self._learning = LearningCheck(self.state, self.rounds_stochastically)
-        if self.blocks is not None:
-            self.blocks.turn(number)
+        if self.phases is not None:
+            self.phases.turn(number)
         self.meter.start()
         return self.driver.start(number)
 
@@ -170,7 +170,7 @@ class Loop:
             return
         else:
             self._skips = 0
-        progress.step, progress.read = number, self.reading.before(number + 1)
+        progress.step, progress.read = number, self.reader.before(number + 1)
         self.loggers.console.advance()
         if not self._started:
             self._started = True
@@ -182,12 +182,12 @@ class Loop:
 
     def _grown(self, number: int) -> None:
         """The length that a step trains on is another than before."""
-        assert self.blocks is not None
+        assert self.phases is not None
         self.heartbeat()
-        self.meter.restart(flops_per_step(self.blocks.session.graph))
-        length = self.blocks.length
+        self.meter.restart(flops_per_step(self.phases.session.graph))
+        length = self.phases.length
         note = f"From step {number} on, training sequences have {length} tokens; all steps were built anew."
-        self.events.add("block", note, number, length=length)
+        self.events.add("phase", note, number, length=length)
         self._say(note)
 
     def _recovered(self, number: int, result: StepResult) -> bool:

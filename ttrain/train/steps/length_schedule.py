@@ -1,6 +1,6 @@
-"""What each step reads, and training on longer sequences as a run goes on: at each notch the steps are built anew.
+"""What each step reads, and training on longer sequences as a run goes on: in every phase steps of their own.
 
-Parameters and optimizer state stay where they are. A notch follows from the step's number. The place in the data is
+Parameters and optimizer state stay where they are. A phase follows from the step's number. The place in the data is
 counted in samples and tokens, which a checkpoint holds: so a run that is resumed with another batch size or other
 lengths, or rolled back, goes on at the very next sample and token.
 """
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class BlockSchedule:
+class LengthSchedule:
     """Lengths of training sequences in tokens, each for `every` steps, the last one for the rest of the run."""
 
     lengths: tuple[int, ...]
     every: int
 
     @classmethod
-    def of(cls, config: TrainConfig) -> BlockSchedule | None:
+    def of(cls, config: TrainConfig) -> LengthSchedule | None:
         """The schedule of a config, None where sequences keep the model's context."""
-        return cls(tuple(config.block_schedule), config.block_steps) if config.block_schedule else None
+        return cls(tuple(config.length_schedule), config.phase_steps) if config.length_schedule else None
 
-    def notch(self, step: int) -> int:
+    def phase(self, step: int) -> int:
         """Index of the length that a step, counted from 1, trains on."""
         return min((step - 1) // self.every, len(self.lengths) - 1)
 
@@ -56,18 +56,18 @@ class Position(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reading:
+class DataReader:
     """What the steps of one leg read, which is a function of their number: a leg keeps batch size and schedule."""
 
     step: int  # done when the leg starts
     start: Position  # of its first sample
     rows: int  # of one step
-    schedule: BlockSchedule
+    schedule: LengthSchedule
 
     @classmethod
-    def of(cls, config: TrainConfig, context: int, step: int, start: Position) -> Reading:
+    def of(cls, config: TrainConfig, context: int, step: int, start: Position) -> DataReader:
         """That of a config, for a model of this context (1 for one that reads examples)."""
-        schedule = BlockSchedule.of(config) or BlockSchedule((context,), 1)
+        schedule = LengthSchedule.of(config) or LengthSchedule((context,), 1)
         return cls(step, start, config.batch_size, schedule)
 
     def before(self, step: int) -> Position:
@@ -79,9 +79,9 @@ class Reading:
         """The data in sequences of the length that a step trains on, at the right token."""
         if not hasattr(dataset, "at"):
             return dataset  # all samples are of one kind
-        notch = self.schedule.notch(step)
-        first = max(notch * self.schedule.every, self.step) + 1
-        return dataset.at(self.schedule.lengths[notch], *self.before(first))
+        phase = self.schedule.phase(step)
+        first = max(phase * self.schedule.every, self.step) + 1
+        return dataset.at(self.schedule.lengths[phase], *self.before(first))
 
     def batches(self, dataset: Any, seed: int) -> Callable[[int], Batch]:
         """What reads a step's batch from data of one length; steps are counted from 1."""
@@ -89,29 +89,29 @@ class Reading:
         return lambda step: opened.batch("train", seed, self.before(step).samples, self.rows)
 
 
-class Blocks:
-    """The notch that a run is in, and what belongs to it: the built steps and the data."""
+class Phases:
+    """The phase that a run is in, and what belongs to it: the built steps and the data."""
 
     def __init__(
         self,
-        reading: Reading,
+        reader: DataReader,
         session: Session,
         dataset: Resizable,
         shorter: Mapping[int, Model | None],
         steps: dict[str, Step],
     ) -> None:
-        """`shorter` has, by length, the model that records such sequences; `steps` takes what is built for a notch."""
-        self.schedule, self.session = reading.schedule, session
-        self._reading, self._whole, self._shorter, self._steps = reading, dataset, shorter, steps
-        self._notch: int | None = None
-        self._dataset: Any = dataset  # as this notch reads it
+        """`shorter` has, by length, the model that records such sequences; `steps` takes what is built for a phase."""
+        self.schedule, self.session = reader.schedule, session
+        self._reader, self._whole, self._shorter, self._steps = reader, dataset, shorter, steps
+        self._phase: int | None = None
+        self._dataset: Any = dataset  # as this phase reads it
         self.turned: Callable[[int], None] = lambda step: None  # told of every step for which all is built anew
 
     @property
     def length(self) -> int:
         """Tokens of a training sequence now."""
-        assert self._notch is not None
-        return self.schedule.lengths[self._notch]
+        assert self._phase is not None
+        return self.schedule.lengths[self._phase]
 
     def prepare(self, batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
         """See models.base.Prepare: that of the model which records sequences of this length."""
@@ -119,22 +119,22 @@ class Blocks:
         return preparation(graph.shorter or graph.model)(batch)
 
     def batches(self, seed: int) -> Callable[[int], Batch]:
-        """See Reading.batches; where a step is of another notch, all is built for it first."""
+        """See DataReader.batches; where a step is of another phase, all is built for it first."""
 
         def batch(step: int) -> Batch:
             self.turn(step)  # repeated steps may be of an earlier length
-            found: Batch = self._dataset.batch("train", seed, self._reading.before(step).samples, self._reading.rows)
+            found: Batch = self._dataset.batch("train", seed, self._reader.before(step).samples, self._reader.rows)
             return found
 
         return batch
 
     def turn(self, step: int) -> None:
         """Get ready for a step, counted from 1."""
-        notch = self.schedule.notch(step)
-        if notch == self._notch:
+        phase = self.schedule.phase(step)
+        if phase == self._phase:
             return
-        first, self._notch = self._notch is None, notch
-        self._dataset = self._reading.opened(self._whole, step)
+        first, self._phase = self._phase is None, phase
+        self._dataset = self._reader.opened(self._whole, step)
         self._steps.clear()
         graph = replace(self.session.graph, shorter=self._shorter[self.length])
         if first:

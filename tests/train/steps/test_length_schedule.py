@@ -1,8 +1,9 @@
-"""Training on longer sequences as a run goes on: notches, data position, resume, and what is refused."""
+"""Training on longer sequences as a run goes on: phases, data position, resume, and what is refused."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,15 @@ from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
-from ttrain.train.checkpoint.checkpoint import read_checkpoint
+from ttrain.train.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.settings import TrainConfig
-from ttrain.train.steps.blocks import BlockSchedule, Position, Reading
+from ttrain.train.steps.length_schedule import DataReader, LengthSchedule, Position
 from ttrain.train.steps.session import Session
 from ttrain.train.steps.step import StepUnderWay, TrainStep
 
 MODEL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=32", "model.dropout=0.1"]
-BLOCKS = ["train.block_schedule=[8,16,32]", "train.block_steps=6"]
+PHASES = ["train.length_schedule=[8,16,32]", "train.phase_steps=6"]
 TRAIN = [
     "train.batch_size=4",
     "train.log_every=1",
@@ -52,7 +53,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         lines = [{"text": f"{name}{i} " + "word " * int(generator.integers(1, 9))} for i in range(count)]
         Path(name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = ["data=documents", "data.sources=[a.jsonl,b.jsonl]", "data.tokenizer=byte"]
-    return lambda *words: main([*data, *MODEL, *BLOCKS, *TRAIN, *QUIET, *words])
+    return lambda *words: main([*data, *MODEL, *PHASES, *TRAIN, *QUIET, *words])
 
 
 def losses(run: str) -> list[tuple[int, str, float]]:
@@ -72,19 +73,19 @@ def events(run: str, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == kind]
 
 
-def test_notches_and_what_came_before_them() -> None:
-    schedule = BlockSchedule.of(TrainConfig(block_schedule=[8, 16, 32], block_steps=6))
+def test_phases_and_what_came_before_them() -> None:
+    schedule = LengthSchedule.of(TrainConfig(length_schedule=[8, 16, 32], phase_steps=6))
     assert schedule is not None
-    assert [schedule.notch(step) for step in (1, 6, 7, 12, 13, 99)] == [0, 0, 1, 1, 2, 2]
-    for notch in range(3):  # counted step by step
-        tokens = sum(4 * schedule.lengths[schedule.notch(step)] for step in range(1, 6 * notch + 1))
-        assert Reading(0, Position(), 4, schedule).before(6 * notch + 1) == (24 * notch, tokens)
-    assert BlockSchedule.of(TrainConfig()) is None
+    assert [schedule.phase(step) for step in (1, 6, 7, 12, 13, 99)] == [0, 0, 1, 1, 2, 2]
+    for phase in range(3):  # counted step by step
+        tokens = sum(4 * schedule.lengths[schedule.phase(step)] for step in range(1, 6 * phase + 1))
+        assert DataReader(0, Position(), 4, schedule).before(6 * phase + 1) == (24 * phase, tokens)
+    assert LengthSchedule.of(TrainConfig()) is None
 
 
 @pytest.mark.parametrize("engine", ["dynamic", "static", "traced"])
 def test_stopped_anywhere_and_resumed_it_has_the_same_bits(train: Any, engine: str) -> None:
-    """Within a notch, at the last step of one and at the first of another."""
+    """Within a phase, at the last step of one and at the first of another."""
     words = [f"engine={engine}", "train.accumulation=2"]
     assert train(*words, "run.dir=whole", "train.steps=14") == 0
     for stop in (4, 6, 7) if engine == "static" else (6,):
@@ -94,8 +95,8 @@ def test_stopped_anywhere_and_resumed_it_has_the_same_bits(train: Any, engine: s
         assert [entry for entry in losses(f"stopped{stop}") if entry[1] == "train/loss"] == [
             entry for entry in losses("whole") if entry[1] == "train/loss"
         ]
-    assert [(event["step"], event["length"]) for event in events("whole", "block")] == [(7, 16), (13, 32)]
-    assert [event["step"] for event in events("stopped6", "block")] == [13]  # step 7 began the second leg
+    assert [(event["step"], event["length"]) for event in events("whole", "phase")] == [(7, 16), (13, 32)]
+    assert [event["step"] for event in events("stopped6", "phase")] == [13]  # step 7 began the second leg
     summary = json.loads(Path("whole", "summary.json").read_text())
     if engine != "dynamic":
         assert summary["engine"]["allocations_after_first"] == 0
@@ -105,11 +106,11 @@ def test_stopped_anywhere_and_resumed_it_has_the_same_bits(train: Any, engine: s
 
 def test_a_resume_may_give_a_schedule_without_the_model(train: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """The lengths are held against the model of the checkpoint, not against a default one."""
-    assert train("run.dir=first", "train.steps=2", "train.block_schedule=[]") == 0
-    words = ["resume=first", "train.steps=4", "train.block_steps=3"]
-    assert main([*words, "run.dir=on", "train.block_schedule=[8,32]"]) == 0
-    assert [event["length"] for event in events("on", "block")] == [32]
-    assert main([*words, "run.dir=off", "train.block_schedule=[8,24]"]) == 2
+    assert train("run.dir=first", "train.steps=2", "train.length_schedule=[]") == 0
+    words = ["resume=first", "train.steps=4", "train.phase_steps=3"]
+    assert main([*words, "run.dir=on", "train.length_schedule=[8,32]"]) == 0
+    assert [event["length"] for event in events("on", "phase")] == [32]
+    assert main([*words, "run.dir=off", "train.length_schedule=[8,24]"]) == 2
     assert "must end with model.context=32" in capsys.readouterr().err and not Path("off").exists()
 
 
@@ -133,15 +134,37 @@ def test_steps_read_the_stream_without_gap_or_overlap(train: Any, monkeypatch: p
 
 
 def test_val_loss_is_that_of_the_whole_context_throughout(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that is stopped in its first notch evaluates as task=train of that checkpoint without a schedule does."""
+    """A run that is stopped in its first phase evaluates as task=train of that checkpoint without a schedule does."""
     assert train("run.dir=first", "train.steps=6") == 0
-    assert main(["resume=first", "run.dir=second", "train.steps=7", "train.block_schedule=[]", "optimizer.lr=0"]) == 0
+    assert main(["resume=first", "run.dir=second", "train.steps=7", "train.length_schedule=[]", "optimizer.lr=0"]) == 0
     by_run = {run: [entry[2] for entry in losses(run) if entry[1] == "val/loss"] for run in ("first", "second")}
     assert by_run["second"][0] == by_run["first"][0]
     assert by_run["second"][-1] == pytest.approx(by_run["first"][0], rel=1e-3)
 
 
-def test_a_rollback_over_a_notch_goes_back_to_the_shorter_length(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_under_the_earlier_keys_goes_on_as_one_under_these(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert train("run.dir=now", "train.steps=8") == 0
+    shutil.copytree("now", "earlier")
+    assert main(["run.dir=now", "resume=auto", "train.steps=14"]) == 0
+    text, original = Path("earlier/config.yaml").read_text(), Checkpoint._json
+    text = text.replace("length_schedule:", "block_schedule:").replace("phase_steps:", "block_steps:")
+    assert "block_schedule:" in text and "block_steps: 6" in text
+    Path("earlier/config.yaml").write_text(text)
+
+    def earlier(self: Checkpoint, name: str) -> Any:
+        stored = original(self, name)
+        if name == "config.json":
+            stored["train"]["block_schedule"] = stored["train"].pop("length_schedule")
+            stored["train"]["block_steps"] = stored["train"].pop("phase_steps")
+        return stored
+
+    monkeypatch.setattr(Checkpoint, "_json", earlier)
+    assert main(["run.dir=earlier", "resume=auto", "train.steps=14"]) == 0
+    assert [event["length"] for event in events("earlier", "phase")] == [16, 32]
+    assert losses("earlier") == losses("now") and tensors("earlier", 14) == tensors("now", 14)
+
+
+def test_a_rollback_over_a_phase_goes_back_to_the_shorter_length(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     start, poisoned = TrainStep.start, []
 
     def sometimes(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> StepUnderWay:
@@ -154,7 +177,7 @@ def test_a_rollback_over_a_notch_goes_back_to_the_shorter_length(train: Any, mon
     monkeypatch.setattr(TrainStep, "start", sometimes)
     assert train("run.dir=first", "train.steps=9", "guard.nonfinite=rollback", "train.eval_every=9") == 0
     assert poisoned == [(4, 16)]
-    assert [(event["step"], event["length"]) for event in events("first", "block")] == [(7, 16), (6, 8), (7, 16)]
+    assert [(event["step"], event["length"]) for event in events("first", "phase")] == [(7, 16), (6, 8), (7, 16)]
     assert events("first", "rollback")[0]["to"] == 5
 
 
@@ -199,22 +222,24 @@ def test_the_memory_of_the_old_steps_is_free_before_new_ones_take_theirs(
 
 def test_token_files_take_a_schedule_too(train: Any) -> None:
     assert train("task=prepare", "prepare.dir=tokens") == 0
-    words = [*MODEL, *BLOCKS, *TRAIN, *QUIET, "data=tokens", "data.path=tokens", "train.steps=14"]
+    words = [*MODEL, *PHASES, *TRAIN, *QUIET, "data=tokens", "data.path=tokens", "train.steps=14"]
     for order in ("read", "epoch"):
         assert main([*words, f"data.order={order}", f"run.dir={order}"]) == 0
-        assert [event["length"] for event in events(order, "block")] == [16, 32]
+        assert [event["length"] for event in events(order, "phase")] == [16, 32]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train.block_schedule=[16,8]"], "every length must be greater than the one before it"),
-        (["train.block_schedule=[8,8]"], "every length must be greater than the one before it"),
-        (["train.block_schedule=[8,64]"], "must end with model.context=32, which evaluation and sampling use"),
-        (["train.block_schedule=[8,16]"], "Give model.context=16, or end with 32."),
-        (["train.block_schedule=[0,8]"], "must be at least 1"),
-        (["train.block_schedule=8"], "must be a list of integers"),
-        (["train.block_steps=0"], "must be at least 1"),
+        (["train.length_schedule=[16,8]"], "every length must be greater than the one before it"),
+        (["train.length_schedule=[8,8]"], "every length must be greater than the one before it"),
+        (["train.length_schedule=[8,64]"], "must end with model.context=32, which evaluation and sampling use"),
+        (["train.length_schedule=[8,16]"], "Give model.context=16, or end with 32."),
+        (["train.length_schedule=[0,8]"], "must be at least 1"),
+        (["train.length_schedule=8"], "must be a list of integers"),
+        (["train.phase_steps=0"], "must be at least 1"),
+        (["train.block_schedule=[8,32]"], "It is now train.length_schedule: lengths of training sequences"),
+        (["train.block_steps=6"], "It is now train.phase_steps: steps at each length"),
         (["device=n150", "device.subdevices=2"], "give device.subdevices=1."),
         (["model=mlp", "data=regression"], "model=mlp does not train on sequences"),
     ],
@@ -223,7 +248,7 @@ def test_schedules_that_are_refused(
     train: Any, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "model=mlp" in words:
-        assert main([*words, *BLOCKS, *QUIET, "run.dir=run"]) == 2
+        assert main([*words, *PHASES, *QUIET, "run.dir=run"]) == 2
     else:
         assert train(*words, "run.dir=run") == 2
     assert message in capsys.readouterr().err
@@ -237,7 +262,7 @@ def test_data_that_can_not_change_its_length_is_refused() -> None:
     class Fixed:
         vocabulary = 5
 
-    config = load(["data.path=x", *BLOCKS, *MODEL])
+    config = load(["data.path=x", *PHASES, *MODEL])
     with pytest.raises(ConfigError, match="can't change the length of its sequences"):
         raise ConfigError(build.data_problems(config, Fixed()))
 
@@ -246,7 +271,7 @@ def test_a_model_whose_parameters_depend_on_the_context_is_refused(monkeypatch: 
     from ttrain.config import build
     from ttrain.config.compose import load
 
-    config = load(["data.path=x", *BLOCKS, *MODEL])
+    config = load(["data.path=x", *PHASES, *MODEL])
     model = build.build_model(config, 50)
     assert build.shorter_model(config, model, 32) is None
     monkeypatch.delattr(GPT, "at_length")
