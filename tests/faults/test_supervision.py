@@ -51,12 +51,12 @@ sys.exit({"done": 0, "user": 2, "busy": 75}.get(kind, 1))
 
 
 class Run:
-    """A supervisor over the stand-in; `run("kill", "done")` -> exit code."""
+    """A supervisor over the stub; `run("kill", "done")` -> exit code."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.said = folder, []  # type: ignore[var-annotated]
         (folder / "checkpoints").mkdir(parents=True)
-        self.script = folder / "stand_in.py"
+        self.script = folder / "stub.py"
         self.script.write_text(STAND_IN)
 
     def __call__(self, *plan: str, **settings: Any) -> int:

@@ -1,4 +1,4 @@
-"""Sweeps over a stand-in for `python -m ttrain` that starts in a moment and does what its words say."""
+"""Sweeps over a stub for `python -m ttrain` that starts in a moment and does what its words say."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ Sweep = Callable[..., int]
 
 @pytest.fixture
 def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sweep]:
-    """Runs a sweep with the stand-in in a folder of its own: `sweep("run.seed=1,2")` -> exit code."""
-    script = tmp_path / "stand_in.py"
+    """Runs a sweep with the stub in a folder of its own: `sweep("run.seed=1,2")` -> exit code."""
+    script = tmp_path / "stub.py"
     script.write_text(STAND_IN)
     work = tmp_path / "work"
     work.mkdir()

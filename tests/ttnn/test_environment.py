@@ -1,4 +1,4 @@
-"""Modes, refusals and messages before a device is open; the stand-in compiler; the doctor."""
+"""Modes, refusals and messages before a device is open; the stub compiler; the doctor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ttrain.core.errors import EXIT_DEVICE_BUSY, ConfigError, DeviceBusy, DeviceUnavailable
-from ttrain.device.ttnn.mock import standin
+from ttrain.device.ttnn.mock import stub_compiler
 from ttrain.device.ttnn.mock.elf import MARK, return_only
 from ttrain.device.ttnn.runtime import environment, examine, mesh
 from ttrain.device.ttnn.runtime.holders import holders
@@ -42,15 +42,15 @@ def test_a_program_is_what_the_loader_demands() -> None:
 def compiler(tmp_path: Path, scripts: dict[str, str]) -> Path:
     for name, text in scripts.items():
         (tmp_path / name).write_text(text, "ascii")
-    tool = tmp_path / standin.COMPILER
-    tool.write_text(standin.script_text(tmp_path), "ascii")
+    tool = tmp_path / stub_compiler.COMPILER
+    tool.write_text(stub_compiler.script_text(tmp_path), "ascii")
     tool.chmod(0o755)
     return tool
 
 
-def test_the_stand_in_compiles_for_mocked_boards_only(tmp_path: Path) -> None:
+def test_the_stub_compiles_for_mocked_boards_only(tmp_path: Path) -> None:
     tool = compiler(tmp_path, {"ncrisc.ld": "  .text 0xFFC00000 :", "brisc.ld": "  .text : { }"})
-    environment_ = {standin.MOCK_VARIABLE: "board.yaml", "PATH": ""}
+    environment_ = {stub_compiler.MOCK_VARIABLE: "board.yaml", "PATH": ""}
     for script, address in (("ncrisc.ld", 0xFFC00000), ("brisc.ld", 0x5000)):
         out = tmp_path / f"{script}.elf"
         subprocess.run([tool, "-O2", "-T", tmp_path / script, "-o", out, "x.o"], env=environment_, check=True)
@@ -66,13 +66,13 @@ def test_the_stand_in_compiles_for_mocked_boards_only(tmp_path: Path) -> None:
 def test_objects_and_dependency_files(tmp_path: Path) -> None:
     tool = compiler(tmp_path, {})
     command = [tool, "-c", "-MF", tmp_path / "x.d", "-o", tmp_path / "x.o", "x.cc"]
-    subprocess.run(command, env={standin.MOCK_VARIABLE: "b"}, check=True)
+    subprocess.run(command, env={stub_compiler.MOCK_VARIABLE: "b"}, check=True)
     assert (tmp_path / "x.o").read_bytes() == b""
     assert (tmp_path / "x.d").read_text("ascii") == f"{tmp_path / 'x.o'}:\n"
 
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standin.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(stub_compiler.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DeviceUnavailable, match=r"ttnn is not installed.*pip install 'ttrain\[tt\]'") as caught:
         environment.variables(TenstorrentConfig())
     assert "\n" not in str(caught.value)
@@ -80,7 +80,7 @@ def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_other_pythons_are_told_which_one_has_a_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 13, 0))
-    assert "no wheel for Python 3.13" in standin.missing_ttnn()
+    assert "no wheel for Python 3.13" in stub_compiler.missing_ttnn()
 
 
 @pytest.fixture
@@ -100,8 +100,8 @@ def test_silicon_refuses_the_variables_of_other_modes(
 ) -> None:
     (tmp_path / "nothing").mkdir()
     (tmp_path / "nothing" / "0").touch()
-    monkeypatch.setenv(standin.MOCK_VARIABLE, "x")
-    with pytest.raises(DeviceUnavailable, match=f"{standin.MOCK_VARIABLE} is set"):
+    monkeypatch.setenv(stub_compiler.MOCK_VARIABLE, "x")
+    with pytest.raises(DeviceUnavailable, match=f"{stub_compiler.MOCK_VARIABLE} is set"):
         environment.variables(TenstorrentConfig())
 
 
@@ -115,7 +115,7 @@ def test_a_simulator_needs_its_library(installed: None) -> None:
 def test_a_ttnn_without_its_runtime_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "wheel").mkdir()
     with pytest.raises(DeviceUnavailable, match=r"is not whole: it has no runtime/.*--force-reinstall"):
-        standin.runtime_root(tmp_path / "root", tmp_path / "wheel")
+        stub_compiler.runtime_root(tmp_path / "root", tmp_path / "wheel")
     assert not (tmp_path / "root").exists()
 
 
@@ -130,10 +130,10 @@ def test_modes_have_kernel_caches_of_their_own(
     mock = environment.variables(TenstorrentConfig(mode="mock"))
     simulator = environment.variables(TenstorrentConfig(mode="simulator", simulator=str(tmp_path / "lib.so")))
     assert len({mock["TT_METAL_CACHE"], simulator["TT_METAL_CACHE"]}) == 2
-    assert mock[standin.MOCK_VARIABLE].endswith("n150.yaml")
+    assert mock[stub_compiler.MOCK_VARIABLE].endswith("n150.yaml")
     (tmp_path / "nothing").mkdir()
     (tmp_path / "nothing" / "0").touch()
-    monkeypatch.delenv(standin.MOCK_VARIABLE, raising=False)
+    monkeypatch.delenv(stub_compiler.MOCK_VARIABLE, raising=False)
     assert "TT_METAL_CACHE" not in environment.variables(TenstorrentConfig())
     assert "TT_METAL_RUNTIME_ROOT" not in environment.variables(TenstorrentConfig())
 

@@ -136,7 +136,7 @@ def test_without_a_profiler_the_task_ends_with_one_line(words: list[str], capsys
 
 
 def test_steps_are_profiled_after_a_warm_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On ttnn's reference functions, with a stand-in for the profiler that reports one program a step."""
+    """On ttnn's reference functions, with a stub for the profiler that reports one program a step."""
     pytest.importorskip("ttnn", reason="the package ttnn is not installed")
     from tests.ttnn.runs import golden
     from ttrain.config import build

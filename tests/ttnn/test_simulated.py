@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ttrain.core.errors import ConfigError, DeviceUnavailable
-from ttrain.device.ttnn.mock.standin import MOCK_VARIABLE
+from ttrain.device.ttnn.mock.stub_compiler import MOCK_VARIABLE
 from ttrain.device.ttnn.runtime import environment
 from ttrain.device.ttnn.runtime.identity import BOARDS, check_board, require_board
 from ttrain.device.ttnn.runtime.simulator import checked_simulator

@@ -10,7 +10,7 @@ import struct
 from dataclasses import dataclass
 
 DATA_ADDRESS = 0xFFB00800  # start of a core's local memory
-MARK = b"ttrain stand-in kernel, mocked boards only\0"
+MARK = b"ttrain stub kernel, mocked boards only\0"
 
 _RETURN = struct.pack("<I", 0x00008067)  # jalr x0, 0(ra)
 _ET_EXEC, _EM_RISCV = 2, 243

@@ -14,7 +14,7 @@ from typing import Any
 
 from ttrain.core.errors import DeviceUnavailable
 from ttrain.core.folders import cache_folder
-from ttrain.device.ttnn.mock.standin import MOCK_VARIABLE, installed_ttnn, missing_ttnn, runtime_root
+from ttrain.device.ttnn.mock.stub_compiler import MOCK_VARIABLE, installed_ttnn, missing_ttnn, runtime_root
 from ttrain.device.ttnn.runtime.profile import profiler_variables
 from ttrain.device.ttnn.runtime.simulator import checked_simulator
 from ttrain.device.ttnn.settings import TenstorrentConfig
@@ -30,7 +30,7 @@ _OTHER_MODES = {
 
 
 def ttnn_folder() -> Path:
-    """Where stand-in roots and kernel caches of mocked boards and simulators live."""
+    """Where stub roots and kernel caches of mocked boards and simulators live."""
     return cache_folder() / "ttnn"
 
 

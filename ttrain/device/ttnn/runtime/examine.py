@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.device.family import Finding
-from ttrain.device.ttnn.mock.standin import installed_ttnn, missing_ttnn
+from ttrain.device.ttnn.mock.stub_compiler import installed_ttnn, missing_ttnn
 from ttrain.device.ttnn.runtime.environment import DEVICE_NODES, SIMULATOR_VARIABLE, ttnn_folder
 from ttrain.device.ttnn.runtime.holders import holders
 from ttrain.device.ttnn.runtime.probe import probe
@@ -58,7 +58,7 @@ def _compiler() -> Finding:
         return Finding("kernel compiler", "ok", str(found))
     return Finding(
         "kernel compiler", "missing", f"no SFPI in {places[0]} or {places[1]}",
-        "a card needs it: install Tenstorrent's sfpi package; mocked boards bring a stand-in",
+        "a card needs it: install Tenstorrent's sfpi package; mocked boards bring a stub",
     )  # fmt: skip
 
 

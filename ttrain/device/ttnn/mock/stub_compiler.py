@@ -1,4 +1,4 @@
-"""A stand-in for the compiler of Tenstorrent kernels, for mocked boards only.
+"""A stub for the compiler of Tenstorrent kernels, for mocked boards only.
 
 A mocked board runs no kernel, yet metal compiles one for every program. `runtime_root` makes a folder that links to the
 installed ttnn and holds a compiler of its own: a shell script that writes a program of one instruction (see elf.py).
@@ -22,11 +22,11 @@ MOCK_VARIABLE = "TT_METAL_MOCK_CLUSTER_DESC_PATH"
 _ANY_ADDRESS = 0x5000  # of programs that the loader places itself
 
 _SCRIPT = """#!/bin/sh
-# Stand-in compiler of ttrain for mocked boards. Uses builtins of the shell only.
+# Stub compiler of ttrain for mocked boards. Uses builtins of the shell only.
 output=a.out; script=; object=; depends=
 while [ $# -gt 0 ]; do
   case $1 in
-    --version) echo '{name} (stand-in of ttrain, mocked boards only) 0.0.0'; exit 0;;
+    --version) echo '{name} (stub of ttrain, mocked boards only) 0.0.0'; exit 0;;
     -o) output=$2; shift;;
     -MF) depends=$2; shift;;
     -T) script=$2; shift;;
@@ -66,7 +66,7 @@ def missing_ttnn() -> str:
 
 
 def runtime_root(folder: Path, wheel: Path | None = None) -> Path:
-    """Fills `folder` with links to the installed ttnn and the stand-in compiler; may run twice, also at once.
+    """Fills `folder` with links to the installed ttnn and the stub compiler; may run twice, also at once.
 
     Raises DeviceUnavailable where that ttnn lacks its runtime.
     """
