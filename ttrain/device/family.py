@@ -48,7 +48,7 @@ class Failed:
     memory: int = 0  # of the device, where it is known
 
 
-class Misfit(UserError):
+class OutOfResources(UserError):
     """A step that a device does not take. `cause` names what it is short of, `keys` what would fix it."""
 
     def __init__(self, message: str, cause: str, keys: list[str]) -> None:
@@ -57,7 +57,7 @@ class Misfit(UserError):
 
     def to_dict(self) -> dict[str, Any]:
         """Values for the run record."""
-        return {"accepted": False, "misfit": self.cause, "keys": self.keys, "reason": str(self)}
+        return {"accepted": False, "out_of": self.cause, "keys": self.keys, "reason": str(self)}
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Family:
         """Keys of the device itself that make a run take less of its memory."""
         return []
 
-    def diagnose(self, config: DeviceConfig, error: BaseException, failed: Failed) -> Misfit | None:
+    def diagnose(self, config: DeviceConfig, error: BaseException, failed: Failed) -> OutOfResources | None:
         """What a step does not fit into, where the error tells of that."""
         return None
 

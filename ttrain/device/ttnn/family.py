@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ttrain.core.errors import UserError
 from ttrain.device.base import Device
-from ttrain.device.family import MOCK, SILICON, Failed, Family, Finding, Misfit, NodeOf, TimeModel, Variant
+from ttrain.device.family import MOCK, SILICON, Failed, Family, Finding, NodeOf, OutOfResources, TimeModel, Variant
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.timing import Estimate, Work
 from ttrain.device.ttnn.settings import TenstorrentConfig
@@ -76,14 +76,14 @@ class Tenstorrent(Family):
         return DRAM[board(_ours(config)).arch], "the board's DRAM"
 
     def smaller_keys(self, config: DeviceConfig, vocabulary: bool) -> list[str]:
-        from ttrain.device.ttnn.misfit import HOST_TABLES
+        from ttrain.device.ttnn.out_of_resources import HOST_TABLES
 
         return [HOST_TABLES] if vocabulary and not _ours(config).host_resident else []
 
-    def diagnose(self, config: DeviceConfig, error: BaseException, failed: Failed) -> Misfit | None:
-        from ttrain.device.ttnn.misfit import Run, misfit
+    def diagnose(self, config: DeviceConfig, error: BaseException, failed: Failed) -> OutOfResources | None:
+        from ttrain.device.ttnn.out_of_resources import Run, diagnose
 
-        return misfit(error, Run(_ours(config), failed))
+        return diagnose(error, Run(_ours(config), failed))
 
     def estimate(
         self, config: DeviceConfig, work: Work, engine: str, tokens: int, unit: str, flops: int

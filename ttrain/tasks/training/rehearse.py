@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ttrain.config import build
 from ttrain.core.errors import TtrainError
-from ttrain.device.family import Failed, Misfit, family_of
+from ttrain.device.family import Failed, OutOfResources, family_of
 from ttrain.tasks.training.leg import new_run, record
 from ttrain.tasks.training.setup import Setup
 from ttrain.train.checkpoint.retention import is_rehearsal
@@ -29,7 +29,7 @@ COMPARED = ("static", "dynamic")  # engines whose dispatch is measured beside th
 def rehearse(setup: Setup, device: Device, say: Callable[[str], None]) -> None:
     """Some steps on a device that only tells what steps cost. Writes a record, never a checkpoint.
 
-    Raises Misfit where the board does not take the step.
+    Raises OutOfResources where the board does not take the step.
     """
     held = setup.origin.held
     with ExitStack() as stack:
@@ -109,7 +109,7 @@ def _driver(setup: Setup, device: Device, steps: Mapping[str, Step]) -> Driver:
 
 
 def _failure(setup: Setup, device: Device, steps: Mapping[str, Step], error: Exception) -> Exception:
-    """The misfit that an error tells of, with what the plan needs; else the error itself."""
+    """What an error says is short, with what the plan needs; else the error itself."""
     from ttrain.train.forecast.out_of_memory import plan_needs, shrinking_keys
 
     if isinstance(error, TtrainError):
@@ -130,4 +130,4 @@ def _failure(setup: Setup, device: Device, steps: Mapping[str, Step], error: Exc
     if found is None:
         return error
     needs = plan_needs(steps) if found.cause == "DRAM" else ""
-    return Misfit(f"{found} {needs}".strip(), found.cause, found.keys)
+    return OutOfResources(f"{found} {needs}".strip(), found.cause, found.keys)

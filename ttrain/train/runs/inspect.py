@@ -66,7 +66,7 @@ class RunInfo:
     def reason(self) -> str:
         """Why it failed, or what happened last."""
         if self.state == "rehearsed":
-            return str(self.summary.get("reason") or self.summary.get("misfit") or self.summary.get("note", ""))
+            return str(self.summary.get("reason") or self.summary.get("note", ""))
         wanted = ("failed", "gave_up", "interrupted") if self.state in ("failed", "resumable") else ()
         return next((str(e.get("message", "")) for e in reversed(self.events) if e["kind"] in wanted), "")
 

@@ -13,7 +13,7 @@ import pytest
 
 from ttrain.core.errors import EXIT_USER
 from ttrain.device.family import Failed
-from ttrain.device.ttnn.misfit import Run, misfit
+from ttrain.device.ttnn.out_of_resources import Run, diagnose
 from ttrain.device.ttnn.runtime.environment import opening_failure
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.models.settings import GPTConfig, MLPConfig
@@ -71,7 +71,7 @@ def run_of(
     ],
 )  # fmt: skip
 def test_every_cause_has_its_keys(said: str, run: Run, cause: str, keys: list[str]) -> None:
-    found = misfit(fatal(said), run)
+    found = diagnose(fatal(said), run)
     assert found is not None
     assert found.cause == cause
     assert [key for key in keys if not any(given.startswith(key) for given in found.keys)] == []
@@ -80,21 +80,21 @@ def test_every_cause_has_its_keys(said: str, run: Run, cause: str, keys: list[st
 
 
 def test_state_that_alone_is_too_large_is_not_mended_by_a_smaller_batch() -> None:
-    found = misfit(fatal(FAR), a_run(precision="fp32", sizes={"state": 20 << 30, "memory": 12 << 30}))
+    found = diagnose(fatal(FAR), a_run(precision="fp32", sizes={"state": 20 << 30, "memory": 12 << 30}))
     assert found is not None
     assert not any("accumulation" in key or "trace_region" in key or "recompute" in key for key in found.keys)
     assert any(key.startswith("precision=bf16") for key in found.keys)
 
 
 def test_an_idle_region_is_offered_where_it_is_enough() -> None:
-    near, far = (misfit(fatal(said), a_run()) for said in (NEARLY, FAR))
+    near, far = (diagnose(fatal(said), a_run()) for said in (NEARLY, FAR))
     assert near is not None and any("trace_region" in key for key in near.keys)
     assert far is not None and not any("trace_region" in key for key in far.keys)
 
 
 def test_hosted_tables_are_offered_to_models_that_have_some() -> None:
     run = run_of(TenstorrentConfig(name="n150"), TrainConfig(), MLPConfig(), "bf16", "static")
-    assert not any("host_resident" in key for key in getattr(misfit(fatal(FAR), run), "keys", ["host_resident"]))
+    assert not any("host_resident" in key for key in getattr(diagnose(fatal(FAR), run), "keys", ["host_resident"]))
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,13 @@ def test_hosted_tables_are_offered_to_models_that_have_some() -> None:
 )
 def test_moments_in_bf16_are_offered_where_there_are_moments(optimizer: OptimizerConfig, offered: bool) -> None:
     board = TenstorrentConfig(name="n300", mode="mock")
-    found = misfit(fatal(FAR), run_of(board, TrainConfig(batch_size=8), GPTConfig(), "bf16", "static", optimizer))
+    found = diagnose(fatal(FAR), run_of(board, TrainConfig(batch_size=8), GPTConfig(), "bf16", "static", optimizer))
     assert found is not None
     assert any(key.startswith("optimizer.state_dtype=bf16") for key in found.keys) == offered
 
 
-def test_other_errors_are_no_misfit() -> None:
-    assert misfit(fatal("Inputs to matmul must be tilized"), a_run()) is None
+def test_other_errors_are_not_out_of_resources() -> None:
+    assert diagnose(fatal("Inputs to matmul must be tilized"), a_run()) is None
 
 
 def test_a_board_that_does_not_open_names_the_key() -> None:
@@ -148,7 +148,7 @@ def test_on_a_mocked_board(name: str, kernels: str, tmp_path: Path) -> None:
     if "does not fit" in said or name == "eth":
         summary = json.loads((run / "summary.json").read_text("utf-8"))
         cause = "dispatch" if name == "eth" else said.removeprefix("does not fit: ")
-        assert (summary["accepted"], summary["misfit"]) == (False, cause)
+        assert (summary["accepted"], summary["out_of"]) == (False, cause)
         assert any(given.startswith(key) for given in summary["keys"])
     else:
         assert not run.exists()  # refused before a run was claimed

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from ttrain.device.family import Failed, Misfit
+from ttrain.device.family import Failed, OutOfResources
 from ttrain.device.ttnn.runtime.environment import reason
 from ttrain.device.ttnn.runtime.identity import board
 from ttrain.device.ttnn.settings import TenstorrentConfig
@@ -33,8 +33,8 @@ class Run:
     failed: Failed
 
 
-def misfit(error: BaseException, run: Run) -> Misfit | None:
-    """The misfit that an error tells of; None for another kind of error."""
+def diagnose(error: BaseException, run: Run) -> OutOfResources | None:
+    """What an error says is short; None for another kind of error."""
     said = reason(error)
     cause = next((cause for pattern, cause in CAUSES if re.search(pattern, said, re.IGNORECASE)), None)
     if cause is None:
@@ -45,12 +45,12 @@ def misfit(error: BaseException, run: Run) -> Misfit | None:
     if run.device.dispatch == "eth" and "compute worker grid" in said:
         # The open board reports the rows that Ethernet dispatch leaves, and ttnn's own ops place programs on them, but
         # its check of newer programs counts those that worker dispatch would leave.
-        return Misfit(
+        return OutOfResources(
             f"{where}: dispatch=eth is refused by a fault of ttnn, not for want of cores: it places programs on "
             f"the cores that it leaves, but checks them against those that worker dispatch leaves. ttnn "
             f"says: {first}. Give {', or '.join(keys)}.", "dispatch", keys,
         )  # fmt: skip
-    return Misfit(
+    return OutOfResources(
         f"{where}: does not fit: {cause}. ttnn says: {first}. To fit, give {', or '.join(keys)}.", cause, keys
     )
 
