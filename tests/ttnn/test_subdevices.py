@@ -14,7 +14,7 @@ from tests.ttnn.runs import adamw, cosine, cpu, gpt, run
 from ttrain.core.errors import ConfigError
 from ttrain.device.ttnn.device import TenstorrentDevice
 from ttrain.device.ttnn.mock.golden import GoldenMesh
-from ttrain.device.ttnn.runtime.confined import ConfinedRuntime
+from ttrain.device.ttnn.runtime.core_subset import CoreSubsetRuntime
 from ttrain.device.ttnn.runtime.subdevices import divided
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
@@ -29,7 +29,7 @@ OPS = (
 
 
 class PartMesh(GoldenMesh):
-    """Reference functions behind a confined runtime. `told` counts launches by whether they name their cores."""
+    """Reference functions behind a core subset. `told` counts launches by whether they name their cores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class PartMesh(GoldenMesh):
 
         whole._op = op  # type: ignore[method-assign]
         self.part = 1
-        self.tt = ConfinedRuntime(whole, CORES, None, 1, sub_device=1, exact=None)  # type: ignore[assignment]
+        self.tt = CoreSubsetRuntime(whole, CORES, None, 1, sub_device=1, exact=None)  # type: ignore[assignment]
 
     def settled(self) -> None:
         self.tt.let_go()
@@ -59,7 +59,7 @@ def part(fused: bool = True) -> TenstorrentDevice:
 
 
 @pytest.mark.parametrize(("op", "case"), [each for each in test_rows.cases() if each.values[0].name in OPS])
-def test_confined_row_equals_reference(monkeypatch: pytest.MonkeyPatch, op: Any, case: Any) -> None:
+def test_row_on_a_core_subset_equals_reference(monkeypatch: pytest.MonkeyPatch, op: Any, case: Any) -> None:
     device = part()
     monkeypatch.setattr(test_rows, "golden", lambda: device)
     test_rows.test_row_equals_reference(op, case)

@@ -116,11 +116,11 @@ class TenstorrentDevice(Device):
     def context(self) -> Context:
         """What kernel rows are built for."""
         fused = self.config.mode != "simulator" if self.config.fused_kernels is None else self.config.fused_kernels
-        mesh, confined = self.mesh, self.mesh.part is not None
+        mesh, core_subset = self.mesh, self.mesh.part is not None
         context = Context(
-            self.store, mesh.precision, mesh.grid, mesh.whole_grid, fused and not confined, confined=confined
+            self.store, mesh.precision, mesh.grid, mesh.whole_grid, fused and not core_subset, core_subset=core_subset
         )
-        if confined:
+        if core_subset:
             mesh.tt.constant = context.constant
         return context
 

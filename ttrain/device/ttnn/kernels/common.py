@@ -26,8 +26,8 @@ class Context:
 
     config: precision of the matrix unit. grid: cores that matrix products may use, None for all. fused: whether to take
     ttnn's fused training kernels (moreh), which compute in bf16, where there are some. replayed: whether steps are
-    captured, so that no row may turn an input into a number. confined: whether ops are kept on a part of the chip (see
-    confined.py).
+    captured, so that no row may turn an input into a number. core_subset: whether ops are kept on some of the cores,
+    see core_subset.py.
     """
 
     store: Store
@@ -36,7 +36,7 @@ class Context:
     whole_grid: Any = None
     fused: bool = True
     replayed: bool = False
-    confined: bool = False
+    core_subset: bool = False
     constants: dict[Any, DeviceTensor] = field(default_factory=dict)
 
     @property

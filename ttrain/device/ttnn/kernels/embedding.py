@@ -39,7 +39,7 @@ def _embedding(c: Context) -> Kernel:
         rows = ids.in_layout(TileLayout(device_shape(ids.spec.shape), "uint32", ROWS))
         aligned = device_shape(ids.spec.shape)[-1] % TILE == 0
 
-        picked = one_hot(c, ids, weight.spec.shape[0], DType.BF16) if c.confined else None
+        picked = one_hot(c, ids, weight.spec.shape[0], DType.BF16) if c.core_subset else None
 
         def look_up(table: Any) -> Any:
             if picked is not None:
@@ -71,7 +71,7 @@ def _embedding_grad(c: Context) -> Kernel:
         (dy, ids), vocabulary, tt = ins, attributes["vocabulary"], c.tt
         count, width = ids.spec.size, dy.spec.shape[-1]
         shape = device_shape(ids.spec.shape)
-        if vocabulary > ONE_HOT_UP_TO and not c.confined and is_bf16(dy) and shape[-1] % TILE == 0:
+        if vocabulary > ONE_HOT_UP_TO and not c.core_subset and is_bf16(dy) and shape[-1] % TILE == 0:
             rows = ids.in_layout(TileLayout(shape, "uint32", ROWS))
             weight = c.constant(
                 "table", TileLayout((vocabulary, width), "bfloat16"), lambda: np.zeros((vocabulary, width))

@@ -43,8 +43,8 @@ def _transpose(c: Context) -> Kernel:
 
 
 def moves_whole(c: Context, time: int, head_width: int) -> bool:
-    """Whether ttnn's head moves take these sizes; those of a confined runtime take all."""
-    return c.confined or (time % TILE == 0 and head_width % TILE == 0)
+    """Whether ttnn's head moves take these sizes; those of a runtime on a core subset take all."""
+    return c.core_subset or (time % TILE == 0 and head_width % TILE == 0)
 
 
 def _split_heads(c: Context) -> Kernel:

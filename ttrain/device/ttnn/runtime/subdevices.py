@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from ttrain.core.errors import DeviceUnavailable
-from ttrain.device.ttnn.runtime.confined import ConfinedRuntime
+from ttrain.device.ttnn.runtime.core_subset import CoreSubsetRuntime
 from ttrain.device.ttnn.runtime.environment import reason
 from ttrain.device.ttnn.runtime.mesh import Mesh
 from ttrain.device.ttnn.settings import TenstorrentConfig
@@ -64,7 +64,7 @@ class SubDevices:
             fp32_dest_acc_en=True, packer_l1_acc=True,
         )  # fmt: skip
         sub_device = tt.SubDeviceId(index) if self._loaded else None
-        found.tt = ConfinedRuntime(tt, cores, grid, found.queue, sub_device, exact)
+        found.tt = CoreSubsetRuntime(tt, cores, grid, found.queue, sub_device, exact)
         found.grid = found.whole_grid = grid
         found.cores = (grid.y, grid.x)
         found.traces, found.divided = [], None

@@ -35,7 +35,7 @@ _HOST = (
 _JOINED_AT_ONCE = 48  # tensors that ttnn.concat takes in one launch
 
 
-class ConfinedRuntime:
+class CoreSubsetRuntime:
     """Answers like the module ttnn. `constant` (see Context.constant) is set before the first launch.
 
     What ops return is kept until `let_go`: another queue could get the memory of a tensor that a launch on this queue
