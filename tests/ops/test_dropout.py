@@ -93,5 +93,5 @@ def test_p_zero_keeps_everything(device: TorchDevice) -> None:
 def test_the_op_hashes_as_numpy_does() -> None:
     """The op's reference is plain Python integers; the fast oracle above has to agree with it."""
     op = REGISTRY["dropout"]
-    kept = op.reference(torch.ones(300, dtype=torch.float64), torch.tensor(77), 0.4, 3) != 0
+    kept = op.reference(torch.ones(300, dtype=torch.float64), torch.tensor(77), p=0.4, stream=3) != 0
     assert np.array_equal(kept.numpy(), expected_mask(300, 77, 3, 0.4))
