@@ -35,7 +35,7 @@ def start(dtype: DType = DType.FP32) -> tuple[Graph, Value, Value]:
     return graph, graph.input("x", PAIR), graph.state_value("w/gradient", PAIR.with_dtype(dtype), Kind.GRADIENT)
 
 
-# Delivery into state: the kernel that makes the value writes it to its home, and the copy is dropped.
+# Delivery into state: the kernel that makes the value writes it there, and the copy is dropped.
 
 
 def test_a_result_is_delivered_into_the_state_that_it_is_assigned_to() -> None:

@@ -1,4 +1,4 @@
-"""Parameters that stay in host memory: the same numbers as without, two crossings each way, and their memory apart."""
+"""Parameters that stay in host memory: the same numbers as without, two transfers each way, and their memory apart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ttrain.graph import Graph, Kind
 from ttrain.graph.alias import roots_of
 from ttrain.graph.op import op
 from ttrain.graph.passes import remove_dead_code
-from ttrain.graph.place import CROSSINGS, crossing_bytes, place
+from ttrain.graph.place import TRANSFERS, place, transfer_bytes
 from ttrain.graph.verify import verify
 from ttrain.nn.initialize import initial_values
 from ttrain.optim.base import EXAMPLE
@@ -61,7 +61,7 @@ def test_loss_gradients_and_state_equal_the_cpu(model: str, engine: str) -> None
 
 @pytest.mark.parametrize("changes", [{}, {"objective": "ar_only", "recompute": "block"}, {"tied": True}])
 def test_agillm_with_both_heads_on_the_host(changes: dict[str, Any]) -> None:
-    """`head` is ar_head and sat_head. Both passes cross together, so a captured step takes three captures here too."""
+    """`head` is ar_head and sat_head. Both passes transfer together, so a captured step takes three captures too."""
     from ttrain.models.agillm import AGILLM
     from ttrain.models.settings import AGILLMConfig
 
@@ -98,9 +98,9 @@ def test_activations_and_gradients_cross_once_each_way() -> None:
     """To the card rows of the table and dhidden; to the host hidden states and the gradient of the rows."""
     outcome = run(gpt(), adamw(), golden(host_resident=["embedding"]), steps=1)
     rows = 2 * 32 * 64 * 4  # bytes of [batch 2, context 32, width 64] in fp32
-    crossed = crossing_bytes(outcome.steps["train"].plan.launched)
-    assert set(crossed) == set(CROSSINGS)
-    assert all(2 * rows <= crossed[name] <= 2 * rows + 64 for name in CROSSINGS)  # and a few scalars
+    transferred = transfer_bytes(outcome.steps["train"].plan.launched)
+    assert set(transferred) == set(TRANSFERS)
+    assert all(2 * rows <= transferred[name] <= 2 * rows + 64 for name in TRANSFERS)  # and a few scalars
 
 
 def test_the_plan_counts_memory_by_place() -> None:
@@ -194,7 +194,7 @@ def test_nodes_are_placed_by_what_they_touch() -> None:
     graph.output("w", w)
     placed = verify(place(graph, offloaded), "placing")
     names = [node.label for node in placed.nodes]
-    assert names == ["host_input", "host.add", "host.scale", "to_card", "multiply", "add"]  # z crosses once
+    assert names == ["host_input", "host.add", "host.scale", "to_device", "multiply", "add"]  # z is transferred once
     assert [node.on_host for node in placed.nodes] == [True, True, True, False, False, False]
     assert (placed.state["here"].on_host, placed.state["there"].on_host) == (True, False)
     assert not placed.outputs["w"].on_host
@@ -233,7 +233,7 @@ def test_state_of_the_card_is_not_overwritten_on_the_host() -> None:
 
 
 def test_a_gradient_stays_where_its_node_is() -> None:
-    """The gradient of a lookup is as large as the table, so dy crosses and not the result."""
+    """The gradient of a lookup is as large as the table, so dy is transferred and not the result."""
     graph = Graph()
     table = graph.state_value("here", TensorSpec((50, 8)), Kind.PARAMETER)
     other = graph.state_value("there", SPEC, Kind.PARAMETER)
@@ -243,4 +243,4 @@ def test_a_gradient_stays_where_its_node_is() -> None:
     graph.output("gradient", gradient)
     placed = place(graph, offloaded)
     assert placed.outputs["gradient"].on_host
-    assert crossing_bytes(remove_dead_code(placed).nodes) == {"to_host": 4 * 8 * 4, "to_card": 0}
+    assert transfer_bytes(remove_dead_code(placed).nodes) == {"to_host": 4 * 8 * 4, "to_device": 0}

@@ -1,4 +1,4 @@
-"""Layers in host memory beside a simulated Wormhole: what crosses arrives, and a split trace repeats the plain step.
+"""Layers in host memory beside a simulated Wormhole: transfers arrive, and a split trace repeats the plain step.
 
 Needs what tests/ttnn/test_simulator.py needs.
 """

@@ -195,8 +195,8 @@ class Device(ABC):
         """Whether a persistent tensor stays in host memory, beside a device that has its own."""
         return False
 
-    def home(self, on_host: bool) -> Device:
-        """Where a value lies and its node runs: here, or on the host beside this device."""
+    def side(self, on_host: bool) -> Device:
+        """The side where a value lies and its node runs: here, or on the host beside this device."""
         return self.host if on_host and self.host is not None else self
 
     def layout(self, spec: TensorSpec) -> Layout:

@@ -129,7 +129,7 @@ def host_outputs(device: Device, outputs: Mapping[str, tuple[Value, Buffer]]) ->
     """Outputs on the host: scalars as float."""
     results: dict[str, Any] = {}
     for name, (value, buffer) in outputs.items():
-        array = device.home(value.on_host).download(buffer)
+        array = device.side(value.on_host).download(buffer)
         results[name] = float(array) if array.ndim == 0 else array
     return results
 

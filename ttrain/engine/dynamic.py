@@ -93,9 +93,9 @@ class _Tape:
         self.buffers: dict[Value, Placed] = {}
 
     def allocate(self, spec: TensorSpec, purpose: str, on_host: bool = False) -> Placed:
-        home = self.device.home(on_host)
-        arena = home.allocate_arena(spec.nbytes, purpose)
-        return arena, 0, home.place(arena, 0, spec)
+        side = self.device.side(on_host)
+        arena = side.allocate_arena(spec.nbytes, purpose)
+        return arena, 0, side.place(arena, 0, spec)
 
     def placed(self, value: Value) -> Placed:
         if value.kind is Kind.INPUT:
@@ -103,7 +103,7 @@ class _Tape:
         return self.state.buffer(value) if value.kind.is_state else self.buffers[value]
 
     def download(self, value: Value) -> Any:
-        return self.device.home(value.on_host).download(self.placed(value)[2])
+        return self.device.side(value.on_host).download(self.placed(value)[2])
 
     def close(self) -> None:
         """Drop every buffer now; the graph and its values refer to each other and live until they are collected."""
@@ -112,11 +112,11 @@ class _Tape:
 
     def launch(self, node: Node) -> None:
         aliases, on_host = node.op.aliases(node), node.on_host
-        home = self.device.home(on_host)
-        if node.op.view and home.shares(node.values[0].spec, node.outputs[0].spec):
+        side = self.device.side(on_host)
+        if node.op.view and side.shares(node.values[0].spec, node.outputs[0].spec):
             arena, offset, _ = self.placed(node.values[0])
             spec = node.outputs[0].spec
-            self.buffers[node.outputs[0]] = (arena, offset, home.place(arena, offset, spec))
+            self.buffers[node.outputs[0]] = (arena, offset, side.place(arena, offset, spec))
             return
         for index, output in enumerate(node.outputs):
             shared = node.inputs[aliases[index]] if index in aliases and not node.op.view else None
@@ -139,6 +139,6 @@ class _Tape:
         workspace = [self.allocate(spec, purpose, on_host)[2] for spec in specs]
         launch = kernel.bind(ins, outs, node.attributes, workspace)
         if kernel.delivery is Delivery.FRESH:
-            self.device.home(on_host).deliver(launch, outs)
+            self.device.side(on_host).deliver(launch, outs)
         else:
             launch()

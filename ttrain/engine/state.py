@@ -58,12 +58,12 @@ class State:
             groups.setdefault(key, []).append(tensor)
         for (kind, dtype, run, slot, on_host), members in groups.items():
             offsets, end = run_offsets([member.spec.size for member in members])
-            home = device.home(on_host)
+            side = device.side(on_host)
             purpose = " ".join(filter(None, (kind.value, run, slot)))
-            arena = home.allocate_arena(end * dtype.itemsize, purpose, copies=kind is Kind.COPY)
+            arena = side.allocate_arena(end * dtype.itemsize, purpose, copies=kind is Kind.COPY)
             for member, offset in zip(members, offsets, strict=True):
                 byte = offset * dtype.itemsize
-                self._placed[member.name] = (arena, byte, home.place(arena, byte, member.spec))
+                self._placed[member.name] = (arena, byte, side.place(arena, byte, member.spec))
         for tensor in tensors:
             if tensor.first is not None:
                 self.write(tensor.name, tensor.first())
@@ -96,7 +96,7 @@ class State:
 
     def read(self, name: str) -> np.ndarray:
         """A host copy; bf16 comes as fp32."""
-        values = self.device.home(self.on_host(name)).download(self.placed(name)[2])
+        values = self.device.side(self.on_host(name)).download(self.placed(name)[2])
         return values[: len(values) - self.tensor(name).padding] if self.tensor(name).padding else values
 
     def write(self, name: str, array: np.ndarray) -> None:
@@ -106,11 +106,11 @@ class State:
             raise GraphError(f"{name}: got an array {list(array.shape)}, expected {spec}.")
         if padding := self.tensor(name).padding:
             array = np.concatenate([array, np.zeros((padding, *array.shape[1:]), array.dtype)])
-        home = self.device.home(self.on_host(name))
-        home.upload(self.placed(name)[2], array)
+        side = self.device.side(self.on_host(name))
+        side.upload(self.placed(name)[2], array)
         copy = f"{name}/compute"
         if copy in self._placed:
-            home.upload(self._placed[copy][2], array)
+            side.upload(self._placed[copy][2], array)
 
     def nbytes(self, kind: Kind, on_host: bool | None = None) -> int:
         """Bytes of all tensors of one kind; with `on_host` only of those that lie, or do not lie, in host memory."""

@@ -90,7 +90,7 @@ class StaticEngine(Engine):
         arena, nbytes = self._arenas.get(on_host, (None, -1))
         if needed > nbytes:
             names = ", ".join(step.name for step in self._steps)
-            arena = self.device.home(on_host).allocate_arena(needed, f"activations of {names}")
+            arena = self.device.side(on_host).allocate_arena(needed, f"activations of {names}")
             self._arenas[on_host] = arena, needed
         return arena
 
@@ -226,21 +226,21 @@ class BoundPlan:
         """Launch node by node until `look` says True; whether it did."""
         for node, launch in zip(self.nodes, self.node_launches, strict=True):
             launch()
-            if look(node, lambda value: self._device.home(value.on_host).download(self._buffer(value))):
+            if look(node, lambda value: self._device.side(value.on_host).download(self._buffer(value))):
                 return True
         return False
 
     def _buffer(self, value: Value) -> Buffer:
         owner = self._plan.placement.owner_of(value)
-        home = self._device.home(owner.on_host)
+        side = self._device.side(owner.on_host)
         if owner.kind.is_state:
             arena, offset, buffer = self._state.buffer(owner)
-            return buffer if owner is value else home.place(arena, offset, value.spec)
-        return home.place(self._arenas[owner.on_host], self._plan.offsets[owner], value.spec)
+            return buffer if owner is value else side.place(arena, offset, value.spec)
+        return side.place(self._arenas[owner.on_host], self._plan.offsets[owner], value.spec)
 
     def _bind(self, node: Node) -> Launch:
         on_host = node.on_host
-        device, arena = self._device.home(on_host), self._arenas[on_host]
+        device, arena = self._device.side(on_host), self._arenas[on_host]
         kernel = of_side(self._kernels, on_host)[node.op.name]
         ins = [None if value is None else self._buffer(value) for value in node.inputs]
         outs = [self._buffer(output) for output in node.outputs]

@@ -149,7 +149,7 @@ class TracedStep(StaticStep):
         counters.host_writes_in_capture += device.counters.uploads - uploads
 
     def _capture_parts(self, device: Device, bound: BoundPlan) -> Launch:
-        """One capture per run of the device's launches; in between the host runs its own, and what crosses."""
+        """One capture per run of the device's launches; in between the host runs its own, and transfers."""
         parts: list[Launch] = []
         for by_host, launches in bound.parts():
             if by_host:

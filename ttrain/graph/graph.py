@@ -198,7 +198,7 @@ class Op:
     def by_side(
         self, inputs: Sequence[Value | None], attributes: Mapping[str, Any], record: RecordSide
     ) -> Sequence[Value] | None:
-        """Record an op that takes tensors of device and host as one node for each side; None where it crosses as usual.
+        """Record an op that takes tensors of device and host as one node for each side; None: transferred as usual.
 
         `record(inputs, attributes, on_host)` records this op on one side and returns its outputs.
         """

@@ -3,7 +3,7 @@
 Where some parameters are offloaded, they stay in host memory, and so does what belongs to them. A node runs on the host
 where it reads state that lies there, where it is the gradient of a node that runs there, or where all that it reads was
 made there. What it needs of the other side is transferred by a node of its own, once per value: `stage` and `to_host`
-towards the host, `to_card` towards the device, `host_input` for step inputs, which come from the host anyway.
+towards the host, `to_device` towards the device, `host_input` for step inputs, which come from the host anyway.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ttrain.graph.kinds import Kind
 from ttrain.graph.rewrite import Rewriter
 
 Inputs = Sequence[Value | None]
-CROSSINGS = ("to_host", "to_card")
+TRANSFERS = ("to_host", "to_device")
 
 
 class _Transfer(Op):
@@ -55,13 +55,13 @@ class _HostInput(_Transfer):
     name = "host_input"
 
 
-class _ToCard(_Transfer):
+class _ToDevice(_Transfer):
     """y = x on the device."""
 
-    name = "to_card"
+    name = "to_device"
 
 
-STAGE, TO_HOST, HOST_INPUT, TO_CARD = _Stage(), _ToHost(), _HostInput(), _ToCard()
+STAGE, TO_HOST, HOST_INPUT, TO_DEVICE = _Stage(), _ToHost(), _HostInput(), _ToDevice()
 
 
 def place(graph: Graph, offloaded: Callable[[str], bool]) -> Graph:
@@ -144,7 +144,7 @@ class _Placer:
 
     def _transfer(self, value: Value, on_host: bool) -> Value:
         if not on_host:
-            return self._append(TO_CARD, [value], {}, False)[0]
+            return self._append(TO_DEVICE, [value], {}, False)[0]
         if _is_input(value):
             return self._append(HOST_INPUT, [value], {}, True)[0]
         return self._append(TO_HOST, self._append(STAGE, [value], {}, False), {}, True)[0]
@@ -174,6 +174,6 @@ def _copied_from(value: Value | None) -> Value | None:
     return None if copied is None or value is None else copied.outputs[value.index]
 
 
-def crossing_bytes(nodes: Sequence[Node]) -> dict[str, int]:
+def transfer_bytes(nodes: Sequence[Node]) -> dict[str, int]:
     """Bytes that one run of the nodes transfers, by direction."""
-    return {name: sum(node.op.nbytes(node) for node in nodes if node.op.name == name) for name in CROSSINGS}
+    return {name: sum(node.op.nbytes(node) for node in nodes if node.op.name == name) for name in TRANSFERS}

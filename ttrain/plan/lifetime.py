@@ -94,12 +94,12 @@ def _deliver_into_state(graph: Graph, placement: Placement, apart: Container[Val
         if node.op.name != "assign":
             continue
         state, value = node.input("state"), node.input("value")
-        owner, home = owner_of(value), owner_of(state)
+        owner, target = owner_of(value), owner_of(state)
         free = owner.kind is Kind.NODE and owner not in moved and owner not in kept and owner not in apart
-        if not free or value.spec != state.spec or not accesses.may_share(owner, home, time):
+        if not free or value.spec != state.spec or not accesses.may_share(owner, target, time):
             continue
-        accesses.share(owner, home)
-        moved[owner] = home
+        accesses.share(owner, target)
+        moved[owner] = target
         placement.elided.add(node)
     for value, owner in placement.owner.items():
         placement.owner[value] = moved.get(owner, owner)

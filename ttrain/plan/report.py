@@ -10,7 +10,7 @@ from ttrain.device.base import align
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind, Stage
 from ttrain.graph.passes import remove_dead_code
-from ttrain.graph.place import crossing_bytes
+from ttrain.graph.place import transfer_bytes
 from ttrain.graph.show import scope_width
 from ttrain.plan.arena import Block
 from ttrain.plan.lifetime import BEFORE
@@ -54,7 +54,7 @@ class StepCost:
     largest: list[Buffer]  # of those live at the peak
     host_arena: int = 0  # in host memory, of what offloaded parameters take part in
     outside: int = 0  # allocated by libraries during a launch, beside the arena
-    crossings: dict[str, int] = field(default_factory=dict)  # bytes per direction between host and device
+    transfers: dict[str, int] = field(default_factory=dict)  # bytes per direction between host and device
     ops: list[OpCost] = field(default_factory=list)  # of what is launched
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def step_cost(recorded: Graph, plan: Plan | None, largest: int = 5) -> StepCost:
         largest=live[:largest],
         host_arena=0 if plan is None else plan.host_arena_bytes,
         outside=0 if plan is None else plan.outside_bytes,
-        crossings=crossing_bytes(launched),
+        transfers=transfer_bytes(launched),
         ops=op_costs(launched),
     )
 

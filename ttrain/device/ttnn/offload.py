@@ -48,7 +48,7 @@ def host_device(config: TenstorrentConfig, computes: bool) -> Device:
 def both_tables(card: Mapping[str, Kernel], host: Device, store: Store) -> Table:
     """The rows of the card and of the host, each with those that transfer values to it."""
     return Table(
-        {**card, "stage": _stage(store), "to_card": _to_card(host, store)},
+        {**card, "stage": _stage(store), "to_device": _to_device(host, store)},
         {**host.kernels, "to_host": _to_host(host), "host_input": _host_input(host)},
     )
 
@@ -77,7 +77,7 @@ def _to_host(host: Device) -> Kernel:
     return Kernel(bind)
 
 
-def _to_card(host: Device, store: Store) -> Kernel:
+def _to_device(host: Device, store: Store) -> Kernel:
     """Written past the buffer's own `upload`: a scalar that changes within a step is no step input."""
 
     def bind(ins: Sequence[Any], outs: Sequence[Any], attributes: Attributes, work: Sequence[Any]) -> Launch:

@@ -12,7 +12,7 @@ from ttrain.core.units import format_bytes, format_count
 from ttrain.engine.base import Step, Trace
 from ttrain.engine.state import State
 from ttrain.graph import Graph, Kind, Node, Stage
-from ttrain.graph.place import CROSSINGS
+from ttrain.graph.place import TRANSFERS
 from ttrain.models.base import Model
 from ttrain.plan.report import CLASSES, StepCost, op_costs, step_cost
 from ttrain.train.protocols import SAVED_KINDS
@@ -65,11 +65,11 @@ class PlanReport:
         return max((cost.host_arena for cost in self.costs.values()), default=0)
 
     @property
-    def crossings(self) -> dict[str, int]:
+    def transfers(self) -> dict[str, int]:
         """Bytes of one optimizer step between host and device, by direction."""
         return {
-            name: sum(times * self.costs[step].crossings[name] for step, times in self.per_step.items())
-            for name in CROSSINGS
+            name: sum(times * self.costs[step].transfers[name] for step, times in self.per_step.items())
+            for name in TRANSFERS
         }
 
     @property
@@ -90,7 +90,7 @@ class PlanReport:
             "checkpoint_bytes": self.checkpoint,
             "runs_per_step": self.per_step,
             "steps": {name: cost.to_dict() for name, cost in self.costs.items()},
-            **({"host": {**self.offloaded, "arena": self.host_arena, **self.crossings}} if self.offloaded else {}),
+            **({"host": {**self.offloaded, "arena": self.host_arena, **self.transfers}} if self.offloaded else {}),
         }
 
     def tables(self) -> list[Table]:
@@ -137,7 +137,7 @@ class PlanReport:
         rows = [(_PLURAL[kind], format_bytes(size)) for kind, size in self.offloaded.items()]
         rows.append(("arena of all steps", format_bytes(self.host_arena)))
         rows.append(("all", format_bytes(self.host_arena + sum(self.offloaded.values()))))
-        moved = ", ".join(f"{format_bytes(size)} {name.replace('_', ' ')}" for name, size in self.crossings.items())
+        moved = ", ".join(f"{format_bytes(size)} {name.replace('_', ' ')}" for name, size in self.transfers.items())
         return Table("Memory of the host", ("kind", "bytes"), rows, (f"Per optimizer step {moved}.",))
 
     def _arenas(self) -> Table:
