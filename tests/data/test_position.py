@@ -1,4 +1,4 @@
-"""A run goes on at the very next sample of its data, whatever batch size each of its legs has."""
+"""A run goes on at the very next sample of its data, whatever batch size each of its attempts has."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def joined(batches: list[dict[str, np.ndarray]]) -> np.ndarray:
     return np.concatenate([batch[name] for batch in batches])
 
 
-def leg(batch: int, steps: int, *words: str) -> None:
+def attempt(batch: int, steps: int, *words: str) -> None:
     """Runs `run` up to a step with a batch size, from wherever it is."""
     assert (
         main([*QUIET, "run.dir=run", "resume=auto", f"train.batch_size={batch}", f"train.steps={steps}", *words]) == 0
@@ -108,9 +108,9 @@ def leg(batch: int, steps: int, *words: str) -> None:
 def test_legs_of_several_batch_sizes_read_one_stream(source: str, seen: list[dict[str, np.ndarray]]) -> None:
     """16, 4 and 20 a step, the last in micro-batches: samples 0 to 47, 48 to 59 and 60 to 99 of the stream."""
     words, opened = SOURCES[source]
-    leg(16, 3, *words)
-    leg(4, 6)
-    leg(20, 8, "train.accumulation=5")
+    attempt(16, 3, *words)
+    attempt(4, 6)
+    attempt(20, 8, "train.accumulation=5")
     assert [len(next(iter(batch.values()))) for batch in seen] == [16] * 3 + [4] * 3 + [20] * 2
     assert np.array_equal(joined(seen), joined([opened().batch("train", 1337, 0, 100)]))
     progress = find_checkpoint(Path("run"), "last").progress
@@ -134,10 +134,10 @@ def test_a_checkpoint_without_a_position_has_that_of_its_step_and_batch(
     source: str, seen: list[dict[str, np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words, opened = SOURCES[source]
-    leg(16, 3, *words)
+    attempt(16, 3, *words)
     with monkeypatch.context() as patch:
         without_position(patch)
-        leg(4, 5)
+        attempt(4, 5)
     assert find_checkpoint(Path("run"), "last").progress["read_samples"] == 56
     assert np.array_equal(joined(seen), joined([opened().batch("train", 1337, 0, 56)]))
 
@@ -148,12 +148,12 @@ def test_growing_sequences_go_on_at_the_next_token(
     """Over phases, with other batch sizes, another schedule and none, from an older checkpoint too."""
     words, opened = SOURCES["documents-read"]
     grows = ["train.length_schedule=[4,8,16]", "train.phase_steps=2"]
-    leg(6, 3, *words, *grows)
+    attempt(6, 3, *words, *grows)
     with monkeypatch.context() as patch:
         without_position(patch)
-        leg(5, 5)
-    leg(3, 6, f"model.context={CONTEXT}", "train.length_schedule=[8,16]", "train.phase_steps=5")
-    leg(2, 8, "train.length_schedule=[]")
+        attempt(5, 5)
+    attempt(3, 6, f"model.context={CONTEXT}", "train.length_schedule=[8,16]", "train.phase_steps=5")
+    attempt(2, 8, "train.length_schedule=[]")
     shapes = [batch["tokens"].shape for batch in seen]
     assert shapes == [(6, 4), (6, 4), (6, 8), (5, 8), (5, 16), (3, 16), (2, 16), (2, 16)]
     stream = np.concatenate([batch["tokens"].ravel() for batch in seen])
@@ -166,7 +166,7 @@ def test_a_rollback_reads_again_what_followed_the_checkpoint(
     seen: list[dict[str, np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words, opened = SOURCES["text-epoch"]
-    leg(16, 2, *words)
+    attempt(16, 2, *words)
     start, bad = TrainStep.start, [5]
 
     def sometimes(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> StepUnderWay:
@@ -177,7 +177,7 @@ def test_a_rollback_reads_again_what_followed_the_checkpoint(
         return under_way
 
     monkeypatch.setattr(TrainStep, "start", sometimes)
-    leg(4, 6, "guard.nonfinite=rollback", "train.save_every=1")
+    attempt(4, 6, "guard.nonfinite=rollback", "train.save_every=1")
     stream = joined([opened().batch("train", 1337, 0, 48)])
     assert np.array_equal(joined(seen), np.concatenate([stream[:44], stream[40:48]]))
 
@@ -185,9 +185,9 @@ def test_a_rollback_reads_again_what_followed_the_checkpoint(
 def test_a_batch_in_smaller_parts_after_running_out_of_memory_is_the_same_batch(
     seen: list[dict[str, np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second leg's first try fails at its third step, for which no checkpoint was saved yet."""
+    """The second attempt's first try fails at its third step, for which no checkpoint was saved yet."""
     words, opened = SOURCES["text-epoch"]
-    leg(16, 2, *words)
+    attempt(16, 2, *words)
     start, short = TrainStep.start, [5]
 
     def sometimes(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> StepUnderWay:
@@ -198,7 +198,7 @@ def test_a_batch_in_smaller_parts_after_running_out_of_memory_is_the_same_batch(
 
     assert is_out_of_memory(MemoryError())
     monkeypatch.setattr(TrainStep, "start", sometimes)
-    leg(4, 6, "recover.oom=shrink", "train.save_every=3")
+    attempt(4, 6, "recover.oom=shrink", "train.save_every=3")
     stream = joined([opened().batch("train", 1337, 0, 48)])
     assert np.array_equal(joined(seen), np.concatenate([stream[:40], stream[36:48]]))
     assert find_checkpoint(Path("run"), "last").config["train"]["accumulation"] == 2

@@ -76,7 +76,7 @@ def unfinished(checkpoints: Path) -> bool:
 
 
 def first_steps(run: Path) -> int:
-    """How many legs of the run have done a step."""
+    """How many attempts of the run have done a step."""
     try:
         return (run / "events.jsonl").read_text().count('"first_step"')
     except FileNotFoundError:
@@ -85,8 +85,8 @@ def first_steps(run: Path) -> int:
 
 def kill_one(child: int, run: Path, moment: str, generator: random.Random) -> tuple[int | None, bool]:
     """Kills in the start, in training or in a save: (exit code if it ended by itself, whether a save was cut off)."""
-    legs, waiting = first_steps(run), moment != "start"
-    while waiting and first_steps(run) == legs:  # what an earlier kill cut off is cleared away by then
+    attempts, waiting = first_steps(run), moment != "start"
+    while waiting and first_steps(run) == attempts:  # what an earlier kill cut off is cleared away by then
         if (code := ended(child)) is not None:
             return code, False
         time.sleep(0.002)
@@ -117,7 +117,7 @@ def run_with_kills(folder: Path, kills: int, steps: int, save_every: int, seed: 
             code, was_cut = kill_one(child, run, MOMENTS[done % len(MOMENTS)], generator)
             done, cut = done + (code is None), cut + was_cut
         if code is not None:
-            return {"kills": done, "during_a_save": cut, "legs": first_steps(run), "exit_code": code}
+            return {"kills": done, "during_a_save": cut, "attempts": first_steps(run), "exit_code": code}
 
 
 def tensors(run: Path) -> dict[str, bytes]:

@@ -238,7 +238,7 @@ def test_a_kill_while_a_checkpoint_takes_the_place_of_its_step(two: Path) -> Non
     """Between the two renames neither has the name; the old one gets it back when the run is resumed."""
     run = two / "run"
     shutil.copytree(two / "step_00000002", run / "checkpoints" / ".unfinished_replaced_step_00000002")
-    (run / "run.json").write_text('{"legs": []}')
+    (run / "run.json").write_text('{"attempts": []}')
     held = hold_run("auto", str(run))
     assert held is not None
     point = find_resume_point("auto", str(run))
@@ -248,7 +248,7 @@ def test_a_kill_while_a_checkpoint_takes_the_place_of_its_step(two: Path) -> Non
 def test_a_kill_during_the_first_save_lets_the_run_begin_again(two: Path) -> None:
     run = two / "run"
     shutil.copytree(two / "step_00000002", run / "checkpoints" / ".unfinished_step_00000002")
-    (run / "run.json").write_text('{"legs": []}')
+    (run / "run.json").write_text('{"attempts": []}')
     assert find_resume_point("auto", str(run)) is None
 
 

@@ -202,5 +202,5 @@ def test_a_real_run_comes_through_every_fault(
     assert kinds.count("restart") >= 3 and kinds.count("hang") >= 1 and kinds[-1] == "finished"
     assert tensors("run") == tensors("whole") and losses("run") == losses("whole")
     assert "faulty.py" in capfd.readouterr().err  # where the hung process was
-    legs = json.loads(Path("run/run.json").read_text())["legs"]
-    print(f"faults survived: {len(faults)}; legs: {len(legs)}")
+    attempts = json.loads(Path("run/run.json").read_text())["attempts"]
+    print(f"faults survived: {len(faults)}; attempts: {len(attempts)}")

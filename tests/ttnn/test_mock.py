@@ -187,7 +187,7 @@ def test_a_run_on_a_mocked_board_can_not_be_mistaken_for_training(kernels: str, 
     assert said.count("values are not computed") == 2  # at the start and at the end
     assert "device ops per step" in said
     run = tmp_path / "run"
-    assert "not computed" in json.loads((run / "run.json").read_text("utf-8"))["legs"][0]["rehearsal"]
+    assert "not computed" in json.loads((run / "run.json").read_text("utf-8"))["attempts"][0]["rehearsal"]
     assert json.loads((run / "summary.json").read_text("utf-8"))["computes"] is False
     assert not list((run / "checkpoints").glob("*"))
     assert not (run / "metrics.jsonl").exists()

@@ -222,8 +222,8 @@ def build_views(
 ) -> list[Logger]:
     """Further views of the metrics beside the console: target(config, folder, run_config, run_id, say).
 
-    `folder` is the run directory, `run_config` the config as plain values, `run_id` the logger's id of an earlier leg,
-    `say` prints a line for the user.
+    `folder` is the run directory, `run_config` the config as plain values, `run_id` the logger's id of an earlier
+    attempt, `say` prints a line for the user.
     """
     built: list[Logger] = component("logger", config.name).load()(config, folder, run_config, run_id, say)
     return built

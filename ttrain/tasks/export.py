@@ -153,10 +153,10 @@ def _write_run(given: _Parameters, folder: Path, report: dict[str, Any] | None) 
     progress.read = position_after(given.step, stored)
     content = CheckpointContent(given.step, stored, progress.to_dict(), given.tokenizer)
     arguments = list(given.config.source.overrides)
-    leg = {**environment_record(stored, {}, {}, None, arguments), "exported_from": given.origin}
+    attempt = {**environment_record(stored, {}, {}, None, arguments), "exported_from": given.origin}
     if report is not None:
-        leg["compacted"] = report
-    written = write_run(folder, Stored(given.values, given.model), content, leg)
+        attempt["compacted"] = report
+    written = write_run(folder, Stored(given.values, given.model), content, attempt)
     print(f"{written}: a run with the parameters of {given.origin}, without optimizer state.")
     if given.tokenizer is None:
         print("It has no tokenizer, so it can't be sampled. Give export.tokenizer=<tokenizer.json>.")

@@ -100,7 +100,7 @@ def _overview(runs: Sequence[RunInfo], labels: Sequence[str]) -> str:
     rows.append(("median step", [format_duration(median / 1e3) if median else "" for median in medians]))
     peaks = [s.get("peak_memory_bytes") for s in summaries]
     rows.append(("peak memory", [format_bytes(peak) if peak else "" for peak in peaks]))
-    rows.append(("legs", [str(len(info.legs)) for info in runs]))
+    rows.append(("attempts", [str(len(info.attempts)) for info in runs]))
     head = ["", *labels] if len(runs) > 1 else None
     return _table([[name, *values] for name, values in rows if any(values)], head)
 
@@ -116,7 +116,7 @@ def _warnings(runs: Sequence[RunInfo], labels: Sequence[str]) -> list[str]:
     """What makes the numbers of two runs not comparable, or of one run not those of a device."""
     found = []
     for key, meaning in (("tokenizer_hash", "tokenizer"), ("data", "data")):
-        values = {json.dumps(info.legs[-1].get(key), sort_keys=True) for info in runs if info.legs}
+        values = {json.dumps(info.attempts[-1].get(key), sort_keys=True) for info in runs if info.attempts}
         if len(values) > 1:
             found.append(f'<p class="warning">The runs differ in their {meaning}, so their losses do not compare.</p>')
     for info, label in zip(runs, labels, strict=True):
@@ -160,8 +160,8 @@ def _details(info: RunInfo, label: str, heading: bool) -> str:
     events = [[e.get("time", ""), e["kind"], str(e.get("step", "")), str(e.get("message", ""))] for e in info.events]
     parts.append("<h2>Events</h2>" + (_table(events, ["time", "kind", "step", "what"]) if events else "<p>None.</p>"))
     parts.append(_folded("Config", _yaml(info.config)))
-    for number, leg in enumerate(info.legs, 1):
-        parts.append(_folded(f"Environment of leg {number}", json.dumps(leg, indent=2, ensure_ascii=False)))
+    for number, attempt in enumerate(info.attempts, 1):
+        parts.append(_folded(f"Environment of attempt {number}", json.dumps(attempt, indent=2, ensure_ascii=False)))
     plan = info.path / "plan.txt"
     if plan.exists():
         parts.append(_folded("Plan", plan.read_text("utf-8")))

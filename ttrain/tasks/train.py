@@ -34,7 +34,7 @@ def run(config: Config) -> float | None:
 
 
 def _run(config: Config) -> float | None:
-    from ttrain.tasks.training.leg import train
+    from ttrain.tasks.training.attempt import train
     from ttrain.tasks.training.rehearse import dry_run, rehearse
 
     with ExitStack() as stack:

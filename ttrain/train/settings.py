@@ -14,7 +14,7 @@ LOGGERS = ("console", "jsonl", "wandb")
 class TrainConfig:
     """How long to train, on how much per step, and what happens between steps."""
 
-    steps: int = option(1000, "optimizer steps of the whole run, counted from the first leg", minimum=1)
+    steps: int = option(1000, "optimizer steps of the whole run, counted from the first attempt", minimum=1)
     batch_size: int = option(16, "sequences (or examples) per optimizer step", minimum=1)
     accumulation: int = option(1, "micro-batches per step; must divide batch_size", minimum=1)
     length_schedule: list[int] = option(

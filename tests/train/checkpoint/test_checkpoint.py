@@ -327,7 +327,7 @@ while True:
 
 
 def test_kills_at_any_moment_of_a_save_loop_leave_a_checkpoint_that_loads(tmp_path: Path) -> None:
-    """keep_last=1, so that a deletion before its time would show; every leg starts from what the last one left."""
+    """keep_last=1, so that a deletion before its time would show; every attempt starts from what the last one left."""
     from safetensors.numpy import load_file
 
     generator, steps = np.random.default_rng(0), [0]

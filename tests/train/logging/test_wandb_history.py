@@ -1,4 +1,4 @@
-"""One W&B run over several legs, online and offline: every recorded step is there once."""
+"""One W&B run over several attempts, online and offline: every recorded step is there once."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 import pytest
 
 from ttrain.train.logging.metrics import cut_metrics
-from ttrain.train.logging.wandb_history import note_earlier_legs
+from ttrain.train.logging.wandb_history import note_earlier_attempts
 from ttrain.train.logging.wandb_logger import WandbLogger
 from ttrain.train.settings import WandbConfig
 
 
-class Leg:
-    """A leg of a run in a folder: logs steps as the loop does, file first."""
+class Attempt:
+    """An attempt of a run in a folder: logs steps as the loop does, file first."""
 
     def __init__(self, run: Path, fake: Any, mode: str, resume_at: int | None = None) -> None:
         self.run, self.fake = run, fake
         if resume_at is not None:
-            note_earlier_legs(run)
+            note_earlier_attempts(run)
             cut_metrics(run / "metrics.jsonl", resume_at)
         self.logger = WandbLogger(WandbConfig(mode=mode), run, {}, None, lambda text: None)
         if mode == "offline":
             (run / "wandb" / f"offline-run-{len(fake.runs)}").mkdir(parents=True)
 
-    def steps(self, first: int, last: int) -> Leg:
+    def steps(self, first: int, last: int) -> Attempt:
         for step in range(first, last + 1):
             lines = [{"step": step, "train/loss": float(step)}]
             lines += [{"step": step, "val/loss": float(step)}] if step % 4 == 0 else []
@@ -57,10 +57,10 @@ def online(fake: Any) -> Any:
 
 @pytest.mark.parametrize("killed", [True, False])
 def test_online_legs_repeat_nothing_and_miss_nothing(tmp_path: Path, online: Any, killed: bool) -> None:
-    leg = Leg(tmp_path, online, "online").steps(1, 10)
+    attempt = Attempt(tmp_path, online, "online").steps(1, 10)
     if not killed:
-        leg.end()
-    Leg(tmp_path, online, "online", resume_at=6).steps(7, 12).end()
+        attempt.end()
+    Attempt(tmp_path, online, "online", resume_at=6).steps(7, 12).end()
     assert sorted(told(online.runs)) == expected(12)
     assert {run.id for run in online.runs} == {"run1"}
 
@@ -68,43 +68,43 @@ def test_online_legs_repeat_nothing_and_miss_nothing(tmp_path: Path, online: Any
 @pytest.mark.parametrize("killed", [True, False])
 def test_the_last_offline_leg_has_the_whole_history(tmp_path: Path, fake: Any, killed: bool) -> None:
     for first, last, resume_at in ((1, 5, None), (4, 9, 3), (9, 12, 8)):
-        leg = Leg(tmp_path, fake, "offline", resume_at).steps(first, last)
+        attempt = Attempt(tmp_path, fake, "offline", resume_at).steps(first, last)
         if not killed:
-            leg.end()
+            attempt.end()
     assert sorted(told(fake.runs[-1:])) == expected(12)
     assert [path.name for path in sorted((tmp_path / "wandb").glob("offline-run-*"))] == ["offline-run-3"]
     assert len(list((tmp_path / "wandb" / "superseded").iterdir())) == 2
 
 
 def test_online_then_offline_then_online(tmp_path: Path, online: Any) -> None:
-    Leg(tmp_path, online, "online").steps(1, 6)  # killed
-    offline = Leg(tmp_path, online, "offline", resume_at=4).steps(5, 9)
+    Attempt(tmp_path, online, "online").steps(1, 6)  # killed
+    offline = Attempt(tmp_path, online, "offline", resume_at=4).steps(5, 9)
     assert sorted(told([offline.logger._run])) == [
         (7, "train/loss"),
         (8, "train/loss"),
         (8, "val/loss"),
         (9, "train/loss"),
     ]
-    Leg(tmp_path, online, "online", resume_at=8).steps(9, 12).end()
-    assert sorted(told([online.runs[0], online.runs[2]])) == expected(12)  # the offline leg was not uploaded
+    Attempt(tmp_path, online, "online", resume_at=8).steps(9, 12).end()
+    assert sorted(told([online.runs[0], online.runs[2]])) == expected(12)  # the offline attempt was not uploaded
 
 
 def test_an_offline_leg_that_was_uploaded_is_not_repeated(tmp_path: Path, online: Any) -> None:
-    Leg(tmp_path, online, "offline").steps(1, 6).end()
+    Attempt(tmp_path, online, "offline").steps(1, 6).end()
     (tmp_path / "wandb" / "offline-run-1" / "run.wandb.synced").touch()
-    Leg(tmp_path, online, "online", resume_at=4).steps(5, 8).end()
+    Attempt(tmp_path, online, "online", resume_at=4).steps(5, 8).end()
     assert sorted(told(online.runs)) == expected(8)
 
 
 def test_steps_that_another_logger_recorded_are_told_later(tmp_path: Path, online: Any) -> None:
-    Leg(tmp_path, online, "online").steps(1, 4).end()
+    Attempt(tmp_path, online, "online").steps(1, 4).end()
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "train/loss": 5.0}\n')
-    Leg(tmp_path, online, "online", resume_at=5).steps(6, 8).end()
+    Attempt(tmp_path, online, "online", resume_at=5).steps(6, 8).end()
     assert sorted(told(online.runs)) == expected(8)
 
 
 def test_a_run_that_was_killed_before_its_first_save_keeps_its_id(tmp_path: Path, online: Any) -> None:
-    Leg(tmp_path, online, "online").steps(1, 3)
-    Leg(tmp_path, online, "online", resume_at=0).steps(1, 4).end()
+    Attempt(tmp_path, online, "online").steps(1, 3)
+    Attempt(tmp_path, online, "online", resume_at=0).steps(1, 4).end()
     assert [init["id"] for init in online.inits] == [None, "run1"] and sorted(told(online.runs)) == expected(4)

@@ -233,16 +233,16 @@ def test_early_stop(make_job: MakeJob) -> None:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("legs", [(7, 14), (3, 6, 14), (1, 13, 14)])
-def test_resumed_run_is_the_uninterrupted_one(make_job: MakeJob, legs: tuple[int, ...], accumulation: int) -> None:
-    """Batches, dropout seeds, losses, parameters and loop state, over two and three legs, between evaluations."""
+@pytest.mark.parametrize("attempts", [(7, 14), (3, 6, 14), (1, 13, 14)])
+def test_resumed_run_is_the_uninterrupted_one(make_job: MakeJob, attempts: tuple[int, ...], accumulation: int) -> None:
+    """Batches, dropout seeds, losses, parameters and loop state, over two and three attempts, between evaluations."""
     settings = {"steps": 14, "accumulation": accumulation, "save_every": 5}
     whole = make_job("whole", **settings)
     whole.loop.run()
-    for number, leg in enumerate(legs):
-        job = make_job("legs", resume=number > 0, **settings)
-        if leg < 14:
-            interrupt_after(job, leg)
+    for number, attempt in enumerate(attempts):
+        job = make_job("attempts", resume=number > 0, **settings)
+        if attempt < 14:
+            interrupt_after(job, attempt)
             with pytest.raises(Interrupted):
                 job.loop.run()
             job.close()
@@ -260,12 +260,12 @@ def test_weights_alone_would_not_continue_the_run(make_job: MakeJob) -> None:
     """The check above would notice lost optimizer state."""
     whole = make_job("whole")
     whole.loop.run()
-    job = make_job("legs")
+    job = make_job("attempts")
     interrupt_after(job, 6)
     with pytest.raises(Interrupted):
         job.loop.run()
     job.close()
-    cold = make_job("legs", resume=True)
+    cold = make_job("attempts", resume=True)
     cold.model.state.arrays["table.weight/velocity"][:] = 0
     cold.loop.run()
     assert losses(cold) != losses(whole)
@@ -283,10 +283,10 @@ def test_a_stop_signal_finishes_the_step_and_saves(make_job: MakeJob, number: in
     assert signal.getsignal(number) == before
 
 
-def test_a_stop_during_an_evaluation_leaves_it_to_the_next_leg(make_job: MakeJob) -> None:
+def test_a_stop_during_an_evaluation_leaves_it_to_the_next_attempt(make_job: MakeJob) -> None:
     whole = make_job("whole")
     whole.loop.run()
-    job = make_job("legs")
+    job = make_job("attempts")
     original = job.dataset.batch
 
     def batch(split: str, *arguments: Any, **named: Any) -> Any:
@@ -298,7 +298,7 @@ def test_a_stop_during_an_evaluation_leaves_it_to_the_next_leg(make_job: MakeJob
     with pytest.raises(Interrupted, match="after step 8"):
         job.loop.run()
     job.close()
-    again = make_job("legs", resume=True)
+    again = make_job("attempts", resume=True)
     again.loop.run()
     assert losses(again) == losses(whole)
 
@@ -475,10 +475,10 @@ def test_a_finished_run_does_nothing_when_resumed(make_job: MakeJob) -> None:
 def test_a_longer_run_continues_a_finished_one(make_job: MakeJob) -> None:
     whole = make_job("whole", steps=16)
     whole.loop.run()
-    job = make_job("legs", steps=8)
+    job = make_job("attempts", steps=8)
     job.loop.run()
     job.close()
-    again = make_job("legs", resume=True, steps=16)
+    again = make_job("attempts", resume=True, steps=16)
     again.loop.run()
     assert losses(again) == losses(whole)
 
@@ -499,7 +499,7 @@ def test_a_kill_during_an_evaluation_loses_no_step(
 ) -> None:
     """The last one, and one that comes together with a save; or when its loss is added to the checkpoint.
 
-    The next leg evaluates, as an undisturbed run does.
+    The next attempt evaluates, as an undisturbed run does.
     """
     settings = {**settings, "async_save": asynchronous}
     whole = make_job("whole", **settings)

@@ -96,7 +96,7 @@ def test_a_run_leaves_everything_that_it_promises(
     summary = json.loads((run / "summary.json").read_text())
     assert summary["step"] == 8 and summary["baseline"]["name"] == "unigram entropy"
     assert summary["engine"]["allocations_after_first"] == summary["engine"]["nodes_after_first"] == 0
-    record = json.loads((run / "run.json").read_text())["legs"][0]
+    record = json.loads((run / "run.json").read_text())["attempts"][0]
     assert record["device"]["name"] == "cpu" and record["tokenizer_hash"] and record["data"]["tokens"]
     line = next(read_metrics(run / "metrics.jsonl"))
     assert {"step", "train/loss", "lr", "grad_norm", "tokens_per_s", "step_ms", "memory_bytes", "mfu"} <= line.keys()
@@ -107,15 +107,15 @@ def test_three_legs_equal_one_run_bit_for_bit(train: Any, tmp_path: Path, engine
     """With dropout, accumulation, warm-up, a moving learning rate and shuffled epochs."""
     words = [f"engine={engine}", "train.accumulation=2", "data.order=epoch", "schedule.warmup=3", "schedule.steps=20"]
     assert train(*words, "run.dir=whole", "train.steps=13") == 0
-    assert train(*words, "run.dir=legs", "train.steps=5") == 0
-    assert main(["run.dir=legs", "resume=auto", "train.steps=9"]) == 0
-    os.rename("legs", "moved")
+    assert train(*words, "run.dir=attempts", "train.steps=5") == 0
+    assert main(["run.dir=attempts", "resume=auto", "train.steps=9"]) == 0
+    os.rename("attempts", "moved")
     assert main(["resume=moved", "train.steps=13"]) == 0
     assert tensors(Path("moved"), 13) == tensors(Path("whole"), 13)
     grid = [entry for entry in losses(Path("moved")) if entry[1] == "train/loss" or entry[0] % 4 == 0 or entry[0] == 13]
     assert grid == losses(Path("whole"))
-    legs = json.loads(Path("moved/run.json").read_text())["legs"]
-    assert [leg.get("resumed_from") for leg in legs] == [None, "step_00000005", "step_00000009"]
+    attempts = json.loads(Path("moved/run.json").read_text())["attempts"]
+    assert [attempt.get("resumed_from") for attempt in attempts] == [None, "step_00000005", "step_00000009"]
 
 
 def start(corpus: Path, folder: Path, *words: str) -> subprocess.Popen[str]:

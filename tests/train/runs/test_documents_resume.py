@@ -71,7 +71,7 @@ def test_agillm_of_25_million_parameters_killed_and_resumed_has_the_same_bits() 
     assert 3 <= done < 9
 
     assert main(["run.dir=killed", "resume=auto", "train.steps=4", "train.save_every=99", "schedule.steps=null"]) == 0
-    record = json.loads(Path("killed/run.json").read_text())["legs"][1]
+    record = json.loads(Path("killed/run.json").read_text())["attempts"][1]
     assert record["resumed_from"] != "step_00000000" and not [c for c in record["changes"] if c.startswith("data")]
     assert losses("killed") == losses("whole")
     ours, expected = tensors("killed"), tensors("whole")

@@ -231,7 +231,7 @@ def test_the_same_text_elsewhere_is_the_same(texts: None, capsys: Any) -> None:
     assert "held-out data is not" not in capsys.readouterr().err
 
 
-def leg(make_job: Any, held_out: str, values: list[float], **settings: Any) -> Any:
+def attempt(make_job: Any, held_out: str, values: list[float], **settings: Any) -> Any:
     job = make_job(eval_every=2, save_every=2, keep_last=1, async_save=False, **settings)
     job.loop.held_out = held_out
     job.loop.__post_init__()
@@ -244,10 +244,10 @@ def leg(make_job: Any, held_out: str, values: list[float], **settings: Any) -> A
 
 def test_patience_best_and_what_is_kept(make_job: Any) -> None:
     """Steps 2 to 6 on one text, from 6 on another: the checkpoint of step 6 is measured again, on the new one."""
-    first = leg(make_job, "one", [1.0, 2.0, 3.0], steps=6, early_stop=3)
+    first = attempt(make_job, "one", [1.0, 2.0, 3.0], steps=6, early_stop=3)
     folder = first.run_directory.checkpoints
     assert (first.loop.progress.best_step, first.loop.progress.stale_evaluations) == (2, 2)
-    second = leg(make_job, "two", [9.0, 7.0, 8.0], steps=10, early_stop=3, resume=True)
+    second = attempt(make_job, "two", [9.0, 7.0, 8.0], steps=10, early_stop=3, resume=True)
     progress = second.loop.progress
     assert (progress.step, progress.best_step, progress.best_val_loss, progress.stale_evaluations) == (10, 8, 7.0, 1)
     best = best_checkpoint(folder)

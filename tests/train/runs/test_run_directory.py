@@ -13,8 +13,10 @@ import pytest
 import ttrain
 from ttrain.core.errors import CheckpointError, UserError
 from ttrain.train.runs import record as record_module
+from ttrain.train.runs.inspect import read_run
 from ttrain.train.runs.record import environment_record, git_state
-from ttrain.train.runs.run_directory import RunDirectory, read_config
+from ttrain.train.runs.resume import data_difference
+from ttrain.train.runs.run_directory import RunDirectory, chosen_model, read_config
 
 CLAIM = """
 import sys
@@ -94,7 +96,7 @@ def test_a_run_that_ended_before_it_did_anything_gives_its_place(tmp_path: Path)
         RunDirectory.claim(str(tmp_path / "a"), "x")
     run.close()
     again = RunDirectory.claim(str(tmp_path / "a"), "x")
-    assert again.note is not None and "takes its place" in again.note and again.legs() == []
+    assert again.note is not None and "takes its place" in again.note and again.attempts() == []
     again.close()
 
 
@@ -141,7 +143,19 @@ def test_opening_what_is_not_a_run(tmp_path: Path, folder: str) -> None:
         read_config(tmp_path / folder)
 
 
-def test_config_and_legs(tmp_path: Path) -> None:
+def test_a_record_of_earlier_versions_is_read_and_continued(tmp_path: Path) -> None:
+    run = RunDirectory.claim(str(tmp_path / "run"), "x")
+    (run.path / "run.json").write_text('{"legs": [{"model": "nano-gpt"}, {"model": "nano-gpt", "data": {"a": 1}}]}')
+    assert chosen_model(run.path) == "nano-gpt" and len(read_run(run.path).attempts) == 2
+    assert data_difference(run.path, {"a": 2}) == ["data: a: 1 -> 2"]
+    run.record({}, {"model": "third"})
+    record = json.loads((run.path / "run.json").read_text())
+    assert list(record) == ["attempts"] and len(read_run(run.path).attempts) == 3
+    assert [attempt["model"] for attempt in record["attempts"]] == ["nano-gpt", "nano-gpt", "third"]
+    run.close()
+
+
+def test_config_and_attempts(tmp_path: Path) -> None:
     config = {
         "model": {"name": "gpt", "layers": None},
         "optimizer": {"eps": 1e-8, "lr": 1e-3},
@@ -149,9 +163,9 @@ def test_config_and_legs(tmp_path: Path) -> None:
         "s": "1e-3",
     }
     run = RunDirectory.claim(str(tmp_path / "run"), "x")
-    run.record(config, {"leg": 1})
-    run.record(config, {"leg": 2})
-    assert run.legs() == [{"leg": 1}, {"leg": 2}]
+    run.record(config, {"attempt": 1})
+    run.record(config, {"attempt": 2})
+    assert run.attempts() == [{"attempt": 1}, {"attempt": 2}]
     assert read_config(run.path) == config
     run.close()
 
@@ -159,7 +173,7 @@ def test_config_and_legs(tmp_path: Path) -> None:
 def test_nothing_of_the_directory_names_its_place(tmp_path: Path) -> None:
     """So a moved run is a run."""
     run = RunDirectory.claim(str(tmp_path / "before"), "x")
-    run.record({"model": {"name": "gpt"}}, {"leg": 1})
+    run.record({"model": {"name": "gpt"}}, {"attempt": 1})
     run.write_plan("plan")
     run.write_summary({"step": 1})
     run.close()
@@ -168,7 +182,7 @@ def test_nothing_of_the_directory_names_its_place(tmp_path: Path) -> None:
     assert len(files) == 5
     assert all(str(tmp_path) not in path.read_text() for path in files)
     moved = RunDirectory.open(tmp_path / "after")
-    assert moved.legs() == [{"leg": 1}] and moved.path == tmp_path / "after"
+    assert moved.attempts() == [{"attempt": 1}] and moved.path == tmp_path / "after"
     moved.close()
 
 

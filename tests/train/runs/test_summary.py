@@ -160,7 +160,7 @@ def test_pace_over_all_lines(tmp_path: Path) -> None:
     assert recorded_steps(tmp_path / "none") == RecordedSteps()
 
 
-def test_speed_of_a_run_with_all_its_legs(make_job: MakeJob, tmp_path: Path) -> None:
+def test_speed_of_a_run_with_all_its_attempts(make_job: MakeJob, tmp_path: Path) -> None:
     """By a clock of ours: a step takes 1 s, the fourth 21 s, its line of metrics 0.5 s, an evaluation 100 s."""
     now = [0.0]
 
@@ -188,7 +188,7 @@ def test_speed_of_a_run_with_all_its_legs(make_job: MakeJob, tmp_path: Path) -> 
     progress, run = second.loop.progress, second.run_directory
     assert progress.step == 10 and progress.seconds == 32 + 2 * 1.5
     assert make_summary(progress).tokens_per_s == round(progress.tokens / 35, 1)
-    assert recorded_steps(run.metrics).step_ms == 1500  # but for the first line of a leg, and the slow step
+    assert recorded_steps(run.metrics).step_ms == 1500  # but for the first line of an attempt, and the slow step
     run.record({"train": {"steps": 10}}, {})
     so_far = round(progress.tokens / 34.5, 1)  # the last line says what was known before it was written
     assert read_run(run.path).tokens_per_s == so_far == numbers_of("train", run.path, None)["tokens_per_s"]
@@ -272,4 +272,4 @@ def test_a_run_begins_with_its_data_and_what_is_left_out(book: Path, capsys: pyt
     assert "Data: book, 4 files, 1000 B: 900 tokens to train on, 100 held out." in printed
     assert "2 steps of 2 make 0.04 passes." in printed
     assert printed.count("1 linked folder(s) or broken link(s) are not read: book/linked") == 1
-    assert json.loads(Path("run/run.json").read_text())["legs"][0]["data"]["notices"]
+    assert json.loads(Path("run/run.json").read_text())["attempts"][0]["data"]["notices"]

@@ -68,7 +68,7 @@ def test_a_run_a_checkpoint_and_a_file_of_one(train: Any, source: str, capsys: p
         taken = parameters(f"run{number}")
         assert taken.keys() == given.keys() and all((taken[name] == given[name]).all() for name in given)
         assert f"Warm start from {place}: {len(given)} of {len(given)} parameters" in capsys.readouterr().err
-    record = json.loads(Path("run0/run.json").read_text())["legs"][0]
+    record = json.loads(Path("run0/run.json").read_text())["attempts"][0]
     assert record["init_from"] == source and sorted(record["taken"]) == sorted(given)
     assert json.loads(Path("run0/metrics.jsonl").read_text().splitlines()[0])["step"] == 1
     # The optimizer starts anew: after one step its moments are those of that step's gradient alone.
@@ -127,7 +127,7 @@ def test_a_resumed_run_does_not_start_warm_again(train: Any, source: str) -> Non
     assert train(*words, "resume=auto") == 0
     os.rename(source, "gone")
     assert train(*words, "resume=auto", "train.steps=2") == 0
-    record = json.loads(Path("run/run.json").read_text())["legs"]
+    record = json.loads(Path("run/run.json").read_text())["attempts"]
     assert "taken" in record[0] and "taken" not in record[1]
 
 
@@ -169,7 +169,7 @@ def test_weights_of_another_function_are_refused(
     assert "WARNING: taken anyway: model." + key in capsys.readouterr().err
     assert (parameters("run")["embedding.weight"] == parameters(source)["embedding.weight"]).all()
     difference = f"model.{key}: {old} where the weights come from, {new} given"
-    assert json.loads(Path("run/run.json").read_text())["legs"][0]["taken_anyway"] == [difference]
+    assert json.loads(Path("run/run.json").read_text())["attempts"][0]["taken_anyway"] == [difference]
     capsys.readouterr()
     for words in (
         ["task=sample", f"run.dir={source}", word],

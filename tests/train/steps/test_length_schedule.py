@@ -96,7 +96,7 @@ def test_stopped_anywhere_and_resumed_it_has_the_same_bits(train: Any, engine: s
             entry for entry in losses("whole") if entry[1] == "train/loss"
         ]
     assert [(event["step"], event["length"]) for event in events("whole", "phase")] == [(7, 16), (13, 32)]
-    assert [event["step"] for event in events("stopped6", "phase")] == [13]  # step 7 began the second leg
+    assert [event["step"] for event in events("stopped6", "phase")] == [13]  # step 7 began the second attempt
     summary = json.loads(Path("whole", "summary.json").read_text())
     if engine != "dynamic":
         assert summary["engine"]["allocations_after_first"] == 0

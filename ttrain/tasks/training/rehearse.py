@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ttrain.config import build
 from ttrain.core.errors import TtrainError
 from ttrain.device.family import Failed, OutOfResources, family_of
-from ttrain.tasks.training.leg import new_run, record
+from ttrain.tasks.training.attempt import new_run, record
 from ttrain.tasks.training.setup import Setup
 from ttrain.train.checkpoint.retention import is_rehearsal
 from ttrain.train.steps.length_schedule import DataReader, Position

@@ -14,7 +14,7 @@ from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.errors import Interrupted
 from ttrain.device.family import family_of
-from ttrain.tasks.training.leg import Turns, turns
+from ttrain.tasks.training.attempt import Turns, turns
 from ttrain.tasks.training.rehearse import rehearse
 from ttrain.tasks.training.setup import set_up
 from ttrain.train.loop.interrupt import StopRequests

@@ -28,7 +28,7 @@ class Progress:
 
     step: int = 0  # optimizer steps done
     tokens: int = 0  # tokens (or examples) trained on
-    seconds: float = 0.0  # time of the loop over all legs, see meter.py
+    seconds: float = 0.0  # time of the loop over all attempts, see meter.py
     train_loss: float | None = None  # of the newest step
     val_loss: float | None = None  # of the newest evaluation
     evaluated_at: int | None = None  # step of the newest evaluation

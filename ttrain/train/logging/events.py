@@ -1,7 +1,7 @@
 """events.jsonl: what happened to a run, one JSON object per line, appended and never rewritten.
 
-Every leg, restart, failed save, skipped step and rollback has a line with the time, the kind, a message for people, and
-the step where there is one. The processes that watch a run append to the same file.
+Every attempt, restart, failed save, skipped step and rollback has a line with the time, the kind, a message for people,
+and the step where there is one. The processes that watch a run append to the same file.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class Logger(Protocol):
 
     @property
     def run_id(self) -> str | None:
-        """What a later leg continues by; None where there is nothing to continue."""
+        """What a later attempt continues by; None where there is nothing to continue."""
         ...
 
     def log(self, metrics: Metrics) -> None: ...

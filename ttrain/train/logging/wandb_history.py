@@ -1,9 +1,9 @@
 """Which lines of metrics.jsonl a run's W&B run already has, kept in the run directory as wandb.json.
 
-Online, W&B's history can only grow: a resumed leg repeats steps that an earlier leg sent, and leaves them out. Offline
-legs lie on this disk until they are synced, each in a folder of its own under wandb/, and a sync of one leg may replace
-another. So an offline leg begins with all lines that were not sent online, and the folders of earlier offline legs are
-set aside: one folder holds the whole history.
+Online, W&B's history can only grow: a resumed attempt repeats steps that an earlier attempt sent, and leaves them out.
+Offline attempts lie on this disk until they are synced, each in a folder of its own under wandb/, and a sync of one may
+replace another. So an offline attempt begins with all lines that were not sent online, and the folders of earlier ones
+are set aside: one folder holds the whole history.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _KINDS = ("train/loss", "val/loss")
 
 
 class WandbHistory:
-    """What one run directory has told W&B, over all its legs."""
+    """What one run directory has told W&B, over all its attempts."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
         record = _read(run / RECORD)
         self.run_id: str | None = record.get("id")
         self._online: dict[str, int] = record.get("online", {})  # kind of line -> last step that was sent online
-        self._told = dict(self._online)  # the same for the leg that runs now
+        self._told = dict(self._online)  # the same for the attempt that runs now
 
     def begin(self, run_id: str, mode: str) -> Iterator[Metrics]:
-        """Notes that a leg of the W&B run starts; yields the earlier lines that it has to be told first."""
+        """Notes that an attempt of the W&B run starts; yields the earlier lines that it has to be told first."""
         self.run_id = run_id
         self._write(mode, active=True)
         if mode == "disabled":
@@ -48,12 +48,12 @@ class WandbHistory:
         return bool(self._online)
 
     def set_offline_legs_aside(self) -> None:
-        """Moves the folders of earlier offline legs, which the next leg repeats, to wandb/superseded/."""
-        legs = sorted((self._run / "wandb").glob("offline-run-*"))
-        for leg in legs:
+        """Moves the folders of earlier offline attempts, which the next attempt repeats, to wandb/superseded/."""
+        attempts = sorted((self._run / "wandb").glob("offline-run-*"))
+        for attempt in attempts:
             target = self._run / "wandb" / SUPERSEDED
             target.mkdir(exist_ok=True)
-            os.replace(leg, target / leg.name)
+            os.replace(attempt, target / attempt.name)
 
     def is_new(self, line: Metrics) -> bool:
         """Whether the W&B run lacks this line; counts it as told."""
@@ -64,7 +64,7 @@ class WandbHistory:
         return True
 
     def end(self, mode: str) -> None:
-        """Notes what a leg told, at its end."""
+        """Notes what an attempt told, at its end."""
         if mode == "online":
             self._online = dict(self._told)
         self._write(mode, active=False)
@@ -74,14 +74,14 @@ class WandbHistory:
         replace_file(self._run / RECORD, to_json(content))
 
 
-def note_earlier_legs(run: Path) -> None:
-    """Before a resume cuts the metrics: what did legs tell that were killed, or that the user has uploaded since?
+def note_earlier_attempts(run: Path) -> None:
+    """Before a resume cuts the metrics: what did attempts tell that were killed, or that the user has uploaded since?
 
-    A killed leg told every line that is recorded. `wandb sync` leaves a mark beside an offline leg that it uploaded.
+    A killed attempt told every line that is recorded. `wandb sync` leaves a mark beside an offline one that it sent.
     """
     record = _read(run / RECORD)
-    legs = sorted((run / "wandb").glob("offline-run-*"))
-    synced = bool(legs) and any(legs[-1].glob("*.wandb.synced"))
+    attempts = sorted((run / "wandb").glob("offline-run-*"))
+    synced = bool(attempts) and any(attempts[-1].glob("*.wandb.synced"))
     if not synced and not record.get("active"):
         return
     if synced or record.get("mode") == "online":

@@ -26,7 +26,7 @@ class WandbLogger:
         run_id: str | None,
         say: Callable[[str], None],
     ) -> None:
-        """`run_id` continues that run, which an earlier leg began; None begins a new one. Raises UserError."""
+        """`run_id` continues that run, which an earlier attempt began; None begins a new one. Raises UserError."""
         self._wandb = _import_wandb()
         self._history = WandbHistory(folder)
         self._config, self._folder, self._run_config = config, folder, run_config
@@ -49,11 +49,11 @@ class WandbLogger:
 
     @property
     def run_id(self) -> str | None:
-        """What a later leg continues; None when disabled, because there is no run then."""
+        """What a later attempt continues; None when disabled, because there is no run then."""
         return None if self.mode == "disabled" else str(self._run.id)
 
     def log(self, metrics: Metrics) -> None:
-        if self._history.is_new(metrics):  # a resumed leg repeats steps that W&B already has
+        if self._history.is_new(metrics):  # a resumed attempt repeats steps that W&B already has
             self._log(metrics)
 
     def _log(self, metrics: Metrics) -> None:

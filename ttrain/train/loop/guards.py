@@ -44,7 +44,7 @@ class SpikeDetector:
 
 
 class LearningCheck:
-    """Whether the first updates of a leg reach the parameters and the optimizer's tensors.
+    """Whether the first updates of an attempt reach the parameters and the optimizer's tensors.
 
     Made before the first step, asked after the last: `problems` are certain faults, `doubts` may be rounding. Frozen
     parameters have no gradient in the state. `stochastic` tells that bf16 parameters are rounded stochastically: then

@@ -278,7 +278,7 @@ class Loop:
         return True
 
     def _check_learning(self, number: int, rate: float, result: StepResult) -> None:
-        """After the first steps of a leg: have the updates reached the parameters? Raises TtrainError if not."""
+        """After the first steps of an attempt: have the updates reached the parameters? Raises TtrainError if not."""
         if self._learning is None or self._check_after is None:
             return
         if result.finite:

@@ -50,7 +50,7 @@ def _bad_elements(array: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Start:
-    """What a leg began with: `restore` gives the state the values from after step `step`."""
+    """What an attempt began with: `restore` gives the state the values from after step `step`."""
 
     step: int
     restore: Callable[[], object]

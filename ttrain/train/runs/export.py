@@ -78,7 +78,7 @@ def require_new(folder: Path) -> None:
         raise UserError(f"export.dir={folder} exists and is not empty. Give a new folder.")
 
 
-def write_run(folder: Path, stored: Stored, content: CheckpointContent, leg: dict[str, Any]) -> Path:
+def write_run(folder: Path, stored: Stored, content: CheckpointContent, attempt: dict[str, Any]) -> Path:
     """A new run folder with one checkpoint that holds parameters only. Returns the folder.
 
     Raises UserError where the folder can't be made or is not new; nothing is left of one that does not get whole.
@@ -87,7 +87,7 @@ def write_run(folder: Path, stored: Stored, content: CheckpointContent, leg: dic
     with closing(RunDirectory.claim(str(folder), "")) as run:
         try:
             save_checkpoint(run.checkpoints, stored, content)
-            run.record(content.config, leg)
+            run.record(content.config, attempt)
         except BaseException:
             shutil.rmtree(run.path, ignore_errors=True)
             raise

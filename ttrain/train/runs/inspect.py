@@ -38,7 +38,7 @@ class RunInfo:
     config: dict[str, Any] = field(default_factory=dict)
     metrics: list[dict[str, Any]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    legs: list[dict[str, Any]] = field(default_factory=list)
+    attempts: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
 
     def newest(self, key: str) -> float | None:
@@ -47,7 +47,7 @@ class RunInfo:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Over the time of the loop so far, all legs."""
+        """Over the time of the loop so far, all attempts."""
         done = self.summary if self.summary.get("step", -1) >= self.step else {}
         tokens, seconds = ((done.get(key) or self.newest(key)) for key in ("tokens", "seconds"))
         return loop_speed(tokens, seconds)
@@ -58,8 +58,8 @@ class RunInfo:
 
     @property
     def caution(self) -> str:
-        """What has to be known of its numbers, which some leg got from no real device; empty otherwise."""
-        simulated = [leg["device"] for leg in self.legs if _mode(leg) == "simulator"]
+        """What has to be known of its numbers, which some attempt got from no real device; empty otherwise."""
+        simulated = [attempt["device"] for attempt in self.attempts if _mode(attempt) == "simulator"]
         return f"SIMULATED on {simulated[-1].get('name')}: {simulated[-1].get('note')}" if simulated else ""
 
     @property
@@ -96,13 +96,14 @@ def read_run(path: Path) -> RunInfo:
     state = _state(path, finished, events, checkpoint, step)
     if state == "new" and summary.get("computes") is False:
         state = "rehearsed"
-    legs = _json(path / RECORD).get("legs", [])
-    return RunInfo(path, state, step, steps, checkpoint, config, metrics, events, legs, summary)
+    record = _json(path / RECORD)
+    attempts = record.get("attempts", record.get("legs", []))  # see run_directory.stored_attempts
+    return RunInfo(path, state, step, steps, checkpoint, config, metrics, events, attempts, summary)
 
 
-def _mode(leg: Any) -> object:
-    """device.mode of a leg's record, where it has one."""
-    device = leg.get("device") if isinstance(leg, dict) else None
+def _mode(attempt: Any) -> object:
+    """device.mode of an attempt's record, where it has one."""
+    device = attempt.get("device") if isinstance(attempt, dict) else None
     return device.get("mode") if isinstance(device, dict) else None
 
 

@@ -1,4 +1,4 @@
-"""What a leg of a run begins with: the run that it continues, a checkpoint, values from elsewhere, or nothing."""
+"""What an attempt of a run begins with: the run that it continues, a checkpoint, values from elsewhere, or nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.checkpoint.retention import remove_unfinished
 from ttrain.train.logging.metrics import cut_metrics
-from ttrain.train.logging.wandb_history import note_earlier_legs
+from ttrain.train.logging.wandb_history import note_earlier_attempts
 from ttrain.train.runs.resume import ResumePoint, branch_off, take_up
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.runs.warm_start import WarmStart
@@ -17,12 +17,12 @@ from ttrain.train.steps.session import Session
 
 @dataclass
 class Origin:
-    """Where the state, the progress and the files of a leg come from."""
+    """Where the state, the progress and the files of an attempt come from."""
 
-    held: RunDirectory | None = None  # the run that this leg continues
+    held: RunDirectory | None = None  # the run that this attempt continues
     point: ResumePoint | None = None
     warm: WarmStart | None = None  # where a new run takes its first values from
-    notes: list[str] = field(default_factory=list)  # to tell when the leg starts
+    notes: list[str] = field(default_factory=list)  # to tell when the attempt starts
 
     def claim(self, wanted: str | None, label: str, stored: dict[str, Any], branches: bool) -> RunDirectory:
         """A directory for a run that is new, or `branches` off from the checkpoint; see RunDirectory.claim."""
@@ -36,7 +36,7 @@ class Origin:
         return RunDirectory.claim(wanted if self.held is None else None, label, fill=fill)
 
     def set_values(self, session: Session, seed: int) -> tuple[str, ...]:
-        """The state as this leg begins with it; the optimizer's tensors of a new run are zero. What to tell of it."""
+        """The state that this attempt begins with, a new run's optimizer tensors are zero; what to tell of it."""
         if self.point is not None:
             return self.point.checkpoint.load(session.state)
         session.initialize(seed)
@@ -49,11 +49,11 @@ class Origin:
     ) -> tuple[Progress, dict[str, Any], list[str]]:
         """Sets the state, and makes the run's files go on from it: how far it is, what to record, and what to tell."""
         remove_unfinished(run.checkpoints)
-        note_earlier_legs(run.path)
+        note_earlier_attempts(run.path)
         fitted = self.set_values(session, seed)
         if self.point is not None:
-            progress, leg, notes = take_up(self.point, run, stored, data)
-            return progress, leg, [*notes, *self.notes, *fitted]
+            progress, attempt, notes = take_up(self.point, run, stored, data)
+            return progress, attempt, [*notes, *self.notes, *fitted]
         cut_metrics(run.metrics, 0)
         warm = self.warm
         return Progress(), {} if warm is None else warm.record(), [*self.notes, *([] if warm is None else warm.lines())]

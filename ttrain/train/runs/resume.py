@@ -24,7 +24,7 @@ from ttrain.train.checkpoint.checkpoint import (
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.checkpoint.retention import REHEARSED, hold, is_rehearsal, newest_complete, set_aside_after
 from ttrain.train.logging.metrics import cut_metrics
-from ttrain.train.runs.run_directory import RECORD, RunDirectory
+from ttrain.train.runs.run_directory import RECORD, RunDirectory, stored_attempts
 
 # Keys that say where and how a run is run, not what it computes.
 _UNREPORTED = (
@@ -161,16 +161,16 @@ def check_documents(point: ResumePoint, description: dict[str, Any]) -> None:
 
 
 def data_difference(run: Path, description: dict[str, Any]) -> list[str]:
-    """What the newest leg of a run says of its data, where that is not what the data is now."""
+    """What the newest attempt of a run says of its data, where that is not what the data is now."""
     stored = _newest_data(run)
     given = json.loads(json.dumps(description))
     return [f"data: {key}: {old} -> {new}" for key, old, new in _differences(stored, given)] if stored else []
 
 
 def _newest_data(run: Path) -> dict[str, Any]:
-    """What the newest leg of a run says of its data; empty where it says nothing."""
+    """What the newest attempt of a run says of its data; empty where it says nothing."""
     try:
-        found = json.loads((run / RECORD).read_text("utf-8"))["legs"][-1]["data"]
+        found = stored_attempts(run)[-1]["data"]
     except (OSError, ValueError, LookupError, TypeError):
         return {}
     return found if isinstance(found, dict) else {}

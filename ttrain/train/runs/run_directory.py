@@ -1,7 +1,7 @@
 """The run directory: claimed by one process, self-contained, and with relative paths only, so that it can be moved.
 
-config.yaml     the resolved config of the newest leg
-run.json        one environment record per leg (a leg is one start or resume of the run)
+config.yaml     the resolved config of the newest attempt
+run.json        one environment record per attempt (an attempt is one start or resume of the run)
 metrics.jsonl   one line per recorded step: the truth that loggers are views of
 checkpoints/    see checkpoint.py
 plan.txt  summary.json  loss.png
@@ -181,7 +181,7 @@ class RunDirectory:
             (self.path / RECORD).unlink(missing_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
             fill(self)
-            replace_file(self.path / RECORD, to_json({"legs": []}))
+            replace_file(self.path / RECORD, to_json({"attempts": []}))
             starting.unlink()
         except BaseException as error:
             self.discard()
@@ -197,17 +197,17 @@ class RunDirectory:
 
         replace_file(self.config, yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=120))
 
-    def record(self, config: dict[str, Any], leg: dict[str, Any]) -> None:
-        """Writes the resolved config, and adds the environment record of this leg."""
+    def record(self, config: dict[str, Any], attempt: dict[str, Any]) -> None:
+        """Writes the resolved config, and adds the environment record of this attempt."""
         self.write_config(config)
-        replace_file(self.path / RECORD, to_json({"legs": [*self.legs(), leg]}))
+        replace_file(self.path / RECORD, to_json({"attempts": [*self.attempts(), attempt]}))
 
-    def legs(self) -> list[dict[str, Any]]:
-        """The environment record of every leg so far."""
+    def attempts(self) -> list[dict[str, Any]]:
+        """The environment record of every attempt so far."""
         try:
-            return list(json.loads((self.path / RECORD).read_text("utf-8"))["legs"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f'{self.path / RECORD} is damaged ({error}). Put {{"legs": []}} there.') from None
+            return stored_attempts(self.path)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise CheckpointError(f'{self.path / RECORD} is damaged ({error}). Put {{"attempts": []}} there.') from None
 
     def write_plan(self, text: str) -> None:
         replace_file(self.plan, text)
@@ -242,12 +242,18 @@ def _locked(lock: IO[str]) -> bool:
     return lock_file(lock)
 
 
+def stored_attempts(run: Path) -> list[Any]:
+    """What run.json holds. Raises OSError, ValueError, LookupError or TypeError where that is nothing of the kind."""
+    record = json.loads((run / RECORD).read_text("utf-8"))
+    return list(record["legs" if "legs" in record else "attempts"])  # as earlier versions called them
+
+
 def chosen_model(run: Path | None) -> str | None:
-    """What the newest leg of a run called its model, such as nano-gpt; None where it does not tell."""
+    """What the newest attempt of a run called its model, such as nano-gpt; None where it does not tell."""
     if run is None:
         return None
     try:
-        name = json.loads((run / RECORD).read_text("utf-8"))["legs"][-1]["model"]
+        name = stored_attempts(run)[-1]["model"]
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return name if isinstance(name, str) else None

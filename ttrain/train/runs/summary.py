@@ -21,7 +21,7 @@ _ALIKE = 0.1  # speeds that differ by less than this share of the greater are to
 
 @dataclass(frozen=True)
 class RecordedSteps:
-    """How fast a run's recorded steps were, over all legs."""
+    """How fast a run's recorded steps were, over all attempts."""
 
     mfu: float | None = None  # mean over their time
     step_ms: float | None = None  # median
@@ -95,7 +95,7 @@ class Summary:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Over the time of the loop, all legs."""
+        """Over the time of the loop, all attempts."""
         return loop_speed(self.progress.tokens, self.progress.seconds)
 
     def _speed(self, mean: float) -> str:

@@ -57,9 +57,9 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class DataReader:
-    """What the steps of one leg read, which is a function of their number: a leg keeps batch size and schedule."""
+    """What the steps of one attempt read, a function of their number: an attempt keeps batch size and schedule."""
 
-    step: int  # done when the leg starts
+    step: int  # done when the attempt starts
     start: Position  # of its first sample
     rows: int  # of one step
     schedule: LengthSchedule
@@ -71,7 +71,7 @@ class DataReader:
         return cls(step, start, config.batch_size, schedule)
 
     def before(self, step: int) -> Position:
-        """Where a step of the leg, counted from 1, starts to read."""
+        """Where a step of the attempt, counted from 1, starts to read."""
         tokens = self.schedule.tokens(step - 1) - self.schedule.tokens(self.step)
         return Position(self.start.samples + self.rows * (step - 1 - self.step), self.start.tokens + self.rows * tokens)
 

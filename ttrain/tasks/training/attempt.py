@@ -1,4 +1,4 @@
-"""One leg of a run: from its directory and its first values to its summary."""
+"""One attempt of a run: from its directory and its first values to its summary."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ Turns = Generator[None, None, float | None]  # what yields while its device comp
 
 def train(setup: Setup, device: Device, console: Console) -> float | None:
     """Trains to the end; see `turns`."""
-    leg = turns(setup, device, console, StopRequests())
+    turn = turns(setup, device, console, StopRequests())
     while True:
         try:
-            next(leg)
+            next(turn)
         except StopIteration as end:
             best: float | None = end.value
             return best
@@ -74,7 +74,7 @@ def turns(setup: Setup, device: Device, console: Console, stop: StopRequests) ->
         heartbeat.tell(run=str(run.path.resolve()))
         if run.note is not None:
             console.say(run.note)
-        events.add("started", " ".join(filter(None, [f"A leg starts on {device.name}.", device.caution])))
+        events.add("started", " ".join(filter(None, [f"An attempt starts on {device.name}.", device.caution])))
         device.last_words.append(partial(_hung, config, run, events, console, heartbeat, savers))
         with _told(config, setup.model.config, device.name, steps, run, events):
             session, loop = _assembled(setup, device, console, run, steps, stop, heartbeat, stack)
@@ -159,7 +159,7 @@ def new_run(setup: Setup, device: Device) -> RunDirectory:
 def _told(
     config: Config, model: Any, device: str, steps: Mapping[str, Step], run: RunDirectory, events: Events
 ) -> Iterator[None]:
-    """Notes how a leg that fails ends. Raises OutOfMemory for whatever tells that memory ran out."""
+    """Notes how an attempt that fails ends. Raises OutOfMemory for whatever tells that memory ran out."""
     from ttrain.train.forecast.out_of_memory import is_out_of_memory, memory_message, shrinking_keys
 
     try:
@@ -224,16 +224,21 @@ def _build(
 
 
 def record(
-    setup: Setup, run: RunDirectory, device: Device, session: Session, steps: Mapping[str, Step], leg: dict[str, Any]
+    setup: Setup,
+    run: RunDirectory,
+    device: Device,
+    session: Session,
+    steps: Mapping[str, Step],
+    attempt: dict[str, Any],
 ) -> None:
-    """Writes config, environment and plan of this leg, and what `leg` says of it."""
+    """Writes config, environment and plan of this attempt, and what `attempt` says of it."""
     from ttrain.train.forecast.plan_report import plan_report
     from ttrain.train.runs.record import environment_record
 
     dataset, arguments = setup.dataset, list(setup.config.source.overrides)
     tokenizer_hash = None if dataset.tokenizer is None else dataset.tokenizer.hash
     environment = environment_record(setup.stored, device.describe(), dataset.description, tokenizer_hash, arguments)
-    run.record(setup.stored, {**environment, "model": setup.model_name, **leg})
+    run.record(setup.stored, {**environment, "model": setup.model_name, **attempt})
     run.write_plan(plan_report(session.graph, session.state, steps).text())
 
 
