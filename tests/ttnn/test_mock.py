@@ -158,7 +158,7 @@ def test_a_core_grid_limits_products(kernels: str, grid: list[int] | None, last:
     assert (cost["later_allocations"], cost["later_dram"]) == (0, 0)
 
 
-def test_sub_devices_are_rehearsed(kernels: str) -> None:
+def test_a_dry_run_of_sub_devices(kernels: str) -> None:
     """Not loaded, so products start at the first core; all other launches are on the replica's columns."""
     models: list[dict[str, Any]] = [{"model": "mlp"}, {"model": "odd", "dropout": 0.1, **BF16}]
     cases = [{**model, "part": part, "columns": True} for part in (0, 1) for model in models]
@@ -187,7 +187,7 @@ def test_a_run_on_a_mocked_board_can_not_be_mistaken_for_training(kernels: str, 
     assert said.count("values are not computed") == 2  # at the start and at the end
     assert "device ops per step" in said
     run = tmp_path / "run"
-    assert "not computed" in json.loads((run / "run.json").read_text("utf-8"))["attempts"][0]["rehearsal"]
+    assert "not computed" in json.loads((run / "run.json").read_text("utf-8"))["attempts"][0]["dry_run"]
     assert json.loads((run / "summary.json").read_text("utf-8"))["computes"] is False
     assert not list((run / "checkpoints").glob("*"))
     assert not (run / "metrics.jsonl").exists()

@@ -106,7 +106,7 @@ def memory(order: Mapping[str, Any], emit: Emit) -> None:
         return emit({"event": "refused", "reason": _no_values(opened.name)})
     usage = PeakMemory(opened.name)
     try:
-        _rehearse(name, order, job)
+        _warm_up(name, order, job)
         held = sum(array.nbytes for batch in job.batches for array in batch.values())
         return_free_memory()
         base = usage.now()
@@ -136,7 +136,7 @@ def memory(order: Mapping[str, Any], emit: Emit) -> None:
 def host(order: Mapping[str, Any], emit: Emit) -> None:
     """Host time of an optimizer step on a board that computes nothing."""
     from ttrain.bench.engines import EngineContender
-    from ttrain.train.steps.rehearsal import dispatch_ms
+    from ttrain.train.steps.dry_run import dispatch_ms
 
     job, name = Job.of(order["job"]), order["contenders"][0]
     try:
@@ -151,7 +151,7 @@ def host(order: Mapping[str, Any], emit: Emit) -> None:
     contender.close()
 
 
-def _rehearse(name: str, order: Mapping[str, Any], job: Job) -> None:
+def _warm_up(name: str, order: Mapping[str, Any], job: Job) -> None:
     """The same ops on a small scale: modules, threads, compiled code and the libraries' own memory come to stay."""
     small = contender_of(name, order, replace(job, work=job.training.smaller()))
     small.build()

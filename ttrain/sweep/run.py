@@ -193,8 +193,8 @@ class Runner:
         reached = "" if status["objective"] is None else f", {key} {status['objective']:.6g}"
         if code == 0:
             self._say(f"job {job.name} finished in {format_duration(seconds)}{reached}")
-            rehearsed = "rehearsed: values are not computed" if numbers.get("computes") is False else None
-            reason = rehearsed or numbers.get("caution")
+            dry_run = "dry run: values are not computed" if numbers.get("computes") is False else None
+            reason = dry_run or numbers.get("caution")
             return {**status, "state": FINISHED, **({} if reason is None else {"reason": reason})}
         if code == EXIT_INTERRUPTED:
             self._say(f"job {job.name} was interrupted; its state is saved")

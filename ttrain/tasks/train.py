@@ -35,7 +35,7 @@ def run(config: Config) -> float | None:
 
 def _run(config: Config) -> float | None:
     from ttrain.tasks.training.attempt import train
-    from ttrain.tasks.training.rehearse import dry_run, rehearse
+    from ttrain.tasks.training.dry_run import dry_run
 
     with ExitStack() as stack:
         setup = set_up(config, stack)
@@ -43,5 +43,5 @@ def _run(config: Config) -> float | None:
         console = build.build_console(setup.config.logger)
         if device.computes:
             return train(setup, device, console)
-        rehearse(setup, device, console.say) if device.step_facts() else dry_run(setup, device, console.say)
+        dry_run(setup, device, console.say)
         return None

@@ -82,13 +82,13 @@ def test_a_resumed_run_that_was_stopped_is_not_finished(runs: dict[str, Path]) -
     assert read_run(runs["finished"]).state == "resumable"
 
 
-def test_a_rehearsal_never_looks_like_training(runs: dict[str, Path], capsys: Any) -> None:
+def test_a_dry_run_never_looks_like_training(runs: dict[str, Path], capsys: Any) -> None:
     folder = runs["new"]
     assert main(["task=sample", f"run.dir={folder}"]) == 2
     assert "no complete checkpoint yet" in capsys.readouterr().err
     (folder / "summary.json").write_text(json.dumps({"accepted": True, "computes": False, "note": "nothing trained"}))
     info = read_run(folder)
-    assert (info.state, info.reason) == ("rehearsed", "nothing trained")
+    assert (info.state, info.reason) == ("dry_run", "nothing trained")
     for words in (
         ["task=sample", f"run.dir={folder}"],
         ["task=sample", f"run.dir={folder}", "sample.checkpoint=best"],
@@ -97,7 +97,7 @@ def test_a_rehearsal_never_looks_like_training(runs: dict[str, Path], capsys: An
     ):
         assert main(words) == 2
         said = capsys.readouterr().err.strip()
-        assert "rehearsed steps" in said and "nothing was trained" in said and "\n" not in said
+        assert "was a dry run on a device" in said and "nothing was trained" in said and "\n" not in said
 
 
 def test_task_runs(runs: dict[str, Path], tmp_path: Path, capsys: Any) -> None:

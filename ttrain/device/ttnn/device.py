@@ -221,7 +221,7 @@ class TenstorrentDevice(Device):
         return {"name": self.name, "computes": self.computes, **self.mesh.describe()}
 
     def capture(self, launches: Sequence[Launch], name: str) -> Launch:
-        """Record the launches as one trace. A mocked board only rehearses that, and runs them one by one."""
+        """Record the launches as one trace. A mocked board makes an empty trace, and runs them one by one."""
         self.counters.captures += 1
         with self.watch(f"the capture of {name}"):
             self.store.refresh()

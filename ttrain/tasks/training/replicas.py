@@ -15,7 +15,7 @@ from ttrain.config.schema import Config
 from ttrain.core.errors import Interrupted
 from ttrain.device.family import family_of
 from ttrain.tasks.training.attempt import Turns, turns
-from ttrain.tasks.training.rehearse import rehearse
+from ttrain.tasks.training.dry_run import dry_run
 from ttrain.tasks.training.setup import set_up
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.settings import ReplicasConfig
@@ -31,7 +31,7 @@ def run(config: Config) -> float | None:
         consoles = [build.build_console(config.logger, name_of(number), number == 0) for number in range(len(setups))]
         if not device.computes:
             for setup, part, console in zip(setups, parts, consoles, strict=True):
-                rehearse(setup, part, console.say)
+                dry_run(setup, part, console.say)
                 console.say(f"Note: {part.describe()['note']}.")
             return None
 

@@ -24,8 +24,8 @@ _HELD = "config.json"  # the file of a checkpoint that who reads it holds; nothi
 _STEP_NAME = re.compile(r"step_\d{8,}")
 
 
-REHEARSED = (
-    "rehearsed steps on a device that computes no values: nothing was trained, so it has no checkpoint. Train on a "
+DRY_RUN = (
+    "was a dry run on a device that computes no values: nothing was trained, so it has no checkpoint. Train on a "
     "device that computes, with another run.dir."
 )
 
@@ -37,7 +37,7 @@ class Skipped(NamedTuple):
     reason: str
 
 
-def is_rehearsal(run: Path) -> bool:
+def is_dry_run(run: Path) -> bool:
     """Whether the record that a run ended with says that no values were computed."""
     try:
         summary = json.loads((run / "summary.json").read_text("utf-8"))
@@ -225,8 +225,8 @@ def _candidates(run: Path, which: str) -> tuple[list[Checkpoint], list[Skipped]]
     if not folder.is_dir():
         raise CheckpointError(f"{run} is not a run of ttrain: it has no checkpoints/. Give the folder of a run.")
     found, skipped = list_checkpoints(folder)
-    if not found and is_rehearsal(run):
-        raise CheckpointError(f"{run} {REHEARSED}")
+    if not found and is_dry_run(run):
+        raise CheckpointError(f"{run} {DRY_RUN}")
     if which == "last":
         return found[::-1], skipped
     if which == "best":

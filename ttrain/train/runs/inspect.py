@@ -26,7 +26,7 @@ class RunInfo:
     """One run.
 
     `state` is running (a process holds it), finished, resumable (stopped, with a checkpoint), failed (it ended with an
-    error; where it has a checkpoint it can be resumed too), rehearsed (its device computed no values), or new (nothing
+    error; where it has a checkpoint it can be resumed too), dry_run (its device computed no values), or new (nothing
     was trained yet).
     """
 
@@ -65,7 +65,7 @@ class RunInfo:
     @property
     def reason(self) -> str:
         """Why it failed, or what happened last."""
-        if self.state == "rehearsed":
+        if self.state == "dry_run":
             return str(self.summary.get("reason") or self.summary.get("note", ""))
         wanted = ("failed", "gave_up", "interrupted") if self.state in ("failed", "resumable") else ()
         return next((str(e.get("message", "")) for e in reversed(self.events) if e["kind"] in wanted), "")
@@ -95,7 +95,7 @@ def read_run(path: Path) -> RunInfo:
     finished = bool(summary) and summary.get("step", -1) >= step and summary.get("steps") == steps
     state = _state(path, finished, events, checkpoint, step)
     if state == "new" and summary.get("computes") is False:
-        state = "rehearsed"
+        state = "dry_run"
     record = _json(path / RECORD)
     attempts = record.get("attempts", record.get("legs", []))  # see run_directory.stored_attempts
     return RunInfo(path, state, step, steps, checkpoint, config, metrics, events, attempts, summary)

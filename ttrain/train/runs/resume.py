@@ -22,7 +22,7 @@ from ttrain.train.checkpoint.checkpoint import (
     step_name,
 )
 from ttrain.train.checkpoint.progress import Progress
-from ttrain.train.checkpoint.retention import REHEARSED, hold, is_rehearsal, newest_complete, set_aside_after
+from ttrain.train.checkpoint.retention import DRY_RUN, hold, is_dry_run, newest_complete, set_aside_after
 from ttrain.train.logging.metrics import cut_metrics
 from ttrain.train.runs.run_directory import RECORD, RunDirectory, stored_attempts
 
@@ -106,8 +106,8 @@ def _newest_of(run: Path, *, must_exist: bool) -> ResumePoint | None:
     # A save that was cut off never was a checkpoint: where there is nothing else, the run begins again.
     if all(entry.path.name.startswith(UNFINISHED) for entry in skipped) and not must_exist:
         return None
-    if not notes and is_rehearsal(run):
-        raise CheckpointError(f"{run} {REHEARSED}")
+    if not notes and is_dry_run(run):
+        raise CheckpointError(f"{run} {DRY_RUN}")
     listed = (
         "".join(f"\n  {note}" for note in notes) or " It has none; start anew with resume=none and another run.dir."
     )

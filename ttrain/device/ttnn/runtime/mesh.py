@@ -133,7 +133,7 @@ class Mesh:
             self.consumed()
 
         if self.mocked:
-            self._rehearse(launches)
+            self._empty_capture(launches)
             return run
         self.settled()
         trace = tt.begin_trace_capture(self.handle, cq_id=self.queue)
@@ -159,8 +159,8 @@ class Mesh:
         """Told when everything launched is done; what a sub-device kept alive until now."""
         return [] if self.part is None else self.tt.let_go()
 
-    def _rehearse(self, launches: Sequence[Launch]) -> None:
-        """Begin and end a capture on a mocked board, which can't hold ops: as far as a rehearsal goes."""
+    def _empty_capture(self, launches: Sequence[Launch]) -> None:
+        """Begin and end a capture on a mocked board, which can't hold ops: as far as a dry run goes."""
         trace = self.tt.begin_trace_capture(self.handle, cq_id=0)
         self.tt.end_trace_capture(self.handle, trace, cq_id=0)
         self.tt.release_trace(self.handle, trace)
@@ -225,8 +225,8 @@ class Mesh:
         } | ({} if self.config.mode == "silicon" else {"note": self._note()})
 
     def _note(self) -> str:
-        rehearsed = self.mocked and self.part is not None
-        return NOTES[self.config.mode] + (f"; {REHEARSED}" if rehearsed else "")
+        dry_run = self.mocked and self.part is not None
+        return NOTES[self.config.mode] + (f"; {DRY_RUN}" if dry_run else "")
 
     def close(self) -> None:
         """Releases traces, then the chips; a sub-device only its traces."""
@@ -245,7 +245,7 @@ class Mesh:
 
 _BUFFER_CHANGES = {"buffer_allocate": 1, "buffer_deallocate": -1}
 
-REHEARSED = "sub-devices are rehearsed: made but not loaded, and all launch on queue 0"
+DRY_RUN = "sub-devices are in a dry run: made but not loaded, and all launch on queue 0"
 NOTES = {
     "mock": "a mocked board: shapes, memory and dispatch are real, values are not computed",
     "simulator": "the numbers come from a simulator, not from a card; its times say nothing about speed",

@@ -13,7 +13,7 @@ from ttrain.core.errors import TtrainError
 from ttrain.device.family import Failed, OutOfResources, family_of
 from ttrain.tasks.training.attempt import new_run, record
 from ttrain.tasks.training.setup import Setup
-from ttrain.train.checkpoint.retention import is_rehearsal
+from ttrain.train.checkpoint.retention import is_dry_run
 from ttrain.train.steps.length_schedule import DataReader, Position
 
 if TYPE_CHECKING:
@@ -21,21 +21,26 @@ if TYPE_CHECKING:
     from ttrain.engine.base import Step
     from ttrain.train.runs.run_directory import RunDirectory
     from ttrain.train.steps.driver import Driver
-    from ttrain.train.steps.rehearsal import Rehearsal
+    from ttrain.train.steps.dry_run import StepCosts
 
 COMPARED = ("static", "dynamic")  # engines whose dispatch is measured beside that of the configured one
 
 
-def rehearse(setup: Setup, device: Device, say: Callable[[str], None]) -> None:
+def dry_run(setup: Setup, device: Device, say: Callable[[str], None]) -> None:
+    """On a device that computes no values. Raises OutOfResources where the board does not take the step."""
+    (_costed if device.step_facts() else _built)(setup, device, say)
+
+
+def _costed(setup: Setup, device: Device, say: Callable[[str], None]) -> None:
     """Some steps on a device that only tells what steps cost. Writes a record, never a checkpoint.
 
     Raises OutOfResources where the board does not take the step.
     """
     held = setup.origin.held
     with ExitStack() as stack:
-        mine = held if held is not None and is_rehearsal(held.path) else None
+        mine = held if held is not None and is_dry_run(held.path) else None
         run = mine or stack.enter_context(closing(new_run(setup, device)))
-        warning = f"REHEARSAL on {device.name}: values are not computed, nothing is trained or saved."
+        warning = f"DRY RUN on {device.name}: values are not computed, nothing is trained or saved."
         say(warning)
         steps: dict[str, Step] = {}
         try:
@@ -56,7 +61,7 @@ def rehearse(setup: Setup, device: Device, say: Callable[[str], None]) -> None:
         say(f"{warning} Run: {run.path}")
 
 
-def dry_run(setup: Setup, device: Device, say: Callable[[str], None]) -> None:
+def _built(setup: Setup, device: Device, say: Callable[[str], None]) -> None:
     """Builds all steps and launches one on a device that computes nothing; leaves nothing behind."""
     with closing(build.build_session(setup.config, setup.model, device)) as session:
         _driver(setup, device, session.build_training())(1)
@@ -68,13 +73,13 @@ def dry_run(setup: Setup, device: Device, say: Callable[[str], None]) -> None:
 
 def _measured(
     setup: Setup, device: Device, run: RunDirectory, warning: str, steps: dict[str, Step]
-) -> tuple[Rehearsal, dict[str, int]]:
+) -> tuple[StepCosts, dict[str, int]]:
     """By the configured engine, recorded. `steps` takes what is built."""
-    from ttrain.train.steps.rehearsal import rehearse as measure
+    from ttrain.train.steps.dry_run import measure
 
     with closing(build.build_session(setup.config, setup.model, device)) as session:
         steps.update(session.build_training())
-        record(setup, run, device, session, steps, {"rehearsal": warning})
+        record(setup, run, device, session, steps, {"dry_run": warning})
         names = session.graph.train_steps()
         result = measure(device, _driver(setup, device, steps), {name: steps[name] for name in names})
         return result, session.engine.counters.as_dict()
@@ -82,7 +87,7 @@ def _measured(
 
 def _others(setup: Setup, device: Device, say: Callable[[str], None]) -> dict[str, float]:
     """Milliseconds of host dispatch per step by the engines that were not measured yet, where they fit."""
-    from ttrain.train.steps.rehearsal import dispatch_ms
+    from ttrain.train.steps.dry_run import dispatch_ms
 
     found: dict[str, float] = {}
     for name in COMPARED:

@@ -15,7 +15,7 @@ STEPS = 6  # the first one builds programs; the fastest of the others is what a 
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class StepCosts:
     """Costs of one optimizer step. `later` counts after the second step: programs and allocations should be 0."""
 
     first_ms: float
@@ -55,7 +55,7 @@ class Rehearsal:
         return [*lines, f"after the second step    {later}"]
 
 
-def rehearse(device: Device, run: Callable[[int], Any], steps: Mapping[str, Step]) -> Rehearsal:
+def measure(device: Device, run: Callable[[int], Any], steps: Mapping[str, Step]) -> StepCosts:
     """`run(step)` is one optimizer step, counted from 1; `steps` are the built steps that it calls."""
     seconds, facts = [], [_facts(device)]
     for step in range(1, STEPS + 1):
@@ -71,7 +71,7 @@ def rehearse(device: Device, run: Callable[[int], Any], steps: Mapping[str, Step
         launches = built.launches()  # none by an engine that records every step anew: its peaks are not known
         for key, size in device.step_peaks(launches).items() if launches else ():
             memory[f"{name}_{key}"] = size
-    return Rehearsal(
+    return StepCosts(
         1e3 * seconds[0], 1e3 * min(seconds[1:]),
         facts[-1].get("device_ops", 0) - facts[-2].get("device_ops", 0), facts[-1].get("programs", 0), later, memory,
     )  # fmt: skip
