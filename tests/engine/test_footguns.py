@@ -364,7 +364,7 @@ def test_host_write_inside_a_capture_is_refused() -> None:
 def test_kernel_that_reads_a_scalar_on_the_host_is_refused_by_name() -> None:
     """RAISES: what can't be a device input would silently keep its captured value."""
     device = NullDevice()
-    device.frozen_ops["relu"] = ("x",)
+    device.host_scalars["relu"] = ("x",)
     with pytest.raises(CaptureError, match="kernel of relu on null reads x on the host"):
         null_engine(device).build("train", doubling)
     null_engine(device, StaticEngine).build("train", doubling)

@@ -37,7 +37,7 @@ class Kernel:
     `bind(inputs, outputs, attributes, workspace)` returns a call without arguments that runs the kernel on those
     buffers; everything that can be worked out beforehand is worked out in `bind`. A FRESH kernel's call returns the
     list of its outputs. `workspace(inputs, outputs, attributes)` lists specs of scratch buffers that the plan
-    provides for the time of the launch. `frozen` names attributes or inputs that the kernel turns into host numbers:
+    provides for the time of the launch. `host_scalars` names attributes or inputs that the kernel turns into numbers:
     a captured step refuses such a kernel. `overwrites` numbers inputs whose buffer the first output may take over where
     nothing reads them afterwards; the kernel then finds the same buffer on both sides. `layouts(inputs, outputs,
     attributes)` gives the layouts (see `Device.layout`) of outputs that have another than usual, None for the others.
@@ -51,7 +51,7 @@ class Kernel:
     workspace: (
         Callable[[Sequence[TensorSpec | None], Sequence[TensorSpec], Mapping[str, Any]], list[TensorSpec]] | None
     ) = None
-    frozen: tuple[str, ...] = ()
+    host_scalars: tuple[str, ...] = ()
     overwrites: tuple[int, ...] = ()
     layouts: (
         Callable[[Sequence[TensorSpec | None], Sequence[TensorSpec], Mapping[str, Any]], list[Layout | None]] | None

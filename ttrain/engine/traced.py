@@ -49,10 +49,10 @@ class TracedEngine(StaticEngine):
     def _refuse_frozen(self, name: str, plan: Plan) -> None:
         """A kernel that turns a tensor into a host number would repeat that number at every replay."""
         for node in plan.launched:
-            frozen = () if node.on_host else self.kernels[node.op.name].frozen  # the host's part is not captured
-            if frozen:
+            found = () if node.on_host else self.kernels[node.op.name].host_scalars  # the host's part is not captured
+            if found:
                 raise CaptureError(
-                    f"step {name}: the kernel of {node.op.name} on {self.device.name} reads {', '.join(frozen)} on the "
+                    f"step {name}: the kernel of {node.op.name} on {self.device.name} reads {', '.join(found)} on the "
                     "host, so every replay would repeat the captured value. Use engine=static."
                 )
 

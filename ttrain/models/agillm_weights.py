@@ -11,7 +11,7 @@ from typing import Any
 
 from ttrain.core.errors import CheckpointError
 from ttrain.core.spec import TensorSpec
-from ttrain.models.usable import different, same, unusable
+from ttrain.models.weight_checks import different, same, unusable
 
 PARTS = ("core", "ar", "sat")
 _COMPILED = "_orig_mod."  # what torch.compile puts before names

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ttrain.core.errors import CheckpointError
 from ttrain.core.spec import TensorSpec
-from ttrain.models.usable import different, same, unusable
+from ttrain.models.weight_checks import different, same, unusable
 
 Weights = dict[str, NDArray[np.float32]]
 

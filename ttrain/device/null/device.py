@@ -52,7 +52,7 @@ class _Table(Table):
 
         if not self._accepts_all:
             return replace(self._rows[name], bind=bind)
-        return Kernel(bind, device.deliveries.get(name, Delivery.INTO), frozen=device.frozen_ops.get(name, ()))
+        return Kernel(bind, device.deliveries.get(name, Delivery.INTO), host_scalars=device.host_scalars.get(name, ()))
 
     def __contains__(self, name: object) -> bool:
         return name not in self._without and (self._accepts_all or name in self._rows)
@@ -78,7 +78,7 @@ class NullDevice(Device):
     def __init__(self, without: Sequence[str] = (), rows: Mapping[str, Kernel] | None = None) -> None:
         super().__init__()
         self.deliveries: dict[str, Delivery] = {}  # tests set rows here to play another device
-        self.frozen_ops: dict[str, tuple[str, ...]] = {}
+        self.host_scalars: dict[str, tuple[str, ...]] = {}
         self.launched: list[str] = []
         self.capturing: str | None = None
         self.closed = False

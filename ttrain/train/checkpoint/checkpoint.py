@@ -33,7 +33,7 @@ from ttrain.core.files import sha256_file, sync_directory, to_json, write_synced
 from ttrain.core.spec import DType
 from ttrain.core.units import format_bytes
 from ttrain.graph.kinds import Kind
-from ttrain.train.checkpoint.fit import fit
+from ttrain.train.checkpoint.state_match import match
 from ttrain.train.checkpoint.weights_file import StoredTensors, check_header, shapes, tensors
 from ttrain.train.protocols import SAVED_KINDS, Array, State, StateValues
 from ttrain.train.settings import with_current_keys
@@ -129,17 +129,17 @@ class Checkpoint:
             if name.endswith(".safetensors") and (optimizer or not name.startswith(_STEMS[Kind.OPTIMIZER]))
         ]
         stored = {name: shape for shard in shards for name, shape in shapes(self.path / shard)}
-        fitting = fit(stored, wanted, state, self.config)
-        if fitting.problem is not None:
+        matched = match(stored, wanted, state, self.config)
+        if matched.problem is not None:
             what = "model and optimizer" if optimizer else "model"
             mend = " Give the optimizer that it was trained with, or start a new run with train.init_from."
-            raise CheckpointError(f"{self.path} does not fit this {what}: {fitting.problem}{mend if optimizer else ''}")
+            raise CheckpointError(f"{self.path} does not fit this {what}: {matched.problem}{mend if optimizer else ''}")
         for shard in sorted(shards):
             for name, array in tensors(self.path / shard, wanted):
                 state.write(name, array)
-        for name in fitting.zeros:
+        for name in matched.zeros:
             state.write(name, np.zeros(wanted[name], np.float32))
-        return fitting.notes
+        return matched.notes
 
     def weights(self) -> Mapping[str, Array]:
         """Parameters and saved buffers by path; each is read from the disk when it is asked for."""

@@ -20,7 +20,7 @@ from ttrain.core.errors import CheckpointError, UserError
 from ttrain.core.files import sync_directory, sync_file
 from ttrain.core.spec import TensorSpec
 from ttrain.models.identity import whole
-from ttrain.models.usable import unusable
+from ttrain.models.weight_checks import unusable
 from ttrain.train.protocols import Array
 
 Weight = NDArray[np.float32]

@@ -15,7 +15,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.engine.state import State, StateTensor
 from ttrain.graph import Kind
 from ttrain.train.checkpoint.checkpoint import CheckpointContent, read_checkpoint, save_checkpoint
-from ttrain.train.checkpoint.fit import fit
+from ttrain.train.checkpoint.state_match import match
 from ttrain.train.loop.saver import HostCopy
 
 SHAPES = {"up.weight": (7, 3), "up.bias": (7,)}
@@ -127,7 +127,7 @@ def test_tensors_of_another_optimizer_are_refused() -> None:
     """Not frozen, only unknown: state of parameters that are trained."""
     made = state(DType.FP32, DType.FP32)
     wanted = {name: made.spec(name).shape for name in values(made)}
-    found = fit({**wanted, "up.bias/second": (7,)}, wanted, made, config())
+    found = match({**wanted, "up.bias/second": (7,)}, wanted, made, config())
     assert found.problem == "it also holds up.bias/second."
-    found = fit({**wanted, "down.bias": (7,)}, wanted, made, config(freeze=["down"]))
+    found = match({**wanted, "down.bias": (7,)}, wanted, made, config(freeze=["down"]))
     assert found.problem == "it also holds down.bias."

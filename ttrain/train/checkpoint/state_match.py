@@ -14,7 +14,7 @@ Shapes = Mapping[str, tuple[int, ...]]  # by name
 
 
 @dataclass(frozen=True)
-class Fit:
+class StateMatch:
     """`problem` tells what does not fit, or is None. Then `zeros` are tensors of the state that the checkpoint has no
     values for, and `notes` what to tell of them.
     """
@@ -24,7 +24,7 @@ class Fit:
     notes: tuple[str, ...] = ()
 
 
-def fit(stored: Shapes, wanted: Shapes, state: State, config: Mapping[str, Any]) -> Fit:
+def match(stored: Shapes, wanted: Shapes, state: State, config: Mapping[str, Any]) -> StateMatch:
     """Names and shapes have to be equal, but for the optimizer's tensors of parameters that are frozen on one side.
 
     A parameter that was frozen when the checkpoint was written (`config` is that run's) starts with zeros, as it would
@@ -39,7 +39,7 @@ def fit(stored: Shapes, wanted: Shapes, state: State, config: Mapping[str, Any])
     rest = {name: shape for name, shape in stored.items() if name not in unused}
     needed = {name: shape for name, shape in wanted.items() if name not in zeros}
     if rest != needed:
-        return Fit(_difference(rest, needed))
+        return StateMatch(_difference(rest, needed))
     notes = []
     if zeros:
         notes.append(
@@ -48,7 +48,7 @@ def fit(stored: Shapes, wanted: Shapes, state: State, config: Mapping[str, Any])
         )
     if unused:
         notes.append(f"Frozen from now on, so what the optimizer kept is dropped: {_some(_parameters(unused))}.")
-    return Fit(None, tuple(zeros), tuple(notes))
+    return StateMatch(None, tuple(zeros), tuple(notes))
 
 
 def _strings(section: Any, key: str) -> list[str]:
