@@ -193,6 +193,10 @@ def test_pieces_depend_on_the_text_alone(text: str, size: int, data: st.DataObje
     assert list(cut(parts, size)) == pieces
 
 
+def test_a_line_end_at_the_start_of_a_part_is_seen() -> None:
+    assert list(cut(["aaaa\n", "aa"], 1)) == list(cut(["aaaa\naa"], 1)) == ["aa", "aa", "\n", "aa"]
+
+
 def test_pieces_end_at_line_ends() -> None:
     text = "a line of text\n" * 40
     assert all(piece.endswith("\n") for piece in cut([text], 20))

@@ -121,7 +121,7 @@ def test_the_loss_is_the_same_for_every_batch_size(words: list[str], names: set[
 def test_the_loss_of_examples_against_numpy() -> None:
     found = evaluated("run", *REGRESSION, "train.batch_size=16", "train.eval_sequences=null")
     (folder,) = Path("run/checkpoints").glob("step_*")
-    weights = read_checkpoint(folder).parameters()
+    weights = read_checkpoint(folder).weights()
     data = open_regression(RegressionConfig(examples=100, held_out=0.23), Sizes(inputs=8, outputs=8))
     batch = data.examples(np.arange(77, 100, dtype=np.uint64))
     x, layers = batch["inputs"].astype(np.float64), len(weights) // 2

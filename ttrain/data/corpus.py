@@ -161,21 +161,20 @@ def cut(parts: Iterable[str], size: int = PIECE_CHARACTERS) -> Iterator[str]:
     Where the pieces end depends on the text alone, not on how it arrives.
     """
     pending: list[str] = []
-    length = 0
+    length, before = 0, ""  # the character before what is pending tells whether that begins with a line end
     for part in parts:
         pending.append(part)
         length += len(part)
         if length > 2 * size:
-            *pieces, rest = _cut_whole("".join(pending), size)
+            *pieces, rest = _cut_whole("".join([before, *pending]), size, len(before))
             yield from pieces
-            pending, length = [rest], len(rest)
+            pending, length, before = [rest], len(rest), pieces[-1][-1]
     rest = "".join(pending)
     if rest:
         yield rest
 
 
-def _cut_whole(text: str, size: int) -> Iterator[str]:
-    start = 0
+def _cut_whole(text: str, size: int, start: int) -> Iterator[str]:
     while len(text) - start > 2 * size:
         end = _LINE_END.search(text, start + size - 1, start + 2 * size)
         stop = end.end() if end else start + 2 * size
