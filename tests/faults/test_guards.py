@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -212,6 +213,7 @@ def test_doubts_about_many_tensors_are_one_warning() -> None:
     events: list[str] = []
     loop: Any = SimpleNamespace(_learning=learning, _check_after=1, _say=told.append)
     loop.events = SimpleNamespace(add=lambda kind, note, step: events.append(note))
+    loop._warn = partial(Loop._warn, loop)
     Loop._check_learning(loop, 7, 0.1, SimpleNamespace(finite=True))  # type: ignore[arg-type]
     (line,) = told
     assert (

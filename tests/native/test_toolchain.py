@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -154,3 +156,20 @@ def test_a_cache_that_programs_cannot_run_from_is_told(cache: Path, monkeypatch:
     monkeypatch.setattr(toolchain.ctypes, "CDLL", refuse)
     with pytest.raises(UserError, match="failed to map segment.*TTRAIN_CACHE"):
         Toolchain(cache).load(SOURCES)
+
+
+def test_ctrl_c_does_not_end_the_compiler(cache: Path) -> None:
+    """A terminal sends it to all programs of the run, which finishes its step and may have to compile for that."""
+    script = (
+        "import signal, sys; signal.signal(signal.SIGINT, lambda *_: None)\n"
+        "from pathlib import Path; from tests.native.test_toolchain import SOURCES, Toolchain, answer\n"
+        "print(answer(Toolchain(Path(sys.argv[1])).load(SOURCES)))"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, str(cache)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while not list(cache.glob("build-*/*.cpp")):
+        assert child.poll() is None
+        time.sleep(0.01)
+    os.killpg(child.pid, signal.SIGINT)
+    assert child.communicate(timeout=150)[0].split() == ["42.0"]

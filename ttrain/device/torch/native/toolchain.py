@@ -160,7 +160,10 @@ class Toolchain:
                 text = work / f"{number}.cpp"
                 text.write_text(source, "utf-8")
                 arguments = [*command, f"-I{HEADERS}", "-c", str(text), "-o", str(work / f"{number}.o")]
-                process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+                # In a session of its own, so that Ctrl-C, which lets a run finish its step, does not end the compiler.
+                process = subprocess.Popen(
+                    arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+                )
                 running.append((process, arguments))
             for (process, arguments), source in zip(running, sources, strict=True):
                 messages = process.communicate()[1]
@@ -174,7 +177,9 @@ class Toolchain:
 
     def _link(self, work: Path, arguments: Sequence[str], key: str) -> Path:
         built = work / "kernels.so"
-        result = subprocess.run([*arguments, "-o", str(built)], capture_output=True, text=True, check=False)
+        result = subprocess.run(
+            [*arguments, "-o", str(built)], capture_output=True, text=True, check=False, start_new_session=True
+        )
         if result.returncode or not built.exists():
             raise CompileError(self._failure(key, arguments, "", result.stderr))
         path = self.folder / f"{key}.{_digest(built.read_bytes())}.so"
