@@ -10,6 +10,8 @@ A test is fast by where it lies; nothing is marked by hand. Left out is what is 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,3 +40,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_fast(item.path) and not any(item.get_closest_marker(name) for name in ("slow", "another_way")):
             item.add_marker("fast")
+
+
+@pytest.fixture
+def plugins_taken_back(tmp_path: Path) -> Iterator[None]:
+    """What plugins register during the test is gone after it: options, ops, and the modules that lie under tmp_path."""
+    from hydra.core.config_store import ConfigStore
+
+    from ttrain.config import registry
+    from ttrain.graph import REGISTRY
+
+    rows, plugins = set(registry._ROWS), set(registry._LOADED_PLUGINS)
+    yield
+    for plugin in registry._LOADED_PLUGINS - plugins:
+        registry._LOADED_PLUGINS.discard(plugin)
+        sys.modules.pop(plugin, None)
+    ours = {
+        name for name, module in sys.modules.items() if str(getattr(module, "__file__", "")).startswith(str(tmp_path))
+    }
+    for name in [op.name for op in REGISTRY if getattr(op, "body", type(op)).__module__ in ours]:
+        del REGISTRY._ops[name]
+    for group, name in registry._ROWS.keys() - rows:
+        del registry._ROWS[group, name]
+        ConfigStore.instance().repo.get(group, {}).pop(f"{name}.yaml", None)
+    for name in ours:
+        del sys.modules[name]

@@ -11,7 +11,6 @@ import json
 import random
 import re
 import shlex
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
@@ -21,7 +20,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from hydra.core.config_store import ConfigStore
 from hydra.types import RunMode
 
 from ttrain.cli import main, parse_arguments, run_task
@@ -32,7 +30,6 @@ from ttrain.config.schema import Config, sections
 from ttrain.config.validate import section_type
 from ttrain.core.errors import ConfigError
 from ttrain.device.family import family_of
-from ttrain.graph.op import REGISTRY
 
 REPO = Path(__file__).parents[1]
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "outputs/README.md")
@@ -119,8 +116,8 @@ def name_of(page: Path) -> str:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty current folder with some text in it. What plugins register is taken back."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugins_taken_back: None) -> Path:
+    """An empty current folder with some text in it."""
     words = ["The", "cat", "def", "return", "a", "box", "of", "old", "maps", "\n"]
     text = " ".join(random.Random(0).choices(words, k=8000))
     (tmp_path / "books").mkdir()
@@ -132,19 +129,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("COLUMNS", "120")
-    rows, plugins = dict(registry._ROWS), set(registry._LOADED_PLUGINS)
-    yield tmp_path
-    ours = {
-        name for name, module in sys.modules.items() if str(getattr(module, "__file__", "")).startswith(str(tmp_path))
-    }
-    for name in [op.name for op in REGISTRY if getattr(op, "body", type(op)).__module__ in ours]:
-        del REGISTRY._ops[name]
-    for group, name in registry._ROWS.keys() - rows.keys():
-        del registry._ROWS[group, name]
-        ConfigStore.instance().repo.get(group, {}).pop(f"{name}.yaml", None)
-    registry._LOADED_PLUGINS.intersection_update(plugins)
-    for name in ours:
-        del sys.modules[name]
+    return tmp_path
 
 
 def write_files(page: Path, place: Path) -> None:

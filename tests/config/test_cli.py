@@ -180,7 +180,7 @@ def test_a_sweep_is_handed_on_with_the_flags(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_a_plugin_adds_an_option_without_yaml(
-    ran: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ran: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugins_taken_back: None
 ) -> None:
     (tmp_path / "my_plugin.py").write_text(
         "from dataclasses import dataclass\n"
@@ -194,13 +194,9 @@ def test_a_plugin_adds_an_option_without_yaml(
         "utf-8",
     )
     monkeypatch.syspath_prepend(tmp_path)
-    try:
-        assert main(["plugins=[my_plugin]", "model=mine", "model.depth=5"]) == 0
-        assert (ran[0].model.name, ran[0].model.depth) == ("mine", 5)
-        assert main(["plugins=[my_plugin]", "model=mine", "model.depht=5"]) == 2
-    finally:
-        registry._ROWS.pop(("model", "mine"), None)
-        registry._LOADED_PLUGINS.discard("my_plugin")
+    assert main(["plugins=[my_plugin]", "model=mine", "model.depth=5"]) == 0
+    assert (ran[0].model.name, ran[0].model.depth) == ("mine", 5)
+    assert main(["plugins=[my_plugin]", "model=mine", "model.depht=5"]) == 2
 
 
 def process(*words: str, **environment: str) -> subprocess.CompletedProcess[bytes]:

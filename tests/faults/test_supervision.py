@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.faults.conftest import losses, tensors
-from ttrain.config import registry
 from ttrain.config.compose import load
 from ttrain.core.errors import ConfigError
 from ttrain.tasks.training import supervised
@@ -180,7 +179,7 @@ def test_only_the_command_line_may_name_a_command(tmp_path: Path) -> None:
 
 
 def test_a_real_run_comes_through_every_fault(
-    train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, plugins_taken_back: None
 ) -> None:
     """Kill, out of memory and a hang in one run: it ends as an undisturbed one does, bit for bit."""
     faults = ["kill@3", "memory@5", "hang@8"]
@@ -189,13 +188,8 @@ def test_a_real_run_comes_through_every_fault(
     monkeypatch.syspath_prepend(REPO / "tests" / "faults")
     assert train("run.dir=whole", "train.steps=10") == 0
     words = ["plugins=[faulty]", "engine=faulty", f"engine.faults=[{','.join(faults)}]", "train.steps=10"]
-    try:
-        words += ["supervise.backoff=0.01", "supervise.hang_timeout=15", "supervise.max_restarts=9"]
-        assert train("run.dir=run", *words) == 0
-    finally:
-        registry._ROWS.pop(("engine", "faulty"), None)
-        registry._LOADED_PLUGINS.discard("faulty")
-        sys.modules.pop("faulty", None)
+    words += ["supervise.backoff=0.01", "supervise.hang_timeout=15", "supervise.max_restarts=9"]
+    assert train("run.dir=run", *words) == 0
     assert Path("faults.txt").read_text().split() == [fault.partition("@")[0] for fault in faults]
     kinds = [event["kind"] for event in read_events(Path("run"))]
     # A machine with much else to do may be so slow that a start or an end is taken for a hang: one more restart.
