@@ -134,3 +134,10 @@ def test_the_public_names_are_those_of_the_api() -> None:
     assert all(getattr(api, name).__doc__ for name in api.__all__)
     with pytest.raises(AttributeError, match="Training"):
         _ = ttrain.train_everything  # type: ignore[attr-defined]
+
+
+def test_the_program_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (EXAMPLES.parent / "README.md").read_text("utf-8")
+    program = page.split("```python\n")[1].split("```")[0]
+    exec(compile(program, "README.md", "exec"), {})
+    assert float(capsys.readouterr().out) > 0
