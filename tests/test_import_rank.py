@@ -33,15 +33,6 @@ ROOMS = [  # of train
     ("loop",),
 ]
 ROOM_RANK = {room: rank for rank, row in enumerate(ROOMS) for room in row}
-CIRCLES = {  # imports that still close a circle: take out what is cured, add none
-    ("ttrain.bench.contender", "ttrain.bench.baselines"),
-    ("ttrain.bench.contender", "ttrain.bench.engines"),
-    ("ttrain.bench.contender", "ttrain.bench.products"),
-    ("ttrain.data.document_files", "ttrain.data.prepare"),
-    ("ttrain.data.tokenizer", "ttrain.data.library_tokenizer"),
-    ("ttrain.models.presets", "ttrain.models.settings"),
-    ("ttrain.plan.plan", "ttrain.plan.check"),
-}
 FREE = {"__init__"}  # holds the version, and loads what it offers when that is first used
 
 
@@ -130,12 +121,7 @@ def reach(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 def test_no_imports_run_in_a_circle() -> None:
-    graph = import_graph()
-    cured = {(importer, imported) for importer, imported in CIRCLES if importer not in reach(graph, imported)}
-    assert not cured, "take these out of CIRCLES"
-    assert {(importer, imported) for importer, found in graph.items() for imported in found} >= CIRCLES
-    without = {name: {other for other in found if (name, other) not in CIRCLES} for name, found in graph.items()}
-    assert not circles(without), "modules that import each other, directly or through others"
+    assert not circles(import_graph()), "modules that import each other, directly or through others"
 
 
 @pytest.mark.parametrize(

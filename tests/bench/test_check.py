@@ -12,7 +12,8 @@ import pytest
 from tests.bench.pretend import ONE_THREAD, SMALL_GPT, SMALL_MLP, job
 from ttrain.bench.baselines import PyTorchContender
 from ttrain.bench.check import STEPS, Agreement, agreement, first_steps
-from ttrain.bench.contender import Contender, make_contender
+from ttrain.bench.contender import Contender
+from ttrain.bench.worker import make_contender
 from ttrain.bench.workload import GPT_WORK, MLP_WORK, GPTWork, Job
 from ttrain.engine.settings import EngineConfig
 from ttrain.graph.kinds import Kind

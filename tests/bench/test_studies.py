@@ -88,7 +88,7 @@ def test_a_sweep_is_one_table_with_ours_against_the_best_of_pytorch(tmp_path: Pa
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["eager", "static", "dynamic"])
 def test_a_product_is_that_of_numpy(name: str, precision: str) -> None:
-    from ttrain.bench.contender import make_contender
+    from ttrain.bench.worker import make_contender
 
     contender = make_contender(name, Job(SMALL_PRODUCT, precision, 1), ONE_THREAD, EngineConfig())
     contender.build()

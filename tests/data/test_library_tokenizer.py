@@ -17,11 +17,11 @@ from ttrain.core.errors import CheckpointError, DataError
 from ttrain.data.batches import Sizes, TokenDataset
 from ttrain.data.corpus import PIECE_CHARACTERS
 from ttrain.data.documents import open_documents
-from ttrain.data.library_tokenizer import LibraryTokenizer
+from ttrain.data.library_tokenizer import LibraryTokenizer, parse_tokenizer
 from ttrain.data.prepare import prepare
 from ttrain.data.settings import DocumentsConfig, TextConfig, TokensConfig
 from ttrain.data.text import open_text
-from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
+from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer
 from ttrain.data.tokens import open_tokens
 from ttrain.tasks.training.setup import _check_tokenizer
 
@@ -130,7 +130,7 @@ def test_settings_for_single_sentences_do_not_touch_a_text(change: Callable[[Any
     assert whole(dataset) == LINES
     assert notices(dataset).count("\n") == 0 and told in notices(dataset) and bool(told) == bool(notices(dataset))
     assert dataset.tokenizer is not None
-    again = Tokenizer.from_json(dataset.tokenizer.to_json())
+    again = parse_tokenizer(dataset.tokenizer.to_json())
     assert again.notices == () and again.hash == dataset.tokenizer.hash
     prompt = LINES[:900]
     assert again.decode(again.encode(prompt)) == prompt
@@ -160,7 +160,7 @@ def test_the_same_tokens_as_without_the_settings_in_documents_and_token_files(ch
 def test_a_char_tokenizer_that_was_saved_with_truncation_is_still_one() -> None:
     library = Library.from_str(CharTokenizer("abc").to_json())
     library.enable_truncation(2)
-    tokenizer = Tokenizer.from_json(library.to_str())
+    tokenizer = parse_tokenizer(library.to_str())
     assert isinstance(tokenizer, CharTokenizer) and tokenizer.encode("abcabc") == [0, 1, 2, 0, 1, 2]
 
 
@@ -170,7 +170,7 @@ def test_a_run_whose_checkpoint_keeps_such_settings_goes_on() -> None:
     truncated(library)
     checkpoint = SimpleNamespace(tokenizer=library.to_str(), path=Path("run/checkpoints/step_1"))
     point: Any = SimpleNamespace(checkpoint=checkpoint)
-    given: Any = SimpleNamespace(tokenizer=Tokenizer.from_json(library.to_str()))
+    given: Any = SimpleNamespace(tokenizer=parse_tokenizer(library.to_str()))
     _check_tokenizer(point, given)
     with pytest.raises(CheckpointError, match="trained with another tokenizer"):
         _check_tokenizer(point, SimpleNamespace(tokenizer=ByteTokenizer()))  # type: ignore[arg-type]

@@ -15,10 +15,10 @@ from ttrain.core.errors import DataError
 from ttrain.data import corpus as corpus_module
 from ttrain.data import tokens as tokens_module
 from ttrain.data.batches import Sizes
+from ttrain.data.library_tokenizer import read_tokenizer
 from ttrain.data.prepare import prepare
 from ttrain.data.settings import TextConfig, TokensConfig
 from ttrain.data.text import open_text
-from ttrain.data.tokenizer import read_tokenizer
 from ttrain.data.tokens import open_tokens
 
 SIZES = Sizes(context=16)

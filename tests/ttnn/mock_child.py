@@ -22,7 +22,6 @@ from ttrain.device.ttnn.tensors.layout import TileLayout
 from ttrain.engine.state import State
 from ttrain.models.agillm import AGILLM
 from ttrain.models.base import loss_weights, preparation
-from ttrain.models.presets import resolved
 from ttrain.models.settings import AGILLMConfig
 from ttrain.train.steps.step_graph import StepGraph
 
@@ -43,7 +42,7 @@ def model_of(case: dict[str, Any]) -> Any:
         return Centred(compute)
     model: Any
     if case["model"] == "agillm":
-        model = AGILLM(resolved(AGILLMConfig(pad_vocabulary=32, **case["config"])), compute)
+        model = AGILLM(AGILLMConfig(pad_vocabulary=32, **case["config"]).resolved(), compute)
     else:
         model = gpt(compute, **{**SIZES[case["model"]], "dropout": case.get("dropout", 0.0)})
     for parameter in model.parameters().values():

@@ -7,10 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.bench.workload import Job, ProductWork
-from ttrain.device.settings import DeviceConfig
-from ttrain.engine.settings import EngineConfig
-
 
 class Contender(ABC):
     """One way to do the job. `build` is everything before the first step except what a first step does lazily."""
@@ -52,18 +48,3 @@ class Contender(ABC):
 def compiles(name: str) -> bool:
     """Whether a contender makes machine code that is cached on disk, so that a cold start differs from a warm one."""
     return name in ("traced", "compile", "compile_all")
-
-
-def make_contender(name: str, job: Job, device: DeviceConfig, engine: EngineConfig) -> Contender:
-    """A contender by its name in the config. `engine` gives the options that all engines of ours take."""
-    if isinstance(job.work, ProductWork):
-        from ttrain.bench.products import EngineProduct, TorchProduct
-
-        return TorchProduct(name, job, device) if name == "eager" else EngineProduct(name, job, device, engine)
-    if name in ("eager", "compile", "compile_all"):
-        from ttrain.bench.baselines import PyTorchContender
-
-        return PyTorchContender(name, job, device)
-    from ttrain.bench.engines import EngineContender
-
-    return EngineContender(name, job, device, engine)

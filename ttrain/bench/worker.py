@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from ttrain.bench.check import STEPS, FirstSteps, agreement, first_steps
-from ttrain.bench.contender import Contender, make_contender
-from ttrain.bench.engines import step_graph
+from ttrain.bench.contender import Contender
+from ttrain.bench.engines import EngineContender, step_graph
 from ttrain.bench.interleave import Seat, interleave
 from ttrain.bench.memory import PeakMemory, return_free_memory
 from ttrain.bench.reason import reason
 from ttrain.bench.workload import Job, ProductWork
 from ttrain.config import build, registry
+from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
 
 if TYPE_CHECKING:
     from ttrain.device.base import Device
-    from ttrain.device.settings import DeviceConfig
 
 HOST_ROUNDS = 5  # measurements of host dispatch, each the fastest of some steps
 Emit = Callable[[Mapping[str, Any]], None]
@@ -59,6 +59,19 @@ def device_of(order: Mapping[str, Any]) -> DeviceConfig:
 
 def contender_of(name: str, order: Mapping[str, Any], job: Job) -> Contender:
     return make_contender(name, job, device_of(order), EngineConfig(**order["engine"]))
+
+
+def make_contender(name: str, job: Job, device: DeviceConfig, engine: EngineConfig) -> Contender:
+    """A contender by its name in the config. `engine` gives the options that all engines of ours take."""
+    if isinstance(job.work, ProductWork):
+        from ttrain.bench.products import EngineProduct, TorchProduct
+
+        return TorchProduct(name, job, device) if name == "eager" else EngineProduct(name, job, device, engine)
+    if name in ("eager", "compile", "compile_all"):
+        from ttrain.bench.baselines import PyTorchContender
+
+        return PyTorchContender(name, job, device)
+    return EngineContender(name, job, device, engine)
 
 
 def alone(order: Mapping[str, Any], emit: Emit) -> None:
@@ -135,7 +148,6 @@ def memory(order: Mapping[str, Any], emit: Emit) -> None:
 
 def host(order: Mapping[str, Any], emit: Emit) -> None:
     """Host time of an optimizer step on a board that computes nothing."""
-    from ttrain.bench.engines import EngineContender
     from ttrain.train.steps.dry_run import dispatch_ms
 
     job, name = Job.of(order["job"]), order["contenders"][0]

@@ -21,7 +21,6 @@ from ttrain.core.waiting import Waiting
 from ttrain.device.family import family_of
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
-from ttrain.models.presets import resolved
 from ttrain.models.settings import AGILLMConfig, TransformerConfig
 from ttrain.nn.precision import PrecisionConfig
 from ttrain.optim.groups import check_groups
@@ -60,7 +59,7 @@ def data_sizes(config: Config) -> Sizes:
     """What the model asks of its data: the context, or the numbers of inputs and outputs."""
     from ttrain.data.batches import Sizes
 
-    model: Any = resolved(config.model) if isinstance(config.model, TransformerConfig) else config.model
+    model: Any = config.model.resolved() if isinstance(config.model, TransformerConfig) else config.model
     width = getattr(model, "width", None)
     if hasattr(model, "inputs"):
         return Sizes(inputs=model.inputs or width, outputs=model.outputs or width)
@@ -74,7 +73,7 @@ def build_model(config: Config, vocabulary: int | None = None) -> Model:
     """
     model: Any = config.model
     if isinstance(model, TransformerConfig):
-        model = resolved(model)
+        model = model.resolved()
     if isinstance(model, AGILLMConfig) and model.pad_vocabulary is None:
         model = replace(model, pad_vocabulary=family_of(config.device).row_multiple)
     if getattr(model, "vocabulary", 0) is None:

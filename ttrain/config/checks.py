@@ -11,7 +11,6 @@ from ttrain.config.registry import family_that
 from ttrain.config.schema import Config
 from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, TokensConfig
 from ttrain.device.family import MOCK, family_of
-from ttrain.models.presets import resolved, size_names
 from ttrain.models.settings import AGILLMConfig, MLPConfig, TransformerConfig
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 
@@ -97,7 +96,7 @@ def context_of(config: Config) -> int | None:
     """The model's context, with what its preset says; None where it has none."""
     model = config.model
     known = isinstance(model, TransformerConfig) and (model.preset is None or model.preset in model.presets)
-    return getattr(resolved(model) if known else model, "context", None)
+    return getattr(model.resolved() if known else model, "context", None)
 
 
 @check("optimizer")
@@ -139,8 +138,8 @@ def _transformer_size(config: Config) -> Iterator[str]:
     if model.preset is not None and model.preset not in model.presets:
         yield f"model.preset={model.preset}: no such preset. Valid: {', '.join(model.presets)}."
         return
-    sized = resolved(model)
-    missing = [f"model.{name}" for name in size_names(model) if getattr(sized, name) is None]
+    sized = model.resolved()
+    missing = [f"model.{name}" for name in model.size_names() if getattr(sized, name) is None]
     if missing:
         yield f"{', '.join(missing)}: no value. Give one, or take a model.preset: {', '.join(model.presets)}."
     if sized.width is not None and sized.heads is not None and sized.width % sized.heads:

@@ -24,7 +24,6 @@ from ttrain.core.errors import DataError
 from ttrain.data.corpus import ROW_SUFFIXES
 from ttrain.data.end_token import EndToken, with_end_token
 from ttrain.data.library_tokenizer import train_bpe
-from ttrain.data.prepare import FILES, Bars, write_file, write_header
 from ttrain.data.settings import DocumentsConfig
 from ttrain.data.sources import OnBytes, Reader, Skipped, Source
 from ttrain.data.text import BPE_BYTES, named_tokenizer, with_notices
@@ -37,6 +36,7 @@ from ttrain.data.tokenizer import (
     check_round_trip,
     named_place,
 )
+from ttrain.data.tokens import FILES, Bars, write_file, write_header
 
 ENDS_FILE = {"train": "train.ends", "val": "val.ends"}
 

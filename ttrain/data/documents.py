@@ -19,13 +19,12 @@ from ttrain.data.batches import Batch, Sizes, Split, TokenSequences, held_out, s
 from ttrain.data.counter import Words
 from ttrain.data.document_files import ENDS_FILE, fill_documents
 from ttrain.data.end_token import CONFIG_FILE
-from ttrain.data.prepare import Bars, clear_partial, write_folder
 from ttrain.data.settings import DocumentsConfig, TokensConfig
 from ttrain.data.sources import Source, find_sources, stamp
 from ttrain.data.stream import DocumentStream
 from ttrain.data.text import require_context, with_notices
 from ttrain.data.tokenizer import Ids, Tokenizer
-from ttrain.data.tokens import HEADER_FILE, find_token_files, open_split
+from ttrain.data.tokens import HEADER_FILE, Bars, clear_partial, find_token_files, open_split, write_folder
 
 _LAYOUT = 2  # of a cached folder; a new number makes all be written again
 _QUIET_SECONDS = 1.0  # tokenizing that takes less shows no bar

@@ -1,4 +1,4 @@
-"""Tokenizers that the `tokenizers` library runs, from files of others or learnt here."""
+"""Tokenizers out of a `tokenizer.json`, and those that the `tokenizers` library runs or learns."""
 
 from __future__ import annotations
 
@@ -7,17 +7,43 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from ttrain.core.errors import DataError
 from ttrain.data.corpus import cut
-from ttrain.data.tokenizer import UNKNOWN, Ids, Tokenizer, unseen, visible_bytes
+from ttrain.data.tokenizer import UNKNOWN, ByteTokenizer, CharTokenizer, Ids, Tokenizer, unseen, visible_bytes
 
 _PIECES_AT_ONCE = 16  # what the library encodes in parallel in one call
 CALL_CHARACTERS = 1 << 20  # likewise, of many short texts
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def parse_tokenizer(text: str) -> Tokenizer:
+    """The tokenizer that a tokenizer.json describes. Raises DataError when it describes none."""
+    try:
+        described = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise DataError(f"the tokenizer is not JSON: {error}. Give a tokenizer.json.") from None
+    if isinstance(described, dict):
+        described = {**described, "truncation": None, "padding": None}  # no tokenizer here obeys them
+    if described == ByteTokenizer().described:
+        return ByteTokenizer()
+    characters = _characters_of(described)
+    return CharTokenizer(characters) if characters is not None else LibraryTokenizer(text)
+
+
+def read_tokenizer(path: Path | str, key: str = "data.tokenizer") -> Tokenizer:
+    """The tokenizer in a file. Raises DataError, which names `key`, when there is none."""
+    file = Path(path).expanduser()
+    try:
+        return parse_tokenizer(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{key}={path}: {error.strerror or error}. Give the path of a tokenizer.json.") from None
+    except (UnicodeDecodeError, DataError) as error:
+        raise DataError(f"{key}={path}: {error}") from None
 
 
 class LibraryTokenizer(Tokenizer):
@@ -175,6 +201,18 @@ def train_bpe(texts: Iterable[str], vocabulary_size: int) -> LibraryTokenizer:
     trainer = trainers.BpeTrainer(vocab_size=vocabulary_size, initial_alphabet=alphabet, show_progress=False)
     model.train_from_iterator(cut(texts), trainer)
     return LibraryTokenizer(model.to_str())
+
+
+def _characters_of(described: Any) -> str | None:
+    """The characters of a JSON that CharTokenizer wrote; None for any other."""
+    model = described.get("model") if isinstance(described, dict) else None
+    if not isinstance(model, dict) or model.get("type") != "WordLevel" or not isinstance(model.get("vocab"), dict):
+        return None
+    characters = list(model["vocab"])
+    if not characters or any(len(character) != 1 or "\ud800" <= character <= "\udfff" for character in characters):
+        return None
+    joined = "".join(characters)
+    return joined if CharTokenizer(joined).described == described else None
 
 
 def _library_model(text: str) -> Any:

@@ -13,7 +13,7 @@ from ttrain.core.errors import DataError
 from ttrain.core.units import format_bytes
 from ttrain.data.batches import Sizes, TokenDataset
 from ttrain.data.corpus import Corpus
-from ttrain.data.library_tokenizer import train_bpe
+from ttrain.data.library_tokenizer import read_tokenizer, train_bpe
 from ttrain.data.settings import TOKENIZERS, TextConfig
 from ttrain.data.tokenizer import (
     SAMPLE_CHARACTERS,
@@ -23,7 +23,6 @@ from ttrain.data.tokenizer import (
     Tokenizer,
     check_round_trip,
     named_place,
-    read_tokenizer,
 )
 
 # Bytes held per byte of text while its ids are gathered: two copies of at most one 16-bit id per byte.

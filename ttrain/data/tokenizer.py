@@ -8,7 +8,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,22 +74,6 @@ class Tokenizer(ABC):
     @abstractmethod
     def to_json(self) -> str:
         """The content of a tokenizer.json."""
-
-    @staticmethod
-    def from_json(text: str) -> Tokenizer:
-        """The tokenizer that a tokenizer.json describes. Raises DataError when it describes none."""
-        try:
-            described = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise DataError(f"the tokenizer is not JSON: {error}. Give a tokenizer.json.") from None
-        from ttrain.data.library_tokenizer import LibraryTokenizer
-
-        if isinstance(described, dict):
-            described = {**described, "truncation": None, "padding": None}  # no tokenizer here obeys them
-        if described == ByteTokenizer().described:
-            return ByteTokenizer()
-        characters = _characters_of(described)
-        return CharTokenizer(characters) if characters is not None else LibraryTokenizer(text)
 
 
 class CharTokenizer(Tokenizer):
@@ -170,17 +153,6 @@ class ByteTokenizer(Tokenizer):
 
     def to_json(self) -> str:
         return json.dumps(self.described)
-
-
-def read_tokenizer(path: Path | str, key: str = "data.tokenizer") -> Tokenizer:
-    """The tokenizer in a file. Raises DataError, which names `key`, when there is none."""
-    file = Path(path).expanduser()
-    try:
-        return Tokenizer.from_json(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{key}={path}: {error.strerror or error}. Give the path of a tokenizer.json.") from None
-    except (UnicodeDecodeError, DataError) as error:
-        raise DataError(f"{key}={path}: {error}") from None
 
 
 class UnseenText(DataError):
@@ -269,18 +241,6 @@ def _described(model: dict[str, Any], pre_tokenizer: dict[str, Any], decoder: di
         "decoder": decoder,
         "model": model,
     }
-
-
-def _characters_of(described: Any) -> str | None:
-    """The characters of a JSON that CharTokenizer wrote; None for any other."""
-    model = described.get("model") if isinstance(described, dict) else None
-    if not isinstance(model, dict) or model.get("type") != "WordLevel" or not isinstance(model.get("vocab"), dict):
-        return None
-    characters = list(model["vocab"])
-    if not characters or any(len(character) != 1 or "\ud800" <= character <= "\udfff" for character in characters):
-        return None
-    joined = "".join(characters)
-    return joined if CharTokenizer(joined).described == described else None
 
 
 def _code_points(text: str) -> NDArray[Any]:

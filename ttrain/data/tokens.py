@@ -1,4 +1,4 @@
-"""Token ids in files, read through memory maps.
+"""Token ids in files: a folder written as a whole, and files read through memory maps.
 
 A prepared folder holds `train.bin` and `val.bin` (raw little-endian ids), `tokenizer.json`, and `tokens.json`, which
 tells the type, the vocabulary, and per split the count and the SHA-256. A folder of raw files holds `train.bin` and
@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +20,15 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.errors import DataError
+from ttrain.core.files import sync_directory
 from ttrain.data.batches import Sizes, TokenDataset, outside_vocabulary
+from ttrain.data.library_tokenizer import read_tokenizer
 from ttrain.data.settings import TOKEN_DTYPES, TokensConfig
 from ttrain.data.text import require_context, with_notices
-from ttrain.data.tokenizer import Ids, Tokenizer, read_tokenizer
+from ttrain.data.tokenizer import Ids, Tokenizer
 
 TRAIN_FILE, VAL_FILE, HEADER_FILE, TOKENIZER_FILE = "train.bin", "val.bin", "tokens.json", "tokenizer.json"
+FILES = {"train": TRAIN_FILE, "val": VAL_FILE}
 HEADER_FORMAT = "ttrain tokens 1"
 
 _VERIFIED_BYTES = 256 << 20  # files up to this size are read whole at the start, in well under a second
@@ -187,3 +194,91 @@ def _sha256(ids: Ids) -> str:
     for start in range(0, len(ids), _SCAN_TOKENS):
         digest.update(ids[start : start + _SCAN_TOKENS])
     return digest.hexdigest()
+
+
+def write_folder(final: Path, fill: Callable[[Path], dict[str, Any]], advice: str) -> dict[str, Any]:
+    """Let `fill` write a folder's files beside their place, then put them there in one step; what it returns.
+
+    Raises DataError, which ends with the `advice`, where that can't be written.
+    """
+    partial = final.with_name(f"{_partial(final)}{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        header = fill(partial)
+        os.rename(partial, final)
+        sync_directory(final.parent)
+    except OSError as error:
+        raise DataError(f"cannot write {final}: {error.strerror or error}. {advice}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return header
+
+
+def clear_partial(final: Path) -> None:
+    """Remove what processes of this machine that were killed have left of a folder."""
+    for left in final.parent.glob(f"{_partial(final)}*"):
+        number = left.name.rpartition("-")[2]
+        if number.isdecimal() and not _alive(int(number)):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _partial(final: Path) -> str:
+    return f".{final.name}.partial-{platform.node()}-"
+
+
+def _alive(process: int) -> bool:
+    """Whether a process of this machine may still run."""
+    if os.name != "posix":  # elsewhere the question would stop it
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is somebody else's
+        return True
+    return True
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Progress bars over bytes. With a `delay` one appears only once its work has taken so many seconds."""
+
+    shown: bool = True
+    delay: float = 0.0
+
+    def open(self, total: int, what: str) -> Any:
+        """A bar: a context manager with `update(bytes)`."""
+        from tqdm import tqdm
+
+        return tqdm(
+            total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024, disable=not self.shown or not total,
+            delay=self.delay,
+        )  # fmt: skip
+
+
+def write_header(
+    folder: Path, tokenizer: Tokenizer, splits: dict[str, Any], described: dict[str, Any], **more: Any
+) -> dict[str, Any]:
+    """Write `tokenizer.json` and `tokens.json`, the latter last; `more` are further keys of it, which it returns."""
+    write_file(folder / TOKENIZER_FILE, [tokenizer.to_json().encode()])
+    header = {
+        "format": HEADER_FORMAT,
+        "dtype": tokenizer.dtype.name,
+        "vocabulary": tokenizer.vocabulary,
+        "splits": splits,
+        "tokenizer": described.pop("tokenizer"),
+        "corpus": described,
+        **more,
+    }
+    write_file(folder / HEADER_FILE, [json.dumps(header, indent=2).encode()])
+    sync_directory(folder)
+    return header
+
+
+def write_file(file: Path, parts: Iterable[bytes]) -> None:
+    """Write a file and wait until it is on the disk."""
+    with open(file, "wb") as stream:
+        for part in parts:
+            stream.write(part)
+        stream.flush()
+        os.fsync(stream.fileno())

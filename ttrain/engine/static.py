@@ -24,7 +24,8 @@ from ttrain.graph.passes import (
     store_early,
 )
 from ttrain.graph.verify import verify
-from ttrain.plan.plan import Plan, build_plan
+from ttrain.plan.build import build_plan
+from ttrain.plan.plan import Plan
 
 
 def prepare(trace: Trace, kernels: Container[str], device: Device, rematerializing: bool) -> Graph:

@@ -18,7 +18,6 @@ from ttrain.models import agillm_weights
 from ttrain.models.agillm_windows import GATE_WEIGHT, SAT_WEIGHT, Windows
 from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED, Batch, valid_targets
 from ttrain.models.cache import Caches
-from ttrain.models.presets import required_sizes
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.initialize import Orthogonal
 from ttrain.nn.layers import Dropout, Embedding, LayerNorm, Linear
@@ -108,7 +107,7 @@ class AGILLM(Module):
 
     def __init__(self, config: AGILLMConfig, compute: DType = DType.FP32) -> None:
         self.config, self.compute = config, compute
-        self.layers, self.heads, self.width, self.rank, self.context, self.vocabulary = required_sizes(config)
+        self.layers, self.heads, self.width, self.rank, self.context, self.vocabulary = config.required_sizes()
         self.folded = config.fold == "on" or (config.fold == "auto" and self.rank > self.width // self.heads)
         self.windows = Windows.of(config, self.context) if config.objective == "joint" else None
         self.embedding = Embedding(self.vocabulary, self.width)

@@ -14,7 +14,6 @@ from ttrain.graph import Graph, Value
 from ttrain.models import gpt_weights
 from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED
 from ttrain.models.cache import Caches
-from ttrain.models.presets import required_sizes
 from ttrain.models.settings import GPTConfig
 from ttrain.nn.initialize import Constant, Initializer, Normal
 from ttrain.nn.layers import Dropout, Embedding, LayerNorm, Linear
@@ -91,7 +90,7 @@ class GPT(Module):
 
     def __init__(self, config: GPTConfig, compute: DType = DType.FP32) -> None:
         self.config, self.compute = config, compute
-        self.layers, self.heads, self.width, self.context, self.vocabulary = required_sizes(config)
+        self.layers, self.heads, self.width, self.context, self.vocabulary = config.required_sizes()
         self.length = self.context
         residual_std = STD / math.sqrt(2 * self.layers)
         self.embedding = Embedding(self.vocabulary, self.width, Normal(STD))

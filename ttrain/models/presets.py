@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar
-
-from ttrain.core.errors import ConfigError
-from ttrain.core.names import did_you_mean
-
-if TYPE_CHECKING:
-    from ttrain.models.settings import TransformerConfig
-
-SizedConfig = TypeVar("SizedConfig", bound="TransformerConfig")
 Preset = dict[str, int]
-_SIZES = ("layers", "heads", "width", "rank", "context")  # of those, the ones that a model has
 
 # The first two are nanoGPT's character-level sizes for a laptop and for one GPU, named by their parameters with a
 # vocabulary of 65. The others are GPT-2's (Radford et al., 2019, table 2); heads = width / 64. With the vocabulary of
@@ -45,32 +34,3 @@ AGILLM_PRESETS: dict[str, Preset] = {
     "base18": _agillm(768, 18, 24, 96),
     "large": _agillm(1024, 24, 16, 128),
 }
-
-
-def size_names(config: TransformerConfig) -> list[str]:
-    """Names of the sizes that a model needs apart from the vocabulary."""
-    declared = {field.name for field in fields(config)}
-    return [name for name in _SIZES if name in declared]
-
-
-def resolved(config: SizedConfig) -> SizedConfig:
-    """The config with the preset's numbers in every size left null; a null vocabulary stays, it is the tokenizer's."""
-    numbers: dict[str, Any] = config.presets[config.preset] if config.preset is not None else {}
-    missing = {name: numbers[name] for name in size_names(config) if name in numbers and getattr(config, name) is None}
-    return replace(config, **missing)
-
-
-def required_sizes(config: TransformerConfig) -> tuple[int, ...]:
-    """Numbers of `size_names`, then the vocabulary. Raises ConfigError for an unknown preset or an impossible size."""
-    name = config.preset
-    if name is not None and name not in config.presets:
-        raise ConfigError(f"model.preset={name}: no such preset. {did_you_mean(name, config.presets)}")
-    sized = resolved(config)
-    names = (*size_names(config), "vocabulary")
-    problems = [f"model.{name}: no value. Give a number." for name in names if getattr(sized, name) is None]
-    if problems:
-        raise ConfigError(problems)
-    numbers = {name: int(getattr(sized, name)) for name in names}
-    if numbers["width"] % numbers["heads"]:
-        raise ConfigError(f"model.heads={sized.heads}: must divide model.width={sized.width}.")
-    return tuple(numbers.values())

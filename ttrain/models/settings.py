@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self
 
+from ttrain.core.errors import ConfigError
+from ttrain.core.names import did_you_mean
 from ttrain.core.options import option
 from ttrain.models.presets import AGILLM_PRESETS, GPT_PRESETS, Preset
 
 ACTIVATIONS = ("gelu_tanh", "gelu", "relu", "tanh")
+_SIZES = ("layers", "heads", "width", "rank", "context")  # of those, the ones that a model has
 
 
 @dataclass
@@ -40,6 +43,31 @@ class TransformerConfig:
         None, "longest sequence in tokens; training uses sequences of exactly this length", minimum=1, changes="shape"
     )
     vocabulary: int | None = option(None, "number of token ids; null takes the tokenizer's", minimum=1, changes="shape")
+
+    def size_names(self) -> list[str]:
+        """Names of the sizes that a model needs apart from the vocabulary."""
+        declared = {field.name for field in fields(self)}
+        return [name for name in _SIZES if name in declared]
+
+    def resolved(self) -> Self:
+        """With the preset's numbers in every size left null; a null vocabulary stays, it is the tokenizer's."""
+        numbers: dict[str, Any] = self.presets[self.preset] if self.preset is not None else {}
+        missing = {name: numbers[name] for name in self.size_names() if name in numbers and getattr(self, name) is None}
+        return replace(self, **missing)
+
+    def required_sizes(self) -> tuple[int, ...]:
+        """Numbers of `size_names`, then the vocabulary. Raises ConfigError for an unknown preset or impossible size."""
+        if self.preset is not None and self.preset not in self.presets:
+            raise ConfigError(f"model.preset={self.preset}: no such preset. {did_you_mean(self.preset, self.presets)}")
+        sized = self.resolved()
+        names = (*self.size_names(), "vocabulary")
+        problems = [f"model.{name}: no value. Give a number." for name in names if getattr(sized, name) is None]
+        if problems:
+            raise ConfigError(problems)
+        numbers = {name: int(getattr(sized, name)) for name in names}
+        if numbers["width"] % numbers["heads"]:
+            raise ConfigError(f"model.heads={sized.heads}: must divide model.width={sized.width}.")
+        return tuple(numbers.values())
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Graph -> plan: order, lifetimes, and one arena for everything that does not outlive the step."""
 
-from ttrain.plan.plan import Plan, build_plan
+from ttrain.plan.build import build_plan
+from ttrain.plan.plan import Plan
 
 __all__ = ["Plan", "build_plan"]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from ttrain.core.errors import PlanError
 from ttrain.device.base import Delivery, Kernel, of_side
 from ttrain.graph.graph import Node, Value
 from ttrain.plan.arena import check_overlap
 from ttrain.plan.lifetime import overwritable
-
-if TYPE_CHECKING:
-    from ttrain.plan.plan import Plan
+from ttrain.plan.plan import Plan
 
 
 def check(plan: Plan, kernels: Mapping[str, Kernel]) -> None:

@@ -1,17 +1,14 @@
-"""Graph -> plan: in which order nodes run and where every value lies. A pure function; touches no device."""
+"""What a plan says: in which order the nodes of a step run, and where every value lies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Device, Kernel, Layout, of_side
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind, Stage
-from ttrain.plan.arena import Block, pack, peak_bytes, take_turns
-from ttrain.plan.check import check
-from ttrain.plan.lifetime import Placement, place
+from ttrain.plan.arena import Block, peak_bytes
+from ttrain.plan.lifetime import Placement
 
 
 @dataclass
@@ -36,12 +33,12 @@ class Plan:
     @property
     def blocks(self) -> list[Block]:
         """Every buffer of the device's arena."""
-        return [block for block in _all_blocks(self.owned, self.scratch) if not block.on_host]
+        return [block for block in all_blocks(self.owned, self.scratch) if not block.on_host]
 
     @property
     def host_blocks(self) -> list[Block]:
         """Every buffer of the host's arena."""
-        return [block for block in _all_blocks(self.owned, self.scratch) if block.on_host]
+        return [block for block in all_blocks(self.owned, self.scratch) if block.on_host]
 
     @property
     def launched(self) -> list[Node]:
@@ -67,97 +64,6 @@ class Plan:
         return peak_bytes(self.blocks)
 
 
-def build_plan(graph: Graph, kernels: Mapping[str, Kernel], device: Device | None = None) -> Plan:
-    """Place every value of a final graph, and prove the result (see check.py).
-
-    Without arenas on the device, an offset stands for one tensor, and values take turns in it by layout.
-    """
-    layouts = None if device is None or device.arenas else _Layouts(graph, kernels, device)
-    placement = place(graph, kernels, frozenset() if layouts is None else layouts.special)
-    owned: dict[Value, Block] = {}
-    for owner, lifetime in placement.lifetimes.items():
-        label = owner.name or repr(owner)
-        owned[owner] = Block(label, owner.spec.nbytes, lifetime.start, lifetime.end, on_host=owner.on_host)
-    scratch = _scratch(graph, kernels, placement)
-    if layouts is not None:
-        layouts.give({owner: block for owner, block in owned.items() if not block.on_host})
-        layouts.give_scratch(block for group in scratch.values() for block in group if not block.on_host)
-    both = _all_blocks(owned, scratch)
-    blocks = [block for block in both if not block.on_host]
-    arena_bytes = pack(blocks) if layouts is None else take_turns(blocks)
-    host_arena_bytes = pack([block for block in both if block.on_host])
-    plan = Plan(
-        graph,
-        placement,
-        {owner: block.offset for owner, block in owned.items()},
-        {node: [block.offset for block in group] for node, group in scratch.items()},
-        owned,
-        scratch,
-        arena_bytes,
-        host_arena_bytes,
-        _outside(graph, kernels, placement),
-    )
-    check(plan, kernels)
-    return plan
-
-
-def _all_blocks(owned: Mapping[Value, Block], scratch: Mapping[Node, list[Block]]) -> list[Block]:
+def all_blocks(owned: Mapping[Value, Block], scratch: Mapping[Node, list[Block]]) -> list[Block]:
+    """Buffers of values, then those of scratch."""
     return [*owned.values(), *(block for group in scratch.values() for block in group)]
-
-
-def _scratch(graph: Graph, kernels: Mapping[str, Kernel], placement: Placement) -> dict[Node, list[Block]]:
-    """Scratch buffers of every node whose kernel asks for some."""
-    scratch: dict[Node, list[Block]] = {}
-    for time, node in enumerate(graph.nodes):
-        if node in placement.elided:
-            continue
-        specs = of_side(kernels, node.on_host)[node.op.name].workspace_specs(*_specs(node), node.attributes)
-        if specs:
-            label = f"workspace of {node.op.name}"
-            on_host = node.on_host
-            scratch[node] = [Block(label, spec.nbytes, time, time, layout=spec, on_host=on_host) for spec in specs]
-    return scratch
-
-
-def _outside(graph: Graph, kernels: Mapping[str, Kernel], placement: Placement) -> int:
-    launched = (node for node in graph.nodes if node not in placement.elided and not node.on_host)
-    rows = ((kernels[node.op.name].outside, node) for node in launched)
-    return max((tell(*_specs(node), node.attributes) for tell, node in rows if tell is not None), default=0)
-
-
-def _specs(node: Node) -> tuple[list[TensorSpec | None], list[TensorSpec]]:
-    return [None if value is None else value.spec for value in node.inputs], [output.spec for output in node.outputs]
-
-
-class _Layouts:
-    """How a device without arenas holds each value."""
-
-    def __init__(self, graph: Graph, kernels: Mapping[str, Kernel], device: Device) -> None:
-        self._device = device
-        self._of: dict[Value, Layout] = {}
-        for node in graph.nodes:
-            layouts = None if node.op.view else of_side(kernels, node.on_host)[node.op.name].layouts
-            if layouts is not None:
-                given = zip(node.outputs, layouts(*_specs(node), node.attributes), strict=True)
-                self._of.update((output, layout) for output, layout in given if layout is not None)
-
-    @property
-    def special(self) -> frozenset[Value]:
-        """Values that their kernels hold in a layout of their own: they share a buffer with nothing else."""
-        return frozenset(self._of)
-
-    def give(self, blocks: Mapping[Value, Block]) -> None:
-        """Set layout and bytes of each block. A step input shares with nothing: the next batch is written early."""
-        for owner, block in blocks.items():
-            layout = self._of.get(owner, self._device.layout(owner.spec))
-            block.nbytes = self._device.layout_bytes(layout)
-            # A tensor is known by its spec, so one that is held otherwise takes turns only with its like.
-            kept = (owner.spec, layout) if owner in self._of else layout
-            block.layout = (owner.name, layout) if owner.kind is Kind.INPUT else kept
-
-    def give_scratch(self, blocks: Iterable[Block]) -> None:
-        """The same for scratch buffers, whose layout is still their spec."""
-        for block in blocks:
-            assert isinstance(block.layout, TensorSpec)
-            block.layout = self._device.layout(block.layout)
-            block.nbytes = self._device.layout_bytes(block.layout)

@@ -77,7 +77,7 @@ def _from_run(config: Config) -> _Parameters:
 
 
 def _from_file(config: Config, path: Path) -> _Parameters:
-    from ttrain.data.tokenizer import Tokenizer
+    from ttrain.data.library_tokenizer import parse_tokenizer
     from ttrain.models.agillm_weights import sizes_of
     from ttrain.train.checkpoint.weights_file import read_file, read_parameters, said_of
 
@@ -90,7 +90,7 @@ def _from_file(config: Config, path: Path) -> _Parameters:
         config = dataclasses.replace(config, model=sized)
     said = said_of(path, content)
     tokenizer = _tokenizer(config, path, said.tokenizer)
-    model = build.build_model(config, None if tokenizer is None else Tokenizer.from_json(tokenizer).vocabulary)
+    model = build.build_model(config, None if tokenizer is None else parse_tokenizer(tokenizer).vocabulary)
     if differences := differing(said.of(model), model.config):
         raise CheckpointError(f"{path} holds another function: {'; '.join(differences)}. Give these keys as they were.")
     values, step = read_parameters(path, model, content), content.get("step", 0)
@@ -99,7 +99,7 @@ def _from_file(config: Config, path: Path) -> _Parameters:
 
 def _tokenizer(config: Config, path: Path, own: str | None) -> str | None:
     """The JSON of the tokenizer of a file, else that of export.tokenizer. Raises DataError where the two differ."""
-    from ttrain.data.tokenizer import Tokenizer, read_tokenizer
+    from ttrain.data.library_tokenizer import parse_tokenizer, read_tokenizer
     from ttrain.train.checkpoint.weights_file import same_tokenizer
 
     given = config.export.tokenizer
@@ -107,7 +107,7 @@ def _tokenizer(config: Config, path: Path, own: str | None) -> str | None:
     if own is None:
         return other
     try:
-        own = Tokenizer.from_json(own).to_json()
+        own = parse_tokenizer(own).to_json()
     except (DataError, ValueError, KeyError) as error:
         raise DataError(f"{path} holds a tokenizer that can't be used: {error}") from None
     if not same_tokenizer(own, other):

@@ -17,7 +17,7 @@ from ttrain.train.checkpoint.checkpoint import Checkpoint
 
 def run(config: Config) -> None:
     """Prints `sample.count` samples. The model is rebuilt from what its checkpoint says; the data is not needed."""
-    from ttrain.data.tokenizer import Tokenizer
+    from ttrain.data.library_tokenizer import parse_tokenizer
     from ttrain.train.checkpoint.retention import find_checkpoint
     from ttrain.train.runs.resume import check_architecture
     from ttrain.train.sampling.decode import cache_tensors
@@ -27,7 +27,7 @@ def run(config: Config) -> None:
     assert config.run.dir is not None  # the config's checks hold it so
     checkpoint = find_checkpoint(Path(config.run.dir), config.sample.checkpoint)
     config = continued(checkpoint.config, config, ("device", "sample", "engine", "logger"))
-    tokenizer = Tokenizer.from_json(_tokenizer(checkpoint))
+    tokenizer = parse_tokenizer(_tokenizer(checkpoint))
     end_token = getattr(config.data, "end_token", None)
     prompt = encode_prompt(tokenizer, config.sample.prompt, end_token)
     model = build.build_model(config, tokenizer.vocabulary)

@@ -53,9 +53,9 @@ def test_the_originals_file_says_what_the_run_says(capsys: pytest.CaptureFixture
     content = original("whole.pt")
     assert content["step"] == 2 and content["cfg"] == {"d": 16, "layers": 2, "heads": 2, "rank": 20}
     text = sampled(capsys, "run.dir=run", "sample.temperature=0")
-    from ttrain.data.tokenizer import Tokenizer
+    from ttrain.data.library_tokenizer import parse_tokenizer
 
-    tokenizer = Tokenizer.from_json(content["tokenizer_json"])
+    tokenizer = parse_tokenizer(content["tokenizer_json"])
     ids = tokenizer.encode("abc")
     for _ in range(15):
         ids.append(int(next_scores(content, ids[-12:]).argmax()))

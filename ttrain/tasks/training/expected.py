@@ -14,7 +14,6 @@ from ttrain.config.checks import context_of, cross_field_problems
 from ttrain.config.schema import Config
 from ttrain.device.family import SILICON, family_of
 from ttrain.device.timing import Work
-from ttrain.models.presets import size_names
 from ttrain.models.settings import TransformerConfig
 from ttrain.train.logging.meter import Forecast, Other, Pace, evaluations_left
 from ttrain.train.steps.length_schedule import LengthSchedule
@@ -182,7 +181,7 @@ class _Ways:
         config, model = self._config, self._config.model
         if not isinstance(model, TransformerConfig) or model.preset is None:
             return []
-        given = [name for name in size_names(model) if name != "context" and getattr(model, name) is not None]
+        given = [name for name in model.size_names() if name != "context" and getattr(model, name) is not None]
         if given or config.train.length_schedule:
             return []
         own = _width_and_depth(model.presets[model.preset])

@@ -117,10 +117,10 @@ def _check_tokenizer(point: ResumePoint | None, dataset: Dataset) -> None:
     """Comes before checks of the vocabulary, whose advice would not help where it is the text that changed."""
     if point is None:
         return
-    from ttrain.data.tokenizer import Tokenizer
+    from ttrain.data.library_tokenizer import parse_tokenizer
 
     # As it is read now: older checkpoints keep settings of a file that are off by now.
-    stored = None if point.checkpoint.tokenizer is None else Tokenizer.from_json(point.checkpoint.tokenizer).to_json()
+    stored = None if point.checkpoint.tokenizer is None else parse_tokenizer(point.checkpoint.tokenizer).to_json()
     resuming.check_tokenizer(stored, tokenizer_json(dataset), point.checkpoint.path)
 
 
