@@ -25,7 +25,7 @@ def json_kind(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     kinds = {str: "a text", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return kinds[type(value)]
+    return kinds.get(type(value), f"a {type(value).__name__}")  # tables hold more than JSON can
 
 
 class Template:

@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from ttrain.core.errors import DataError
 from ttrain.core.names import with_line_breaks
@@ -27,14 +28,15 @@ _UNREAD_FOLDERS = ("test", "tests", "idle_test", "site-packages", "dist-packages
 _GENERATED = ("_sysconfigdata", "config-")
 # How files begin that are taken for text, what they are, and what helps.
 _FIRST_BYTES = {
-    codecs.BOM_UTF16_LE: ("UTF-16", "Convert it"),
-    codecs.BOM_UTF16_BE: ("UTF-16", "Convert it"),
-    b"\x1f\x8b": ("gzip", "Unpack it"),
-    b"\x28\xb5\x2f\xfd": ("zstandard", "Unpack it"),
+    codecs.BOM_UTF16_LE: ("UTF-16", "Convert it to UTF-8"),
+    codecs.BOM_UTF16_BE: ("UTF-16", "Convert it to UTF-8"),
+    b"\x1f\x8b": ("gzip", "Unpack it, or name it .gz and use data=documents"),
+    b"\x28\xb5\x2f\xfd": ("zstandard", "Unpack it, or name it .zst and use data=documents"),
     b"\xfd7zXZ": ("xz", "Unpack it"),
     b"BZh": ("bzip2", "Unpack it"),
     b"PK\x03\x04": ("zip", "Unpack it"),
-    b"PAR1": ("Parquet", "Convert it"),
+    b"PAR1": ("Parquet", "Name it .parquet and use data=documents"),
+    b"ARROW1": ("Arrow", "Name it .arrow and use data=documents"),
 }
 # A line end with a visible character on either side: byte-level BPE never joins anything across one.
 _LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
@@ -195,10 +197,11 @@ def _decode(file: Path, start: int, stop: int) -> Iterator[tuple[bytes, str]]:
             cut_short = error.end == len(raw) and error.reason == "unexpected end of data"
             if last or not cut_short:
                 why = f"byte {position + error.start} (0x{raw[error.start]:02x} is not UTF-8)"
-                raise not_text(f"data.path: {file}", file, why) from None
+                raise not_text(f"data.path: {file}", _start(file), why) from None
             text, used = raw[: error.start].decode("utf-8"), error.start
         if "\0" in text:
-            raise not_text(f"data.path: {file}", file, f"byte {position + raw.index(0)} (0x00 does not occur in text)")
+            why = f"byte {position + raw.index(0)} (0x00 does not occur in text)"
+            raise not_text(f"data.path: {file}", _start(file), why)
         if position == 0:
             text = text.removeprefix("\ufeff")
         yield raw[:used], text
@@ -257,15 +260,17 @@ class Listing:
         ]
 
 
-def files_in(folder: Path, suffixes: list[str], key: str) -> Listing:
+def files_in(folder: Path, suffixes: list[str], key: str, plain: Callable[[str], str] = str) -> Listing:
     """The files below a folder by name order of their relative paths; hidden ones and linked folders are left out.
 
-    Only those that end in one of the suffixes, if there are any. Raises DataError, which names `key`, for none.
+    Only those whose name, or what `plain` makes of it, ends in one of the suffixes, if there are any. Raises DataError,
+    which names `key`, for none.
     """
     found = [path for path in _walk(folder, lambda name: name.startswith(".")) if not path.name.startswith(".")]
     unfollowed = tuple(path for path in found if path.is_symlink() and not path.is_file())
     readable = [path for path in found if path.is_file()]
-    files = [path for path in readable if path.name.endswith(tuple(suffixes) or "")]
+    ends = tuple(suffixes) or ""
+    files = [path for path in readable if path.name.endswith(ends) or plain(path.name).endswith(ends)]
     listing = Listing(files, unfollowed, tuple(path for path in readable if path not in set(files)))
     if not files:
         wanted = f" that ends in {' or '.join(suffixes)} (data.suffixes)" if suffixes else ""
@@ -277,12 +282,16 @@ def files_in(folder: Path, suffixes: list[str], key: str) -> Listing:
     return listing
 
 
-def holds_json(file: Path) -> bool:
+def _plain(file: Path) -> BinaryIO:
+    return open(file, "rb")
+
+
+def holds_json(file: Path, opened: Callable[[Path], BinaryIO] = _plain) -> bool:
     """Whether a file has a row per line by its name, or its first line is an object or a list of JSON."""
     if file.suffix.lower() in ROW_SUFFIXES:
         return True
     try:
-        with open(file, "rb") as stream:
+        with opened(file) as stream:
             first = stream.readline(READ_BYTES).removeprefix(codecs.BOM_UTF8).strip()
         return first[:1] in (b"{", b"[") and isinstance(json.loads(first), dict | list)
     except (OSError, ValueError, RecursionError):  # reading it tells
@@ -347,14 +356,18 @@ def _unreadable(file: Path, error: OSError) -> DataError:
     return DataError(f"data.path: cannot read {file}: {error.strerror or error}.")
 
 
-def not_text(place: str, file: Path, why: str) -> DataError:
+def _start(file: Path) -> bytes:
+    with _plain(file) as stream:
+        return stream.read(8)
+
+
+def not_text(place: str, start: bytes, why: str) -> DataError:
     """The error for a file that is not UTF-8, which says what its first bytes look like."""
-    with open(file, "rb") as stream:
-        start = stream.read(8)
-    kind, advice = next((told for mark, told in _FIRST_BYTES.items() if start.startswith(mark)), (None, "Convert it"))
+    found = (told for mark, told in _FIRST_BYTES.items() if start.startswith(mark))
+    kind, advice = next(found, (None, "Convert it to UTF-8"))
     if kind is not None:
         why = f"{why}; it begins as {kind} does"
     return DataError(
-        f"{place} is not UTF-8 text: {why}. {advice} to UTF-8, leave it out of a folder with data.suffixes, or use "
+        f"{place} is not UTF-8 text: {why}. {advice}, leave it out of a folder with data.suffixes, or use "
         "data=tokens if it holds token ids."
     )

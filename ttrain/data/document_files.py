@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError
-from ttrain.data.corpus import ROW_SUFFIXES
 from ttrain.data.end_token import EndToken, with_end_token
+from ttrain.data.formats.compressed import OnBytes
 from ttrain.data.library_tokenizer import train_bpe
 from ttrain.data.settings import DocumentsConfig
-from ttrain.data.sources import OnBytes, Reader, Skipped, Source
+from ttrain.data.sources import Reader, Skipped, Source, has_rows
 from ttrain.data.text import BPE_BYTES, named_tokenizer, with_notices
 from ttrain.data.tokenizer import (
     SAMPLE_CHARACTERS,
@@ -139,7 +139,7 @@ def _scan(config: DocumentsConfig, sources: list[Source], on_bytes: OnBytes) -> 
     try:
         held = held_out_documents(np.frombuffer(hashes, np.uint64), config.held_out)
     except DataError as error:
-        whole = any(file.suffix.lower() not in ROW_SUFFIXES for source in sources for file in source.files)
+        whole = any(not has_rows(file) for source in sources for file in source.files)
         split = " data.delimiter splits a text file: it is the line between two documents, '' for a blank one."
         hint = split if whole and config.delimiter is None else ""
         raise DataError(f"{error}{hint}{_hints(sources)}") from None

@@ -73,7 +73,10 @@ class DocumentsConfig(DataConfig):
 
     name: str = option("documents", "registered name of the data")
     sources: list[str] = option(
-        [], "files or folders read in turn, a document of each: .jsonl with a row per document, else text", path=True
+        [],
+        "files or folders read in turn, a document of each: .jsonl, .parquet or .arrow with a row per document, else "
+        "text; .jsonl and text may be compressed as .gz or .zst",
+        path=True,
     )
     held_out: float = option(
         0.1,
@@ -100,7 +103,10 @@ class DocumentsConfig(DataConfig):
     delimiter: str | None = option(
         None, "line between two documents of a text file, '' for a blank one; null: every file is one document"
     )
-    suffixes: list[str] = option([".jsonl", ".txt"], "file-name endings to read from a folder; empty reads all")
+    suffixes: list[str] = option(
+        [".jsonl", ".txt", ".parquet", ".arrow"],
+        "file-name endings to read from a folder, before a .gz or .zst too; empty reads all",
+    )
     max_documents: int | None = option(None, "read no more documents than this; null reads all", minimum=2)
     bad_rows: str = option(
         "stop", "a row that can't be used: stop and name it, or skip it and count", choices=("stop", "skip")

@@ -1,41 +1,37 @@
-"""Documents in local files: rows of .jsonl files, and text files that are one document or several."""
+"""Documents in local files: rows of .jsonl files and of tables, and text files that are one document or several."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from ttrain.core.errors import DataError
 from ttrain.core.units import format_bytes
 from ttrain.data.chat import Template, json_kind
 from ttrain.data.corpus import NAME_ROWS, ROW_SUFFIXES, Listing, files_in, holds_json, named_files, not_text
+from ttrain.data.formats.compressed import OnBytes, is_compressed, open_unpacked, plain_name
+from ttrain.data.formats.tables import TABLES, row_value, saved_dataset, table_rows
 from ttrain.data.settings import DocumentsConfig
 
 LONGEST_DOCUMENT = 1 << 30  # bytes; a document is held in memory as a whole
 # Files whose bytes are neither rows nor text, whatever is in them.
 _NOT_READ = {
-    ".json": "is one JSON value; write one row per line and name it .jsonl",
-    ".gz": "is compressed; unpack it",
-    ".zst": "is compressed; unpack it",
+    ".json": "is one JSON value; name it .jsonl, if it has a row per line, or write it so",
     ".xz": "is compressed; unpack it",
     ".bz2": "is compressed; unpack it",
     ".zip": "is compressed; unpack it",
-    ".parquet": "is a table in Parquet; convert it to .jsonl",
-    ".arrow": "is a table in Arrow; convert it to .jsonl",
     ".csv": "is a table; convert it to .jsonl",
 }
 _NAMED_KEYS = 8  # most that an error message lists
 
-OnBytes = Callable[[bytes], object]
-
 
 class Document(NamedTuple):
-    """One document, never blank. `place` is file:line of its start."""
+    """One document, never blank. `place` is file:line of its start, in a table file:row."""
 
     text: str
     place: str
@@ -67,14 +63,18 @@ class Skipped:
 def find_sources(config: DocumentsConfig) -> list[Source]:
     """The sources of a config. Raises DataError for one that is missing, empty, given twice or of another kind."""
     if not config.sources:
-        raise DataError("data=documents needs data.sources, a list of .jsonl or text files or of folders with them.")
+        raise DataError("data=documents needs data.sources, a list of .jsonl, .parquet or text files or of folders.")
     sources = [_source(given, config) for given in config.sources]
-    seen: dict[Path, str] = {}
+    seen: dict[Path, tuple[str, Path]] = {}
     for source in sources:
         for file in source.files:
-            other = seen.setdefault(file.resolve(), source.given)
-            if other != source.given or sum(entry.given == source.given for entry in sources) > 1:
-                raise DataError(f"data.sources: {file} is given twice, by {other} and {source.given}. Leave one out.")
+            target = file.resolve()
+            given, first = seen.setdefault(target.with_name(plain_name(target.name)), (source.given, file))
+            if first is not file:
+                other = "" if first == file else f", as {first} too"
+                raise DataError(
+                    f"data.sources: {file} is given twice, by {given} and {source.given}{other}. Leave one out."
+                )
         if not source.size:
             raise DataError(f"data.sources: {source.given} is empty. Leave it out, or give a file with documents.")
     return sources
@@ -111,8 +111,11 @@ class Reader:
         """The documents of one source that are not blank."""
         for file in source.files:
             try:
-                if file.suffix.lower() in ROW_SUFFIXES:
-                    found = self._rows(file, on_bytes)
+                if _suffix(file) in TABLES:
+                    keys = self._config.text_key, self._config.chat_key
+                    found = self._rows(file, table_rows(file, *keys, on_bytes))
+                elif has_rows(file):
+                    found = self._rows(file, _lines(file, on_bytes))
                 else:
                     found = _texts(file, self._config.delimiter, on_bytes)
                 for document in found:
@@ -123,12 +126,12 @@ class Reader:
             except OSError as error:
                 raise DataError(f"data.sources: cannot read {file}: {error.strerror or error}.") from error
 
-    def _rows(self, file: Path, on_bytes: OnBytes) -> Iterator[Document]:
-        for number, line in _lines(file, on_bytes):
-            if not line.strip():
+    def _rows(self, file: Path, rows: Iterator[tuple[int, Any]]) -> Iterator[Document]:
+        for number, row in rows:
+            if isinstance(row, str) and not row.strip():
                 continue
             try:
-                text = self._text_of(line)
+                text = self._text_of(row)
             except ValueError as error:
                 problem = f"{file}:{number}: {error}"
                 if self._config.bad_rows == "stop":
@@ -140,10 +143,10 @@ class Reader:
                 continue
             yield Document(text, f"{file}:{number}")
 
-    def _text_of(self, line: str) -> str:
-        """The document of a row. Raises ValueError, which says what is wrong."""
+    def _text_of(self, given: Any) -> str:
+        """The document of a line of JSON or of a row of a table. Raises ValueError, which says what is wrong."""
         try:
-            row: Any = json.loads(line)
+            row: Any = json.loads(given) if isinstance(given, str) else row_value(given)
         except json.JSONDecodeError as error:
             raise ValueError(f"not JSON: {error.msg} at column {error.colno} (a row is one line)") from None
         except RecursionError:
@@ -187,21 +190,33 @@ def _source(given: str, config: DocumentsConfig) -> Source:
             f"data.sources: {len(found.others)} file(s) of {given} are not read, because their names don't end in "
             f"{' or '.join(config.suffixes)}: {named_files(found.others)}. data.suffixes says which are."
         )
-    if rows := [file for file in found.files if file.suffix.lower() not in ROW_SUFFIXES and holds_json(file)]:
+    if rows := [file for file in found.files if not has_rows(file) and holds_json(file, _opened)]:
         notices.append(
             f"data.sources: {named_files(rows)} are read as plain text, JSON syntax included. To read the rows in "
             f"them, {NAME_ROWS}."
         )
+    if packed := [file for file in found.files if is_compressed(file) and _suffix(file) in TABLES]:
+        raise DataError(f"data.sources: {packed[0]} is a table that is compressed as a whole. Unpack it.")
     return Source(given, tuple(found.files), tuple(notices))
+
+
+def has_rows(file: Path) -> bool:
+    """Whether a document is a row of the file; else it is text."""
+    return _suffix(file) in (*ROW_SUFFIXES, *TABLES)
+
+
+def _suffix(file: Path) -> str:
+    """What a file's name ends in where it is not compressed."""
+    return Path(plain_name(file.name)).suffix.lower()
 
 
 def _files(given: str, config: DocumentsConfig) -> Listing:
     path = Path(given).expanduser()
     try:
         if path.is_dir():
-            return files_in(path, config.suffixes, "data.sources")
+            return saved_dataset(path, files_in(path, config.suffixes, "data.sources", plain_name))
         if path.is_file():
-            why = _NOT_READ.get(path.suffix.lower())
+            why = _NOT_READ.get(_suffix(path))
             if why is not None:
                 raise DataError(f"data.sources: {given} {why}.")
             return Listing([path])
@@ -234,22 +249,29 @@ def _texts(file: Path, delimiter: str | None, on_bytes: OnBytes) -> Iterator[Doc
 
 def _lines(file: Path, on_bytes: OnBytes) -> Iterator[tuple[int, str]]:
     """The lines of a file with their ends, counted from 1. Leaves out a byte-order mark."""
-    with open(file, "rb") as stream:
+    start = b""
+    with _opened(file, on_bytes) as stream:
         for number in count(1):
             raw = stream.readline(LONGEST_DOCUMENT)
+            start = start or raw[:8]
             if not raw:
                 return
             if len(raw) == LONGEST_DOCUMENT:
                 raise DataError(f"{file}:{number}: a line of more than {format_bytes(LONGEST_DOCUMENT)}. Split it.")
-            on_bytes(raw)
+            if not is_compressed(file):  # else the bytes are those that the stream has read
+                on_bytes(raw)
             try:
                 line = raw.decode("utf-8")
             except UnicodeDecodeError as error:
                 why = f"byte {error.start + 1} of the line (0x{raw[error.start]:02x} is not UTF-8)"
-                raise not_text(f"{file}:{number}", file, why) from None
+                raise not_text(f"{file}:{number}", start, why) from None
             if "\0" in line:
-                raise not_text(f"{file}:{number}", file, f"byte {raw.index(0) + 1} of the line (0x00)")
+                raise not_text(f"{file}:{number}", start, f"byte {raw.index(0) + 1} of the line (0x00)")
             yield number, line.removeprefix("\ufeff") if number == 1 else line
+
+
+def _opened(file: Path, on_bytes: OnBytes = len) -> BinaryIO:
+    return open_unpacked(file, on_bytes) if is_compressed(file) else open(file, "rb")
 
 
 def _facts(file: Path) -> os.stat_result:

@@ -1,0 +1,362 @@
+"""Documents in Parquet, Arrow and compressed files: the same as in .jsonl, and what is wrong with such files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from safetensors.numpy import load_file
+
+from ttrain.cli import main
+from ttrain.core.errors import DataError
+from ttrain.data import formats
+from ttrain.data.batches import Sizes
+from ttrain.data.documents import open_documents
+from ttrain.data.prepare import prepare
+from ttrain.data.settings import DocumentsConfig
+from ttrain.data.sources import Reader, find_sources
+from ttrain.train.checkpoint.retention import find_checkpoint
+from ttrain.train.logging.metrics import read_metrics
+
+WORDS = [f"document {number} with é" + " and more" * (number % 7) for number in range(60)]
+CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def config_of(*sources: str, **options: Any) -> DocumentsConfig:
+    return DocumentsConfig(sources=list(sources), **{"tokenizer": "byte", **options})
+
+
+def read(*sources: str, **options: Any) -> list[str]:
+    config = config_of(*sources, **options)
+    found = find_sources(config)
+    return [document.text for document in Reader(config).in_turn(found, [len] * len(found))]
+
+
+def refused(*sources: str, **options: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        read(*sources, **options)
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def rows_of(words: list[str]) -> bytes:
+    return "".join(json.dumps({"text": word}) + "\n" for word in words).encode()
+
+
+def parquet(name: str, columns: dict[str, Any], **options: Any) -> str:
+    pq.write_table(pa.table(columns), name, **options)
+    return name
+
+
+def arrow(name: str, columns: dict[str, Any], writer: Callable[..., Any] = pa.ipc.new_stream, size: int = 7) -> str:
+    table = pa.table(columns)
+    with writer(name, table.schema) as file:
+        file.write_table(table, max_chunksize=size)
+    return name
+
+
+def written(form: str, words: list[str] = WORDS) -> str:
+    """A file of the form that holds these documents."""
+    name = {"groups": "a.parquet", "one group": "a.parquet", "stream": "a.arrow", "file": "a.arrow"}.get(form, form)
+    if form == "groups":
+        return parquet(name, {"id": list(range(len(words))), "text": words}, row_group_size=7, compression="zstd")
+    if form == "one group":
+        return parquet(name, {"text": pa.array(words).dictionary_encode(), "meta": [{"a": [1]}] * len(words)})
+    if name == "a.arrow":
+        return arrow(name, {"x": words, "text": words}, pa.ipc.new_file if form == "file" else pa.ipc.new_stream)
+    raw = rows_of(words) if "json" in form else "\n\n".join(words).encode()
+    half = raw.index(b"\n") + 9  # a frame may end anywhere in a row
+    pack = zstandard.compress if form.endswith(".zst") else gzip.compress
+    Path(name).write_bytes(pack(raw[:half]) + pack(raw[half:]))
+    return name
+
+
+FORMS = ["groups", "one group", "stream", "file", "a.jsonl.gz", "a.jsonl.zst", "a.txt.gz", "a.txt.zst", "a.ndjson.GZ"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_documents_are_those_of_the_rows(form: str) -> None:
+    """And every byte of the file is told once, in order, so that progress and checksum are those of the file."""
+    source, told = written(form), bytearray()
+    config = config_of(source, delimiter="")
+    documents = list(Reader(config).in_turn(find_sources(config), [told.extend]))
+    assert [document.text for document in documents] == WORDS
+    assert bytes(told) == Path(source).read_bytes()
+    assert form.startswith("a.txt") or [document.place for document in documents][::59] == [
+        f"{source}:1",
+        f"{source}:60",
+    ]
+
+
+def test_tokens_and_splits_do_not_depend_on_the_form() -> None:
+    Path("plain.jsonl").write_bytes(rows_of(WORDS))
+    expected = open_documents(config_of("plain.jsonl"), Sizes(context=8)).batch("train", 3, 0, 64)["tokens"]
+    for form in ("groups", "stream", "a.jsonl.zst"):
+        data = open_documents(config_of(written(form)), Sizes(context=8))
+        assert (data.batch("train", 3, 0, 64)["tokens"] == expected).all()
+    header = prepare(config_of("a.parquet"), "prepared", progress=False)
+    assert header["corpus"]["documents"] == {"train": 54, "val": 6}
+    assert header["corpus"]["bytes"] == Path("a.parquet").stat().st_size
+
+
+def test_conversations_and_keys_of_tables() -> None:
+    talks = pa.array([CHAT, None, CHAT[:1]])
+    parquet("a.parquet", {"messages": talks, "text": ["one", "two", None]})
+    assert read("a.parquet") == ["one", "two", "User: Hello"]
+    parquet("b.parquet", {"talk": talks.slice(0, 1), "t.x": [{"y": 1}]})
+    assert read("b.parquet", chat_key="talk") == ["User: Hello\nAssistant: Hi!"]
+    arrow("c.arrow", {"a.b": ["dotted"], "b": [1]})
+    assert read("c.arrow", text_key="a.b") == ["dotted"]
+
+
+def test_which_files_of_a_folder_are_read() -> None:
+    Path("mixed/inner").mkdir(parents=True)
+    Path("mixed/a.jsonl").write_bytes(rows_of(["a"]))
+    Path("mixed/b.jsonl.gz").write_bytes(gzip.compress(rows_of(["b"])))
+    Path("mixed/c.txt.zst").write_bytes(zstandard.compress(b"c"))
+    parquet("mixed/d.parquet", {"text": ["d"]})
+    arrow("mixed/inner/e.arrow", {"text": ["e"]})
+    for name in ("f.md", "g.json.gz", "h.csv.zst"):
+        Path("mixed", name).write_bytes(b"never read")
+    assert read("mixed") == ["a", "b", "c", "d", "e"]
+    assert read("mixed", suffixes=[".jsonl"]) == ["a", "b"] and read("mixed", suffixes=[".jsonl.gz"]) == ["b"]
+    (source,) = find_sources(config_of("mixed"))
+    assert "3 file(s) of mixed are not read" in source.notices[0]
+    Path("mixed/a.jsonl.gz").write_bytes(gzip.compress(rows_of(["a"])))  # as `gzip -k` leaves it
+    assert "mixed/a.jsonl.gz is given twice, by mixed and mixed, as mixed/a.jsonl too. Leave" in refused("mixed")
+    Path("mixed/a.jsonl.gz").unlink()
+    Path("mixed/link.parquet").symlink_to("d.parquet")
+    assert "mixed/link.parquet is given twice" in refused("mixed")
+    Path("hub").mkdir()  # where the names of the files themselves tell nothing
+    Path("mixed/d.parquet").rename("blob")
+    Path("hub/d.parquet").symlink_to("../blob")
+    assert read("hub") == ["d"]
+    assert (
+        "1 linked folder(s) or broken link(s) are not read: mixed/link.parquet"
+        in find_sources(config_of("mixed"))[0].notices[0]
+    )
+
+
+def saved_dataset(folder: str, *shards: list[str]) -> str:
+    """As Dataset.save_to_disk of the library datasets writes it."""
+    Path(folder).mkdir(parents=True)
+    names = [f"data-{number:05}-of-{len(shards):05}.arrow" for number in range(len(shards))]
+    for name, words in zip(names, shards, strict=True):
+        arrow(f"{folder}/{name}", {"text": words})
+    Path(folder, "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    Path(folder, "dataset_info.json").write_text("{}")
+    return folder
+
+
+def test_folders_that_datasets_saved() -> None:
+    saved_dataset("one", WORDS[:30], WORDS[30:])
+    arrow("one/data-00000-of-00001.arrow", {"text": ["left from a save before"]})
+    Path("one/cache.pkl").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")  # would run a command
+    assert read("one") == WORDS and not Path("ran").exists()
+    (source,) = find_sources(config_of("one"))
+    assert "2 file(s) of one are not read" in source.notices[0] and "cache.pkl" in source.notices[0]
+    Path("one/data-00001-of-00002.arrow").unlink()
+    assert "names one/data-00001-of-00002.arrow, which is not there" in refused("one")
+    saved_dataset("both/train", ["a"]), saved_dataset("both/test", ["b"])
+    Path("both/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert "Name those to train on: both/test, both/train" in refused("both")
+    assert read("both/train") == ["a"]
+
+
+def test_types_of_extensions_in_a_table_run_nothing() -> None:
+    """Old releases of pyarrow loaded a pickle from there."""
+    attack = {
+        "ARROW:extension:name": "arrow.py_extension_type",
+        "ARROW:extension:metadata": "cos\nsystem\n(S'touch ran'\ntR.",
+    }
+    schema = pa.schema([pa.field("text", pa.string(), metadata=attack)])
+    with pa.ipc.new_stream("a.arrow", schema) as file:
+        file.write_table(pa.table({"text": ["x", "y"]}, schema))
+    pq.write_table(pa.table({"text": ["x", "y"]}, schema), "b.parquet")
+    for name in ("a.arrow", "b.parquet"):
+        try:
+            assert read(name) == ["x", "y"]
+        except DataError as error:
+            assert "not text" in str(error)
+    assert not Path("ran").exists()
+
+
+# what is wrong with files
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ([1, 2], "column 'text' of a.parquet is int64, not text. data.text_key names the column"),
+        ([{"a": "x"}], "column 'text' of a.parquet is struct<a: string>, not text"),
+        ([["x"]], "is list<element: string>, not text"),
+        ([b"x"], "is binary, not text"),
+    ],
+)
+def test_a_column_of_another_type(column: list[Any], message: str) -> None:
+    parquet("a.parquet", {"text": column})
+    assert message in refused("a.parquet") and message in refused("a.parquet", bad_rows="skip")
+    arrow("a.arrow", {"body": column})
+    found = refused("a.arrow")
+    assert "has neither a column 'text' (data.text_key) nor 'messages' (data.chat_key); its columns are body." in found
+    assert "is not text" in refused("a.arrow", text_key="body").replace(", not", " is not")
+    parquet("b.parquet", {"messages": column})
+    assert "'messages' of b.parquet is" in refused("b.parquet") or column == [["x"]]
+
+
+def test_bad_rows_are_named_or_skipped() -> None:
+    bad = pa.array([b"one", b"\xff\xfe", None, b"two", b""]).cast(pa.string(), safe=False)
+    parquet(
+        "a.parquet", {"text": bad, "messages": pa.array([None, None, [{"role": "user", "content": 5}], None, None])}
+    )
+    assert "a.parquet:2: is not UTF-8 text: 0xff at byte 1. Mend" in refused("a.parquet")
+    config = config_of("a.parquet", bad_rows="skip")
+    reader = Reader(config)
+    assert [document.text for document in reader.in_turn(find_sources(config), [len])] == ["one", "two"]
+    assert reader.skipped.bad_rows == 2 and reader.skipped.blank == 1
+    assert reader.skipped.first_bad is not None and reader.skipped.first_bad.startswith("a.parquet:2: is not UTF-8")
+    arrow("b.arrow", {"text": pa.array([None, None], pa.null())})
+    assert "b.arrow:1: 'text' is null, not text" in refused("b.arrow")
+    parquet("c.parquet", {"messages": [[{"role": "user", "content": np.datetime64("2020-01-01", "s")}]]})
+    assert "c.parquet:1: message 1 has as content a datetime, not text" in refused("c.parquet")
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "a.ndjson.GZ"])
+def test_files_that_are_damaged(form: str) -> None:
+    """Cut anywhere, empty, with bytes behind the end, or something else altogether."""
+    source = Path(written(form, WORDS * 9))
+    whole = source.read_bytes()
+    damaged = [b"", whole[: len(whole) // 2], whole[:-1], whole[:-9], whole + b"garbage", rows_of(WORDS)]
+    if form == "stream":
+        ends = [at for at in range(8, len(whole), 8) if whole[at : at + 4] == b"\xff\xff\xff\xff"]
+        damaged += [whole[:at] for at in ends[-4:]]  # between two batches
+    for raw in damaged:
+        source.write_bytes(raw)
+        told = refused(str(source), "other.jsonl") if not other() else ""
+        assert str(source) in told and ("Fetch" in told or "Pack" in told or "is empty" in told)
+
+
+def other() -> None:
+    Path("other.jsonl").write_bytes(rows_of(["beside"]))
+
+
+@pytest.mark.parametrize("form", ["groups", "stream", "file", "a.jsonl.gz", "a.jsonl.zst"])
+def test_flipped_bytes_are_told_in_one_line_or_change_text(form: str) -> None:
+    source = Path(written(form))
+    whole, random = source.read_bytes(), np.random.default_rng(5)
+    for place in random.integers(0, len(whole), 60):
+        raw = bytearray(whole)
+        raw[place] ^= 1 << int(random.integers(8))
+        source.write_bytes(raw)
+        try:
+            read(str(source), bad_rows="skip")
+        except DataError as error:
+            assert "\n" not in str(error)
+
+
+def test_text_in_compressed_files_that_is_none() -> None:
+    Path("a.txt.gz").write_bytes(gzip.compress("text".encode("utf-16")))
+    assert "a.txt.gz:1 is not UTF-8 text" in refused("a.txt.gz") and "begins as UTF-16" in refused("a.txt.gz")
+    Path("b.jsonl").write_bytes(gzip.compress(rows_of(WORDS)))
+    assert "begins as gzip does. Unpack it, or name it .gz and use data=documents" in refused("b.jsonl")
+    Path("c.txt.gz").write_bytes(gzip.compress(rows_of(WORDS)))
+    (source,) = find_sources(config_of("c.txt.gz"))
+    assert "c.txt.gz are read as plain text, JSON syntax included" in source.notices[0]
+    parquet("d.parquet", {"text": WORDS})
+    Path("d.parquet.gz").write_bytes(gzip.compress(Path("d.parquet").read_bytes()))
+    assert "d.parquet.gz is a table that is compressed as a whole. Unpack it" in refused("d.parquet.gz")
+    Path("e.json.gz").write_bytes(gzip.compress(b"[1]"))
+    assert "is one JSON value; name it .jsonl" in refused("e.json.gz")
+
+
+@pytest.mark.parametrize(("library", "form"), [("pyarrow", "groups"), ("zstandard", "a.jsonl.zst")])
+def test_a_library_that_is_missing_names_the_extra(library: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = written(form)
+    monkeypatch.setitem(sys.modules, library, None)
+    assert f"{source} needs the package {library}: pip install 'ttrain[data]'." in refused(source)
+
+
+def test_memory_does_not_grow_with_the_file() -> None:
+    """A child process that reads 90 MiB in many row groups, and as much in one, takes little more than for 1 MiB."""
+    script = (
+        "import resource, sys\n"
+        "from ttrain.data.settings import DocumentsConfig\n"
+        "from ttrain.data.sources import Reader, find_sources\n"
+        "config = DocumentsConfig(sources=[sys.argv[1]], tokenizer='byte')\n"
+        "count = sum(len(found.text) for found in Reader(config).in_turn(find_sources(config), [len]))\n"
+        "print(count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)\n"
+    )
+    words = [format(number, "09") * (1 << 13) for number in range(16)]
+    parquet("small.parquet", {"text": words}, compression="none", use_dictionary=False)
+    with pq.ParquetWriter("groups.parquet", pa.schema({"text": pa.string()}), use_dictionary=False) as file:
+        for _ in range(80):
+            file.write_table(pa.table({"text": words}))
+    parquet("one.parquet", {"text": words * 80}, use_dictionary=False)
+    path = os.pathsep.join(filter(None, [str(Path(formats.__file__).parents[3]), os.environ.get("PYTHONPATH")]))
+    peaks = {}
+    for name in ("small", "groups", "one"):
+        done = subprocess.run(
+            [sys.executable, "-c", script, f"{name}.parquet"], env={**os.environ, "PYTHONPATH": path}, check=True,
+            capture_output=True, text=True,
+        )  # fmt: skip
+        count, peaks[name] = map(int, done.stdout.split())
+        assert count == (16 if name == "small" else 16 * 80) * len(words[0])
+    assert peaks["groups"] < peaks["small"] + 24 and peaks["one"] < peaks["small"] + 24, peaks
+
+
+def test_a_killed_run_goes_on_bit_for_bit_in_the_middle_of_a_table() -> None:
+    """SIGKILL when the seventh batch is asked for; every loss and tensor is that of an undisturbed run."""
+    written("groups")
+    words = [
+        "model.layers=1", "model.width=8", "model.heads=2", "model.context=16", "train.batch_size=4", "device=cpu",
+        "device.threads=1", "data=documents", "data.sources=[a.parquet]", "data.tokenizer=byte", "train.steps=10",
+        "train.save_every=2", "train.log_every=1", "train.eval_every=null", "train.peak_tflops=1", "logger=jsonl",
+        "sample.tokens=1", "resume=auto",
+    ]  # fmt: skip
+    script = (
+        "import os, signal, sys\n"
+        "from ttrain.cli import main\n"
+        "from ttrain.data.documents import DocumentDataset as Data\n"
+        "batch = Data.batch\n"
+        "def killed(self, split, seed, first, rows):\n"
+        "    if split == 'train' and first == 4 * 6:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return batch(self, split, seed, first, rows)\n"
+        "Data.batch = killed\n"
+        "main(sys.argv[1:])\n"
+    )
+    path = os.pathsep.join(filter(None, [str(Path(formats.__file__).parents[3]), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words, "run.dir=killed"], env={**os.environ, "PYTHONPATH": path}, check=False
+    )
+    assert done.returncode == -signal.SIGKILL and find_checkpoint(Path("killed"), "last").step < 6
+    assert main([*words, "run.dir=killed"]) == main([*words, "run.dir=whole"]) == 0
+    assert tensors("killed") == tensors("whole") and losses("killed") == losses("whole")
+    assert [step for step, _ in losses("whole")] == list(range(1, 11))
+
+
+def tensors(run: str) -> dict[str, bytes]:
+    files = find_checkpoint(Path(run), "last").path.glob("*.safetensors")
+    return {name: array.tobytes() for file in files for name, array in load_file(file).items()}
+
+
+def losses(run: str) -> list[tuple[int, float | None]]:
+    return [(line["step"], line["train/loss"]) for line in read_metrics(Path(run) / "metrics.jsonl") if "lr" in line]

@@ -1,0 +1,1 @@
+"""Forms of files beside plain text: compressed ones, and tables."""

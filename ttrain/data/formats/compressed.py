@@ -1,0 +1,92 @@
+"""Compressed files: which they are by their name, and their bytes unpacked a little at a time."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ttrain.core.errors import DataError
+
+OnBytes = Callable[[bytes], object]
+
+COMPRESSED = (".gz", ".zst")
+_READ_BYTES = 1 << 14  # unpacked at once: 16 MiB of what gzip packs best
+
+
+def is_compressed(file: Path) -> bool:
+    return file.suffix.lower() in COMPRESSED
+
+
+def plain_name(name: str) -> str:
+    """A file's name without the ending of its compression."""
+    return next((name[: -len(ending)] for ending in COMPRESSED if name.lower().endswith(ending)), name)
+
+
+def open_unpacked(file: Path, on_bytes: OnBytes) -> BinaryIO:
+    """A stream of the unpacked bytes of a file; `on_bytes` gets those that are read, as they are packed.
+
+    Reading raises DataError for what can't be unpacked, with a part missing at the end or anything behind it.
+    """
+    return io.BufferedReader(_Unpacked(_chunks(file, _decoder(file), on_bytes)))
+
+
+def missing_library(file: Path, library: str, error: ImportError) -> DataError:
+    """The error for a file that needs a package which is not there, or which does not load."""
+    why = "" if isinstance(error, ModuleNotFoundError) else f" ({str(error).splitlines()[0]})"
+    return DataError(f"data.sources: {file} needs the package {library}{why}: pip install 'ttrain[data]'.")
+
+
+class _Unpacked(io.RawIOBase):
+    """Pieces of bytes as a stream."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._held = chunks, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._held:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._held = memoryview(chunk)
+        count = min(len(buffer), len(self._held))
+        buffer[:count], self._held = self._held[:count], self._held[count:]
+        return count
+
+
+def _decoder(file: Path) -> tuple[Callable[[], Any], type[Exception], str]:
+    """What makes a decompressor of one frame, the error that it raises, and the name of the form."""
+    if file.suffix.lower() == ".gz":
+        return lambda: zlib.decompressobj(wbits=31), zlib.error, "gzip"  # 31: with gzip's header and checksum
+    try:
+        import zstandard
+    except ImportError as error:
+        raise missing_library(file, "zstandard", error) from None
+    return zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError, "zstandard"
+
+
+def _chunks(file: Path, decoder: tuple[Callable[[], Any], type[Exception], str], on_bytes: OnBytes) -> Iterator[bytes]:
+    """A file may be several frames, one behind the other."""
+    make, failure, form = decoder
+    frame, position = make(), 0
+    with open(file, "rb") as stream:
+        while raw := stream.read(_READ_BYTES):
+            on_bytes(raw)
+            position += len(raw)
+            while raw:
+                frame = make() if frame.eof else frame
+                try:
+                    yield frame.decompress(raw)
+                except failure as error:
+                    where = f"somewhere in its first {position} bytes"
+                    raise DataError(
+                        f"data.sources: {file} is not whole or not {form}: {error}, {where}. Pack or fetch it again."
+                    ) from None
+                raw = frame.unused_data
+    if not frame.eof:
+        raise DataError(f"data.sources: {file} is cut off: its {form} does not end. Pack or fetch it again.")

@@ -1,0 +1,150 @@
+"""Rows of Parquet and Arrow files, some at a time, and the folders that the library datasets saves."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ttrain.core.errors import DataError
+from ttrain.data.corpus import READ_BYTES, Listing
+from ttrain.data.formats.compressed import OnBytes, missing_library
+
+TABLES = (".parquet", ".arrow")
+_BATCH_BYTES = 4 << 20  # of a Parquet file's values held at once, unless one row has more
+_BATCH_ROWS = 1024
+_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
+_NAMED_COLUMNS = 8  # most that an error message lists
+
+
+def table_rows(file: Path, text_key: str, chat_key: str, on_bytes: OnBytes) -> Iterator[tuple[int, Any]]:
+    """The rows of a table, counted from 1, each as a record batch of one row with the columns of the two keys.
+
+    `on_bytes` gets all bytes of the file in order, in step with the rows. Raises DataError for a file that is damaged,
+    or has no such column.
+    """
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet  # loaded here, so that a broken one is told alike
+    except ImportError as error:
+        raise missing_library(file, "pyarrow", error) from None
+    number, batches = 0, _parquet if file.suffix.lower() == ".parquet" else _arrow
+    with open(file, "rb") as raw:
+        try:
+            for batch, stop in batches(file, text_key, chat_key):
+                if batches is _arrow:  # its bytes are taken as they are: a wrong offset would end the process
+                    batch.validate(full=True)
+                for index in range(batch.num_rows):
+                    number += 1
+                    yield number, batch.slice(index, 1)
+                _tell(raw, stop, on_bytes)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+            raise DataError(
+                f"data.sources: {file} can't be read behind row {number}: {why}. Fetch or write it again."
+            ) from None
+        _tell(raw, os.fstat(raw.fileno()).st_size, on_bytes)
+
+
+def row_value(row: Any) -> dict[str, Any]:
+    """A row as a dictionary. Raises ValueError for bytes that are not UTF-8 and places that don't exist."""
+    try:
+        return row.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 text: 0x{error.object[error.start]:02x} at byte {error.start + 1}") from None
+    except LookupError as error:
+        raise ValueError(f"is damaged: {error}") from None
+
+
+def saved_dataset(folder: Path, found: Listing) -> Listing:
+    """Of a folder that datasets saved, the files that belong to it; of another folder all that was found.
+
+    Raises DataError for one that holds several splits, or lacks a file.
+    """
+    if (folder / "dataset_dict.json").is_file():
+        splits = ", ".join(str(entry) for entry in sorted(folder.iterdir()) if entry.is_dir())
+        raise DataError(f"data.sources: {folder} holds the splits of a data set. Name those to train on: {splits}.")
+    try:
+        state: Any = json.loads((folder / "state.json").read_text("utf-8"))
+        files = [folder / str(part["filename"]) for part in state["_data_files"]]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return found
+    if missing := [file for file in files if file not in found.files]:
+        raise DataError(f"data.sources: {folder / 'state.json'} names {missing[0]}, which is not there. Save it again.")
+    own = {*files, folder / "state.json", folder / "dataset_info.json"}
+    others = tuple(path for path in (*found.files, *found.others) if path not in own)
+    return Listing(files, found.unfollowed, others)
+
+
+def _parquet(file: Path, text_key: str, chat_key: str) -> Iterator[tuple[Any, int]]:
+    """Batches of a file, and how far in it each lies; a row group is read in several where it is large."""
+    import pyarrow.parquet as pq
+
+    size = file.stat().st_size
+    with pq.ParquetFile(file, buffer_size=READ_BYTES, page_checksum_verification=True) as table:
+        columns = _columns(file, table.schema_arrow, text_key, chat_key)
+        for group in range(table.num_row_groups):
+            told = table.metadata.row_group(group)
+            rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * told.num_rows // max(1, told.total_byte_size)))
+            for batch in table.iter_batches(rows, [group], columns, use_threads=False):
+                yield batch, size * group // table.num_row_groups
+
+
+def _arrow(file: Path, text_key: str, chat_key: str) -> Iterator[tuple[Any, int]]:
+    """Batches of a file in either form of Arrow's, with an index at its end or as a stream."""
+    import pyarrow as pa
+
+    with pa.OSFile(str(file)) as raw:
+        indexed = raw.read(6) == b"ARROW1"
+        raw.seek(0)
+        opened = pa.ipc.open_file if indexed else pa.ipc.open_stream
+        schema = opened(raw).schema
+        columns = _columns(file, schema, text_key, chat_key)
+        raw.seek(0)
+        options = pa.ipc.IpcReadOptions(included_fields=[schema.names.index(name) for name in columns])
+        table = opened(raw, options=options)
+        if indexed:
+            for index in range(table.num_record_batches):
+                yield table.get_batch(index), raw.size() * index // table.num_record_batches
+            return
+        for batch in table:
+            yield batch, raw.tell()
+        left = raw.size() - raw.tell()
+        raw.seek(max(0, raw.tell() - len(_STREAM_END)))
+        if left or raw.read() != _STREAM_END:
+            what = f"{left} bytes follow its end" if left else "is cut off: it has no end mark"
+            raise OSError(what)
+
+
+def _columns(file: Path, schema: Any, text_key: str, chat_key: str) -> list[str]:
+    """The columns to read. Raises DataError where there is none, or the first does not hold what it should."""
+    import pyarrow as pa
+
+    columns = [key for key in dict.fromkeys((text_key, chat_key)) if key in schema.names]
+    if not columns:
+        more = f" and {len(schema.names) - _NAMED_COLUMNS} more" if len(schema.names) > _NAMED_COLUMNS else ""
+        named = ", ".join(schema.names[:_NAMED_COLUMNS]) or "none"
+        raise DataError(
+            f"data.sources: {file} has neither a column {text_key!r} (data.text_key) nor {chat_key!r} (data.chat_key); "
+            f"its columns are {named}{more}."
+        )
+    if twice := [name for name in columns if schema.names.count(name) > 1]:
+        raise DataError(f"data.sources: {file} has the column {twice[0]!r} twice. Rename one.")
+    is_text, kind = columns[0] == text_key, schema.field(columns[0]).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    checks = ("string", "large_string", "string_view") if is_text else ("list", "large_list", "fixed_size_list")
+    if not any(getattr(pa.types, f"is_{check}")(kind) for check in (*checks, "null")):
+        wanted = "text" if is_text else "a list of messages"
+        key = "text_key" if is_text else "chat_key"
+        raise DataError(
+            f"data.sources: column {columns[0]!r} of {file} is {kind}, not {wanted}. data.{key} names the column."
+        )
+    return columns
+
+
+def _tell(raw: Any, stop: int, on_bytes: OnBytes) -> None:
+    """Hand on the bytes up to a position."""
+    while chunk := raw.read(min(READ_BYTES, max(0, stop - raw.tell()))):
+        on_bytes(chunk)
