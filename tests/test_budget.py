@@ -20,11 +20,13 @@ FUNCTION_LINES = 60
 MODULE_LINES = 420
 FOLDER_FILES = 15
 LARGER_FOLDERS = {  # how many each may have: lower a figure when its folder shrinks
+    "tests/models": 16,
     "tests/ttnn": 23,
     "ttrain/bench": 27,
     "ttrain/data": 17,
     "ttrain/device/torch/kernels": 18,
     "ttrain/device/ttnn/kernels": 17,
+    "ttrain/models": 17,
     "ttrain/ops": 20,
 }
 # Lines of code: neither blank, nor comment, nor docstring. To raise one needs a reason in the commit that does.

@@ -135,7 +135,7 @@ def test_all_problems_come_at_once() -> None:
 @pytest.mark.parametrize(
     ("word", "part"),
     [
-        ("model=gpt3", "model=gpt3: no such option. Did you mean 'gpt2'? Valid: agillm, gpt2, mlp, nano-gpt."),
+        ("model=gpt3", "model=gpt3: no such option. Did you mean 'gpt2'? Valid: agillm, gpt2, llama, mlp, nano-gpt."),
         ("logger=null", "logger=null: no such option. Valid: console, jsonl, wandb."),
         ("recipe=none", "recipe=none: no such option."),
         ("+debug=fats", "debug=fats: no such option. Did you mean 'fast'?"),

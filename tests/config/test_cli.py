@@ -115,7 +115,7 @@ def test_help_lists_groups_keys_and_examples(capsys: Any) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     for part in (
-        "model      agillm, gpt2, mlp, [nano-gpt]",
+        "model      agillm, gpt2, llama, mlp, [nano-gpt]",
         "recipe     agillm_large_cpu, ",
         "train.steps=1000",
         "ttrain task=sample",

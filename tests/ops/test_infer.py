@@ -39,7 +39,7 @@ CACHED = [fp32(1, 2, 3, 4), fp32(1, 2, 9, 4), fp32(1, 2, 9, 4), int64(3), int64(
 HEAD = {"smoothing": 0.1, "live": 6, "gradients": True}
 ROUNDED: dict[str, Any] = {"stochastic": (0,), "stream": 0}
 BINARY = ("add", "subtract", "multiply", "divide", "maximum", "greater")
-UNARY = ("exp", "expm1", "log", "sqrt", "sin", "cos", "sigmoid", "erf", "sign", "relu", "tanh")
+UNARY = ("exp", "expm1", "log", "sqrt", "sin", "cos", "sigmoid", "erf", "sign", "relu", "tanh", "silu")
 # (op, inputs, attributes, what the message has to name)
 REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     *((name, [fp32(4, 8), fp32(4, 7)], {}, "broadcast") for name in BINARY),
@@ -47,8 +47,9 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     *((name, [int64(4)], {}, "floating-point") for name in UNARY),
     ("scale", [int64(4)], {"factor": 2.0}, "floating-point"),
     ("gelu", [int64(4)], {"approximate": "none"}, "floating-point"),
-    *((name, [fp32(4), fp32(5)], {}, "equal shapes") for name in ("relu_grad", "tanh_grad")),
+    *((name, [fp32(4), fp32(5)], {}, "equal shapes") for name in ("relu_grad", "tanh_grad", "silu_grad")),
     ("gelu_grad", [fp32(4), fp32(5)], {"approximate": "none"}, "equal shapes"),
+    ("gated_activation", [fp32(4), fp32(5)], {"function": "silu"}, "equal specs"),
     ("cast", [fp32(4)], {"dtype": DType.INT64}, "floating-point"),
     ("reshape", [fp32(4, 3)], {"shape": (5, 2)}, "12 elements"),
     ("copy_reshape", [fp32(4, 3)], {"shape": (5, 2)}, "12 elements"),
@@ -77,6 +78,11 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("layer_norm_grad", [bf16(5, 7), bf16(5, 7), bf16(5), bf16(5), fp32(7), None], {"bias": True}, "fp32[5]"),
     ("layer_norm_grad", [fp32(5, 7), fp32(5, 7), fp32(5), fp32(5), fp32(7), fp32(5)], {"bias": True}, "residual"),
     ("add_layer_norm", [fp32(5, 7), fp32(5, 8), fp32(7), None], {"eps": 1e-5}, "equal specs"),
+    ("rms_norm", [fp32(5, 7), fp32(8)], {"eps": 1e-5}, "[7], the last axis"),
+    ("rms_norm_grad", [fp32(5, 6), fp32(5, 7), fp32(5), fp32(7)], {}, "equal specs"),
+    ("rms_norm_grad", [bf16(5, 7), bf16(5, 7), bf16(5), fp32(7)], {}, "fp32[5]"),
+    ("rotary", [fp32(2, 5, 8), fp32(4, 2), fp32(4, 2)], {"heads": 2}, "[time, pairs]"),
+    ("rotary", [fp32(2, 5, 8), fp32(5, 3), fp32(5, 3)], {"heads": 2}, "at most one pair for two features"),
     ("softmax", [fp32(4, 5)], {"scale": 1.0, "mask": AttentionMask()}, "[..., T, T]"),
     ("softmax", [fp32(4, 4)], {"scale": 1.0, "mask": AttentionMask("pairs", "future")}, "[..., heads, T, T]"),
     ("softmax", [int64(4, 5)], {"scale": 1.0, "mask": AttentionMask("full")}, "floating-point"),

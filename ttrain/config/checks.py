@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from ttrain.bench.settings import ChipBenchConfig
 from ttrain.config.registry import family_that
 from ttrain.config.schema import Config
+from ttrain.core.names import nearest_divisor
 from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, TokensConfig
 from ttrain.device.family import MOCK, family_of
 from ttrain.models.settings import AGILLMConfig, MLPConfig, TransformerConfig
@@ -60,7 +61,7 @@ def data_problems(config: Config, data: BuiltData) -> list[str]:
 def _accumulation_divides_batch(config: Config) -> Iterator[str]:
     size, parts = config.train.batch_size, config.train.accumulation
     if size % parts:
-        yield f"train.accumulation={parts}: must divide train.batch_size={size}. {_nearest_divisor(size, parts)}"
+        yield f"train.accumulation={parts}: must divide train.batch_size={size}. {nearest_divisor(size, parts)}"
 
 
 @check("train", "model")
@@ -142,9 +143,7 @@ def _transformer_size(config: Config) -> Iterator[str]:
     missing = [f"model.{name}" for name in model.size_names() if getattr(sized, name) is None]
     if missing:
         yield f"{', '.join(missing)}: no value. Give one, or take a model.preset: {', '.join(model.presets)}."
-    if sized.width is not None and sized.heads is not None and sized.width % sized.heads:
-        hint = _nearest_divisor(sized.width, sized.heads)
-        yield f"model.heads={sized.heads}: must divide model.width={sized.width}. {hint}"
+    yield from sized.head_problems()
 
 
 @check("model", "data")
@@ -365,13 +364,3 @@ def _sample_mode(config: Config) -> Iterator[str]:
 def _logger(config: Config) -> Iterator[str]:
     if getattr(config.logger, "project", "x") == "":
         yield "logger.project='': must not be empty."
-
-
-def _nearest_divisor(number: int, wanted: int) -> str:
-    """The divisor of `number` that is nearest to `wanted`, as a sentence; empty if none is within reach."""
-    start = min(wanted, number)
-    for distance in range(min(start, 10_000)):
-        for candidate in (start - distance, start + distance):
-            if candidate <= number and number % candidate == 0:
-                return f"Nearest that does: {candidate}."
-    return ""

@@ -10,7 +10,7 @@ from ttrain.core.options import option
 from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, TokensConfig
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
-from ttrain.models.settings import AGILLMConfig, GPTConfig, MLPConfig
+from ttrain.models.settings import AGILLMConfig, GPTConfig, LlamaConfig, MLPConfig
 from ttrain.nn.precision import PrecisionConfig
 from ttrain.optim.settings import AdamWConfig, ScheduleConfig, SGDConfig
 from ttrain.train.settings import LoggerConfig, WandbConfig
@@ -40,6 +40,7 @@ register("task", "doctor", config=TaskConfig, target="ttrain.tasks.doctor:run")
 
 register("model", "mlp", config=MLPConfig, target="ttrain.models.mlp:MLP")
 register("model", "gpt", config=GPTConfig, target="ttrain.models.gpt:GPT")
+register("model", "llama", config=LlamaConfig, target="ttrain.models.llama:Llama")
 register("model", "agillm", config=AGILLMConfig, target="ttrain.models.agillm:AGILLM")
 
 register("engine", "dynamic", config=EngineConfig, target="ttrain.config.build:dynamic_engine")

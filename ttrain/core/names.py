@@ -1,4 +1,4 @@
-"""Nearest valid name for a misspelt one, and line breaks in texts from a command line."""
+"""The valid name or number nearest to a wrong one, and line breaks in texts from a command line."""
 
 from __future__ import annotations
 
@@ -19,3 +19,13 @@ def did_you_mean(given: str, valid: Iterable[str]) -> str:
 def with_line_breaks(text: str) -> str:
     """The text with a line break for each pair of the characters backslash and n: shells and Hydra pass those on."""
     return text.replace("\\n", "\n")
+
+
+def nearest_divisor(number: int, wanted: int) -> str:
+    """The divisor of `number` that is nearest to `wanted`, as a sentence; empty if none is within reach."""
+    start = min(wanted, number)
+    for distance in range(min(start, 10_000)):
+        for candidate in (start - distance, start + distance):
+            if candidate <= number and number % candidate == 0:
+                return f"Nearest that does: {candidate}."
+    return ""

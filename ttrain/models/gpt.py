@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from copy import copy
 from typing import Any
 
 from ttrain import ops
 from ttrain.core.attention_mask import CAUSAL
-from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.spec import DType
 from ttrain.graph import Graph, Value
 from ttrain.models import gpt_weights
-from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED
+from ttrain.models.base import SEED
 from ttrain.models.cache import Caches
+from ttrain.models.decoder import Decoder
 from ttrain.models.settings import GPTConfig
 from ttrain.nn.initialize import Constant, Initializer, Normal
 from ttrain.nn.layers import Dropout, Embedding, LayerNorm, Linear
@@ -81,7 +81,7 @@ class Block(Module):
         return x + self.feed_forward(self.feed_forward_norm(x), seed)
 
 
-class GPT(Module):
+class GPT(Decoder):
     """tokens int64 [B, T] -> loss or logits: learned positions, pre-norm blocks, causal attention.
 
     Starts as nanoGPT does: weights N(0, 0.02), the branches' output projections N(0, 0.02 / sqrt(2 layers)), biases 0,
@@ -104,36 +104,6 @@ class GPT(Module):
         self.head = None if config.tied else _linear(self.width, self.vocabulary, bias=False)
         self.name_parameters()
 
-    def batch_specs(self, rows: int) -> dict[str, TensorSpec]:
-        """`tokens` and `targets`, int64 [rows, length]; a target below zero counts for nothing."""
-        spec = TensorSpec((rows, self.length), DType.INT64)
-        return {"tokens": spec, "targets": spec}
-
-    def at_length(self, length: int) -> GPT:
-        """The same parameters, recorded on sequences of `length` tokens: the first positions serve them."""
-        shorter = copy(self)
-        shorter.length = length
-        return shorter
-
-    def loss(self, graph: Graph, rows: int, training: bool) -> Value:
-        """loss_weight * the sum of the cross-entropies in nats, fp32 []."""
-        hidden = self.hidden(graph, rows, training)
-        targets = ops.reshape(graph.input("targets", self.batch_specs(rows)["targets"]), hidden.shape[:1])
-        weight = graph.input(LOSS_WEIGHT, SCALAR)
-        with graph.scope("loss"):
-            return ops.head_cross_entropy(hidden, self._head(graph), None, targets, weight)[0]
-
-    def logits(self, graph: Graph, rows: int) -> Value:
-        """Scores of the next token, fp32 [1, vocabulary], at step input `position` int64 [] of the rows end to end."""
-        hidden = self.hidden(graph, rows, training=False)
-        position = ops.reshape(graph.input("position", SEED), (1,))
-        with graph.scope("head"):
-            return self.scores(ops.embedding(position, hidden))  # a lookup of one row of the hidden states
-
-    def scores(self, rows: Value) -> Value:
-        """Scores of the token after each of these rows of hidden states: [N, width] -> fp32 [N, vocabulary]."""
-        return ops.cast(ops.linear(rows, self._head(rows.graph)), DType.FP32)
-
     def extend(self, graph: Graph, count: int, mask: str = CAUSAL) -> Value:
         """Hidden states [count, width] of `count` tokens of one text, of which the caches hold what comes before.
 
@@ -151,10 +121,7 @@ class GPT(Module):
         tokens = graph.input("tokens", self.batch_specs(rows)["tokens"])
         with graph.scope("embedding"):
             positions = use(graph, self.positions.weight, self.compute)
-            if self.length < self.context:
-                first = ops.index_select(ops.reshape(positions, (1, *positions.shape)), range(self.length))
-                positions = ops.reshape(first, (self.length, self.width))
-            x = self._dropout(ops.add(self.embedding(tokens, self.compute), positions), seed)
+            x = self._dropout(ops.add(self.embedding(tokens, self.compute), self._first(positions)), seed)
         return ops.reshape(self._blocks(x, seed, training), (rows * self.length, self.width))
 
     def _blocks(self, x: Value, seed: Value | None, training: bool, caches: Caches | None = None) -> Value:
@@ -165,10 +132,6 @@ class GPT(Module):
                 x = block(x, seed, caches)
         with graph.scope("norm"):
             return self.norm(x)
-
-    def _head(self, graph: Graph) -> Value:
-        """Weight [vocabulary, width] of the output head."""
-        return use(graph, self.embedding.weight if self.head is None else self.head.weight, self.compute)
 
     def to_original(self, values: Mapping[str, Any], transposed: bool = False) -> gpt_weights.Weights:
         """Parameters by path -> weights under nanoGPT's names, or with `transposed` in Hugging Face's form."""
@@ -192,6 +155,3 @@ class GPT(Module):
     def from_original(self, weights: Mapping[str, Any], strict: bool = True) -> gpt_weights.Weights:
         """Weights of nanoGPT or of Hugging Face's GPT-2 -> parameters by path; see gpt_weights.from_original."""
         return gpt_weights.from_original(weights, self._specs(), strict)
-
-    def _specs(self) -> dict[str, TensorSpec]:
-        return {path: parameter.spec for path, parameter in self.parameters().items()}

@@ -36,7 +36,7 @@ def differing(said: Mapping[str, Any], config: Any, effects: Collection[str] = F
     the model that is to take the weights, sizes filled in.
     """
     return [
-        f"{key if key in _FIXED else f'model.{key}'}: {said[key]!r} where the weights come from, {new!r} given"
+        f"{f'model.{key}' if hasattr(config, key) else key}: {said[key]!r} where the weights come from, {new!r} given"
         for key, new in _compared(config, effects)
         if key in said and said[key] != new
     ]
@@ -47,4 +47,4 @@ def _compared(config: Any, effects: Collection[str]) -> Iterator[tuple[str, Any]
     for declared in fields(config):
         if declared.name != "name" and declared.metadata.get("changes", "function") in effects:
             yield declared.name, getattr(config, declared.name)
-    yield from _FIXED.items()
+    yield from ((key, value) for key, value in _FIXED.items() if not hasattr(config, key))

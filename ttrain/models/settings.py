@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from ttrain.core.errors import ConfigError
-from ttrain.core.names import did_you_mean
+from ttrain.core.names import did_you_mean, nearest_divisor
 from ttrain.core.options import option
-from ttrain.models.presets import AGILLM_PRESETS, GPT_PRESETS, Preset
+from ttrain.models.presets import AGILLM_PRESETS, GPT_PRESETS, LLAMA_PRESETS, Preset
 
-ACTIVATIONS = ("gelu_tanh", "gelu", "relu", "tanh")
-_SIZES = ("layers", "heads", "width", "rank", "context")  # of those, the ones that a model has
+_SIZES = ("layers", "heads", "width", "rank", "hidden", "context")  # of those, the ones that a model has
+ACTIVATIONS = ("gelu_tanh", "gelu", "relu", "tanh", "silu")
 
 
 @dataclass
@@ -30,9 +30,13 @@ class MLPConfig:
 
 @dataclass
 class TransformerConfig:
-    """Sizes that every transformer has. Those left null are the preset's; `presets` holds its numbers by name."""
+    """Sizes that every transformer has. What is left null is the preset's, or else that of `defaults`.
+
+    `presets` holds the values of each preset by its name.
+    """
 
     presets: ClassVar[Mapping[str, Preset]] = {}
+    defaults: ClassVar[Preset] = {}
 
     name: str = option("", "registered name of the model")
     preset: str | None = option(None, "named size whose numbers fill every field left null", changes="nothing")
@@ -50,10 +54,18 @@ class TransformerConfig:
         return [name for name in _SIZES if name in declared]
 
     def resolved(self) -> Self:
-        """With the preset's numbers in every size left null; a null vocabulary stays, it is the tokenizer's."""
-        numbers: dict[str, Any] = self.presets[self.preset] if self.preset is not None else {}
-        missing = {name: numbers[name] for name in self.size_names() if name in numbers and getattr(self, name) is None}
-        return replace(self, **missing)
+        """With the preset's values, else the defaults, in every field left null.
+
+        A null vocabulary stays, it is the tokenizer's.
+        """
+        values = {**self.defaults, **(self.presets[self.preset] if self.preset is not None else {})}
+        return replace(self, **{name: value for name, value in values.items() if getattr(self, name) is None})
+
+    def head_problems(self) -> Iterator[str]:
+        """What is wrong with the heads, where sizes are filled in."""
+        if self.width is not None and self.heads is not None and self.width % self.heads:
+            hint = nearest_divisor(self.width, self.heads)
+            yield f"model.heads={self.heads}: must divide model.width={self.width}. {hint}"
 
     def required_sizes(self) -> tuple[int, ...]:
         """Numbers of `size_names`, then the vocabulary. Raises ConfigError for an unknown preset or impossible size."""
@@ -62,12 +74,9 @@ class TransformerConfig:
         sized = self.resolved()
         names = (*self.size_names(), "vocabulary")
         problems = [f"model.{name}: no value. Give a number." for name in names if getattr(sized, name) is None]
-        if problems:
+        if problems := problems or list(sized.head_problems()):
             raise ConfigError(problems)
-        numbers = {name: int(getattr(sized, name)) for name in names}
-        if numbers["width"] % numbers["heads"]:
-            raise ConfigError(f"model.heads={sized.heads}: must divide model.width={sized.width}.")
-        return tuple(numbers.values())
+        return tuple(int(getattr(sized, name)) for name in names)
 
 
 @dataclass
@@ -90,6 +99,97 @@ class GPTConfig(TransformerConfig):
     recompute: str = option(
         "none", "what backward computes again instead of keeping", choices=("none", "block"), changes="nothing"
     )
+
+
+@dataclass
+class LlamaConfig(TransformerConfig):
+    """The decoder of Llama, Mistral, Qwen2, Qwen3, SmolLM2 and others: rotary positions, RMS norms, a gated branch.
+
+    Heads of keys and values may be fewer than those of queries, and any width.
+    """
+
+    presets = LLAMA_PRESETS
+    defaults = {
+        "tied": True, "norm_eps": 1e-5, "qkv_bias": False, "qk_norm": False, "rotary_base": 1e4,
+        "rotary_scaling": "none",
+    }  # fmt: skip
+
+    name: str = option("llama", "registered name of the model")
+    heads: int | None = option(
+        None, "attention heads per block; must divide width unless head_width is given", minimum=1
+    )
+    hidden: int | None = option(None, "features inside the feed-forward branch", minimum=1, changes="shape")
+    kv_heads: int | None = option(
+        None,
+        "heads of keys and values, each read by heads / kv_heads heads of queries (Ainslie et al., 2023); null: the "
+        "preset's, else heads",
+        minimum=1,
+        changes="shape",
+    )
+    head_width: int | None = option(
+        None, "features of each head; null: the preset's, else width / heads", minimum=1, changes="shape"
+    )
+    activation: str = option(
+        "silu", "function of the gate in the feed-forward branch; silu: SwiGLU, gelu: GeGLU", choices=ACTIVATIONS
+    )
+    tied: bool | None = option(
+        None, "whether the output head shares the token embedding's weight; null: the preset's, else true"
+    )
+    qkv_bias: bool | None = option(
+        None, "whether queries, keys and values have a bias; null: the preset's, else false", changes="shape"
+    )
+    projection_bias: bool = option(False, "whether the attention's output projection has a bias", changes="shape")
+    feed_forward_bias: bool = option(False, "whether the layers of the feed-forward branch have one", changes="shape")
+    qk_norm: bool | None = option(
+        None,
+        "whether each head of queries and keys has an RMS norm before it is rotated; null: the preset's, else false",
+        changes="shape",
+    )
+    norm_eps: float | None = option(
+        None, "added to the mean square in every norm; null: the preset's, else 1e-5", minimum=0
+    )
+    window: int | None = option(
+        None, "a token sees so many tokens, itself and those right before it; null: all before it", minimum=1
+    )
+    logit_cap: float | None = option(
+        None, "logits become cap tanh(logits / cap), so none is larger; null leaves them alone", above=0
+    )
+    rotary_base: float | None = option(
+        None, "base of the wavelengths of rotary positions; null: the preset's, else 10000", above=0
+    )
+    rotary_share: float = option(
+        1.0, "share of each head's features that is rotated, the first ones", above=0, maximum=1
+    )
+    rotary_scaling: str | None = option(
+        None,
+        "how wavelengths are stretched; linear: all by rotary_factor; llama3: those longer than "
+        "rotary_context / rotary_low by rotary_factor, those shorter than rotary_context / rotary_high not, smoothly "
+        "in between; null: the preset's, else none",
+        choices=("none", "linear", "llama3"),
+    )
+    rotary_factor: float = option(32.0, "how much rotary_scaling stretches", minimum=1)
+    rotary_low: float = option(1.0, "wavelengths in rotary_context up to which llama3 stretches in full", above=0)
+    rotary_high: float = option(4.0, "wavelengths in rotary_context from which on llama3 stretches nothing", above=0)
+    rotary_context: int = option(8192, "tokens that the model of rotary_scaling=llama3 was first trained on", minimum=1)
+    dropout: float = option(0.0, "probability of zeroing an attention weight", minimum=0, below=1, changes="nothing")
+    recompute: str = option(
+        "none", "what backward computes again instead of keeping", choices=("none", "block"), changes="nothing"
+    )
+
+    def resolved(self) -> Self:
+        """Likewise, and as many heads of keys as of queries, together as wide as the stream, where nothing is said."""
+        sized = super().resolved()
+        kv_heads, head_width = sized.kv_heads or sized.heads, sized.head_width
+        if head_width is None and sized.width is not None and sized.heads and sized.width % sized.heads == 0:
+            head_width = sized.width // sized.heads
+        return replace(sized, kv_heads=kv_heads, head_width=head_width)
+
+    def head_problems(self) -> Iterator[str]:
+        if self.head_width is None:
+            yield from super().head_problems()
+        if self.heads is not None and self.kv_heads is not None and self.heads % self.kv_heads:
+            hint = nearest_divisor(self.heads, self.kv_heads)
+            yield f"model.kv_heads={self.kv_heads}: must divide model.heads={self.heads}. {hint}"
 
 
 @dataclass

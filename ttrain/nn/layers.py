@@ -52,6 +52,17 @@ class LayerNorm(Module):
         return ops.layer_norm(x, use(graph, self.weight, compute), bias, self._eps)
 
 
+class RMSNorm(Module):
+    """RMS norm over the last axis of x [..., width]; the weight as in LayerNorm."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        self.weight = Parameter((width,), Constant(1.0), follows_compute=False)
+        self._eps = eps
+
+    def __call__(self, x: Value) -> Value:
+        return ops.rms_norm(x, use(x.graph, self.weight, x.spec.dtype), self._eps)
+
+
 class Embedding(Module):
     """y[..., :] = weight[ids[...], :]: ids int64 [...] -> y [..., width], weight [count, width]."""
 

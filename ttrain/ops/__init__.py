@@ -3,7 +3,7 @@
 Importing this package fills the registry; the functions here record nodes into the graph of their inputs.
 """
 
-from ttrain.ops.activation import activation, gelu
+from ttrain.ops.activation import activation, gated_activation, gelu
 from ttrain.ops.attention import attention
 from ttrain.ops.cache import cache_write, cached_attention
 from ttrain.ops.collective import all_reduce, all_reduce_state
@@ -35,10 +35,11 @@ from ttrain.ops.heads import head_matmul
 from ttrain.ops.layout import expand, index_put, index_select, merge_heads, reshape, split_heads, transpose
 from ttrain.ops.loss import cross_entropy, head_cross_entropy, squared_error
 from ttrain.ops.matmul import linear, matmul
-from ttrain.ops.norm import layer_norm
+from ttrain.ops.norm import layer_norm, rms_norm
 from ttrain.ops.program import step
 from ttrain.ops.random import dropout
 from ttrain.ops.reduce import amax, global_norm, mean, reduce_sum
+from ttrain.ops.rotary import rotary
 from ttrain.ops.softmax import softmax
 from ttrain.ops.update import Rule, accumulate, assign, clip_factor, update
 
@@ -73,6 +74,7 @@ __all__ = [
     "exp",
     "expand",
     "full",
+    "gated_activation",
     "gelu",
     "global_norm",
     "head_cross_entropy",
@@ -90,6 +92,8 @@ __all__ = [
     "relu",
     "reduce_sum",
     "reshape",
+    "rms_norm",
+    "rotary",
     "scale",
     "softmax",
     "split_heads",

@@ -9,7 +9,7 @@ from ttrain.graph.case import Case
 from ttrain.graph.composite import cases, composite, require
 from ttrain.graph.graph import Node, Value
 from ttrain.ops.common import PLAIN_SHAPES
-from ttrain.ops.elementwise import erf, exp, full, greater, tanh
+from ttrain.ops.elementwise import erf, exp, full, greater, sigmoid, tanh
 
 GELU_FORMS = ("none", "tanh")
 _SLOPE, _CUBIC = math.sqrt(2 / math.pi), 0.044715  # of the tanh form
@@ -45,6 +45,25 @@ def gelu_grad(dy: Value, saved: Value, approximate: str) -> Value:
     return dy * (0.5 * (erf(math.sqrt(0.5) * x) + 1.0) + x * phi)
 
 
+@composite(elementwise=True, cheap=True)
+def silu(x: Value) -> Value:
+    """y = x sigmoid(x) (Hendrycks and Gimpel, 2016; Ramachandran et al., 2017)."""
+    return x * sigmoid(x)
+
+
+@silu.gradient
+def _(node: Node, dy: Value) -> Sequence[Value]:
+    return [silu_grad(dy, node.input("x"))]
+
+
+@composite(outputs=("dx",), elementwise=True, differentiable=False)
+def silu_grad(dy: Value, saved: Value) -> Value:
+    """dx = dy s (1 + x (1 - s)) with s = sigmoid(x), for the saved input x."""
+    _same_shape("silu_grad", dy, saved)
+    s = sigmoid(saved)
+    return dy * s * (saved * (1.0 - s) + 1.0)
+
+
 @composite(outputs=("dx",), elementwise=True, differentiable=False)
 def relu_grad(dy: Value, saved: Value) -> Value:
     """dx = dy where the saved output y > 0, else 0."""
@@ -62,13 +81,27 @@ def tanh_grad(dy: Value, saved: Value) -> Value:
 for _shape in PLAIN_SHAPES:
     cases(relu_grad, Case((_shape, _shape)))
     cases(tanh_grad, Case((_shape, _shape)))
+    cases(silu, Case((_shape,)))
+    cases(silu_grad, Case((_shape, _shape)))
     for _form in GELU_FORMS:
         cases(gelu, Case((_shape,), {"approximate": _form}))
         cases(gelu_grad, Case((_shape, _shape), {"approximate": _form}))
 
 
 def activation(x: Value, name: str) -> Value:
-    """An activation by its config name: relu, tanh, gelu (exact) or gelu_tanh."""
+    """An activation by its config name: relu, tanh, silu, gelu (exact) or gelu_tanh."""
     if name in ("gelu", "gelu_tanh"):
         return gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
     return x.graph.apply(name, x)
+
+
+@composite(elementwise=True, cheap=True)
+def gated_activation(gate: Value, up: Value, function: str) -> Value:
+    """y = f(gate) * up for an activation f by its config name: SwiGLU with silu, GeGLU with gelu (Shazeer, 2020)."""
+    require(gate.spec == up.spec, "gated_activation", f"{gate.spec} and {up.spec}", "equal specs")
+    return activation(gate, function) * up
+
+
+for _shape in PLAIN_SHAPES:
+    for _function in ("silu", "gelu", "relu"):
+        cases(gated_activation, Case((_shape, _shape), {"function": _function}))

@@ -96,7 +96,41 @@ def add_layer_norm(
     return total, *_layer_norm(total, weight, bias, eps)
 
 
+@composite(name="rms_norm", outputs=("y", "rstd"), cheap=True)
+def _rms_norm(x: Value, weight: Value, eps: float) -> tuple[Value, Value]:
+    """y = x rstd * weight over the last axis of x [..., C] (Zhang and Sennrich, 2019); weight [C].
+
+    rstd = 1 / sqrt(mean(x^2) + eps) is [...], fp32 at least.
+    """
+    _check("rms_norm", x, weight, None)
+    wide = cast(x, x.spec.dtype.wide)
+    rstd = 1.0 / sqrt(_mean(wide * wide) + eps)  # [..., 1]
+    return cast(wide * rstd * cast(weight, wide.spec.dtype), x.spec.dtype), reshape(rstd, x.shape[:-1])
+
+
+@_rms_norm.gradient
+def _(node: Node, dy: Value, rstd: None) -> Sequence[Value | None]:
+    return rms_norm_grad(dy, node.input("x"), node.outputs[1], node.input("weight"))
+
+
+@composite(outputs=("dx", "dweight"), wide=("rstd",), differentiable=False)
+def rms_norm_grad(dy: Value, x: Value, rstd: Value, weight: Value) -> tuple[Value, Value]:
+    """Gradients of an RMS norm from its input and rstd."""
+    wide, name = x.spec.dtype.wide, "rms_norm_grad"
+    require(dy.spec == x.spec, name, f"dy {dy.spec} and x {x.spec}", "equal specs")
+    statistic = TensorSpec(x.shape[:-1], wide)
+    require(rstd.spec == statistic, name, f"rstd {rstd.spec}", f"{statistic} for {x.spec}")
+    rstd = reshape(rstd, (*x.shape[:-1], 1))
+    normal, given = cast(x, wide) * rstd, cast(dy, wide)
+    scaled = given * cast(weight, wide)
+    dx = rstd * (scaled - normal * _mean(scaled * normal))
+    dweight = reduce_sum(given * normal, range(x.spec.rank - 1))
+    return cast(dx, x.spec.dtype), cast(dweight, weight.spec.dtype)
+
+
 for _s in _SHAPES:
+    cases(_rms_norm, Case((_s, _s[-1:]), {"eps": 1e-5}))
+    cases(rms_norm_grad, Case((_s, _s, _s[:-1], _s[-1:]), positive=("rstd",)))
     for _b in (None, _s[-1:]):
         cases(_layer_norm, Case((_s, _s[-1:], _b), {"eps": 1e-5}))
         cases(add_layer_norm, Case((_s, _s, _s[-1:], _b), {"eps": 1e-5}))
@@ -108,3 +142,8 @@ for _s in _SHAPES:
 def layer_norm(x: Value, weight: Value, bias: Value | None, eps: float = 1e-5) -> Value:
     """Layer norm over the last axis of x [..., C]; weight and bias [C]."""
     return _layer_norm(x, weight, bias, eps)[0]
+
+
+def rms_norm(x: Value, weight: Value, eps: float = 1e-5) -> Value:
+    """RMS norm over the last axis of x [..., C]; weight [C]."""
+    return _rms_norm(x, weight, eps)[0]

@@ -142,6 +142,10 @@ def _tanh_grad(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attrib
     return partial(aten.tanh_backward.grad_input, dy, y, grad_input=outs[0])
 
 
+def _silu_grad(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+    return partial(aten.silu_backward.grad_input, *ins, grad_input=outs[0])
+
+
 def _cast(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
     return copying(outs[0], ins[0])
 
@@ -155,6 +159,8 @@ def table(context: Context) -> dict[str, Kernel]:
     return {
         **{name: _function(function) for name, function in FUNCTIONS.items()},
         "gelu": _gelu(context),
+        "silu": _function(aten.silu.out),
+        "silu_grad": into(_silu_grad),
         "scale": into(_scale),
         "relu_grad": into(_relu_grad),
         "tanh_grad": into(_tanh_grad),

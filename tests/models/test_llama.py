@@ -1,0 +1,162 @@
+"""The decoder of Llama and its kin against Transformers: the same weights and batches, every number compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models.session import Session, relative_error, token_batch
+from tests.models.test_golden_gpt import nanogpt_rate
+from ttrain import ops
+from ttrain.core.errors import ConfigError
+from ttrain.models.llama import Llama
+from ttrain.models.llama_weights import from_transformers, to_transformers
+from ttrain.models.presets import LLAMA_PRESETS
+from ttrain.models.settings import LlamaConfig
+from ttrain.nn.module import use
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.groups import learning_rates
+from ttrain.optim.schedules import cosine
+from ttrain.optim.settings import AdamWConfig, ScheduleConfig
+
+VOCABULARIES = {"SmolLM2": 49152, "TinyLlama": 32000, "Llama-3.2": 128256, "Qwen": 151936}
+COUNTS = {
+    "SmolLM2-135M": 134_515_008,
+    "SmolLM2-360M": 361_821_120,
+    "SmolLM2-1.7B": 1_711_376_384,
+    "TinyLlama-1.1B": 1_100_048_384,
+    "Llama-3.2-1B": 1_235_814_400,
+    "Llama-3.2-3B": 3_212_749_824,
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen3-0.6B": 596_049_920,
+}
+CONTEXT, VOCABULARY, ROWS, STEPS = 24, 61, 3, 20
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu_pytorch_tanh"}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e3, "factor": 2.0}}),
+    "mistral": ("Mistral", {"sliding_window": 5, "head_dim": 12}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 16, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+}
+
+
+def pair(variant: str, **changes: Any) -> tuple[Llama, Any]:
+    """Our model, and Transformers' of the same config with random weights."""
+    transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
+    family, options = VARIANTS[variant]
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **options}, attn_implementation="eager")
+    torch.manual_seed(0)
+    plain = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():  # which start small, biases and norms at a constant
+            parameter.add_(torch.randn_like(parameter) * 0.1 if "norm" in name or "bias" in name else parameter * 3)
+    return Llama(LlamaConfig(**from_transformers(config.to_dict()), **changes)), plain
+
+
+def arrays(model: Llama, weights: Any) -> dict[str, np.ndarray]:
+    """Transformers' weights or gradients by our paths."""
+    given = {name: value for name, value in weights.items() if not (model.config.tied and name == "lm_head.weight")}
+    return {path: value.detach().numpy() for path, value in model.from_original(given).items()}
+
+
+def session(model: Llama, plain: Any, engine: str, optimizer: AdamWConfig) -> Session:
+    return Session(model, AdamW(optimizer), ROWS, engine=engine, values=arrays(model, plain.state_dict()))
+
+
+def loss_of(plain: Any, batch: dict[str, np.ndarray]) -> torch.Tensor:
+    logits = plain(torch.from_numpy(batch["tokens"])).logits
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), torch.from_numpy(batch["targets"]).flatten(), ignore_index=-1
+    )
+
+
+@pytest.mark.parametrize("preset", COUNTS)
+def test_presets_have_the_published_number_of_parameters(preset: str) -> None:
+    vocabulary = next(count for name, count in VOCABULARIES.items() if preset.startswith(name))
+    assert Llama(LlamaConfig(preset=preset, vocabulary=vocabulary)).parameter_count == COUNTS[preset]
+
+
+def test_the_smallest_preset_has_about_a_million_parameters() -> None:
+    assert Llama(LlamaConfig(preset="tiny", vocabulary=100)).parameter_count == pytest.approx(1e6, rel=0.02)
+    assert LLAMA_PRESETS.keys() == {"tiny", *COUNTS}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_loss_and_every_gradient_are_those_of_transformers(variant: str) -> None:
+    model, plain = pair(variant)
+    batch = token_batch(VOCABULARY, ROWS, CONTEXT, 0, masked=3)
+    expected = plain(torch.from_numpy(batch["tokens"])).logits.detach().flatten(0, 1).numpy()
+    loss = loss_of(plain, batch)
+    loss.backward()
+    gradients = arrays(model, {name: parameter.grad for name, parameter in plain.named_parameters()})
+
+    def trace(graph: Any) -> None:
+        head = model.embedding.weight if model.head is None else model.head.weight
+        graph.output("logits", ops.linear(model.hidden(graph, ROWS, False), use(graph, head, model.compute)))
+
+    for engine in ("dynamic", "static"):
+        ours = session(model, plain, engine, AdamWConfig(clip_norm=None))
+        assert np.abs(ours.run(trace, {"tokens": batch["tokens"]})["logits"] - expected).max() < 1e-4
+        assert ours.train(batch, 1, {"lr": 0.0})["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        for path, gradient in gradients.items():
+            assert relative_error(ours.state.read(f"{path}/gradient"), gradient) < 1e-4, path
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_twenty_steps_are_those_of_transformers(variant: str) -> None:
+    model, plain = pair(variant)
+    config = AdamWConfig(lr=3e-3, weight_decay=0.1, clip_norm=0.5, betas=[0.9, 0.95])
+    rates = learning_rates(model.parameters(), config, cosine(ScheduleConfig(warmup=5, final=0.1), STEPS))
+    ours = session(model, plain, "static", config)
+    matrices, vectors = ([p for p in plain.parameters() if (p.dim() > 1) is whether] for whether in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    for step in range(1, STEPS + 1):
+        batch = token_batch(VOCABULARY, ROWS, CONTEXT, step % 5, masked=step % 3)
+        for group in optimizer.param_groups:
+            group["lr"] = nanogpt_rate(step, 3e-3, 5, STEPS, 3e-4)
+        loss = loss_of(plain, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        assert abs(ours.train(batch, step, rates(step))["loss"] - loss.item()) < 1e-5 * loss.item(), step
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_configs_and_names_go_to_transformers_and_back(variant: str) -> None:
+    model, plain = pair(variant)
+    made = to_transformers(model.config)
+    assert made["architectures"] == [type(plain).__name__]
+    assert from_transformers(made) == from_transformers(plain.config.to_dict())
+    names = set(plain.state_dict()) - ({"lm_head.weight"} if model.config.tied else set())
+    assert set(model.to_original(model.parameters())) == names
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gemma2"}, "model_type=gemma2: model=llama reads llama, mistral, qwen2, qwen3"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type=yarn"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+            "1 of 2 layers",
+        ),
+    ],
+)
+def test_a_config_that_this_model_has_not_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_transformers({"model_type": "llama", **SIZES, **change})

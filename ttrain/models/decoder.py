@@ -1,0 +1,83 @@
+"""What models that predict the next token from all before it have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from typing import Any, TypeVar
+
+from ttrain import ops
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.graph import Graph, Value
+from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED
+from ttrain.nn.layers import Embedding, Linear
+from ttrain.nn.module import Module, use
+
+Own = TypeVar("Own", bound="Decoder")
+
+
+class Decoder(Module):
+    """tokens int64 [B, T] -> loss or logits. A model records `hidden`; the head may be the embedding's weight."""
+
+    config: Any
+    compute: DType
+    embedding: Embedding
+    head: Linear | None
+    width: int
+    context: int  # longest text
+    length: int  # of the sequences of a batch
+    logit_cap: float | None = None  # logits become cap * tanh(logits / cap)
+
+    def hidden(self, graph: Graph, rows: int, training: bool) -> Value:
+        """What the head reads: [rows * length, width] in the compute dtype."""
+        raise NotImplementedError
+
+    def batch_specs(self, rows: int) -> dict[str, TensorSpec]:
+        """`tokens` and `targets`, int64 [rows, length]; a target below zero counts for nothing."""
+        spec = TensorSpec((rows, self.length), DType.INT64)
+        return {"tokens": spec, "targets": spec}
+
+    def at_length(self: Own, length: int) -> Own:
+        """The same parameters, recorded on sequences of `length` tokens: the first positions serve them."""
+        shorter = copy(self)
+        shorter.length = length
+        return shorter
+
+    def loss(self, graph: Graph, rows: int, training: bool) -> Value:
+        """loss_weight * the sum of the cross-entropies in nats, fp32 []."""
+        hidden = self.hidden(graph, rows, training)
+        targets = ops.reshape(graph.input("targets", self.batch_specs(rows)["targets"]), hidden.shape[:1])
+        weight = graph.input(LOSS_WEIGHT, SCALAR)
+        with graph.scope("loss"):
+            if self.logit_cap is None:
+                return ops.head_cross_entropy(hidden, self._head(graph), None, targets, weight)[0]
+            return ops.cross_entropy(self._capped(ops.linear(hidden, self._head(graph))), targets, weight)
+
+    def logits(self, graph: Graph, rows: int) -> Value:
+        """Scores of the next token, fp32 [1, vocabulary], at step input `position` int64 [] of the rows end to end."""
+        hidden = self.hidden(graph, rows, training=False)
+        position = ops.reshape(graph.input("position", SEED), (1,))
+        with graph.scope("head"):
+            return self.scores(ops.embedding(position, hidden))  # a lookup of one row of the hidden states
+
+    def scores(self, rows: Value) -> Value:
+        """Scores of the token after each of these rows of hidden states: [N, width] -> fp32 [N, vocabulary]."""
+        return self._capped(ops.cast(ops.linear(rows, self._head(rows.graph)), DType.FP32))
+
+    def _capped(self, logits: Value) -> Value:
+        cap = self.logit_cap
+        return logits if cap is None else cap * ops.tanh(logits * (1 / cap))
+
+    def _first(self, table: Value) -> Value:
+        """Rows of a table [context, n] for the places of a batch's sequences."""
+        if self.length == self.context:
+            return table
+        rows = ops.index_select(ops.reshape(table, (1, *table.shape)), range(self.length))
+        return ops.reshape(rows, (self.length, *table.shape[1:]))
+
+    def _head(self, graph: Graph) -> Value:
+        """Weight [vocabulary, width] of the output head."""
+        return use(graph, self.embedding.weight if self.head is None else self.head.weight, self.compute)
+
+    def _specs(self) -> Mapping[str, TensorSpec]:
+        return {path: parameter.spec for path, parameter in self.parameters().items()}

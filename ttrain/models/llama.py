@@ -1,0 +1,183 @@
+"""The decoder of Llama (Touvron et al., 2023) and of those built like it: Mistral, Qwen2, Qwen3, SmolLM2.
+
+Rotary positions, an RMS norm before each branch, a gated feed-forward branch, and heads of queries that share keys and
+values. What tells one maker's models from another's are settings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ttrain import ops
+from ttrain.core.errors import ConfigError
+from ttrain.core.spec import DType
+from ttrain.graph import Graph, Value
+from ttrain.models import llama_weights
+from ttrain.models.base import SEED
+from ttrain.models.decoder import Decoder
+from ttrain.models.settings import LlamaConfig
+from ttrain.nn.initialize import Constant, Normal
+from ttrain.nn.layers import Embedding, Linear, RMSNorm
+from ttrain.nn.module import Buffer, Module, use_buffer
+
+STD = 0.02  # of every weight at the start; output projections of the two branches start 1/sqrt(2 layers) smaller
+Angles = tuple[Value, Value]  # cos and sin [T, R] of the places of T tokens
+
+
+def frequencies(config: LlamaConfig, pairs: int) -> NDArray[np.float32]:
+    """Radians by which each of R pairs of features is turned per position, fp32 [R]."""
+    assert config.rotary_base is not None
+    exponents = np.arange(pairs, dtype=np.float32) / np.float32(pairs)
+    plain: NDArray[np.float32] = np.float32(1) / np.float32(config.rotary_base) ** exponents
+    if config.rotary_scaling == "none":
+        return plain
+    kept = np.zeros_like(plain)  # share that is not stretched
+    if config.rotary_scaling == "llama3":
+        turns = config.rotary_context * plain / (2 * np.pi)
+        kept = np.clip((turns - config.rotary_low) / (config.rotary_high - config.rotary_low), 0, 1).astype(np.float32)
+    return plain * (kept + (1 - kept) / np.float32(config.rotary_factor))
+
+
+def _linear(inputs: int, outputs: int, bias: bool | None, std: float = STD) -> Linear:
+    return Linear(inputs, outputs, bool(bias), Normal(std), Constant(0.0))
+
+
+class Rotary(Module):
+    """Tables of the angles' cos and sin, fp32 [context, R] for the R pairs of features that are turned."""
+
+    def __init__(self, config: LlamaConfig, pairs: int, context: int) -> None:
+        def table(function: Callable[[Any], Any]) -> Buffer:
+            def values(shape: tuple[int, ...]) -> Any:
+                angles = np.arange(shape[0], dtype=np.float32)[:, None] * frequencies(config, pairs)
+                return function(angles.astype(np.float64))
+
+            return Buffer((context, pairs), values)
+
+        self.cos, self.sin = table(np.cos), table(np.sin)
+
+    def __call__(self, graph: Graph, rows: Callable[[Value], Value]) -> Angles:
+        """What `rows` picks of both tables."""
+        return rows(use_buffer(graph, self.cos)), rows(use_buffer(graph, self.sin))
+
+
+class Attention(Module):
+    """Causal self-attention of grouped heads: y [B, T, C] -> branch [B, T, C]."""
+
+    def __init__(self, config: LlamaConfig, width: int, heads: int, residual_std: float, stream: int) -> None:
+        assert config.kv_heads is not None and config.head_width is not None and config.norm_eps is not None
+        self.query = _linear(width, heads * config.head_width, config.qkv_bias)
+        self.key, self.value = (_linear(width, config.kv_heads * config.head_width, config.qkv_bias) for _ in range(2))
+        self.projection = _linear(heads * config.head_width, width, config.projection_bias, residual_std)
+        norms = [RMSNorm(config.head_width, config.norm_eps) if config.qk_norm else None for _ in range(2)]
+        self.query_norm, self.key_norm = norms
+        self._heads, self._kv_heads, self._width = heads, config.kv_heads, config.head_width
+        self._window, self._p, self._stream = config.window, config.dropout, stream
+
+    def __call__(self, y: Value, angles: Angles, seed: Value | None) -> Value:
+        q = self._placed(self.query(y), self.query_norm, self._heads, angles)
+        k = self._placed(self.key(y), self.key_norm, self._kv_heads, angles)
+        p = 0.0 if seed is None else self._p
+        heads: dict[str, Any] = {"heads": self._heads, "kv_heads": self._kv_heads, "window": self._window}
+        return self.projection(ops.attention(q, k, self.value(y), seed=seed, p=p, stream=self._stream, **heads))
+
+    def _placed(self, x: Value, norm: RMSNorm | None, heads: int, angles: Angles) -> Value:
+        """Queries or keys [B, T, heads * width], each head normed and turned by the place of its token."""
+        if norm is not None:
+            x = ops.reshape(norm(ops.reshape(x, (*x.shape[:2], heads, self._width))), x.shape)
+        return ops.rotary(x, *angles, heads)
+
+
+class FeedForward(Module):
+    """down(f(gate(y)) * up(y)): y [B, T, C] -> branch [B, T, C]."""
+
+    def __init__(self, config: LlamaConfig, width: int, hidden: int, residual_std: float) -> None:
+        self.gate, self.up = (_linear(width, hidden, config.feed_forward_bias) for _ in range(2))
+        self.down = _linear(hidden, width, config.feed_forward_bias, residual_std)
+        self._activation = config.activation
+
+    def __call__(self, y: Value) -> Value:
+        return self.down(ops.gated_activation(self.gate(y), self.up(y), self._activation))
+
+
+class Block(Module):
+    """Two branches around the residual stream, each reading an RMS norm of it."""
+
+    def __init__(self, config: LlamaConfig, width: int, heads: int, hidden: int, std: float, stream: int) -> None:
+        assert config.norm_eps is not None
+        self.attention_norm = RMSNorm(width, config.norm_eps)
+        self.attention = Attention(config, width, heads, std, stream)
+        self.feed_forward_norm = RMSNorm(width, config.norm_eps)
+        self.feed_forward = FeedForward(config, width, hidden, std)
+
+    def __call__(self, x: Value, angles: Angles, seed: Value | None) -> Value:
+        """Residual stream x [B, T, C] -> [B, T, C]."""
+        x = x + self.attention(self.attention_norm(x), angles, seed)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Llama(Decoder):
+    """tokens int64 [B, T] -> loss or logits.
+
+    Starts with weights N(0, 0.02), the branches' output projections N(0, 0.02 / sqrt(2 layers)), biases 0, norms 1.
+    Raises ConfigError where a size or the vocabulary is missing, or heads do not divide as they must.
+    """
+
+    def __init__(self, config: LlamaConfig, compute: DType = DType.FP32) -> None:
+        self.layers, self.heads, self.width, self.hidden_width, self.context, self.vocabulary = config.required_sizes()
+        config = config.resolved()
+        self.config, self.compute, self.length, self.logit_cap = config, compute, self.context, config.logit_cap
+        residual_std = STD / math.sqrt(2 * self.layers)
+        assert config.head_width is not None and config.norm_eps is not None
+        self.embedding = Embedding(self.vocabulary, self.width, Normal(STD))
+        self.rotary = Rotary(config, _pairs(config, config.head_width), self.context)
+        self.blocks = [
+            Block(config, self.width, self.heads, self.hidden_width, residual_std, stream=index)
+            for index in range(self.layers)
+        ]
+        self.norm = RMSNorm(self.width, config.norm_eps)
+        self.head = None if config.tied else _linear(self.width, self.vocabulary, bias=False)
+        self.name_parameters()
+
+    def hidden(self, graph: Graph, rows: int, training: bool) -> Value:
+        """What the head reads: the last norm's output [rows * length, width] in the compute dtype."""
+        seed = graph.input("seed", SEED) if training and self.config.dropout else None
+        tokens = graph.input("tokens", self.batch_specs(rows)["tokens"])
+        with graph.scope("embedding"):
+            x, angles = self.embedding(tokens, self.compute), self.rotary(graph, self._first)
+        for index, block in enumerate(self.blocks):
+            with graph.scope(f"blocks.{index}"), graph.segment(training and self.config.recompute == "block"):
+                x = block(x, angles, seed)
+        with graph.scope("norm"):
+            return ops.reshape(self.norm(x), (rows * self.length, self.width))
+
+    def to_original(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Parameters by path -> weights under Transformers' names."""
+        return llama_weights.to_original(values, self._specs())
+
+    def original_file(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Weights under Transformers' names, and the config that Transformers builds the model with."""
+        return {"model": self.to_original(values), "config": llama_weights.to_transformers(self.config)}
+
+    def claimed(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """What a file of an original says of its model; see llama_weights.claimed."""
+        return llama_weights.claimed(content)
+
+    def from_original(self, weights: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
+        """Weights of Transformers -> parameters by path; see llama_weights.from_original."""
+        return llama_weights.from_original(weights, self._specs(), strict)
+
+
+def _pairs(config: LlamaConfig, head_width: int) -> int:
+    """Pairs of features of a head that are turned. Raises ConfigError where there is none, or features are odd."""
+    turned = int(head_width * config.rotary_share)
+    if turned < 2 or turned % 2:
+        raise ConfigError(
+            f"model.rotary_share={config.rotary_share}: turns {turned} of the {head_width} features of a head, "
+            "expected an even number. Give another model.rotary_share or model.head_width."
+        )
+    return turned // 2

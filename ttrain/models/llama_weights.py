@@ -1,0 +1,194 @@
+"""Weights and config of the decoder under Transformers' names, both ways: Llama, Mistral, Qwen2 and Qwen3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ttrain.core.errors import CheckpointError, ConfigError
+from ttrain.core.spec import TensorSpec
+from ttrain.models.settings import LlamaConfig
+from ttrain.models.weight_checks import different, same, unusable
+
+BLOCK = {  # module of ours in blocks.<i> -> Transformers' in model.layers.<i>
+    "attention_norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "attention.projection": "self_attn.o_proj",
+    "feed_forward_norm": "post_attention_layernorm",
+    "feed_forward.gate": "mlp.gate_proj",
+    "feed_forward.up": "mlp.up_proj",
+    "feed_forward.down": "mlp.down_proj",
+}
+OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}  # fmt: skip
+SIZES = {  # key of ours -> Transformers'
+    "layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
+    "head_width": "head_dim", "width": "hidden_size", "hidden": "intermediate_size",
+    "context": "max_position_embeddings", "vocabulary": "vocab_size",
+}  # fmt: skip
+LLAMA3 = {  # key of ours -> Transformers' among the rotary parameters
+    "rotary_factor": "factor", "rotary_low": "low_freq_factor", "rotary_high": "high_freq_factor",
+    "rotary_context": "original_max_position_embeddings",
+}  # fmt: skip
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swish": "silu"}  # others have one name
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def original_name(path: str) -> str:
+    """Our parameter path -> Transformers': blocks.3.attention.query.bias -> model.layers.3.self_attn.q_proj.bias."""
+    module, _, leaf = path.rpartition(".")
+    if module in OUTSIDE:
+        return f"{OUTSIDE[module]}.{leaf}"
+    _, number, inner = module.split(".", 2)
+    return f"model.layers.{number}.{BLOCK[inner]}.{leaf}"
+
+
+def to_original(values: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
+    """Parameters by our path -> weights by Transformers' name. A tied head is not written."""
+    return {original_name(path): values[path] for path in specs}
+
+
+def from_original(weights: Mapping[str, Any], specs: Mapping[str, TensorSpec], strict: bool = True) -> dict[str, Any]:
+    """Weights by Transformers' name (arrays or torch tensors) -> the same by our path.
+
+    Raises CheckpointError naming every weight that is missing, left over or of another shape; unless `strict`, gives
+    what is there under the names of this model, whatever its shape.
+    """
+    weights = weights["model"] if isinstance(weights.get("model"), Mapping) else weights
+    given = {_full_name(name): weight for name, weight in weights.items() if not str(name).endswith(".inv_freq")}
+    names = {path: original_name(path) for path in specs}
+    found = {path: given[name] for path, name in names.items() if name in given}
+    problems = unusable({names[path]: weight for path, weight in found.items()})
+    if strict and not problems:
+        spare = given.pop(_HEAD, None) if "head.weight" not in specs else None
+        problems = [f"{names[path]}: missing" for path in specs if path not in found]
+        problems += [f"{name}: not a weight of this model" for name in given.keys() - set(names.values())]
+        problems += [
+            f"{names[path]}: got {list(weight.shape)}, expected {list(specs[path].shape)}"
+            for path, weight in found.items()
+            if tuple(weight.shape) != specs[path].shape
+        ]
+        if not problems and not (unusable({_HEAD: spare}) or same(spare, given[_EMBEDDING])):
+            problems.append(different(_HEAD, _EMBEDDING))
+    if problems:
+        shown = "\n".join(f"  {problem}" for problem in sorted(problems)[:20])
+        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise CheckpointError(
+            "the weights do not fit this model; layers, heads, widths, vocabulary, biases, qk_norm and tied must "
+            f"agree:\n{shown}{more}"
+        )
+    return found
+
+
+def _full_name(name: Any) -> str:
+    name = str(name).removeprefix("_orig_mod.").removeprefix("module.")
+    return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+
+
+def claimed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file of an original says of its model, by our keys: the config.json beside it, or a config in it."""
+    config = content["config"] if isinstance(content.get("config"), Mapping) else content
+    return from_transformers(config) if "model_type" in config else {}
+
+
+def from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Transformers' config.json -> keys of LlamaConfig, of versions 4 and 5.
+
+    Raises ConfigError naming every entry that this model can't follow.
+    """
+    kind = config.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise ConfigError(f"model_type={kind}: model=llama reads {', '.join(ARCHITECTURES)}.")
+    optional = ("kv_heads", "head_width")
+    missing = [theirs for ours, theirs in SIZES.items() if ours not in optional and theirs not in config]
+    if missing:
+        raise ConfigError(f"a config of {kind} without {', '.join(missing)}: give a whole config.json.")
+    said: dict[str, Any] = {ours: config.get(theirs) for ours, theirs in SIZES.items()}
+    said["kv_heads"] = said["kv_heads"] or said["heads"]
+    said["head_width"] = said["head_width"] or (128 if kind == "qwen3" else said["width"] // said["heads"])
+    bias = bool(config.get("attention_bias", False)) and kind in ("llama", "qwen3")
+    activation = config.get("hidden_act", "silu")
+    said |= {
+        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "tied": bool(config.get("tie_word_embeddings", False)),
+        "activation": ACTIVATIONS.get(activation, activation),
+        "qk_norm": kind == "qwen3",
+        "qkv_bias": bias or kind == "qwen2",
+        "projection_bias": bias,
+        "feed_forward_bias": bool(config.get("mlp_bias", False)) and kind == "llama",
+        "dropout": float(config.get("attention_dropout", 0.0)),
+        "logit_cap": None,
+        "window": _window(kind, config),
+    }
+    return said | _rotary(config)
+
+
+def _window(kind: str, config: Mapping[str, Any]) -> int | None:
+    """The sliding window of all layers. Raises ConfigError where only some have one."""
+    window: int | None = config.get("sliding_window")
+    if kind == "llama" or (kind != "mistral" and not config.get("use_sliding_window", False)) or window is None:
+        return None
+    layers = int(config["num_hidden_layers"])
+    full = 0 if kind == "mistral" else int(config.get("max_window_layers", layers))
+    types = config.get("layer_types")
+    sliding = max(0, layers - full) if types is None else types.count("sliding_attention")
+    if sliding not in (0, layers):
+        raise ConfigError(f"sliding_window={window}: {sliding} of {layers} layers have it, expected all or none.")
+    return window if sliding else None
+
+
+def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises ConfigError for a kind of scaling that this model has not."""
+    given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    base = given.get("rope_theta", config.get("rope_theta", 1e4))
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in ("default", "linear", "llama3"):
+        raise ConfigError(f"rope_type={kind}: model=llama has default, linear and llama3.")
+    share = given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    said = {"rotary_base": float(base), "rotary_share": float(share)}
+    if kind == "default":
+        return said | {"rotary_scaling": "none"}
+    taken = LLAMA3 if kind == "llama3" else {"rotary_factor": "factor"}
+    return said | {"rotary_scaling": kind} | {ours: given[theirs] for ours, theirs in taken.items()}
+
+
+def to_transformers(config: LlamaConfig) -> dict[str, Any]:
+    """The config.json with which Transformers builds the same function; `config` is that of a built model.
+
+    Raises ConfigError naming every key with a value that none of Transformers' models has.
+    """
+    plain = "mistral" if config.window is not None else "llama"
+    kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias and not config.projection_bias else plain
+    names = {ours: theirs for theirs, ours in ACTIVATIONS.items() if theirs != "swish" and theirs != "gelu_new"}
+    rotary: dict[str, Any] = {"rope_theta": config.rotary_base, "rope_type": "default"}
+    if config.rotary_scaling != "none":
+        taken = LLAMA3 if config.rotary_scaling == "llama3" else {"rotary_factor": "factor"}
+        rotary["rope_type"] = config.rotary_scaling
+        rotary |= {theirs: getattr(config, ours) for ours, theirs in taken.items()}
+    made = {
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        **{theirs: getattr(config, ours) for ours, theirs in SIZES.items()},
+        "hidden_act": names.get(config.activation, config.activation),
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied,
+        "attention_bias": bool(config.qkv_bias),
+        "mlp_bias": config.feed_forward_bias,
+        "attention_dropout": config.dropout,
+        "rope_parameters": rotary,
+        "sliding_window": config.window,
+    }
+    if kind in ("qwen2", "qwen3"):
+        made |= {"use_sliding_window": config.window is not None, "max_window_layers": 0}
+    said = from_transformers(made)
+    lost = [f"model.{key}={getattr(config, key)}" for key, value in said.items() if getattr(config, key) != value]
+    if lost:
+        raise ConfigError(f"{', '.join(lost)}: no model of Transformers' that is read here ({kind}) has it.")
+    return made
