@@ -147,13 +147,13 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("add_embedding_grad", [fp32(7, 3), fp32(4, 3), int64(5)], {}, "equal leading axes"),
     ("add_embedding_grad", [fp32(7, 2), fp32(4, 3), int64(4)], {}, "[vocabulary, 3]"),
     ("all_reduce", [int64(4)], {}, "floating-point"),
-    ("cache_write", [fp32(1, 2, 9, 4), fp32(1, 3, 2, 4), int64(2)], {}, "rows of the cache's batch and heads"),
+    ("cache_write", [fp32(1, 2, 9, 4), fp32(1, 3, 2, 4), int64(2)], {}, "rows of the cache's batch, heads and width"),
     ("cache_write", [fp32(1, 2, 9, 4), bf16(1, 2, 2, 4), int64(2)], {}, "equal dtypes"),
-    ("cache_write", [fp32(1, 2, 9, 4), fp32(1, 2, 2, 5), int64(2)], {}, "equally wide rows"),
+    ("cache_write", [fp32(1, 2, 9, 4), fp32(1, 2, 2, 5), int64(2)], {}, "rows of the cache's batch, heads and width"),
     ("cache_write", [fp32(1, 2, 9, 4), fp32(1, 2, 2, 4), int64(3)], {}, "int64[2]"),
     ("cache_bias", [int64(2), int64(3)], {"context": 9, "dtype": DType.FP32}, "int64[2]"),
     ("cached_attention", [*CACHED[:2], fp32(1, 2, 8, 4), *CACHED[3:]], {"scale": 1.0}, "a value for each key"),
-    ("cached_attention", [fp32(1, 2, 3, 5), *CACHED[1:]], {"scale": 1.0}, "equally wide queries and keys"),
+    ("cached_attention", [fp32(1, 2, 3, 5), *CACHED[1:]], {"scale": 1.0}, "rows of the cache's batch, heads and width"),
     ("cached_attention", CACHED, {"scale": 1.0, "position_bias": "near"}, "one of none, future, distance"),
 ]
 ANYTHING_GOES = {"full", "all_reduce_state", "adamw", "sgd", "sgd_momentum"}

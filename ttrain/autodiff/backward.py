@@ -84,7 +84,7 @@ class _Reverse:
 
     def _contributions(self, node: Node, source: Node, incoming: list[Value | None]) -> Sequence[Value | None]:
         """Gradients of the node's inputs: by the op's own rule, or by going through its body."""
-        if not isinstance(node.op, Composite) or node.op.own_gradient is not None:
+        if not (isinstance(node.op, Composite) and node.op.goes_through_body):
             return node.op.vjp(source, *incoming)
         start = len(self.graph.nodes)
         outputs = node.op.decompose(source, source.inputs)

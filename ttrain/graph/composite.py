@@ -1,4 +1,4 @@
-"""Ops that are plain functions over other ops: what there is to know about one follows from its body.
+"""Ops declared by one function. Of most it is the body: what there is to know about the op follows from it.
 
     @composite
     def rms_norm(x: Value, weight: Value, eps: float = 1e-6) -> Value:
@@ -6,7 +6,8 @@
 
 Calling it records one node. Shape rule, reference, FLOPs, decomposition and gradient come from the body, so every
 engine and device runs it; a device that is faster at it has a row under its name. Where memory or accuracy asks for
-another gradient than the body's, `@rms_norm.gradient` names it.
+another gradient than the body's, `@rms_norm.gradient` names it. An op that no others make up is declared by its shape
+rule, under `@primitive`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.case import Case
 from ttrain.graph.graph import REGISTRY, Graph, Node, Op, Value
+from ttrain.graph.kinds import Kind
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,6 +32,7 @@ _LISTED: dict[Any, str] = {
     Value | None: "{}?",
     Sequence[Value]: "{}*",
 }  # annotation -> how `Op.inputs` spells it
+_NOWHERE = Graph()  # of the values that a primitive's rule looks at
 
 
 class Probe(NamedTuple):
@@ -40,24 +43,21 @@ class Probe(NamedTuple):
     outputs: tuple[Value, ...]
 
 
-class Composite(Op, Generic[P, R]):
-    """An op whose body is a function of values; parameters that are no values are attributes. See `composite`."""
+class Declared(Op, Generic[P, R]):
+    """An op that one function declares: its parameters annotated as values are the inputs, the others attributes."""
 
-    def __init__(self, body: Callable[P, R], **facts: Any) -> None:
-        self.body, self.own_gradient = body, None  # type: Callable[P, R], Gradient | None
-        self._signature = inspect.signature(body, eval_str=True)
+    def __init__(self, function: Callable[P, Any], **facts: Any) -> None:
+        self.function = function
+        self._signature = inspect.signature(function, eval_str=True)
         declared = self._signature.parameters.values()
-        if not any(p.annotation in _LISTED for p in declared):
-            raise GraphError(f"{body.__name__}: no parameter is annotated Value, Value | None or Sequence[Value].")
         self.inputs = tuple(_LISTED[p.annotation].format(p.name) for p in declared if p.annotation in _LISTED)
         self._values = [p.name for p in declared if p.annotation in _LISTED]
         self._floats = [p.name for p in declared if p.annotation is float]
         self._cases: tuple[Case, ...] = ()
-        self.name, self.__doc__ = body.__name__.strip("_"), body.__doc__
-        self.family = body.__module__.rpartition(".")[2]
+        self.name, self.__doc__ = function.__name__.strip("_"), function.__doc__
+        self.family = function.__module__.rpartition(".")[2]
         for fact, value in facts.items():
             setattr(self, fact, value)
-        self._probe = lru_cache(maxsize=64)(self._record_probe)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         bound = self._signature.bind(*args, **kwargs)
@@ -73,18 +73,55 @@ class Composite(Op, Generic[P, R]):
 
     def gradient(self, function: Gradient) -> Gradient:
         """Decorator: `function(node, *gradients of the outputs)` records the gradients of the inputs."""
-        self.own_gradient = function
+        self.vjp, self.differentiable = function, True  # type: ignore[method-assign]
         return function
 
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        """The own gradient. Without one autodiff goes through the body instead."""
-        return super().vjp(node, *gradients) if self.own_gradient is None else self.own_gradient(node, *gradients)
+    def cases(self) -> Sequence[Case]:
+        return self._cases
+
+    def add_cases(self, given: Sequence[Case]) -> None:
+        self._cases = (*self._cases, *given)
+
+    def _apply(self, inputs: Inputs, attributes: Mapping[str, Any]) -> Any:
+        """Call the function; the tensors of a list come last."""
+        single = [name for name in self.inputs if not name.endswith("*")]
+        values = dict(zip(self._values, inputs, strict=False))
+        if len(single) < len(self.inputs):
+            values[self._values[-1]] = inputs[len(single) :]  # type: ignore[assignment]
+        function: Callable[..., Any] = self.function
+        return function(**values, **attributes)
+
+
+class Primitive(Declared[P, Value]):
+    """An op that no others make up: its function is the shape rule. See `primitive`."""
+
+    def __init__(self, rule: Callable[P, Any], **facts: Any) -> None:
+        super().__init__(rule, **{"differentiable": "vjp" in facts, **facts})
+
+    def infer(self, *specs: TensorSpec | None, **attributes: Any) -> TensorSpec | Sequence[TensorSpec]:
+        standing = tuple(None if spec is None else Value(_NOWHERE, spec, Kind.INPUT, "") for spec in specs)
+        return self._apply(standing, attributes)
+
+
+class Composite(Declared[P, R]):
+    """An op whose function is its body. See `composite`."""
+
+    def __init__(self, body: Callable[P, R], **facts: Any) -> None:
+        super().__init__(body, **facts)
+        if not self.inputs:
+            raise GraphError(f"{body.__name__}: no parameter is annotated Value, Value | None or Sequence[Value].")
+        self._probe = lru_cache(maxsize=64)(self._record_probe)
+
+    @property
+    def goes_through_body(self) -> bool:
+        """Whether no gradient was declared, so that autodiff goes through the body."""
+        return "vjp" not in vars(self)
 
     def infer(self, *specs: TensorSpec | None, **attributes: Any) -> Sequence[TensorSpec]:
         return [output.spec for output in self.probe(specs, attributes).outputs]
 
     def decompose(self, node: Node, inputs: Inputs) -> Sequence[Value]:
-        return self._apply(inputs, node.attributes)
+        return self._outputs(inputs, node.attributes)
 
     def flops(self, node: Node) -> int:
         specs = [None if value is None else value.spec for value in node.inputs]
@@ -101,12 +138,6 @@ class Composite(Op, Generic[P, R]):
         outputs = [known[value] for value in probe.outputs]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
-    def cases(self) -> Sequence[Case]:
-        return self._cases
-
-    def add_cases(self, given: Sequence[Case]) -> None:
-        self._cases = (*self._cases, *given)
-
     def probe(self, specs: Sequence[TensorSpec | None], attributes: Mapping[str, Any]) -> Probe:
         """The body on inputs of these specs. Raises ShapeError that begins with the name of this op."""
         return self._probe(tuple(specs), tuple(sorted(attributes.items())))
@@ -115,18 +146,13 @@ class Composite(Op, Generic[P, R]):
         graph = Graph()
         inputs = tuple(None if spec is None else graph.input(str(i), spec) for i, spec in enumerate(specs))
         try:
-            return Probe(graph, inputs, self._apply(inputs, dict(attributes)))
+            return Probe(graph, inputs, self._outputs(inputs, dict(attributes)))
         except ShapeError as error:
             raise ShapeError(f"{self.name}: {str(error).partition(': ')[2]}") from None
 
-    def _apply(self, inputs: Inputs, attributes: Mapping[str, Any]) -> tuple[Value, ...]:
-        """Record the body; the tensors of a list come last."""
-        single = [name for name in self.inputs if not name.endswith("*")]
-        values = dict(zip(self._values, inputs, strict=False))
-        if len(single) < len(self.inputs):
-            values[self._values[-1]] = inputs[len(single) :]  # type: ignore[assignment]
-        body: Callable[..., Any] = self.body
-        outputs = body(**values, **attributes)
+    def _outputs(self, inputs: Inputs, attributes: Mapping[str, Any]) -> tuple[Value, ...]:
+        """Record the body."""
+        outputs = self._apply(inputs, attributes)
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
@@ -149,7 +175,22 @@ def composite(body: Callable[P, R] | None = None, **facts: Any) -> Any:
     return declare if body is None else declare(body)
 
 
-def cases(op: Composite[..., Any], *given: Case) -> None:
+def primitive(**facts: Any) -> Callable[[Callable[P, Any]], Primitive[P]]:
+    """Decorator: declare an op by its shape rule, a function from values to the spec of the output or those of several.
+
+    `facts` set attributes of Op and take the place of its methods: at least `reference`; `vjp(node, *gradients of the
+    outputs)` where a gradient passes.
+    """
+
+    def declare(rule: Callable[P, Any]) -> Primitive[P]:
+        made = Primitive(rule, **facts)
+        REGISTRY.add(made)
+        return made
+
+    return declare
+
+
+def cases(op: Declared[..., Any], *given: Case) -> None:
     """Declare what the generated tests run an op on."""
     op.add_cases(given)
 

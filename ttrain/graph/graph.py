@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ttrain.core.errors import GraphError, ShapeError
+from ttrain.core.errors import GraphError
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.case import Case
 from ttrain.graph.kinds import Kind, Stage
@@ -219,16 +219,11 @@ class Op:
         return [inferred] if isinstance(inferred, TensorSpec) else list(inferred)
 
     def record(self, *inputs: Value | None, graph: Graph | None = None, **attributes: Any) -> Any:
-        """Append a node; returns its only output, or a tuple of its outputs."""
+        """Append a node; returns its only output, or a tuple where there are several, or a list of any length."""
         if graph is None:
             graph = next(value.graph for value in inputs if value is not None)
-        node = graph.append(self, inputs, attributes)
-        return node.outputs[0] if len(node.outputs) == 1 else node.outputs
-
-    def require(self, condition: bool, got: object, expected: str, fix: str = "") -> None:
-        """Raise ShapeError unless the condition holds."""
-        if not condition:
-            raise ShapeError(f"{self.name}: got {got}, expected {expected}.{' ' + fix if fix else ''}")
+        outputs = graph.append(self, inputs, attributes).outputs
+        return outputs[0] if len(outputs) == 1 and not self.outputs[0].endswith("*") else outputs
 
 
 class _Registry:
@@ -307,9 +302,8 @@ class Graph:
         return value
 
     def apply(self, name: str, *inputs: Value | None, **attributes: Any) -> Any:
-        """Record a declared op by name; returns its only output, or a tuple of its outputs."""
-        outputs = self.append(REGISTRY[name], inputs, attributes).outputs
-        return outputs[0] if len(outputs) == 1 else outputs
+        """Record a declared op by name; see `Op.record`."""
+        return REGISTRY[name].record(*inputs, graph=self, **attributes)
 
     def output(self, name: str, value: Value) -> None:
         """Mark a value to be kept until the step ends and handed out under this name."""

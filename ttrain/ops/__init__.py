@@ -30,7 +30,7 @@ from ttrain.ops.elementwise import (
     tanh,
 )
 from ttrain.ops.embedding import embedding, one_hot
-from ttrain.ops.fused import Fused
+from ttrain.ops.fused import fused
 from ttrain.ops.heads import head_matmul
 from ttrain.ops.layout import expand, index_put, index_select, merge_heads, reshape, split_heads, transpose
 from ttrain.ops.loss import cross_entropy, head_cross_entropy, squared_error
@@ -44,7 +44,6 @@ from ttrain.ops.softmax import softmax
 from ttrain.ops.update import Rule, accumulate, assign, clip_factor, update
 
 __all__ = [
-    "Fused",
     "Rule",
     "update",
     "sin",
@@ -74,6 +73,7 @@ __all__ = [
     "exp",
     "expand",
     "full",
+    "fused",
     "gated_activation",
     "gelu",
     "global_norm",

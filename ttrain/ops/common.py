@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.graph import Value
-from ttrain.graph.op import Op
+from ttrain.graph.composite import require
+from ttrain.graph.graph import Node, Value
 
 # Odd sizes, a scalar and a size-one axis: what kernels with vector loops and tiles get wrong.
 PLAIN_SHAPES = ((4, 8), (2, 3, 32), (1, 1, 33), (257,), ())
 BROADCAST_SHAPES = (((4, 8), (4, 8)), ((2, 3, 32), (32,)), ((1, 1, 33), (2, 5, 1)), ((7,), ()), ((), ()))
 
 
-def broadcast_shape(owner: Op, x: TensorSpec, y: TensorSpec) -> tuple[int, ...]:
+def broadcast_shape(owner: str, x: TensorSpec, y: TensorSpec) -> tuple[int, ...]:
     """numpy's broadcast of two shapes."""
     rank = max(x.rank, y.rank)
     padded = [(1,) * (rank - spec.rank) + spec.shape for spec in (x, y)]
     for left, right in zip(*padded, strict=True):
-        owner.require(
-            left == right or 1 in (left, right), f"{x} and {y}", "shapes that broadcast", "Reshape one of them."
-        )
+        fits = left == right or 1 in (left, right)
+        require(fits, owner, f"{x} and {y}", "shapes that broadcast", "Reshape one of them.")
     return tuple(right if left == 1 else left for left, right in zip(*padded, strict=True))
 
 
@@ -49,6 +48,11 @@ def is_one(value: Value) -> bool:
 def is_full(value: Value) -> bool:
     """Whether a value is a literal constant."""
     return value.producer is not None and value.producer.op.name == "full"
+
+
+def free(node: Node) -> int:
+    """The operations of an op that moves or looks up, but computes nothing."""
+    return 0
 
 
 def rows(spec: TensorSpec) -> int:

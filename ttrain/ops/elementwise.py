@@ -8,9 +8,10 @@ from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.case import Case
+from ttrain.graph.composite import cases, primitive, require
 from ttrain.graph.graph import REGISTRY, Graph, Node, Op, Value
-from ttrain.graph.op import declare, op
-from ttrain.ops.common import BROADCAST_SHAPES, PLAIN_SHAPES, broadcast_shape, is_one, sum_to
+from ttrain.graph.op import op
+from ttrain.ops.common import BROADCAST_SHAPES, PLAIN_SHAPES, broadcast_shape, free, is_full, is_one, sum_to
 
 
 class Elementwise(Op):
@@ -60,7 +61,7 @@ class Unary(Elementwise):
     inputs = ("x",)
 
     def infer(self, x: TensorSpec) -> TensorSpec:
-        self.require(x.dtype.is_floating, str(x), "a floating-point tensor")
+        require(x.dtype.is_floating, self.name, x, "a floating-point tensor")
         return x
 
     def cases(self) -> Sequence[Case]:
@@ -74,8 +75,8 @@ class Binary(Elementwise):
     outputs = ("z",)
 
     def infer(self, x: TensorSpec, y: TensorSpec) -> TensorSpec:
-        self.require(x.dtype.is_floating and y.dtype.is_floating, f"{x} and {y}", "floating-point tensors")
-        return TensorSpec(broadcast_shape(self, x, y), x.dtype)
+        require(x.dtype.is_floating and y.dtype.is_floating, self.name, f"{x} and {y}", "floating-point tensors")
+        return TensorSpec(broadcast_shape(self.name, x, y), x.dtype)
 
     def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
         found = super().vjp(node, *gradients)
@@ -118,103 +119,63 @@ erf = Unary("erf", "y = the error function of x.", lambda x: x.erf(), _erf_gradi
 sign = Unary("sign", "y = 1, 0 or -1 as x is above, at or below 0.", lambda x: x.sign())
 
 
-class Scale(Unary):
-    """y = factor * x for a factor that never changes during a run."""
-
-    def __init__(self) -> None:
-        super().__init__("scale", "y = factor * x.", lambda x, factor: factor * x)
-        self.differentiable = True
-
-    def infer(self, x: TensorSpec, factor: float) -> TensorSpec:  # type: ignore[override]
-        return super().infer(x)
-
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        (dy,) = gradients
-        assert dy is not None
-        return [scale(dy, node.attributes["factor"])]
-
-    def cases(self) -> Sequence[Case]:
-        return [Case((shape,), {"factor": factor}) for shape in PLAIN_SHAPES for factor in (-1.0, 0.125)]
-
-
-_scale = Scale()
-
-
-def torch_gradient(function: Any, dy: Any, x: Any) -> Any:
-    """The gradient of `function` at x by torch autograd: the oracle of backward ops."""
-    import torch
-
-    with torch.enable_grad():
-        leaf = x.detach().requires_grad_(True)
-        return torch.autograd.grad(function(leaf), leaf, dy)[0]
-
-
-@declare
-class Cast(Op):
-    """y = x in another floating-point dtype, rounded to nearest even."""
-
-    name = "cast"
-    family = "elementwise"
-    inputs = ("x",)
-    cheap = True
-
-    def infer(self, x: TensorSpec, dtype: DType) -> TensorSpec:
-        self.require(x.dtype.is_floating and dtype.is_floating, f"{x} to {dtype}", "floating-point dtypes")
-        return x.with_dtype(dtype)
-
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        (dy,) = gradients
-        assert dy is not None
-        return [cast(dy, node.input("x").spec.dtype)]
-
-    def reference(self, x: Any, dtype: DType) -> Any:
-        return x
-
-    def cases(self) -> Sequence[Case]:
-        return [Case((shape,), {"dtype": DType.FP32}) for shape in PLAIN_SHAPES]
-
-
-@declare
-class Full(Op):
-    """A tensor that holds one number everywhere."""
-
-    name = "full"
-    family = "elementwise"
-    inputs = ()
-    differentiable = False
-
-    def infer(self, spec: TensorSpec, value: float) -> TensorSpec:
-        return spec
-
-    def flops(self, node: Node) -> int:
-        return 0
-
-    def reference(self, spec: TensorSpec, value: float) -> Any:
-        import torch
-
-        return torch.full(spec.shape, value, dtype=torch.float64)
-
-    def cases(self) -> Sequence[Case]:
-        return [Case((), {"spec": TensorSpec(shape), "value": 0.5}) for shape in PLAIN_SHAPES]
-
-
 def multiply(x: Value, y: Value) -> Value:
     """x * y, broadcast. A literal one on the right costs nothing."""
-    return x if is_one(y) and broadcast_shape(_multiply, x.spec, y.spec) == x.shape else _multiply(x, y)
+    return x if is_one(y) and broadcast_shape("multiply", x.spec, y.spec) == x.shape else _multiply(x, y)
 
 
 def scale(x: Value, factor: float) -> Value:
     """factor * x for a factor that is fixed for the whole run."""
-    return x if factor == 1.0 else _scale.record(x, factor=float(factor))
+    return x if factor == 1.0 else _scale(x, factor)
+
+
+@primitive(
+    elementwise=True,
+    cheap=True,
+    reference=lambda x, factor: factor * x,
+    vjp=lambda node, dy: [scale(dy, node.attributes["factor"])],
+)
+def _scale(x: Value, factor: float) -> TensorSpec:
+    """y = factor * x for a factor that never changes during a run."""
+    require(x.spec.dtype.is_floating, "scale", x.spec, "a floating-point tensor")
+    return x.spec
 
 
 def cast(x: Value, dtype: DType) -> Value:
     """x in another floating-point dtype; x itself where it has it already. A literal constant is made anew."""
-    if x.spec.dtype is not dtype and x.producer is not None and x.producer.op.name == "full":
+    if x.spec.dtype is dtype:
+        return x
+    if x.producer is not None and is_full(x):
         return full(x.graph, x.spec.with_dtype(dtype), x.producer.attributes["value"])
-    return x if x.spec.dtype is dtype else op("cast").record(x, dtype=dtype)
+    return _cast(x, dtype)
+
+
+@primitive(cheap=True, reference=lambda x, dtype: x, vjp=lambda node, dy: [cast(dy, node.input("x").spec.dtype)])
+def _cast(x: Value, dtype: DType) -> TensorSpec:
+    """y = x in another floating-point dtype, rounded to nearest even."""
+    require(x.spec.dtype.is_floating and dtype.is_floating, "cast", f"{x.spec} to {dtype}", "floating-point dtypes")
+    return x.spec.with_dtype(dtype)
 
 
 def full(graph: Graph, spec: TensorSpec, value: float) -> Value:
     """A constant tensor."""
-    return op("full").record(graph=graph, spec=spec, value=float(value))
+    made: Value = graph.apply("full", spec=spec, value=float(value))
+    return made
+
+
+def _full_in_torch(spec: TensorSpec, value: float) -> Any:
+    import torch
+
+    return torch.full(spec.shape, value, dtype=torch.float64)
+
+
+@primitive(flops=free, reference=_full_in_torch)
+def _full(spec: TensorSpec, value: float) -> TensorSpec:
+    """A tensor that holds one number everywhere."""
+    return spec
+
+
+for _shape in PLAIN_SHAPES:
+    cases(_scale, *(Case((_shape,), {"factor": factor}) for factor in (-1.0, 0.125)))
+    cases(_cast, Case((_shape,), {"dtype": DType.FP32}))
+    cases(_full, Case((), {"spec": TensorSpec(_shape), "value": 0.5}))

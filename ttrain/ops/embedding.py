@@ -7,75 +7,40 @@ from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.case import Case
-from ttrain.graph.composite import cases, composite, require
-from ttrain.graph.graph import Node, Op, Value
-from ttrain.graph.op import declare, op
+from ttrain.graph.composite import cases, composite, primitive, require
+from ttrain.graph.graph import Node, Value
+from ttrain.ops.common import free
 from ttrain.ops.layout import reshape
 from ttrain.ops.matmul import matmul
 
 
-@declare
-class Embedding(Op):
+@composite(
+    flops=free,
+    nbytes=lambda node: node.input("ids").spec.nbytes + 2 * node.outputs[0].spec.nbytes,
+)
+def embedding(ids: Value, weight: Value) -> Value:
     """y[..., :] = weight[ids[...], :]: ids int64 [...], weight [V, C] -> y [..., C]."""
-
-    name = "embedding"
-    family = "embedding"
-    inputs = ("ids", "weight")
-
-    def infer(self, ids: TensorSpec, weight: TensorSpec) -> TensorSpec:
-        self.require(ids.dtype is DType.INT64, f"ids {ids}", "int64 ids")
-        self.require(weight.rank == 2, f"weight {weight}", "[vocabulary, width]")
-        return weight.with_shape(*ids.shape, weight.shape[1])
-
-    def flops(self, node: Node) -> int:
-        return 0
-
-    def nbytes(self, node: Node) -> int:
-        return node.input("ids").spec.nbytes + 2 * node.outputs[0].spec.nbytes
-
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        (dy,) = gradients
-        assert dy is not None
-        vocabulary = node.input("weight").shape[0]
-        return [None, embedding_grad(dy, node.input("ids"), vocabulary)]
-
-    def reference(self, ids: Any, weight: Any) -> Any:
-        return weight[ids]
-
-    def cases(self) -> Sequence[Case]:
-        return [
-            Case(((3, 5), (7, 4)), integers={"ids": 7}),
-            Case(((33,), (65, 12)), integers={"ids": 65}),
-            Case(((2, 1), (1, 3)), integers={"ids": 1}),
-        ]
+    require(weight.spec.rank == 2, "embedding", f"weight {weight.spec}", "[vocabulary, width]")
+    hot = one_hot(reshape(ids, (ids.spec.size,)), weight.shape[0], weight.spec.dtype)
+    return reshape(matmul(hot, weight), (*ids.shape, weight.shape[1]))
 
 
-@declare
-class OneHot(Op):
+@embedding.gradient
+def _(node: Node, dy: Value) -> Sequence[Value | None]:
+    return [None, embedding_grad(dy, node.input("ids"), node.input("weight").shape[0])]
+
+
+def _one_hot_in_torch(ids: Any, count: int, dtype: DType) -> Any:
+    import torch
+
+    return torch.nn.functional.one_hot(ids.clamp(min=0), count).double() * (ids >= 0)[..., None]
+
+
+@primitive(flops=free, reference=_one_hot_in_torch)
+def one_hot(ids: Value, count: int, dtype: DType) -> TensorSpec:
     """y[..., v] = 1 where ids[...] is v, else 0; a row of zeros where it is below zero: ids int64 [...] -> [..., V]."""
-
-    name = "one_hot"
-    family = "embedding"
-    inputs = ("ids",)
-    differentiable = False
-
-    def infer(self, ids: TensorSpec, count: int, dtype: DType) -> TensorSpec:
-        self.require(ids.dtype is DType.INT64, f"ids {ids}", "int64 ids")
-        return TensorSpec((*ids.shape, count), dtype)
-
-    def flops(self, node: Node) -> int:
-        return 0
-
-    def reference(self, ids: Any, count: int, dtype: DType) -> Any:
-        import torch
-
-        return torch.nn.functional.one_hot(ids.clamp(min=0), count).double() * (ids >= 0)[..., None]
-
-    def cases(self) -> Sequence[Case]:
-        return [
-            Case((ids,), {"count": count, "dtype": DType.FP32}, {"ids": count}, holes=("ids",))
-            for ids, count in (((3, 5), 7), ((33,), 65), ((2,), 1))
-        ]
+    require(ids.spec.dtype is DType.INT64, "one_hot", f"ids {ids.spec}", "int64 ids")
+    return TensorSpec((*ids.shape, count), dtype)
 
 
 @composite(outputs=("dweight",), differentiable=False, flops=lambda node: node.input("dy").spec.size)
@@ -87,19 +52,17 @@ def embedding_grad(dy: Value, ids: Value, vocabulary: int) -> Value:
 
 
 cases(
+    embedding,
+    Case(((3, 5), (7, 4)), integers={"ids": 7}),
+    Case(((33,), (65, 12)), integers={"ids": 65}),
+    Case(((2, 1), (1, 3)), integers={"ids": 1}),
+)
+for _ids, _count in (((3, 5), 7), ((33,), 65), ((2,), 1)):
+    cases(one_hot, Case((_ids,), {"count": _count, "dtype": DType.FP32}, {"ids": _count}, holes=("ids",)))
+cases(
     embedding_grad,
     Case(((3, 5, 4), (3, 5)), {"vocabulary": 7}, integers={"ids": 7}),
     Case(((33, 12), (33,)), {"vocabulary": 65}, integers={"ids": 65}),
     Case(((6, 3), (6,)), {"vocabulary": 1}, integers={"ids": 1}),
     Case(((5, 3), (5,)), {"vocabulary": 33}, integers={"ids": 3}),
 )
-
-
-def embedding(ids: Value, weight: Value) -> Value:
-    """Rows of weight [V, C] by ids [...] -> [..., C]."""
-    return op("embedding").record(ids, weight)
-
-
-def one_hot(ids: Value, count: int, dtype: DType) -> Value:
-    """Rows [..., count] with a one at each id; zeros where it is below zero."""
-    return op("one_hot").record(ids, count=count, dtype=dtype)

@@ -4,67 +4,57 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from itertools import product
 
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.case import Case
-from ttrain.graph.composite import cases, composite, require
+from ttrain.graph.composite import cases, composite, primitive, require
 from ttrain.graph.graph import Node, Value
-from ttrain.graph.op import Op, declare, op
 from ttrain.ops.activation import activation as activated
 from ttrain.ops.common import rows
 from ttrain.ops.layout import reshape
 from ttrain.ops.reduce import reduce_sum
 
 
-@declare
-class Matmul(Op):
+def _product_flops(node: Node) -> int:
+    a = node.input("a").shape
+    return 2 * node.outputs[0].spec.size * (a[-2] if node.attributes["transpose_a"] else a[-1])
+
+
+@primitive(
+    outputs=("c",),
+    flops=_product_flops,
+    reference=lambda a, b, transpose_a, transpose_b: (a.mT if transpose_a else a) @ (b.mT if transpose_b else b),
+)
+def matmul(a: Value, b: Value, transpose_a: bool = False, transpose_b: bool = False) -> TensorSpec:
     """c = op(a) op(b) over equal leading axes, where op transposes the last two axes if asked.
 
     Accumulates in fp32 at least; the result has a's dtype.
     """
+    given = f"{a.spec} and {b.spec}"
+    require(a.spec.rank >= 2 and b.spec.rank == a.spec.rank, "matmul", given, "two tensors of equal rank, 2 or more")
+    require(a.spec.dtype is b.spec.dtype, "matmul", given, "equal dtypes", "Cast one of them.")
+    require(a.shape[:-2] == b.shape[:-2], "matmul", given, "equal leading axes")
+    m, inner_a = (a.shape[-1], a.shape[-2]) if transpose_a else a.shape[-2:]
+    inner_b, n = (b.shape[-1], b.shape[-2]) if transpose_b else b.shape[-2:]
+    require(inner_a == inner_b, "matmul", given, f"equal inner sizes, not {inner_a} and {inner_b}")
+    return a.spec.with_shape(*a.shape[:-2], m, n)
 
-    name = "matmul"
-    family = "matmul"
-    inputs = ("a", "b")
-    outputs = ("c",)
 
-    def infer(self, a: TensorSpec, b: TensorSpec, transpose_a: bool, transpose_b: bool) -> TensorSpec:
-        self.require(a.rank >= 2 and b.rank == a.rank, f"{a} and {b}", "two tensors of equal rank, 2 or more")
-        self.require(a.dtype is b.dtype, f"{a} and {b}", "equal dtypes", "Cast one of them.")
-        self.require(a.shape[:-2] == b.shape[:-2], f"{a} and {b}", "equal leading axes")
-        m, inner_a = (a.shape[-1], a.shape[-2]) if transpose_a else a.shape[-2:]
-        inner_b, n = (b.shape[-1], b.shape[-2]) if transpose_b else b.shape[-2:]
-        self.require(inner_a == inner_b, f"{a} and {b}", f"equal inner sizes, not {inner_a} and {inner_b}")
-        return TensorSpec((*a.shape[:-2], m, n), a.dtype)
+@matmul.gradient
+def _(node: Node, dc: Value) -> Sequence[Value]:
+    a, b = node.input("a"), node.input("b")
+    ta, tb = node.attributes["transpose_a"], node.attributes["transpose_b"]
+    # C = A B: dA = dC B^T, dB = A^T dC; with a transposed operand the product is transposed as a whole.
+    da = matmul(b, dc, tb, True) if ta else matmul(dc, b, False, not tb)
+    db = matmul(dc, a, True, ta) if tb else matmul(a, dc, not ta, False)
+    return [da, db]
 
-    def flops(self, node: Node) -> int:
-        a = node.input("a").spec
-        inner = a.shape[-2] if node.attributes["transpose_a"] else a.shape[-1]
-        return 2 * node.outputs[0].spec.size * inner
 
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        (dc,) = gradients
-        assert dc is not None
-        a, b = node.input("a"), node.input("b")
-        ta, tb = node.attributes["transpose_a"], node.attributes["transpose_b"]
-        # C = A B: dA = dC B^T, dB = A^T dC; with a transposed operand the product is transposed as a whole.
-        da = matmul(b, dc, tb, True) if ta else matmul(dc, b, False, not tb)
-        db = matmul(dc, a, True, ta) if tb else matmul(a, dc, not ta, False)
-        return [da, db]
-
-    def reference(self, a: Any, b: Any, transpose_a: bool, transpose_b: bool) -> Any:
-        return (a.mT if transpose_a else a) @ (b.mT if transpose_b else b)
-
-    def cases(self) -> Sequence[Case]:
-        cases = []
-        for ta in (False, True):
-            for tb in (False, True):
-                attributes = {"transpose_a": ta, "transpose_b": tb}
-                for lead in ((), (2, 3)):
-                    a, b = ((7, 5) if ta else (5, 7)), ((33, 7) if tb else (7, 33))
-                    cases.append(Case(((*lead, *a), (*lead, *b)), attributes))
-        return cases
+for _ta, _tb in product((False, True), repeat=2):
+    for _lead in ((), (2, 3)):
+        _a, _b = ((7, 5) if _ta else (5, 7)), ((33, 7) if _tb else (7, 33))
+        cases(matmul, Case(((*_lead, *_a), (*_lead, *_b)), {"transpose_a": _ta, "transpose_b": _tb}))
 
 
 @composite(family="matmul")
@@ -114,11 +104,6 @@ cases(
     Case(((40, 32), (48, 32), (48,))),
     *(Case(((5, 7), (33, 7), (33,)), {"activation": name}) for name in ("relu", "tanh")),
 )
-
-
-def matmul(a: Value, b: Value, transpose_a: bool = False, transpose_b: bool = False) -> Value:
-    """op(a) op(b) over equal leading axes."""
-    return op("matmul").record(a, b, transpose_a=transpose_a, transpose_b=transpose_b)
 
 
 def attention_scale(head_width: int) -> float:

@@ -11,49 +11,31 @@ from typing import Any
 from ttrain.core.random_bits import keep_threshold, mix, stream_key
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.case import Case
-from ttrain.graph.composite import cases, composite, require
-from ttrain.graph.graph import Node, Op, Value
-from ttrain.graph.op import declare, op
+from ttrain.graph.composite import cases, composite, primitive, require
+from ttrain.graph.graph import Node, Value
 
 
-@declare
-class DropoutMask(Op):
+def _mask_in_torch(seed: Any, spec: TensorSpec, p: float, stream: int) -> Any:
+    import torch
+
+    key, threshold = stream_key(int(seed), stream), keep_threshold(p)
+    kept = [mix(index + key & 0xFFFFFFFF) >= threshold for index in range(spec.size)]
+    return torch.tensor(kept, dtype=torch.float64).reshape(spec.shape) / (1 - p)
+
+
+@primitive(outputs=("mask",), flops=lambda node: 9 * node.outputs[0].spec.size, reference=_mask_in_torch)
+def dropout_mask(seed: Value, spec: TensorSpec, p: float, stream: int) -> TensorSpec:
     """What dropout multiplies by: 1 / (1 - p) where an element is kept, else 0."""
-
-    name = "dropout_mask"
-    family = "random"
-    inputs = ("seed",)
-    outputs = ("mask",)
-    differentiable = False
-
-    def infer(self, seed: TensorSpec, spec: TensorSpec, p: float, stream: int) -> TensorSpec:
-        self.require(seed == TensorSpec((), DType.INT64), f"seed {seed}", "int64[]")
-        return spec
-
-    def flops(self, node: Node) -> int:
-        return 9 * node.outputs[0].spec.size
-
-    def reference(self, seed: Any, spec: TensorSpec, p: float, stream: int) -> Any:
-        import torch
-
-        key, threshold = stream_key(int(seed), stream), keep_threshold(p)
-        kept = [mix(index + key & 0xFFFFFFFF) >= threshold for index in range(spec.size)]
-        return torch.tensor(kept, dtype=torch.float64).reshape(spec.shape) / (1 - p)
-
-    def cases(self) -> Sequence[Case]:
-        return [
-            Case(((),), {"spec": TensorSpec(shape), "p": p, "stream": stream}, integers={"seed": 2**62})
-            for shape, p, stream in (((4, 8), 0.5, 0), ((2, 3, 33), 0.1, 7))
-        ]
+    require(seed.spec == TensorSpec((), DType.INT64), "dropout_mask", f"seed {seed.spec}", "int64[]")
+    return spec
 
 
 @composite(name="dropout")
 def _dropout(x: Value, seed: Value, p: float, stream: int) -> Value:
     """y = x * mask / (1 - p); the mask depends on `seed` (int64 scalar), `stream` and the element's index."""
     require(x.spec.dtype.is_floating, "dropout", x.spec, "a floating-point tensor")
-    require(seed.spec == TensorSpec((), DType.INT64), "dropout", f"seed {seed.spec}", "int64[]")
     require(0 <= p < 1, "dropout", f"p={p}", "a probability of at least 0 and below 1")
-    return x * op("dropout_mask").record(seed, spec=x.spec, p=p, stream=stream)
+    return x * dropout_mask(seed, x.spec, p, stream)
 
 
 @_dropout.gradient
@@ -62,7 +44,9 @@ def _(node: Node, dy: Value) -> Sequence[Value | None]:
 
 
 for _shape, _p, _stream in (((4, 8), 0.5, 0), ((2, 3, 33), 0.1, 7), ((257,), 0.0, 3)):
-    cases(_dropout, Case((_shape, ()), {"p": _p, "stream": _stream}, integers={"seed": 2**62}))
+    _drawn: dict[str, Any] = {"p": _p, "stream": _stream}
+    cases(dropout_mask, Case(((),), {"spec": TensorSpec(_shape), **_drawn}, {"seed": 2**62}))
+    cases(_dropout, Case((_shape, ()), _drawn, {"seed": 2**62}))
 
 
 def dropout(x: Value, seed: Value, p: float, stream: int) -> Value:

@@ -8,74 +8,65 @@ from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.case import Case
-from ttrain.graph.composite import cases, composite, require
-from ttrain.graph.graph import Node, Op, RecordSide, Value
-from ttrain.graph.op import declare, op
+from ttrain.graph.composite import cases, composite, primitive, require
+from ttrain.graph.graph import Node, RecordSide, Value
 from ttrain.ops.elementwise import cast, greater, sqrt
 from ttrain.ops.layout import expand, reshape
 
 
-class _Reduce(Op):
-    """Over `axes`, which disappear."""
-
-    family = "reduce"
-    inputs = ("x",)
-
-    def infer(self, x: TensorSpec, axes: tuple[int, ...]) -> TensorSpec:
-        inside = all(0 <= axis < x.rank for axis in axes) and len(set(axes)) == len(axes)
-        self.require(inside, f"axes {axes} of {x}", f"different axes from 0 to {x.rank - 1}")
-        return x.with_shape(*(size for axis, size in enumerate(x.shape) if axis not in axes))
-
-    def flops(self, node: Node) -> int:
-        return node.input("x").spec.size
-
-    def cases(self) -> Sequence[Case]:
-        return [
-            Case(((4, 8),), {"axes": (0,)}),
-            Case(((4, 8),), {"axes": (1,)}),
-            Case(((2, 3, 33),), {"axes": (0, 1)}),
-            Case(((2, 3, 33),), {"axes": (0, 1, 2)}),
-            Case(((257, 3),), {"axes": (0,)}),
-        ]
+def _reduced(owner: str, x: TensorSpec, axes: tuple[int, ...]) -> TensorSpec:
+    inside = all(0 <= axis < x.rank for axis in axes) and len(set(axes)) == len(axes)
+    require(inside, owner, f"axes {axes} of {x}", f"different axes from 0 to {x.rank - 1}")
+    return x.with_shape(*(size for axis, size in enumerate(x.shape) if axis not in axes))
 
 
-def _kept(node: Node) -> tuple[int, ...]:
+def _every_element(node: Node) -> int:
+    return node.input("x").spec.size
+
+
+def _kept(x: Value, axes: Sequence[int]) -> tuple[int, ...]:
     """The shape of x with the axes that disappear at size one."""
-    axes = node.attributes["axes"]
-    return tuple(1 if axis in axes else size for axis, size in enumerate(node.input("x").shape))
+    return tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
 
 
-@declare
-class ReduceSum(_Reduce):
+def reduce_sum(x: Value, axes: Sequence[int]) -> Value:
+    """The sum of x over `axes`, which disappear."""
+    return _reduce_sum(x, tuple(sorted(axes))) if len(axes) else x
+
+
+@primitive(
+    flops=_every_element,
+    reference=lambda x, axes: x.sum(axes) if axes else x,
+    vjp=lambda node, dy: [expand(reshape(dy, _kept(node.values[0], **node.attributes)), node.values[0].shape)],
+)
+def _reduce_sum(x: Value, axes: tuple[int, ...]) -> TensorSpec:
     """y = the sum of x over `axes`, accumulated in fp32 at least. The axes disappear."""
-
-    name = "reduce_sum"
-
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        (dy,) = gradients
-        assert dy is not None
-        return [expand(reshape(dy, _kept(node)), node.input("x").shape)]
-
-    def reference(self, x: Any, axes: tuple[int, ...]) -> Any:
-        return x.sum(axes) if axes else x
+    return _reduced("reduce_sum", x.spec, axes)
 
 
-@declare
-class ReduceMax(_Reduce):
+def _max_gradient(node: Node, dy: Value) -> Sequence[Value]:
+    x, axes = node.input("x"), node.attributes["axes"]
+    kept = _kept(x, axes)
+    largest = 1.0 - greater(reshape(node.outputs[0], kept), x)
+    count = reshape(reduce_sum(largest, axes), kept)
+    return [largest * (reshape(dy, kept) / count)]
+
+
+@primitive(flops=_every_element, reference=lambda x, axes: x.amax(axes), vjp=_max_gradient)
+def _reduce_max(x: Value, axes: tuple[int, ...]) -> TensorSpec:
     """y = the largest element of x over `axes`, which disappear. Equal ones share the gradient."""
+    return _reduced("reduce_max", x.spec, axes)
 
-    name = "reduce_max"
 
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        (dy,) = gradients
-        assert dy is not None
-        x, kept = node.input("x"), _kept(node)
-        largest = 1.0 - greater(reshape(node.outputs[0], kept), x)
-        count = reshape(reduce_sum(largest, node.attributes["axes"]), kept)
-        return [largest * (reshape(dy, kept) / count)]
-
-    def reference(self, x: Any, axes: tuple[int, ...]) -> Any:
-        return x.amax(axes)
+for _shape, _axes in (
+    ((4, 8), (0,)),
+    ((4, 8), (1,)),
+    ((2, 3, 33), (0, 1)),
+    ((2, 3, 33), (0, 1, 2)),
+    ((257, 3), (0,)),
+):
+    for _op in (_reduce_sum, _reduce_max):
+        cases(_op, Case((_shape,), {"axes": _axes}))
 
 
 def _norm_by_side(inputs: Sequence[Value | None], attributes: Mapping[str, Any], record: RecordSide) -> Sequence[Value]:
@@ -85,8 +76,8 @@ def _norm_by_side(inputs: Sequence[Value | None], attributes: Mapping[str, Any],
     return record(parts, attributes, True)
 
 
-@composite(name="global_norm", by_side=_norm_by_side)
-def _global_norm(tensors: Sequence[Value]) -> Value:
+@composite(by_side=_norm_by_side)
+def global_norm(tensors: Sequence[Value]) -> Value:
     """y = the L2 norm over all elements of all inputs, in fp32: what gradient clipping compares with its limit."""
     require(len(tensors) > 0, "global_norm", "no tensors", "at least one")
     wide = DType.FP64 if any(tensor.spec.dtype is DType.FP64 for tensor in tensors) else DType.FP32
@@ -94,18 +85,13 @@ def _global_norm(tensors: Sequence[Value]) -> Value:
     return sqrt(fold(lambda x, y: x + y, (reduce_sum(x * x, range(x.spec.rank)) for x in widened)))
 
 
-cases(_global_norm, Case(((4, 8), (257,), (2, 3, 33))), Case(((5,),)), Case(((), (3, 1))))
-
-
-def reduce_sum(x: Value, axes: Sequence[int]) -> Value:
-    """The sum of x over `axes`, which disappear."""
-    return op("reduce_sum").record(x, axes=tuple(sorted(axes))) if len(axes) else x
+cases(global_norm, Case(((4, 8), (257,), (2, 3, 33))), Case(((5,),)), Case(((), (3, 1))))
 
 
 def amax(x: Value, axis: int) -> Value:
     """The largest element along an axis, which stays with size one."""
     axis %= x.spec.rank
-    return reshape(op("reduce_max").record(x, axes=(axis,)), (*x.shape[:axis], 1, *x.shape[axis + 1 :]))
+    return reshape(_reduce_max(x, (axis,)), _kept(x, [axis]))
 
 
 def mean(x: Value, axis: int | None = None) -> Value:
@@ -113,10 +99,4 @@ def mean(x: Value, axis: int | None = None) -> Value:
     if axis is None:
         return reduce_sum(x, range(x.spec.rank)) * (1 / max(x.spec.size, 1))
     axis %= x.spec.rank
-    kept = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
-    return reshape(reduce_sum(x, [axis]), kept) * (1 / max(x.shape[axis], 1))
-
-
-def global_norm(tensors: Sequence[Value]) -> Value:
-    """The L2 norm over all elements of all tensors, a fp32 scalar."""
-    return _global_norm(tensors)
+    return reshape(reduce_sum(x, [axis]), _kept(x, [axis])) * (1 / max(x.shape[axis], 1))

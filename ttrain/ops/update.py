@@ -13,9 +13,10 @@ from typing import Any, ParamSpec, TypeVar
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.case import Case
-from ttrain.graph.composite import Composite, cases, composite, require
+from ttrain.graph.composite import Composite, cases, composite, primitive, require
 from ttrain.graph.graph import REGISTRY, Node, Op, RecordSide, Value
 from ttrain.graph.op import declare, op
+from ttrain.ops.common import free
 from ttrain.ops.elementwise import cast, full, maximum
 from ttrain.ops.program import Program, evaluate, program_of, record
 
@@ -26,45 +27,33 @@ _STREAMS_OF_HOST = 1 << 20  # more than the updates of a step have: the sides of
 _PROBED = 2  # elements that a rule is recorded on, to see what it is made of
 
 
-class _ToState(Op):
-    """Overwrites one state tensor with something made of a value of its shape."""
-
-    family = "update"
-    differentiable = False
-    inputs = ("state", "value")
-    outputs = ("new_state",)
-    wide = ("state",)
-    mutates = {"new_state": "state"}
-
-    def infer(self, state: TensorSpec, value: TensorSpec) -> TensorSpec:
-        self.require(state.shape == value.shape, f"{state} and {value}", "equal shapes")
-        return state
-
-    def cases(self) -> Sequence[Case]:
-        return [Case((shape, shape)) for shape in ((4, 8), (257,), ())]
+def _state_spec(owner: str, state: Value, value: Value) -> TensorSpec:
+    require(state.shape == value.shape, owner, f"{state.spec} and {value.spec}", "equal shapes")
+    return state.spec
 
 
-@declare
-class Assign(_ToState):
+_INTO_STATE: Mapping[str, Any] = {
+    "outputs": ("new_state",),
+    "wide": ("state",),
+    "mutates": {"new_state": "state"},
+}
+
+
+@primitive(**_INTO_STATE, flops=free, reference=lambda state, value: value.to(state.dtype))
+def assign(state: Value, value: Value) -> TensorSpec:
     """state <- value (rounded to the state's dtype). Plans usually let value's kernel write there directly."""
-
-    name = "assign"
-
-    def flops(self, node: Node) -> int:
-        return 0
-
-    def reference(self, state: Any, value: Any) -> Any:
-        return value.to(state.dtype)
+    return _state_spec("assign", state, value)
 
 
-@declare
-class Accumulate(_ToState):
+@primitive(**_INTO_STATE, reference=lambda state, value: state + value)
+def accumulate(state: Value, value: Value) -> TensorSpec:
     """state <- state + value."""
+    return _state_spec("accumulate", state, value)
 
-    name = "accumulate"
 
-    def reference(self, state: Any, value: Any) -> Any:
-        return state + value
+for _shape in ((4, 8), (257,), ()):
+    cases(assign, Case((_shape, _shape)))
+    cases(accumulate, Case((_shape, _shape)))
 
 
 @composite(outputs=("factor",), wide=("norm",), differentiable=False)
@@ -161,14 +150,15 @@ class Update(Op):
     def infer(self, *specs: TensorSpec, rule: Rule, count: int, **attributes: Any) -> Sequence[TensorSpec]:
         written = 1 + len(rule.slots)
         lists = written + 1 + attributes.get("copies", False)
-        self.require(len(specs) == lists * count + 4, f"{len(specs)} inputs", f"{lists} lists of {count} and 4 scalars")
+        complete = len(specs) == lists * count + 4
+        require(complete, "update", f"{len(specs)} inputs", f"{lists} lists of {count} and 4 scalars")
         for position in range(count):
             tensors = specs[position : lists * count : count]
-            self.require(len({spec.shape for spec in tensors}) == 1, f"{tensors}", "one shape per parameter")
+            require(len({spec.shape for spec in tensors}) == 1, "update", f"{tensors}", "one shape per parameter")
         stochastic = attributes.get("stochastic", ())
-        self.require(set(stochastic) <= set(range(written)), f"{stochastic=}", f"numbers below {written}")
+        require(set(stochastic) <= set(range(written)), "update", f"{stochastic=}", f"numbers below {written}")
         wanted = TensorSpec((), DType.INT64) if stochastic else None
-        self.require(specs[-1] == wanted, f"seed {specs[-1]} for {stochastic=}", "int64[] where a list is named")
+        require(specs[-1] == wanted, "update", f"seed {specs[-1]} for {stochastic=}", "int64[] where a list is named")
         return [*specs[:count], *specs[2 * count : -4]]
 
     def aliases(self, node: Node) -> dict[int, int]:
@@ -257,11 +247,6 @@ class Update(Op):
             self._cases.append(Case(given, attributes, {"seed": 2**62}, above, narrow=narrow))
 
 
-def assign(state: Value, value: Value) -> Value:
-    """Overwrite a state value; returns the state's new value."""
-    return op("assign").record(state, value)
-
-
 def update(
     rule: Rule,
     lists: Sequence[Sequence[Value]],
@@ -278,10 +263,4 @@ def update(
     count = len(lists[0])
     chosen = {name: value for name, value in attributes.items() if value}
     inputs = [*(value for values in lists for value in values), lr, step, factor, seed]
-    outputs = op("update").record(*inputs, rule=rule, count=count, **chosen)
-    return list(outputs[:count]) if isinstance(outputs, tuple) else [outputs]
-
-
-def accumulate(state: Value, value: Value) -> Value:
-    """Add to a state value in place; returns the state's new value."""
-    return op("accumulate").record(state, value)
+    return list(op("update").record(*inputs, rule=rule, count=count, **chosen)[:count])
