@@ -32,6 +32,7 @@ _LISTED: dict[Any, str] = {
     Value | None: "{}?",
     Sequence[Value]: "{}*",
 }  # annotation -> how `Op.inputs` spells it
+_CONVERTED: dict[Any, Callable[[Any], Any]] = {float: float, Sequence[int]: tuple}  # annotation of an attribute -> how
 _NOWHERE = Graph()  # of the values that a primitive's rule looks at
 
 
@@ -52,7 +53,7 @@ class Declared(Op, Generic[P, R]):
         declared = self._signature.parameters.values()
         self.inputs = tuple(_LISTED[p.annotation].format(p.name) for p in declared if p.annotation in _LISTED)
         self._values = [p.name for p in declared if p.annotation in _LISTED]
-        self._floats = [p.name for p in declared if p.annotation is float]
+        self._converted = {p.name: _CONVERTED[p.annotation] for p in declared if p.annotation in _CONVERTED}
         self._cases: tuple[Case, ...] = ()
         self.name, self.__doc__ = function.__name__.strip("_"), function.__doc__
         self.family = function.__module__.rpartition(".")[2]
@@ -68,7 +69,7 @@ class Declared(Op, Generic[P, R]):
             inputs += given if declared.endswith("*") else [given]
         given_attributes = ((name, bound.arguments[name]) for name in bound.arguments if name not in self._values)
         attributes = {name: value for name, value in given_attributes if value is not None}
-        attributes |= {name: float(attributes[name]) for name in self._floats if name in attributes}
+        attributes |= {name: make(attributes[name]) for name, make in self._converted.items() if name in attributes}
         return self.record(*inputs, **attributes)
 
     def gradient(self, function: Gradient) -> Gradient:

@@ -16,7 +16,7 @@ from ttrain.ops.common import free, sum_to
 
 def reshape(x: Value, shape: Sequence[int]) -> Value:
     """x under another shape of as many elements; x itself where the shape is the same."""
-    return x if tuple(shape) == x.shape else _reshape(x, tuple(shape))
+    return x if tuple(shape) == x.shape else _reshape(x, shape)
 
 
 @primitive(
@@ -26,7 +26,7 @@ def reshape(x: Value, shape: Sequence[int]) -> Value:
     reference=lambda x, shape: x.reshape(shape),
     vjp=lambda node, dy: [reshape(dy, node.input("x").shape)],
 )
-def _reshape(x: Value, shape: tuple[int, ...]) -> TensorSpec:
+def _reshape(x: Value, shape: Sequence[int]) -> TensorSpec:
     """The same elements in row-major order under another shape; costs nothing."""
     size = x.spec.size
     require(math.prod(shape) == size, "reshape", f"{x.spec} to {list(shape)}", f"a shape of {size} elements")
@@ -34,7 +34,7 @@ def _reshape(x: Value, shape: tuple[int, ...]) -> TensorSpec:
 
 
 @composite(flops=free, differentiable=False)
-def copy_reshape(x: Value, shape: tuple[int, ...]) -> Value:
+def copy_reshape(x: Value, shape: Sequence[int]) -> Value:
     """Reshape with a copy: on a device that pads tensors to tiles, where the new shape pads otherwise."""
     return _reshape(x, shape)
 
@@ -46,7 +46,7 @@ cases(copy_reshape, Case(((2, 3, 4),), {"shape": (6, 4)}), Case(((33, 5),), {"sh
 
 def expand(x: Value, shape: Sequence[int]) -> Value:
     """x with axes of size one repeated."""
-    return x if tuple(shape) == x.shape else _expand(x, tuple(shape))
+    return x if tuple(shape) == x.shape else _expand(x, shape)
 
 
 @primitive(
@@ -55,7 +55,7 @@ def expand(x: Value, shape: Sequence[int]) -> Value:
     reference=lambda x, shape: x.expand(shape),
     vjp=lambda node, dy: [sum_to(dy, node.input("x"))],
 )
-def _expand(x: Value, shape: tuple[int, ...]) -> TensorSpec:
+def _expand(x: Value, shape: Sequence[int]) -> TensorSpec:
     """Axes of size one repeated to `shape`."""
     fits = len(shape) == x.spec.rank and all(old in (1, new) for old, new in zip(x.shape, shape, strict=False))
     require(fits, "expand", f"{x.spec} to {list(shape)}", "the same rank, growing only axes of size one")
@@ -140,12 +140,11 @@ cases(merge_heads, Case(((2, 3, 5, 4),) * 3), Case(((1, 1, 4, 6),)))
 
 def index_select(x: Value, indices: Sequence[int]) -> Value:
     """Some rows of every sequence: x [B, T, C] -> [B, len(indices), C]; x itself where these are all rows in order."""
-    indices = tuple(indices)
-    return x if indices == tuple(range(x.shape[1])) else _index_select(x, indices)
+    return x if list(indices) == list(range(x.shape[1])) else _index_select(x, indices)
 
 
 @primitive(flops=free, reference=lambda x, indices: x[:, list(indices)])
-def _index_select(x: Value, indices: tuple[int, ...]) -> TensorSpec:
+def _index_select(x: Value, indices: Sequence[int]) -> TensorSpec:
     """y[b, i] = x[b, indices[i]]: x [B, T, C] -> y [B, len(indices), C]; no index occurs twice."""
     require(x.spec.rank == 3, "index_select", x.spec, "[batch, time, features]")
     inside = len(indices) == len(set(indices)) > 0 and min(indices) >= 0 and max(indices) < x.shape[1]
@@ -169,7 +168,7 @@ def _put_in_torch(x: Any, indices: tuple[int, ...], size: int) -> Any:
     reference=_put_in_torch,
     vjp=lambda node, dy: [_index_select(dy, node.attributes["indices"])],
 )
-def index_put(x: Value, indices: tuple[int, ...], size: int) -> TensorSpec:
+def index_put(x: Value, indices: Sequence[int], size: int) -> TensorSpec:
     """y[b, indices[i]] = x[b, i], and zero elsewhere: x [B, len(indices), C] -> y [B, size, C]."""
     fits = x.spec.rank == 3 and x.shape[1] == len(indices)
     require(fits, "index_put", x.spec, f"[batch, {len(indices)}, features]")

@@ -163,7 +163,7 @@ def _padded(x: Value, count: int) -> Value:
     if count == x.shape[0]:
         return x
     rows = reshape(x, (1, x.shape[0], x.spec.size // x.shape[0]))
-    return reshape(index_put(rows, tuple(range(x.shape[0])), count), (count, *x.shape[1:]))
+    return reshape(index_put(rows, range(x.shape[0]), count), (count, *x.shape[1:]))
 
 
 @_head_cross_entropy.gradient

@@ -14,7 +14,7 @@ from ttrain.ops.elementwise import cast, greater, sqrt
 from ttrain.ops.layout import expand, reshape
 
 
-def _reduced(owner: str, x: TensorSpec, axes: tuple[int, ...]) -> TensorSpec:
+def _reduced(owner: str, x: TensorSpec, axes: Sequence[int]) -> TensorSpec:
     inside = all(0 <= axis < x.rank for axis in axes) and len(set(axes)) == len(axes)
     require(inside, owner, f"axes {axes} of {x}", f"different axes from 0 to {x.rank - 1}")
     return x.with_shape(*(size for axis, size in enumerate(x.shape) if axis not in axes))
@@ -31,7 +31,7 @@ def _kept(x: Value, axes: Sequence[int]) -> tuple[int, ...]:
 
 def reduce_sum(x: Value, axes: Sequence[int]) -> Value:
     """The sum of x over `axes`, which disappear."""
-    return _reduce_sum(x, tuple(sorted(axes))) if len(axes) else x
+    return _reduce_sum(x, sorted(axes)) if len(axes) else x
 
 
 @primitive(
@@ -39,7 +39,7 @@ def reduce_sum(x: Value, axes: Sequence[int]) -> Value:
     reference=lambda x, axes: x.sum(axes) if axes else x,
     vjp=lambda node, dy: [expand(reshape(dy, _kept(node.values[0], **node.attributes)), node.values[0].shape)],
 )
-def _reduce_sum(x: Value, axes: tuple[int, ...]) -> TensorSpec:
+def _reduce_sum(x: Value, axes: Sequence[int]) -> TensorSpec:
     """y = the sum of x over `axes`, accumulated in fp32 at least. The axes disappear."""
     return _reduced("reduce_sum", x.spec, axes)
 
@@ -53,7 +53,7 @@ def _max_gradient(node: Node, dy: Value) -> Sequence[Value]:
 
 
 @primitive(flops=_every_element, reference=lambda x, axes: x.amax(axes), vjp=_max_gradient)
-def _reduce_max(x: Value, axes: tuple[int, ...]) -> TensorSpec:
+def _reduce_max(x: Value, axes: Sequence[int]) -> TensorSpec:
     """y = the largest element of x over `axes`, which disappear. Equal ones share the gradient."""
     return _reduced("reduce_max", x.spec, axes)
 
@@ -91,7 +91,7 @@ cases(global_norm, Case(((4, 8), (257,), (2, 3, 33))), Case(((5,),)), Case(((), 
 def amax(x: Value, axis: int) -> Value:
     """The largest element along an axis, which stays with size one."""
     axis %= x.spec.rank
-    return reshape(_reduce_max(x, (axis,)), _kept(x, [axis]))
+    return reshape(_reduce_max(x, [axis]), _kept(x, [axis]))
 
 
 def mean(x: Value, axis: int | None = None) -> Value:
