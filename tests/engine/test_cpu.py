@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,12 @@ from ttrain.core.errors import ShapeError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Device
 from ttrain.device.settings import DeviceConfig
+from ttrain.engine import dynamic as dynamic_engine
 from ttrain.engine.dynamic import DynamicEngine
 from ttrain.engine.state import State, StateTensor
 from ttrain.engine.static import StaticEngine
-from ttrain.graph import REGISTRY, Case, Graph, Kind, Node, Op
+from ttrain.graph import REGISTRY, Case, Graph, Kind, Node, Op, Value
+from ttrain.graph.passes import fuse
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.nn.initialize import initial_values
@@ -162,3 +164,27 @@ def test_fused_forms_agree_with_their_parts(device: Device) -> None:
             assert [node.op.name for node in step.plan.launched] == ["linear", "linear", "add_layer_norm"]
     for name, value in results[0].items():
         np.testing.assert_allclose(results[1][name], value, rtol=1e-5, atol=1e-5)
+
+
+def test_dynamic_runs_what_it_recorded_this_time(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes run again for a graph that was recorded otherwise than the last one, and only then."""
+    joined: list[Graph] = []
+    monkeypatch.setattr(dynamic_engine, "fuse", lambda graph, rows: joined.append(graph) or fuse(graph, rows))
+    ways: list[tuple[str, Callable[[Value, Value], Value], list[float]]] = [
+        ("y", lambda a, b: ops.scale(a, 2.0), [-4.0, 6.0]),
+        ("y", lambda a, b: ops.scale(a, 3.0), [-6.0, 9.0]),
+        ("y", lambda a, b: ops.scale(b, 3.0), [15.0, -21.0]),
+        ("y", lambda a, b: ops.relu(b), [5.0, 0.0]),
+        ("z", lambda a, b: ops.relu(b), [5.0, 0.0]),
+    ]
+    spec, now = TensorSpec((2,)), ways[0]
+
+    def trace(graph: Graph) -> None:
+        graph.output(now[0], now[1](graph.input("a", spec), graph.input("b", spec)))
+
+    step = DynamicEngine(device, State(device, [])).build("changing", trace)
+    for number, now in enumerate(ways, start=1):
+        for _ in range(2):
+            found = step({"a": np.array([-2.0, 3.0], np.float32), "b": np.array([5.0, -7.0], np.float32)})
+            assert {name: value.tolist() for name, value in found.items()} == {now[0]: now[2]}
+            assert len(joined) == number

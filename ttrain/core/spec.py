@@ -18,14 +18,8 @@ class DType(Enum):
     INT32 = ("int32", 4)
     BOOL = ("bool", 1)
 
-    @property
-    def label(self) -> str:
-        return self.value[0]
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return self.value[1]
+    def __init__(self, label: str, itemsize: int) -> None:
+        self.label, self.itemsize = label, itemsize
 
     @property
     def is_floating(self) -> bool:
@@ -74,7 +68,7 @@ class TensorSpec:
         return TensorSpec(self.shape, dtype)
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+        return f"{self.dtype.label}[{', '.join(map(str, self.shape))}]"
 
 
 RUN_ALIGNMENT = 64  # elements; gives equal element offsets in every dtype, each a multiple of a cache line

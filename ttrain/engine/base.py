@@ -21,6 +21,11 @@ from ttrain.plan.plan import Plan
 Trace = Callable[[Graph], None]  # records one step: declares inputs and state, marks outputs
 Look = Callable[[Node, Callable[[Value], np.ndarray]], bool]  # (a node that has run, how to read values): no further?
 HostValue = np.ndarray | float | int
+_TAKEN = {
+    "f": "fiub",
+    "i": "iub",
+    "b": "b",
+}  # kind of a declared dtype -> kinds that numpy casts to it as the same kind
 
 
 @dataclass
@@ -98,31 +103,43 @@ class Engine(ABC):
         """Release what was captured or compiled. The device outlives the engine."""
 
 
-def host_arrays(
-    name: str, specs: Mapping[str, TensorSpec], given: Mapping[str, HostValue], chips: int = 1
-) -> dict[str, np.ndarray]:
+class HostInputs:
     """The inputs of a step as arrays of the declared shape. A changed shape is refused, never rebuilt for.
 
     Where several chips share a batch, its fields hold the rows of all of them.
     """
-    unknown = sorted(set(given) - set(specs))
-    if unknown:
-        raise ShapeError(f"step {name}: unknown input {unknown[0]!r}. {did_you_mean(unknown[0], specs)}")
-    arrays = {}
-    for key, spec in specs.items():
-        if key not in given:
-            raise ShapeError(f"step {name}: input {key!r} ({spec}) is missing.")
-        array, dtype = np.asarray(given[key]), np.dtype(NUMPY_DTYPES[spec.dtype])
-        if not np.can_cast(array.dtype, dtype, "same_kind"):
-            raise ShapeError(f"step {name}: input {key!r} has dtype {array.dtype}, expected {dtype}.")
-        whole = (chips * spec.shape[0], *spec.shape[1:]) if spec.rank >= 2 else spec.shape
-        if array.shape not in (spec.shape, whole):
-            raise ShapeError(
-                f"step {name}: input {key!r} has shape {list(array.shape)}, expected {list(whole)}. A built step "
-                "has fixed shapes; build another step for another shape."
-            )
-        arrays[key] = array.astype(dtype, copy=False)
-    return arrays
+
+    def __init__(self, name: str, specs: Mapping[str, TensorSpec], chips: int = 1) -> None:
+        self._name, self._specs = name, specs
+        self._expected = []
+        for key, spec in specs.items():
+            whole = (chips * spec.shape[0], *spec.shape[1:]) if spec.rank >= 2 else spec.shape
+            self._expected.append((key, np.dtype(NUMPY_DTYPES[spec.dtype]), spec.shape, whole))
+
+    def __call__(self, given: Mapping[str, HostValue]) -> dict[str, np.ndarray]:
+        if given.keys() != self._specs.keys():
+            self._refuse_names(given)
+        arrays = {}
+        for key, dtype, shape, whole in self._expected:
+            array = np.asarray(given[key])
+            if array.dtype is not dtype:
+                if array.dtype.kind not in _TAKEN[dtype.kind]:
+                    raise ShapeError(f"step {self._name}: input {key!r} has dtype {array.dtype}, expected {dtype}.")
+                array = array.astype(dtype, copy=False)
+            if array.shape != shape and array.shape != whole:
+                raise ShapeError(
+                    f"step {self._name}: input {key!r} has shape {list(array.shape)}, expected {list(whole)}. A built "
+                    "step has fixed shapes; build another step for another shape."
+                )
+            arrays[key] = array
+        return arrays
+
+    def _refuse_names(self, given: Mapping[str, HostValue]) -> None:
+        for key in sorted(given.keys() - self._specs.keys()):
+            raise ShapeError(f"step {self._name}: unknown input {key!r}. {did_you_mean(key, self._specs)}")
+        for key, spec in self._specs.items():
+            if key not in given:
+                raise ShapeError(f"step {self._name}: input {key!r} ({spec}) is missing.")
 
 
 def host_outputs(device: Device, outputs: Mapping[str, tuple[Value, Buffer]]) -> dict[str, Any]:

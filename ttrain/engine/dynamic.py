@@ -7,7 +7,7 @@ from typing import Any
 
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Arena, Buffer, Delivery, Kernel, of_side
-from ttrain.engine.base import Engine, HostValue, Look, Step, Trace, host_arrays, host_outputs, traced_graph
+from ttrain.engine.base import Engine, HostInputs, HostValue, Look, Step, Trace, host_outputs, traced_graph
 from ttrain.graph.graph import Graph, Node, RecordCounter, Value
 from ttrain.graph.kinds import Kind
 from ttrain.graph.passes import decompose, fuse, live_nodes
@@ -34,7 +34,10 @@ class DynamicStep(Step):
         graph = verify(traced_graph(trace, engine.device), "recording")
         engine.state.check(graph)
         self.inputs = {key: value.spec for key, value in graph.inputs.items()}
+        self._arrays = HostInputs(name, self.inputs, engine.device.chips)
         self._calls = 0
+        self._recorded: Any = None  # what `_facts` tells of the last recorded graph
+        self._joined, self._order = graph, list[tuple[Node, list[Value]]]()  # what was made of it
 
     def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
         device, counters = self.engine.device, self.engine.counters
@@ -55,23 +58,45 @@ class DynamicStep(Step):
     def _run(self, inputs: Mapping[str, HostValue], look: Look | None) -> tuple[dict[str, Any], bool]:
         """Outputs, and whether `look` ended the step at a node; then there are none."""
         device, tape = self.engine.device, _Tape(self.engine)
-        arrays = host_arrays(self.name, self.inputs, inputs, device.chips)
+        arrays = self._arrays(inputs)
         for key in arrays:
             tape.inputs[key] = tape.allocate(self.inputs[key], f"input {key}")
         device.upload_inputs({key: buffer for key, (_, _, buffer) in tape.inputs.items()}, arrays)
-        graph = fuse(traced_graph(self._trace, device), device.kernels)
-        graph = decompose(graph, device.kernels, device.name)
+        self._record()
         try:
-            for node, done in _with_last_reads(graph):
+            for node, done in self._order:
                 tape.launch(node)
                 if look is not None and look(node, tape.download):
                     return {}, True
                 for value in done:
                     tape.buffers.pop(value, None)
-            outputs = {key: (value, tape.placed(value)[2]) for key, value in graph.outputs.items()}
+            outputs = {key: (value, tape.placed(value)[2]) for key, value in self._joined.outputs.items()}
             return host_outputs(device, outputs), False
         finally:
             tape.close()
+
+    def _record(self) -> None:
+        """Record anew, and where that gave another graph than last time, make of it what the device launches."""
+        device = self.engine.device
+        graph = traced_graph(self._trace, device)
+        facts = _facts(graph)
+        if facts != self._recorded:
+            self._joined = decompose(fuse(graph, device.kernels), device.kernels, device.name)
+            self._order, self._recorded = _with_last_reads(self._joined), facts
+
+
+def _facts(graph: Graph) -> Any:
+    """What passes and launches depend on: equal for graphs that are recorded alike."""
+    named = [
+        [(name, value.number, value.kind, value.spec, value.on_host) for name, value in table.items()]
+        for table in (graph.inputs, graph.state, graph.outputs)
+    ]
+    nodes = [
+        (node.op, node.attributes, node.scope, node.stage, node.copy, node.on_host,
+         [None if value is None else value.number for value in node.inputs])
+        for node in graph.nodes
+    ]  # fmt: skip
+    return named, nodes
 
 
 def _with_last_reads(graph: Graph) -> list[tuple[Node, list[Value]]]:

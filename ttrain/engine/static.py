@@ -11,7 +11,7 @@ import numpy as np
 from ttrain.autodiff.rematerialize import rematerialize
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Arena, Buffer, Delivery, Device, Kernel, Launch, of_side
-from ttrain.engine.base import Engine, HostValue, Look, Step, Trace, host_arrays, host_outputs, traced_graph
+from ttrain.engine.base import Engine, HostInputs, HostValue, Look, Step, Trace, host_outputs, traced_graph
 from ttrain.engine.state import State
 from ttrain.graph.graph import Graph, Node, RecordCounter, Value
 from ttrain.graph.passes import (
@@ -103,6 +103,7 @@ class StaticStep(Step):
         self.engine, self.name = engine, name
         self.plan: Plan = plan
         self.inputs: dict[str, TensorSpec] = {key: value.spec for key, value in plan.graph.inputs.items()}
+        self._arrays = HostInputs(name, self.inputs, engine.device.chips)
         self._bound: BoundPlan | None = None
         self._prefetched: PrefetchedInputs | None = None
         self._calls = 0
@@ -112,15 +113,16 @@ class StaticStep(Step):
 
     def start(self, inputs: Mapping[str, HostValue]) -> Callable[[], dict[str, Any]]:
         device, counters = self.engine.device, self.engine.counters
-        arrays = host_arrays(self.name, self.inputs, inputs, device.chips)
+        arrays = self._arrays(inputs)
         allocations, nodes = device.counters.allocations, RecordCounter.nodes
         with device.watched(f"step {self.name}"):
             self.take_addresses()
             assert self._bound is not None
-            written = self._prefetched.take() if self._prefetched is not None else {}
-            rest = {key: array for key, array in arrays.items() if not _equal(array, written.get(key))}
-            if rest:
-                device.upload_inputs(self._bound.inputs, rest)
+            if self._prefetched is not None:
+                written = self._prefetched.take()
+                arrays = {key: array for key, array in arrays.items() if not _equal(array, written.get(key))}
+            if arrays:
+                device.upload_inputs(self._bound.inputs, arrays)
             self.run(self._bound)
         if self._calls:
             counters.allocations_after_first += device.counters.allocations - allocations
@@ -133,7 +135,7 @@ class StaticStep(Step):
 
     def prefetch(self, inputs: Mapping[str, HostValue]) -> None:
         if self._prefetched is not None:
-            self._prefetched.write(host_arrays(self.name, self.inputs, inputs, self.engine.device.chips))
+            self._prefetched.write(self._arrays(inputs))
 
     def run(self, bound: BoundPlan) -> None:
         """Run the bound plan once."""
@@ -141,7 +143,7 @@ class StaticStep(Step):
 
     def inspect(self, inputs: Mapping[str, HostValue], look: Look) -> bool:
         device = self.engine.device
-        arrays = host_arrays(self.name, self.inputs, inputs, device.chips)
+        arrays = self._arrays(inputs)
         with device.watched(f"step {self.name}"):
             self.take_addresses()
             assert self._bound is not None
