@@ -11,13 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ttrain import load_config
 from ttrain.cli import main
+from ttrain.config.build import build_dataset
 from ttrain.core.files import to_json
 from ttrain.data.batches import Sizes, TokenDataset, unigram_entropy
 from ttrain.data.documents import open_documents
 from ttrain.data.regression import RegressionDataset, open_regression
 from ttrain.data.settings import DataConfig, DocumentsConfig, RegressionConfig, TextConfig
 from ttrain.data.text import open_text
+from ttrain.data.tokenizer import visible_bytes
 from ttrain.train.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.loop.evaluate import Evaluation
@@ -99,10 +102,10 @@ def evaluated(run: str, *words: str) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("words", "names"),
     [
-        ([*GPT, *TEXT], {"val/loss"}),
-        ([*GPT, *DOCUMENTS], {"val/loss"}),
-        ([*AGILLM, *TEXT], {"val/loss", "val/ar/ce", "val/sat/ce", "val/gate/ce"}),
-        ([*AGILLM, *DOCUMENTS], {"val/loss", "val/ar/ce", "val/sat/ce", "val/gate/ce"}),
+        ([*GPT, *TEXT], {"val/loss", "val/bits_per_byte"}),
+        ([*GPT, *DOCUMENTS], {"val/loss", "val/bits_per_byte"}),
+        ([*AGILLM, *TEXT], {"val/loss", "val/ar/ce", "val/sat/ce", "val/gate/ce", "val/bits_per_byte"}),
+        ([*AGILLM, *DOCUMENTS], {"val/loss", "val/ar/ce", "val/sat/ce", "val/gate/ce", "val/bits_per_byte"}),
         (REGRESSION, {"val/loss"}),
     ],
     ids=["text", "documents", "agillm-text", "agillm-documents", "regression"],
@@ -175,3 +178,50 @@ def test_a_checkpoint_with_the_earlier_key_evaluates_as_many_sequences_as_before
     assert read_checkpoint(next(Path("second/checkpoints").glob("*2"))).config["train"]["eval_sequences"] == 8
     lines = [line["val/loss"] for line in read_metrics(Path("second", "metrics.jsonl")) if "val/loss" in line]
     assert lines[-1] == pytest.approx(expected["val/loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "char", "bpe"])
+@pytest.mark.parametrize("kind", ["text", "documents", "tokens"])
+def test_bits_per_byte_are_of_the_decoded_targets(kind: str, tokenizer: str) -> None:
+    """All losses in bits, those of end tokens too, over the bytes of what is predicted; end tokens have none."""
+    book = Path("book.txt").read_text()
+    Path("book.txt").write_text(book.replace("1", "é中"))
+    Path("rows.jsonl").write_text(Path("rows.jsonl").read_text().replace("word1", "wörd"), "utf-8")
+    given = ["data.held_out=0.2", f"data.tokenizer={tokenizer}", "data.vocabulary_size=300"]
+    words = (
+        ["data.path=book.txt", *given] if kind == "text" else ["data=documents", "data.sources=[rows.jsonl]", *given]
+    )
+    if kind == "tokens":
+        assert main(["task=prepare", *words, "prepare.dir=tokens"]) == 0
+        words = ["data=tokens", "data.path=tokens"]
+    found = evaluated("run", *GPT, *words, "train.batch_size=5", "train.eval_sequences=null")
+    config = load_config(*words, *GPT)
+    data = build_dataset(config)
+    batch, end = data.batch("val", 0, 0, data.val_samples), (data.description.get("end_token") or {}).get("id")
+    text, count = b"", 0
+    for tokens, targets in zip(batch["tokens"].tolist(), batch["targets"].tolist(), strict=True):
+        part: list[int] = []
+        for token in [*targets, end]:
+            count += token is not None and token >= 0
+            if token == end:
+                text, part = text + raw(data.tokenizer, part), []
+            elif token >= 0:
+                part.append(token)
+        count -= end is not None
+        assert tokens[1:] == targets[:-1]
+    assert found["val/bits_per_byte"] == pytest.approx(found["val/loss"] * count / np.log(2) / len(text), rel=1e-9)
+    summary = json.loads(Path("run", "summary.json").read_text())
+    assert summary["val/bits_per_byte"] == found["val/bits_per_byte"] and summary["val_metrics"] == {}
+
+
+def raw(tokenizer: Any, ids: list[int]) -> bytes:
+    """The bytes of tokens, which may begin and end inside a character."""
+    if tokenizer.name == "bpe":
+        letters = visible_bytes()
+        return bytes(letters.index(letter) for i in ids for letter in tokenizer._model.id_to_token(i))
+    return bytes(ids) if tokenizer.name == "byte" else tokenizer.decode(ids).encode()
+
+
+def test_the_sums_of_several_losses_are_not_what_bits_are_of() -> None:
+    found = evaluated("run", *AGILLM, *TEXT, "train.batch_size=4", "train.eval_sequences=null")
+    assert found["val/bits_per_byte"] == pytest.approx(found["val/ar/ce"] / np.log(2), rel=1e-9)  # a byte is a token

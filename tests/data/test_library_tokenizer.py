@@ -296,3 +296,38 @@ def test_nothing_is_told_where_all_comes_back() -> None:
         dataset = open_text(TextConfig(path="book.txt", tokenizer=name, vocabulary_size=300), Sizes(context=8))
         assert not notices(dataset), name
         assert whole(dataset) == LINES + "\r\n\té中😀\ufeff\ufffd"
+
+
+@pytest.mark.parametrize("kind", ["char", "byte", "bpe", "byte-level", "prefix", "metaspace", "sentencepiece", "words"])
+def test_bytes_of_tokens_add_up_to_those_of_the_text(kind: str) -> None:
+    """Behind the start of a text and at it, where characters are several tokens, and of tokens that are no text."""
+    text = LINES[:3000] + ("" if kind == "words" else "é中😀\ufeff ")
+    library: Any = None
+    if kind == "words":
+        library, text = word_piece(sorted(set(LINES[:3000].split()))), " ".join(LINES[:3000].split())
+        library.decoder = decoders.WordPiece()
+    elif kind == "metaspace":
+        library = sentence_piece()
+        library.normalizer = None
+        library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    elif kind == "sentencepiece":
+        library = sentence_piece()
+    elif kind in ("byte-level", "prefix"):
+        library = byte_level()
+        if kind == "prefix":
+            prefixing(library)
+    Path("book.txt").write_text(text, "utf-8")
+    tokenizer = named(kind) if library is None else LibraryTokenizer(library.to_str())
+    ids = np.array(tokenizer.encode(text))
+    inner, first = tokenizer.byte_counts()
+    blank = 1 if kind == "prefix" else 0  # this tokenizer gives it back
+    assert len(inner) == len(first) == tokenizer.vocabulary
+    assert first[ids[0]] + inner[ids[1:]].sum() == len(text.encode()) + blank
+    if kind == "byte-level":
+        assert inner[0] == len("<s>") and first[1] == len("<pad>")
+
+
+def named(kind: str) -> Any:
+    tokenizer = open_text(TextConfig(path="book.txt", tokenizer=kind, vocabulary_size=300), Sizes(context=8)).tokenizer
+    assert tokenizer is not None
+    return tokenizer

@@ -8,9 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from string import ascii_letters
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError
 from ttrain.data.corpus import cut
@@ -107,6 +109,29 @@ class LibraryTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         known = [int(i) for i in ids if 0 <= i < self.vocabulary]
         return self._model.decode(known, skip_special_tokens=False) + UNKNOWN * (len(ids) - len(known))
+
+    def byte_counts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """See Tokenizer. Tokens of bytes are counted by their names: a part of a character decodes to nothing."""
+        decoders = {part["type"] for part in _parts(self._described.get("decoder"))}
+        added = {token.content for token in self._model.get_added_tokens_decoder().values()}
+        vocabulary = self._model.get_vocab(with_added_tokens=True)
+        # A token as it looks behind another one, which is a letter if there is one: some decoders join or part them.
+        anchor = next((vocabulary[letter] for letter in ascii_letters if letter in vocabulary), 0)
+        tokens = sorted(vocabulary.values())
+        texts = self._model.decode_batch([[], [anchor], *([token] for token in tokens)], skip_special_tokens=False)
+        pairs = self._model.decode_batch([[anchor, token] for token in tokens], skip_special_tokens=False)
+        counts = np.zeros((2, self.vocabulary), np.int64)
+        before = len(texts[1].encode())
+        counts[0, tokens] = [len(text.encode()) - before for text in pairs]
+        counts[1, tokens] = [len(text.encode()) for text in texts[2:]]
+        for name, token in vocabulary.items():
+            if name in added:
+                counts[:, token] = len(name.encode())
+            elif "ByteLevel" in decoders:
+                counts[:, token] = len(name)
+            elif "ByteFallback" in decoders and _BYTE_TOKEN.fullmatch(name):
+                counts[:, token] = 1
+        return counts[0], counts[1]
 
     def to_json(self) -> str:
         return self._text
@@ -251,12 +276,17 @@ def _may_drop(described: dict[str, Any]) -> bool:
 
 
 def _parts(step: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """A normalizer or pre-tokenizer of a description and, of a sequence, all that it consists of."""
+    """A normalizer, pre-tokenizer or decoder of a description and, of a sequence, all that it consists of."""
     if not step:
         return []
     return [
         step,
-        *(part for key in ("normalizers", "pretokenizers") for child in step.get(key, ()) for part in _parts(child)),
+        *(
+            part
+            for key in ("normalizers", "pretokenizers", "decoders")
+            for child in step.get(key, ())
+            for part in _parts(child)
+        ),
     ]
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError
 from ttrain.core.units import format_bytes
@@ -106,6 +108,29 @@ def with_notices(described: dict[str, Any], notices: Iterable[str]) -> dict[str,
     """A description of data with `notices`, which the start of a run tells, where there are any."""
     told = [*described.get("notices", ()), *notices]
     return {**described, "notices": told} if told else described
+
+
+def byte_counter(tokenizer: Tokenizer, end: int | None) -> Callable[[Mapping[str, Any]], int]:
+    """What counts the UTF-8 bytes of the text that the targets of a batch stand for.
+
+    Targets below zero, ids that the tokenizer lacks, and the token of the id `end`, which ends a document and is none
+    of its text, stand for no byte.
+    """
+
+    @cache  # at the first call: a large vocabulary takes a second
+    def tables() -> NDArray[np.int64]:
+        found = np.pad(np.stack(tokenizer.byte_counts()), ((0, 0), (0, 1)))
+        if end is not None:
+            found[:, end] = 0
+        return found
+
+    def count(batch: Mapping[str, Any]) -> int:
+        tokens, targets = batch["tokens"], batch["targets"]
+        valid = targets >= 0
+        starts = (tokens[valid] == end).astype(np.intp)
+        return int(tables()[starts, np.minimum(targets[valid], tokenizer.vocabulary)].sum())
+
+    return count
 
 
 def require_context(name: str, sizes: Sizes) -> int:

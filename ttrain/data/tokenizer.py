@@ -71,6 +71,14 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids. Defined for all ids: what stands for no text becomes U+FFFD."""
 
+    def byte_counts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """UTF-8 bytes that each id stands for, int64 [vocabulary]: behind another token, and where a text starts.
+
+        They add up to the bytes of the text, also where a character is made of several tokens.
+        """
+        counts = np.array([len(self.decode([token]).encode()) for token in range(self.vocabulary)], np.int64)
+        return counts, counts
+
     @abstractmethod
     def to_json(self) -> str:
         """The content of a tokenizer.json."""
@@ -133,6 +141,11 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         # 0xff never occurs in UTF-8, so it decodes to U+FFFD.
         return bytes(i if 0 <= i < 256 else 0xFF for i in ids).decode("utf-8", errors="replace")
+
+    def byte_counts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """See Tokenizer."""
+        ones = np.ones(self.vocabulary, np.int64)
+        return ones, ones
 
     @property
     def described(self) -> dict[str, Any]:

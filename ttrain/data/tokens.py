@@ -67,6 +67,8 @@ def open_tokens(config: TokensConfig, sizes: Sizes) -> TokenDataset:
     }
     if files.header is not None:
         description["corpus"] = files.header["corpus"]
+        if "end_token" in files.header:
+            description["end_token"] = files.header["end_token"]
         description = with_notices(description, files.header["corpus"].get("notices", ()))
     if files.tokenizer is not None:
         description["tokenizer"] = files.tokenizer.description

@@ -11,7 +11,7 @@ from ttrain.config.schema import Config
 from ttrain.train.logging.meter import loop_speed
 from ttrain.train.logging.metrics import read_metrics
 
-TRAINING = ("step", "train/loss", "val/loss", "best_val_loss", "tokens_per_s")
+TRAINING = ("step", "train/loss", "val/loss", "val/bits_per_byte", "best_val_loss", "tokens_per_s")
 _OUTPUT = {"bench": "bench.out", "plan": "plan.json", "verify": "verify.json"}  # key that says where results go
 _OBJECTIVE = {"bench": "times_as_fast", "plan": "step_ms"}  # where none of the job's numbers is called sweep.objective
 

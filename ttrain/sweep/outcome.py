@@ -83,6 +83,8 @@ def print_table(records: Sequence[dict[str, Any]], axes: Sequence[str], objectiv
     """One line a job on the terminal."""
     shown = {"step": "step", "train/loss": "train/loss", "objective": objective, "tokens_per_s": "tokens/s"}
     training = any(record.get("step") is not None for record in records)
+    if any(record.get("val/bits_per_byte") is not None for record in records):
+        shown["val/bits_per_byte"] = "bits/byte"
     hidden = {"job", "state", *axes, *_LAST, *(TRAINING if training else ())}
     numbers = [key for record in records for key, value in record.items() if key not in hidden and value is not None]
     shown = {**(shown if training or not numbers else {}), **{key: key for key in numbers}}

@@ -24,6 +24,7 @@ from ttrain.train.runs.inspect import RunInfo, read_run
 CURVES = (
     ("train/loss", "training loss"),
     ("val/loss", "held-out loss"),
+    ("val/bits_per_byte", "held-out bits per byte"),
     ("lr", "learning rate"),
     ("grad_norm", "gradient norm before clipping"),
     ("tokens_per_s", "tokens per second"),
@@ -86,7 +87,7 @@ def _labels(runs: Sequence[RunInfo]) -> list[str]:
 def _overview(runs: Sequence[RunInfo], labels: Sequence[str]) -> str:
     rows = [("state", [info.state for info in runs])]
     rows.append(("step", [f"{info.step} of {info.steps}" if info.steps else str(info.step) for info in runs]))
-    for key in ("train/loss", "val/loss"):
+    for key in ("train/loss", "val/loss", "val/bits_per_byte"):
         rows.append((key, [_number(info.newest(key)) for info in runs]))
     summaries = [info.summary for info in runs]
     rows.append(("best held-out loss", [_best(info) for info in runs]))
@@ -115,10 +116,14 @@ def _best(info: RunInfo) -> str:
 def _warnings(runs: Sequence[RunInfo], labels: Sequence[str]) -> list[str]:
     """What makes the numbers of two runs not comparable, or of one run not those of a device."""
     found = []
-    for key, meaning in (("tokenizer_hash", "tokenizer"), ("data", "data")):
+    for key, meaning, but in (
+        ("tokenizer_hash", "tokenizer", "; bits per byte of the same text do"),
+        ("data", "data", ""),
+    ):
         values = {json.dumps(info.attempts[-1].get(key), sort_keys=True) for info in runs if info.attempts}
         if len(values) > 1:
-            found.append(f'<p class="warning">The runs differ in their {meaning}, so their losses do not compare.</p>')
+            told = f"The runs differ in their {meaning}, so their losses do not compare{but}."
+            found.append(f'<p class="warning">{told}</p>')
     for info, label in zip(runs, labels, strict=True):
         if info.caution:
             found.append(f'<p class="warning">{escape(label)}: {escape(info.caution)}.</p>')
@@ -131,7 +136,7 @@ def _curves(runs: Sequence[RunInfo], labels: Sequence[str]) -> str:
         series = []
         for info, label in zip(runs, labels, strict=True):
             points = [(float(line["step"]), float(line[key])) for line in info.metrics if line.get(key) is not None]
-            series.append(Series(label if len(runs) > 1 else key, points, markers=key == "val/loss"))
+            series.append(Series(label if len(runs) > 1 else key, points, markers=key.startswith("val/")))
         chart = line_chart(series, title, "step", key)
         if chart:
             charts.append(f"<figure>{chart}</figure>")

@@ -292,11 +292,15 @@ def _evaluation(
     config: TrainConfig, model: Model, dataset: Dataset, steps: Mapping[str, Step], say: Callable[[str], None]
 ) -> Evaluation:
     """Of the step that was built last."""
+    from ttrain.data.text import byte_counter
     from ttrain.models.base import preparation
     from ttrain.train.loop.evaluate import Evaluation
 
     rows, prepare = config.batch_size // config.accumulation, preparation(model)
-    return Evaluation(lambda inputs: steps["evaluate"](inputs), dataset, rows, config.eval_sequences, prepare, say)
+    end = dataset.description.get("end_token") or {}
+    count = None if dataset.tokenizer is None else byte_counter(dataset.tokenizer, end.get("id"))
+    samples = config.eval_sequences
+    return Evaluation(lambda inputs: steps["evaluate"](inputs), dataset, rows, samples, prepare, say, count)
 
 
 def _search(setup: Setup, session: Session, driver: Driver, step: int) -> StepSearch:

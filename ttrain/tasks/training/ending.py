@@ -21,6 +21,7 @@ def summarize(
     """Writes summary and loss curve of a run that is done."""
     from ttrain.train.runs.summary import Summary, draw_loss_curve, last_rates, last_val_metrics, recorded_steps
 
+    val_metrics = last_val_metrics(run.metrics)
     baseline = setup.dataset.baseline(setup.config.train.eval_sequences)  # of the very targets that evaluations count
     summary = Summary(
         model=setup.model_name,
@@ -31,7 +32,8 @@ def summarize(
         peak_memory=device.memory().get("peak", 0),
         baseline=(baseline.name, baseline.value),
         rates=last_rates(run.metrics),
-        val_metrics=last_val_metrics(run.metrics),
+        bits_per_byte=val_metrics.pop("bits_per_byte", None),
+        val_metrics=val_metrics,
         caution=device.caution,
     )
     run.write_summary({**summary.to_dict(), "engine": dict(counters)})

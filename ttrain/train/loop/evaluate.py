@@ -11,13 +11,19 @@ import numpy as np
 
 from ttrain.core.errors import NonFiniteError
 from ttrain.core.waiting import Waiting
-from ttrain.models.base import Batch, Prepare, loss_weights, prepare_plain
+from ttrain.models.base import LOSS_WEIGHT, Batch, Prepare, loss_weights, prepare_plain
 from ttrain.train.protocols import Dataset, Inputs, Outputs
+
+BITS_PER_BYTE = "bits_per_byte"
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The loss, and what else the model names; each the mean over its own targets of the whole split."""
+    """The loss, and what else the model names; each the mean over its own targets of the whole split.
+
+    Where the targets are text, also bits_per_byte: the sum of the losses of all tokens in bits over the UTF-8 bytes of
+    their text, which compares across tokenizers. A token that ends a document has a loss and no byte.
+    """
 
     loss: float
     metrics: dict[str, float] = field(default_factory=dict)
@@ -34,13 +40,16 @@ class Evaluation:
         samples: int | None,
         prepare: Prepare = prepare_plain,
         say: Callable[[str], None] | None = None,
+        count_bytes: Callable[[Batch], int] | None = None,
     ) -> None:
         """`rows` per call as the step was built for; `samples` None covers the whole split.
 
-        `say` is told how far an evaluation is that takes long.
+        `say` is told how far an evaluation is that takes long. `count_bytes` tells the bytes of a batch's targets.
         """
         self._step, self._dataset, self._rows, self._prepare, self._say = step, dataset, rows, prepare, say
         self.samples = min(samples or dataset.val_samples, dataset.val_samples)
+        self.tokens = self.bytes = 0  # targets and their bytes, known after an evaluation
+        self._count_bytes = count_bytes
         self._counts: Counter[str] | None = None
 
     def __call__(self, stopped: Callable[[], bool] = lambda: False) -> EvaluationResult | None:
@@ -63,6 +72,9 @@ class Evaluation:
         loss = sums.pop("loss")
         if not math.isfinite(loss):
             raise NonFiniteError(f"val/loss is {loss}")
+        if self.bytes:
+            entropy = next((value for name, value in sums.items() if name.endswith("/ce")), loss)
+            sums[BITS_PER_BYTE] = entropy * self.tokens / math.log(2) / self.bytes
         return EvaluationResult(loss, sums)
 
     def _batches(self) -> Iterator[Batch]:
@@ -73,10 +85,13 @@ class Evaluation:
     def _counted(self, stopped: Callable[[], bool]) -> Counter[str] | None:
         """What each weight averages over all batches, which stays the same; None if `stopped` became true."""
         total: Counter[str] = Counter()
+        counted = 0
         for batch in self._batches():
             if stopped():
                 return None
             total.update(self._prepare(batch)[1])
+            counted += 0 if self._count_bytes is None else self._count_bytes(batch)
+        self.tokens, self.bytes = total[LOSS_WEIGHT], counted
         return total
 
     def _sums(self, batch: Batch, weights: Mapping[str, float]) -> dict[str, float]:

@@ -41,6 +41,7 @@ class Summary:
     baseline: tuple[str, float] | None = None  # name and loss of the best prediction that ignores the input
     rates: Mapping[str, float] = field(default_factory=dict)  # the last learning rate of every group, by its input
     val_metrics: Mapping[str, float] = field(default_factory=dict)  # the model's further metrics, newest evaluation
+    bits_per_byte: float | None = None  # of held-out text, newest evaluation
     caution: str | None = None  # what has to be known of the numbers; see Device.caution
 
     def to_dict(self) -> dict[str, Any]:
@@ -55,6 +56,7 @@ class Summary:
             "seconds": round(progress.seconds, 3),
             "train/loss": progress.train_loss,
             "val/loss": progress.val_loss,
+            "val/bits_per_byte": self.bits_per_byte,
             "best_val_loss": progress.best_val_loss,
             "best_step": progress.best_step,
             "tokens_per_s": self.tokens_per_s,
@@ -80,6 +82,8 @@ class Summary:
             ("train loss", _loss(progress.train_loss)),
             ("val loss", self._val_loss()),
         ]
+        if self.bits_per_byte is not None:
+            lines.append(("bits per byte", f"{self.bits_per_byte:.4f} of held-out text"))
         if self.val_metrics:
             lines.append(("val metrics", ", ".join(f"{name} {value:.4f}" for name, value in self.val_metrics.items())))
         if self.baseline is not None:
@@ -177,7 +181,7 @@ def last_rates(metrics: Path) -> dict[str, float]:
 
 
 def last_val_metrics(metrics: Path) -> dict[str, float]:
-    """What the newest evaluation measured besides the loss, such as `ar/ce`."""
+    """What the newest evaluation measured besides the loss, such as `bits_per_byte` and `ar/ce`."""
     newest: dict[str, float] = {}
     for line in read_metrics(metrics):
         newest = {key[len("val/") :]: line[key] for key in line if key.startswith("val/")} or newest
