@@ -156,14 +156,15 @@ def large_runs() -> Runs:
         qkv, dy = normal(2, 40, 3 * 48, dtype=dtype), normal(2, 40, 48, dtype=dtype)
         three = {"heads": 3, "scale": 0.25, "mask": AttentionMask()}
         lse, one, flat = normal(2, 3, 40) + 5, torch.tensor(0.01), [normal(300, 70), normal(130)]
+        places = torch.arange(40).expand(2, 40) % torch.tensor([[7], [35]])
         runs += [
             ("gelu", [x], {"approximate": "tanh"}),
             ("add", [x, w.to(dtype)], {}),
             ("layer_norm_grad", [x, y, mean, rstd, w, x], {"bias": True}),
             ("reduce_sum", [x], {"axes": (0,)}),
             ("softmax", [x], {"scale": 0.3, "mask": AttentionMask("full")}),
-            ("attention", [qkv, None, None, None, None], three),
-            ("attention_grad", [dy, qkv, None, None, dy, lse, None, None], three),
+            ("attention", [qkv, *[None] * 4, places], three),
+            ("attention_grad", [dy, qkv, None, None, dy, lse, None, None, places], three),
             ("embedding_grad", [x, ids], {"vocabulary": 13}),
             ("matmul", [x, y], {"transpose_a": True, "transpose_b": False}),
             ("linear", [x, y, None], {}),

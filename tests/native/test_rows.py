@@ -24,7 +24,7 @@ from ttrain.graph.passes import decompose
 WITHOUT_ARITHMETIC = {"reshape", "copy_reshape", "all_reduce", "all_reduce_state"}
 MOVES = {"index_select", "index_put"}  # torch's kernels run these
 # Which the CPU, having kernels for what they stand for, does not record.
-OF_DECOMPOSITIONS = {"log_sum_exp", "one_hot", "reduce_max"}
+OF_DECOMPOSITIONS = {"log_sum_exp", "one_hot", "reduce_max", "document_bias"}
 BY_THEIR_BODY = {"head_matmul", "head_product"}
 OF_ATEN = {"sin", "cos", "erf", "expm1"}  # no vector code of ours: torch's kernels run these
 OF_SAMPLING = {"cache_write", "cache_bias", "cached_attention"}  # torch's kernels run these

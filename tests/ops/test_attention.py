@@ -29,7 +29,10 @@ SETTINGS: list[dict[str, Any]] = [
     {"bias": (1, HEADS, TIME, TIME)},
     {"bias": (BATCH, 1, TIME, TIME), "kv_heads": 3, "mask": "pairs", "window": 2},
     {"scale": 0.9, "kv_heads": 2},
+    {"documents": True},
+    {"documents": True, "mask": "full", "kv_heads": 2, "bias": (1, HEADS, TIME, TIME)},
 ]
+STARTS = torch.tensor([[0] * 4 + [4] * 6 + [10], [0] + [1] * 10])  # of the document that each token of a row is in
 
 
 def in_torch(given: Mapping[str, torch.Tensor], **how: Any) -> torch.Tensor:
@@ -41,6 +44,8 @@ def in_torch(given: Mapping[str, torch.Tensor], **how: Any) -> torch.Tensor:
     query, key = torch.arange(TIME)[:, None], torch.arange(TIME)
     last = {"causal": query, "pairs": query // 2 * 2 + 1, "full": query * 0 + TIME}[how.get("mask", "causal")]
     hidden = (key > last) | ((key - query).abs() >= how.get("window", TIME))
+    if "documents" in how:
+        hidden = hidden | (STARTS[:, None, :, None] != STARTS[:, None, None, :])
     bias = given.get("bias", torch.zeros(1, 1, TIME, TIME, dtype=torch.float64)).masked_fill(hidden, float("-inf"))
     q, k, v = by_heads(given["q"], HEADS), by_heads(given["k"], kv_heads), by_heads(given["v"], kv_heads)
     y = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, scale=how.get("scale"))
@@ -56,6 +61,9 @@ def test_forward_and_every_gradient_equal_torchs(how: dict[str, Any]) -> None:
     arrays["dy"] = generator.standard_normal(SHAPE)
     graph = Graph()
     values = {name: graph.input(name, TensorSpec(array.shape, DType.FP64)) for name, array in arrays.items()}
+    if settings.pop("documents", False):
+        settings["positions"] = graph.input("positions", TensorSpec((BATCH, TIME), DType.INT64))
+        arrays["positions"] = (torch.arange(TIME) - STARTS).numpy()
     y = ops.attention(values["q"], values["k"], values["v"], heads=HEADS, bias=values.get("bias"), **settings)
     gradients = backward(ops.reduce_sum(y * values["dy"], (0, 1, 2)), [values[name] for name in shapes])
     interpreter = Interpreter(TorchDevice("cpu", threads=1))

@@ -30,7 +30,7 @@ def int64(*shape: int) -> TensorSpec:
 
 
 HEADS: dict[str, Any] = {"heads": 2, "scale": 0.5, "mask": AttentionMask()}
-NONE = [None] * 4  # k, v, bias and seed of a packed projection
+NONE = [None] * 5  # k, v, bias, seed and positions of a packed projection
 ADAMW: dict[str, Any] = {"count": 1, "rule": AdamW(AdamWConfig()).rule(EXAMPLE, True)}
 SGD: dict[str, Any] = {"count": 1, "rule": PlainSGD(SGDConfig()).rule(EXAMPLE, True)}
 RATES = [fp32(), fp32(), None]  # lr, step, and no clip factor
@@ -93,16 +93,18 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("attention", [fp32(5, 24), *NONE], HEADS, "[batch, time, 3 * width]"),
     ("attention", [fp32(2, 5, 24), *NONE], {**HEADS, "kv_heads": 1}, "Give q, k and v apart"),
     ("attention", [fp32(2, 5, 8), fp32(2, 5, 8), *NONE[1:]], HEADS, "both, or none"),
-    ("attention", [fp32(2, 5, 8), fp32(2, 6, 8), fp32(2, 5, 8), None, None], HEADS, "equal batch, time"),
-    ("attention", [fp32(2, 5, 8), fp32(2, 5, 8), fp32(2, 4, 8), None, None], HEADS, "equal batch, time"),
-    ("attention", [fp32(2, 5, 8), fp32(2, 5, 8), bf16(2, 5, 8), None, None], HEADS, "equal batch, time, dtype"),
-    ("attention", [fp32(2, 5, 8), fp32(2, 5, 8), fp32(2, 5, 9), None, None], HEADS, "multiple of 2 heads"),
-    ("attention", [*[fp32(2, 5, 8)] * 3, None, None], {**HEADS, "kv_heads": 3}, "a multiple of kv_heads"),
-    ("attention", [*[fp32(2, 5, 8)] * 3, None, None], {**HEADS, "kv_heads": 1}, "1 heads as wide as q's"),
-    ("attention", [*[fp32(2, 5, 8)] * 3, fp32(2, 3, 5, 5), None], HEADS, "[1 or 2, 1 or 2, 5, 5] in fp32"),
+    ("attention", [fp32(2, 5, 8), fp32(2, 6, 8), fp32(2, 5, 8), *NONE[2:]], HEADS, "equal batch, time"),
+    ("attention", [fp32(2, 5, 8), fp32(2, 5, 8), fp32(2, 4, 8), *NONE[2:]], HEADS, "equal batch, time"),
+    ("attention", [fp32(2, 5, 8), fp32(2, 5, 8), bf16(2, 5, 8), *NONE[2:]], HEADS, "equal batch, time, dtype"),
+    ("attention", [fp32(2, 5, 8), fp32(2, 5, 8), fp32(2, 5, 9), *NONE[2:]], HEADS, "multiple of 2 heads"),
+    ("attention", [*[fp32(2, 5, 8)] * 3, *NONE[2:]], {**HEADS, "kv_heads": 3}, "a multiple of kv_heads"),
+    ("attention", [*[fp32(2, 5, 8)] * 3, *NONE[2:]], {**HEADS, "kv_heads": 1}, "1 heads as wide as q's"),
+    ("attention", [*[fp32(2, 5, 8)] * 3, fp32(2, 3, 5, 5), *NONE[3:]], HEADS, "[1 or 2, 1 or 2, 5, 5] in fp32"),
+    ("attention", [fp32(2, 5, 24), *NONE[:4], int64(2, 4)], HEADS, "int64[2, 5]"),
+    ("document_bias", [int64(5)], {"dtype": DType.FP32}, "int64 [batch, time]"),
     (
         "attention_grad",
-        [fp32(2, 5, 8), fp32(2, 5, 24), None, None, fp32(2, 5, 4), fp32(2, 2, 5), None, None],
+        [fp32(2, 5, 8), fp32(2, 5, 24), None, None, fp32(2, 5, 4), fp32(2, 2, 5), *NONE[2:]],
         HEADS,
         "equal specs",
     ),

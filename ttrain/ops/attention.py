@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ttrain.core.attention_mask import CAUSAL, PAIRS, AttentionMask
+from ttrain.core.attention_mask import CAUSAL, HIDDEN, PAIRS, AttentionMask
+from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.case import Case
 from ttrain.graph.composite import cases, composite, require
-from ttrain.graph.graph import Node, Value
-from ttrain.graph.op import op
+from ttrain.graph.graph import Node, Op, Value
+from ttrain.graph.op import declare, op
 from ttrain.ops.common import sum_to
 from ttrain.ops.layout import merge_heads, reshape, split_heads
 from ttrain.ops.matmul import attention_scale, matmul
@@ -30,6 +31,7 @@ def attention(
     window: int | None = None,
     bias: Value | None = None,
     seed: Value | None = None,
+    positions: Value | None = None,
     p: float = 0.0,
     stream: int = 0,
 ) -> Value:
@@ -39,22 +41,70 @@ def attention(
     projection [B, T, 3*heads*D] of all three. Head h reads keys and values of head h * kv_heads // heads; `kv_heads`
     is `heads` where not given (grouped queries, Ainslie et al., 2023). `scale` is 1/sqrt(E) where not given. `mask`,
     `position_bias` and `window` are those of core/attention_mask.py. `bias` [1 or B, 1 or heads, T, T] in q's dtype is
-    added to the scaled scores and gets a gradient. Dropout of probability p wants a `seed`, int64 [].
+    added to the scaled scores and gets a gradient. Dropout of probability p wants a `seed`, int64 []. `positions` int64
+    [B, T] count from 0 anew in every document of a row: a query sees keys of its own document alone.
     """
     if scale is None:
         scale = attention_scale(q.shape[-1] // ((3 if k is None else 1) * heads))
     rules = AttentionMask(mask, position_bias, window)
     grouped = None if kv_heads == heads else kv_heads
-    return _attention(q, k, v, bias, seed if p else None, heads, scale, rules, grouped, p, stream)[0]
+    return _attention(q, k, v, bias, seed if p else None, positions, heads, scale, rules, grouped, p, stream)[0]
 
 
-@composite(name="attention", outputs=("y", "log_sum_exp"))
+@declare
+class DocumentBias(Op):
+    """[B, 1, T, T] to add to scaled scores: HIDDEN where a key lies in another document than its query, else 0.
+
+    positions int64 [B, T] count from 0 anew in every document of a row.
+    """
+
+    name = "document_bias"
+    family = "attention"
+    inputs = ("positions",)
+    outputs = ("bias",)
+    differentiable = False
+
+    def infer(self, positions: TensorSpec, dtype: DType) -> TensorSpec:
+        fits = positions.rank == 2 and positions.dtype is DType.INT64
+        self.require(fits, f"positions {positions}", "int64 [batch, time]")
+        return TensorSpec((positions.shape[0], 1, positions.shape[1], positions.shape[1]), dtype)
+
+    def reference(self, positions: Any, dtype: DType) -> Any:
+        starts = _numbers(positions) - positions
+        return (starts[:, None, :, None] != starts[:, None, None, :]).double() * HIDDEN
+
+    def cases(self) -> Sequence[Case]:
+        return [Case((shape,), {"dtype": DType.FP32}, {"positions": shape[1]}) for shape in ((2, 5), (1, 33), (3, 1))]
+
+    def derived(self, given: Mapping[str, Any], attributes: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"positions": example_positions(given["positions"])}
+
+
+def example_positions(drawn: Any) -> Any:
+    """Positions of documents that begin where random numbers [B, T] are even, as tensors of torch."""
+    numbers = _numbers(drawn).expand_as(drawn)
+    return numbers - (numbers * (drawn % 2 == 0)).cummax(1).values
+
+
+def _numbers(like: Any) -> Any:
+    import torch
+
+    return torch.arange(like.shape[1])
+
+
+def _positions_derived(given: Mapping[str, Any], attributes: Mapping[str, Any]) -> Mapping[str, Any]:
+    positions = given.get("positions")
+    return {} if positions is None else {"positions": example_positions(positions)}
+
+
+@composite(name="attention", outputs=("y", "log_sum_exp"), derived=_positions_derived)
 def _attention(
     q: Value,
     k: Value | None,
     v: Value | None,
     bias: Value | None,
     seed: Value | None,
+    positions: Value | None,
     heads: int,
     scale: float,
     mask: AttentionMask,
@@ -66,8 +116,7 @@ def _attention(
     again; they are never kept.
     """
     parts = _parts("attention", q, k, v, heads, kv_heads)
-    scores = _scores(parts, bias, scale)
-    factor = scale if bias is None else 1.0
+    scores, factor = _scores(parts, bias, positions, scale)
     probabilities = softmax(scores, factor, mask)
     if p:
         require(seed is not None, "attention", "no seed", f"a seed, since p={p}")
@@ -79,17 +128,18 @@ def _attention(
 
 @_attention.gradient
 def _(node: Node, dy: Value, log_sum_exp: None) -> Sequence[Value | None]:
-    (q, k, v, bias, seed), (y, statistic) = node.inputs, node.outputs
+    (q, k, v, bias, seed, positions), (y, statistic) = node.inputs, node.outputs
     assert q is not None
-    found = op("attention_grad").record(dy, q, k, v, y, statistic, bias, seed, **node.attributes)
+    found = op("attention_grad").record(dy, q, k, v, y, statistic, bias, seed, positions, **node.attributes)
     found = iter(found if isinstance(found, tuple) else [found])
-    return [None if given is None else next(found) for given in (q, k, v, bias)] + [None]
+    return [None if given is None else next(found) for given in (q, k, v, bias)] + [None, None]
 
 
 def _derived(given: Mapping[str, Any], attributes: Mapping[str, Any]) -> Mapping[str, Any]:
-    inputs = (given[name] for name in ("q", "k", "v", "bias", "seed"))
+    given = {**given, **(changed := _positions_derived(given, attributes))}
+    inputs = (given[name] for name in ("q", "k", "v", "bias", "seed", "positions"))
     y, statistic = op("attention").reference(*inputs, **attributes)
-    return {"y": y, "log_sum_exp": statistic}
+    return {"y": y, "log_sum_exp": statistic, **changed}
 
 
 @composite(outputs=("dq", "dk?", "dv?", "dbias?"), wide=("log_sum_exp",), differentiable=False, derived=_derived)
@@ -102,6 +152,7 @@ def attention_grad(
     log_sum_exp: Value,
     bias: Value | None,
     seed: Value | None,
+    positions: Value | None,
     heads: int,
     scale: float,
     mask: AttentionMask,
@@ -115,15 +166,15 @@ def attention_grad(
     parts = _parts(name, q, k, v, heads, kv_heads)
     (dy_heads,) = split_heads(dy, 1, heads)
     dy_heads = parts.grouped(dy_heads)
-    factor = scale if bias is None else 1.0
-    before = softmax(_scores(parts, bias, scale), factor, mask)
+    scores, factor = _scores(parts, bias, positions, scale)
+    before = softmax(scores, factor, mask)
     after = before if seed is None else dropout(before, seed, p, stream)
     dv = matmul(parts.grouped(after), dy_heads, transpose_a=True)
     dprobabilities = parts.ungrouped(matmul(dy_heads, parts.v, transpose_b=True))
     if seed is not None:
         dprobabilities = dropout(dprobabilities, seed, p, stream)
     dscores = softmax_grad(dprobabilities, before, factor)
-    scaled = parts.grouped(dscores if bias is None else dscores * scale)
+    scaled = parts.grouped(dscores if factor == scale else dscores * scale)
     dq, dk = parts.ungrouped(matmul(scaled, parts.k)), matmul(scaled, parts.q, transpose_a=True)
     found = [merge_heads([dq, dk, dv])] if k is None else [merge_heads([part]) for part in (dq, dk, dv)]
     return (*found, *([] if bias is None else [sum_to(dscores, bias)]))
@@ -176,17 +227,24 @@ def _parts(name: str, q: Value, k: Value | None, v: Value | None, heads: int, kv
     return _Parts(grouped, keys, values, heads, time)
 
 
-def _scores(parts: _Parts, bias: Value | None, scale: float) -> Value:
-    """q k^T [B, H, T, T], scaled and biased where there is a bias."""
+def _scores(parts: _Parts, bias: Value | None, positions: Value | None, scale: float) -> tuple[Value, float]:
+    """q k^T [B, H, T, T], and by what it is still to be scaled: one where it is biased, hence scaled already."""
     scores = parts.ungrouped(matmul(parts.q, parts.k, transpose_b=True))
+    if bias is None and positions is None:
+        return scores, scale
+    scores = scores * scale
+    if positions is not None:
+        places = TensorSpec((scores.shape[0], parts.time), DType.INT64)
+        require(positions.spec == places, "attention", f"positions {positions.spec}", str(places))
+        scores = scores + op("document_bias").record(positions, dtype=scores.spec.dtype)
     if bias is None:
-        return scores
+        return scores, 1.0
     batch, heads, *square = scores.shape
     fits = bias.spec.rank == 4 and bias.shape[0] in (1, batch) and bias.shape[1] in (1, heads)
     fits = fits and list(bias.shape[2:]) == square and bias.spec.dtype is scores.spec.dtype
     wanted = f"[1 or {batch}, 1 or {heads}, {square[0]}, {square[1]}] in {scores.spec.dtype}"
     require(fits, "attention", f"bias {bias.spec}", wanted)
-    return scores * scale + bias
+    return scores + bias, 1.0
 
 
 # shapes of q, k, v and bias, heads, and further attributes
@@ -208,17 +266,26 @@ _CASES: tuple[tuple[Any, ...], ...] = (
     ((2, 9, 12), (2, 9, 12), (2, 9, 12), None, 3, {"mask": AttentionMask(CAUSAL, window=4)}),
     ((1, 8, 8), (1, 8, 8), (1, 8, 8), None, 2, {"p": 0.25, "stream": 1, "mask": AttentionMask(PAIRS, "future")}),
 )
+_DOCUMENT_CASES: tuple[tuple[Any, ...], ...] = (
+    ((2, 9, 24), None, None, None, 2, {}),
+    ((2, 40, 12), None, None, None, 1, {"p": 0.25, "stream": 3}),
+    ((1, 7, 12), (1, 7, 12), (1, 7, 12), (1, 3, 7, 7), 3, {"mask": AttentionMask("full")}),
+    ((2, 6, 16), (2, 6, 8), (2, 6, 4), None, 4, {"kv_heads": 2}),
+)
 
 
-def _case(backward: bool, q: Any, k: Any, v: Any, bias: Any, heads: int, more: Mapping[str, Any]) -> Case:
+def _case(
+    backward: bool, documents: bool, q: Any, k: Any, v: Any, bias: Any, heads: int, more: Mapping[str, Any]
+) -> Case:
     width = q[2] // (3 if k is None else 1) // heads
     values = width if k is None else v[2] // more.get("kv_heads", heads)
-    y, seed = (*q[:2], values * heads), () if more.get("p") else None
-    shapes = (y, q, k, v, y, (q[0], heads, q[1]), bias, seed) if backward else (q, k, v, bias, seed)
-    return Case(
-        shapes, {"heads": heads, "scale": attention_scale(width), "mask": AttentionMask(), **more}, {"seed": 2**62}
-    )
+    y, seed, places = (*q[:2], values * heads), () if more.get("p") else None, q[:2] if documents else None
+    rest = (bias, seed, places)
+    shapes = (y, q, k, v, y, (q[0], heads, q[1]), *rest) if backward else (q, k, v, *rest)
+    attributes = {"heads": heads, "scale": attention_scale(width), "mask": AttentionMask(), **more}
+    return Case(shapes, attributes, {"seed": 2**62, "positions": 2**20})
 
 
-cases(_attention, *(_case(False, *given) for given in _CASES))
-cases(attention_grad, *(_case(True, *given) for given in _CASES))
+for _op, _backward in ((_attention, False), (attention_grad, True)):
+    cases(_op, *(_case(_backward, False, *given) for given in _CASES))
+    cases(_op, *(_case(_backward, True, *given) for given in _DOCUMENT_CASES))

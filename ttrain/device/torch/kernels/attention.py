@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ttrain.core.attention_mask import AttentionMask
+from ttrain.core.attention_mask import HIDDEN, AttentionMask
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.torch.kernels.common import (
@@ -29,6 +29,7 @@ from ttrain.device.torch.kernels.common import (
 )
 from ttrain.device.torch.kernels.costs import fastest
 from ttrain.device.torch.kernels.explicit import (
+    Documents,
     bias_tensor,
     by_heads,
     explicit_backward,
@@ -72,6 +73,18 @@ def _log_sum_exp(
     scores, factor, mask = work[0], attributes["scale"], attributes["mask"]
     biased = scaling(scores, factor) if mask.is_full else [_biased(scores, scores, factor, mask)]
     return chain(copying(scores, ins[0]), *biased, partial(torch.logsumexp, scores, -1, out=outs[0]))
+
+
+def _document_bias(
+    ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
+) -> Launch:
+    documents, bias = Documents(ins[0], work), outs[0]
+    time = bias.shape[2]
+    return chain(*documents.starting(), partial(bias.fill_, 0.0), *documents.hiding(bias, 0, time, time, HIDDEN))
+
+
+def _document_workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    return Documents.workspace(ins[0], ins[0].shape[1])
 
 
 def _wide_copy(x: TensorSpec) -> list[TensorSpec]:
@@ -135,9 +148,9 @@ def _measured_way(context: Context, dtype: DType, time: int, width: int, threads
             return kernel.bind(given, made, attributes, work)
 
         x, out, sums, dy, dx = tensor(qkv), tensor(y), tensor(statistic), tensor(y), tensor(qkv)
-        no = [None, None]
-        first = bound(forward, [qkv, *no, *no], [x, *no, *no], [y, statistic], [out, sums])
-        back = [y, qkv, *no, y, statistic, *no], [dy, x, *no, out, sums, *no]
+        no, rest = [None] * 2, [None] * 3
+        first = bound(forward, [qkv, *no, *rest], [x, *no, *rest], [y, statistic], [out, sums])
+        back = [y, qkv, *no, y, statistic, *rest], [dy, x, *no, out, sums, *rest]
         return chain(first, bound(backward, *back, [qkv], [dx]))
 
     ways = {way: partial(launches, way) for way in ("explicit", "flash")}
@@ -194,11 +207,13 @@ def _flash_backward(context: Context) -> Kernel:
 def _choosing(context: Context, explicit: Kernel, flash: Kernel, start: int, bias: int) -> Kernel:
     """A row that goes one of two ways by the specs of queries, keys and values, the inputs from number `start` on.
 
-    Neither way knows grouped heads or a bias, input number `bias`: such attention runs as its body.
+    Neither way knows grouped heads or a bias, input number `bias`: such attention runs as its body. The explicit
+    way alone knows documents.
     """
 
     def chosen(ins: Sequence[TensorSpec | None], attributes: Attributes) -> Kernel:
-        return explicit if explicit_is_chosen(context, ins[start : start + 3], attributes) else flash
+        documents = ins[bias + 2] is not None
+        return explicit if documents or explicit_is_chosen(context, ins[start : start + 3], attributes) else flash
 
     def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
         # The dtype's being bf16 is all that the choice asks of it.
@@ -230,6 +245,7 @@ def table(context: Context) -> dict[str, Kernel]:
     return {
         "softmax": _softmax(context),
         "softmax_grad": into(_softmax_grad, overwrites=(0, 1)),
+        "document_bias": into(_document_bias, _document_workspace),
         "log_sum_exp": into(_log_sum_exp, lambda ins, outs, attributes: [ins[0].with_dtype(ins[0].dtype.wide)]),
         "attention": _choosing(context, forward, flash, start=0, bias=3),
         "attention_grad": _choosing(context, backward, flash_backward, start=1, bias=6),

@@ -33,6 +33,9 @@ def specs_by_heads(specs: Sequence[TensorSpec | None], heads: int) -> list[Tenso
     return [x.with_shape(x.shape[0], heads, x.shape[1], x.shape[2] // (parts * heads)) for x in given] * parts
 
 
+_DOCUMENT_ROWS = 512  # of queries at a time on a GPU, where no blockwise kernel knows documents
+
+
 @lru_cache(maxsize=4)  # of long sequences and many heads they are large
 def bias_tensor(mask: AttentionMask, heads: int, time: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[heads or 1, T, T]: what is added to scaled scores, -inf where a key is hidden."""
@@ -73,6 +76,33 @@ def _shaped(scratch: Tensor, shape: Sequence[int]) -> Tensor:
     return scratch.view(-1)[: math.prod(shape)].view(shape)
 
 
+class Documents:
+    """Hides the keys of other documents, for positions int64 [B, T] that count from 0 anew in every document.
+
+    A block of query rows at a time, so that no mask of all of them exists. `work` has what `workspace` asks for.
+    """
+
+    def __init__(self, positions: Tensor, work: Sequence[Tensor]) -> None:
+        self.positions, (self.starts, self.hidden) = positions, work
+        self.numbers = torch.arange(positions.shape[1], device=positions.device)
+
+    def starting(self) -> list[Launch]:
+        """Once, before the first block."""
+        return [partial(torch.sub, self.numbers, self.positions, out=self.starts)]
+
+    def hiding(self, scores: Tensor, start: int, stop: int, keys: int, value: float = -math.inf) -> list[Launch]:
+        """scores [B, 1 or H, stop - start, keys] <- value where query and key are not of one document."""
+        hidden = _shaped(self.hidden, (self.starts.shape[0], 1, stop - start, keys))
+        rows, columns = self.starts[:, None, start:stop, None], self.starts[:, None, None, :keys]
+        return [partial(torch.ne, rows, columns, out=hidden), partial(scores.masked_fill_, hidden, value)]
+
+    @staticmethod
+    def workspace(positions: TensorSpec, rows: int) -> list[TensorSpec]:
+        """For blocks of so many rows."""
+        batch, time = positions.shape
+        return [positions, TensorSpec((batch, rows, time), DType.BOOL)]
+
+
 @dataclass(frozen=True)
 class _Block:
     """Query rows start to stop, and how many keys they see."""
@@ -85,13 +115,20 @@ class _Block:
 class _Explicit:
     """What forward and backward share."""
 
-    def __init__(self, context: Context, parts: Sequence[Tensor], seed: Tensor | None, attributes: Attributes) -> None:
-        self.context, self.seed, self.parts = context, seed, parts
+    def __init__(
+        self,
+        context: Context,
+        parts: Sequence[Tensor],
+        seed: Tensor | None,
+        documents: Documents | None,
+        attributes: Attributes,
+    ) -> None:
+        self.context, self.seed, self.parts, self.documents = context, seed, parts, documents
         self.p, self.stream = attributes.get("p", 0.0), attributes.get("stream", 0)
         (self.batch, self.heads, self.time, _), dtype = parts[0].shape, parts[0].dtype
         self.scale, mask = attributes["scale"], attributes["mask"]
         self.bias = bias_tensor(mask, self.heads, self.time, dtype, parts[0].device)
-        step = _query_rows(context, self.time, dtype is torch.bfloat16, self.p)
+        step = _query_rows(context, self.time, dtype is torch.bfloat16, self.p, documents is not None)
         starts = range(0, self.time, step)
         stops = [min(start + step, self.time) for start in starts]
         self.blocks = [
@@ -101,11 +138,16 @@ class _Explicit:
     def probabilities(self, block: _Block, q: Tensor, k: Tensor, scores: Tensor) -> list[Launch]:
         """scores <- bias + scale q k^T: all launches but the last; then their softmax in place."""
         bias = self.bias[:, block.start : block.stop, : block.keys]
-        softmax = softmax_into(scores, scores)
+        softmax, by_heads = softmax_into(scores, scores), scores.view(self.batch, self.heads, *scores.shape[1:])
+        hiding = self.documents.hiding(by_heads, block.start, block.stop, block.keys) if self.documents else []
         if bias.shape[0] == 1 or self.batch == 1:
-            return [partial(torch.baddbmm, bias, q, k.mT, beta=1, alpha=self.scale, out=scores), softmax]
-        by_heads = scores.view(self.batch, self.heads, *scores.shape[1:])
-        return [scaled_product(q, k.mT, self.scale, scores), partial(torch.add, by_heads, bias, out=by_heads), softmax]
+            product: list[Launch] = [partial(torch.baddbmm, bias, q, k.mT, beta=1, alpha=self.scale, out=scores)]
+        else:
+            product = [scaled_product(q, k.mT, self.scale, scores), partial(torch.add, by_heads, bias, out=by_heads)]
+        return [*product, *hiding, softmax]
+
+    def starting(self) -> list[Launch]:
+        return self.documents.starting() if self.documents else []
 
     def drop(self, x: Tensor, y: Tensor, work: Sequence[Tensor]) -> list[Launch]:
         """y <- x with dropout; nothing without. Only where one block holds all rows, whose index the mask hashes."""
@@ -122,31 +164,39 @@ def _keys_up_to(mask: AttentionMask, stop: int, time: int) -> int:
     return stop if mask.name == CAUSAL else min(stop + stop % 2, time)
 
 
-def _query_rows(context: Context, time: int, bf16: bool, p: float) -> int:
+def _query_rows(context: Context, time: int, bf16: bool, p: float, documents: bool) -> int:
     """Few rows skip more of what the mask hides, many make larger products. Dropout hashes indices of whole rows."""
     if p or not (context.on_cpu or context.query_rows):
-        return time
+        return min(time, _DOCUMENT_ROWS) if documents and not p else time
     short, long = (64, 128) if bf16 else (32, 64)
     return min(time, context.query_rows or (short if time < 512 else long))
 
 
-def _scores_spec(context: Context, queries: TensorSpec, attributes: Attributes) -> TensorSpec:
-    """Spec of one block's scores."""
+def _scores_spec(
+    context: Context, queries: TensorSpec, positions: TensorSpec | None, attributes: Attributes
+) -> tuple[TensorSpec, list[TensorSpec]]:
+    """Spec of one block's scores, and of what hides other documents."""
     batch, heads, time, _ = queries.shape
-    rows = _query_rows(context, time, queries.dtype is DType.BF16, attributes.get("p", 0.0))
-    return queries.with_shape(batch * heads, rows, time)
+    rows = _query_rows(context, time, queries.dtype is DType.BF16, attributes.get("p", 0.0), positions is not None)
+    return queries.with_shape(batch * heads, rows, time), Documents.workspace(positions, rows) if positions else []
+
+
+def _documents(positions: Tensor | None, work: Sequence[Tensor]) -> tuple[Documents | None, Sequence[Tensor]]:
+    """What hides other documents, and the workspace without what that takes, the end of it."""
+    return (None, work) if positions is None else (Documents(positions, work[-2:]), work[:-2])
 
 
 def explicit_forward(context: Context) -> Kernel:
-    """The row of attention: (q, k?, v?, no bias, seed?) -> y, log_sum_exp."""
+    """The row of attention: (q, k?, v?, no bias, seed?, positions?) -> y, log_sum_exp."""
 
     def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
         parts = by_heads(ins[:3], attributes["heads"])
-        shared = _Explicit(context, parts, ins[4], attributes)
+        documents, work = _documents(ins[5], work)
+        shared = _Explicit(context, parts, ins[4], documents, attributes)
         operands = [_Operand(part, scratch) for part, scratch in zip(parts, work[:3], strict=True)]
         results, all_scores, diagonal, *mask_work = work[3:]
         y, log_sum_exp = heads_view(outs[0], 1, shared.heads)[0], outs[1].flatten(0, 1)
-        launches = [launch for operand in operands for launch in operand.packing()]
+        launches = [*shared.starting(), *(launch for operand in operands for launch in operand.packing())]
         for block in shared.blocks:
             start, stop = block.start, block.stop
             (pack_q, q), (pack_k, k) = operands[0].rows(start, stop), operands[1].rows(0, block.keys)
@@ -167,10 +217,10 @@ def explicit_forward(context: Context) -> Kernel:
 
     def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
         queries, keys, values = specs_by_heads(ins[:3], attributes["heads"])
-        scores = _scores_spec(context, queries, attributes)
+        scores, documents = _scores_spec(context, queries, ins[5], attributes)
         diagonal = scores.with_shape(scores.shape[0] * scores.shape[1]).with_dtype(scores.dtype.wide)
         masks = mask_workspace(context, scores.size, scores.dtype) if attributes.get("p", 0.0) else []
-        return [queries, keys, values, values, scores, diagonal, *masks]
+        return [queries, keys, values, values, scores, diagonal, *masks, *documents]
 
     return into(bind, workspace)
 
@@ -190,17 +240,18 @@ def _log_sum_exp(own: Tensor, picked: Tensor, statistic: Tensor) -> list[Launch]
 
 
 def explicit_backward(context: Context) -> Kernel:
-    """The row of attention_grad: (dy, q, k?, v?, y, log_sum_exp, no bias, seed?) -> dq, dk?, dv?."""
+    """The row of attention_grad: (dy, q, k?, v?, y, log_sum_exp, no bias, seed?, positions?) -> dq, dk?, dv?."""
 
     def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
         parts = by_heads(ins[1:4], attributes["heads"])
-        shared = _Explicit(context, parts, ins[7], attributes)
+        documents, work = _documents(ins[8], work)
+        shared = _Explicit(context, parts, ins[7], documents, attributes)
         sources = (*parts, heads_view(ins[0], 1, shared.heads)[0])
         operands = [_Operand(source, scratch) for source, scratch in zip(sources, work[:4], strict=True)]
         dq, dk, dv, all_p, all_dp, *rest = work[4:]
         all_dropped, mask_work = (rest[0], rest[1:]) if rest else (all_p, [])
         targets = by_heads(outs, shared.heads)
-        launches = [launch for operand in operands for launch in operand.packing()]
+        launches = [*shared.starting(), *(launch for operand in operands for launch in operand.packing())]
         for block in reversed(shared.blocks):  # the last block writes all of dk and dv, the others add
             start, stop, keys = block.start, block.stop, block.keys
             (pack_q, q), (pack_k, k) = operands[0].rows(start, stop), operands[1].rows(0, keys)
@@ -226,9 +277,9 @@ def explicit_backward(context: Context) -> Kernel:
 
     def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
         queries, keys, values = specs_by_heads(ins[1:4], attributes["heads"])
-        scores = _scores_spec(context, queries, attributes)
+        scores, documents = _scores_spec(context, queries, ins[8], attributes)
         masks = [scores, *mask_workspace(context, scores.size, scores.dtype)] if attributes.get("p", 0.0) else []
-        return [queries, keys, values, values, queries, keys, values, scores, scores, *masks]
+        return [queries, keys, values, values, queries, keys, values, scores, scores, *masks, *documents]
 
     return into(bind, workspace)
 

@@ -26,7 +26,7 @@ def _scratch(qkv: TensorSpec, heads: int, backward: bool, threads: int) -> Tenso
 
 
 def _attention(request: Request, sizing: Sizing) -> Native | None:
-    """Forward on (q, k?, v?, no bias, seed?), backward on (dy, q, k?, v?, y, log_sum_exp, no bias, seed?).
+    """Forward on (q, k?, v?, no bias, seed?, positions?), backward on (dy, q, k?, v?, y, log_sum_exp, and those).
 
     Keys as wide as values; no window, no bias by distance, and no key that lies further ahead than in a pair.
     """
@@ -49,14 +49,15 @@ def _attention(request: Request, sizing: Sizing) -> Native | None:
     batch, time, width = *q.shape[:2], features // heads
     threads = sizing.threads_for((10 if backward else 4) * batch * time * time * features // 8, batch * heads)
     scratch = _scratch(q.with_shape(batch, time, 3 * features), heads, backward, threads)
-    made = mask(f"*in<i64>(a, {first - 1})", p, settings.get("stream", 0)) if p else NO_MASK
+    made = mask(f"*in<i64>(a, {first - 2})", p, settings.get("stream", 0)) if p else NO_MASK
     slopes = alibi_slopes(heads).tolist() if rules.biased else []
     table = f"static const float slopes[] = {{{', '.join(map(c_float, slopes))}}};\n" if slopes else ""
     near, work = "slopes" if slopes else "(const float*)nullptr", f"out<float>(a, {first + len(request.outputs)})"
-    name = template(
-        request.op, kind, made != NO_MASK, rules.name == PAIRS, batch, heads, time, width, q.shape[2], threads
-    )
-    return Native((table + call(name, *tensors, c_float(settings["scale"]), near, made, work),), (scratch,))
+    documents = request.has(first - 1)
+    places = f"in<i64>(a, {first - 1})" if documents else "(const i64*)nullptr"
+    shape = (batch, heads, time, width, q.shape[2], threads)
+    name = template(request.op, kind, made != NO_MASK, rules.name == PAIRS, documents, *shape)
+    return Native((table + call(name, *tensors, c_float(settings["scale"]), near, places, made, work),), (scratch,))
 
 
 def _three(pointer: str, first: int, packed: bool, features: int) -> list[str]:

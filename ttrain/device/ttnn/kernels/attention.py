@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, into, is_bf16
 from ttrain.device.ttnn.kernels.loss import log_sum, softmax_parts
-from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Tensors
+from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput, Tensors
 from ttrain.device.ttnn.tensors.layout import TILE, TileLayout, dtype_name
 
 
@@ -93,5 +94,29 @@ def _log_sum_exp(c: Context) -> Kernel:
     return into(build, workspace=lambda ins, outs, attributes: [ins[0].with_dtype(DType.FP32)])
 
 
+def _document_bias(c: Context) -> Kernel:
+    def build(ins: Sequence[IntegerInput], outs: Tensors, attributes: Attributes, work: Any) -> Launch:
+        (positions,), (bias,), tt = ins, outs, c.tt
+        batch, time = positions.spec.shape
+        dtype = getattr(tt, dtype_name(bias.spec.dtype))
+
+        def starts(shape: tuple[int, ...]) -> Callable[[], Any]:
+            """Where the document of each position begins."""
+            layout = TileLayout(shape, "int32")
+            numbers = np.broadcast_to(np.arange(time, dtype=np.int32), (batch, time)).reshape(shape)
+            every, given = c.constant(("numbers", batch, time), layout, lambda: numbers), positions.in_layout(layout)
+            return lambda: tt.subtract(every.t, given())
+
+        of_query, of_key = starts((batch, 1, time, 1)), starts((batch, 1, 1, time))
+        return lambda: tt.multiply(tt.ne(of_query(), of_key(), dtype=dtype), HIDDEN, output_tensor=bias.t)
+
+    return into(build)
+
+
 def table(c: Context) -> dict[str, Kernel]:
-    return {"softmax": _softmax(c), "softmax_grad": _softmax_grad(c), "log_sum_exp": _log_sum_exp(c)}
+    return {
+        "softmax": _softmax(c),
+        "softmax_grad": _softmax_grad(c),
+        "log_sum_exp": _log_sum_exp(c),
+        "document_bias": _document_bias(c),
+    }

@@ -1,7 +1,8 @@
 // Attention of one head at a time, in a core's own caches: what the mask hides is never computed, and no matrix of all
 // scores exists. Everything is widened to fp32 on the way in and rounded once on the way out. Queries, keys and values
 // are [B, T, H, D], rows of T lying `Stride` apart, so they may be parts of one tensor. Under `Pairs` a query sees the
-// other position of its aligned pair too; where that lies ahead, `slopes`, one a head, are taken off its score.
+// other position of its aligned pair too; where that lies ahead, `slopes`, one a head, are taken off its score. Under
+// `Documents` the query at t sees no key before t - positions[t], where its document begins; positions are [B, T].
 #pragma once
 #include "gemm.h"
 #include "softmax.h"
@@ -36,6 +37,15 @@ INLINE void prefer_near(float* row, i64 t, i64 head, const float* slopes) {
         if (slopes && t % 2 == 0 && t + 1 < T) row[t + 1] -= slopes[head];
 }
 
+template <bool Documents>
+INLINE i64 first_key(const i64* positions, i64 t) {
+    return Documents ? t - positions[t] : 0;
+}
+// Scores of the first n keys of a row: low enough that their probabilities are zero.
+INLINE void hide(float* row, i64 n) {
+    for (i64 j = 0; j < n; ++j) row[j] = -3.4e38f;
+}
+
 // matrix [T, width] <- factor * the rows x[t * stride ..][0 .. D).
 template <i64 T, i64 D, class X>
 INLINE void widen_rows(const X* x, i64 stride, float factor, float* matrix) {
@@ -65,10 +75,10 @@ INLINE void round_rows(const float* matrix, Y* y, i64 stride) {
 }
 
 // y [B, T, H * D] and log_sum_exp [B, H, T]. Scratch: HeadSizes::forward floats a thread.
-template <class X, bool Drop, bool Pairs, i64 B, i64 H, i64 T, i64 D, i64 Stride, int Threads>
+template <class X, bool Drop, bool Pairs, bool Documents, i64 B, i64 H, i64 T, i64 D, i64 Stride, int Threads>
 INLINE void attention(
     const X* queries, const X* keys, const X* values, X* y, float* log_sum_exp, float scale, const float* slopes,
-    Mask mask, float* scratch) {
+    const i64* positions, Mask mask, float* scratch) {
     using S = HeadSizes<T, D>;
     parallel<Threads>([&](int part) {
         float* q = scratch + part * S::forward;
@@ -76,18 +86,23 @@ INLINE void attention(
         if (S::padded) __builtin_memset(q, 0, 3 * S::matrix * sizeof(float));
         for (i64 head = share(B * H, part, Threads); head < share(B * H, part + 1, Threads); ++head) {
             const i64 at = head / H * T * Stride + head % H * D;
+            const i64* places = Documents ? positions + head / H * T : nullptr;
             widen_rows<T, D>(keys + at, Stride, 1.0f, v);  // v holds k for a moment
             transpose_rows<T, D>(v, k);
             widen_rows<T, D>(queries + at, Stride, scale, q);
             widen_rows<T, D>(values + at, Stride, 1.0f, v);
             for (i64 first = 0; first < T; first += S::block) {
-                const i64 columns = S::seen(first), end = first + S::block < T ? first + S::block : T;
-                multiply(S::block, columns, D, q + first * S::width, S::width, 1, k, S::times, scores, S::longest, false);
+                const i64 end = first + S::block < T ? first + S::block : T;
+                const i64 begin = first_key<Documents>(places, first) / TILE_COLUMNS * TILE_COLUMNS;
+                const i64 columns = S::seen(first) - begin;
+                multiply(
+                    S::block, columns, D, q + first * S::width, S::width, 1, k + begin, S::times, scores, S::longest, false);
                 alignas(64) float sums[S::block];
                 for (i64 t = first; t < end; ++t) {
                     float* row = scores + (t - first) * S::longest;
-                    const i64 seen = keys_seen<Pairs, T>(t);
-                    prefer_near<Pairs, T>(row, t, head % H, slopes);
+                    const i64 seen = keys_seen<Pairs, T>(t) - begin;
+                    prefer_near<Pairs, T>(row - begin, t, head % H, slopes);
+                    if constexpr (Documents) hide(row, first_key<Documents>(places, t) - begin);
                     const vf lowest = splat(-3.4e38f);
                     vf highest = lowest, sum = {};
                     over_prefix<S::longest>(
@@ -96,13 +111,14 @@ INLINE void attention(
                     over_prefix<S::longest>(seen, [&](i64 j, auto, auto keep) {
                         vf e = keep(v_exp(load(row + j) - most), vf{});
                         sum += e;
-                        store(row + j, Drop ? mask(e, (head * T + t) * T + j) : e);
+                        store(row + j, Drop ? mask(e, (head * T + t) * T + begin + j) : e);
                     });
                     for (i64 j = round_up(seen, W); j < columns; j += W) store(row + j, vf{});
                     sums[t - first] = sum_lanes(sum);
                     log_sum_exp[head * T + t] = most + v_log(splat(sums[t - first]))[0];
                 }
-                multiply(S::block, S::width, end, scores, S::longest, 1, v, S::width, out, S::width, false);
+                multiply(
+                    S::block, S::width, end - begin, scores, S::longest, 1, v + begin * S::width, S::width, out, S::width, false);
                 for (i64 t = first; t < end; ++t) {
                     X* row = y + ((head / H * T + t) * H + head % H) * D;
                     const float share_of_one = 1.0f / sums[t - first];
@@ -116,10 +132,11 @@ INLINE void attention(
 }
 
 // Gradients of queries, keys and values, which lie as those do. Scratch: HeadSizes::backward floats a thread.
-template <class X, bool Drop, bool Pairs, i64 B, i64 H, i64 T, i64 D, i64 Stride, int Threads>
+template <class X, bool Drop, bool Pairs, bool Documents, i64 B, i64 H, i64 T, i64 D, i64 Stride, int Threads>
 INLINE void attention_grad(
     const X* dy, const X* queries, const X* keys, const X* values, const X* y, const float* log_sum_exp, X* dqueries,
-    X* dkeys, X* dvalues, float scale, const float* slopes, Mask mask, float* scratch) {
+    X* dkeys, X* dvalues, float scale, const float* slopes, const i64* positions, Mask mask,
+    float* scratch) {
     using S = HeadSizes<T, D>;
     parallel<Threads>([&](int part) {
         float* q = scratch + part * S::backward;
@@ -129,6 +146,7 @@ INLINE void attention_grad(
         if (S::padded) __builtin_memset(q, 0, 6 * S::matrix * sizeof(float));
         for (i64 head = share(B * H, part, Threads); head < share(B * H, part + 1, Threads); ++head) {
             const i64 at = (head / H * T * H + head % H) * D, given = head / H * T * Stride + head % H * D;
+            const i64* places = Documents ? positions + head / H * T : nullptr;
             widen_rows<T, D>(queries + given, Stride, scale, q);
             widen_rows<T, D>(keys + given, Stride, 1.0f, k);
             widen_rows<T, D>(values + given, Stride, 1.0f, v);
@@ -137,21 +155,24 @@ INLINE void attention_grad(
             transpose_rows<T, D>(v, v_turned);
             __builtin_memset(dk, 0, 2 * S::matrix * sizeof(float));
             for (i64 first = 0; first < T; first += S::block) {
-                const i64 columns = S::seen(first), end = first + S::block < T ? first + S::block : T;
+                const i64 end = first + S::block < T ? first + S::block : T;
+                const i64 begin = first_key<Documents>(places, first) / TILE_COLUMNS * TILE_COLUMNS;
+                const i64 columns = S::seen(first) - begin, before = begin * S::width;
                 const float *q_block = q + first * S::width, *g_block = g + first * S::width;
-                multiply(S::block, columns, D, q_block, S::width, 1, k_turned, S::times, p, S::longest, false);
-                multiply(S::block, columns, D, g_block, S::width, 1, v_turned, S::times, ds, S::longest, false);
+                multiply(S::block, columns, D, q_block, S::width, 1, k_turned + begin, S::times, p, S::longest, false);
+                multiply(S::block, columns, D, g_block, S::width, 1, v_turned + begin, S::times, ds, S::longest, false);
                 for (i64 t = first; t < end; ++t) {
                     float *p_row = p + (t - first) * S::longest, *ds_row = ds + (t - first) * S::longest;
                     const vf product = sum_over<D>([&](i64 j, auto lanes) {
                         return load(dy + at + t * H * D + j, lanes) * load(y + at + t * H * D + j, lanes);
                     });
                     const float inner = sum_lanes(product), shift = log_sum_exp[head * T + t];
-                    const i64 seen = keys_seen<Pairs, T>(t);
-                    prefer_near<Pairs, T>(p_row, t, head % H, slopes);
+                    const i64 seen = keys_seen<Pairs, T>(t) - begin;
+                    prefer_near<Pairs, T>(p_row - begin, t, head % H, slopes);
+                    if constexpr (Documents) hide(p_row, first_key<Documents>(places, t) - begin);
                     over_prefix<S::longest>(seen, [&](i64 j, auto, auto keep) {
                         vf probability = keep(v_exp(load(p_row + j) - shift), vf{}), dp = load(ds_row + j);
-                        const i64 index = (head * T + t) * T + j;
+                        const i64 index = (head * T + t) * T + begin + j;
                         if constexpr (Drop) dp = mask(dp, index);
                         store(ds_row + j, keep(probability * (dp - inner), vf{}));
                         store(p_row + j, Drop ? mask(probability, index) : probability);
@@ -162,9 +183,11 @@ INLINE void attention_grad(
                     }
                 }
                 const i64 count = end - first;
-                multiply(S::block, S::width, end, ds, S::longest, 1, k, S::width, dq + first * S::width, S::width, false);
-                multiply(columns, S::width, count, p, 1, S::longest, g_block, S::width, dv, S::width, true);
-                multiply(columns, S::width, count, ds, 1, S::longest, q_block, S::width, dk, S::width, true);
+                multiply(
+                    S::block, S::width, end - begin, ds, S::longest, 1, k + before, S::width, dq + first * S::width, S::width,
+                    false);
+                multiply(columns, S::width, count, p, 1, S::longest, g_block, S::width, dv + before, S::width, true);
+                multiply(columns, S::width, count, ds, 1, S::longest, q_block, S::width, dk + before, S::width, true);
             }
             // q carried the scale, so dk has it already.
             for (i64 t = 0; t < T; ++t)
