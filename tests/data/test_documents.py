@@ -325,7 +325,7 @@ def test_tokenizers_made_here_read_back_and_encode_alike(kind: str, monkeypatch:
     again = parse_tokenizer(data.tokenizer.to_json())
     assert again.hash == data.tokenizer.hash and again.vocabulary == data.vocabulary
     end = data.description["end_token"]["id"]
-    documents = np.split(data._splits["train"], data._stream._ends[:-1])
+    documents = np.split(data._splits["train"], data._streams["train"]._ends[:-1])
     decoded = [again.decode(ids[:-1].tolist()) for ids in documents]
     given = [json.loads(line)["text"] for line in Path(source).read_text().splitlines()]
     assert set(decoded) <= set(given) and all(ids[-1] == end for ids in documents)
@@ -361,10 +361,10 @@ def test_batches_of_any_sizes_share_the_stream() -> None:
 def test_a_pass_in_shuffled_order_holds_every_document_once(buffer: int | None) -> None:
     """Against the documents as read: each pass is a permutation, and within groups of neighbours."""
     data = opened(many("a.jsonl", 60), order="shuffled", shuffle_buffer=buffer, context=8)
-    documents, length = stored(data, "train"), len(data._splits["train"])
+    documents, length, stream = stored(data, "train"), len(data._splits["train"]), data._streams["train"]
     orders = []
     for number in range(3):
-        ids = data._stream.read(11, number * length, length).tolist()
+        ids = data._splits["train"][stream.read(11, number * length, length)].tolist()
         parts: list[list[int]] = [[]]
         for token in ids:
             parts[-1].append(token)
@@ -376,18 +376,33 @@ def test_a_pass_in_shuffled_order_holds_every_document_once(buffer: int | None) 
             assert sorted(order[start : start + size]) == list(range(start, min(start + size, len(order))))
         orders.append(order)
     assert orders[0] != orders[1] != orders[2] and orders[0] != sorted(orders[0])
-    assert data._stream.read(12, 0, length).tolist() != data._stream.read(11, 0, length).tolist()
+    assert stream.read(12, 0, length).tolist() != stream.read(11, 0, length).tolist()
 
 
 def test_any_position_can_be_read_first() -> None:
-    """What resuming asks for: the same ids whether or not anything was read before."""
+    """What resuming asks for: the same places whether or not anything was read before."""
     generator = np.random.default_rng(0)
     ends = np.cumsum(generator.integers(1, 40, 100))
-    ids = generator.integers(0, 1000, ends[-1]).astype(np.uint16)
-    warm = DocumentStream(ids, ends, 16)
+    warm = DocumentStream(ends, 16)
     straight = np.concatenate([warm.read(5, at, 13) for at in range(0, 13 * 500, 13)])
     for position in (0, 1, 777, int(ends[-1]) - 3, 4000, 6400):
-        assert (DocumentStream(ids, ends, 16).read(5, position, 90) == straight[position : position + 90]).all()
+        assert (DocumentStream(ends, 16).read(5, position, 90) == straight[position : position + 90]).all()
+
+
+@pytest.mark.parametrize("order", ["read", "shuffled"])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_documents_apart_have_their_own_positions_and_targets(order: str, split: str) -> None:
+    """Against a walk over the tokens: a document ends with its end token, and the first token of a row begins anew."""
+    source = texts("a.jsonl", *(letter * count for count, letter in enumerate("abcdefghijklmnop")))
+    options: dict[str, Any] = {"order": order, "held_out": 0.4, "context": 11}
+    batch = opened(source, attention="document", **options).batch(split, 3, 5, 9)
+    assert (batch["tokens"] == opened(source, **options).batch(split, 3, 5, 9)["tokens"]).all()
+    for tokens, targets, positions in zip(*(batch[name] for name in ("tokens", "targets", "positions")), strict=True):
+        place = 0
+        for column, token in enumerate(tokens):
+            last = token == END or column == 10
+            assert (positions[column], targets[column]) == (place, -1 if last else tokens[column + 1])
+            place = 0 if last else place + 1
 
 
 def test_a_changed_length_goes_on_in_tokens() -> None:

@@ -101,7 +101,7 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("attention", [*[fp32(2, 5, 8)] * 3, *NONE[2:]], {**HEADS, "kv_heads": 1}, "1 heads as wide as q's"),
     ("attention", [*[fp32(2, 5, 8)] * 3, fp32(2, 3, 5, 5), *NONE[3:]], HEADS, "[1 or 2, 1 or 2, 5, 5] in fp32"),
     ("attention", [fp32(2, 5, 24), *NONE[:4], int64(2, 4)], HEADS, "int64[2, 5]"),
-    ("document_bias", [int64(5)], {"dtype": DType.FP32}, "int64 [batch, time]"),
+    ("document_bias", [int64(5)], {"dtype": DType.FP32}, "int64 [B, T]"),
     (
         "attention_grad",
         [fp32(2, 5, 8), fp32(2, 5, 24), None, None, fp32(2, 5, 4), fp32(2, 2, 5), *NONE[2:]],

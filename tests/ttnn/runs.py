@@ -70,6 +70,8 @@ def batch(model: Any, rows: int, index: int) -> dict[str, np.ndarray]:
             fields[name] = generator.integers(0, model.vocabulary, spec.shape)
         else:
             fields[name] = generator.standard_normal(spec.shape).astype(np.float32)
+    if "positions" in fields:
+        fields["positions"][:] = np.arange(fields["positions"].shape[1]) % 12
     if fields["targets"].dtype.kind == "i":
         fields["targets"][0, :3] = -1
     return fields

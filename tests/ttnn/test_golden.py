@@ -26,6 +26,7 @@ MODELS: dict[str, Callable[..., Any]] = {
     "odd everything, dropout": lambda dtype=DType.FP32: gpt(
         dtype, vocabulary=50, width=40, heads=4, context=20, dropout=0.2, tied=False, bias=False
     ),
+    "packed documents": lambda dtype=DType.FP32: gpt(dtype, context=40).packing_documents(),
     "recomputed blocks": lambda dtype=DType.FP32: gpt(dtype, recompute="block", dropout=0.1),
 }
 OPTIMIZERS: dict[str, Callable[[], Any]] = {

@@ -83,9 +83,14 @@ def build_model(config: Config, vocabulary: int | None = None) -> Model:
         parameter.master = config.precision.master
     check_groups(built.parameters(), config.optimizer)
     problems = model_problems(config, built.parameters(), bool(getattr(model, "tied", False)))
+    packing = getattr(config.data, "attention", "sequence") == "document"
+    if packing and not hasattr(built, "packing_documents"):
+        problems.append(
+            f"data.attention=document: model={model.name} attends to whole sequences. Give data.attention=sequence."
+        )
     if problems:
         raise ConfigError(problems)
-    return built
+    return built.packing_documents() if packing else built  # type: ignore[attr-defined]
 
 
 def stored_model(config: Config, model: Model) -> dict[str, Any]:

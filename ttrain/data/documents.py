@@ -33,7 +33,7 @@ _ADVICE = (
     "data.cache=<folder>."
 )
 # Keys that change neither tokens nor splits.
-_FREE_KEYS = ("name", "sources", "order", "shuffle_buffer", "limit", "cache")
+_FREE_KEYS = ("name", "sources", "order", "shuffle_buffer", "attention", "limit", "cache")
 
 
 class DocumentDataset(TokenSequences):
@@ -43,6 +43,9 @@ class DocumentDataset(TokenSequences):
     documents make; so no token is left out or read twice within a pass, and a sequence may hold parts of several
     documents, and the end of one pass with the start of the next. The last position of a sequence has no target (-1),
     since the token after it begins the next sequence. Held-out documents lie in the order in which they were read.
+
+    With attention=document every part of a document in a sequence is apart from the others: `positions` count from 0 in
+    it, and its last token has no target.
 
     Raises DataError when a split is shorter than one sequence.
     """
@@ -68,7 +71,7 @@ class DocumentDataset(TokenSequences):
         self.tokenizer: Tokenizer | None = tokenizer
         self._splits, self._config = splits, config
         group = None if config.order == "read" else config.shuffle_buffer or len(ends["train"])
-        self._stream = DocumentStream(splits["train"], ends["train"], group)
+        self._streams = {"train": DocumentStream(ends["train"], group), "val": DocumentStream(ends["val"], None)}
         self.description = {
             **description,
             "tokens": {split: len(ids) for split, ids in splits.items()},
@@ -79,29 +82,38 @@ class DocumentDataset(TokenSequences):
         self._resize(context, 0, 0)
 
     def batch(self, split: Split, seed: int, first: int, rows: int) -> Batch:
-        """Arrays `tokens` and `targets`, int64 [rows, context]; the last target of a row is -1. See batches.Dataset."""
+        """Arrays by name of field, int64 [rows, context]; the last target of a row is -1. See batches.Dataset."""
         numbers = sample_numbers(first, rows)
-        tokens = np.stack(self._train_rows(seed, numbers) if split == "train" else self._val_rows(numbers))
-        tokens = tokens.astype(np.int64)
+        starts = self._train_starts(numbers) if split == "train" else self._val_starts(numbers)
+        places = np.stack([self._streams[split].read(seed, start, self.context) for start in starts])
+        tokens = self._splits[split][places].astype(np.int64)
         targets = np.full_like(tokens, -1)
         targets[:, :-1] = tokens[:, 1:]
-        return {"tokens": tokens, "targets": targets}
+        if self._config.attention == "sequence":
+            return {"tokens": tokens, "targets": targets}
+        begins, columns = self._streams[split].begins(places), np.arange(self.context)
+        targets[:, :-1][begins[:, 1:]] = -1
+        positions = columns - np.maximum.accumulate(np.where(begins, columns, 0), axis=1)
+        return {"tokens": tokens, "targets": targets, "positions": positions}
 
     @property
     def val_samples(self) -> int:
         """See batches.Dataset."""
         return len(self._splits["val"]) // self.context
 
-    def _train_rows(self, seed: int, numbers: Words) -> list[Ids]:
-        if self._config.limit is not None:
-            positions = [int(number) % self._config.limit * self.context for number in numbers]
-        else:
-            positions = [self._offset + (int(number) - self._first) * self.context for number in numbers]
-        return [self._stream.read(seed, position, self.context) for position in positions]
+    def _resize(self, context: int, sequences: int, tokens: int) -> None:
+        super()._resize(context, sequences, tokens)
+        if self._config.attention == "document":
+            self.fields["positions"] = self.fields["tokens"]
 
-    def _val_rows(self, numbers: Words) -> list[Ids]:
-        starts = held_out(numbers, self.val_samples) * np.uint64(self.context)
-        return [self._splits["val"][int(start) : int(start) + self.context] for start in starts]
+    def _train_starts(self, numbers: Words) -> list[int]:
+        """Where in their stream sequences start."""
+        if self._config.limit is not None:
+            return [int(number) % self._config.limit * self.context for number in numbers]
+        return [self._offset + (int(number) - self._first) * self.context for number in numbers]
+
+    def _val_starts(self, numbers: Words) -> list[int]:
+        return [int(place) * self.context for place in held_out(numbers, self.val_samples)]
 
 
 def open_documents(config: DocumentsConfig, sizes: Sizes) -> DocumentDataset:

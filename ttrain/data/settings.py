@@ -93,6 +93,12 @@ class DocumentsConfig(DataConfig):
     shuffle_buffer: int | None = option(
         1000, "documents next to each other that are shuffled together; null shuffles all of them", minimum=2
     )
+    attention: str = option(
+        "sequence",
+        "sequence: a token attends to all before it in its sequence; document: to those of its own document, in which "
+        "positions count from 0, and no token predicts the next document",
+        choices=("sequence", "document"),
+    )
     text_key: str = option("text", "key of a row's text")
     chat_key: str = option("messages", "key of a row's list of messages with role and content, where it has no text")
     template: str = option(

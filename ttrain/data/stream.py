@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ttrain.data.counter import derive_key, random_words
-from ttrain.data.tokenizer import Ids
+
+Places = NDArray[np.int64]  # indices of tokens in their split
 
 _DOCUMENTS = 4  # tells this stream of random numbers from the others of a seed
 _HELD_GROUPS = 4  # orders that are kept, of the groups read last
@@ -25,31 +26,36 @@ class _Order(NamedTuple):
 class DocumentStream:
     """All documents of a split laid end to end, again and again.
 
-    `ids` [tokens] and where each document `ends` in them. Without a `group` documents keep their order. With one, every
+    `ends` tells where each document of the split ends. Without a `group` documents keep their order. With one, every
     so many neighbours are shuffled among themselves, anew for every pass; the order is a function of the seed, the pass
     and the group, so any position can be read at once, and no more than a group's order is ever held.
     """
 
-    def __init__(self, ids: Ids, ends: NDArray[np.int64], group: int | None) -> None:
-        self._ids, self._ends = ids, ends
+    def __init__(self, ends: NDArray[np.int64], group: int | None) -> None:
+        self._ends = ends
         self._starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
         self._group = group
         self._orders: OrderedDict[tuple[int, int, int], _Order] = OrderedDict()
 
-    def read(self, seed: int, position: int, length: int) -> Ids:
-        """The ids [position, position + length) of the stream."""
-        parts: list[Ids] = []
+    def read(self, seed: int, position: int, length: int) -> Places:
+        """Where in the split the tokens [position, position + length) of the stream lie."""
+        parts: list[Places] = []
         while length:
-            number, offset = divmod(position, len(self._ids))
-            part = self._run(seed, number, offset, length)
+            number, offset = divmod(position, int(self._ends[-1]))
+            part = np.arange(*self._run(seed, number, offset, length))
             parts.append(part)
             position, length = position + len(part), length - len(part)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _run(self, seed: int, number: int, offset: int, most: int) -> Ids:
-        """Ids that lie side by side, from an offset of one pass on."""
+    def begins(self, places: Places) -> NDArray[np.bool_]:
+        """Whether each token is the first of its document."""
+        begins: NDArray[np.bool_] = self._starts[np.searchsorted(self._starts, places, "right") - 1] == places
+        return begins
+
+    def _run(self, seed: int, number: int, offset: int, most: int) -> tuple[int, int]:
+        """Start and end of tokens that lie side by side, from an offset of one pass on."""
         if self._group is None:
-            return self._ids[offset : offset + most]
+            return offset, min(offset + most, int(self._ends[-1]))
         group = int(np.searchsorted(self._ends, offset, "right")) // self._group
         first = int(self._starts[group * self._group])
         order = self._order(seed, number, group)
@@ -57,7 +63,7 @@ class DocumentStream:
         document = order.documents[place]
         left = int(order.ends[place]) - (offset - first)
         end = int(self._ends[document])
-        return self._ids[end - left : min(end, end - left + most)]
+        return end - left, min(end, end - left + most)
 
     def _order(self, seed: int, number: int, group: int) -> _Order:
         key = seed, number, group

@@ -10,6 +10,7 @@ from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Value
 from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED
+from ttrain.models.cache import POSITIONS
 from ttrain.nn.layers import Embedding, Linear
 from ttrain.nn.module import Module, use
 
@@ -26,16 +27,22 @@ class Decoder(Module):
     width: int
     context: int  # longest text
     length: int  # of the sequences of a batch
+    packed: bool = False  # whether sequences hold several documents, which do not see each other
     logit_cap: float | None = None  # logits become cap * tanh(logits / cap)
 
-    def hidden(self, graph: Graph, rows: int, training: bool) -> Value:
-        """What the head reads: [rows * length, width] in the compute dtype."""
+    def hidden(self, graph: Graph, rows: int, training: bool, positions: Value | None = None) -> Value:
+        """What the head reads: [rows * length, width] in the compute dtype.
+
+        `positions` int64 [rows, length], where given, count from 0 anew in every document of a row.
+        """
         raise NotImplementedError
 
     def batch_specs(self, rows: int) -> dict[str, TensorSpec]:
-        """`tokens` and `targets`, int64 [rows, length]; a target below zero counts for nothing."""
+        """`tokens`, `targets` and where documents are packed `positions`, int64 [rows, length]; a target below zero
+        counts for nothing.
+        """
         spec = TensorSpec((rows, self.length), DType.INT64)
-        return {"tokens": spec, "targets": spec}
+        return {"tokens": spec, "targets": spec, **({POSITIONS: spec} if self.packed else {})}
 
     def at_length(self: Own, length: int) -> Own:
         """The same parameters, recorded on sequences of `length` tokens: the first positions serve them."""
@@ -43,10 +50,17 @@ class Decoder(Module):
         shorter.length = length
         return shorter
 
+    def packing_documents(self: Own) -> Own:
+        """The same parameters, recorded on rows of several documents: each has its own attention and positions."""
+        packed = copy(self)
+        packed.packed = True
+        return packed
+
     def loss(self, graph: Graph, rows: int, training: bool) -> Value:
         """loss_weight * the sum of the cross-entropies in nats, fp32 []."""
-        hidden = self.hidden(graph, rows, training)
-        targets = ops.reshape(graph.input("targets", self.batch_specs(rows)["targets"]), hidden.shape[:1])
+        fields = {name: graph.input(name, spec) for name, spec in self.batch_specs(rows).items()}
+        hidden = self.hidden(graph, rows, training, fields.get(POSITIONS))
+        targets = ops.reshape(fields["targets"], hidden.shape[:1])
         weight = graph.input(LOSS_WEIGHT, SCALAR)
         with graph.scope("loss"):
             if self.logit_cap is None:
@@ -68,8 +82,10 @@ class Decoder(Module):
         cap = self.logit_cap
         return logits if cap is None else cap * ops.tanh(logits * (1 / cap))
 
-    def _first(self, table: Value) -> Value:
-        """Rows of a table [context, n] for the places of a batch's sequences."""
+    def _placed(self, table: Value, positions: Value | None) -> Value:
+        """Rows of a table [context, n] for the places of a batch's tokens: [length, n], or by positions [B, T, n]."""
+        if positions is not None:
+            return ops.embedding(positions, table)
         if self.length == self.context:
             return table
         rows = ops.index_select(ops.reshape(table, (1, *table.shape)), range(self.length))

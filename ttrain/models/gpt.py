@@ -37,12 +37,13 @@ class Attention(Module):
         self._heads, self._p, self._stream = heads, config.dropout, stream
         self._dropout = Dropout(config.dropout, stream + 1)
 
-    def __call__(self, y: Value, seed: Value | None, caches: Caches | None = None) -> Value:
+    def __call__(
+        self, y: Value, seed: Value | None, positions: Value | None = None, caches: Caches | None = None
+    ) -> Value:
         qkv = self.qkv(y)
         if caches is None:
-            mixed = ops.attention(
-                qkv, heads=self._heads, seed=seed, p=0.0 if seed is None else self._p, stream=self._stream
-            )
+            random: dict[str, Any] = {"seed": seed, "p": 0.0 if seed is None else self._p, "stream": self._stream}
+            mixed = ops.attention(qkv, heads=self._heads, positions=positions, **random)
         else:
             q, k, v = ops.split_heads(qkv, 3, self._heads)
             mixed = ops.merge_heads([caches.attend(self._path, q, k, v)])
@@ -75,9 +76,11 @@ class Block(Module):
         self.feed_forward_norm = LayerNorm(width, config.bias)
         self.feed_forward = FeedForward(width, config, residual_std, stream + 2)
 
-    def __call__(self, x: Value, seed: Value | None, caches: Caches | None = None) -> Value:
+    def __call__(
+        self, x: Value, seed: Value | None, positions: Value | None = None, caches: Caches | None = None
+    ) -> Value:
         """Residual stream x [B, T, C] -> [B, T, C]."""
-        x = x + self.attention(self.attention_norm(x), seed, caches)
+        x = x + self.attention(self.attention_norm(x), seed, positions, caches)
         return x + self.feed_forward(self.feed_forward_norm(x), seed)
 
 
@@ -113,23 +116,30 @@ class GPT(Decoder):
         with graph.scope("embedding"):
             places = ops.embedding(caches.positions, use(graph, self.positions.weight, self.compute))
             x = ops.add(self.embedding(caches.tokens, self.compute), ops.reshape(places, (1, count, self.width)))
-        return ops.reshape(self._blocks(x, None, False, caches), (count, self.width))
+        return ops.reshape(self._blocks(x, None, False, caches=caches), (count, self.width))
 
-    def hidden(self, graph: Graph, rows: int, training: bool) -> Value:
+    def hidden(self, graph: Graph, rows: int, training: bool, positions: Value | None = None) -> Value:
         """What the head reads: the last norm's output [rows * length, width] in the compute dtype."""
         seed = graph.input("seed", SEED) if training and self.config.dropout else None
         tokens = graph.input("tokens", self.batch_specs(rows)["tokens"])
         with graph.scope("embedding"):
-            positions = use(graph, self.positions.weight, self.compute)
-            x = self._dropout(ops.add(self.embedding(tokens, self.compute), self._first(positions)), seed)
-        return ops.reshape(self._blocks(x, seed, training), (rows * self.length, self.width))
+            places = self._placed(use(graph, self.positions.weight, self.compute), positions)
+            x = self._dropout(ops.add(self.embedding(tokens, self.compute), places), seed)
+        return ops.reshape(self._blocks(x, seed, training, positions), (rows * self.length, self.width))
 
-    def _blocks(self, x: Value, seed: Value | None, training: bool, caches: Caches | None = None) -> Value:
+    def _blocks(
+        self,
+        x: Value,
+        seed: Value | None,
+        training: bool,
+        positions: Value | None = None,
+        caches: Caches | None = None,
+    ) -> Value:
         """All blocks and the last norm: [B, T, C] -> [B, T, C]."""
         graph = x.graph
         for index, block in enumerate(self.blocks):
             with graph.scope(f"blocks.{index}"), graph.segment(training and self.config.recompute == "block"):
-                x = block(x, seed, caches)
+                x = block(x, seed, positions, caches)
         with graph.scope("norm"):
             return self.norm(x)
 

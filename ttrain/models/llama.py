@@ -78,12 +78,13 @@ class Attention(Module):
         self._heads, self._kv_heads, self._width = heads, config.kv_heads, config.head_width
         self._window, self._p, self._stream = config.window, config.dropout, stream
 
-    def __call__(self, y: Value, angles: Angles, seed: Value | None) -> Value:
+    def __call__(self, y: Value, angles: Angles, seed: Value | None, positions: Value | None = None) -> Value:
         q = self._placed(self.query(y), self.query_norm, self._heads, angles)
         k = self._placed(self.key(y), self.key_norm, self._kv_heads, angles)
         p = 0.0 if seed is None else self._p
         heads: dict[str, Any] = {"heads": self._heads, "kv_heads": self._kv_heads, "window": self._window}
-        return self.projection(ops.attention(q, k, self.value(y), seed=seed, p=p, stream=self._stream, **heads))
+        random: dict[str, Any] = {"seed": seed, "p": p, "stream": self._stream}
+        return self.projection(ops.attention(q, k, self.value(y), positions=positions, **heads, **random))
 
     def _placed(self, x: Value, norm: RMSNorm | None, heads: int, angles: Angles) -> Value:
         """Queries or keys [B, T, heads * width], each head normed and turned by the place of its token."""
@@ -114,9 +115,9 @@ class Block(Module):
         self.feed_forward_norm = RMSNorm(width, config.norm_eps)
         self.feed_forward = FeedForward(config, width, hidden, std)
 
-    def __call__(self, x: Value, angles: Angles, seed: Value | None) -> Value:
+    def __call__(self, x: Value, angles: Angles, seed: Value | None, positions: Value | None = None) -> Value:
         """Residual stream x [B, T, C] -> [B, T, C]."""
-        x = x + self.attention(self.attention_norm(x), angles, seed)
+        x = x + self.attention(self.attention_norm(x), angles, seed, positions)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -143,15 +144,18 @@ class Llama(Decoder):
         self.head = None if config.tied else _linear(self.width, self.vocabulary, bias=False)
         self.name_parameters()
 
-    def hidden(self, graph: Graph, rows: int, training: bool) -> Value:
+    def hidden(self, graph: Graph, rows: int, training: bool, positions: Value | None = None) -> Value:
         """What the head reads: the last norm's output [rows * length, width] in the compute dtype."""
         seed = graph.input("seed", SEED) if training and self.config.dropout else None
         tokens = graph.input("tokens", self.batch_specs(rows)["tokens"])
         with graph.scope("embedding"):
-            x, angles = self.embedding(tokens, self.compute), self.rotary(graph, self._first)
+            x, angles = (
+                self.embedding(tokens, self.compute),
+                self.rotary(graph, lambda table: self._placed(table, positions)),
+            )
         for index, block in enumerate(self.blocks):
             with graph.scope(f"blocks.{index}"), graph.segment(training and self.config.recompute == "block"):
-                x = block(x, angles, seed)
+                x = block(x, angles, seed, positions)
         with graph.scope("norm"):
             return ops.reshape(self.norm(x), (rows * self.length, self.width))
 

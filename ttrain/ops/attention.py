@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from ttrain.core.attention_mask import CAUSAL, HIDDEN, PAIRS, AttentionMask
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.case import Case
-from ttrain.graph.composite import cases, composite, require
-from ttrain.graph.graph import Node, Op, Value
-from ttrain.graph.op import declare, op
+from ttrain.graph.composite import cases, composite, primitive, require
+from ttrain.graph.graph import Node, Value
+from ttrain.graph.op import op
 from ttrain.ops.common import sum_to
 from ttrain.ops.layout import merge_heads, reshape, split_heads
 from ttrain.ops.matmul import attention_scale, matmul
@@ -51,53 +51,35 @@ def attention(
     return _attention(q, k, v, bias, seed if p else None, positions, heads, scale, rules, grouped, p, stream)[0]
 
 
-@declare
-class DocumentBias(Op):
+def _bias_in_torch(positions: Any, dtype: DType) -> Any:
+    starts = (0 * positions + 1).cumsum(1) - positions
+    return (starts[:, None, :, None] != starts[:, None, None, :]).double() * HIDDEN
+
+
+def _example_positions(given: Mapping[str, Any], attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of documents that begin where random numbers [B, T] are even."""
+    if given.get("positions") is None:
+        return {}
+    numbers = (0 * given["positions"] + 1).cumsum(1) - 1
+    return {"positions": numbers - (numbers * (given["positions"] % 2 == 0)).cummax(1).values}
+
+
+@primitive(family="attention", outputs=("bias",), reference=_bias_in_torch, derived=_example_positions)
+def document_bias(positions: Value, dtype: DType) -> TensorSpec:
     """[B, 1, T, T] to add to scaled scores: HIDDEN where a key lies in another document than its query, else 0.
 
     positions int64 [B, T] count from 0 anew in every document of a row.
     """
-
-    name = "document_bias"
-    family = "attention"
-    inputs = ("positions",)
-    outputs = ("bias",)
-    differentiable = False
-
-    def infer(self, positions: TensorSpec, dtype: DType) -> TensorSpec:
-        fits = positions.rank == 2 and positions.dtype is DType.INT64
-        self.require(fits, f"positions {positions}", "int64 [batch, time]")
-        return TensorSpec((positions.shape[0], 1, positions.shape[1], positions.shape[1]), dtype)
-
-    def reference(self, positions: Any, dtype: DType) -> Any:
-        starts = _numbers(positions) - positions
-        return (starts[:, None, :, None] != starts[:, None, None, :]).double() * HIDDEN
-
-    def cases(self) -> Sequence[Case]:
-        return [Case((shape,), {"dtype": DType.FP32}, {"positions": shape[1]}) for shape in ((2, 5), (1, 33), (3, 1))]
-
-    def derived(self, given: Mapping[str, Any], attributes: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {"positions": example_positions(given["positions"])}
+    require((positions.spec.rank, positions.spec.dtype) == (2, DType.INT64), "document_bias", positions, "int64 [B, T]")
+    return TensorSpec((positions.shape[0], 1, positions.shape[1], positions.shape[1]), dtype)
 
 
-def example_positions(drawn: Any) -> Any:
-    """Positions of documents that begin where random numbers [B, T] are even, as tensors of torch."""
-    numbers = _numbers(drawn).expand_as(drawn)
-    return numbers - (numbers * (drawn % 2 == 0)).cummax(1).values
+cases(
+    document_bias, *(Case((_shape,), {"dtype": DType.FP32}, {"positions": 9}) for _shape in ((2, 5), (1, 33), (3, 1)))
+)
 
 
-def _numbers(like: Any) -> Any:
-    import torch
-
-    return torch.arange(like.shape[1])
-
-
-def _positions_derived(given: Mapping[str, Any], attributes: Mapping[str, Any]) -> Mapping[str, Any]:
-    positions = given.get("positions")
-    return {} if positions is None else {"positions": example_positions(positions)}
-
-
-@composite(name="attention", outputs=("y", "log_sum_exp"), derived=_positions_derived)
+@composite(name="attention", outputs=("y", "log_sum_exp"), derived=_example_positions)
 def _attention(
     q: Value,
     k: Value | None,
@@ -136,7 +118,7 @@ def _(node: Node, dy: Value, log_sum_exp: None) -> Sequence[Value | None]:
 
 
 def _derived(given: Mapping[str, Any], attributes: Mapping[str, Any]) -> Mapping[str, Any]:
-    given = {**given, **(changed := _positions_derived(given, attributes))}
+    given = {**given, **(changed := _example_positions(given, attributes))}
     inputs = (given[name] for name in ("q", "k", "v", "bias", "seed", "positions"))
     y, statistic = op("attention").reference(*inputs, **attributes)
     return {"y": y, "log_sum_exp": statistic, **changed}
@@ -230,21 +212,17 @@ def _parts(name: str, q: Value, k: Value | None, v: Value | None, heads: int, kv
 def _scores(parts: _Parts, bias: Value | None, positions: Value | None, scale: float) -> tuple[Value, float]:
     """q k^T [B, H, T, T], and by what it is still to be scaled: one where it is biased, hence scaled already."""
     scores = parts.ungrouped(matmul(parts.q, parts.k, transpose_b=True))
-    if bias is None and positions is None:
-        return scores, scale
-    scores = scores * scale
+    batch, heads, time, _ = scores.shape
     if positions is not None:
-        places = TensorSpec((scores.shape[0], parts.time), DType.INT64)
-        require(positions.spec == places, "attention", f"positions {positions.spec}", str(places))
-        scores = scores + op("document_bias").record(positions, dtype=scores.spec.dtype)
+        require(positions.shape == (batch, time), "attention", f"{positions.spec}", f"positions int64[{batch}, {time}]")
+        scores, scale = scores * scale + document_bias(positions, scores.spec.dtype), 1.0
     if bias is None:
-        return scores, 1.0
-    batch, heads, *square = scores.shape
+        return scores, scale
     fits = bias.spec.rank == 4 and bias.shape[0] in (1, batch) and bias.shape[1] in (1, heads)
-    fits = fits and list(bias.shape[2:]) == square and bias.spec.dtype is scores.spec.dtype
-    wanted = f"[1 or {batch}, 1 or {heads}, {square[0]}, {square[1]}] in {scores.spec.dtype}"
+    fits = fits and bias.shape[2:] == (time, time) and bias.spec.dtype is scores.spec.dtype
+    wanted = f"[1 or {batch}, 1 or {heads}, {time}, {time}] in {scores.spec.dtype}"
     require(fits, "attention", f"bias {bias.spec}", wanted)
-    return scores + bias, 1.0
+    return scores * scale + bias, 1.0
 
 
 # shapes of q, k, v and bias, heads, and further attributes
@@ -265,27 +243,21 @@ _CASES: tuple[tuple[Any, ...], ...] = (
     ((2, 8, 24), None, None, (2, 1, 8, 8), 2, {"p": 0.25, "stream": 3}),
     ((2, 9, 12), (2, 9, 12), (2, 9, 12), None, 3, {"mask": AttentionMask(CAUSAL, window=4)}),
     ((1, 8, 8), (1, 8, 8), (1, 8, 8), None, 2, {"p": 0.25, "stream": 1, "mask": AttentionMask(PAIRS, "future")}),
-)
-_DOCUMENT_CASES: tuple[tuple[Any, ...], ...] = (
-    ((2, 9, 24), None, None, None, 2, {}),
-    ((2, 40, 12), None, None, None, 1, {"p": 0.25, "stream": 3}),
-    ((1, 7, 12), (1, 7, 12), (1, 7, 12), (1, 3, 7, 7), 3, {"mask": AttentionMask("full")}),
-    ((2, 6, 16), (2, 6, 8), (2, 6, 4), None, 4, {"kv_heads": 2}),
+    ((2, 40, 12), None, None, None, 1, {"p": 0.25, "stream": 3, "documents": True}),
+    ((1, 7, 12), (1, 7, 12), (1, 7, 12), (1, 3, 7, 7), 3, {"mask": AttentionMask("full"), "documents": True}),
+    ((2, 6, 16), (2, 6, 8), (2, 6, 4), None, 4, {"kv_heads": 2, "documents": True}),
 )
 
 
-def _case(
-    backward: bool, documents: bool, q: Any, k: Any, v: Any, bias: Any, heads: int, more: Mapping[str, Any]
-) -> Case:
+def _case(backward: bool, q: Any, k: Any, v: Any, bias: Any, heads: int, more: Mapping[str, Any]) -> Case:
     width = q[2] // (3 if k is None else 1) // heads
     values = width if k is None else v[2] // more.get("kv_heads", heads)
-    y, seed, places = (*q[:2], values * heads), () if more.get("p") else None, q[:2] if documents else None
-    rest = (bias, seed, places)
-    shapes = (y, q, k, v, y, (q[0], heads, q[1]), *rest) if backward else (q, k, v, *rest)
     attributes = {"heads": heads, "scale": attention_scale(width), "mask": AttentionMask(), **more}
+    documents = attributes.pop("documents", False)
+    y, rest = (*q[:2], values * heads), (bias, () if more.get("p") else None, q[:2] if documents else None)
+    shapes = (y, q, k, v, y, (q[0], heads, q[1]), *rest) if backward else (q, k, v, *rest)
     return Case(shapes, attributes, {"seed": 2**62, "positions": 2**20})
 
 
-for _op, _backward in ((_attention, False), (attention_grad, True)):
-    cases(_op, *(_case(_backward, False, *given) for given in _CASES))
-    cases(_op, *(_case(_backward, True, *given) for given in _DOCUMENT_CASES))
+cases(_attention, *(_case(False, *given) for given in _CASES))
+cases(attention_grad, *(_case(True, *given) for given in _CASES))

@@ -58,6 +58,8 @@ class ModelTrial:
                 fields[name] = generator.integers(0, vocabulary, spec.shape)
                 if name == "targets":
                     fields[name].reshape(-1)[::3] = -1
+                elif name == "positions":  # three documents a row
+                    fields[name][:] = np.arange(spec.shape[-1]) % -(-spec.shape[-1] // 3)
         return fields
 
     def inputs(self) -> dict[str, np.ndarray]:
