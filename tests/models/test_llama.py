@@ -10,8 +10,10 @@ import torch
 
 from tests.models.session import Session, relative_error, token_batch
 from tests.models.test_golden_gpt import nanogpt_rate
+from tests.train.sampling.test_decode import Reading
 from ttrain import ops
 from ttrain.core.errors import ConfigError
+from ttrain.graph import Kind
 from ttrain.models.llama import Llama
 from ttrain.models.llama_weights import from_transformers, to_transformers
 from ttrain.models.presets import LLAMA_PRESETS
@@ -21,6 +23,7 @@ from ttrain.optim.adamw import AdamW
 from ttrain.optim.groups import learning_rates
 from ttrain.optim.schedules import cosine
 from ttrain.optim.settings import AdamWConfig, ScheduleConfig
+from ttrain.train.sampling.decode import scores_of
 
 VOCABULARIES = {"SmolLM2": 49152, "TinyLlama": 32000, "Llama-3.2": 128256, "Qwen": 151936}
 COUNTS = {
@@ -134,6 +137,32 @@ def test_twenty_steps_are_those_of_transformers(variant: str) -> None:
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         optimizer.step()
         assert abs(ours.train(batch, step, rates(step))["loss"] - loss.item()) < 1e-5 * loss.item(), step
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_texts_grow_as_transformers_generates_them(variant: str) -> None:
+    """Greedily, through caches of the heads of keys and values alone."""
+    model, plain = pair(variant)
+    reading, prompt = Reading(model, "static"), list(range(3, 12))
+    for path, value in arrays(model, plain.state_dict()).items():
+        reading.state.write(path, value)
+    given = {"do_sample": False, "max_new_tokens": CONTEXT - len(prompt), "eos_token_id": None, "pad_token_id": 0}
+    made = plain.generate(torch.tensor([prompt]), output_logits=True, return_dict_in_generate=True, **given)
+    text = list(prompt)
+    for expected in made.logits:
+        scores = scores_of(reading.reader.read(text, 1))[0]
+        assert np.abs(scores - expected[0].numpy()).max() < 1e-4
+        text.append(int(scores.argmax()))
+    assert text == made.sequences[0].tolist()
+    caches = {reading.state.spec(name) for name in reading.state.names(Kind.CACHE)}
+    assert {spec.shape[1] for spec in caches} == {model.config.kv_heads}
+
+
+@pytest.mark.parametrize("engine", ["dynamic", "traced"])
+def test_caches_serve_every_engine(engine: str) -> None:
+    config = LlamaConfig(preset="tiny", vocabulary=VOCABULARY, window=5, layers=1)
+    reading, text = Reading(Llama(config), engine), list(range(12))
+    assert max(reading.error(text[:length]) for length in (1, 7, 8, 12)) < 2e-5
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

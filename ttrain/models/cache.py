@@ -30,17 +30,24 @@ class Caches:
         self._graph, self._places, self._mask = graph, cache_places(context, mask), mask
 
     def attend(
-        self, path: str, q: Value, k: Value, v: Value, scale: float | None = None, position_bias: str = "none"
+        self,
+        path: str,
+        q: Value,
+        k: Value,
+        v: Value,
+        scale: float | None = None,
+        position_bias: str = "none",
+        window: int | None = None,
     ) -> Value:
-        """Attention of the layer at `path`: q, k [1, H, count, K] and v [1, H, count, D] -> [1, H, count, D].
+        """Attention of the layer at `path`: q [1, H, count, K] -> [1, H, count, D], heads grouped as there.
 
-        k and v go into the layer's caches first. `scale` is 1/sqrt(K) where it is None; position_bias as in op
-        cache_bias.
+        k [1, G, count, K] and v [1, G, count, D] go into the layer's caches first. `scale` is 1/sqrt(K) where it is
+        None; position_bias and window as in op cache_bias.
         """
         keys = ops.cache_write(self._cache(path, "keys", k), k, self.positions)
         values = ops.cache_write(self._cache(path, "values", v), v, self.positions)
         factor = attention_scale(q.shape[-1]) if scale is None else scale
-        return ops.cached_attention(q, keys, values, self.positions, self.visible, factor, position_bias)
+        return ops.cached_attention(q, keys, values, self.positions, self.visible, factor, position_bias, window)
 
     def _cache(self, path: str, part: str, rows: Value) -> Value:
         batch, heads, _, width = rows.shape

@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ttrain import ops
+from ttrain.core.attention_mask import CAUSAL
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import DType
 from ttrain.graph import Graph, Value
 from ttrain.models import llama_weights
 from ttrain.models.base import SEED
+from ttrain.models.cache import Caches
 from ttrain.models.decoder import Decoder
 from ttrain.models.settings import LlamaConfig
 from ttrain.nn.initialize import Constant, Normal
@@ -78,13 +80,23 @@ class Attention(Module):
         self._heads, self._kv_heads, self._width = heads, config.kv_heads, config.head_width
         self._window, self._p, self._stream = config.window, config.dropout, stream
 
-    def __call__(self, y: Value, angles: Angles, seed: Value | None, positions: Value | None = None) -> Value:
+    def __call__(
+        self, y: Value, angles: Angles, seed: Value | None, positions: Value | None, caches: Caches | None
+    ) -> Value:
         q = self._placed(self.query(y), self.query_norm, self._heads, angles)
         k = self._placed(self.key(y), self.key_norm, self._kv_heads, angles)
+        if caches is not None:
+            return self.projection(self._cached(caches, q, k, self.value(y)))
         p = 0.0 if seed is None else self._p
         heads: dict[str, Any] = {"heads": self._heads, "kv_heads": self._kv_heads, "window": self._window}
         random: dict[str, Any] = {"seed": seed, "p": p, "stream": self._stream}
         return self.projection(ops.attention(q, k, self.value(y), positions=positions, **heads, **random))
+
+    def _cached(self, caches: Caches, q: Value, k: Value, v: Value) -> Value:
+        path = self.query.weight.path.removesuffix(".query.weight")
+        k, v = (ops.split_heads(x, 1, self._kv_heads)[0] for x in (k, v))
+        mixed = caches.attend(path, ops.split_heads(q, 1, self._heads)[0], k, v, window=self._window)
+        return ops.merge_heads([mixed])
 
     def _placed(self, x: Value, norm: RMSNorm | None, heads: int, angles: Angles) -> Value:
         """Queries or keys [B, T, heads * width], each head normed and turned by the place of its token."""
@@ -115,9 +127,11 @@ class Block(Module):
         self.feed_forward_norm = RMSNorm(width, config.norm_eps)
         self.feed_forward = FeedForward(config, width, hidden, std)
 
-    def __call__(self, x: Value, angles: Angles, seed: Value | None, positions: Value | None = None) -> Value:
+    def __call__(
+        self, x: Value, angles: Angles, seed: Value | None, positions: Value | None, caches: Caches | None
+    ) -> Value:
         """Residual stream x [B, T, C] -> [B, T, C]."""
-        x = x + self.attention(self.attention_norm(x), angles, seed, positions)
+        x = x + self.attention(self.attention_norm(x), angles, seed, positions, caches)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -149,15 +163,37 @@ class Llama(Decoder):
         seed = graph.input("seed", SEED) if training and self.config.dropout else None
         tokens = graph.input("tokens", self.batch_specs(rows)["tokens"])
         with graph.scope("embedding"):
-            x, angles = (
-                self.embedding(tokens, self.compute),
-                self.rotary(graph, lambda table: self._placed(table, positions)),
-            )
+            x = self.embedding(tokens, self.compute)
+            angles = self.rotary(graph, lambda table: self._placed(table, positions))
+        return self._blocks(x, angles, training, seed, positions)
+
+    def extend(self, graph: Graph, count: int, mask: str = CAUSAL) -> Value:
+        """Hidden states [count, width] of `count` tokens of one text, of which the caches hold what comes before.
+
+        Step inputs and caches are those of models/cache.py; `mask` is causal, the only one that this model has.
+        """
+        caches = Caches(graph, count, self.context, mask)
+        with graph.scope("embedding"):
+            x = self.embedding(caches.tokens, self.compute)
+            angles = self.rotary(graph, lambda table: ops.embedding(caches.positions, table))
+        return self._blocks(x, angles, caches=caches)
+
+    def _blocks(
+        self,
+        x: Value,
+        angles: Angles,
+        training: bool = False,
+        seed: Value | None = None,
+        positions: Value | None = None,
+        caches: Caches | None = None,
+    ) -> Value:
+        """All blocks and the last norm: [B, T, C] -> [B * T, C]."""
+        graph = x.graph
         for index, block in enumerate(self.blocks):
             with graph.scope(f"blocks.{index}"), graph.segment(training and self.config.recompute == "block"):
-                x = block(x, angles, seed, positions)
+                x = block(x, angles, seed, positions, caches)
         with graph.scope("norm"):
-            return ops.reshape(self.norm(x), (rows * self.length, self.width))
+            return ops.reshape(self.norm(x), (x.spec.size // self.width, self.width))
 
     def to_original(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Parameters by path -> weights under Transformers' names."""

@@ -14,6 +14,7 @@ from ttrain.graph.case import Case
 from ttrain.graph.composite import cases, composite, primitive, require
 from ttrain.graph.graph import Value
 from ttrain.ops.common import free
+from ttrain.ops.layout import reshape
 from ttrain.ops.matmul import matmul
 from ttrain.ops.softmax import softmax
 
@@ -28,9 +29,10 @@ def _check_bias(owner: str, position_bias: str) -> None:
     require(position_bias in POSITION_BIASES, owner, position_bias, f"one of {', '.join(POSITION_BIASES)}")
 
 
-def _check_cache(owner: str, cache: TensorSpec, rows: TensorSpec) -> None:
+def _check_cache(owner: str, cache: TensorSpec, rows: TensorSpec, grouped: bool = False) -> None:
     require(cache.rank == 4, owner, cache, "a cache [batch, heads, context, width]")
-    fits = rows.rank == 4 and rows.shape[:2] == cache.shape[:2] and rows.shape[2] <= cache.shape[2]
+    fits = rows.rank == 4 and rows.shape[0] == cache.shape[0] and rows.shape[2] <= cache.shape[2]
+    fits = fits and (rows.shape[1] % cache.shape[1] == 0 if grouped else rows.shape[1] == cache.shape[1])
     fits, given = fits and rows.shape[3] == cache.shape[3], f"{rows} and {cache}"
     require(fits, owner, given, "rows of the cache's batch, heads and width, at most as many as it has places")
     require(rows.dtype is cache.dtype, owner, given, "equal dtypes")
@@ -72,7 +74,13 @@ for _cache, _rows in (((1, 2, 7, 4), 3), ((2, 3, 33, 5), 1), ((1, 1, 4, 8), 4)):
 
 
 def _bias_in_torch(
-    positions: Any, visible: Any, context: int, dtype: DType, position_bias: str = "none", heads: int = 1
+    positions: Any,
+    visible: Any,
+    context: int,
+    dtype: DType,
+    position_bias: str = "none",
+    heads: int = 1,
+    window: int | None = None,
 ) -> Any:
     import torch
 
@@ -81,7 +89,8 @@ def _bias_in_torch(
     distance = ahead.clamp(min=0) if position_bias == "future" else ahead.abs()
     slopes = torch.zeros(1) if position_bias == "none" else torch.from_numpy(alibi_slopes(heads))
     bias = -slopes.double()[:, None, None] * distance
-    return torch.where(keys >= visible[:, None], HIDDEN, bias)[None]
+    hidden = (keys >= visible[:, None]) | (ahead <= -(window or context))
+    return torch.where(hidden, HIDDEN, bias)[None]
 
 
 @primitive(
@@ -90,12 +99,19 @@ def _bias_in_torch(
     derived=lambda given, attributes: _example_places(given["positions"].shape[0], attributes["context"]),
 )
 def cache_bias(
-    positions: Value, visible: Value, context: int, dtype: DType, position_bias: str = "none", heads: int = 1
+    positions: Value,
+    visible: Value,
+    context: int,
+    dtype: DType,
+    position_bias: str = "none",
+    heads: int = 1,
+    window: int | None = None,
 ) -> TensorSpec:
     """What is added to the scores of N queries for C keys, [1, 1 or H, N, C] in `dtype`.
 
-    Key j is hidden from query i where j >= visible[i]. With a position bias, the others get -slope * distance in each
-    of `heads` heads (ALiBi, Press et al., 2022): |j - positions[i]|, or for `future` max(0, j - positions[i]).
+    Key j is hidden from query i where j >= visible[i], or with a window where j <= positions[i] - window. The others
+    get, with a position bias, -slope * distance in each of `heads` heads (ALiBi, Press et al., 2022):
+    |j - positions[i]|, or for `future` max(0, j - positions[i]).
     """
     require(positions.spec.rank == 1, "cache_bias", positions.spec, "one place for each query")
     _check_places("cache_bias", positions.shape[0], positions, visible)
@@ -103,37 +119,57 @@ def cache_bias(
     return TensorSpec((1, 1 if position_bias == "none" else heads, positions.shape[0], context), dtype)
 
 
-for _rows, _context, _bias, _heads in ((3, 7, "none", 1), (1, 33, "future", 3), (5, 5, "distance", 1)):
+for _rows, _context, _bias, _heads, _window in (
+    (3, 7, "none", 1, None),
+    (1, 33, "future", 3, None),
+    (5, 5, "distance", 1, None),
+    (3, 9, "none", 1, 2),
+):
     _attributes = {"context": _context, "dtype": DType.FP32, "position_bias": _bias, "heads": _heads}
+    _attributes |= {"window": _window} if _window else {}
     cases(cache_bias, Case(((_rows,), (_rows,)), _attributes, {"positions": _context, "visible": _context + 1}))
 
 
 @composite(differentiable=False, derived=lambda given, _: _example_places(given["q"].shape[2], given["keys"].shape[2]))
 def cached_attention(
-    q: Value, keys: Value, values: Value, positions: Value, visible: Value, scale: float, position_bias: str = "none"
+    q: Value,
+    keys: Value,
+    values: Value,
+    positions: Value,
+    visible: Value,
+    scale: float,
+    position_bias: str = "none",
+    window: int | None = None,
 ) -> Value:
     """y = softmax(scale * q keys^T + bias) values per head, over the keys that each query sees; bias as in cache_bias.
 
-    q [B, H, N, K], keys [B, H, C, K], values [B, H, C, D], positions and visible int64 [N] -> y [B, H, N, D]. Query i
-    stands at positions[i] and sees the keys below visible[i], of which there has to be one.
+    q [B, H, N, K], keys [B, G, C, K], values [B, G, C, D], positions and visible int64 [N] -> y [B, H, N, D]. Head h
+    reads keys and values of head h * G // H. Query i stands at positions[i] and sees the keys below visible[i], with a
+    window only those nearer than that; of which there has to be one.
     """
     owner = "cached_attention"
-    _check_cache(owner, keys.spec, q.spec)
+    _check_cache(owner, keys.spec, q.spec, grouped=True)
     require(values.shape[:3] == keys.shape[:3], owner, f"{values.spec} and {keys.spec}", "a value for each key")
     _check_bias(owner, position_bias)
     _check_places(owner, q.shape[2], positions, visible)
-    scores = scale * matmul(q, keys, transpose_b=True)
-    bias = cache_bias(positions, visible, keys.shape[2], q.spec.dtype, position_bias, q.shape[1])
-    return matmul(softmax(scores + bias), values)
+    batch, groups, context, _ = keys.shape
+    together = q.shape[1] // groups * q.shape[2]  # the queries that share keys, one after another
+    scores = scale * matmul(reshape(q, (batch, groups, together, q.shape[3])), keys, transpose_b=True)
+    bias = cache_bias(positions, visible, context, q.spec.dtype, position_bias, q.shape[1], window)
+    probabilities = softmax(reshape(scores, (*q.shape[:3], context)) + bias)
+    return reshape(matmul(reshape(probabilities, scores.shape), values), (*q.shape[:3], values.shape[3]))
 
 
-_ATTENTION_CASES: tuple[tuple[tuple[int, int], int, int, int, int, dict[str, Any]], ...] = (
-    ((1, 2), 1, 9, 4, 4, {}),
-    ((1, 3), 4, 33, 6, 5, {"position_bias": "future"}),
-    ((2, 2), 3, 8, 4, 4, {"position_bias": "distance"}),
-    ((1, 1), 5, 5, 8, 8, {}),
+# batch and heads, rows, context, widths of keys and values, further attributes, heads of keys
+_ATTENTION_CASES: tuple[tuple[tuple[int, int], int, int, int, int, dict[str, Any], int], ...] = (
+    ((1, 2), 1, 9, 4, 4, {}, 2),
+    ((1, 3), 4, 33, 6, 5, {"position_bias": "future"}, 3),
+    ((2, 2), 3, 8, 4, 4, {"position_bias": "distance"}, 2),
+    ((1, 1), 5, 5, 8, 8, {}, 1),
+    ((2, 4), 3, 8, 4, 6, {"window": 3}, 2),
 )
-for _lead, _rows, _context, _key_width, _width, _extra in _ATTENTION_CASES:
-    _tensors = ((*_lead, _rows, _key_width), (*_lead, _context, _key_width), (*_lead, _context, _width))
+for _lead, _rows, _context, _key_width, _width, _extra, _groups in _ATTENTION_CASES:
+    _caches = ((_lead[0], _groups, _context, _key_width), (_lead[0], _groups, _context, _width))
+    _tensors = ((*_lead, _rows, _key_width), *_caches)
     _bounds = {"positions": _context, "visible": _context + 1}
     cases(cached_attention, Case((*_tensors, (_rows,), (_rows,)), {"scale": 0.4, **_extra}, _bounds))

@@ -29,7 +29,8 @@ class _Bias:
     ) -> None:
         self.keys = torch.arange(context, device=like.device)
         self.places, self.limits = positions.view(-1, 1), visible.view(-1, 1)
-        self.kind = attributes.get("position_bias", "none")
+        self.kind, window = attributes.get("position_bias", "none"), attributes.get("window")
+        self.far = None if window is None else self.keys + window  # hidden from a query at this place or later
         slopes = torch.from_numpy(alibi_slopes(heads)).to(device=like.device, dtype=like.dtype)
         self.slopes = None if self.kind == "none" else slopes.view(-1, 1, 1)
 
@@ -49,6 +50,9 @@ class _Bias:
         """Scores of keys that a query does not see become HIDDEN; a buffer bool [N, c] helps."""
         torch.ge(self.keys[: scores.shape[-1]], self.limits, out=hidden)
         scores.masked_fill_(hidden, HIDDEN)
+        if self.far is not None:
+            torch.le(self.far[: scores.shape[-1]], self.places, out=hidden)
+            scores.masked_fill_(hidden, HIDDEN)
 
 
 def _biased(attributes: Attributes) -> bool:
@@ -91,14 +95,15 @@ def _cached_attention(context: Context) -> Kernel:
         q, keys, values, positions, visible = ins
         batch, heads, rows, _ = q.shape
         bias = _Bias(positions, visible, keys.shape[2], heads, work[0], attributes)
-        scale, pairs = attributes["scale"], batch * heads
-        queries, y = q.view(pairs, rows, -1), outs[0].view(pairs, rows, -1)
+        scale, pairs = attributes["scale"], batch * keys.shape[1]
+        together = batch * heads // pairs * rows
+        queries, y = q.view(pairs, together, -1), outs[0].view(pairs, together, -1)
         all_keys, all_values = keys.view(pairs, keys.shape[2], -1), values.view(pairs, values.shape[2], -1)
 
         def attend(seen: int) -> None:
             hidden, distance, whole = (_columns(part, seen) for part in (*work[1:], None, None)[:3])
             assert hidden is not None
-            scores = work[0].view(-1)[: pairs * rows * seen].view(pairs, rows, seen)
+            scores = work[0].view(-1)[: pairs * together * seen].view(pairs, together, seen)
             torch.baddbmm(scores, queries, all_keys[:, :seen].mT, beta=0, alpha=scale, out=scores)
             by_head = scores.view(batch, heads, rows, seen)
             bias.add(by_head, distance, whole)

@@ -42,24 +42,34 @@ def _cache_write(c: Context) -> Kernel:
 def _cache_bias(c: Context) -> Kernel:
     def build(ins: Sequence[IntegerInput], outs: Tensors, attributes: Attributes, work: Any) -> Launch:
         (positions, visible), (bias,), tt = ins, outs, c.tt
-        context, kind = attributes["context"], attributes.get("position_bias", "none")
+        context, kind, window = attributes["context"], attributes.get("position_bias", "none"), attributes.get("window")
         dtype = getattr(tt, dtype_name(bias.spec.dtype))
         column = TileLayout((positions.spec.size, 1), "int32")
         limits = visible.in_layout(column)
-        numbers = c.constant(
-            "numbers", TileLayout((1, context), "int32"), lambda: np.arange(context, dtype=np.int32)[None]
-        )
+        numbers_layout = TileLayout((1, context), "int32")
+        numbers = c.constant("numbers", numbers_layout, lambda: np.arange(context, dtype=np.int32)[None])
         shape = (1, 1, positions.spec.size, context)
 
+        places = None if kind == "none" and window is None else positions.in_layout(column)
+        far = (
+            None
+            if window is None
+            else c.constant(
+                ("numbers", window), numbers_layout, lambda: np.arange(context, dtype=np.int32)[None] + window
+            )
+        )
+
         def hidden() -> Any:
-            return tt.multiply(tt.ge(numbers.t, limits(), dtype=dtype), HIDDEN)
+            found = tt.multiply(tt.ge(numbers.t, limits(), dtype=dtype), HIDDEN)
+            if far is None or places is None:
+                return found
+            return tt.minimum(found, tt.multiply(tt.le(far.t, places(), dtype=dtype), HIDDEN))
 
         def plain() -> None:
             tt.copy(tt.reshape(hidden(), shape), bias.t)
 
-        if kind == "none":
+        if kind == "none" or places is None:
             return plain
-        places = positions.in_layout(column)
         keys = c.constant("keys", TileLayout((1, context)), lambda: np.arange(context, dtype=np.float32)[None])
         slopes = -np.asarray(alibi_slopes(attributes["heads"]), np.float32).reshape(1, -1, 1, 1)
         rates = c.constant("alibi", TileLayout(slopes.shape), lambda: slopes)
