@@ -48,7 +48,7 @@ def test_hugging_face_files_keep_projections_as_inputs_by_outputs_and_carry_mask
 def test_loaded_values_do_not_share_memory_with_the_source() -> None:
     model = GPT(GPTConfig(**SIZE))
     weights = model.to_original(initial_values(model, seed=3))
-    values = model.from_original(weights)
+    values = dict(model.from_original(weights))
     weights["transformer.wte.weight"][:] = 0
     assert values["embedding.weight"].any()
 

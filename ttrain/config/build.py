@@ -7,7 +7,7 @@ the modules behind the names, when they are called.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +17,7 @@ from ttrain.config.checks import data_problems, model_problems
 from ttrain.config.registry import component
 from ttrain.config.schema import Config
 from ttrain.core.errors import ConfigError
+from ttrain.core.options import as_keys
 from ttrain.core.waiting import Waiting
 from ttrain.device.family import family_of
 from ttrain.device.settings import DeviceConfig
@@ -95,7 +96,7 @@ def build_model(config: Config, vocabulary: int | None = None) -> Model:
 
 def stored_model(config: Config, model: Model) -> dict[str, Any]:
     """The model's config as checkpoints keep it: with its sizes, and without what a null leaves to the device."""
-    kept = asdict(model.config)
+    kept = as_keys(model.config)
     return kept | ({"pad_vocabulary": config.model.pad_vocabulary} if isinstance(config.model, AGILLMConfig) else {})
 
 

@@ -50,10 +50,9 @@ def data_problems(config: Config, data: BuiltData) -> list[str]:
         )
     vocabulary = getattr(config.model, "vocabulary", None)
     if vocabulary is not None and data.vocabulary is not None and vocabulary < data.vocabulary:
-        found.append(
-            f"model.vocabulary={vocabulary}: the tokenizer has {data.vocabulary} ids. "
-            f"Give model.vocabulary={data.vocabulary} or more, or null to take the tokenizer's."
-        )
+        larger = f"Give model.vocabulary={data.vocabulary} or more, or null to take the tokenizer's."
+        advice = larger if getattr(config.model, "from_", None) is None else "Give the tokenizer of model.from."
+        found.append(f"model.vocabulary={vocabulary}: the tokenizer has {data.vocabulary} ids. {advice}")
     return found
 
 
@@ -210,7 +209,7 @@ def _export(config: Config) -> Iterator[str]:
     export = config.export
     if config.task.name != "export":
         return
-    if export.source is None and config.run.dir is None:
+    if export.source is None and config.run.dir is None and getattr(config.model, "from_", None) is None:
         yield "task=export: needs parameters. Give run.dir=<run directory>, or export.source=<file of weights>."
     elif export.source is not None and config.run.dir is not None:
         yield "task=export: run.dir and export.source both name parameters. Give one of them; a new run is export.dir."
@@ -218,6 +217,8 @@ def _export(config: Config) -> Iterator[str]:
         yield f"export.file={export.file}: is export.source; all but the weights would be lost. Give another name."
     if export.file is None and export.dir is None:
         yield "task=export: nothing to write. Give export.file=<name>.pt or .safetensors, or export.dir=<new folder>."
+    if export.form == "huggingface" and export.file is not None:
+        yield f"export.file={export.file}: export.form=huggingface writes a folder. Give export.dir=<new folder>."
     if export.checkpoint not in ("last", "best") and not export.checkpoint.isdecimal():
         yield f"export.checkpoint={export.checkpoint}: must be last, best or a step number."
 
@@ -243,6 +244,13 @@ def _resume(config: Config) -> Iterator[str]:
         )
     if not config.resume:
         yield "resume='': must be none, auto or the folder of a run or checkpoint."
+
+
+@check("model", "train")
+def _first_values(config: Config) -> Iterator[str]:
+    folder, other = getattr(config.model, "from_", None), config.train.init_from
+    if folder is not None and other is not None:
+        yield f"train.init_from={other}: the first values are those of model.from={folder}. Leave one of the two out."
 
 
 @check("sample")

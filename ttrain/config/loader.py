@@ -22,10 +22,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ttrain.config import registry
+from ttrain.config.saved import with_model_folder
 from ttrain.config.schema import Config, Source, sections
 from ttrain.config.validate import Findings, section_type, typed_config
 from ttrain.core.errors import ConfigError
-from ttrain.core.options import default_of
+from ttrain.core.options import as_keys, default_of
 
 NULL_OPTION = "null"
 SILENT = {
@@ -118,7 +119,7 @@ class SchemaLoader(ConfigLoaderImpl):
                     f"give {group}={given.get('name')}.",
                     group,
                 )
-        return typed_config(values, self._source(), findings)
+        return typed_config(*with_model_folder(values, self._source(), findings), findings)
 
     def _source(self) -> Source:
         choices = self.choices
@@ -227,7 +228,7 @@ class SchemaLoader(ConfigLoaderImpl):
             return node if section in registry.groups() or node is not None else default
         if node is not None and (not isinstance(node, DictConfig) or node._is_interpolation()):
             return node
-        completed = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(schema)))
+        completed = OmegaConf.create(as_keys(schema()))
         assert isinstance(completed, DictConfig)
         if node is not None:
             completed.merge_with(node)

@@ -10,7 +10,7 @@ from ttrain.config import components, registry
 from ttrain.config.help import shown
 from ttrain.config.schema import Config, sections
 from ttrain.config.validate import expected, hints_of
-from ttrain.core.options import default_of
+from ttrain.core.options import default_of, key_of
 
 HEAD = """# Config
 
@@ -77,7 +77,7 @@ def _header() -> str:
 
 
 def _table(section: str, schema: type[Any]) -> str:
-    rows = [_row(f"{section}.{declared.name}", schema, declared.name) for declared in fields(schema)]
+    rows = [_row(f"{section}.{key_of(declared)}", schema, declared.name) for declared in fields(schema)]
     return _header() + "\n".join(rows) + "\n"
 
 

@@ -1,14 +1,18 @@
-"""The config of an earlier run, with what the command line sets now on top."""
+"""The config of an earlier run, or what a folder of Transformers says of its model, with what is given now on top."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from ttrain.config.schema import Config, to_dict
-from ttrain.config.validate import typed_config
+from ttrain.config import registry
+from ttrain.config.schema import Config, Source, to_dict
+from ttrain.config.validate import Findings, typed_config
+from ttrain.core.errors import CheckpointError, UserError
+from ttrain.core.options import key_of
 
 # What a command is asked to do is never remembered from the run that it works on.
 ALWAYS_GIVEN = (
@@ -39,3 +43,75 @@ def _copy(path: list[str], source: Mapping[str, Any], target: dict[str, Any]) ->
         target = target.setdefault(name, {})
     if last in source:
         target[last] = copy.deepcopy(source[last])
+
+
+def with_model_folder(values: dict[Any, Any], source: Source, found: Findings) -> tuple[dict[Any, Any], Source]:
+    """The plain values with what model.from says in them, and their source; keys that disagree are problems."""
+    model = values.get("model")
+    if not isinstance(model, Mapping) or model.get("from") is None:
+        return values, source
+    given = str(model["from"])
+    from ttrain.train.checkpoint.hub_folder import find_folder, read_architecture
+
+    own = {key: value for key, value in model.items() if f"model.{key}" in source.explicit and value is not None}
+    if (saved := _saved_model(values)).get("from") == given:
+        return {**values, "model": {**saved, **own}}, source
+    try:
+        folder = find_folder(given)
+        sizes = read_architecture(folder)
+        data = _with_tokenizer(values.get("data"), folder, source)
+    except UserError as error:
+        found.add(f"model.from={given}: {error}", "model", "data")
+        return values, source
+    for problem in _disagreeing(own, sizes, given):
+        found.add(problem, "model")
+    source = dataclasses.replace(source, choices={**source.choices, "model": Path(given).name})
+    return {**values, "model": {**sizes, **own, "from": given}, "data": data}, source
+
+
+def _saved_model(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """The model of the run that is continued, which needs no folder; empty where there is none."""
+    from ttrain.train.runs.run_directory import read_config
+
+    resume, run = values.get("resume"), values.get("run")
+    place = run.get("dir") if resume == "auto" and isinstance(run, Mapping) else resume
+    try:
+        saved = read_config(Path(place)).get("model") if isinstance(place, str) and place != "none" else None
+    except CheckpointError:
+        return {}
+    return saved if isinstance(saved, dict) else {}
+
+
+def _disagreeing(own: Mapping[str, Any], sizes: Mapping[str, Any], given: str) -> Iterator[str]:
+    """One problem for each key of the user's that the folder says otherwise.
+
+    A context may be shorter where no parameter depends on it.
+    """
+    row = registry.find("model", sizes["name"])
+    assert row is not None
+    rules = {key_of(declared): declared.metadata["changes"] for declared in dataclasses.fields(row.config)}
+    presets: Any = row.config.presets
+    preset = presets.get(own["preset"], {}) if isinstance(own.get("preset"), str) else {}
+    if any(sizes.get(key, value) != value for key, value in preset.items() if key != "context"):
+        yield f"model.preset={own['preset']}: {given} has other sizes. Leave it out, and model=<option> with it."
+    for key, value in own.items():
+        shorter = key == "context" and rules[key] != "shape" and isinstance(value, int) and value <= sizes[key]
+        free = shorter or rules.get(key) == "nothing"
+        if key in sizes and value != sizes[key] and not free:
+            yield f"model.{key}={value}: {given} has {sizes[key]}. Leave the key out, or give what the folder has."
+
+
+def _with_tokenizer(data: Any, folder: Path, source: Source) -> Any:
+    """The data section with the folder's tokenizer and its end token, unless the user gave one."""
+    row = registry.find("data", str(data.get("name"))) if isinstance(data, Mapping) else None
+    if row is None or getattr(row.config, "tokenizer", None) is None or "data.tokenizer" in source.explicit:
+        return data
+    from ttrain.data.end_token import CONFIG_FILE, configured_end
+
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise UserError("has no tokenizer.json. Give data.tokenizer=<tokenizer.json>.")
+    taken: dict[str, Any] = {"tokenizer": str(file)}
+    if hasattr(row.config, "end_token") and "data.end_token" not in source.explicit:
+        taken["end_token"] = configured_end(folder / CONFIG_FILE)
+    return {**data, **taken}

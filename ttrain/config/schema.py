@@ -8,7 +8,7 @@ from typing import Any
 
 from ttrain.bench.settings import BenchConfig, GPTBenchConfig
 from ttrain.config.components import TaskConfig
-from ttrain.core.options import option
+from ttrain.core.options import as_keys, option
 from ttrain.data.settings import DataConfig, TextConfig
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
@@ -175,4 +175,4 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+    return as_keys(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value

@@ -20,7 +20,7 @@ from ttrain.config.checks import cross_field_problems
 from ttrain.config.schema import Config, Source, sections
 from ttrain.core.errors import ConfigError
 from ttrain.core.names import did_you_mean
-from ttrain.core.options import default_of, option_problems
+from ttrain.core.options import default_of, key_of, option_problems
 
 TYPE_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 NO_VALUE = "None"  # Python's word for null, in which W&B's agents pass it
@@ -104,7 +104,7 @@ def _fill_section(config: Config, section: str, value: Any, found: Findings) -> 
 
 def _fill(schema: type[Any], section: str, values: Mapping[str, Any], found: Findings) -> Any:
     """An instance of the schema with every acceptable value; the others are reported and keep their default."""
-    known = {declared.name for declared in fields(schema)}
+    known = {key_of(declared): declared.name for declared in fields(schema)}
     accepted = {}
     for key, value in values.items():
         path = f"{section}.{key}"
@@ -113,9 +113,9 @@ def _fill(schema: type[Any], section: str, values: Mapping[str, Any], found: Fin
         if key not in known:
             found.add(f"{path}: unknown key{found.origin(path)}. {_suggest(section, str(key), schema)}")
             continue
-        converted = _convert(schema, key, path, value, found)
+        converted = _convert(schema, known[key], path, value, found)
         if converted is not _REFUSED:
-            accepted[key] = converted
+            accepted[known[key]] = converted
     return schema(**accepted)
 
 
@@ -256,7 +256,7 @@ def _name_problem(section: str, name: Any) -> str:
 
 
 def _suggest(section: str, key: str, schema: type[Any]) -> str:
-    known = {declared.name for declared in fields(schema)}
+    known = {key_of(declared) for declared in fields(schema)}
     for declared in fields(schema):
         if declared.metadata.get("formerly") == key:
             return f"It is now {section}.{declared.name}: {declared.metadata['help']}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import MISSING, Field, field, fields
+from dataclasses import MISSING, Field, asdict, field, fields
 from typing import Any
 
 from ttrain.core.names import did_you_mean
@@ -40,6 +40,17 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+def key_of(declared: Field[Any]) -> str:
+    """The key of a field: its name, without the underscore that sets it apart from a word of Python."""
+    return declared.name.rstrip("_")
+
+
+def as_keys(config: Any) -> dict[str, Any]:
+    """A config dataclass as plain values by key."""
+    values = asdict(config)
+    return {key_of(declared): values[declared.name] for declared in fields(config)}
+
+
 def default_of(declared: Field[Any]) -> Any:
     """The default value of a dataclass field, however it was declared."""
     if declared.default is not MISSING:
@@ -51,7 +62,7 @@ def option_problems(config: Any, prefix: str) -> Iterable[str]:
     """Every field of a config dataclass that lies outside its declared choices or bounds, one sentence each."""
     for declared in fields(config):
         value, rules = getattr(config, declared.name), declared.metadata
-        key = f"{prefix}.{declared.name}" if prefix else declared.name
+        key = f"{prefix}.{key_of(declared)}" if prefix else key_of(declared)
         if value is None or not rules:
             continue
         for path, item in _items(key, value):

@@ -43,7 +43,7 @@ def with_end_token(tokenizer: Tokenizer, named: str | None, file: Path | None) -
         if file is not None:
             raise DataError(f"data.end_token={named}: {file} has no such token. {_near(named, library)}")
         return _extended(library, named)
-    given = None if file is None else _configured(file.with_name(CONFIG_FILE))
+    given = None if file is None else configured_end(file.with_name(CONFIG_FILE))
     if given is not None:
         number = library.token_id(given)
         if number is None:
@@ -76,7 +76,7 @@ def _near(named: str, library: LibraryTokenizer) -> str:
     return did_you_mean(named, library.special_tokens()) if library.special_tokens() else "It has no special tokens."
 
 
-def _configured(file: Path) -> str | None:
+def configured_end(file: Path) -> str | None:
     """The eos_token of a tokenizer_config.json, None where there is none."""
     try:
         described: Any = json.loads(file.read_text("utf-8"))

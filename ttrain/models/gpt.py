@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from ttrain import ops
 from ttrain.core.attention_mask import CAUSAL
 from ttrain.core.spec import DType
@@ -15,6 +17,7 @@ from ttrain.models.base import SEED
 from ttrain.models.cache import Caches
 from ttrain.models.decoder import Decoder
 from ttrain.models.settings import GPTConfig
+from ttrain.models.weight_checks import Weight
 from ttrain.nn.initialize import Constant, Initializer, Normal
 from ttrain.nn.layers import Dropout, Embedding, LayerNorm, Linear
 from ttrain.nn.module import Module, use
@@ -147,6 +150,16 @@ class GPT(Decoder):
         """Parameters by path -> weights under nanoGPT's names, or with `transposed` in Hugging Face's form."""
         return gpt_weights.to_original(values, self._specs(), transposed)
 
+    def to_transformers(self, values: Mapping[str, Any]) -> gpt_weights.Weights:
+        """The weights of Hugging Face's GPT-2, a tied head once. It has every bias: those that we lack are zero."""
+        weights = self.to_original(values, transposed=True)
+        if self.config.tied:
+            weights.pop("lm_head.weight")
+        layers = [name for name in weights if ".h." in name or ".ln_f." in name]
+        for name in () if self.config.bias else layers:
+            weights[name.removesuffix("weight") + "bias"] = np.zeros(weights[name].shape[-1], np.float32)
+        return weights
+
     def original_file(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """What nanoGPT keeps of a model in a file: its weights, and the sizes to build it with."""
         sizes: dict[str, Any] = {
@@ -162,6 +175,6 @@ class GPT(Decoder):
         """What a file of an original says of its model; see gpt_weights.claimed."""
         return gpt_weights.claimed(content)
 
-    def from_original(self, weights: Mapping[str, Any], strict: bool = True) -> gpt_weights.Weights:
+    def from_original(self, weights: Mapping[str, Any], strict: bool = True) -> Mapping[str, Weight]:
         """Weights of nanoGPT or of Hugging Face's GPT-2 -> parameters by path; see gpt_weights.from_original."""
         return gpt_weights.from_original(weights, self._specs(), strict)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ttrain.core.errors import CheckpointError
 from ttrain.core.spec import TensorSpec
-from ttrain.models.weight_checks import different, same, unusable
+from ttrain.models.settings import ACTIVATIONS, GPTConfig
+from ttrain.models.weight_checks import Converted, Weight, as_fp32, different, same, unusable
 
-Weights = dict[str, NDArray[np.float32]]
+Weights = dict[str, Weight]
 
 _BLOCK = {
     "attention_norm": "ln_1",
@@ -35,6 +36,10 @@ _CLAIMS = {  # the original's entry -> our key
     "scale_attn_weights": "scale_attn_weights", "scale_attn_by_inverse_layer_idx": "scale_attn_by_inverse_layer_idx",
 }  # fmt: skip
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+_ALWAYS = {  # what Transformers lets a config choose, and this model has so
+    "layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+}  # fmt: skip
 _HEAD, _EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 _QKV = "transformer.h.0.attn.c_attn.weight"
 
@@ -54,7 +59,7 @@ def to_original(values: Mapping[str, Any], specs: Mapping[str, TensorSpec], tran
     A tied head is written under both of its names. `transposed` gives Hugging Face's form, whose linear layers hold
     [inputs, outputs]; otherwise nanoGPT's, [outputs, inputs].
     """
-    weights = {original_name(path): _fp32(values[path]) for path in specs}
+    weights = {original_name(path): np.array(as_fp32(values[path])) for path in specs}
     if transposed:
         weights = {name: _turned(name, weight) for name, weight in weights.items()}
     weights.setdefault(_HEAD, weights[_EMBEDDING])
@@ -77,8 +82,11 @@ def claimed(content: Mapping[str, Any]) -> dict[str, Any]:
     return said | ({"tied": False} if own_head or "head.weight" in weights else {})
 
 
-def from_original(weights: Mapping[str, Any], specs: Mapping[str, TensorSpec], strict: bool = True) -> Weights:
-    """Weights by the original's name (arrays or torch tensors) -> parameters by our path, fp32.
+def from_original(
+    weights: Mapping[str, Any], specs: Mapping[str, TensorSpec], strict: bool = True
+) -> Mapping[str, Weight]:
+    """Weights by the original's name (arrays or torch tensors) -> parameters by our path, fp32, each
+    copied when it is asked for.
 
     Takes nanoGPT's form and Hugging Face's, told apart by the shape of the first attention projection; prefixes that
     torch.compile adds, a missing `transformer.`, and nanoGPT's checkpoints, which hold more beside the model, are
@@ -91,28 +99,66 @@ def from_original(weights: Mapping[str, Any], specs: Mapping[str, TensorSpec], s
     if problems := unusable({name: given[name] for name in names.values() if name in given}):
         raise _refused(problems)
     spare = given.pop(_HEAD, None) if "head.weight" not in specs else None
+    projection = given.get(_QKV)
+    turned = projection is not None and list(projection.shape[1:]) == [3 * projection.shape[0]]
+    made = {path: partial(_read, name, given[name], turned) for path, name in names.items() if name in given}
     if not strict:
-        projection = given.get(_QKV)
-        turned = projection is not None and list(projection.shape[1:]) == [3 * projection.shape[0]]
-        present = {path: _fp32(given[name]) for path, name in names.items() if name in given}
-        return {path: _turned(names[path], value) if turned else value for path, value in present.items()}
+        return Converted(made)
     problems = [f"{name}: missing" for name in names.values() if name not in given]
     problems += [f"{name}: not a weight of this model" for name in given if name not in names.values()]
-    if problems:
-        raise _refused(problems)
-    wanted = specs["blocks.0.attention.qkv.weight"].shape
-    transposed = tuple(given[_QKV].shape) == wanted[::-1]
-    parameters = {}
-    for path, name in names.items():
-        value = _turned(name, _fp32(given[name])) if transposed else _fp32(given[name])
-        if value.shape != specs[path].shape:
+    for path, name in names.items() if not problems else ():
+        expected = specs[path].shape[::-1] if turned and name.endswith(_MATRICES) else specs[path].shape
+        if tuple(given[name].shape) != expected:
             problems.append(f"{name}: got {list(given[name].shape)}, expected {list(specs[path].shape)}")
-        parameters[path] = value
     if not problems and not (unusable({_HEAD: spare}) or same(spare, given[_EMBEDDING])):
         problems.append(different(_HEAD, _EMBEDDING))
     if problems:
         raise _refused(problems)
-    return parameters
+    return Converted(made)
+
+
+def from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of GPTConfig for a config.json of GPT-2. Raises CheckpointError for what this model does not compute."""
+    width, inner = config.get("n_embd", 768), config.get("n_inner")
+    activation = config.get("activation_function", "gelu_new")
+    wrong = [f"{key}={config[key]}" for key, value in _ALWAYS.items() if config.get(key, value) != value]
+    wrong += [f"n_inner={inner}"] if inner not in (None, 4 * width) else []
+    wrong += [] if _ACTIVATIONS.get(activation, activation) in ACTIVATIONS else [f"activation_function={activation}"]
+    if wrong:
+        raise CheckpointError(f"its config.json has {', '.join(wrong)}, which model=gpt2 does not compute.")
+    return {
+        "layers": config.get("n_layer", 12),
+        "heads": config.get("n_head", 12),
+        "width": width,
+        "context": config.get("n_positions", 1024),
+        "vocabulary": config.get("vocab_size", 50257),
+        "bias": True,
+        "activation": _ACTIVATIONS.get(activation, activation),
+        "tied": config.get("tie_word_embeddings", True),
+    }
+
+
+def to_transformers(config: GPTConfig) -> dict[str, Any]:
+    """The config.json of GPT-2 for a config with its sizes."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_layer": config.layers,
+        "n_head": config.heads,
+        "n_embd": config.width,
+        "n_positions": config.context,
+        "vocab_size": config.vocabulary,
+        "activation_function": "gelu_new" if config.activation == "gelu_tanh" else config.activation,
+        **_ALWAYS,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout),
+        "tie_word_embeddings": config.tied,
+    }
+
+
+def _read(name: str, value: Any, turned: bool) -> Weight:
+    """A copy in our layout."""
+    weight = np.array(as_fp32(value))
+    return _turned(name, weight) if turned else weight
 
 
 def _full_name(name: Any) -> str:
@@ -120,22 +166,14 @@ def _full_name(name: Any) -> str:
     return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
 
 
-def _turned(name: str, weight: NDArray[np.float32]) -> NDArray[np.float32]:
+def _turned(name: str, weight: Weight) -> Weight:
     return np.ascontiguousarray(weight.T) if name.endswith(_MATRICES) else weight
 
 
-def _fp32(value: Any) -> NDArray[np.float32]:
-    """A contiguous fp32 copy of an array or a torch tensor of any floating dtype."""
-    if not isinstance(value, np.ndarray):
-        value = value.detach().cpu().float().numpy()
-    return np.array(value, dtype=np.float32, order="C")
-
-
 def _refused(problems: list[str]) -> CheckpointError:
-    shown = "\n".join(f"  {problem}" for problem in problems[:20])
-    more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+    more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
     return CheckpointError(
-        "the weights do not fit this model; layers, width, vocabulary, context, bias and tied must agree:\n"
-        + shown
+        "the weights do not fit this model; layers, width, vocabulary, context, bias and tied must agree: "
+        + "; ".join(problems[:8])
         + more
     )

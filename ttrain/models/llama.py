@@ -199,6 +199,10 @@ class Llama(Decoder):
         """Parameters by path -> weights under Transformers' names."""
         return llama_weights.to_original(values, self._specs())
 
+    def to_transformers(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """As `to_original`: it is Transformers' form."""
+        return self.to_original(values)
+
     def original_file(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Weights under Transformers' names, and the config that Transformers builds the model with."""
         return {"model": self.to_original(values), "config": llama_weights.to_transformers(self.config)}

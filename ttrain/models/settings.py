@@ -40,6 +40,13 @@ class TransformerConfig:
 
     name: str = option("", "registered name of the model")
     preset: str | None = option(None, "named size whose numbers fill every field left null", changes="nothing")
+    from_: str | None = option(
+        None,
+        "model of the Transformers library that gives architecture, sizes, tokenizer and the first values of a new "
+        "run: its folder, or its name on the Hugging Face hub, such as HuggingFaceTB/SmolLM2-135M",
+        path=True,
+        changes="nothing",
+    )
     layers: int | None = option(None, "number of transformer blocks", minimum=1, changes="shape")
     heads: int | None = option(None, "attention heads per block; must divide width", minimum=1)
     width: int | None = option(None, "features of the residual stream", minimum=1, changes="shape")
@@ -115,6 +122,9 @@ class LlamaConfig(TransformerConfig):
     }  # fmt: skip
 
     name: str = option("llama", "registered name of the model")
+    context: int | None = option(
+        None, "longest sequence in tokens; training uses sequences of exactly this length", minimum=1, changes="loss"
+    )
     heads: int | None = option(
         None, "attention heads per block; must divide width unless head_width is given", minimum=1
     )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
+Weight = NDArray[np.float32]
 
 
 def unusable(values: Mapping[str, Any]) -> list[str]:
@@ -15,7 +18,30 @@ def unusable(values: Mapping[str, Any]) -> list[str]:
 
 def same(a: Any, b: Any) -> bool:
     """Whether two weights have the same shape and values."""
-    return tuple(a.shape) == tuple(b.shape) and bool((a == b).all())
+    return tuple(a.shape) == tuple(b.shape) and bool((as_fp32(a) == as_fp32(b)).all())
+
+
+def as_fp32(value: Any) -> Weight:
+    """A contiguous fp32 array of an array or a tensor of any floating dtype, without a copy where possible."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().float().numpy()
+    return np.ascontiguousarray(value, np.float32)
+
+
+class Converted(Mapping[str, Weight]):
+    """Weights by name, each made when it is asked for, so that no two are in memory at once."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Weight]]) -> None:
+        self._makers = makers
+
+    def __getitem__(self, name: str) -> Weight:
+        return self._makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
 
 
 def different(name: str, other: str) -> str:

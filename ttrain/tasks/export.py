@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,16 +34,20 @@ class _Parameters:
     step: int
     tokenizer: str | None
     origin: str
+    progress: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run(config: Config) -> None:
     """Writes what export.file and export.dir ask for, and says what it wrote."""
     from ttrain.train.checkpoint.weights_file import Said
     from ttrain.train.runs.export import export_problems, require_new, write_weights
+    from ttrain.train.runs.export_folder import folder_problem
 
     with Waiting("Reading the parameters"):
-        given = _from_run(config) if config.export.source is None else _from_file(config, Path(config.export.source))
+        given = _from_run(config) if config.run.dir is not None else _from_file(config, _source(config))
     wanted, file = config.export, None if config.export.file is None else Path(config.export.file)
+    if wanted.form == "huggingface" and (problem := folder_problem(given.model.config)):
+        raise ConfigError(problem)
     if file is not None and (problems := export_problems(given.model, file, wanted.form)):
         raise ConfigError(problems)
     if wanted.dir is not None:
@@ -60,7 +64,18 @@ def run(config: Config) -> None:
         print(f"{file}: {format_count(given.model.parameter_count)} parameters, {size}.")
     if wanted.dir is not None:
         with Waiting(f"Writing {wanted.dir}"):
-            _write_run(given, Path(wanted.dir), report)
+            if wanted.form == "huggingface":
+                _write_folder(given, Path(wanted.dir), wanted.shard_mb)
+            else:
+                _write_run(given, Path(wanted.dir), report)
+
+
+def _source(config: Config) -> Path:
+    from ttrain.train.checkpoint.hub_folder import find_folder
+
+    if config.export.source is not None:
+        return Path(config.export.source)
+    return find_folder(config.model.from_, weights=True)  # the config's checks hold it so
 
 
 def _from_run(config: Config) -> _Parameters:
@@ -73,7 +88,9 @@ def _from_run(config: Config) -> _Parameters:
     model = build.build_model(merged)
     check_architecture(checkpoint.config, model.config, checkpoint.path, FUNCTION)
     origin = f"step {checkpoint.step} of {config.run.dir}"
-    return _Parameters(merged, model, checkpoint.weights(), checkpoint.step, checkpoint.tokenizer, origin)
+    return _Parameters(
+        merged, model, checkpoint.weights(), checkpoint.step, checkpoint.tokenizer, origin, checkpoint.progress
+    )
 
 
 def _from_file(config: Config, path: Path) -> _Parameters:
@@ -138,6 +155,19 @@ def _compacted(given: _Parameters) -> tuple[_Parameters, dict[str, Any]]:
     config = dataclasses.replace(given.config, model=model_config)
     values = Overlaid(given.values, {rank_matrix_path(layer): matrix for layer, matrix in matrices.items()})
     return dataclasses.replace(given, config=config, model=build.build_model(config), values=values), described
+
+
+def _write_folder(given: _Parameters, folder: Path, shard_mb: int) -> None:
+    from ttrain.train.runs.export_folder import Written, model_card, write_folder
+
+    stored = {**to_dict(given.config), "model": build.stored_model(given.config, given.model)}
+    card = model_card(folder.name, stored, given.model.parameter_count, given.origin, given.progress)
+    end_token = getattr(given.config.data, "end_token", None)
+    write_folder(folder, Written(given.model, given.values, given.tokenizer, end_token, card), shard_mb * 1_000_000)
+    parameters = format_count(given.model.parameter_count)
+    print(f"{folder}: {parameters} parameters of {given.origin}, as AutoModelForCausalLM.from_pretrained reads them.")
+    if given.tokenizer is None:
+        print("It has no tokenizer. Give export.tokenizer=<tokenizer.json>.")
 
 
 def _write_run(given: _Parameters, folder: Path, report: dict[str, Any] | None) -> None:

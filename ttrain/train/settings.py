@@ -35,8 +35,8 @@ class TrainConfig:
     )
     init_from: str | None = option(
         None,
-        "what a new run takes its first values from, where name and shape match: a run, a checkpoint, a .safetensors "
-        "file or the original's .pt file; null draws all of them",
+        "what a new run takes its first values from, where name and shape match: a run, a checkpoint, a folder of "
+        "Transformers, a .safetensors file or the original's .pt file; null draws all of them",
         path=True,
     )
     init_anyway: bool = option(
@@ -204,16 +204,22 @@ class ExportConfig:
     file: str | None = option(None, "file to write: .pt or .safetensors", path=True)
     form: str = option(
         "original",
-        "names and layout in the file; original: what the model's first implementation reads; huggingface: "
-        "Transformers' GPT-2; ttrain: parameters by path",
+        "names and layout; original: a file that the model's first implementation reads; huggingface: a folder that "
+        "Transformers reads; ttrain: a file of parameters by path",
         choices=("original", "huggingface", "ttrain"),
     )
-    dir: str | None = option(None, "new run folder to write, for task=sample and train.init_from", path=True)
+    dir: str | None = option(
+        None,
+        "new folder to write: a run for task=sample and train.init_from, or with form=huggingface a model of "
+        "Transformers",
+        path=True,
+    )
+    shard_mb: int = option(5000, "form=huggingface: a file of weights has at most so many MB", minimum=1)
     compact: bool = option(
         False, "AGILLM only: leave out the columns of each layer's rank matrix that add nothing to the scores"
     )
     tokenizer: str | None = option(
-        None, "tokenizer.json for a new run folder made of export.source, if the file has none", path=True
+        None, "tokenizer.json for a new folder made of export.source, if the file has none", path=True
     )
 
 

@@ -64,9 +64,9 @@ def test_a_pt_file_is_nanogpts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("form", ["original", "huggingface", "ttrain"])
-def test_a_safetensors_file_becomes_the_same_run_again(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_safetensors_file_or_folder_becomes_the_same_run_again(form: str, capsys: pytest.CaptureFixture[str]) -> None:
     file, made, expected = f"{form}.safetensors", f"again-{form}", parameters("run")
-    assert export(f"export.file={file}", f"export.form={form}") == 0
+    assert export(f"export.{'dir' if form == 'huggingface' else 'file'}={file}", f"export.form={form}") == 0
     vocabulary = len(expected["embedding.weight"])
     words = [*MODEL, f"model.vocabulary={vocabulary}", f"export.source={file}", f"export.dir={made}"]
     assert main(["task=export", *words]) == 0
@@ -95,7 +95,7 @@ def test_a_run_becomes_a_run_without_optimizer_state(capsys: pytest.CaptureFixtu
         (["export.file=x.pt"], "needs parameters. Give run.dir"),
         (["run.dir=run", "export.file=x.bin"], "the name must end with .pt or .safetensors"),
         (["run.dir=run", "export.file=x.pt", "export.form=ttrain"], "Give export.file=x.safetensors"),
-        (["run.dir=run", "export.file=x.pt", "export.form=huggingface"], "is written as .safetensors"),
+        (["run.dir=run", "export.file=x.pt", "export.form=huggingface"], "writes a folder. Give export.dir"),
         (["run.dir=run", "export.file=x.pt", "export.form=onnx"], "export.form=onnx"),
         (["run.dir=run", "export.file=x.pt", "export.checkpoint=9"], "no checkpoint of step 9"),
         (["run.dir=run", "export.file=x.pt", "export.checkpoint=newest"], "must be last, best or a step number"),

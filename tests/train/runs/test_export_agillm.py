@@ -109,8 +109,8 @@ def test_a_compacted_run_can_start_another(capsys: pytest.CaptureFixture[str]) -
     ("words", "message"),
     [
         (
-            ["task=export", "run.dir=run", "export.file=x.safetensors", "export.form=huggingface"],
-            "exists for model.name",
+            ["task=export", "run.dir=run", "export.dir=x", "export.form=huggingface"],
+            "Transformers has no model.name=agillm",
         ),
         (["task=export", "export.source=odd.pt", "export.dir=x", "model=agillm"], "core.blocks.0.mha.U"),
         (["task=export", "export.source=short.pt", "export.dir=x", "model=agillm"], "core.ln.bias: missing"),

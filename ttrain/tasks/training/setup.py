@@ -51,7 +51,7 @@ def set_up(config: Config, stack: ExitStack) -> Setup:
         config = continued(base, config)
     elif config.resume == "auto":
         notes.append(f"resume=auto: {config.run.dir} holds no run yet; a new one starts, as command and defaults say.")
-    dataset = build.build_dataset(config, lambda built: _check_tokenizer(point, built))
+    dataset = build.build_dataset(_with_tokenizer(config, point), lambda built: _check_tokenizer(point, built))
     model = build.build_model(config, dataset.vocabulary)
     stored = {**to_dict(config), "model": build.stored_model(config, model)}
     stored["run"]["dir"] = None  # a run does not know where it lies, so it can be moved
@@ -60,13 +60,25 @@ def set_up(config: Config, stack: ExitStack) -> Setup:
         resuming.check_documents(point, dataset.description)
     prompt = _prompt(config, dataset)
     warm = None
-    if point is None and config.train.init_from is not None:
-        warm = open_warm_start(config.train.init_from, model, tokenizer_json(dataset), anyway=config.train.init_anyway)
+    folder = getattr(config.model, "from_", None)
+    source = folder or config.train.init_from
+    if point is None and source is not None:
+        anyway = config.train.init_anyway
+        warm = open_warm_start(source, model, tokenizer_json(dataset), anyway, whole=folder is not None)
     shorter = {length: build.shorter_model(config, model, length) for length in config.train.length_schedule}
     if base is not None and point is None:
         notes += [f"Changed since the run started: {change}" for change in resuming.config_difference(base, stored)]
     name = _model_name(config, point, held)
     return Setup(config, stored, dataset, model, name, shorter, prompt, Origin(held, point, warm, notes))
+
+
+def _with_tokenizer(config: Config, point: ResumePoint | None) -> Config:
+    """A run that is continued needs the folder of model.from no more: its checkpoint has the tokenizer."""
+    own: Any = config.data
+    if point is None or getattr(config.model, "from_", None) is None or Path(getattr(own, "tokenizer", "")).is_file():
+        return config
+    kept = point.checkpoint.path / "tokenizer.json"
+    return dataclasses.replace(config, data=dataclasses.replace(own, tokenizer=str(kept))) if kept.is_file() else config
 
 
 def tokenizer_json(dataset: Dataset) -> str | None:

@@ -33,8 +33,8 @@ from ttrain.core.files import sha256_file, sync_directory, to_json, write_synced
 from ttrain.core.spec import DType
 from ttrain.core.units import format_bytes
 from ttrain.graph.kinds import Kind
+from ttrain.train.checkpoint.shards import StoredTensors, check_header, stored, tensors
 from ttrain.train.checkpoint.state_match import match
-from ttrain.train.checkpoint.weights_file import StoredTensors, check_header, shapes, tensors
 from ttrain.train.protocols import SAVED_KINDS, Array, State, StateValues
 from ttrain.train.settings import with_current_keys
 
@@ -128,8 +128,8 @@ class Checkpoint:
             for name in self.files
             if name.endswith(".safetensors") and (optimizer or not name.startswith(_STEMS[Kind.OPTIMIZER]))
         ]
-        stored = {name: shape for shard in shards for name, shape in shapes(self.path / shard)}
-        matched = match(stored, wanted, state, self.config)
+        found = {tensor.name: tensor.shape for shard in shards for tensor in stored(self.path / shard)}
+        matched = match(found, wanted, state, self.config)
         if matched.problem is not None:
             what = "model and optimizer" if optimizer else "model"
             mend = " Give the optimizer that it was trained with, or start a new run with train.init_from."

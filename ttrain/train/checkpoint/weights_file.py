@@ -6,25 +6,21 @@ import json
 import os
 import struct
 import zipfile
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ttrain.core.errors import CheckpointError, UserError
 from ttrain.core.files import sync_directory, sync_file
 from ttrain.core.spec import TensorSpec
 from ttrain.models.identity import whole
-from ttrain.models.weight_checks import unusable
-from ttrain.train.protocols import Array
+from ttrain.models.weight_checks import Weight, as_fp32, unusable
+from ttrain.train.checkpoint.hub_folder import read_architecture, read_folder
 
-Weight = NDArray[np.float32]
-MAX_HEADER_BYTES = 100_000_000  # of a safetensors file: the limit of the library
 SUFFIXES = (".pt", ".safetensors")
 _MODEL, _TOKENIZER = "ttrain_model", "tokenizer_json"  # names of texts that our files hold beside the weights
 
@@ -45,18 +41,14 @@ class Weights(Mapping[str, Weight]):
         return len(self._given)
 
 
-def as_fp32(value: Any) -> Weight:
-    """A contiguous fp32 array of an array or a torch tensor of any floating dtype, without a copy where possible."""
-    if not isinstance(value, np.ndarray):
-        value = value.detach().cpu().float().numpy()
-    return np.ascontiguousarray(value, np.float32)
-
-
 def read_file(path: Path) -> dict[str, Any]:
-    """Content of a .pt file (dictionaries, torch tensors, plain values) or of a .safetensors file (torch tensors).
+    """Content of a .pt file (dictionaries, torch tensors, plain values), of a .safetensors file (torch tensors) or of a
+    folder of Transformers (tensors that are read when they are needed).
 
-    Raises CheckpointError for a file that is neither, is damaged, or holds anything that would run code.
+    Raises CheckpointError for a path that is none of these, is damaged, or holds anything that would run code.
     """
+    if path.is_dir():
+        return dict(read_folder(path))
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file. Give a .pt or .safetensors file.")
     if path.suffix == ".safetensors":
@@ -143,7 +135,16 @@ class Said:
 
 
 def said_of(path: Path, content: Mapping[str, Any]) -> Said:
-    """What a file says besides its weights: in itself, or in a config.json beside it. `content` is the file's."""
+    """What a file or folder says besides its weights: in itself, or in a config.json beside it.
+
+    `content` is the file's.
+    """
+    if path.is_dir():
+        file = path / "tokenizer.json"
+        try:
+            return Said(read_architecture(path), file.read_text("utf-8", "replace") if file.is_file() else None)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
     texts = {**content, **(_metadata(path) if path.suffix == ".safetensors" else {})}
     beside, tokenizer = _beside(path), texts.get(_TOKENIZER)
     model = _object(texts.get(_MODEL))
@@ -185,22 +186,21 @@ def _object(text: Any) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def weights_of(path: Path, model: Any, content: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def weights_of(path: Path, model: Any, content: Mapping[str, Any], strict: bool = False) -> Mapping[str, Any]:
     """The weights in a file by the paths of `model.stored()`, as arrays or tensors: what fits by name, no more.
 
-    `content` is the file's, where it was read already.
-
-    Raises CheckpointError for a file in which no name fits, or one fits a value that is no weight.
+    `content` is the file's. Raises CheckpointError for a file in which no name fits, or one fits a value that is no
+    weight, and for an original's, if `strict`, where its names and shapes are not exactly the model's.
     """
-    content, paths = read_file(path) if content is None else content, model.stored()
-    found = {name: content[name] for name in content if name in paths}
-    if not found and hasattr(model, "from_original"):
-        found = _from_original(path, model, content, strict=False)
-    if not found:
+    paths = model.stored()
+    if found := {name: content[name] for name in content if name in paths}:
+        if problems := unusable(found):
+            raise CheckpointError(f"{path} holds values that are no weights:\n" + _listed(problems))
+        return found
+    converted = _from_original(path, model, content, strict) if hasattr(model, "from_original") else {}
+    if not converted:
         raise CheckpointError(f"{path} holds no weight of {model.config.name}: got {_some(content)}.")
-    if problems := unusable(found):
-        raise CheckpointError(f"{path} holds values that are no weights:\n" + _listed(problems))
-    return found
+    return converted
 
 
 def read_parameters(path: Path, model: Any, content: Mapping[str, Any] | None = None) -> Weights:
@@ -213,7 +213,7 @@ def read_parameters(path: Path, model: Any, content: Mapping[str, Any] | None = 
     content = read_file(path) if content is None else content
     specs = {name: parameter.stored_spec for name, parameter in model.stored().items()}
     if any(name in specs for name in content):
-        found = _own(path, content, specs)
+        found: Mapping[str, Any] = _own(path, content, specs)
     elif hasattr(model, "from_original"):
         found = _from_original(path, model, content)
     else:
@@ -225,9 +225,10 @@ def read_parameters(path: Path, model: Any, content: Mapping[str, Any] | None = 
     return weights
 
 
-def _from_original(path: Path, model: Any, content: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
+def _from_original(path: Path, model: Any, content: Mapping[str, Any], strict: bool = True) -> Mapping[str, Any]:
     try:
-        return dict(model.from_original(content, strict=strict))
+        found: Mapping[str, Any] = model.from_original(content, strict=strict)
+        return found
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
 
@@ -310,70 +311,3 @@ def _replaced(path: Path, write: Callable[[Path], object]) -> None:
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError on top of the system's error
         system = error.__context__ if isinstance(error.__context__, OSError) else error
         raise UserError(f"{path} can't be written: {_first_line(str(system))}") from None
-
-
-class StoredTensors(Mapping[str, Array]):
-    """Tensors of several shards by name."""
-
-    def __init__(self, shards: list[Path]) -> None:
-        self._shards = {name: shard for shard in shards for name, _ in shapes(shard)}
-
-    def __getitem__(self, name: str) -> Array:
-        with _open_shard(self._shards[name]) as shard:
-            return _array(shard, self._shards[name], name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shards)
-
-    def __len__(self) -> int:
-        return len(self._shards)
-
-
-def check_header(path: Path) -> None:
-    """A safetensors file starts with the length of its JSON header, 8 bytes little-endian."""
-    with open(path, "rb") as file:
-        start = file.read(9)
-    length = struct.unpack("<Q", start[:8])[0] if len(start) == 9 else 0
-    limit = min(MAX_HEADER_BYTES, path.stat().st_size - 8)
-    if not 2 <= length <= limit or start[8:9] != b"{":
-        raise CheckpointError(
-            f"{path} is not a safetensors file: its header should have 2 to {limit} bytes, not {length}."
-        )
-
-
-def shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of a shard, from its header alone."""
-    with _open_shard(path) as shard:
-        for name in shard.keys():  # noqa: SIM118 - not a mapping
-            yield name, tuple(shard.get_slice(name).get_shape())
-
-
-def tensors(path: Path, wanted: Container[str]) -> Iterator[tuple[str, Array]]:
-    """The wanted tensors of a shard by name, one in memory at a time."""
-    with _open_shard(path) as shard:
-        for name in shard.keys():  # noqa: SIM118 - not a mapping
-            if name in wanted:
-                yield name, _array(shard, path, name)
-
-
-def _array(shard: Any, path: Path, name: str) -> Array:
-    """A tensor of an open shard; bf16 comes as fp32, since numpy lacks it."""
-    if shard.get_slice(name).get_dtype() != "BF16":
-        tensor: Array = shard.get_tensor(name)
-        return tensor
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as same:
-        wide: Array = same.get_tensor(name).float().numpy()
-        return wide
-
-
-@contextmanager
-def _open_shard(path: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="numpy") as shard:
-            yield shard
-    except (SafetensorError, TypeError) as error:  # TypeError: a dtype that numpy does not have
-        raise CheckpointError(f"{path} is not a safetensors file that can be read: {error}") from None

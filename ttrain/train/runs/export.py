@@ -49,9 +49,6 @@ def export_problems(model: Any, file: Path, form: str) -> list[str]:
         return [f"export.form=ttrain: is written as .safetensors. Give export.file={file.with_suffix('.safetensors')}."]
     if form != "ttrain" and not hasattr(model, "to_original"):
         return [f"export.form={form}: model.name={name} has no other form. Give export.form=ttrain."]
-    if form == "huggingface" and (name != "gpt" or file.suffix == ".pt"):
-        why = "is written as .safetensors" if name == "gpt" else f"exists for model.name=gpt, not for {name}"
-        return [f"export.form=huggingface: {why}."]
     return []
 
 
@@ -65,11 +62,7 @@ def write_weights(model: Any, values: Mapping[str, Array], file: Path, form: str
     elif form == "ttrain":
         write_safetensors(file, values, metadata)
     else:
-        transposed = {"transposed": True} if form == "huggingface" else {}
-        weights = model.to_original(values, **transposed)
-        if form == "huggingface":
-            weights.pop("lm_head.weight", None) if model.config.tied else None  # a file names no tensor twice
-        write_safetensors(file, weights, metadata)
+        write_safetensors(file, model.to_original(values), metadata)
 
 
 def require_new(folder: Path) -> None:

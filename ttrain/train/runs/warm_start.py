@@ -13,6 +13,7 @@ import numpy as np
 from ttrain.core.errors import CheckpointError
 from ttrain.core.units import format_count
 from ttrain.models.identity import differing
+from ttrain.train.checkpoint.hub_folder import find_folder, holds_model
 from ttrain.train.checkpoint.weights_file import Said, Weights, read_file, said_of, same_tokenizer, weights_of
 from ttrain.train.protocols import State
 
@@ -66,14 +67,16 @@ class WarmStart:
         return {"init_from": str(self.source), "taken": list(self.fitting), "started_anew": others, **differences}
 
 
-def open_warm_start(source: str, model: Any, tokenizer: str | None = None, anyway: bool = False) -> WarmStart:
-    """What a source has for a model whose data has this tokenizer.
+def open_warm_start(
+    source: str, model: Any, tokenizer: str | None = None, anyway: bool = False, whole: bool = False
+) -> WarmStart:
+    """What a source has for a model whose data has this tokenizer. A `whole` model is that of model.from.
 
-    Raises CheckpointError where it can't be read, nothing fits, or NaN is in it, and, unless `anyway`, where the values
-    would compute something else or belong to other tokens.
+    Raises CheckpointError where it can't be read, nothing fits, or NaN is in it, if `whole` also where anything does
+    not fit, and, unless `anyway`, where the values would compute something else or belong to other tokens.
     """
-    path = Path(source)
-    values, said = _open(path, model)
+    key, path = ("model.from", find_folder(source, weights=True)) if whole else ("train.init_from", Path(source))
+    values, said = _open(path, model, whole)
     fitting: list[str] = []
     others: dict[str, tuple[int, ...] | None] = {}
     parameters = model.stored()
@@ -85,7 +88,7 @@ def open_warm_start(source: str, model: Any, tokenizer: str | None = None, anywa
         if array.shape != tuple(parameter.shape):
             others[name] = array.shape
         elif not np.isfinite(array).all():
-            raise CheckpointError(f"train.init_from={source}: {name} holds NaN or infinity. Give another checkpoint.")
+            raise CheckpointError(f"{key}={source}: {name} holds NaN or infinity. Give another checkpoint.")
         else:
             fitting.append(name)
     differences = tuple(differing(said.of(model), model.config))
@@ -97,28 +100,30 @@ def open_warm_start(source: str, model: Any, tokenizer: str | None = None, anywa
     start = WarmStart(path, model, tuple(fitting), others, unused, differences)
     if not fitting:
         raise CheckpointError(
-            f"train.init_from={source}: nothing fits this model by name and shape. Give the model's sizes as the "
+            f"{key}={source}: nothing fits this model by name and shape. Give the model's sizes as the "
             "source has them.\n" + "\n".join(start.lines()[1:])
         )
     if differences and not anyway:
         raise CheckpointError(
-            f"train.init_from={source} holds another function than this model: {'; '.join(differences)}. Give these "
+            f"{key}={source} holds another function than this model: {'; '.join(differences)}. Give these "
             "keys, and the tokenizer with data.tokenizer=<its tokenizer.json>, as they were, or take what fits with "
             "train.init_anyway=true."
         )
     return start
 
 
-def _open(path: Path, model: Any) -> tuple[Mapping[str, Any], Said]:
+def _open(path: Path, model: Any, whole: bool = False) -> tuple[Mapping[str, Any], Said]:
     """Values by our paths, each read when it is asked for, and what the source says besides."""
     from ttrain.train.runs.resume import find_resume_point
 
-    if path.is_file():
+    if path.is_file() or holds_model(path):
         content = read_file(path)
-        return Weights(weights_of(path, model, content)), said_of(path, content)
+        said = said_of(path, content)  # first: of another architecture no name fits
+        return Weights(weights_of(path, model, content, strict=whole)), said
     if not path.exists():
         raise CheckpointError(
-            f"train.init_from={path} does not exist. Give a run, a checkpoint, or a .pt or .safetensors file."
+            f"train.init_from={path} does not exist. Give a run, a checkpoint, a folder of Transformers, or a .pt or "
+            ".safetensors file."
         )
     try:
         point = find_resume_point(str(path), None)

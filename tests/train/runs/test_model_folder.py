@@ -1,0 +1,319 @@
+"""Models that come and go as folders of the Transformers library, which is the oracle here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.models.session import Session
+from ttrain.cli import main
+from ttrain.config.build import build_model
+from ttrain.config.validate import typed_config
+from ttrain.data.library_tokenizer import parse_tokenizer, train_bpe
+from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer
+from ttrain.optim.settings import SGDConfig
+from ttrain.optim.sgd import SGD
+from ttrain.train.checkpoint.retention import find_checkpoint
+
+VOCABULARY, CONTEXT = 300, 16
+TEXT = "some words of a book that nobody wrote\n" * 60
+ODD = "tabs\tand é 漢字 かな 😀👩‍👩‍👧 \x07\x1b[0m def f(x):\n    return x  # y\r\n<|endoftext|> end"
+QUIET = ["data=text", "data.path=book.txt", "train.steps=1", "train.batch_size=2", "train.eval_sequences=2"]
+QUIET += ["optimizer.lr=0", "sample.tokens=2", "train.peak_tflops=1", "logger=jsonl", "device=cpu", "device.threads=1"]
+
+
+def _gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_positions": CONTEXT, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
+    ids = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(**{**sizes, **ids}))
+
+
+def _llama(name: str, **changes: Any) -> Callable[[], Any]:
+    """A decoder of Transformers with fewer heads of keys than of queries."""
+
+    def made() -> Any:
+        import transformers
+
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        sizes |= {"num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "vocab_size": VOCABULARY}
+        ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+        config = getattr(transformers, f"{name}Config")(**{**sizes, **ids, **changes})
+        return getattr(transformers, f"{name}ForCausalLM")(config)
+
+    return made
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "gpt2": _gpt2,
+    "llama": _llama("Llama", tie_word_embeddings=True, rms_norm_eps=1e-5),
+    "llama3": _llama(
+        "Llama",
+        attention_bias=True,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8,
+        },
+    ),
+    "mistral": _llama("Mistral", sliding_window=5),
+    "qwen2": _llama("Qwen2", tie_word_embeddings=True),
+    "qwen3": _llama("Qwen3", head_dim=16),
+}
+
+
+def save(model: Any, folder: Path, **options: Any) -> Path:
+    """A folder as Transformers writes it, with a tokenizer."""
+    import torch
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    torch.manual_seed(5)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder, **options)
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    learnt = Library(models.BPE())
+    learnt.pre_tokenizer, learnt.decoder = level, decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280, special_tokens=["<|endoftext|>"], initial_alphabet=level.alphabet(), show_progress=False
+    )
+    learnt.train_from_iterator([TEXT], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=learnt, eos_token="<|endoftext|>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In several shards, with an index."""
+    return save(FAMILIES[request.param](), tmp_path_factory.mktemp(request.param) / "hub", max_shard_size="30KB")
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(_gpt2(), tmp_path_factory.mktemp("gpt2") / "hub")
+
+
+@pytest.fixture(autouse=True)
+def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub_cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("book.txt").write_text(TEXT)
+
+
+def their_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    assert not any(loading.values())
+    with torch.no_grad():
+        return model.eval()(torch.from_numpy(tokens)).logits.numpy()
+
+
+def our_logits(run: str, tokens: np.ndarray) -> np.ndarray:
+    """Of a run's parameters [1, context, vocabulary]."""
+    checkpoint = find_checkpoint(Path(run), "last")
+    model = build_model(typed_config(checkpoint.config))
+    session = Session(model, SGD(SGDConfig()), rows=1, values=checkpoint.weights())
+    step = session.engine.build("logits", session.graph.trace_logits)
+    rows = [step({"tokens": tokens, "position": place})["logits"] for place in range(tokens.shape[1])]
+    return np.concatenate([np.array(row) for row in rows])[None]
+
+
+def tokens_of(context: int = CONTEXT) -> np.ndarray:
+    return np.random.default_rng(1).integers(0, VOCABULARY, (1, context))
+
+
+def test_in_and_out_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoTokenizer
+
+    tokens = tokens_of()
+    assert main([*QUIET, f"model.from={folder}", "run.dir=run"]) == 0
+    assert "are taken" in capsys.readouterr().err
+    ours = our_logits("run", tokens)
+    assert np.abs(ours - their_logits(folder, tokens)).max() < 1e-4
+    assert ours.std() > 0.1
+    assert main(["task=export", "run.dir=run", "export.form=huggingface", "export.dir=out", "export.shard_mb=1"]) == 0
+    assert np.abs(ours - their_logits(Path("out"), tokens)).max() < 1e-6 * np.abs(ours).max()
+    # the tokenizer of the folder is that of the data, and what comes out is the same one
+    (kept,) = Path("run/checkpoints").glob("*/tokenizer.json")
+    own = parse_tokenizer(kept.read_text("utf-8"))
+    for place in (folder, Path("out")):
+        theirs = AutoTokenizer.from_pretrained(place)
+        ids = theirs(ODD).input_ids
+        assert ids == own.encode(ODD) and theirs.decode(ids) == own.decode(ids) == ODD
+        assert theirs.eos_token == "<|endoftext|>"
+    assert json.loads(Path("out/generation_config.json").read_text())["eos_token_id"] == 0
+    card = Path("out/README.md").read_text()
+    assert "| data | book.txt |" in card and "| val loss | " in card and f"| first values | {folder} |" in card
+
+
+def test_resume_and_export_need_the_folder_no_more(gpt2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(gpt2, "hub")
+    command = [*QUIET, "model.from=hub", "run.dir=run"]
+    assert main(command) == 0
+    before = our_logits("run", tokens_of())
+    shutil.rmtree("hub")
+    assert main([*command, "resume=auto", "train.steps=2"]) == 0, capsys.readouterr().err
+    assert main(["resume=run", "train.steps=3"]) == 0, capsys.readouterr().err
+    assert np.array_equal(our_logits("run", tokens_of()), before)
+    assert main(["task=export", "run.dir=run", "export.form=huggingface", "export.dir=out"]) == 0
+    capsys.readouterr()
+    assert main([*command, "run.dir=new"]) == 2
+    assert "model.from=hub: is no folder with a config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
+def test_tokenizers_and_models_of_ours_go_out(tokenizer: str) -> None:
+    """A model without biases: GPT-2 has all of them, so they are zero there."""
+    from transformers import AutoTokenizer
+
+    own = {"char": CharTokenizer(ODD), "byte": ByteTokenizer(), "bpe": train_bpe([TEXT], 270)}[tokenizer]
+    Path("own.json").write_text(own.to_json(), "utf-8")
+    sizes = ["model.layers=1", "model.width=16", "model.heads=2", f"model.context={CONTEXT}", "model.vocabulary=300"]
+    tied = f"model.tied={str(tokenizer == 'char').lower()}"
+    Path("book.txt").write_text(ODD * 60, "utf-8")
+    assert main([*QUIET, *sizes, tied, "data.tokenizer=own.json", "run.dir=run"]) == 0
+    assert main(["task=export", "run.dir=run", "export.form=huggingface", "export.dir=out"]) == 0
+    ours = our_logits("run", tokens_of())
+    assert np.abs(ours - their_logits(Path("out"), tokens_of())).max() < 1e-6
+    theirs = AutoTokenizer.from_pretrained("out")
+    ids = theirs(ODD).input_ids
+    assert ids == own.encode(ODD) and theirs.decode(ids) == ODD
+
+
+def _changed(**entries: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
+
+    return change
+
+
+def _tensors(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def changed(folder: Path) -> None:
+        from safetensors.numpy import load_file, save_file
+
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors")
+
+    return changed
+
+
+def _indexed(**map_: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": map_}))
+
+
+def _cut(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 100)
+
+
+def _as_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _more_tokens(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    file.write_text(train_bpe([" ".join(f"{n}abc{n * 7}" for n in range(400))], 400).to_json())
+
+
+_LAST = "transformer.ln_f.weight"
+WRONG: list[tuple[Any, list[str], str]] = [
+    (_changed(model_type="mamba"), [], "has model_type='mamba'; ttrain has gpt2"),
+    (_changed(auto_map={"AutoModel": "evil.Model"}), [], "names code of its own (auto_map)"),
+    (_changed(activation_function="swish"), [], "activation_function=swish, which model=gpt2 does not compute"),
+    (_changed(n_inner=7), [], "n_inner=7, which model=gpt2 does not compute"),
+    (_changed(n_layer="two"), [], "model.layers='two': must be an integer"),
+    (_changed(n_layer=3), [], "transformer.h.2.ln_1.weight: missing"),
+    (_changed(vocab_size=301), [], "transformer.wte.weight: got [300, 32], expected [301, 32]"),
+    (_tensors(lambda weights: weights.pop(_LAST)), [], f"must agree: {_LAST}: missing"),
+    (_tensors(lambda weights: weights.update(odd=weights[_LAST])), [], "transformer.odd: not a weight of this model"),
+    (_tensors(lambda weights: weights[_LAST].fill(np.nan)), [], "norm.weight holds NaN or infinity"),
+    (_cut, [], "model.safetensors is not a safetensors file that can be read"),
+    (lambda folder: (folder / "model.safetensors").unlink(), [], "has no model.safetensors"),
+    (lambda folder: (folder / "config.json").write_text("{"), [], "config.json can't be read"),
+    (lambda folder: (folder / "tokenizer.json").unlink(), [], "has no tokenizer.json"),
+    (lambda folder: (folder / "tokenizer.json").write_text("[]"), [], "tokenizers library cannot read the tokenizer"),
+    (_as_pickle, [], "pickles (pytorch_model.bin), which could run code"),
+    (_indexed(a="b.safetensors"), [], "names b.safetensors, which is not there"),
+    (_indexed(**{_LAST: "model.safetensors"}), [], "do not agree about"),
+    (_indexed(a="../evil.safetensors"), [], "names '../evil.safetensors'; weights are read from"),
+    (_more_tokens, [], "model.vocabulary=300: the tokenizer has 400 ids. Give the tokenizer of model.from"),
+    (None, ["model.layers=3"], "has 2. Leave the key out"),
+    (None, ["model=gpt2"], "model.preset=124M: hub has other sizes"),
+    (None, ["model=agillm"], "model.name=agillm: "),
+    (None, ["model.kv_heads=2"], "model.kv_heads: unknown key"),
+    (None, ["model.context=8"], "model.context=8: "),
+    (None, ["train.init_from=hub"], "Leave one of the two out"),
+    (None, ["data.tokenizer=byte"], "its tokenizer is another one"),
+    (None, ["model.from=some/model"], "hf download some/model --local-dir <folder>"),
+    (None, ["model.from=book.txt"], "is no folder with a config.json"),
+]
+
+
+@pytest.mark.parametrize(("change", "words", "message"), WRONG, ids=[message[:40] for _, _, message in WRONG])
+def test_one_line_before_any_step(
+    change: Any, words: list[str], message: str, gpt2: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(gpt2, "hub")
+    if change is not None:
+        change(Path("hub"))
+    assert main([*QUIET, "model.from=hub", "run.dir=run", *words]) == 2
+    errors = capsys.readouterr().err
+    assert message in errors and "Traceback" not in errors and errors.count("\n") == 1
+    assert not Path("run").exists()
+
+
+def test_a_name_is_found_in_the_cache_of_the_hub(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append((name, options))
+        return str(gpt2)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert main([*QUIET, "model.from=some/gpt", "run.dir=run"]) == 0
+    assert {name for name, _ in asked} == {"some/gpt"} and all(options["local_files_only"] for _, options in asked)
+    assert json.loads(Path("run/run.json").read_text())["attempts"][0]["model"] == "gpt"
+
+
+def test_a_folder_becomes_a_run_and_a_warm_start_takes_what_fits(
+    gpt2: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["task=export", f"model.from={gpt2}", "export.dir=bare"]) == 0
+    assert np.abs(our_logits("bare", tokens_of()) - their_logits(gpt2, tokens_of())).max() < 1e-4
+    sizes = ["model.layers=1", "model.width=32", "model.heads=4", "model.context=8", "model.vocabulary=300"]
+    words = [*QUIET, *sizes, "model.bias=true", f"data.tokenizer={gpt2 / 'tokenizer.json'}", f"train.init_from={gpt2}"]
+    capsys.readouterr()
+    assert main([*words, "run.dir=run"]) == 0
+    assert "positions.weight  [8, 32] starts anew: has shape [16, 32] in the source" in capsys.readouterr().err
+
+
+def test_a_killed_export_leaves_no_folder(gpt2: Path) -> None:
+    assert main([*QUIET, f"model.from={gpt2}", "run.dir=run"]) == 0
+    code = (
+        "import os, sys, ttrain.train.runs.export_folder as e; from ttrain.cli import main\n"
+        "e.write_safetensors = lambda *_: os.kill(os.getpid(), 9)\n"
+        "main(['task=export', 'run.dir=run', 'export.form=huggingface', 'export.dir=out'])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    assert not Path("out").exists()
+    assert main(["task=export", "run.dir=run", "export.form=huggingface", "export.dir=out"]) == 0

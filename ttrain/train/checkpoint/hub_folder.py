@@ -1,0 +1,157 @@
+"""Folders of the Transformers library: where they are, what model they hold, and their weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from ttrain.core.errors import CheckpointError, ConfigError, UserError
+from ttrain.models import gpt_weights, llama_weights
+from ttrain.train.checkpoint.shards import StoredTensor, check_header, stored
+
+CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+_TEXTS = (CONFIG, "tokenizer.json", "tokenizer_config.json", "generation_config.json", INDEX)
+_FAMILIES: dict[str, tuple[str, Any]] = {  # model_type -> our model, and what reads its config
+    "gpt2": ("gpt", gpt_weights),
+    **dict.fromkeys(llama_weights.ARCHITECTURES, ("llama", llama_weights)),
+}
+_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def find_folder(given: str, weights: bool = False) -> Path:
+    """The folder that a path or a name on the Hugging Face hub means, of the local cache where it is there.
+
+    Without `weights` a name brings what is small. Raises UserError where there is none, and it can't be downloaded.
+    """
+    folder = Path(given).expanduser()
+    if folder.exists() or not _NAME.fullmatch(given):
+        if not (folder / CONFIG).is_file():
+            raise UserError(
+                f"is no folder with a {CONFIG}. Give a folder as save_pretrained of Transformers writes it."
+            )
+        return folder
+    by_hand = f"Bring it with `hf download {given} --local-dir <folder>` and give the folder."
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        raise UserError(f"names of the hub need huggingface_hub. pip install 'ttrain[hf]', or: {by_hand}") from None
+    patterns = [*_TEXTS, *(["model*.safetensors"] if weights else [])]
+    try:
+        cached = Path(snapshot_download(given, local_files_only=True))
+        if (cached / CONFIG).is_file() and not (weights and missing_weights(cached)):
+            return cached
+    except (LocalEntryNotFoundError, HFValidationError):
+        pass
+    try:
+        return Path(snapshot_download(given, allow_patterns=patterns))
+    except Exception as error:  # those of the system, of the hub and of whatever it speaks HTTP with
+        why = " ".join(str(error).split())[:120]
+        raise UserError(f"is no folder, nor a model of the hub that can be had here ({why}). {by_hand}") from None
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether a folder is of Transformers' form: what ttrain writes has no `model_type`."""
+    try:
+        return (folder / CONFIG).is_file() and "model_type" in _json(folder / CONFIG)
+    except CheckpointError:
+        return False
+
+
+def read_architecture(folder: Path) -> dict[str, Any]:
+    """`name` and sizes of the model in a folder, by the keys of our configs.
+
+    Raises CheckpointError for a model that is none of ours.
+    """
+    config = _json(folder / CONFIG)
+    kind = config.get("model_type")
+    if kind not in _FAMILIES:
+        raise CheckpointError(f"its config.json has model_type={kind!r}; ttrain has {', '.join(_FAMILIES)}.")
+    if config.get("auto_map"):
+        raise CheckpointError("its config.json names code of its own (auto_map), which ttrain does not run.")
+    if config.get("quantization_config"):
+        raise CheckpointError(
+            "its weights are quantized, which ttrain does not train. Give the folder of the original."
+        )
+    name, family = _FAMILIES[kind]
+    try:
+        return {"name": name, **family.from_transformers(config)}
+    except ConfigError as error:
+        raise CheckpointError(f"its config.json: {error}") from None
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"its config.json is damaged ({type(error).__name__}: {error}).") from None
+
+
+def is_known(name: str) -> bool:
+    """Whether Transformers has the model of this name of ours."""
+    return any(name == ours for ours, _ in _FAMILIES.values())
+
+
+def written_config(config: Any) -> dict[str, Any]:
+    """The config.json for a model's config with its sizes, without what is said of tokens."""
+    family = next(family for name, family in _FAMILIES.values() if name == config.name)
+    return dict(family.to_transformers(config))
+
+
+def missing_weights(folder: Path) -> str | None:
+    """Why a folder has no weights that can be read; None where all files are there."""
+    if (folder / INDEX).is_file():
+        absent = sorted(name for name in set(_weight_map(folder).values()) if not (folder / name).is_file())
+        return f"{folder / INDEX} names {absent[0]}, which is not there. Bring the whole folder." if absent else None
+    if (folder / WEIGHTS).is_file():
+        return None
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
+    if pickles:
+        return (
+            f"{folder} holds its weights as pickles ({pickles[0]}), which could run code and are not read. Save the "
+            "model as safetensors."
+        )
+    return f"{folder} has no {WEIGHTS}. Bring the whole folder."
+
+
+def read_folder(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a folder by the names in its files; values are read when they are needed.
+
+    Raises CheckpointError where a file is missing or damaged, or the index names other tensors than the files hold.
+    """
+    if problem := missing_weights(folder):
+        raise CheckpointError(problem)
+    indexed = _weight_map(folder) if (folder / INDEX).is_file() else None
+    files = [folder / name for name in ([WEIGHTS] if indexed is None else sorted(set(indexed.values())))]
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        check_header(file)
+        found |= {tensor.name: tensor for tensor in stored(file)}
+    if indexed is not None:
+        wrong = [name for name, file in indexed.items() if name not in found or found[name].path.name != file]
+        wrong += [name for name in found if name not in indexed]
+        if wrong:
+            raise CheckpointError(
+                f"{folder / INDEX} and its files do not agree about {wrong[0]}. Bring the folder anew."
+            )
+    return found
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """File by tensor. Raises CheckpointError for an index that is none."""
+    names = _json(folder / INDEX).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f"{folder / INDEX} has no weight_map. Bring the folder anew.")
+    for name in names.values():
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
+            raise CheckpointError(
+                f"{folder / INDEX} names {name!r}; weights are read from .safetensors beside it only."
+            )
+    return dict(names)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds {type(value).__name__}, expected an object.")
+    return value
