@@ -74,8 +74,7 @@ def run(device: Device, node: Node, arrays: Mapping[int, torch.Tensor], taken: i
     if taken is not None:
         outs[0] = ins[taken]
     kernel = device.kernels[node.op.name]
-    specs = kernel.workspace_specs([None if v is None else v.spec for v in node.inputs],
-                                   [o.spec for o in node.outputs], node.attributes)  # fmt: skip
+    specs = kernel.workspace_specs(*node.specs, node.attributes)
     launch = kernel.bind(ins, outs, node.attributes, [device.allocate(spec) for spec in specs])
     launch()
     return device.download(outs[0])

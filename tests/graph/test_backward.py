@@ -17,7 +17,7 @@ from ttrain.autodiff import backward
 from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.spec import TensorSpec
 from ttrain.graph import Graph, Stage, Value
-from ttrain.graph.op import op
+from ttrain.graph.graph import op
 from ttrain.graph.verify import verify
 
 ROWS = TensorSpec((4, 3))

@@ -6,7 +6,7 @@ from tests.graph.tools import assert_same_meaning, names, parameter
 from ttrain import ops
 from ttrain.core.spec import TensorSpec
 from ttrain.graph import Graph
-from ttrain.graph.op import op
+from ttrain.graph.graph import op
 from ttrain.graph.passes import merge_common_subexpressions, remove_dead_code
 from ttrain.graph.verify import verify
 
@@ -40,7 +40,7 @@ def test_a_node_stays_for_one_of_its_outputs() -> None:
 
 def test_places_survive_a_pass() -> None:
     graph = Graph()
-    with graph.scope("a"), graph.scope("b"), graph.segment(), graph.copying(2):
+    with graph.scope("a"), graph.scope("b"), graph.segment(), graph.within(copy=2):
         graph.output("y", ops.relu(graph.input("x", PAIR)))
     (node,) = remove_dead_code(graph).nodes
     assert (node.scope, node.segment, node.copy) == ("a/b", 0, 2)
@@ -77,7 +77,7 @@ def test_recomputed_copies_and_segments_stay_apart() -> None:
     graph = Graph()
     x = graph.input("x", PAIR)
     values = [ops.relu(x)]
-    with graph.copying(1):
+    with graph.within(copy=1):
         values.append(ops.relu(x))
     with graph.segment():
         values.append(ops.relu(x))

@@ -85,7 +85,7 @@ def test_a_primitive_without_kernel_is_named() -> None:
 def test_parts_take_the_place_of_the_op() -> None:
     graph = Graph()
     x = graph.input("x", TensorSpec((2, 3)))
-    with graph.scope("up"), graph.segment(), graph.copying(1):
+    with graph.scope("up"), graph.segment(), graph.within(copy=1):
         graph.output("y", ops.linear(x, parameter(graph, "w", 4, 3), parameter(graph, "b", 4)))
     places = {(node.op.name, node.scope, node.segment, node.copy) for node in decompose(graph, PRIMITIVE, "d").nodes}
     assert places == {("matmul", "up", 0, 1), ("add", "up", 0, 1)}

@@ -9,6 +9,7 @@ from ttrain import ops
 from ttrain.autodiff import backward
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import REGISTRY, Graph, Kind, Stage, Value
+from ttrain.graph.graph import op
 from ttrain.graph.passes import fuse, remove_dead_code
 from ttrain.graph.verify import verify
 
@@ -156,7 +157,7 @@ def test_one_sum_under_two_norms_is_joined_once() -> None:
 def test_a_copy_of_a_norm_does_not_take_the_sum_of_the_original() -> None:
     graph = Graph()
     total = ops.add(*residual(graph))
-    with graph.stage(Stage.BACKWARD), graph.copying(1):
+    with graph.stage(Stage.BACKWARD), graph.within(copy=1):
         graph.output("y", ops.layer_norm(total, parameter(graph, "w", 3), None))
     assert fused(graph) == ["scale", "add", "layer_norm"]
 
@@ -206,3 +207,11 @@ def test_nothing_is_moved_behind_a_change_of_what_it_reads(pattern: str) -> None
     ops.accumulate(weight, ops.matmul(x, x, transpose_a=True))
     graph.output("y", ops.add(y, parameter(graph, "b", 3)) if pattern == "bias" else ops.relu(y))
     assert fused(graph) == ["linear", "matmul", "accumulate", "add" if pattern == "bias" else "relu"]
+
+
+def test_a_lookup_gradient_goes_into_its_sum() -> None:
+    graph = Graph()
+    base, dy = graph.input("base", TensorSpec((4, 6))), graph.input("dy", TensorSpec((3, 6)))
+    gradients = [op("embedding_grad").record(dy, tokens(graph, "ids", 3), vocabulary=4) for _ in range(3)]
+    graph.output("sum", ops.add(ops.add(base, gradients[0]), ops.add(*gradients[1:])))
+    assert fused(graph) == ["embedding_grad", "add_embedding_grad", "add_embedding_grad", "add"]

@@ -9,7 +9,7 @@ from ttrain.autodiff import backward
 from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Kind, Stage, Value
-from ttrain.graph.op import op
+from ttrain.graph.graph import op
 
 PAIR = TensorSpec((2, 3))
 
@@ -45,10 +45,10 @@ def test_another_declaration_under_the_same_name_is_refused(spec: TensorSpec, ki
 def test_a_node_knows_its_op_values_and_place() -> None:
     graph = Graph()
     x = graph.input("x", PAIR)
-    with graph.scope("blocks.0"), graph.scope("norm"), graph.stage(Stage.BACKWARD), graph.segment() as segment:
-        with graph.copying(1):
+    with graph.scope("blocks.0"), graph.scope("norm"), graph.stage(Stage.BACKWARD), graph.segment():
+        with graph.within(copy=1):
             y = ops.scale(x, 2.0)
-        with graph.no_segment():
+        with graph.within(segment=None):
             z = ops.relu(y)
     first, second = graph.nodes
     assert (
@@ -57,7 +57,7 @@ def test_a_node_knows_its_op_values_and_place() -> None:
         and first.outputs == (y,)
         and first.attributes == {"factor": 2.0}
     )
-    assert (first.scope, first.stage, first.segment, first.copy) == ("blocks.0/norm", Stage.BACKWARD, segment, 1)
+    assert (first.scope, first.stage, first.segment, first.copy) == ("blocks.0/norm", Stage.BACKWARD, 0, 1)
     assert (second.segment, second.copy) == (None, 0)
     assert z.producer is second and z.index == 0 and first.input("x") is x
     ops.relu(z)
@@ -67,7 +67,8 @@ def test_a_node_knows_its_op_values_and_place() -> None:
 def test_places_are_left_also_after_an_error() -> None:
     graph = Graph()
     x = graph.input("x", PAIR)
-    with pytest.raises(ShapeError), graph.scope("block"), graph.stage(Stage.UPDATE), graph.segment(), graph.copying(3):
+    places = graph.scope("block"), graph.stage(Stage.UPDATE), graph.segment(), graph.within(copy=3)
+    with pytest.raises(ShapeError), places[0], places[1], places[2], places[3]:
         ops.matmul(x, x)
     ops.relu(x)
     node = graph.nodes[-1]
@@ -77,10 +78,14 @@ def test_places_are_left_also_after_an_error() -> None:
 
 def test_segments_are_numbered() -> None:
     graph = Graph()
-    with graph.segment() as outer, graph.segment() as inner:
-        assert (outer, inner) == (0, 1)
-        ops.relu(graph.input("x", PAIR))
-    assert graph.nodes[0].segment == inner
+    x = graph.input("x", PAIR)
+    with graph.segment():
+        with graph.segment():
+            ops.relu(x)
+        ops.relu(x)
+    with graph.segment(recomputed=False):
+        ops.relu(x)
+    assert [node.segment for node in graph.nodes] == [1, 0, None]
 
 
 def test_a_value_of_another_graph_is_refused() -> None:

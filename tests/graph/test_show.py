@@ -49,6 +49,6 @@ def test_single_stages_can_be_shown() -> None:
 
 def test_a_copy_is_marked() -> None:
     graph = Graph()
-    with graph.copying(1):
+    with graph.within(copy=1):
         ops.relu(graph.input("x", TensorSpec((2,))))
     assert show_node(graph.nodes[0]).endswith("= relu(x)  (copy 1)")

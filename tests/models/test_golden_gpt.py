@@ -13,7 +13,7 @@ from tests.models.plain_gpt import PlainGPT
 from tests.models.session import Session, relative_error, tensor_by_tensor_equal, token_batch
 from ttrain import ops
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.op import op
+from ttrain.graph.graph import op
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.nn.module import use

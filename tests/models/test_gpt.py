@@ -212,12 +212,8 @@ def test_full_logits_of_a_large_vocabulary_never_exist() -> None:
     largest = max(output.spec.nbytes for node in graph.nodes for output in node.outputs)
     assert largest <= 4 * 50257 * 768  # the head's gradient, not [1024, 50257] logits
     (node,) = (node for node in graph.nodes if node.op.name == "head_cross_entropy")
-    specs = [None if value is None else value.spec for value in node.inputs]
-    work = (
-        TorchDevice("cpu", threads=1)
-        .kernels["head_cross_entropy"]
-        .workspace_specs(specs, [output.spec for output in node.outputs], node.attributes)
-    )
+    kernel = TorchDevice("cpu", threads=1).kernels["head_cross_entropy"]
+    work = kernel.workspace_specs(*node.specs, node.attributes)
     assert 30 * 2**20 < max(spec.nbytes for spec in work) <= 32 * 2**20
 
 

@@ -13,7 +13,7 @@ from tests.native.conftest import NativeDevice
 from tests.native.test_numbers import run_all
 from tests.ops.ulp import Tolerance, assert_within
 from ttrain.core.spec import DType
-from ttrain.graph.op import op
+from ttrain.graph.graph import op
 from ttrain.ops.fused import step
 
 BINARY = ("add", "subtract", "multiply", "gelu_grad", "tanh_grad", "relu_grad")

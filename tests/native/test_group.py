@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.graph import Graph, Value
+from ttrain.graph.graph import Graph, Value, op
 from ttrain.graph.kinds import Kind, Stage
-from ttrain.graph.op import op
 from ttrain.graph.passes import remove_dead_code
 from ttrain.graph.passes.group import group
 from ttrain.graph.verify import verify
@@ -84,7 +83,7 @@ def graphs(draw: st.DrawFn) -> Graph:
             values = [value for value in values if value not in old]
             values.append(ops.assign(old[-1], ops.add(x, y) if x not in old or y not in old else ops.scale(x, 3.0)))
         elif kind == "stage":
-            graph._stage = draw(st.sampled_from(list(Stage)))
+            graph._marks = {"stage": draw(st.sampled_from(list(Stage)))}
         else:
             graph.output(f"kept {number}", ops.tanh(x))
     graph.output("last", values[-1])
@@ -156,12 +155,3 @@ def test_fp64_is_left_alone() -> None:
     x = graph.input("x", TensorSpec((4, 6), DType.FP64))
     graph.output("y", ops.tanh(ops.scale(x, 2.0)))
     assert names(assert_same(graph)) == ["scale", "tanh"]
-
-
-def test_a_lookup_gradient_goes_into_its_sum() -> None:
-    graph = Graph()
-    base, dy = graph.input("base", TensorSpec((4, 6))), graph.input("dy", TensorSpec((3, 6)))
-    ids = graph.input("ids", TensorSpec((3,), DType.INT64))
-    gradients = [op("embedding_grad").record(dy, ids, vocabulary=4) for _ in range(3)]
-    graph.output("sum", ops.add(ops.add(base, gradients[0]), ops.add(*gradients[1:])))
-    assert names(assert_same(graph)) == ["embedding_grad", "add_embedding_grad", "add_embedding_grad", "add"]

@@ -17,8 +17,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.kernels.common import TORCH_DTYPES
 from ttrain.device.torch.native import toolchain
 from ttrain.device.torch.native.native import Sizing
-from ttrain.graph.graph import Graph, Node
-from ttrain.graph.op import op
+from ttrain.graph.graph import Graph, Node, op
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.base import EXAMPLE
 from ttrain.optim.settings import AdamWConfig
@@ -49,8 +48,7 @@ def run_all(device: NativeDevice, runs: Runs) -> list[list[torch.Tensor]]:
             given[aliases[index]] if index in aliases else device.allocate(output.spec)
             for index, output in enumerate(node.outputs)
         ]
-        specs = [None if value is None else value.spec for value in node.inputs]
-        work = kernel.workspace_specs(specs, [output.spec for output in node.outputs], node.attributes)
+        work = kernel.workspace_specs(*node.specs, node.attributes)
         kernel.bind(given, outs, node.attributes, [device.allocate(spec) for spec in work])()
         results.append([out for out in outs if out is not None])
     return results

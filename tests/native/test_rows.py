@@ -18,7 +18,7 @@ from ttrain.device.torch.native import NativeKernels
 from ttrain.device.torch.native.native import Sizing
 from ttrain.device.torch.native.request import Request
 from ttrain.device.torch.native.rows import RULES
-from ttrain.graph.op import REGISTRY, Case, Op
+from ttrain.graph import REGISTRY, Case, Op
 from ttrain.graph.passes import decompose
 
 WITHOUT_ARITHMETIC = {"reshape", "copy_reshape", "all_reduce", "all_reduce_state"}

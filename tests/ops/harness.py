@@ -10,9 +10,9 @@ import torch
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Buffer, Delivery, Device, serves
+from ttrain.graph import REGISTRY, Case, Op
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind
-from ttrain.graph.op import REGISTRY, Case, Op
 from ttrain.plan.lifetime import overwritable
 from ttrain.verify.cases import TORCH, Arrays, as_torch, draw, input_names, input_specs, record, reference, rounded
 
@@ -141,8 +141,7 @@ def bound(
 ) -> Callable[[], Any]:
     """The launch of a node on these buffers, with poisoned workspace."""
     kernel = interpreter.device.kernels[node.op.name]
-    in_specs = [None if value is None else value.spec for value in node.inputs]
-    specs = kernel.workspace_specs(in_specs, [output.spec for output in node.outputs], node.attributes)
+    specs = kernel.workspace_specs(*node.specs, node.attributes)
     return kernel.bind(ins, outs, node.attributes, [interpreter.allocate(spec) for spec in specs])
 
 

@@ -12,7 +12,7 @@ from tests.ops.harness import Interpreter, bound, draw, record, recorded_by_mode
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Device, serves
 from ttrain.device.torch.device import TorchDevice
-from ttrain.graph.op import REGISTRY, Case, Op
+from ttrain.graph import REGISTRY, Case, Op
 
 FRESH = {"layer_norm", "add_layer_norm", "layer_norm_grad", "log_sum_exp"}  # aten returns new tensors
 PRODUCTS = {"matmul", "linear", "head_cross_entropy"}

@@ -10,7 +10,7 @@ from tests.ops.tolerances import tolerance
 from tests.ops.ulp import Tolerance, assert_within
 from ttrain.core.spec import DType
 from ttrain.device.base import Device
-from ttrain.graph.op import Case, Op
+from ttrain.graph import Case, Op
 
 LOOSER = {DType.FP64: 8, DType.FP32: 4, DType.BF16: 4}
 # A sum of bf16 squares, each rounded, and an update formed step by step: fp32 state, bf16 gradients.

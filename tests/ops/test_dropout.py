@@ -12,7 +12,7 @@ import ttrain.ops  # noqa: F401 - fills the registry
 from ttrain.core.random_bits import keep_threshold, stream_key
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.device import TorchDevice
-from ttrain.graph.op import REGISTRY
+from ttrain.graph import REGISTRY
 
 
 def expected_mask(size: int, seed: int, stream: int, p: float) -> np.ndarray:

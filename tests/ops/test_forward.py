@@ -23,9 +23,9 @@ from tests.ops.tolerances import tolerance
 from tests.ops.ulp import assert_within
 from ttrain.core.spec import DType
 from ttrain.device.torch.device import TorchDevice
+from ttrain.graph import REGISTRY, Case, Op
 from ttrain.graph.composite import Composite
 from ttrain.graph.graph import Graph
-from ttrain.graph.op import REGISTRY, Case, Op
 
 DTYPES = (DType.FP64, DType.FP32, DType.BF16)
 

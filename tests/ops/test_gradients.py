@@ -13,7 +13,7 @@ from tests.ops.ulp import assert_within
 from ttrain.autodiff import backward
 from ttrain.core.spec import DType
 from ttrain.device.base import Device
-from ttrain.graph.op import Case, Op
+from ttrain.graph import Case, Op
 from ttrain.verify.cases import (
     DIFFERENTIABLE_OUTPUTS,
     leaf_names,

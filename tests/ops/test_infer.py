@@ -10,7 +10,7 @@ import ttrain.ops  # noqa: F401 - fills the registry
 from ttrain.core.attention_mask import AttentionMask
 from ttrain.core.errors import ShapeError
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.op import REGISTRY, Op
+from ttrain.graph import REGISTRY, Op
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.base import EXAMPLE
 from ttrain.optim.settings import AdamWConfig, SGDConfig

@@ -119,8 +119,7 @@ class _Memory:
         return self._place(self.plan.offsets[owner], value.spec)
 
     def workspace(self, node: Node, kernel: Kernel) -> list[Tensor]:
-        ins = [None if value is None else value.spec for value in node.inputs]
-        wanted = kernel.workspace_specs(ins, [output.spec for output in node.outputs], node.attributes)
+        wanted = kernel.workspace_specs(*node.specs, node.attributes)
         offsets = self.plan.workspace.get(node, [])
         return [self._place(offset, spec) for offset, spec in zip(offsets, wanted, strict=True)]
 

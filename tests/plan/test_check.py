@@ -101,7 +101,7 @@ def test_a_buffer_that_is_too_small_is_named() -> None:
     small = Value(graph, TensorSpec((2,)), Kind.NODE, "small")
     example.own(example.moved, small)
     example.plan.placement.lifetimes[small] = Lifetime(0, 99)
-    assert "does not fit the buffer of %" in example.fault()
+    assert "does not fit the buffer of small" in example.fault()
 
 
 def test_bytes_shared_by_live_buffers_are_named() -> None:

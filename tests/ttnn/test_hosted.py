@@ -18,7 +18,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.engine.state import State
 from ttrain.graph import Graph, Kind
 from ttrain.graph.alias import roots_of
-from ttrain.graph.op import op
+from ttrain.graph.graph import op
 from ttrain.graph.passes import remove_dead_code
 from ttrain.graph.place import TRANSFERS, place, transfer_bytes
 from ttrain.graph.verify import verify

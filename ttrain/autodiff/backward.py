@@ -24,7 +24,7 @@ def backward(loss: Value, wrt: Sequence[Value]) -> list[Value]:
     if loss.spec.size != 1:
         raise GraphError(f"backward: got a loss of {loss.spec}, expected a scalar. Reduce it first.")
     with graph.stage(Stage.BACKWARD):
-        with graph.gradient_of(loss.producer):
+        with graph.within(gradient_of=loss.producer):
             one = full(graph, loss.spec, 1.0)
         gradients = _Reverse(graph, list(graph.nodes), wrt).run({loss: one})
     missing = [value.name or repr(value) for value in wrt if value not in gradients]
@@ -70,7 +70,7 @@ class _Reverse:
 
     def _apply(self, node: Node, incoming: list[Value | None]) -> None:
         source = self._computed_again(node)
-        with self.graph.scope(node.scope or node.op.name), self.graph.gradient_of(node):
+        with self.graph.scope(node.scope or node.op.name), self.graph.within(gradient_of=node):
             contributions = self._contributions(node, source, incoming)
         for value, contribution in zip(node.inputs, contributions, strict=True):
             if value is None or contribution is None or value not in self.needed:
@@ -109,7 +109,7 @@ class _Reverse:
 
     def _record_again(self, node: Node) -> None:
         inputs = tuple(None if value is None else self.again.get(value, value) for value in node.inputs)
-        with self.graph.copying(1), self.graph.scope(node.scope):
+        with self.graph.within(copy=1), self.graph.scope(node.scope):
             copied = self.graph.append(node.op, inputs, node.attributes)
         copied.copy_of = node
         self.again.update(zip(node.outputs, copied.outputs, strict=True))

@@ -14,12 +14,13 @@ def rematerialize(graph: Graph) -> Graph:
     Results are bit-equal: the same kernel runs on the same inputs, later.
     """
     choice = _Choice(graph)
-    plans: dict[Value, Node] = {}
+    plans: dict[Value, Node] = {}  # a value -> the node that makes it again as its first output
     for node in graph.nodes:
-        worth = [output for output in node.outputs if node.stage is Stage.FORWARD and choice.worth(node, output)]
-        source = node.op.rematerialized(node) if worth else None
-        if source is not None and all(choice.at_hand(value) and value not in plans for value in source.values):
-            plans.update((output, node) for output in worth)
+        again = node.op.rematerialized(node) if node.stage is Stage.FORWARD and not node.on_host else None
+        if again is None or not choice.worth(again.outputs[0]):
+            continue
+        if all(choice.at_hand(value) and value not in plans for value in again.values):
+            plans[again.outputs[0]] = again
     return _insert(graph, plans) if plans else graph
 
 
@@ -37,9 +38,8 @@ class _Choice:
             if node.stage is not Stage.UPDATE:
                 self.changed.update(self.roots[value] for value in overwritten(node))
 
-    def worth(self, node: Node, output: Value) -> bool:
-        remade = not node.on_host and output in node.op.rematerialized_outputs(node) and output not in self.kept
-        return remade and output in self.read_later and output.spec.rank >= 2
+    def worth(self, output: Value) -> bool:
+        return output not in self.kept and output in self.read_later and output.spec.rank >= 2
 
     def at_hand(self, value: Value) -> bool:
         """Whether backward finds a value without keeping anything more."""
@@ -62,10 +62,8 @@ def _insert(graph: Graph, plans: dict[Value, Node]) -> Graph:
     return rewriter.finish()
 
 
-def _record_again(rewriter: Rewriter, original: Node, reader: Node) -> dict[Value, Value]:
-    source = original.op.rematerialized(original)
-    assert source is not None
+def _record_again(rewriter: Rewriter, source: Node, reader: Node) -> dict[Value, Value]:
     inputs = tuple(None if value is None else rewriter.map[value] for value in source.inputs)
-    with rewriter.at(reader), rewriter.new.copying(1):
+    with rewriter.at(reader), rewriter.new.within(copy=1):
         copied = rewriter.new.append(source.op, inputs, source.attributes)
-    return dict(zip(source.outputs, copied.outputs, strict=False))
+    return dict(zip(source.outputs, copied.outputs, strict=True))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -190,6 +191,18 @@ class Device(ABC):
         """Run the launch of a FRESH kernel, and bring what it returns into the output buffers."""
         for result, output in zip(launch(), outputs, strict=True):
             self.copy(result, output)
+
+    def bind(
+        self,
+        kernel: Kernel,
+        inputs: Sequence[Buffer | None],
+        outputs: Sequence[Buffer],
+        attributes: Mapping[str, Any],
+        workspace: Sequence[Buffer],
+    ) -> Launch:
+        """A launch of a kernel on these buffers, after which the outputs lie in theirs."""
+        launch = kernel.bind(inputs, outputs, attributes, workspace)
+        return launch if kernel.delivery is not Delivery.FRESH else partial(self.deliver, launch, outputs)
 
     def offloaded(self, name: str) -> bool:
         """Whether a persistent tensor stays in host memory, beside a device that has its own."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Arena, Buffer, Delivery, Kernel, of_side
+from ttrain.device.base import Arena, Buffer, Kernel, of_side
 from ttrain.engine.base import Engine, HostInputs, HostValue, Look, Step, Trace, host_outputs, traced_graph
 from ttrain.graph.graph import Graph, Node, RecordCounter, Value
 from ttrain.graph.kinds import Kind
@@ -155,15 +155,7 @@ class _Tape:
     def _run(self, node: Node, kernel: Kernel) -> None:
         ins = [None if value is None else self.placed(value)[2] for value in node.inputs]
         outs = [self.buffers[output][2] for output in node.outputs]
-        specs = kernel.workspace_specs(
-            [None if value is None else value.spec for value in node.inputs],
-            [output.spec for output in node.outputs],
-            node.attributes,
-        )
+        specs = kernel.workspace_specs(*node.specs, node.attributes)
         purpose, on_host = f"workspace of {node.op.name}", node.on_host
         workspace = [self.allocate(spec, purpose, on_host)[2] for spec in specs]
-        launch = kernel.bind(ins, outs, node.attributes, workspace)
-        if kernel.delivery is Delivery.FRESH:
-            self.device.side(on_host).deliver(launch, outs)
-        else:
-            launch()
+        self.device.side(on_host).bind(kernel, ins, outs, node.attributes, workspace)()

@@ -10,7 +10,7 @@ import numpy as np
 
 from ttrain.autodiff.rematerialize import rematerialize
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Arena, Buffer, Delivery, Device, Kernel, Launch, of_side
+from ttrain.device.base import Arena, Buffer, Device, Kernel, Launch, of_side
 from ttrain.engine.base import Engine, HostInputs, HostValue, Look, Step, Trace, host_outputs, traced_graph
 from ttrain.engine.state import State
 from ttrain.graph.graph import Graph, Node, RecordCounter, Value
@@ -247,12 +247,7 @@ class BoundPlan:
         kernel = of_side(self._kernels, on_host)[node.op.name]
         ins = [None if value is None else self._buffer(value) for value in node.inputs]
         outs = [self._buffer(output) for output in node.outputs]
-        specs = kernel.workspace_specs(
-            [None if value is None else value.spec for value in node.inputs],
-            [output.spec for output in node.outputs],
-            node.attributes,
-        )
+        specs = kernel.workspace_specs(*node.specs, node.attributes)
         offsets = self._plan.workspace.get(node, [])
         workspace = [device.place(arena, at, spec) for at, spec in zip(offsets, specs, strict=True)]
-        launch = kernel.bind(ins, outs, node.attributes, workspace)
-        return launch if kernel.delivery is not Delivery.FRESH else partial(device.deliver, launch, outs)
+        return device.bind(kernel, ins, outs, node.attributes, workspace)

@@ -125,8 +125,7 @@ class Composite(Declared[P, R]):
         return self._outputs(inputs, node.attributes)
 
     def flops(self, node: Node) -> int:
-        specs = [None if value is None else value.spec for value in node.inputs]
-        return sum(part.op.flops(part) for part in self.probe(specs, node.attributes).graph.nodes)
+        return sum(part.op.flops(part) for part in self.probe(node.specs[0], node.attributes).graph.nodes)
 
     def reference(self, *tensors: Any, **attributes: Any) -> Any:
         """The body on torch tensors, node by node."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,12 @@ class Value:
         return self.spec.shape
 
     def __repr__(self) -> str:
-        return f"%{self.number}:{self.spec}" if self.kind is Kind.NODE else f"{self.name}:{self.spec}"
+        return f"{self.label}:{self.spec}"
+
+    @property
+    def label(self) -> str:
+        """Its name, or its number."""
+        return self.name or f"%{self.number}"
 
     def __add__(self, other: Value | float) -> Value:
         return self.graph.apply("add", self, self._operand(other))
@@ -105,6 +110,12 @@ class Node:
         """The inputs that are present."""
         return [value for value in self.inputs if value is not None]
 
+    @property
+    def specs(self) -> tuple[list[TensorSpec | None], list[TensorSpec]]:
+        """Those of the inputs, None where one is absent, and of the outputs."""
+        given = [None if value is None else value.spec for value in self.inputs]
+        return given, [value.spec for value in self.outputs]
+
     def input(self, name: str) -> Value:
         """An input by its declared name."""
         names = self.op.inputs
@@ -114,10 +125,13 @@ class Node:
         return value
 
     def __repr__(self) -> str:
-        outputs = ", ".join(map(repr, self.outputs))
-        arguments = ["-" if value is None else repr(value) for value in self.inputs]
+        return self.text(repr)
+
+    def text(self, called: Callable[[Value], str], made: Callable[[Value], str] = repr) -> str:
+        """The node as a call, its inputs and outputs written by these functions."""
+        arguments = ["-" if value is None else called(value) for value in self.inputs]
         arguments += [f"{key}={value}" for key, value in self.attributes.items()]
-        return f"{outputs} = {self.label}({', '.join(arguments)})"
+        return f"{', '.join(map(made, self.outputs))} = {self.label}({', '.join(arguments)})"
 
 
 class Op:
@@ -182,12 +196,8 @@ class Op:
         return None
 
     def rematerialized(self, node: Node) -> Node | None:
-        """A node on values that backward keeps, whose outputs stand for this node's where named; None: not cheaply."""
+        """A node on values that backward keeps, whose first output backward may make again; None: not cheaply."""
         return node if self.cheap and not self.view else None
-
-    def rematerialized_outputs(self, node: Node) -> Sequence[Value]:
-        """Outputs that `rematerialized` makes again."""
-        return node.outputs[:1] if self.cheap and not self.view else ()
 
     def aliases(self, node: Node) -> dict[int, int]:
         """Output index -> index of the input whose buffer it is (views and in-place updates)."""
@@ -253,6 +263,11 @@ class _Registry:
 REGISTRY = _Registry()
 
 
+def op(name: str) -> Op:
+    """A declared op by name."""
+    return REGISTRY[name]
+
+
 class RecordCounter:
     """How many nodes this process has recorded: a static step must not move it."""
 
@@ -268,13 +283,8 @@ class Graph:
     state: dict[str, Value] = field(default_factory=dict)
     outputs: dict[str, Value] = field(default_factory=dict)
     held: frozenset[str] = frozenset()  # names of inputs that are given once, as state, instead of for every step
-    _scope: list[str] = field(default_factory=list)
-    _stage: Stage = Stage.FORWARD
-    _segment: int | None = None
+    _marks: Mapping[str, Any] = field(default_factory=dict)  # fields of the nodes that are recorded
     _segments: int = 0
-    _copy: int = 0
-    _on_host: bool = False
-    _gradient_of: Node | None = None
     _numbers: int = 0
 
     def next_number(self) -> int:
@@ -314,10 +324,8 @@ class Graph:
         for value in inputs:
             if value is not None and value.graph is not self:
                 raise GraphError(f"{op.name}: input {value!r} belongs to another graph.")
-        specs = op.infer_outputs([None if value is None else value.spec for value in inputs], attributes)
-        scope = "/".join(self._scope)
-        node = Node(op, inputs, attributes, (), scope, self._stage, self._segment, self._copy, self._on_host)
-        node.gradient_of = self._gradient_of
+        node = Node(op, inputs, attributes, **self._marks)
+        specs = op.infer_outputs(node.specs[0], attributes)
         node.outputs = tuple(Value(self, spec, Kind.NODE, "", node, index) for index, spec in enumerate(specs))
         self.nodes.append(node)
         RecordCounter.nodes += 1
@@ -326,72 +334,29 @@ class Graph:
     def amend(self, node: Node, **attributes: Any) -> tuple[Value, ...]:
         """Give a recorded node further attributes, and after its outputs those that come with them; returns all."""
         node.attributes = {**node.attributes, **attributes}
-        specs = node.op.infer_outputs([None if value is None else value.spec for value in node.inputs], node.attributes)
+        specs = node.op.infer_outputs(node.specs[0], node.attributes)
         more = range(len(node.outputs), len(specs))
         node.outputs += tuple(Value(self, specs[index], Kind.NODE, "", node, index) for index in more)
         return node.outputs
 
     @contextmanager
-    def side(self, on_host: bool) -> Iterator[None]:
-        """Nodes recorded inside run on the host, or on the device; see place.py."""
-        previous, self._on_host = self._on_host, on_host
+    def within(self, **marks: Any) -> Iterator[None]:
+        """Nodes recorded inside have these values of their fields, such as `copy` or `on_host`."""
+        previous, self._marks = self._marks, {**self._marks, **marks}
         try:
             yield
         finally:
-            self._on_host = previous
+            self._marks = previous
 
-    @contextmanager
-    def gradient_of(self, node: Node | None) -> Iterator[None]:
-        """Nodes recorded inside make the gradients of a node's inputs."""
-        previous, self._gradient_of = self._gradient_of, node
-        try:
-            yield
-        finally:
-            self._gradient_of = previous
+    def scope(self, name: str) -> AbstractContextManager[None]:
+        """Nodes recorded inside carry this name, below those around it, for people who read the graph."""
+        above = self._marks.get("scope")
+        return self.within(scope=f"{above}/{name}" if above else name)
 
-    @contextmanager
-    def scope(self, name: str) -> Iterator[None]:
-        """Nodes recorded inside carry this name, for people who read the graph."""
-        self._scope.append(name)
-        try:
-            yield
-        finally:
-            self._scope.pop()
+    def stage(self, stage: Stage) -> AbstractContextManager[None]:
+        return self.within(stage=stage)
 
-    @contextmanager
-    def stage(self, stage: Stage) -> Iterator[None]:
-        previous, self._stage = self._stage, stage
-        try:
-            yield
-        finally:
-            self._stage = previous
-
-    @contextmanager
-    def segment(self, recomputed: bool = True) -> Iterator[int | None]:
+    def segment(self, recomputed: bool = True) -> AbstractContextManager[None]:
         """Nodes recorded inside are computed again by backward instead of being kept; as usual unless `recomputed`."""
-        previous = self._segment
-        if recomputed:
-            self._segment = self._segments
-            self._segments += 1
-        try:
-            yield self._segment
-        finally:
-            self._segment = previous
-
-    @contextmanager
-    def no_segment(self) -> Iterator[None]:
-        """Nodes recorded inside belong to no segment, also within one."""
-        previous, self._segment = self._segment, None
-        try:
-            yield
-        finally:
-            self._segment = previous
-
-    @contextmanager
-    def copying(self, number: int) -> Iterator[None]:
-        """Nodes recorded inside are copies of earlier ones; merging them back would undo recomputation."""
-        previous, self._copy = self._copy, number
-        try:
-            yield
-        finally:
-            self._copy = previous
+        self._segments += recomputed
+        return self.within(segment=self._segments - 1) if recomputed else self.within()

@@ -24,7 +24,9 @@ TRANSFERS = ("to_host", "to_device")
 class _Transfer(Op):
     family = "transfer"
     inputs = ("x",)
-    transfer = True
+
+    def __init__(self, name: str, doc: str, transfer: bool = True) -> None:
+        self.name, self.__doc__, self.transfer = name, doc, transfer
 
     def infer(self, x: TensorSpec) -> TensorSpec:
         return x
@@ -36,32 +38,11 @@ class _Transfer(Op):
         return node.outputs[0].spec.nbytes
 
 
-class _Stage(_Transfer):
-    """y = x, in a tensor that nothing else is ever held in: where the host finds it after a captured step too."""
-
-    name = "stage"
-    transfer = False
-
-
-class _ToHost(_Transfer):
-    """y = x on the host."""
-
-    name = "to_host"
-
-
-class _HostInput(_Transfer):
-    """y = a step input, on the host."""
-
-    name = "host_input"
-
-
-class _ToDevice(_Transfer):
-    """y = x on the device."""
-
-    name = "to_device"
-
-
-STAGE, TO_HOST, HOST_INPUT, TO_DEVICE = _Stage(), _ToHost(), _HostInput(), _ToDevice()
+_ALONE = "y = x, in a tensor that nothing else is ever held in: where the host finds it after a captured step too."
+STAGE = _Transfer("stage", _ALONE, transfer=False)
+TO_HOST = _Transfer("to_host", "y = x on the host.")
+HOST_INPUT = _Transfer("host_input", "y = a step input, on the host.")
+TO_DEVICE = _Transfer("to_device", "y = x on the device.")
 
 
 def place(graph: Graph, offloaded: Callable[[str], bool]) -> Graph:
@@ -118,7 +99,7 @@ class _Placer:
         return node.op.by_side(inputs, node.attributes, record)
 
     def _append(self, op: Op, inputs: Inputs, attributes: Mapping[str, Any], on_host: bool) -> Sequence[Value]:
-        with self.new.side(on_host):
+        with self.new.within(on_host=on_host):
             node = self.new.append(op, tuple(inputs), attributes)
         for index in () if op.view else op.aliases(node).values():
             value = node.inputs[index]
@@ -138,7 +119,7 @@ class _Placer:
         if original is not None and self.rewriter.map[original] in self.transferred:
             value = self.rewriter.map[original]  # backward does not transfer again what it computes again
         if value not in self.transferred or (on_host and _state_of(value)):  # state may have changed since
-            with self.new.no_segment():
+            with self.new.within(segment=None):
                 self.transferred[value] = self._transfer(value, on_host)
         return self.transferred[value]
 

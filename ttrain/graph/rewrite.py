@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 
 from ttrain.core.errors import GraphError
 from ttrain.graph.graph import Graph, Node, Value
@@ -10,6 +11,9 @@ from ttrain.graph.graph import Graph, Node, Value
 # Records the replacement of one node on the new graph and returns its outputs; None copies the node as it is.
 # A trailing output may be left out where nothing reads it.
 Replace = Callable[[Node, tuple[Value | None, ...]], Sequence[Value] | None]
+
+
+_INHERITED = ("scope", "stage", "segment", "copy", "on_host")
 
 
 class Rewriter:
@@ -28,9 +32,9 @@ class Rewriter:
         """A node's inputs on the new graph."""
         return tuple(None if value is None else self.map.get(value) for value in node.inputs)
 
-    def at(self, node: Node) -> _Place:
+    def at(self, node: Node) -> AbstractContextManager[None]:
         """Context in which recorded nodes inherit this node's scope, stage, segment, copy number and side."""
-        return _Place(self.new, node)
+        return self.new.within(**{mark: getattr(node, mark) for mark in _INHERITED})
 
     def copy(self, node: Node, inputs: tuple[Value | None, ...] | None = None) -> None:
         """Record the same node on the new graph. Raises GraphError where an input was left out by a replacement."""
@@ -55,22 +59,6 @@ class Rewriter:
         return self.new
 
 
-class _Place:
-    def __init__(self, graph: Graph, node: Node) -> None:
-        self.graph, self.node = graph, node
-
-    def __enter__(self) -> None:
-        graph = self.graph
-        self.saved = (graph._scope, graph._stage, graph._segment, graph._copy, graph._on_host)
-        graph._scope = [self.node.scope] if self.node.scope else []
-        graph._stage, graph._segment, graph._copy = self.node.stage, self.node.segment, self.node.copy
-        graph._on_host = self.node.on_host
-
-    def __exit__(self, *_: object) -> None:
-        graph = self.graph
-        graph._scope, graph._stage, graph._segment, graph._copy, graph._on_host = self.saved
-
-
 def rewrite(graph: Graph, replace: Replace) -> Graph:
     """Copy a graph node by node, letting `replace` record something else in a node's place."""
     rewriter = Rewriter(graph)
@@ -82,6 +70,14 @@ def rewrite(graph: Graph, replace: Replace) -> Graph:
             rewriter.copy(node, inputs)
         else:
             rewriter.replace(node.outputs, outputs)
+    return rewriter.finish()
+
+
+def copied(graph: Graph, nodes: Iterable[Node]) -> Graph:
+    """The graph with these of its nodes, in this order."""
+    rewriter = Rewriter(graph)
+    for node in nodes:
+        rewriter.copy(node)
     return rewriter.finish()
 
 

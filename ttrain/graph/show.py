@@ -16,7 +16,7 @@ def show(graph: Graph, stages: Iterable[Stage] = tuple(Stage)) -> str:
     lines = [f"input  {value!r}" for value in graph.inputs.values()]
     lines += [f"{value.kind.value:9} {value!r}" for value in graph.state.values()]
     lines += [show_node(node, width) for node in nodes]
-    lines += [f"output {name} = {_short(value)}" for name, value in graph.outputs.items()]
+    lines += [f"output {name} = {value.label}" for name, value in graph.outputs.items()]
     return "\n".join(lines)
 
 
@@ -27,12 +27,9 @@ def scope_width(nodes: Iterable[Node]) -> int:
 
 def show_node(node: Node, width: int = 0) -> str:
     """One node on one line, its scope padded to `width`."""
-    outputs = ", ".join(f"{_short(value)}:{value.spec}" for value in node.outputs)
-    arguments = ["-" if value is None else _short(value) for value in node.inputs]
-    arguments += [f"{key}={value}" for key, value in node.attributes.items()]
     again = f"  (copy {node.copy})" if node.copy else ""
-    return f"{node.stage.value:8} {node.scope:{width}}  {outputs} = {node.label}({', '.join(arguments)}){again}"
+    return f"{node.stage.value:8} {node.scope:{width}}  {node.text(_label)}{again}"
 
 
-def _short(value: Value) -> str:
-    return value.name or f"%{value.number}"
+def _label(value: Value) -> str:
+    return value.label

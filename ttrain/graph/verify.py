@@ -35,8 +35,8 @@ class _Checker:
             self.check_read(value, node)
             if value.on_host is not node.on_host and not node.op.transfer:
                 raise self.broken(f"{node!r} reads {value!r}, which lies on the other side.")
-        specs = node.op.infer_outputs([None if v is None else v.spec for v in node.inputs], node.attributes)
-        if specs != [output.spec for output in node.outputs]:
+        given, made = node.specs
+        if (specs := node.op.infer_outputs(given, node.attributes)) != made:
             raise self.broken(f"{node!r} has outputs that its op does not infer: {specs}.")
         for value in overwritten(node):
             root = self.roots[value]

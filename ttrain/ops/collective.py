@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.case import Case
 from ttrain.graph.composite import cases, primitive, require
-from ttrain.graph.graph import Value
-from ttrain.graph.op import op
+from ttrain.graph.graph import Value, op
 
 
 @primitive(reference=lambda x: x)

@@ -9,8 +9,7 @@ from typing import Any
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.case import Case
 from ttrain.graph.composite import cases, primitive, require
-from ttrain.graph.graph import REGISTRY, Graph, Node, Op, Value
-from ttrain.graph.op import op
+from ttrain.graph.graph import REGISTRY, Graph, Node, Op, Value, op
 from ttrain.ops.common import BROADCAST_SHAPES, PLAIN_SHAPES, broadcast_shape, free, is_full, is_one, sum_to
 
 

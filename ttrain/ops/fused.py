@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.case import Case
 from ttrain.graph.composite import cases, composite, primitive, require
-from ttrain.graph.graph import Graph, Node, Value
-from ttrain.graph.op import op
+from ttrain.graph.graph import Graph, Node, Value, op
 from ttrain.ops.embedding import embedding_grad
 from ttrain.ops.program import Program, evaluate, record, step
 
@@ -65,7 +64,7 @@ cases(
 
 
 @composite(
-    family="fused", outputs=("sum",), elementwise=True, differentiable=False,
+    family="fused", outputs=("sum",), differentiable=False,
     flops=lambda node: node.input("dy").spec.size,
 )  # fmt: skip
 def add_embedding_grad(base: Value, dy: Value, ids: Value) -> Value:

@@ -9,8 +9,7 @@ from typing import Any
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.case import Case
 from ttrain.graph.composite import cases, composite, primitive, require
-from ttrain.graph.graph import Node, Value
-from ttrain.graph.op import op
+from ttrain.graph.graph import Node, Value, op
 from ttrain.ops.common import free, sum_to
 
 

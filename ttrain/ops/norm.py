@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.case import Case
 from ttrain.graph.composite import cases, composite, require
-from ttrain.graph.graph import Node, Value
-from ttrain.graph.op import op
+from ttrain.graph.graph import Node, Value, op
 from ttrain.ops.elementwise import cast, sqrt
 from ttrain.ops.layout import reshape
 from ttrain.ops.reduce import mean, reduce_sum
@@ -83,10 +82,7 @@ def _norm_again(node: Node) -> Node:
     return Node(op("layer_norm"), (total, *node.inputs[2:]), node.attributes, tuple(normed))
 
 
-@composite(
-    outputs=("total", "y", "mean", "rstd"), differentiable=False,
-    rematerialized=_norm_again, rematerialized_outputs=lambda node: node.outputs[1:2],
-)  # fmt: skip
+@composite(outputs=("total", "y", "mean", "rstd"), differentiable=False, rematerialized=_norm_again)
 def add_layer_norm(
     x: Value, branch: Value, weight: Value, bias: Value | None, eps: float
 ) -> tuple[Value, Value, Value, Value]:

@@ -8,8 +8,7 @@ from typing import Any
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.composite import Composite
-from ttrain.graph.graph import Graph, Value
-from ttrain.graph.op import op
+from ttrain.graph.graph import Graph, Value, op
 
 Step = tuple[str, tuple[int, ...], tuple[tuple[str, Any], ...]]  # op name, operands, attributes
 Program = tuple[Step, ...]
@@ -40,7 +39,7 @@ def program_of(
 def _append(graph: Graph, numbers: dict[Value, int], steps: list[Step], inputs: int, owner: str) -> None:
     for node in graph.nodes:
         if isinstance(node.op, Composite):
-            inner = node.op.probe([None if v is None else v.spec for v in node.inputs], node.attributes)
+            inner = node.op.probe(node.specs[0], node.attributes)
             pairs = zip(inner.inputs, node.inputs, strict=True)
             inside = {new: numbers[old] for new, old in pairs if new is not None and old is not None}
             _append(inner.graph, inside, steps, inputs, owner)

@@ -14,8 +14,7 @@ from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.case import Case
 from ttrain.graph.composite import Composite, cases, composite, primitive, require
-from ttrain.graph.graph import REGISTRY, Node, Op, RecordSide, Value
-from ttrain.graph.op import declare, op
+from ttrain.graph.graph import REGISTRY, Node, Op, RecordSide, Value, op
 from ttrain.ops.common import free
 from ttrain.ops.elementwise import cast, full, maximum
 from ttrain.ops.program import Program, evaluate, program_of, record
@@ -119,7 +118,6 @@ class Rule:
         return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.settings)})"
 
 
-@declare
 class Update(Op):
     """One rule on a list of parameters, so that a device may run one kernel over all of them.
 
@@ -245,6 +243,9 @@ class Update(Op):
             given = (*shapes * (lists + more.get("copies", False)), (), (), factor, seed)
             attributes = {"rule": rule, "count": 2, **more}
             self._cases.append(Case(given, attributes, {"seed": 2**62}, above, narrow=narrow))
+
+
+REGISTRY.add(Update())
 
 
 def update(

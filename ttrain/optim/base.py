@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol, cast
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.op import op
+from ttrain.graph.graph import op
 from ttrain.nn.initialize import Constant
 from ttrain.nn.module import Parameter
 from ttrain.ops.update import Rule, Update

@@ -2,5 +2,3 @@
 
 from ttrain.plan.build import build_plan
 from ttrain.plan.plan import Plan
-
-__all__ = ["Plan", "build_plan"]

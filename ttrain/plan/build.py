@@ -54,7 +54,7 @@ def _scratch(graph: Graph, kernels: Mapping[str, Kernel], placement: Placement) 
     for time, node in enumerate(graph.nodes):
         if node in placement.elided:
             continue
-        specs = of_side(kernels, node.on_host)[node.op.name].workspace_specs(*_specs(node), node.attributes)
+        specs = of_side(kernels, node.on_host)[node.op.name].workspace_specs(*node.specs, node.attributes)
         if specs:
             label = f"workspace of {node.op.name}"
             on_host = node.on_host
@@ -65,11 +65,7 @@ def _scratch(graph: Graph, kernels: Mapping[str, Kernel], placement: Placement) 
 def _outside(graph: Graph, kernels: Mapping[str, Kernel], placement: Placement) -> int:
     launched = (node for node in graph.nodes if node not in placement.elided and not node.on_host)
     rows = ((kernels[node.op.name].outside, node) for node in launched)
-    return max((tell(*_specs(node), node.attributes) for tell, node in rows if tell is not None), default=0)
-
-
-def _specs(node: Node) -> tuple[list[TensorSpec | None], list[TensorSpec]]:
-    return [None if value is None else value.spec for value in node.inputs], [output.spec for output in node.outputs]
+    return max((tell(*node.specs, node.attributes) for tell, node in rows if tell is not None), default=0)
 
 
 class _Layouts:
@@ -81,7 +77,7 @@ class _Layouts:
         for node in graph.nodes:
             layouts = None if node.op.view else of_side(kernels, node.on_host)[node.op.name].layouts
             if layouts is not None:
-                given = zip(node.outputs, layouts(*_specs(node), node.attributes), strict=True)
+                given = zip(node.outputs, layouts(*node.specs, node.attributes), strict=True)
                 self._of.update((output, layout) for output, layout in given if layout is not None)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ttrain.device.base import align
@@ -177,12 +178,10 @@ def show_plan(plan: Plan) -> str:
         elided = node in plan.placement.elided
         number = "-" if elided else str(launch)
         launch += not elided
-        arguments = ["-" if value is None else _place(plan, value) for value in node.inputs]
-        arguments += [f"{key}={value}" for key, value in node.attributes.items()]
-        outputs = ", ".join(f"{_place(plan, value)}:{value.spec}" for value in node.outputs)
         work = "".join(f" workspace @{block.offset}+{block.nbytes}" for block in plan.scratch.get(node, []))
+        text = node.text(partial(_place, plan), lambda value: f"{_place(plan, value)}:{value.spec}")
         place = f"{time:5} {number:>6} {node.stage.value:8} {node.scope:{width}}"
-        lines.append(f"{place}  {outputs} = {node.label}({', '.join(arguments)}){work}")
+        lines.append(f"{place}  {text}{work}")
     lines.append("")
     lines.append(f"{'offset':>12} {'bytes':>12} {'live':>11}  what")
     for buffer in sorted(arena_buffers(plan), key=lambda b: (b.offset, b.start)):

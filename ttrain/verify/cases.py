@@ -12,8 +12,8 @@ import ttrain.ops
 import ttrain.optim.adamw
 import ttrain.optim.sgd  # noqa: F401 - their rules are ops too
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.graph import Case, Op
 from ttrain.graph.graph import Graph, Value
-from ttrain.graph.op import Case, Op
 
 Arrays = dict[str, np.ndarray | None]  # by input name; None where an optional input is absent
 TORCH = {DType.FP64: torch.float64, DType.FP32: torch.float32, DType.BF16: torch.bfloat16}

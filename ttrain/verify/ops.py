@@ -13,9 +13,9 @@ from ttrain.core.errors import ConfigError, TtrainError
 from ttrain.core.names import did_you_mean
 from ttrain.core.spec import DType
 from ttrain.device.base import Device
+from ttrain.graph import REGISTRY, Case, Op
 from ttrain.graph.graph import Graph, Value
 from ttrain.graph.kinds import Kind, Stage
-from ttrain.graph.op import REGISTRY, Case, Op
 from ttrain.verify import cases
 from ttrain.verify.compare import Comparison, compare, failed
 from ttrain.verify.run import MakeEngine, run_once
@@ -74,8 +74,7 @@ def _special(value: Value, device: Device) -> bool:
     layouts = None if node is None or node.op.name not in device.kernels else device.kernels[node.op.name].layouts
     if node is None or layouts is None:
         return False
-    specs = [None if given is None else given.spec for given in node.inputs]
-    return layouts(specs, [output.spec for output in node.outputs], node.attributes)[value.index] is not None
+    return layouts(*node.specs, node.attributes)[value.index] is not None
 
 
 @dataclass

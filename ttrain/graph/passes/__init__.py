@@ -5,6 +5,3 @@ from ttrain.graph.passes.decompose import decompose
 from ttrain.graph.passes.fuse import fuse
 from ttrain.graph.passes.order import gather_sides, store_early
 from ttrain.graph.passes.reshape import copy_reshapes
-
-__all__ = ["copy_reshapes", "decompose", "fuse", "gather_sides", "live_nodes", "merge_common_subexpressions",
-           "remove_dead_code", "store_early"]  # fmt: skip

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ttrain.graph.alias import overwritten
 from ttrain.graph.graph import Graph, Node, Value
-from ttrain.graph.rewrite import Rewriter
+from ttrain.graph.rewrite import Rewriter, copied
 
 
 def live_nodes(graph: Graph) -> list[Node]:
@@ -14,7 +15,7 @@ def live_nodes(graph: Graph) -> list[Node]:
     live: set[Value] = set(graph.outputs.values())
     kept: list[Node] = []
     for node in reversed(graph.nodes):
-        if _overwrites_state(node) or any(output in live for output in node.outputs):
+        if overwritten(node) or any(output in live for output in node.outputs):
             live.update(node.values)
             kept.append(node)
     return kept[::-1]
@@ -22,14 +23,7 @@ def live_nodes(graph: Graph) -> list[Node]:
 
 def remove_dead_code(graph: Graph) -> Graph:
     """Drop nodes whose outputs reach neither an output of the graph nor a change of state."""
-    rewriter = Rewriter(graph)
-    for node in live_nodes(graph):
-        rewriter.copy(node)
-    return rewriter.finish()
-
-
-def _overwrites_state(node: Node) -> bool:
-    return not node.op.view and bool(node.op.aliases(node))
+    return copied(graph, live_nodes(graph))
 
 
 def merge_common_subexpressions(graph: Graph) -> Graph:
@@ -40,7 +34,7 @@ def merge_common_subexpressions(graph: Graph) -> Graph:
     seen: dict[Any, Sequence[Value]] = {}
     rewriter = Rewriter(graph)
     for node in graph.nodes:
-        if _overwrites_state(node):
+        if overwritten(node):
             rewriter.copy(node)
             continue
         inputs = rewriter.inputs(node)

@@ -19,9 +19,8 @@ def decompose(graph: Graph, supported: Container[str], device: str) -> Graph:
     """
 
     def missing(node: Node) -> bool:
-        specs = [None if value is None else value.spec for value in node.inputs]
         rows = of_side(supported, node.on_host)
-        return not node.op.view and not serves(rows, node.op.name, specs, node.attributes)
+        return not node.op.view and not serves(rows, node.op.name, node.specs[0], node.attributes)
 
     def replace(node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value] | None:
         if not missing(node):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from ttrain.core.spec import DType
 from ttrain.device.base import of_side
 from ttrain.graph.alias import overwritten, roots_of
-from ttrain.graph.graph import Graph, Node, Value
-from ttrain.graph.op import op
+from ttrain.graph.graph import Graph, Node, Value, op
 from ttrain.graph.rewrite import Rewriter, uses
 
 
@@ -53,12 +53,12 @@ Pattern = Callable[[_Matcher, Node], Match | None]
 
 
 def fuse(graph: Graph, kernels: Container[str]) -> Graph:
-    """Join matmul + bias -> linear, linear + activation, residual sum + layer norm and their gradients, and head +
-    cross-entropy, where the device has a kernel for what they become.
+    """Join matmul + bias -> linear, linear + activation, residual sum + layer norm and their gradients, a sum + the
+    gradient of a lookup, and head + cross-entropy, where the device has a kernel for what they become.
 
     A pattern applies only where no node outside it reads what would disappear.
     """
-    for pattern in (_bias, _activation, _residual_norm, _residual_norm_grad, _head_cross_entropy):
+    for pattern in (_bias, _activation, _residual_norm, _residual_norm_grad, _lookup_grad, _head_cross_entropy):
         graph = _apply(graph, pattern, kernels)
     return graph
 
@@ -73,7 +73,7 @@ def _apply(graph: Graph, pattern: Pattern, kernels: Container[str]) -> Graph:
             continue
         if match.name not in of_side(kernels, node.on_host):
             continue
-        if _movable(matcher, match, node):
+        if all(matcher.unchanged(value, match.absorbed, node) for value in match.absorbed.values):
             absorbed.add(match.absorbed)
             replaced[node] = match
     if not replaced:
@@ -89,11 +89,6 @@ def _apply(graph: Graph, pattern: Pattern, kernels: Container[str]) -> Graph:
         elif node not in absorbed:
             rewriter.copy(node)
     return rewriter.finish()
-
-
-def _movable(matcher: _Matcher, match: Match, node: Node) -> bool:
-    """Whether the absorbed node may as well run where its reader does."""
-    return all(matcher.unchanged(value, match.absorbed, node) for value in match.absorbed.values)
 
 
 def _bias(matcher: _Matcher, node: Node) -> Match | None:
@@ -142,7 +137,7 @@ def _residual_norm(matcher: _Matcher, node: Node) -> Match | None:
     if source is None or source.op.name != "add" or source.stage is not node.stage or source.copy != node.copy:
         return None
     x, branch = source.input("x"), source.input("y")
-    if x.spec != branch.spec or total in node.inputs[1:] or not _before_other_readers(matcher, total, node):
+    if x.spec != branch.spec or total in node.inputs[1:] or matcher.readers[total][0] is not node:
         return None
     inputs = (x, branch, node.inputs[1], node.inputs[2])
     return Match(source, "add_layer_norm", inputs, dict(node.attributes), [total, *node.outputs])
@@ -150,13 +145,8 @@ def _residual_norm(matcher: _Matcher, node: Node) -> Match | None:
 
 def _residual_norm_grad(matcher: _Matcher, node: Node) -> Match | None:
     """add(gradient beside the norm, layer_norm_grad's dx) -> layer_norm_grad that adds it."""
-    if node.op.name != "add" or node.values[0].spec != node.values[1].spec:
-        return None
-    for inside, beside in (node.inputs[::-1], node.inputs):
-        source = None if inside is None else inside.producer
-        if source is None or source.op.name != "layer_norm_grad" or source.outputs[0] is not inside:
-            continue
-        if source.inputs[5] is not None or matcher.only_reader(inside) is not node:
+    for source, beside in _summed(matcher, node, "layer_norm_grad"):
+        if source.inputs[5] is not None:
             continue
         start, end = matcher.times[source], matcher.times[node]
         readers = [reader for output in source.outputs[1:] for reader in matcher.readers.get(output, [])]
@@ -166,9 +156,23 @@ def _residual_norm_grad(matcher: _Matcher, node: Node) -> Match | None:
     return None
 
 
-def _before_other_readers(matcher: _Matcher, value: Value, node: Node) -> bool:
-    """Whether a node is the first to read a value, so that making the value there changes nobody else."""
-    return matcher.readers[value][0] is node
+def _lookup_grad(matcher: _Matcher, node: Node) -> Match | None:
+    """add(base, embedding_grad(dy, ids)) -> add_embedding_grad: the rows that do not occur are left alone."""
+    for source, base in _summed(matcher, node, "embedding_grad"):
+        if base.spec.dtype.wide is DType.FP32:
+            return Match(source, "add_embedding_grad", (base, *source.inputs), {}, list(node.outputs))
+    return None
+
+
+def _summed(matcher: _Matcher, node: Node, name: str) -> Iterator[tuple[Node, Value]]:
+    """Nodes of an op whose first output a sum of equal specs alone reads, each with what it is added to."""
+    if node.op.name != "add" or node.values[0].spec != node.values[1].spec:
+        return
+    for inside, beside in (node.values[::-1], node.values):
+        source = inside.producer
+        made = source is not None and source.op.name == name and source.outputs[0] is inside
+        if source is not None and made and matcher.only_reader(inside) is node:
+            yield source, beside
 
 
 def _head_cross_entropy(matcher: _Matcher, node: Node) -> Match | None:

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 
 from ttrain.core.spec import DType
 from ttrain.graph.alias import overwritten, roots_of
-from ttrain.graph.graph import Graph, Node, Value
+from ttrain.graph.graph import Graph, Node, Value, op
 from ttrain.graph.kinds import Kind
-from ttrain.graph.op import op
-from ttrain.graph.rewrite import Rewriter, uses
+from ttrain.graph.rewrite import Rewriter
 
 ELEMENTWISE = (
     "add", "subtract", "multiply", "divide", "scale", "exp", "log", "sqrt", "relu", "relu_grad", "tanh", "tanh_grad",
@@ -21,41 +20,6 @@ ELEMENTWISE = (
 )  # fmt: skip
 DTYPES = (DType.FP32, DType.BF16)
 MOST_STEPS = 12  # of one program: more would not fit the vector registers
-
-
-def group(graph: Graph) -> Graph:
-    """Lookup gradients into the sums that read them, and elementwise neighbours."""
-    return group_elementwise(add_to_lookup_gradient(graph))
-
-
-def add_to_lookup_gradient(graph: Graph) -> Graph:
-    """add(base, embedding_grad(dy, ids)) -> add_embedding_grad: the rows that do not occur are left alone."""
-    readers, kept = uses(graph), set(graph.outputs.values())
-
-    def absorbable(value: Value, node: Node) -> bool:
-        made = value.producer is not None and value.producer.op.name == "embedding_grad"
-        return made and readers[value] == [node] and value not in kept and value.spec.dtype in DTYPES
-
-    chosen: dict[Node, Value] = {}  # sum -> the one of its terms that it takes in
-    for node in graph.nodes:
-        if node.op.name == "add" and node.values[0].spec == node.values[1].spec:
-            for value in node.values:
-                if absorbable(value, node):
-                    chosen[node] = value
-    absorbed = {value.producer for value in chosen.values()}
-    rewriter = Rewriter(graph)
-    for node in graph.nodes:
-        if node in chosen:
-            gradient = chosen[node]
-            (base,) = [value for value in node.values if value is not gradient]
-            assert gradient.producer is not None
-            inputs = (base, *gradient.producer.values)
-            with rewriter.at(node):
-                total = op("add_embedding_grad").record(*(rewriter.map[value] for value in inputs))
-            rewriter.replace(node.outputs, [total])
-        elif node not in absorbed:
-            rewriter.copy(node)
-    return rewriter.finish()
 
 
 @dataclass(eq=False)
@@ -79,7 +43,7 @@ class _Item:
         return {output for node in (*self.members, *self.views) for output in node.outputs}
 
 
-def group_elementwise(graph: Graph) -> Graph:
+def group(graph: Graph) -> Graph:
     """Join elementwise nodes over one shape into `fused` nodes: those that feed one another, or read the same tensor.
 
     Two are joined where the later one, with what it needs, may come up to the earlier, or the earlier one down to it:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ttrain.graph.alias import overwritten, roots_of
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Stage
-from ttrain.graph.rewrite import Rewriter
+from ttrain.graph.rewrite import copied
 
 _STORES = ("assign", "accumulate")
 
@@ -33,11 +33,7 @@ def store_early(graph: Graph) -> Graph:
         if not any(times[maker] < time < times[node] for time in touched[roots[node.input("state")]]):
             behind.setdefault(maker, []).append(node)
             moved.add(node)
-    rewriter = Rewriter(graph)
-    for node in graph.nodes:
-        for placed in [] if node in moved else [node, *behind.get(node, [])]:
-            rewriter.copy(placed)
-    return rewriter.finish()
+    return copied(graph, (each for node in graph.nodes if node not in moved for each in (node, *behind.get(node, []))))
 
 
 def gather_sides(graph: Graph) -> Graph:
@@ -46,11 +42,8 @@ def gather_sides(graph: Graph) -> Graph:
     Nothing moves between forward and the rest, so what backward computes again is not computed before its time.
     """
     first = next((time for time, node in enumerate(graph.nodes) if node.stage is Stage.BACKWARD), len(graph.nodes))
-    rewriter = Rewriter(graph)
-    for part in (graph.nodes[:first], graph.nodes[first:]):
-        for node in _gathered(part, roots_of(graph)):
-            rewriter.copy(node)
-    return rewriter.finish()
+    roots = roots_of(graph)
+    return copied(graph, _gathered(graph.nodes[:first], roots) + _gathered(graph.nodes[first:], roots))
 
 
 def _gathered(nodes: Sequence[Node], roots: dict[Value, Value]) -> list[Node]:

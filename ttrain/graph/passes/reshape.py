@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.graph import Graph, Node, Value
-from ttrain.graph.op import op
+from ttrain.graph.graph import Graph, Node, Value, op
 from ttrain.graph.rewrite import rewrite
 
 

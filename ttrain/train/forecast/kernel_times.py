@@ -23,7 +23,7 @@ import numpy as np
 from ttrain.core.files import replace_file
 from ttrain.core.folders import cache_folder
 from ttrain.core.spec import TensorSpec, run_offsets
-from ttrain.device.base import Delivery, Device
+from ttrain.device.base import Device
 from ttrain.graph.graph import Node
 from ttrain.train.forecast.peak import Rates
 
@@ -181,13 +181,8 @@ def _bound(device: Device, node: Node) -> tuple[Callable[[], Any], float]:
         ins[aliases[index]] if index in aliases else device.allocate(output.spec)
         for index, output in enumerate(node.outputs)
     ]
-    specs = kernel.workspace_specs(
-        [None if value is None else value.spec for value in node.inputs],
-        [output.spec for output in node.outputs],
-        node.attributes,
-    )
-    launch = kernel.bind(ins, outs, node.attributes, [device.allocate(spec) for spec in specs])
-    return launch if kernel.delivery is not Delivery.FRESH else (lambda: device.deliver(launch, outs)), scale
+    workspace = [device.allocate(spec) for spec in kernel.workspace_specs(*node.specs, node.attributes)]
+    return device.bind(kernel, ins, outs, node.attributes, workspace), scale
 
 
 def _groups(node: Node) -> list[list[int]]:

@@ -2,5 +2,3 @@
 
 from ttrain.device.torch.native.rows import NativeKernels
 from ttrain.device.torch.native.toolchain import CompileError, Toolchain
-
-__all__ = ["CompileError", "NativeKernels", "Toolchain"]

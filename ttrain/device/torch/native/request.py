@@ -13,8 +13,7 @@ class NodeLike(Protocol):
     """What a request reads of a graph's node."""
 
     op: Any
-    inputs: Any
-    outputs: Any
+    specs: tuple[Any, Any]
     attributes: Mapping[str, Any]
 
 
@@ -35,8 +34,7 @@ class Request:
 
     @staticmethod
     def of_node(node: NodeLike) -> Request:
-        specs = (None if value is None else value.spec for value in node.inputs)
-        return Request.make(node.op.name, specs, (value.spec for value in node.outputs), node.attributes)
+        return Request.make(node.op.name, *node.specs, node.attributes)
 
     @property
     def settings(self) -> dict[str, Any]:

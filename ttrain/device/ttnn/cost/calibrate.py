@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Delivery, Device, Launch
+from ttrain.device.base import Device, Launch
 from ttrain.device.family import NodeOf
 from ttrain.device.ttnn.cost.constants import CONSTANTS, Constants
 from ttrain.device.ttnn.cost.lowering import node_programs
@@ -153,14 +153,11 @@ class Calibration:
         """A node on bf16 tensors of their own, launched once so that its program is built."""
         node = self.node_of(op, *(TensorSpec(shape, DType.BF16) for shape in shapes))
         kernel = self.device.kernels[node.op.name]
-        ins = [None if value is None else self.device.allocate(value.spec) for value in node.inputs]
-        outs = [self.device.allocate(output.spec) for output in node.outputs]
-        specs = [None if value is None else value.spec for value in node.inputs]
-        work = kernel.workspace_specs(specs, [output.spec for output in node.outputs], node.attributes)
-        launch = kernel.bind(ins, outs, node.attributes, [self.device.allocate(spec) for spec in work])
-        if kernel.delivery is Delivery.FRESH:
-            bare = launch
-            launch = lambda: self.device.deliver(bare, outs)  # noqa: E731
+        given, made = node.specs
+        ins = [None if spec is None else self.device.allocate(spec) for spec in given]
+        outs = [self.device.allocate(spec) for spec in made]
+        work = [self.device.allocate(spec) for spec in kernel.workspace_specs(given, made, node.attributes)]
+        launch = self.device.bind(kernel, ins, outs, node.attributes, work)
         with self.device.watched("a launch of the calibration"):
             launch()
         self.device.synchronize()

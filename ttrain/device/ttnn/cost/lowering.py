@@ -125,7 +125,7 @@ def _softmax_grad(node: Node) -> Iterator[Program]:
 
 
 def _split_heads(node: Node) -> Iterator[Program]:
-    parts = [output.spec for output in node.outputs]
+    parts = node.specs[1]
     time, width = parts[0].shape[-2:]
     if len(parts) == 3 and time % TILE == 0 and width % TILE == 0:
         yield _scattered(*_specs(node))
