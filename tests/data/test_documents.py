@@ -16,7 +16,7 @@ from ttrain.core.errors import DataError
 from ttrain.data import library_tokenizer as tokenizer_module
 from ttrain.data import sources as sources_module
 from ttrain.data.batches import Sizes, unigram_entropy
-from ttrain.data.chat import Template
+from ttrain.data.chat.messages import Template
 from ttrain.data.documents import DocumentDataset, open_documents
 from ttrain.data.library_tokenizer import LibraryTokenizer, parse_tokenizer, train_bpe
 from ttrain.data.prepare import prepare

@@ -82,6 +82,12 @@ def _length_schedule(config: Config) -> Iterator[str]:
         )
 
 
+@check("task", "data")
+def _prepared_replies(config: Config) -> Iterator[str]:
+    if config.task.name == "prepare" and getattr(config.data, "loss_on", "all") != "all":
+        yield "data.loss_on=replies: data=tokens counts every token. Train on data=documents, which keeps tokens too."
+
+
 @check("train", "device")
 def _one_capture_at_a_time(config: Config) -> Iterator[str]:
     count = family_of(config.device).replicas(config.device)

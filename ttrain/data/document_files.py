@@ -1,7 +1,8 @@
 """Documents turned into token files: two passes over the sources, three where byte-pair encoding is learnt.
 
 Beside the files of a prepared folder there are `train.ends` and `val.ends`: where each document ends in the ids of its
-split, little-endian uint64, the end token included.
+split, little-endian uint64, the end token included. With data.loss_on=replies also `train.marks` and `val.marks`: a
+byte for every token, 1 where it is a target.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError
+from ttrain.data.chat.jinja import chat_settings
 from ttrain.data.end_token import EndToken, with_end_token
 from ttrain.data.formats.compressed import OnBytes
-from ttrain.data.library_tokenizer import train_bpe
+from ttrain.data.library_tokenizer import LibraryTokenizer, Marks, train_bpe
 from ttrain.data.settings import DocumentsConfig
-from ttrain.data.sources import Reader, Skipped, Source, has_rows
+from ttrain.data.sources import Document, Reader, Skipped, Source, has_rows
 from ttrain.data.text import BPE_BYTES, named_tokenizer, with_notices
 from ttrain.data.tokenizer import (
     SAMPLE_CHARACTERS,
@@ -39,6 +41,10 @@ from ttrain.data.tokenizer import (
 from ttrain.data.tokens import FILES, Bars, write_file, write_header
 
 ENDS_FILE = {"train": "train.ends", "val": "val.ends"}
+MARKS_FILE = {"train": "train.marks", "val": "val.marks"}
+
+
+_Encoded = tuple[Ids, Marks | None]
 
 
 @dataclass
@@ -61,7 +67,7 @@ def fill_documents(folder: Path, config: DocumentsConfig, sources: list[Source],
     with bars.open(total if config.tokenizer == "bpe" else 0, "learning the tokenizer") as shown:
         made, file = _tokenizer(config, sources, scan, lambda raw: shown.update(len(raw)))
     tokenizer, end = with_end_token(made, config.end_token, file)
-    encoder = _Encoder(made, tokenizer, end)
+    encoder = _Encoder(made, tokenizer, end, config.loss_on == "replies")
     with named_place(lambda wanted: _place(config, sources, wanted)):
         tokenizer.notices += tuple(check_round_trip(tokenizer, scan.samples))
     with bars.open(total, "writing tokens") as shown, named_place(lambda wanted: _place(config, sources, wanted)):
@@ -80,7 +86,8 @@ def fill_documents(folder: Path, config: DocumentsConfig, sources: list[Source],
     if scan.skipped.first_bad is not None:
         described["first_bad_row"] = scan.skipped.first_bad
     described = with_notices(described, tokenizer.notices)
-    return write_header(folder, tokenizer, splits, described, end_token=vars(end))
+    settings = chat_settings(file) if file is not None and config.template == "tokenizer" else {}
+    return write_header(folder, tokenizer, splits, described, end_token=vars(end), chat=settings)
 
 
 def content_hash(text: str) -> int:
@@ -184,11 +191,26 @@ class _Encoder:
     made: Tokenizer
     whole: Tokenizer
     end: EndToken
+    replies: bool  # whether what the assistant wrote is all that is learnt of a conversation
 
-    def encode(self, texts: Iterable[str]) -> Iterator[Ids]:
+    def encode(self, documents: Iterable[Document]) -> Iterator[_Encoded]:
+        """Ids of each document, and where `replies` count which are targets."""
+        documents, again = tee(documents)
         ending = np.array([self.end.id], self.whole.dtype)
-        for ids in self._ids(texts):
-            yield ids if not len(ids) or ids[-1] == self.end.id else np.concatenate([ids, ending])
+        for document, (ids, marks) in zip(documents, self._marked(again), strict=True):
+            if len(ids) and ids[-1] != self.end.id and not document.closed:
+                ids = np.concatenate([ids, ending])
+                marks = None if marks is None else np.append(marks, True)
+            yield ids, marks
+
+    def _marked(self, documents: Iterator[Document]) -> Iterator[_Encoded]:
+        if not self.replies:
+            yield from ((ids, None) for ids in self._ids(document.text for document in documents))
+            return
+        library = self.whole if isinstance(self.whole, LibraryTokenizer) else LibraryTokenizer(self.whole.to_json())
+        for document in documents:
+            parts = [(0, len(document.text))] if document.replies is None else document.replies
+            yield from library.encode_marked([(document.text, parts)])
 
     def _ids(self, texts: Iterable[str]) -> Iterator[Ids]:
         if not isinstance(self.made, CharTokenizer | ByteTokenizer):
@@ -215,13 +237,16 @@ def _training_text(config: DocumentsConfig, sources: list[Source], scan: _Scan, 
 class _SplitWriter:
     """The files of one split while they grow."""
 
-    def __init__(self, folder: Path, split: str, files: ExitStack) -> None:
+    def __init__(self, folder: Path, split: str, files: ExitStack, marked: bool) -> None:
         self.split, self._folder = split, folder
         self._file = files.enter_context((folder / FILES[split]).open("wb"))
+        self._marks = files.enter_context((folder / MARKS_FILE[split]).open("wb")) if marked else None
         self._digest, self._ends = hashlib.sha256(), array("Q")
         self.tokens = 0
 
-    def add(self, ids: Ids) -> None:
+    def add(self, ids: Ids, marks: Marks | None) -> None:
+        if self._marks is not None and marks is not None:
+            self._marks.write(marks.tobytes())
         raw = ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes()
         self._file.write(raw)
         self._digest.update(raw)
@@ -230,8 +255,9 @@ class _SplitWriter:
 
     def finish(self) -> dict[str, Any]:
         """Make it last, write where documents end, and return what `tokens.json` says of the split."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        for file in filter(None, (self._file, self._marks)):
+            file.flush()
+            os.fsync(file.fileno())
         ends = np.frombuffer(self._ends, np.uint64).astype("<u8").tobytes()
         write_file(self._folder / ENDS_FILE[self.split], [ends])
         return {
@@ -252,20 +278,23 @@ def _write_splits(
     on_bytes: OnBytes,
 ) -> dict[str, Any]:
     documents, again = tee(Reader(config).in_turn(sources, [on_bytes] * len(sources)))
-    encoded = encoder.encode(document.text for document in documents)
+    encoded = encoder.encode(documents)
     with ExitStack() as files:
-        writers = {split: _SplitWriter(folder, split, files) for split in FILES}
-        for document, ids, left_out in _together(again, encoded, scan.held_out):
+        writers = {split: _SplitWriter(folder, split, files, encoder.replies) for split in FILES}
+        for document, (ids, marks), left_out in _together(again, encoded, scan.held_out):
             if not len(ids):
                 raise DataError(f"{document.place}: the tokenizer makes no token of this document. Leave it out.")
-            writers["val" if left_out else "train"].add(ids)
+            writers["val" if left_out else "train"].add(ids, marks)
         return {split: writer.finish() for split, writer in writers.items()}
 
 
 def _together(
-    documents: Iterable[Any], encoded: Iterable[Ids], held_out: NDArray[np.bool_]
-) -> Iterator[tuple[Any, Ids, bool]]:
-    """Document, ids and whether it is held out. Raises DataError where the sources changed since they were counted."""
+    documents: Iterable[Document], encoded: Iterable[_Encoded], held_out: NDArray[np.bool_]
+) -> Iterator[tuple[Document, _Encoded, bool]]:
+    """Document, what it is encoded as and whether it is held out.
+
+    Raises DataError where the sources changed since they were counted.
+    """
     number = 0
     for number, (ids, document) in enumerate(zip(encoded, documents, strict=False), 1):
         if number > len(held_out):

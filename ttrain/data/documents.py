@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError
 from ttrain.core.folders import cache_folder
-from ttrain.data.batches import Batch, Sizes, Split, TokenSequences, held_out, sample_numbers
+from ttrain.data.batches import Batch, Sizes, Split, TokenSequences, held_out, sample_numbers, shuffled_passes
+from ttrain.data.chat.jinja import TEMPLATE_FILE
 from ttrain.data.counter import Words
-from ttrain.data.document_files import ENDS_FILE, fill_documents
+from ttrain.data.document_files import ENDS_FILE, MARKS_FILE, fill_documents
 from ttrain.data.end_token import CONFIG_FILE
 from ttrain.data.settings import DocumentsConfig, TokensConfig
 from ttrain.data.sources import Source, find_sources, stamp
-from ttrain.data.stream import DocumentStream
+from ttrain.data.stream import DocumentStream, Places, WholeDocuments
 from ttrain.data.text import require_context, with_notices
 from ttrain.data.tokenizer import Ids, Tokenizer
 from ttrain.data.tokens import HEADER_FILE, Bars, clear_partial, find_token_files, open_split, write_folder
@@ -33,7 +34,7 @@ _ADVICE = (
     "data.cache=<folder>."
 )
 # Keys that change neither tokens nor splits.
-_FREE_KEYS = ("name", "sources", "order", "shuffle_buffer", "attention", "limit", "cache")
+_FREE_KEYS = ("name", "sources", "order", "shuffle_buffer", "attention", "long_documents", "limit", "cache")
 
 
 class DocumentDataset(TokenSequences):
@@ -43,6 +44,9 @@ class DocumentDataset(TokenSequences):
     documents make; so no token is left out or read twice within a pass, and a sequence may hold parts of several
     documents, and the end of one pass with the start of the next. The last position of a sequence has no target (-1),
     since the token after it begins the next sequence. Held-out documents lie in the order in which they were read.
+
+    With long_documents=cut or skip sequences hold whole documents instead, neighbours as they were read, and after them
+    tokens that count for nothing; order=shuffled shuffles all these sequences anew for every pass.
 
     With attention=document every part of a document in a sequence is apart from the others: `positions` count from 0 in
     it, and its last token has no target.
@@ -59,9 +63,10 @@ class DocumentDataset(TokenSequences):
         config: DocumentsConfig,
         tokenizer: Tokenizer,
         description: dict[str, Any],
+        marks: dict[str, NDArray[np.uint8]] | None = None,
     ) -> None:
         for split, ids in splits.items():
-            if len(ids) < context:
+            if len(ids) < context and config.long_documents == "split":
                 advice = "raise data.held_out" if split == "val" else "give more documents"
                 raise DataError(
                     f"the {split} documents have {len(ids)} token(s), fewer than one sequence of "
@@ -72,26 +77,27 @@ class DocumentDataset(TokenSequences):
         self._splits, self._config = splits, config
         group = None if config.order == "read" else config.shuffle_buffer or len(ends["train"])
         self._streams = {"train": DocumentStream(ends["train"], group), "val": DocumentStream(ends["val"], None)}
+        self._ends, self._marks = ends, marks
+        self._resize(context, 0, 0)
         self.description = {
-            **description,
+            **with_notices(description, self._long()),
             "tokens": {split: len(ids) for split, ids in splits.items()},
             "vocabulary": vocabulary,
             "order": config.order,
             "shuffle_buffer": config.shuffle_buffer if group is not None else None,
         }
-        self._resize(context, 0, 0)
 
     def batch(self, split: Split, seed: int, first: int, rows: int) -> Batch:
         """Arrays by name of field, int64 [rows, context]; the last target of a row is -1. See batches.Dataset."""
-        numbers = sample_numbers(first, rows)
-        starts = self._train_starts(numbers) if split == "train" else self._val_starts(numbers)
-        places = np.stack([self._streams[split].read(seed, start, self.context) for start in starts])
-        tokens = self._splits[split][places].astype(np.int64)
+        places = np.stack(self._rows(split, seed, sample_numbers(first, rows)))
+        tokens = np.where(places < 0, 0, self._splits[split][places]).astype(np.int64)
+        learnt = places >= 0 if self._marks is None else (places >= 0) & (self._marks[split][places] > 0)
         targets = np.full_like(tokens, -1)
-        targets[:, :-1] = tokens[:, 1:]
+        targets[:, :-1] = np.where(learnt[:, 1:], tokens[:, 1:], -1)
         if self._config.attention == "sequence":
             return {"tokens": tokens, "targets": targets}
         begins, columns = self._streams[split].begins(places), np.arange(self.context)
+        begins[:, 1:] |= (places[:, 1:] < 0) & (places[:, :-1] >= 0)
         targets[:, :-1][begins[:, 1:]] = -1
         positions = columns - np.maximum.accumulate(np.where(begins, columns, 0), axis=1)
         return {"tokens": tokens, "targets": targets, "positions": positions}
@@ -99,21 +105,45 @@ class DocumentDataset(TokenSequences):
     @property
     def val_samples(self) -> int:
         """See batches.Dataset."""
-        return len(self._splits["val"]) // self.context
+        return len(self._whole["val"]) if self._whole else len(self._splits["val"]) // self.context
+
+    def _long(self) -> Iterator[str]:
+        """What to tell of documents that do not fit into a sequence."""
+        if count := sum(whole.long for whole in self._whole.values()):
+            what = "are left out" if self._config.long_documents == "skip" else "lose their end"
+            documents = sum(map(len, self._ends.values()))
+            yield f"{count} of {documents} documents are longer than model.context={self.context} and {what}."
 
     def _resize(self, context: int, sequences: int, tokens: int) -> None:
         super()._resize(context, sequences, tokens)
         if self._config.attention == "document":
             self.fields["positions"] = self.fields["tokens"]
+        self._whole: dict[str, WholeDocuments] = {}
+        if self._config.long_documents != "split":
+            skip = self._config.long_documents == "skip"
+            self._whole = {split: WholeDocuments(ends, context, skip) for split, ends in self._ends.items()}
+        for split, whole in self._whole.items():
+            if not len(whole):
+                raise DataError(
+                    f"every one of the {split} documents is longer than model.context={context}, so "
+                    "data.long_documents=skip leaves none. Give data.long_documents=cut, or a larger model.context."
+                )
 
-    def _train_starts(self, numbers: Words) -> list[int]:
-        """Where in their stream sequences start."""
-        if self._config.limit is not None:
-            return [int(number) % self._config.limit * self.context for number in numbers]
-        return [self._offset + (int(number) - self._first) * self.context for number in numbers]
-
-    def _val_starts(self, numbers: Words) -> list[int]:
-        return [int(place) * self.context for place in held_out(numbers, self.val_samples)]
+    def _rows(self, split: str, seed: int, numbers: Words) -> list[Places]:
+        """Where the tokens of sequences lie in their split."""
+        if split == "val":
+            numbers, first, offset = held_out(numbers, self.val_samples), 0, 0
+        elif self._config.limit is not None:
+            numbers, first, offset = numbers % np.uint64(self._config.limit), 0, 0
+        else:
+            first, offset = self._first, self._offset
+        if not self._whole:
+            starts = (offset + (int(number) - first) * self.context for number in numbers)
+            return [self._streams[split].read(seed, start, self.context) for start in starts]
+        whole, numbers = self._whole[split], numbers - np.uint64(first) + np.uint64(offset // self.context)
+        if split == "train" and self._config.order == "shuffled":
+            _, numbers = shuffled_passes(seed, numbers, len(whole))
+        return [whole.read(int(number) % len(whole)) for number in numbers]
 
 
 def open_documents(config: DocumentsConfig, sizes: Sizes) -> DocumentDataset:
@@ -124,8 +154,10 @@ def open_documents(config: DocumentsConfig, sizes: Sizes) -> DocumentDataset:
     try:
         files = find_token_files(TokensConfig(path=str(folder)))
         assert files.header is not None and files.tokenizer is not None
-        splits, ends = {}, {}
+        splits, ends, marks = {}, {}, {}
         for split in ("train", "val"):
+            if config.loss_on == "replies":
+                marks[split] = _marks(folder / MARKS_FILE[split], int(files.header["splits"][split]["tokens"]))
             splits[split] = open_split(files, split, False)[0].view(np.ndarray)
             ends[split] = _ends(folder, split, files.header)
     except (DataError, KeyError) as error:
@@ -135,7 +167,7 @@ def open_documents(config: DocumentsConfig, sizes: Sizes) -> DocumentDataset:
     described = with_notices(
         described, [*_left_out(described), *(told for source in sources for told in source.notices)]
     )
-    return DocumentDataset(splits, ends, context, files.vocabulary, config, files.tokenizer, described)
+    return DocumentDataset(splits, ends, context, files.vocabulary, config, files.tokenizer, described, marks or None)
 
 
 def _left_out(described: dict[str, Any]) -> Iterator[str]:
@@ -175,12 +207,24 @@ def tokenized(config: DocumentsConfig, sources: list[Source]) -> Path:
 
 def _key(config: DocumentsConfig, stamped: list[list[Any]]) -> str:
     kept = {name: value for name, value in dataclasses.asdict(config).items() if name not in _FREE_KEYS}
-    files = [Path(config.tokenizer).expanduser(), Path(config.tokenizer).expanduser().with_name(CONFIG_FILE)]
+    tokenizer = Path(config.tokenizer).expanduser()
+    files = [tokenizer, *(tokenizer.with_name(name) for name in (CONFIG_FILE, TEMPLATE_FILE))]
     contents = [
         hashlib.sha256(file.read_bytes()).hexdigest() for file in files if os.access(file, os.R_OK) and file.is_file()
     ]
     text = json.dumps([_LAYOUT, stamped, kept, contents], sort_keys=True)
     return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:32]
+
+
+def _marks(file: Path, tokens: int) -> NDArray[np.uint8]:
+    """Which tokens of a split are targets. Raises DataError for a file that is not the one that was written."""
+    try:
+        found = np.memmap(file, np.uint8, "r").view(np.ndarray)
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {file}: {error}.") from None
+    if len(found) != tokens:
+        raise DataError(f"{file} has changed since it was written: it holds {len(found)} marks for {tokens} tokens.")
+    return found
 
 
 def _ends(folder: Path, split: str, header: dict[str, Any]) -> NDArray[np.int64]:

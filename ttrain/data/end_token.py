@@ -78,13 +78,21 @@ def _near(named: str, library: LibraryTokenizer) -> str:
 
 def configured_end(file: Path) -> str | None:
     """The eos_token of a tokenizer_config.json, None where there is none."""
+    return token_text(read_tokenizer_config(file).get("eos_token"))
+
+
+def read_tokenizer_config(file: Path) -> dict[str, Any]:
+    """The content of a tokenizer_config.json, empty where there is none."""
     try:
         described: Any = json.loads(file.read_text("utf-8"))
     except FileNotFoundError:
-        return None
+        return {}
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{file} can't be read: {error}. Mend it, or give data.end_token=<token>.") from None
-    token = described.get("eos_token") if isinstance(described, dict) else None
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) and token else None
+    return described if isinstance(described, dict) else {}
+
+
+def token_text(described: Any) -> str | None:
+    """The text of a special token as a tokenizer_config.json describes it, None where there is none."""
+    text = described.get("content") if isinstance(described, dict) else described
+    return text if isinstance(text, str) and text else None

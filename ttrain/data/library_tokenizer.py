@@ -18,6 +18,8 @@ from ttrain.core.errors import DataError
 from ttrain.data.corpus import cut
 from ttrain.data.tokenizer import UNKNOWN, ByteTokenizer, CharTokenizer, Ids, Tokenizer, unseen, visible_bytes
 
+Marks = NDArray[np.bool_]  # of the tokens of a text
+
 _PIECES_AT_ONCE = 16  # what the library encodes in parallel in one call
 CALL_CHARACTERS = 1 << 20  # likewise, of many short texts
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -90,6 +92,21 @@ class LibraryTokenizer(Tokenizer):
                 start, rest = islice(starts, min(1, len(several))), islice(others, max(0, len(several) - 1))
                 yield np.concatenate([np.zeros(0, self.dtype), *start, *rest])
 
+    def encode_marked(self, texts: Iterable[tuple[str, Sequence[tuple[int, int]]]]) -> Iterator[tuple[Ids, Marks]]:
+        """Ids of texts as `encode_documents` makes them, and whether a token holds characters of the text's parts."""
+        for text, parts in texts:
+            pieces, found, marks, before = list(cut([text])), list[Ids](), list[Marks](), 0
+            for number, piece in enumerate(pieces):
+                (encoding,) = self._encodings([piece], self._continuing if number else self._model, True)
+                ends = np.asarray(encoding.offsets, np.int64).reshape(-1, 2) + before
+                inside = np.zeros(len(ends), np.bool_)
+                for start, end in parts:  # a token that covers nothing, as one of blanks may, counts where it stands
+                    inside |= (ends[:, 0] < end) & (np.maximum(ends[:, 1], ends[:, 0] + 1) > start)
+                found.append(np.asarray(encoding.ids, self.dtype))
+                marks.append(inside)
+                before += len(piece)
+            yield np.concatenate([np.zeros(0, self.dtype), *found]), np.concatenate([np.zeros(0, np.bool_), *marks])
+
     def token_id(self, token: str) -> int | None:
         """The id of a token by its text, None where there is no such token."""
         return self._model.token_to_id(token)
@@ -149,17 +166,21 @@ class LibraryTokenizer(Tokenizer):
         return self._model if described == self._described else _library_model(json.dumps(described))
 
     def _encode(self, pieces: list[str], model: Any) -> Iterator[Ids]:
+        for encoding in self._encodings(pieces, model):
+            yield np.asarray(encoding.ids, self.dtype)
+
+    def _encodings(self, pieces: list[str], model: Any, offsets: bool = False) -> list[Any]:
         if self._drops and pieces:
             self._require_known(set().union(*pieces))
+        encode = model.encode_batch if offsets else model.encode_batch_fast
         try:
-            encodings = model.encode_batch_fast(pieces, add_special_tokens=False)
+            encodings: list[Any] = encode(pieces, add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception
             failing = next((piece for piece in pieces if self._fails(piece)), None)
             if failing is None:
                 raise DataError(f"the tokenizers library cannot encode the text: {error}. Give another.") from None
             raise unseen([self._narrowed(failing)], self) from None
-        for encoding in encodings:
-            yield np.asarray(encoding.ids, self.dtype)
+        return encodings
 
     def _fails(self, text: str) -> bool:
         try:

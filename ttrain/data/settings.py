@@ -104,7 +104,19 @@ class DocumentsConfig(DataConfig):
     template: str = option(
         "plain",
         "what a message becomes: plain (User: ..), chatml (<|im_start|>user ..) or a text with {role} or {Role} and "
-        "{content}, in which \\n is a line break",
+        "{content}, in which \\n is a line break; tokenizer: the chat template beside the tokenizer.json makes all of "
+        "it",
+    )
+    loss_on: str = option(
+        "all",
+        "which tokens of conversations are targets: all, or those of the assistant's replies; texts count whole",
+        choices=("all", "replies"),
+    )
+    long_documents: str = option(
+        "split",
+        "split: documents lie end to end and continue in the next sequence; cut: every document lies whole in one "
+        "sequence, what is longer than model.context loses its end; skip: what is longer is left out",
+        choices=("split", "cut", "skip"),
     )
     delimiter: str | None = option(
         None, "line between two documents of a text file, '' for a blank one; null: every file is one document"

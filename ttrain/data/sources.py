@@ -12,7 +12,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ttrain.core.errors import DataError
 from ttrain.core.units import format_bytes
-from ttrain.data.chat import Template, json_kind
+from ttrain.data.chat.jinja import TokenizerTemplate, chat_settings
+from ttrain.data.chat.messages import Rendered, Span, Template, json_kind
 from ttrain.data.corpus import NAME_ROWS, ROW_SUFFIXES, Listing, files_in, holds_json, named_files, not_text
 from ttrain.data.formats.compressed import OnBytes, is_compressed, open_unpacked, plain_name
 from ttrain.data.formats.tables import TABLES, row_value, saved_dataset, table_rows
@@ -31,10 +32,16 @@ _NAMED_KEYS = 8  # most that an error message lists
 
 
 class Document(NamedTuple):
-    """One document, never blank. `place` is file:line of its start, in a table file:row."""
+    """One document, never blank. `place` is file:line of its start, in a table file:row.
+
+    `replies` are the parts of a conversation that the assistant wrote, None for a text. `closed`: the text itself ends
+    the document, so no end token follows.
+    """
 
     text: str
     place: str
+    replies: tuple[Span, ...] | None = None
+    closed: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,7 @@ class Reader:
 
     def __init__(self, config: DocumentsConfig) -> None:
         self._config = config
-        self._template = Template(config.template)
+        self._template = chat_template(config)
         self.skipped = Skipped()
 
     def in_turn(self, sources: list[Source], on_bytes: list[OnBytes]) -> Iterator[Document]:
@@ -131,7 +138,7 @@ class Reader:
             if isinstance(row, str) and not row.strip():
                 continue
             try:
-                text = self._text_of(row)
+                document = self._document(row, f"{file}:{number}")
             except ValueError as error:
                 problem = f"{file}:{number}: {error}"
                 if self._config.bad_rows == "stop":
@@ -141,9 +148,9 @@ class Reader:
                 self.skipped.bad_rows += 1
                 self.skipped.first_bad = self.skipped.first_bad or problem
                 continue
-            yield Document(text, f"{file}:{number}")
+            yield document
 
-    def _text_of(self, given: Any) -> str:
+    def _document(self, given: Any, place: str) -> Document:
         """The document of a line of JSON or of a row of a table. Raises ValueError, which says what is wrong."""
         try:
             row: Any = json.loads(given) if isinstance(given, str) else row_value(given)
@@ -153,14 +160,23 @@ class Reader:
             raise ValueError("not JSON that can be read: too many brackets inside each other") from None
         if isinstance(row, list) and any(isinstance(item, dict) and self._config.text_key in item for item in row):
             raise ValueError("is a list of rows, not one conversation; write each row in a line of its own")
-        text = self._template.text(row) if isinstance(row, list) else self._field(row)
+        found = self._chat(row) if isinstance(row, list) else self._field(row)
+        text = found if isinstance(found, str) else found.text
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"has {text[error.start]!a}, half of a surrogate pair, which is no character") from None
-        return text
+        if isinstance(found, str):
+            return Document(text, place)
+        return Document(text, place, found.replies, isinstance(self._template, TokenizerTemplate))
 
-    def _field(self, row: Any) -> str:
+    def _chat(self, messages: list[Any], tools: Any = None) -> Rendered:
+        found = self._template.render(messages, tools)
+        if self._config.loss_on == "replies" and not any(start < end for start, end in found.replies):
+            raise ValueError("has no reply of the assistant, so data.loss_on=replies would learn nothing of it")
+        return found
+
+    def _field(self, row: Any) -> str | Rendered:
         text_key, chat_key = self._config.text_key, self._config.chat_key
         if not isinstance(row, dict):
             raise ValueError(f"is {json_kind(row)}, not an object with {text_key!r} or {chat_key!r}")
@@ -171,7 +187,7 @@ class Reader:
         if key == text_key and isinstance(value, str):
             return value
         if key == chat_key and isinstance(value, list):
-            return self._template.text(value)
+            return self._chat(value, row.get("tools"))
         if key is not None:
             raise ValueError(
                 f"{key!r} is {json_kind(value)}, not {'text' if key == text_key else 'a list of messages'}"
@@ -180,6 +196,14 @@ class Reader:
         raise ValueError(
             f"has neither {text_key!r} (data.text_key) nor {chat_key!r} (data.chat_key); its keys are {keys}"
         )
+
+
+def chat_template(config: DocumentsConfig) -> Template | TokenizerTemplate:
+    """What makes texts of conversations. Raises DataError for a template that can't be used."""
+    if config.template != "tokenizer":
+        return Template(config.template)
+    settings = chat_settings(Path(config.tokenizer).expanduser())
+    return TokenizerTemplate(settings, config.loss_on == "replies")
 
 
 def _source(given: str, config: DocumentsConfig) -> Source:

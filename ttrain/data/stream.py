@@ -23,6 +23,39 @@ class _Order(NamedTuple):
     ends: NDArray[np.int64]
 
 
+def starts_of(ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each document starts that ends there."""
+    return np.concatenate([np.zeros(1, np.int64), ends[:-1]])
+
+
+class WholeDocuments:
+    """Sequences of neighbouring documents, as many as fit whole, with nothing (-1) after them.
+
+    A document of more than `context` tokens loses its end, or with `skip` is left out; `long` counts those.
+    """
+
+    def __init__(self, ends: NDArray[np.int64], context: int, skip: bool) -> None:
+        starts = starts_of(ends)
+        self.long, self._context = int((ends - starts > context).sum()), context
+        kept = ends - starts <= context if skip else np.ones(len(ends), np.bool_)
+        self._starts, lengths = starts[kept], np.minimum(ends - starts, context)[kept]
+        self._filled, firsts = np.cumsum(lengths), [0]
+        while firsts[-1] < len(lengths):  # the first document that fits no more begins the next sequence
+            before = self._filled[firsts[-1] - 1] if firsts[-1] else 0
+            firsts.append(int(np.searchsorted(self._filled, before + context, "right")))
+        self._lengths, self._firsts = lengths, firsts
+
+    def __len__(self) -> int:
+        return len(self._firsts) - 1
+
+    def read(self, number: int) -> Places:
+        """Where in the split the tokens of one sequence lie."""
+        documents = range(self._firsts[number], self._firsts[number + 1])
+        parts = [self._starts[each] + np.arange(self._lengths[each]) for each in documents]
+        found = np.concatenate(parts)
+        return np.pad(found, (0, self._context - len(found)), constant_values=-1)
+
+
 class DocumentStream:
     """All documents of a split laid end to end, again and again.
 
@@ -32,8 +65,7 @@ class DocumentStream:
     """
 
     def __init__(self, ends: NDArray[np.int64], group: int | None) -> None:
-        self._ends = ends
-        self._starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
+        self._ends, self._starts = ends, starts_of(ends)
         self._group = group
         self._orders: OrderedDict[tuple[int, int, int], _Order] = OrderedDict()
 

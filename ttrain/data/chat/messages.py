@@ -1,15 +1,17 @@
-"""Rows of a conversation to one text, by templates that are data: nothing in them is ever run."""
+"""Messages of a conversation to one text, by templates that are filled in: nothing in them is ever run."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
 from string import Formatter
-from typing import Any
+from typing import Any, NamedTuple
 
 from ttrain.core.errors import DataError
 from ttrain.core.names import with_line_breaks
 
+Span = tuple[int, int]  # start and end of characters
+REPLIES = "assistant"  # the role whose messages are replies
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 # One message each. {role} is the role as the row has it, {Role} begins with a capital letter.
@@ -28,6 +30,13 @@ def json_kind(value: Any) -> str:
     return kinds.get(type(value), f"a {type(value).__name__}")  # tables hold more than JSON can
 
 
+class Rendered(NamedTuple):
+    """A conversation as text, and which parts of it are replies."""
+
+    text: str
+    replies: tuple[Span, ...] = ()
+
+
 class Template:
     """What a message becomes: a named template, or a text with {role}, {Role} and {content}.
 
@@ -38,8 +47,8 @@ class Template:
     def __init__(self, given: str) -> None:
         if given not in TEMPLATES and "{" not in given:
             raise DataError(
-                f"data.template={given}: is neither {' nor '.join(TEMPLATES)}, nor a text with {{content}} such as "
-                "'{role}: {content}\\n'."
+                f"data.template={given}: is neither {' nor '.join((*TEMPLATES, 'tokenizer'))}, nor a text with "
+                "{content} such as '{role}: {content}\\n'."
             )
         text = TEMPLATES.get(given, with_line_breaks(given))
         try:
@@ -55,14 +64,29 @@ class Template:
             raise DataError(f"data.template={given!r}: has no {{content}}, so every message would be the same.")
         self._parts = [(literal, name) for literal, name, _, _ in parts]
 
-    def text(self, messages: Iterable[Any]) -> str:
-        """The conversation as one text; line breaks at its end are left out.
+    def render(self, messages: Iterable[Any], tools: Any = None) -> Rendered:
+        """The conversation as one text; line breaks at its end are left out. Of a reply its content and what follows
+        it count.
 
         Raises ValueError, which says what is wrong with a message.
         """
-        return "".join(self._message(number, message) for number, message in enumerate(messages, 1)).rstrip("\n")
+        text, replies = "", list[Span]()
+        for number, message in enumerate(messages, 1):
+            before, rest = self._message(number, message)
+            if message["role"] == REPLIES:
+                replies.append((len(text) + len(before), len(text) + len(before) + len(rest)))
+            text += before + rest
+        text = text.rstrip("\n")
+        return Rendered(text, tuple((start, min(end, len(text))) for start, end in replies))
 
-    def _message(self, number: int, message: Any) -> str:
+    def prompt(self, messages: Iterable[Any], tools: Any = None) -> str:
+        """The text that the next reply follows."""
+        asked = [*messages, {"role": REPLIES, "content": ""}]
+        *told, (before, _) = (self._message(number, message) for number, message in enumerate(asked, 1))
+        return "".join(map("".join, told)) + before.rstrip(" ")  # a blank belongs to the word after it
+
+    def _message(self, number: int, message: Any) -> tuple[str, str]:
+        """What comes before its content, and the rest."""
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise ValueError(f"message {number} is not an object with role and content")
         role, content = message["role"], message["content"]
@@ -72,4 +96,7 @@ class Template:
         if not isinstance(content, str):
             raise ValueError(f"message {number} has as content {json_kind(content)}, not text")
         values = {"role": role, "Role": role.capitalize(), "content": content}
-        return "".join(literal + (values[name] if name is not None else "") for literal, name in self._parts)
+        parts = [literal + (values[name] if name is not None else "") for literal, name in self._parts]
+        place = next(place for place, (_, name) in enumerate(self._parts) if name == "content")
+        before = "".join(parts[:place]) + self._parts[place][0]
+        return before, "".join(parts).removeprefix(before)

@@ -1,0 +1,258 @@
+"""Chat templates of tokenizers and losses on replies alone, against Transformers; and what templates may not do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ttrain.core.errors import DataError
+from ttrain.data.batches import Sizes
+from ttrain.data.chat.jinja import TokenizerTemplate, chat_settings
+from ttrain.data.chat.messages import Template
+from ttrain.data.documents import DocumentDataset, open_documents
+from ttrain.data.library_tokenizer import LibraryTokenizer, train_bpe
+from ttrain.data.settings import DocumentsConfig
+
+USER, REPLY = {"role": "user", "content": "  Say “hi” & <b> twice\n"}, {"role": "assistant", "content": "hi, \nhi é "}
+CHAT = [{"role": "system", "content": "Be brief."}, USER, REPLY, {**USER, "content": "Again?"}, {**REPLY, "name": None}]
+TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "é<&>"}}]
+HEAD = "{% for m in messages %}\n    {% if loop.first and m.role != 'system' %}\n{{ bos_token }}{% endif %}\n"
+TEMPLATES = {
+    "marked": HEAD
+    + "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m['content'] | trim }}<|im_end|>"
+    "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "by prefixes": "{%- if tools %}{{ tools | tojson(indent=2) }}{% endif -%}{%- for m in messages -%}"
+    "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}",
+    "loops and refusals": "{{ bos_token }}{% set ns = namespace(n=0) %}{% for m in messages %}"
+    "{% if m.role == 'system' %}{% continue %}{% endif %}"
+    "{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no ' + m.role) }}{% endif %}"
+    "{% set ns.n = ns.n + 1 %}[{{ ns.n }}] {{ m | tojson }}{{ eos_token }}{% if ns.n > 2 %}{% break %}{% endif %}"
+    "{% endfor %}{{ strftime_now('%Y') }}",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = train_bpe(["Say hi twice, again and again. Be brief. user assistant system\n"] * 20, 300)
+    for token in ("<|im_start|>", "<|im_end|>", "<|endoftext|>"):
+        tokenizer = tokenizer.with_token(token)
+    (folder / "tokenizer.json").write_text(tokenizer.to_json())
+    return folder
+
+
+def configured(folder: Path, template: Any, **more: Any) -> dict[str, Any]:
+    described = {
+        "bos_token": {"content": "<|endoftext|>"},
+        "eos_token": "<|im_end|>",
+        "chat_template": template,
+        **more,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    return described
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def opened(folder: Path, *rows: Any, context: int = 64, **options: Any) -> DocumentDataset:
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    given = {"tokenizer": str(folder / "tokenizer.json"), "template": "tokenizer", "order": "read", **options}
+    return open_documents(DocumentsConfig(sources=["rows.jsonl"], **given), Sizes(context=context))
+
+
+def theirs(folder: Path, template: str) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        chat_template=template,
+        clean_up_tokenization_spaces=False,
+        **special,
+    )
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_texts_and_prompts_equal_those_of_transformers(folder: Path, name: str, tools: Any) -> None:
+    configured(folder, TEMPLATES[name])
+    other = theirs(folder, TEMPLATES[name])
+    for replies in (False, True):
+        ours = TokenizerTemplate(chat_settings(folder / "tokenizer.json"), replies and name != "loops and refusals")
+        for chat in (CHAT, CHAT[1:3], CHAT[:2]):
+            how: dict[str, Any] = {"tools": tools, "tokenize": False}
+            assert ours.render(chat, tools).text == other.apply_chat_template(chat, **how)
+            assert ours.prompt(chat, tools) == other.apply_chat_template(chat, add_generation_prompt=True, **how)
+
+
+def test_the_tokens_of_marked_replies_equal_those_of_transformers(folder: Path) -> None:
+    configured(folder, TEMPLATES["marked"])
+    wanted = theirs(folder, TEMPLATES["marked"]).apply_chat_template(
+        CHAT, return_dict=True, return_assistant_tokens_mask=True
+    )
+    text, replies = TokenizerTemplate(chat_settings(folder / "tokenizer.json"), True).render(CHAT)
+    tokenizer = LibraryTokenizer((folder / "tokenizer.json").read_text())
+    ((ids, marks),) = tokenizer.encode_marked([(text, replies)])
+    assert ids.tolist() == wanted["input_ids"] and marks.tolist() == [bool(mask) for mask in wanted["assistant_masks"]]
+    assert (ids == next(tokenizer.encode_documents([text]))).all() and 0 < marks.sum() < len(marks)
+
+
+@pytest.mark.parametrize("attention", ["sequence", "document"])
+@pytest.mark.parametrize(
+    ("template", "amid", "last"),
+    [
+        ("marked", "hi, \nhi é<|im_end|>", "hi, \nhi é<|im_end|>"),
+        ("by prefixes", "hi, \nhi é <|im_end|>\n", "hi, \nhi é <|im_end|>\n"),
+        ("plain", " hi, \nhi é \n", " hi, \nhi é <|im_end|>"),
+        ("<{role}>{content}</>", "hi, \nhi é </>", "hi, \nhi é </><|im_end|>"),
+    ],
+)
+def test_targets_are_the_replies_alone(folder: Path, template: str, amid: str, last: str, attention: str) -> None:
+    """And the end token, where one is put after a conversation."""
+    configured(folder, TEMPLATES.get(template, ""))
+    options = {"loss_on": "replies", "attention": attention, "held_out": 0.5, "long_documents": "cut"}
+    named = "tokenizer" if template in TEMPLATES else template
+    one = [USER, REPLY, {**USER, "content": "Bye"}, REPLY]
+    data = opened(folder, {"messages": one}, one[:2], one[:2], template=named, context=256, **options)
+    assert data.tokenizer is not None
+    spoken = []
+    for split in ("train", "val"):
+        batch = data.batch(split, 0, 0, 1)
+        targets, tokens = batch["targets"][0], batch["tokens"][0]
+        spoken.append(data.tokenizer.decode(targets[targets >= 0].tolist()))
+        assert (targets[:-1] == tokens[1:])[targets[:-1] >= 0].all()
+    assert sorted(spoken) == sorted([amid + last, last * 2])
+
+
+def test_tokens_of_a_conversation_are_the_templates_and_texts_count_whole(folder: Path) -> None:
+    configured(folder, TEMPLATES["marked"])
+    data = opened(folder, CHAT, CHAT[1:3], {"text": "Say hi."}, loss_on="replies", held_out=0.3, context=16)
+    documents = {
+        data.tokenizer.decode(part): marks  # type: ignore[union-attr]
+        for split in ("train", "val")
+        for part, marks in zip(
+            np.split(data._splits[split], data._ends[split][:-1]),
+            np.split(data._marks[split], data._ends[split][:-1]),  # type: ignore[index]
+            strict=True,
+        )
+    }
+    template = TokenizerTemplate(chat_settings(folder / "tokenizer.json"))
+    assert documents.keys() == {template.render(CHAT).text, template.render(CHAT[1:3]).text, "Say hi.<|im_end|>"}
+    assert documents["Say hi.<|im_end|>"].all() and not documents[template.render(CHAT).text].all()
+
+
+def test_whole_documents(folder: Path) -> None:
+    """Against a walk: neighbours as long as they fit, nothing after them, and what is too long cut or left out."""
+    rows = [
+        {"text": letter * count}
+        for letter, count in zip("abcdefghijkl", (2, 5, 30, 1, 9, 3, 3, 3, 40, 6, 2, 8), strict=True)
+    ]
+    for rule in ("cut", "skip"):
+        options = {"tokenizer": "byte", "template": "plain", "attention": "document", "held_out": 0.2, "context": 12}
+        data = opened(folder, *rows, long_documents=rule, **options)
+        documents = [part.tolist() for part in np.split(data._splits["train"], data._ends["train"][:-1])]
+        kept = [part[:12] for part in documents if rule == "cut" or len(part) <= 12]
+        batch, number = data.batch("train", 0, 0, len(data._whole["train"])), 0
+        for tokens, targets, positions in zip(
+            *(batch[name].tolist() for name in ("tokens", "targets", "positions")), strict=True
+        ):
+            place = 0
+            while number < len(kept) and place + len(kept[number]) <= 12:
+                part, size = kept[number], len(kept[number])
+                assert tokens[place : place + size] == part and targets[place : place + size] == [*part[1:], -1]
+                assert positions[place : place + size] == list(range(size))
+                place, number = place + size, number + 1
+            assert place and targets[place:] == [-1] * (12 - place) == [-1] * len(targets[place:])
+        assert number == len(kept)
+        long = sum(size > 12 for split in ("train", "val") for size in np.diff(data._ends[split], prepend=0))
+        what = "lose their end" if rule == "cut" else "are left out"
+        assert f"{long} of 12 documents are longer than model.context=12 and {what}." in data.description["notices"]
+        shuffled = opened(folder, *rows, long_documents=rule, **{**options, "order": "shuffled"})
+        count = len(data._whole["train"])
+        again = [shuffled.batch("train", 1, start, count)["tokens"] for start in (0, count)]
+        assert all(sorted(each.tolist()) == sorted(batch["tokens"].tolist()) for each in again)
+        assert not (again[0] == again[1]).all()
+
+
+ESCAPES = (
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ lipsum.__globals__['os'].system('touch escaped') }}",
+    "{{ messages.append(1) }}",
+    "{{ '%s'.format.__globals__.os }}",
+    "{{ strftime_now.__globals__.json }}",
+    "{{ raise_exception.__closure__[0].cell_contents }}",
+    "{{ cycler.__init__.__globals__.os.popen('touch escaped').read() }}",
+    "{% include '/etc/passwd' %}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ ('{0.__class__.__base__}').format(1) | length + messages.__len__.__self__ }}",
+)
+
+
+@pytest.mark.parametrize("escape", ESCAPES)
+def test_a_template_does_not_leave_the_sandbox(folder: Path, escape: str) -> None:
+    configured(folder, escape)
+    with pytest.raises(DataError, match=r"rows.jsonl:1: the tokenizer's chat template (refuses|fails)") as caught:
+        opened(folder, CHAT, CHAT[1:3])
+    assert caught.value.exit_code == 2 and not Path("escaped").exists() and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        ([], {}, "has no messages"),
+        (CHAT[:2], {"loss_on": "replies"}, "has no reply of the assistant"),
+        ([{"role": "judge", "content": "x"}], {}, "the tokenizer's chat template refuses it: no judge"),
+        ([{"content": "x"}], {}, "message 1 is not an object with a role"),
+        ([USER, {"role": "user"}], {"bad_rows": "stop"}, ""),
+    ],
+)
+def test_conversations_that_cannot_be_used(folder: Path, row: Any, options: dict[str, Any], message: str) -> None:
+    configured(folder, TEMPLATES["marked" if "loss_on" in options else "loops and refusals"])
+    if not message:  # the template takes it
+        assert opened(folder, row, CHAT[1:3], context=8, **options).description["bad_rows"] == 0
+        return
+    with pytest.raises(DataError) as caught:
+        opened(folder, CHAT[1:3], row, **options)
+    assert f"rows.jsonl:2: {message}" in str(caught.value) and caught.value.exit_code == 2
+    skipped = opened(folder, CHAT[1:3], row, CHAT, context=8, bad_rows="skip", **options)
+    assert skipped.description["bad_rows"] == 1
+
+
+def test_a_template_that_rewrites_earlier_messages_tells_no_replies(folder: Path) -> None:
+    configured(folder, "{% for m in messages %}{{ loop.revindex }}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    with pytest.raises(DataError, match=r"writes earlier messages another way.*data\.loss_on=all"):
+        opened(folder, CHAT, CHAT[1:3], loss_on="replies")
+    assert opened(folder, CHAT, CHAT[1:3], context=8).description["bad_rows"] == 0
+
+
+def test_where_templates_are_found(folder: Path, tmp_path: Path) -> None:
+    file = folder / "tokenizer.json"
+    configured(folder, [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}])
+    assert chat_settings(file) == {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "chat_template": "d"}
+    (folder / "chat_template.jinja").write_text("of its own")
+    assert chat_settings(file)["chat_template"] == "of its own"
+    (folder / "chat_template.jinja").unlink()
+    configured(folder, None)
+    for tokenizer in (str(file), "bpe"):
+        with pytest.raises(
+            DataError, match=r"data\.template=tokenizer: .* Give the tokenizer\.json of a model for chats"
+        ):
+            opened(folder, CHAT, tokenizer=tokenizer)
+    configured(folder, "{% for m in messages %}{{ m.content }}")
+    with pytest.raises(DataError, match=r"chat template, line 1: Unexpected end of template"):
+        opened(folder, CHAT)
+
+
+def test_prompts_of_templates_that_are_filled_in() -> None:
+    assert Template("plain").prompt([USER]) == "User:   Say “hi” & <b> twice\n\nAssistant:"
+    assert Template("chatml").prompt([REPLY]) == "<|im_start|>assistant\nhi, \nhi é <|im_end|>\n<|im_start|>assistant\n"

@@ -1,0 +1,1 @@
+"""Conversations as text: templates that are filled in, and those of tokenizers."""
