@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ttrain import ops
@@ -128,3 +130,20 @@ def test_literal_no_ops_record_nothing() -> None:
     same = [ops.scale(x, 1.0), ops.reshape(x, PAIR.shape), ops.cast(x, DType.FP32), ops.expand(x, PAIR.shape)]
     seed = graph.input("seed", TensorSpec((), DType.INT64))
     assert all(value is x for value in [*same, ops.dropout(x, seed, 0.0, 0)]) and not graph.nodes
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "said"),
+    [
+        (0, {}, "missing a required argument: 'x'"),
+        (3, {}, "too many positional arguments"),
+        (1, {"approximated": "none"}, "unexpected keyword argument 'approximated'"),
+        (0, {"y": 1}, "missing a required argument: 'x'"),
+        (2, {"approximate": "none"}, "multiple values for argument 'approximate'"),
+    ],
+)
+def test_an_op_is_called_like_the_function_that_declares_it(args: int, kwargs: dict[str, Any], said: str) -> None:
+    x = Graph().input("x", TensorSpec((2,)))
+    assert ops.gelu(x, approximate="none").producer.attributes == ops.gelu(x, "none").producer.attributes
+    with pytest.raises(TypeError, match=said):
+        ops.gelu(*(x, "none", 1)[:args], **kwargs)

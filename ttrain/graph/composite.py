@@ -52,6 +52,8 @@ class Declared(Op, Generic[P, R]):
         self._signature = inspect.signature(function, eval_str=True)
         declared = self._signature.parameters.values()
         self.inputs = tuple(_LISTED[p.annotation].format(p.name) for p in declared if p.annotation in _LISTED)
+        self._names = dict.fromkeys(p.name for p in declared)
+        self._defaults = {p.name: p.default for p in declared if p.default is not p.empty}
         self._values = [p.name for p in declared if p.annotation in _LISTED]
         self._converted = {p.name: _CONVERTED[p.annotation] for p in declared if p.annotation in _CONVERTED}
         self._cases: tuple[Case, ...] = ()
@@ -61,14 +63,14 @@ class Declared(Op, Generic[P, R]):
             setattr(self, fact, value)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()
+        named = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        given: dict[str, Any] = {**self._defaults, **named}
+        if given.keys() != self._names.keys() or len(named) != len(args) + len(kwargs):
+            self._signature.bind(*args, **kwargs)  # raises TypeError; too slow to be asked for every node
         inputs: list[Value | None] = []
         for name, declared in zip(self._values, self.inputs, strict=True):
-            given: Any = bound.arguments[name]
-            inputs += given if declared.endswith("*") else [given]
-        given_attributes = ((name, bound.arguments[name]) for name in bound.arguments if name not in self._values)
-        attributes = {name: value for name, value in given_attributes if value is not None}
+            inputs += given[name] if declared.endswith("*") else [given[name]]
+        attributes = {name: given[name] for name in self._names if name not in self._values and given[name] is not None}
         attributes |= {name: make(attributes[name]) for name, make in self._converted.items() if name in attributes}
         return self.record(*inputs, **attributes)
 
