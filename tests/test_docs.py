@@ -29,6 +29,7 @@ from ttrain.config.help import EXAMPLES
 from ttrain.config.schema import Config, sections
 from ttrain.config.validate import section_type
 from ttrain.core.errors import ConfigError
+from ttrain.data.tokenizer import ByteTokenizer
 from ttrain.device.family import family_of
 
 REPO = Path(__file__).parents[1]
@@ -123,6 +124,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugins_taken_back: 
     (tmp_path / "books").mkdir()
     for name in ("book.txt", "books/one.txt", "books/two.md"):
         (tmp_path / name).write_text(text, "utf-8")
+    sizes = dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 2)
+    sizes |= {"hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 8192, "vocab_size": 256}
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    (tmp_path / "hub" / "tokenizer.json").write_text(ByteTokenizer().to_json())
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -241,6 +247,7 @@ def test_every_command_of_the_help(folder: Path, capsys: pytest.CaptureFixture[s
 def test_commands_in_running_text_compose(folder: Path) -> None:
     wrong: dict[str, str] = {}
     for line in sorted(set(inline_commands())):
+        line = line.replace("<model folder>", "hub")
         words = Command(re.sub(r"<[\w ]+>", "book.txt", re.sub(r"\[(\w+=\S+)\]", r"\1", line))).words
         assert words is not None
         flags, _ = parse_arguments(words)

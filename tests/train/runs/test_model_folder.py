@@ -317,3 +317,28 @@ def test_a_killed_export_leaves_no_folder(gpt2: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
     assert not Path("out").exists()
     assert main(["task=export", "run.dir=run", "export.form=huggingface", "export.dir=out"]) == 0
+
+
+def test_the_recipe_trains_a_model_of_its_form_on_chats(tmp_path: Path) -> None:
+    """SmolLM2-135M with 2 of its 30 layers, and with few rows in its embedding."""
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    made = _llama("Llama", **sizes, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True)()
+    save(made.bfloat16(), tmp_path / "hub")
+    answer = {"role": "assistant", "content": TEXT[:39]}
+    chats = [{"messages": [{"role": "user", "content": f"what words, {number}?"}, answer]} for number in range(40)]
+    Path("chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    words = ["recipe=smollm2-135m-finetune", "model.from=hub", "data.sources=[chats.jsonl]", "run.dir=run"]
+    small = ["model.context=32", "train.steps=8", "train.batch_size=4", "train.accumulation=2", "schedule.warmup=0"]
+    assert main([*words, *small, "train.eval_every=4", "optimizer.lr=1e-3", *QUIET[-5:]]) == 0
+    config = find_checkpoint(Path("run"), "last").config
+    assert (config["model"]["name"], config["model"]["context"], config["data"]["end_token"]) == (
+        "llama", 32, "<|endoftext|>",
+    )  # fmt: skip
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    first, *_, last = [line["val/loss"] for line in lines if "val/loss" in line]
+    assert last < first
+    assert main(["task=export", "run.dir=run", "export.form=huggingface", "export.dir=out", "export.shard_mb=4"]) == 0
+    assert len(list(Path("out").glob("model-*.safetensors"))) > 1
+    tokens = tokens_of(32)
+    ours, theirs = our_logits("run", tokens), their_logits(Path("out"), tokens)
+    assert np.abs(ours - theirs).max() < 0.05 * ours.std()  # ours are computed in bf16
