@@ -45,14 +45,6 @@ def test_hugging_face_files_keep_projections_as_inputs_by_outputs_and_carry_mask
     assert all(np.array_equal(back[path], value) for path, value in values.items())
 
 
-def test_loaded_values_do_not_share_memory_with_the_source() -> None:
-    model = GPT(GPTConfig(**SIZE))
-    weights = model.to_original(initial_values(model, seed=3))
-    values = dict(model.from_original(weights))
-    weights["transformer.wte.weight"][:] = 0
-    assert values["embedding.weight"].any()
-
-
 def test_torch_compile_prefixes_are_understood() -> None:
     model = GPT(GPTConfig(**SIZE))
     weights = {f"_orig_mod.{k}": v for k, v in model.to_original(initial_values(model, seed=3)).items()}

@@ -146,11 +146,11 @@ class GPT(Decoder):
         with graph.scope("norm"):
             return self.norm(x)
 
-    def to_original(self, values: Mapping[str, Any], transposed: bool = False) -> gpt_weights.Weights:
+    def to_original(self, values: Mapping[str, Any], transposed: bool = False) -> dict[str, Weight]:
         """Parameters by path -> weights under nanoGPT's names, or with `transposed` in Hugging Face's form."""
         return gpt_weights.to_original(values, self._specs(), transposed)
 
-    def to_transformers(self, values: Mapping[str, Any]) -> gpt_weights.Weights:
+    def to_transformers(self, values: Mapping[str, Any]) -> dict[str, Weight]:
         """The weights of Hugging Face's GPT-2, a tied head once. It has every bias: those that we lack are zero."""
         weights = self.to_original(values, transposed=True)
         if self.config.tied:

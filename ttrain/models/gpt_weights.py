@@ -11,9 +11,7 @@ import numpy as np
 from ttrain.core.errors import CheckpointError
 from ttrain.core.spec import TensorSpec
 from ttrain.models.settings import ACTIVATIONS, GPTConfig
-from ttrain.models.weight_checks import Converted, Weight, as_fp32, different, same, unusable
-
-Weights = dict[str, Weight]
+from ttrain.models.weight_checks import Weight, Weights, as_fp32, different, same, unfitting, unusable
 
 _BLOCK = {
     "attention_norm": "ln_1",
@@ -41,6 +39,7 @@ _ALWAYS = {  # what Transformers lets a config choose, and this model has so
     "add_cross_attention": False,
 }  # fmt: skip
 _HEAD, _EMBEDDING = "lm_head.weight", "transformer.wte.weight"
+_AGREE = "layers, width, vocabulary, context, bias and tied"  # that the sizes of weights follow from
 _QKV = "transformer.h.0.attn.c_attn.weight"
 
 
@@ -53,13 +52,15 @@ def original_name(path: str) -> str:
     return f"transformer.h.{number}.{_BLOCK[inner]}.{leaf}"
 
 
-def to_original(values: Mapping[str, Any], specs: Mapping[str, TensorSpec], transposed: bool = False) -> Weights:
+def to_original(
+    values: Mapping[str, Any], specs: Mapping[str, TensorSpec], transposed: bool = False
+) -> dict[str, Weight]:
     """Parameters by our path -> weights by the original's name, fp32.
 
     A tied head is written under both of its names. `transposed` gives Hugging Face's form, whose linear layers hold
     [inputs, outputs]; otherwise nanoGPT's, [outputs, inputs].
     """
-    weights = {original_name(path): np.array(as_fp32(values[path])) for path in specs}
+    weights = {original_name(path): as_fp32(values[path]) for path in specs}
     if transposed:
         weights = {name: _turned(name, weight) for name, weight in weights.items()}
     weights.setdefault(_HEAD, weights[_EMBEDDING])
@@ -86,7 +87,7 @@ def from_original(
     weights: Mapping[str, Any], specs: Mapping[str, TensorSpec], strict: bool = True
 ) -> Mapping[str, Weight]:
     """Weights by the original's name (arrays or torch tensors) -> parameters by our path, fp32, each
-    copied when it is asked for.
+    converted when it is asked for.
 
     Takes nanoGPT's form and Hugging Face's, told apart by the shape of the first attention projection; prefixes that
     torch.compile adds, a missing `transformer.`, and nanoGPT's checkpoints, which hold more beside the model, are
@@ -97,13 +98,13 @@ def from_original(
     given = {_full_name(name): weight for name, weight in weights.items() if not str(name).endswith(_MASKS)}
     names = {path: original_name(path) for path in specs}
     if problems := unusable({name: given[name] for name in names.values() if name in given}):
-        raise _refused(problems)
+        raise unfitting(problems, _AGREE)
     spare = given.pop(_HEAD, None) if "head.weight" not in specs else None
     projection = given.get(_QKV)
     turned = projection is not None and list(projection.shape[1:]) == [3 * projection.shape[0]]
     made = {path: partial(_read, name, given[name], turned) for path, name in names.items() if name in given}
     if not strict:
-        return Converted(made)
+        return Weights(made, lambda path: made[path]())
     problems = [f"{name}: missing" for name in names.values() if name not in given]
     problems += [f"{name}: not a weight of this model" for name in given if name not in names.values()]
     for path, name in names.items() if not problems else ():
@@ -113,8 +114,8 @@ def from_original(
     if not problems and not (unusable({_HEAD: spare}) or same(spare, given[_EMBEDDING])):
         problems.append(different(_HEAD, _EMBEDDING))
     if problems:
-        raise _refused(problems)
-    return Converted(made)
+        raise unfitting(problems, _AGREE)
+    return Weights(made, lambda path: made[path]())
 
 
 def from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,9 +157,8 @@ def to_transformers(config: GPTConfig) -> dict[str, Any]:
 
 
 def _read(name: str, value: Any, turned: bool) -> Weight:
-    """A copy in our layout."""
-    weight = np.array(as_fp32(value))
-    return _turned(name, weight) if turned else weight
+    """In our layout."""
+    return _turned(name, as_fp32(value)) if turned else as_fp32(value)
 
 
 def _full_name(name: Any) -> str:
@@ -168,12 +168,3 @@ def _full_name(name: Any) -> str:
 
 def _turned(name: str, weight: Weight) -> Weight:
     return np.ascontiguousarray(weight.T) if name.endswith(_MATRICES) else weight
-
-
-def _refused(problems: list[str]) -> CheckpointError:
-    more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-    return CheckpointError(
-        "the weights do not fit this model; layers, width, vocabulary, context, bias and tied must agree: "
-        + "; ".join(problems[:8])
-        + more
-    )

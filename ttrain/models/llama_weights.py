@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ttrain.core.errors import CheckpointError, ConfigError
+from ttrain.core.errors import ConfigError
 from ttrain.core.spec import TensorSpec
 from ttrain.models.settings import LlamaConfig
-from ttrain.models.weight_checks import different, same, unusable
+from ttrain.models.weight_checks import different, same, unfitting, unusable
 
 BLOCK = {  # module of ours in blocks.<i> -> Transformers' in model.layers.<i>
     "attention_norm": "input_layernorm",
@@ -78,12 +78,7 @@ def from_original(weights: Mapping[str, Any], specs: Mapping[str, TensorSpec], s
         if not problems and not (unusable({_HEAD: spare}) or same(spare, given[_EMBEDDING])):
             problems.append(different(_HEAD, _EMBEDDING))
     if problems:
-        shown = "\n".join(f"  {problem}" for problem in sorted(problems)[:20])
-        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise CheckpointError(
-            "the weights do not fit this model; layers, heads, widths, vocabulary, biases, qk_norm and tied must "
-            f"agree:\n{shown}{more}"
-        )
+        raise unfitting(sorted(problems), "layers, heads, widths, vocabulary, biases, qk_norm and tied")
     return found
 
 

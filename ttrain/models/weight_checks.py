@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ttrain.core.errors import CheckpointError
+
+Array = NDArray[Any]
 Weight = NDArray[np.float32]
 
 
@@ -28,25 +31,41 @@ def as_fp32(value: Any) -> Weight:
     return np.ascontiguousarray(value, np.float32)
 
 
-class Converted(Mapping[str, Weight]):
-    """Weights by name, each made when it is asked for, so that no two are in memory at once."""
+class Weights(Mapping[str, Array]):
+    """Arrays by name, each made by `read` when it is asked for, so that no two have to be in memory at once."""
 
-    def __init__(self, makers: Mapping[str, Callable[[], Weight]]) -> None:
-        self._makers = makers
+    def __init__(self, names: Collection[str], read: Callable[[str], Array]) -> None:
+        self._names, self._read = names, read
 
-    def __getitem__(self, name: str) -> Weight:
-        return self._makers[name]()
+    def __getitem__(self, name: str) -> Array:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._makers)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._makers)
+        return len(self._names)
+
+    @classmethod
+    def widened(cls, given: Mapping[str, Any]) -> Weights:
+        """Arrays or tensors of any floating dtype as fp32."""
+        return cls(given, lambda name: as_fp32(given[name]))
 
 
 def different(name: str, other: str) -> str:
     """What is wrong with a head of its own in a file that is read into a tied model."""
     return f"{name}: differs from {other}, which a tied model has in its place"
+
+
+def unfitting(problems: Sequence[str], keys: str, shown: int = 8) -> CheckpointError:
+    """Weights that are not those of the model, in one line; `keys` are what their names and shapes follow from."""
+    more = f" and {len(problems) - shown} more" if len(problems) > shown else ""
+    return CheckpointError(f"the weights do not fit this model; {keys} must agree: {'; '.join(problems[:shown])}{more}")
 
 
 def _problem(value: Any) -> str | None:

@@ -138,7 +138,7 @@ def _tokenizer(config: Config, path: Path, own: str | None) -> str | None:
 def _compacted(given: _Parameters) -> tuple[_Parameters, dict[str, Any]]:
     """The same function with rank matrices of fewer columns, and the report that is kept with it."""
     from ttrain.models.agillm_compact import compacted, describe, rank_matrix_path
-    from ttrain.train.runs.export import Overlaid
+    from ttrain.models.weight_checks import Weights
 
     if not isinstance(given.config.model, AGILLMConfig):
         name = given.config.model.name
@@ -153,7 +153,8 @@ def _compacted(given: _Parameters) -> tuple[_Parameters, dict[str, Any]]:
     padding = given.config.model.pad_vocabulary
     model_config = dataclasses.replace(given.model.config, rank=described["rank"], pad_vocabulary=padding)
     config = dataclasses.replace(given.config, model=model_config)
-    values = Overlaid(given.values, {rank_matrix_path(layer): matrix for layer, matrix in matrices.items()})
+    narrower = {rank_matrix_path(layer): matrix for layer, matrix in matrices.items()}
+    values = Weights(given.values, lambda path: narrower[path] if path in narrower else given.values[path])
     return dataclasses.replace(given, config=config, model=build.build_model(config), values=values), described
 
 

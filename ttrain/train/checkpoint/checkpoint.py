@@ -33,7 +33,7 @@ from ttrain.core.files import sha256_file, sync_directory, to_json, write_synced
 from ttrain.core.spec import DType
 from ttrain.core.units import format_bytes
 from ttrain.graph.kinds import Kind
-from ttrain.train.checkpoint.shards import StoredTensors, check_header, stored, tensors
+from ttrain.train.checkpoint.shards import check_header, stored, stored_tensors, tensors
 from ttrain.train.checkpoint.state_match import match
 from ttrain.train.protocols import SAVED_KINDS, Array, State, StateValues
 from ttrain.train.settings import with_current_keys
@@ -144,7 +144,7 @@ class Checkpoint:
     def weights(self) -> Mapping[str, Array]:
         """Parameters and saved buffers by path; each is read from the disk when it is asked for."""
         stems = (_STEMS[Kind.PARAMETER], _STEMS[Kind.BUFFER])
-        return StoredTensors([self.path / name for name in sorted(self.files) if name.startswith(stems)])
+        return stored_tensors([self.path / name for name in sorted(self.files) if name.startswith(stems)])
 
     def _json(self, name: str) -> dict[str, Any]:
         return _read_json(self.path / name)

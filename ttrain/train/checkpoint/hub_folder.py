@@ -67,7 +67,7 @@ def read_architecture(folder: Path) -> dict[str, Any]:
     """
     config = _json(folder / CONFIG)
     kind = config.get("model_type")
-    if kind not in _FAMILIES:
+    if not isinstance(kind, str) or kind not in _FAMILIES:
         raise CheckpointError(f"its config.json has model_type={kind!r}; ttrain has {', '.join(_FAMILIES)}.")
     if config.get("auto_map"):
         raise CheckpointError("its config.json names code of its own (auto_map), which ttrain does not run.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ttrain.core.errors import CheckpointError
+from ttrain.models.weight_checks import Weights
 from ttrain.train.protocols import Array
 
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file: the limit of the library
@@ -38,20 +39,10 @@ class StoredTensor:
             return np.asarray(_array(shard, self.path, self.name), dtype)
 
 
-class StoredTensors(Mapping[str, Array]):
-    """Tensors of several shards by name."""
-
-    def __init__(self, shards: Iterable[Path]) -> None:
-        self._tensors = {tensor.name: tensor for shard in shards for tensor in stored(shard)}
-
-    def __getitem__(self, name: str) -> Array:
-        return np.asarray(self._tensors[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+def stored_tensors(shards: Iterable[Path]) -> Weights:
+    """The tensors of several files by name."""
+    found = {tensor.name: tensor for shard in shards for tensor in stored(shard)}
+    return Weights(found, lambda name: np.asarray(found[name]))
 
 
 def check_header(path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import struct
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -18,27 +18,11 @@ from ttrain.core.errors import CheckpointError, UserError
 from ttrain.core.files import sync_directory, sync_file
 from ttrain.core.spec import TensorSpec
 from ttrain.models.identity import whole
-from ttrain.models.weight_checks import Weight, as_fp32, unusable
+from ttrain.models.weight_checks import Weights, as_fp32, unusable
 from ttrain.train.checkpoint.hub_folder import read_architecture, read_folder
 
 SUFFIXES = (".pt", ".safetensors")
 _MODEL, _TOKENIZER = "ttrain_model", "tokenizer_json"  # names of texts that our files hold beside the weights
-
-
-class Weights(Mapping[str, Weight]):
-    """Arrays or tensors by name as fp32 arrays, each converted when it is asked for."""
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self._given = given
-
-    def __getitem__(self, name: str) -> Weight:
-        return as_fp32(self._given[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._given)
-
-    def __len__(self) -> int:
-        return len(self._given)
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -218,7 +202,7 @@ def read_parameters(path: Path, model: Any, content: Mapping[str, Any] | None = 
         found = _from_original(path, model, content)
     else:
         raise CheckpointError(f"{path} holds no parameters of {model.config.name}: got {_some(content)}.")
-    weights = Weights(found)
+    weights = Weights.widened(found)
     for name, weight in weights.items():
         if not np.isfinite(weight).all():
             raise CheckpointError(f"{path}: {name} holds NaN or infinity in fp32. Give another file.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,19 +85,3 @@ def write_run(folder: Path, stored: Stored, content: CheckpointContent, attempt:
             shutil.rmtree(run.path, ignore_errors=True)
             raise
         return run.path
-
-
-class Overlaid(Mapping[str, Array]):
-    """Some values in the place of others; the rest is still read when it is asked for."""
-
-    def __init__(self, below: Mapping[str, Array], above: Mapping[str, Array]) -> None:
-        self._below, self._above = below, above
-
-    def __getitem__(self, name: str) -> Array:
-        return self._above[name] if name in self._above else self._below[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._below)
-
-    def __len__(self) -> int:
-        return len(self._below)

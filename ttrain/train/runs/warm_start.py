@@ -13,8 +13,9 @@ import numpy as np
 from ttrain.core.errors import CheckpointError
 from ttrain.core.units import format_count
 from ttrain.models.identity import differing
+from ttrain.models.weight_checks import Weight, Weights
 from ttrain.train.checkpoint.hub_folder import find_folder, holds_model
-from ttrain.train.checkpoint.weights_file import Said, Weights, read_file, said_of, same_tokenizer, weights_of
+from ttrain.train.checkpoint.weights_file import Said, read_file, said_of, same_tokenizer, weights_of
 from ttrain.train.protocols import State
 
 _SHOWN = 20  # rows of the table of what does not fit
@@ -84,10 +85,10 @@ def open_warm_start(
         if name not in values:
             others[name] = None
             continue
-        array = values[name]
-        if array.shape != tuple(parameter.shape):
-            others[name] = array.shape
-        elif not np.isfinite(array).all():
+        shape, finite = _examined(values[name])
+        if shape != tuple(parameter.shape):
+            others[name] = shape
+        elif not finite:
             raise CheckpointError(f"{key}={source}: {name} holds NaN or infinity. Give another checkpoint.")
         else:
             fitting.append(name)
@@ -112,6 +113,11 @@ def open_warm_start(
     return start
 
 
+def _examined(array: Weight) -> tuple[tuple[int, ...], bool]:
+    """Shape, and whether all is finite; a function of its own, so that no tensor stays while the next one is read."""
+    return array.shape, bool(np.isfinite(array).all())
+
+
 def _open(path: Path, model: Any, whole: bool = False) -> tuple[Mapping[str, Any], Said]:
     """Values by our paths, each read when it is asked for, and what the source says besides."""
     from ttrain.train.runs.resume import find_resume_point
@@ -119,7 +125,7 @@ def _open(path: Path, model: Any, whole: bool = False) -> tuple[Mapping[str, Any
     if path.is_file() or holds_model(path):
         content = read_file(path)
         said = said_of(path, content)  # first: of another architecture no name fits
-        return Weights(weights_of(path, model, content, strict=whole)), said
+        return Weights.widened(weights_of(path, model, content, strict=whole)), said
     if not path.exists():
         raise CheckpointError(
             f"train.init_from={path} does not exist. Give a run, a checkpoint, a folder of Transformers, or a .pt or "
@@ -131,4 +137,4 @@ def _open(path: Path, model: Any, whole: bool = False) -> tuple[Mapping[str, Any
         raise CheckpointError(f"train.init_from: {str(error).removeprefix('resume=')}") from None
     assert point is not None  # only resume=none and auto give none
     checkpoint = point.checkpoint
-    return Weights(checkpoint.weights()), Said(checkpoint.config.get("model"), checkpoint.tokenizer)
+    return Weights.widened(checkpoint.weights()), Said(checkpoint.config.get("model"), checkpoint.tokenizer)
