@@ -33,7 +33,7 @@ LARGER_FOLDERS = {  # how many each may have: lower a figure when its folder shr
 PYTHON_LINES = 32_800
 TEMPLATE_LINES = 1_500  # the C++ that kernels are generated from
 CORE = ("graph", "ops", "autodiff", "plan", "engine")
-CORE_LINES = 4_080
+CORE_LINES = 4_020
 WITHOUT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -28,7 +28,9 @@ def test_names_come_in_order_and_by_kind() -> None:
     assert state.names(Kind.PARAMETER) == list(SHAPES)
     assert state.names()[:3] == list(SHAPES) and len(state.names()) == 12
     assert state.names(Kind.COPY, Kind.PARAMETER) == [*SHAPES, *(f"{path}/compute" for path in SHAPES)]
-    assert state.spec("up.weight") == TensorSpec((7, 3)) and state.kind("up.weight/first_moment") is Kind.OPTIMIZER
+    assert (
+        state.spec("up.weight") == TensorSpec((7, 3)) and state.tensor("up.weight/first_moment").kind is Kind.OPTIMIZER
+    )
     assert state.nbytes(Kind.OPTIMIZER) == 2 * 4 * (5 + 21 + 7)
 
 

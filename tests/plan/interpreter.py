@@ -116,12 +116,12 @@ class _Memory:
         owner = self.plan.placement.owner_of(value)
         if owner.kind.is_state:
             return self.state[owner.name].view(value.shape)
-        return self._place(self.plan.offsets[owner], value.spec)
+        return self._place(self.plan.owned[owner].offset, value.spec)
 
     def workspace(self, node: Node, kernel: Kernel) -> list[Tensor]:
         wanted = kernel.workspace_specs(*node.specs, node.attributes)
-        offsets = self.plan.workspace.get(node, [])
-        return [self._place(offset, spec) for offset, spec in zip(offsets, wanted, strict=True)]
+        blocks = self.plan.scratch[node]
+        return [self._place(block.offset, spec) for block, spec in zip(blocks, wanted, strict=True)]
 
     def _place(self, offset: int, spec: TensorSpec) -> Tensor:
         return self.arena[offset : offset + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)

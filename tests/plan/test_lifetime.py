@@ -45,7 +45,7 @@ def test_a_result_is_delivered_into_the_state_that_it_is_assigned_to() -> None:
     graph.output("z", ops.tanh(new))
     plan = planned(graph)
     assert launched(plan) == ["relu", "tanh"] and shared(plan, y, state) and shared(plan, new, state)
-    assert plan.placement.owner_of(y) not in plan.offsets
+    assert plan.placement.owner_of(y) not in plan.owned
 
 
 def test_a_view_is_delivered_too() -> None:
@@ -282,9 +282,9 @@ def test_workspace_lives_for_its_launch_beside_inputs_and_outputs() -> None:
         return Kernel(lambda *_: lambda: None, workspace=lambda i, o, a: [TensorSpec((100,)), TensorSpec((3,))])
 
     plan = build_plan(graph, {"transpose": kernel("transpose")})
-    (offsets,) = plan.workspace.values()
-    taken = {offset // 64 for offset in (*offsets, *plan.offsets.values())}
-    assert len(offsets) == 2 and len(taken) == 4  # no two at one place
+    (scratch,) = plan.scratch.values()
+    taken = {block.offset // 64 for block in (*scratch, *plan.owned.values())}
+    assert len(scratch) == 2 and len(taken) == 4  # no two at one place
     assert plan.arena_bytes >= 400 + 12 + 2 * PAIR.nbytes
 
 

@@ -28,7 +28,7 @@ from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD
 from ttrain.plan import build_plan
-from ttrain.plan.report import CLASSES, arena_buffers, show_plan, step_cost
+from ttrain.plan.report import CLASSES, show_plan, step_cost
 from ttrain.train.checkpoint.checkpoint import CheckpointContent, save_checkpoint
 from ttrain.train.forecast.plan_report import PlanReport, parameter_groups, plan_report
 from ttrain.train.steps.session import Session, flops_per_step
@@ -104,8 +104,7 @@ def test_the_peak_is_split_into_classes_without_remainder() -> None:
 def test_every_buffer_is_listed_with_what_it_is() -> None:
     plan = session(NullDevice()).build_training()["train"].plan
     assert plan is not None
-    buffers = list(arena_buffers(plan))
-    assert len(buffers) == len(plan.blocks)
+    buffers = plan.blocks
     assert {buffer.label for buffer in buffers if buffer.group == "inputs"} == {
         "input tokens", "input targets", "input loss_weight", "input seed", "input lr", "input step",
     }  # fmt: skip

@@ -142,6 +142,6 @@ def test_values_that_take_turns_have_equally_many_elements(recompute: str) -> No
     device = planned(TenstorrentConfig())
     plan = build_plan(prepare(graph.trace_train, device.kernels, device, True), device.kernels, device)
     sizes: dict[int, set[int]] = {}
-    for owner, offset in plan.offsets.items():
-        sizes.setdefault(offset, set()).add(owner.spec.size)
+    for owner, block in plan.owned.items():
+        sizes.setdefault(block.offset, set()).add(owner.spec.size)
     assert [found for found in sizes.values() if len(found) > 1] == []

@@ -134,6 +134,6 @@ def test_a_run_holds_the_matrices_of_its_copies_in_block_floats() -> None:
     device = golden(weights="bf8")
     state = State(device, StepGraph(gpt(DType.BF16), adamw(), 2).state_tensors())
     for name in state.names(Kind.COPY, Kind.PARAMETER):
-        block = state.kind(name) is Kind.COPY and state.spec(name).rank == 2
+        block = state.tensor(name).kind is Kind.COPY and state.spec(name).rank == 2
         assert (state.placed(name)[2].layout.dtype == "bfloat8_b") is block, name
     assert any(state.spec(name).rank == 2 for name in state.names(Kind.COPY))

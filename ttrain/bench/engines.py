@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -98,7 +98,7 @@ class EngineContender(Contender):
         return sum(state.nbytes(kind) for kind in Kind if kind.is_state) + plan.arena_bytes + plan.outside_bytes
 
     def facts(self) -> dict[str, Any]:
-        facts: dict[str, Any] = {"counters": self.session.engine.counters.as_dict()}
+        facts: dict[str, Any] = {"counters": asdict(self.session.engine.counters)}
         if self.built.plan is not None:
             facts["kernels"] = len(self.built.plan.launched)
             facts["arena_bytes"] = self.built.plan.arena_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,7 @@ class EngineProduct(ProductContender):
         self.device.synchronize()
 
     def facts(self) -> dict[str, Any]:
-        return {"counters": self.engine.counters.as_dict()}
+        return {"counters": asdict(self.engine.counters)}
 
     def close(self) -> None:
         self.engine.close()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from ttrain.core.names import did_you_mean
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import NUMPY_DTYPES, Buffer, Device, Launch
 from ttrain.engine.state import State
-from ttrain.graph.graph import Graph, Node, Value
+from ttrain.graph.graph import Graph, Node, RecordCounter, Value
 from ttrain.graph.place import place
 from ttrain.plan.plan import Plan
 
@@ -45,16 +46,30 @@ class EngineCounters:
     nodes_after_first: int = 0
     host_writes_in_capture: int = 0
 
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)
-
 
 class Step(ABC):
     """One built step. Calling it runs it once and returns its outputs by name."""
 
-    name: str
-    inputs: dict[str, TensorSpec]
     plan: Plan | None = None
+    _calls = 0
+
+    def __init__(self, engine: Engine, name: str, inputs: Mapping[str, Value]) -> None:
+        self.engine, self.name = engine, name
+        self.inputs = {key: value.spec for key, value in inputs.items()}
+        self._arrays = HostInputs(name, self.inputs, engine.device.chips)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """One run, watched, with what it took counted."""
+        device, counters = self.engine.device, self.engine.counters
+        allocations, nodes = device.counters.allocations, RecordCounter.nodes
+        with device.watched(f"step {self.name}"):
+            yield
+        if self._calls:
+            counters.allocations_after_first += device.counters.allocations - allocations
+            counters.nodes_after_first += RecordCounter.nodes - nodes
+        self._calls += 1
+        counters.steps += 1
 
     @abstractmethod
     def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:

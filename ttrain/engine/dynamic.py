@@ -7,8 +7,8 @@ from typing import Any
 
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Arena, Buffer, Kernel, of_side
-from ttrain.engine.base import Engine, HostInputs, HostValue, Look, Step, Trace, host_outputs, traced_graph
-from ttrain.graph.graph import Graph, Node, RecordCounter, Value
+from ttrain.engine.base import Engine, HostValue, Look, Step, Trace, host_outputs, traced_graph
+from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind
 from ttrain.graph.passes import decompose, fuse, live_nodes
 from ttrain.graph.verify import verify
@@ -29,27 +29,17 @@ class DynamicStep(Step):
     """Runs the trace function itself at every call."""
 
     def __init__(self, engine: DynamicEngine, name: str, trace: Trace) -> None:
-        self.engine, self.name, self._trace = engine, name, trace
         # Traced once beforehand without launching: mistakes show now, and the inputs are known.
         graph = verify(traced_graph(trace, engine.device), "recording")
         engine.state.check(graph)
-        self.inputs = {key: value.spec for key, value in graph.inputs.items()}
-        self._arrays = HostInputs(name, self.inputs, engine.device.chips)
-        self._calls = 0
+        super().__init__(engine, name, graph.inputs)
+        self._trace = trace
         self._recorded: Any = None  # what `_facts` tells of the last recorded graph
         self._joined, self._order = graph, list[tuple[Node, list[Value]]]()  # what was made of it
 
     def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
-        device, counters = self.engine.device, self.engine.counters
-        allocations, nodes = device.counters.allocations, RecordCounter.nodes
-        with device.watched(f"step {self.name}"):
-            outputs, _ = self._run(inputs, look=None)
-        if self._calls:
-            counters.allocations_after_first += device.counters.allocations - allocations
-            counters.nodes_after_first += RecordCounter.nodes - nodes
-        self._calls += 1
-        counters.steps += 1
-        return outputs
+        with self._counted():
+            return self._run(inputs, look=None)[0]
 
     def inspect(self, inputs: Mapping[str, HostValue], look: Look) -> bool:
         with self.engine.device.watched(f"step {self.name}"):
@@ -112,8 +102,8 @@ def _with_last_reads(graph: Graph) -> list[tuple[Node, list[Value]]]:
 class _Tape:
     """Buffers of one running step, by value."""
 
-    def __init__(self, engine: DynamicEngine) -> None:
-        self.engine, self.device, self.state = engine, engine.device, engine.state
+    def __init__(self, engine: Engine) -> None:
+        self.device, self.state = engine.device, engine.state
         self.inputs: dict[str, Placed] = {}
         self.buffers: dict[Value, Placed] = {}
 
@@ -125,7 +115,7 @@ class _Tape:
     def placed(self, value: Value) -> Placed:
         if value.kind is Kind.INPUT:
             return self.inputs[value.name]
-        return self.state.buffer(value) if value.kind.is_state else self.buffers[value]
+        return self.state.placed(value.name) if value.kind.is_state else self.buffers[value]
 
     def download(self, value: Value) -> Any:
         return self.device.side(value.on_host).download(self.placed(value)[2])

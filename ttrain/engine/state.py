@@ -11,7 +11,7 @@ from ttrain.core.errors import GraphError
 from ttrain.core.names import did_you_mean
 from ttrain.core.spec import DType, TensorSpec, run_offsets
 from ttrain.device.base import Arena, Buffer, Device
-from ttrain.graph.graph import Graph, Value
+from ttrain.graph.graph import Graph
 from ttrain.graph.kinds import Kind
 
 
@@ -86,9 +86,6 @@ class State:
         """Of the values as `read` gives and `write` takes them."""
         return self.tensor(name).host_spec
 
-    def kind(self, name: str) -> Kind:
-        return self.tensor(name).kind
-
     def placed(self, name: str) -> tuple[Arena, int, Buffer]:
         """Arena, byte offset and buffer of one tensor."""
         self.tensor(name)
@@ -124,6 +121,3 @@ class State:
             if tensor.spec != value.spec or tensor.kind is not value.kind:
                 placed, used = f"{tensor.kind.value} {tensor.spec}", f"{value.kind.value} {value.spec}"
                 raise GraphError(f"{name} is placed as {placed}, the graph uses {used}.")
-
-    def buffer(self, value: Value) -> tuple[Arena, int, Buffer]:
-        return self.placed(value.name)

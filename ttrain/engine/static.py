@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from ttrain.autodiff.rematerialize import rematerialize
-from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Arena, Buffer, Device, Kernel, Launch, of_side
-from ttrain.engine.base import Engine, HostInputs, HostValue, Look, Step, Trace, host_outputs, traced_graph
+from ttrain.engine.base import Engine, HostValue, Look, Step, Trace, host_outputs, traced_graph
 from ttrain.engine.state import State
-from ttrain.graph.graph import Graph, Node, RecordCounter, Value
+from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.passes import (
     copy_reshapes,
     decompose,
@@ -99,39 +98,30 @@ class StaticEngine(Engine):
 class StaticStep(Step):
     """Bound at its first call, so that every step of a run is built before memory is taken."""
 
+    engine: StaticEngine
+
     def __init__(self, engine: StaticEngine, name: str, plan: Plan) -> None:
-        self.engine, self.name = engine, name
+        super().__init__(engine, name, plan.graph.inputs)
         self.plan: Plan = plan
-        self.inputs: dict[str, TensorSpec] = {key: value.spec for key, value in plan.graph.inputs.items()}
-        self._arrays = HostInputs(name, self.inputs, engine.device.chips)
         self._bound: BoundPlan | None = None
         self._prefetched: PrefetchedInputs | None = None
-        self._calls = 0
 
     def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
         return self.start(inputs)()
 
     def start(self, inputs: Mapping[str, HostValue]) -> Callable[[], dict[str, Any]]:
-        device, counters = self.engine.device, self.engine.counters
-        arrays = self._arrays(inputs)
-        allocations, nodes = device.counters.allocations, RecordCounter.nodes
-        with device.watched(f"step {self.name}"):
-            self.take_addresses()
-            assert self._bound is not None
+        device, arrays = self.engine.device, self._arrays(inputs)
+        with self._counted():
+            bound = self.take_addresses()
             if self._prefetched is not None:
                 written = self._prefetched.take()
                 arrays = {key: array for key, array in arrays.items() if not _equal(array, written.get(key))}
             if arrays:
-                device.upload_inputs(self._bound.inputs, arrays)
-            self.run(self._bound)
-        if self._calls:
-            counters.allocations_after_first += device.counters.allocations - allocations
-            counters.nodes_after_first += RecordCounter.nodes - nodes
-        elif device.overlaps:
-            self._prefetched = PrefetchedInputs(device, self._bound.inputs, arrays)
-        self._calls += 1
-        counters.steps += 1
-        return partial(host_outputs, device, self._bound.outputs)
+                device.upload_inputs(bound.inputs, arrays)
+            self.run(bound)
+        if self._prefetched is None and device.overlaps:
+            self._prefetched = PrefetchedInputs(device, bound.inputs, arrays)
+        return partial(host_outputs, device, bound.outputs)
 
     def prefetch(self, inputs: Mapping[str, HostValue]) -> None:
         if self._prefetched is not None:
@@ -145,20 +135,18 @@ class StaticStep(Step):
         device = self.engine.device
         arrays = self._arrays(inputs)
         with device.watched(f"step {self.name}"):
-            self.take_addresses()
-            assert self._bound is not None
-            device.upload_inputs(self._bound.inputs, arrays)
-            return self._bound.inspect(look)
+            bound = self.take_addresses()
+            device.upload_inputs(bound.inputs, arrays)
+            return bound.inspect(look)
 
     def launches(self) -> list[Launch]:
-        self.take_addresses()
-        assert self._bound is not None
-        return self._bound.launches
+        return self.take_addresses().launches
 
-    def take_addresses(self) -> None:
-        """Bind now instead of at the first call."""
+    def take_addresses(self) -> BoundPlan:
+        """The plan, bound now at the latest."""
         if self._bound is None:
             self._bound = self.engine.bind(self.plan)
+        return self._bound
 
 
 class PrefetchedInputs:
@@ -237,9 +225,9 @@ class BoundPlan:
         owner = self._plan.placement.owner_of(value)
         side = self._device.side(owner.on_host)
         if owner.kind.is_state:
-            arena, offset, buffer = self._state.buffer(owner)
+            arena, offset, buffer = self._state.placed(owner.name)
             return buffer if owner is value else side.place(arena, offset, value.spec)
-        return side.place(self._arenas[owner.on_host], self._plan.offsets[owner], value.spec)
+        return side.place(self._arenas[owner.on_host], self._plan.owned[owner].offset, value.spec)
 
     def _bind(self, node: Node) -> Launch:
         on_host = node.on_host
@@ -248,6 +236,6 @@ class BoundPlan:
         ins = [None if value is None else self._buffer(value) for value in node.inputs]
         outs = [self._buffer(output) for output in node.outputs]
         specs = kernel.workspace_specs(*node.specs, node.attributes)
-        offsets = self._plan.workspace.get(node, [])
-        workspace = [device.place(arena, at, spec) for at, spec in zip(offsets, specs, strict=True)]
+        blocks = zip(self._plan.scratch[node], specs, strict=True)
+        workspace = [device.place(arena, block.offset, spec) for block, spec in blocks]
         return device.bind(kernel, ins, outs, node.attributes, workspace)

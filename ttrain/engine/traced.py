@@ -126,26 +126,22 @@ class TracedStep(StaticStep):
             return True
         if any(overwritten(node) for node in self.plan.graph.nodes):
             return False
-        self.take_addresses()
-        assert self._bound is not None
-        zeros: dict[str, np.ndarray] = {
-            key: np.zeros(spec.shape, NUMPY_DTYPES[spec.dtype]) for key, spec in self.inputs.items()
-        }
-        self.engine.device.upload_inputs(self._bound.inputs, zeros)
-        self._bound.run()
+        bound = self.take_addresses()
+        zeros = {key: np.zeros(spec.shape, NUMPY_DTYPES[spec.dtype]) for key, spec in self.inputs.items()}
+        self.engine.device.upload_inputs(bound.inputs, zeros)
+        bound.run()
         self._warm = True
         return True
 
     def record(self) -> None:
         """Let the device capture the bound plan."""
-        device, counters = self.engine.device, self.engine.counters
-        assert self._bound is not None
+        device, counters, bound = self.engine.device, self.engine.counters, self.take_addresses()
         uploads = device.counters.uploads
         if device.host is None:
-            self._replay = device.capture(self._bound.launches, self.name)
+            self._replay = device.capture(bound.launches, self.name)
             counters.captures += 1
         else:
-            self._replay = self._capture_parts(device, self._bound)
+            self._replay = self._capture_parts(device, bound)
         counters.host_writes_in_capture += device.counters.uploads - uploads
 
     def _capture_parts(self, device: Device, bound: BoundPlan) -> Launch:

@@ -13,8 +13,9 @@ from ttrain.device.base import Layout, align
 
 @dataclass
 class Block:
-    """A buffer to place: its size in bytes, when it is live (inclusive), and where it came to lie.
+    """A buffer to place: its bytes, the launches between which it is live (inclusive), and where it came to lie.
 
+    `label` and `group` tell what it is for; see report.CLASSES.
     `layout` is for devices without arenas: only blocks of equal layout may lie at the same offset. `on_host` tells that
     the block lies in the host's arena beside that of the device.
     """
@@ -26,6 +27,7 @@ class Block:
     offset: int = -1
     layout: Layout | None = None
     on_host: bool = False
+    group: str = ""
 
 
 def pack(blocks: Sequence[Block]) -> int:

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Device, Kernel, Layout, of_side
 from ttrain.graph.graph import Graph, Node, Value
-from ttrain.graph.kinds import Kind
+from ttrain.graph.kinds import Kind, Stage
 from ttrain.plan.arena import Block, pack, take_turns
 from ttrain.plan.check import check
-from ttrain.plan.lifetime import Placement, place
-from ttrain.plan.plan import Plan, all_blocks
+from ttrain.plan.lifetime import Lifetime, Placement, place
+from ttrain.plan.plan import Plan
+
+_GROUPS = {Stage.FORWARD: "activations", Stage.BACKWARD: "gradients", Stage.UPDATE: "update"}
 
 
 def build_plan(graph: Graph, kernels: Mapping[str, Kernel], device: Device | None = None) -> Plan:
@@ -21,44 +23,39 @@ def build_plan(graph: Graph, kernels: Mapping[str, Kernel], device: Device | Non
     """
     layouts = None if device is None or device.arenas else _Layouts(graph, kernels, device)
     placement = place(graph, kernels, frozenset() if layouts is None else layouts.special)
-    owned: dict[Value, Block] = {}
-    for owner, lifetime in placement.lifetimes.items():
-        label = owner.name or repr(owner)
-        owned[owner] = Block(label, owner.spec.nbytes, lifetime.start, lifetime.end, on_host=owner.on_host)
+    owned = {owner: _block(owner, lifetime) for owner, lifetime in placement.lifetimes.items()}
     scratch = _scratch(graph, kernels, placement)
     if layouts is not None:
         layouts.give({owner: block for owner, block in owned.items() if not block.on_host})
         layouts.give_scratch(block for group in scratch.values() for block in group if not block.on_host)
-    both = all_blocks(owned, scratch)
-    blocks = [block for block in both if not block.on_host]
-    arena_bytes = pack(blocks) if layouts is None else take_turns(blocks)
-    host_arena_bytes = pack([block for block in both if block.on_host])
-    plan = Plan(
-        graph,
-        placement,
-        {owner: block.offset for owner, block in owned.items()},
-        {node: [block.offset for block in group] for node, group in scratch.items()},
-        owned,
-        scratch,
-        arena_bytes,
-        host_arena_bytes,
-        _outside(graph, kernels, placement),
-    )
+    plan = Plan(graph, placement, owned, scratch, _outside(graph, kernels, placement))
+    plan.arena_bytes = pack(plan.blocks) if layouts is None else take_turns(plan.blocks)
+    plan.host_arena_bytes = pack(plan.host_blocks)
     check(plan, kernels)
     return plan
 
 
+def _block(owner: Value, lifetime: Lifetime) -> Block:
+    node, (start, end) = owner.producer, (lifetime.start, lifetime.end)
+    label, group = (f"input {owner.name}", "inputs") if node is None else (_label(owner, node), _GROUPS[node.stage])
+    return Block(label, owner.spec.nbytes, start, end, on_host=owner.on_host, group=group)
+
+
+def _label(value: Value, node: Node) -> str:
+    names = node.op.outputs_of(node.attributes)
+    name = names[value.index].rstrip("?*") if value.index < len(names) else str(value.index)
+    output = f".{name}" if len(node.outputs) > 1 else ""
+    return " ".join(filter(None, (node.scope, f"{node.op.name}{output}", str(value.spec))))
+
+
 def _scratch(graph: Graph, kernels: Mapping[str, Kernel], placement: Placement) -> dict[Node, list[Block]]:
-    """Scratch buffers of every node whose kernel asks for some."""
+    """Scratch buffers of every node."""
     scratch: dict[Node, list[Block]] = {}
     for time, node in enumerate(graph.nodes):
-        if node in placement.elided:
-            continue
-        specs = of_side(kernels, node.on_host)[node.op.name].workspace_specs(*node.specs, node.attributes)
-        if specs:
-            label = f"workspace of {node.op.name}"
-            on_host = node.on_host
-            scratch[node] = [Block(label, spec.nbytes, time, time, layout=spec, on_host=on_host) for spec in specs]
+        name, on_host = node.op.name, node.on_host
+        if node not in placement.elided:
+            specs = of_side(kernels, on_host)[name].workspace_specs(*node.specs, node.attributes)
+            scratch[node] = [Block(name, x.nbytes, time, time, -1, x, on_host, "workspace") for x in specs]
     return scratch
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ttrain.graph.graph import Graph, Node, Value
@@ -15,30 +14,32 @@ from ttrain.plan.lifetime import Placement
 class Plan:
     """The nodes of one step in order, with an arena slot per value that does not outlive the step.
 
-    `outside_bytes` is the most that libraries allocate by themselves during a launch, as far as kernels tell.
-    `offsets` gives the byte offset per owning value, `workspace` those of a node's scratch buffers; `owned` and
-    `scratch` are the same with sizes and lifetimes. What nodes on the host make lies in an arena of its own there.
+    `owned` and `scratch` are the buffers of values, by the one that owns it, and of a node while it runs.
+    `outside_bytes` is the most that libraries allocate by themselves during a launch, as far as kernels tell. What
+    nodes on the host make lies in an arena of its own there.
     """
 
     graph: Graph
     placement: Placement
-    offsets: dict[Value, int]
-    workspace: dict[Node, list[int]]
     owned: dict[Value, Block]
     scratch: dict[Node, list[Block]]
-    arena_bytes: int
-    host_arena_bytes: int = 0
     outside_bytes: int = 0
+    arena_bytes: int = 0
+    host_arena_bytes: int = 0
 
     @property
     def blocks(self) -> list[Block]:
         """Every buffer of the device's arena."""
-        return [block for block in all_blocks(self.owned, self.scratch) if not block.on_host]
+        return self._blocks(on_host=False)
 
     @property
     def host_blocks(self) -> list[Block]:
         """Every buffer of the host's arena."""
-        return [block for block in all_blocks(self.owned, self.scratch) if block.on_host]
+        return self._blocks(on_host=True)
+
+    def _blocks(self, on_host: bool) -> list[Block]:
+        both = [*self.owned.values(), *(block for group in self.scratch.values() for block in group)]
+        return [block for block in both if block.on_host is on_host]
 
     @property
     def launched(self) -> list[Node]:
@@ -62,8 +63,3 @@ class Plan:
     def peak_bytes(self) -> int:
         """Most arena bytes live at once: a lower bound of `arena_bytes`."""
         return peak_bytes(self.blocks)
-
-
-def all_blocks(owned: Mapping[Value, Block], scratch: Mapping[Node, list[Block]]) -> list[Block]:
-    """Buffers of values, then those of scratch."""
-    return [*owned.values(), *(block for group in scratch.values() for block in group)]

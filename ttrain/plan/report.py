@@ -9,7 +9,7 @@ from typing import Any
 
 from ttrain.device.base import align
 from ttrain.graph.graph import Graph, Node, Value
-from ttrain.graph.kinds import Kind, Stage
+from ttrain.graph.kinds import Stage
 from ttrain.graph.passes import remove_dead_code
 from ttrain.graph.place import transfer_bytes
 from ttrain.graph.show import scope_width
@@ -18,19 +18,6 @@ from ttrain.plan.lifetime import BEFORE
 from ttrain.plan.plan import Plan
 
 CLASSES = ("inputs", "activations", "gradients", "update", "workspace")  # of what lies in an arena
-_CLASS_OF = {Stage.FORWARD: "activations", Stage.BACKWARD: "gradients", Stage.UPDATE: "update"}
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """A range of bytes of the arena and the launches, both inclusive, between which it is live."""
-
-    label: str
-    group: str  # one of CLASSES
-    nbytes: int
-    offset: int
-    start: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -52,7 +39,7 @@ class StepCost:
     kept: int | None
     peak: int
     arena: int
-    largest: list[Buffer]  # of those live at the peak
+    largest: list[Block]  # of those live at the peak
     host_arena: int = 0  # in host memory, of what offloaded parameters take part in
     outside: int = 0  # allocated by libraries during a launch, beside the arena
     transfers: dict[str, int] = field(default_factory=dict)  # bytes per direction between host and device
@@ -60,13 +47,15 @@ class StepCost:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        lists = {"largest": [vars(buffer) for buffer in self.largest], "ops": [vars(cost) for cost in self.ops]}
+        told = ("label", "group", "nbytes", "offset", "start", "end")
+        largest = [{key: getattr(block, key) for key in told} for block in self.largest]
+        lists = {"largest": largest, "ops": [vars(cost) for cost in self.ops]}
         return {**vars(self), **lists}
 
 
 def step_cost(recorded: Graph, plan: Plan | None, largest: int = 5) -> StepCost:
     """What a step costs, from the graph as recorded and from its plan; lists so many of its `largest` buffers."""
-    buffers = [] if plan is None else list(arena_buffers(plan))
+    buffers = [] if plan is None else plan.blocks
     time = _peak_time(buffers)
     live = sorted((buffer for buffer in buffers if buffer.start <= time <= buffer.end), key=lambda b: -b.nbytes)
     memory = dict.fromkeys(CLASSES, 0)
@@ -124,35 +113,7 @@ def _kept(plan: Plan | None) -> int | None:
     return plan.activation_bytes() if plan is not None and trained else None
 
 
-def arena_buffers(plan: Plan) -> Iterator[Buffer]:
-    """Every buffer of the device's arena with what it is for."""
-    for owner, block in plan.owned.items():
-        if block.on_host:
-            continue
-        if owner.kind is Kind.INPUT:
-            yield _buffer(f"input {owner.name}", "inputs", block)
-        else:
-            assert owner.producer is not None
-            yield _buffer(_label(owner), _CLASS_OF[owner.producer.stage], block)
-    for blocks in plan.scratch.values():
-        for block in (block for block in blocks if not block.on_host):
-            yield _buffer(block.label.removeprefix("workspace of "), "workspace", block)
-
-
-def _buffer(label: str, group: str, block: Block) -> Buffer:
-    return Buffer(label, group, block.nbytes, block.offset, block.start, block.end)
-
-
-def _label(value: Value) -> str:
-    node = value.producer
-    assert node is not None
-    names = node.op.outputs_of(node.attributes)
-    name = names[value.index].rstrip("?*") if value.index < len(names) else str(value.index)
-    output = f".{name}" if len(node.outputs) > 1 else ""
-    return " ".join(filter(None, (node.scope, f"{node.op.name}{output}", str(value.spec))))
-
-
-def _peak_time(buffers: list[Buffer]) -> int:
+def _peak_time(buffers: list[Block]) -> int:
     """A launch at which most bytes are live."""
     starts = {buffer.start for buffer in buffers}
     totals = {t: sum(align(b.nbytes) for b in buffers if b.start <= t <= b.end) for t in starts}
@@ -184,7 +145,7 @@ def show_plan(plan: Plan) -> str:
         lines.append(f"{place}  {text}{work}")
     lines.append("")
     lines.append(f"{'offset':>12} {'bytes':>12} {'live':>11}  what")
-    for buffer in sorted(arena_buffers(plan), key=lambda b: (b.offset, b.start)):
+    for buffer in sorted(plan.blocks, key=lambda b: (b.offset, b.start)):
         live = "..".join("in" if time == BEFORE else str(time) for time in dict.fromkeys((buffer.start, buffer.end)))
         lines.append(f"{buffer.offset:12} {buffer.nbytes:12} {live:>11}  {buffer.group}: {buffer.label}")
     return "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,7 @@ def turns(setup: Setup, device: Device, console: Console, stop: StopRequests) ->
                     yield
             console.close()
             progress = loop.progress
-            summary = summarize(setup, device, run, progress, session.engine.counters.as_dict())
+            summary = summarize(setup, device, run, progress, asdict(session.engine.counters))
         events.add("finished", "All steps are done.")
         tell(setup, summary, run, progress, steps.get("logits"))  # it is done, whatever becomes of the terminal
     return progress.best_val_loss
@@ -142,7 +143,7 @@ def _assembled(
         search=_search(setup, session, driver, progress.step),
         stop=stop,
         heartbeat=heartbeat.beat,
-        counters=lambda: session.engine.counters.as_dict(),
+        counters=lambda: asdict(session.engine.counters),
         command=start_command(config.plugins),
         phases=phases,
     )

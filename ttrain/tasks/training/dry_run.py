@@ -6,6 +6,7 @@ import dataclasses
 import gc
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ttrain.config import build
@@ -82,7 +83,7 @@ def _measured(
         record(setup, run, device, session, steps, {"dry_run": warning})
         names = session.graph.train_steps()
         result = measure(device, _driver(setup, device, steps), {name: steps[name] for name in names})
-        return result, session.engine.counters.as_dict()
+        return result, asdict(session.engine.counters)
 
 
 def _others(setup: Setup, device: Device, say: Callable[[str], None]) -> dict[str, float]:
