@@ -11,7 +11,7 @@ import ttrain
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Value
-from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED
+from ttrain.models.base import LOSS_WEIGHT, SCALAR, scored_positions
 from ttrain.nn.layers import Embedding, Linear
 from ttrain.nn.module import Module
 
@@ -51,9 +51,8 @@ class OwnModel(Module):
         targets = ops.reshape(graph.input("targets", self.batch_specs(rows)["targets"]), scores.shape[:1])
         return ops.cross_entropy(scores, targets, graph.input(LOSS_WEIGHT, SCALAR))
 
-    def logits(self, graph: Graph, rows: int) -> Value:
-        position = ops.reshape(graph.input("position", SEED), (1,))
-        return ops.cast(ops.embedding(position, self.scores(graph, rows)), DType.FP32)
+    def logits(self, graph: Graph, rows: int, count: int | None = None) -> Value:
+        return ops.cast(ops.embedding(scored_positions(graph, count), self.scores(graph, rows)), DType.FP32)
 
 
 ttrain.register("model", "own", config=OwnConfig, target=OwnModel)

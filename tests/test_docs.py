@@ -182,7 +182,7 @@ def smaller(config: Config, steps: int) -> Config:
             small["data.path"] = config.data.path or "book.txt"
     if config.data.name == "regression":
         small["data.examples"] = 64
-    if config.task.name in ("sample", "export"):  # the rest is that of the run, or of the file
+    if config.task.name in ("sample", "eval", "export"):  # the rest is that of the run, or of the file
         small = {key: value for key, value in small.items() if key.startswith(("sample.", "device."))}
     for key, value in small.items():
         section, _, name = key.partition(".")

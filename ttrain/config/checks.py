@@ -210,6 +210,19 @@ def _sample_needs_a_run(config: Config) -> Iterator[str]:
         yield "task=sample: needs a trained run. Give run.dir=<run directory>."
 
 
+@check("task", "run", "eval")
+def _eval(config: Config) -> Iterator[str]:
+    wanted = config.eval
+    if config.task.name != "eval":
+        return
+    if config.run.dir is None:
+        yield "task=eval: needs a trained run. Give run.dir=<run directory>."
+    if not wanted.text and wanted.choices is None:
+        yield "task=eval: nothing to measure. Give eval.text=[<file or folder>] or eval.choices=<file of questions>."
+    if wanted.checkpoint not in ("last", "best") and not wanted.checkpoint.isdecimal():
+        yield f"eval.checkpoint={wanted.checkpoint}: must be last, best or a step number."
+
+
 @check("task", "run", "export")
 def _export(config: Config) -> Iterator[str]:
     export = config.export

@@ -16,6 +16,7 @@ from ttrain.models.settings import GPTConfig
 from ttrain.nn.precision import PrecisionConfig
 from ttrain.optim.settings import AdamWConfig, OptimizerConfig, ScheduleConfig
 from ttrain.train.settings import (
+    EvalConfig,
     ExportConfig,
     GuardConfig,
     LoggerConfig,
@@ -148,6 +149,7 @@ class Config:
         "none", "none, auto (newest complete checkpoint of run.dir) or a run or checkpoint folder", path=True
     )
     sample: SampleConfig = option(SampleConfig, "how text is drawn from a trained model")
+    eval: EvalConfig = option(EvalConfig, "what task=eval measures")
     export: ExportConfig = option(ExportConfig, "what task=export writes")
     plan: PlanConfig = option(PlanConfig, "what task=plan prints")
     profile: ProfileConfig = option(ProfileConfig, "what task=profile measures")

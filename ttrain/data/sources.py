@@ -122,7 +122,7 @@ class Reader:
                     keys = self._config.text_key, self._config.chat_key
                     found = self._rows(file, table_rows(file, *keys, on_bytes))
                 elif has_rows(file):
-                    found = self._rows(file, _lines(file, on_bytes))
+                    found = self._rows(file, read_lines(file, on_bytes))
                 else:
                     found = _texts(file, self._config.delimiter, on_bytes)
                 for document in found:
@@ -254,7 +254,7 @@ def _texts(file: Path, delimiter: str | None, on_bytes: OnBytes) -> Iterator[Doc
     """The documents of a text file: all of it, or what lies between lines that hold the delimiter alone."""
     parts: list[str] = []
     start, size = 1, 0
-    for number, line in _lines(file, on_bytes):
+    for number, line in read_lines(file, on_bytes):
         if delimiter is not None and line.strip() == delimiter.strip():
             if any(map(str.strip, parts)):
                 yield Document("".join(parts).rstrip("\r\n"), f"{file}:{start}")
@@ -271,7 +271,7 @@ def _texts(file: Path, delimiter: str | None, on_bytes: OnBytes) -> Iterator[Doc
         yield Document("".join(parts), f"{file}:{start}")
 
 
-def _lines(file: Path, on_bytes: OnBytes) -> Iterator[tuple[int, str]]:
+def read_lines(file: Path, on_bytes: OnBytes) -> Iterator[tuple[int, str]]:
     """The lines of a file with their ends, counted from 1. Leaves out a byte-order mark."""
     start = b""
     with _opened(file, on_bytes) as stream:

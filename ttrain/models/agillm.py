@@ -16,7 +16,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Value
 from ttrain.models import agillm_weights
 from ttrain.models.agillm_windows import GATE_WEIGHT, SAT_WEIGHT, Windows
-from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED, Batch, valid_targets
+from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED, Batch, scored_positions, valid_targets
 from ttrain.models.cache import Caches
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.initialize import Orthogonal
@@ -188,12 +188,12 @@ class AGILLM(Module):
             hidden, *head, targets, weight, smoothing=self.config.label_smoothing, live=self.vocabulary
         )
 
-    def logits(self, graph: Graph, rows: int) -> Value:
+    def logits(self, graph: Graph, rows: int, count: int | None = None) -> Value:
         """The AR head's scores of the next token, fp32 [1, vocabulary with padding], at step input `position`."""
         hidden = self._flat(self.hidden(graph, rows, CAUSAL, None, training=False))
-        position = ops.reshape(graph.input("position", SEED), (1,))
+        position = scored_positions(graph, count)
         with graph.scope("head"):
-            return self.scores(ops.embedding(position, hidden))  # a lookup of one row of the hidden states
+            return self.scores(ops.embedding(position, hidden))  # a lookup of rows of the hidden states
 
     def scores(self, rows: Value) -> Value:
         """The AR head's scores of the next token after each row: [N, width] -> fp32 [N, vocabulary with padding]."""

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Value
 from ttrain.nn.module import Buffer, Parameter
@@ -35,6 +36,13 @@ def preparation(model: Any) -> Prepare:
     """`Prepare` of a model: its own, or the plain one."""
     prepare: Prepare = getattr(model, "prepare", prepare_plain)
     return prepare
+
+
+def scored_positions(graph: Graph, count: int | None) -> Value:
+    """Step input `position` of LanguageModel.logits, int64 [1] or [count]."""
+    if count is None:
+        return ops.reshape(graph.input("position", SEED), (1,))
+    return graph.input("position", TensorSpec((count,), DType.INT64))
 
 
 def loss_weights(counts: Mapping[str, int]) -> dict[str, float]:
@@ -103,11 +111,11 @@ class ModelWithMetrics(Model, Protocol):
 class LanguageModel(Model, Protocol):
     """A model that can be sampled from."""
 
-    def logits(self, graph: Graph, rows: int) -> Value:
-        """Scores of the next token, fp32 [1, vocabulary], at one position.
+    def logits(self, graph: Graph, rows: int, count: int | None = None) -> Value:
+        """Scores of the next token, fp32 [1, vocabulary], at one position, or [count, vocabulary] at so many.
 
-        Declares the inputs `tokens` int64 [rows, context] and `position` int64 [], an index into the rows laid end to
-        end: with one row, the place of the last token of the text.
+        Declares the inputs `tokens` int64 [rows, context] and `position` int64 [] or [count], indices into the rows
+        laid end to end: with one row, the place of the last token of the text.
         """
         ...
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Value
-from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED
+from ttrain.models.base import LOSS_WEIGHT, SCALAR, scored_positions
 from ttrain.models.cache import POSITIONS
 from ttrain.nn.layers import Embedding, Linear
 from ttrain.nn.module import Module, use
@@ -67,12 +67,12 @@ class Decoder(Module):
                 return ops.head_cross_entropy(hidden, self._head(graph), None, targets, weight)[0]
             return ops.cross_entropy(self._capped(ops.linear(hidden, self._head(graph))), targets, weight)
 
-    def logits(self, graph: Graph, rows: int) -> Value:
-        """Scores of the next token, fp32 [1, vocabulary], at step input `position` int64 [] of the rows end to end."""
+    def logits(self, graph: Graph, rows: int, count: int | None = None) -> Value:
+        """Scores of the next token, fp32 [1, vocabulary], at step input `position`; see LanguageModel.logits."""
         hidden = self.hidden(graph, rows, training=False)
-        position = ops.reshape(graph.input("position", SEED), (1,))
+        position = scored_positions(graph, count)
         with graph.scope("head"):
-            return self.scores(ops.embedding(position, hidden))  # a lookup of one row of the hidden states
+            return self.scores(ops.embedding(position, hidden))  # a lookup of rows of the hidden states
 
     def scores(self, rows: Value) -> Value:
         """Scores of the token after each of these rows of hidden states: [N, width] -> fp32 [N, vocabulary]."""

@@ -191,6 +191,35 @@ class SampleConfig:
 
 
 @dataclass
+class EvalConfig:
+    """What task=eval measures of a trained model."""
+
+    text: list[str] = option(
+        [],
+        "files or folders whose documents the model predicts, in the forms that data.sources takes: loss, perplexity "
+        "and bits per byte",
+        path=True,
+    )
+    text_key: str = option("text", "key of the text of a row, where a file of eval.text has rows")
+    choices: str | None = option(
+        None,
+        "file of questions in HellaSwag's form, a row of JSON each: ctx, endings and label, the number of the right "
+        "one; the model chooses the likeliest",
+        path=True,
+    )
+    stride: int | None = option(
+        None,
+        "tokens of a long document that are predicted at a time, each from as much before them as the context holds; "
+        "null: a context",
+        minimum=1,
+    )
+    limit: int | None = option(None, "read no more documents and questions than this; null reads all", minimum=1)
+    batch_size: int = option(8, "sequences that are computed at once", minimum=1)
+    checkpoint: str = option("last", "which checkpoint of the run: last, best, or a step number")
+    out: str | None = option(None, "JSON file for the results; null takes results.json in the run", path=True)
+
+
+@dataclass
 class ExportConfig:
     """What task=export makes of a run's parameters, or of a file of weights."""
 

@@ -28,7 +28,7 @@ from ttrain.train.runs.run_directory import RECORD, RunDirectory, stored_attempt
 
 # Keys that say where and how a run is run, not what it computes.
 _UNREPORTED = (
-    "resume", "task", "run.dir", "sample", "export", "plan", "profile", "prepare", "verify", "bench", "plugins",
+    "resume", "task", "run.dir", "sample", "eval", "export", "plan", "profile", "prepare", "verify", "bench", "plugins",
     "supervise", "sweep", "runs", "report",
 )  # fmt: skip
 

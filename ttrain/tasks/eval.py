@@ -1,0 +1,61 @@
+"""task=eval: how well the model of a run predicts texts, and which endings of questions it finds likeliest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ttrain.config.schema import Config
+from ttrain.core.errors import UserError
+from ttrain.core.files import replace_file, to_json
+from ttrain.core.units import format_bytes, format_count
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Prints what eval.text and eval.choices ask for, writes it to eval.out, and returns it."""
+    from ttrain.tasks.evaluating.choices import measure_choices
+    from ttrain.tasks.evaluating.scorer import opened
+    from ttrain.tasks.evaluating.texts import measure_texts
+
+    wanted, run_dir = config.eval, Path(config.run.dir or "")
+    out = run_dir / "results.json" if wanted.out is None else Path(wanted.out)
+    steps = [name for name, given in (("evaluate", wanted.text), ("scores", wanted.choices)) if given]
+    with opened(config, *steps) as scorer:
+        results: dict[str, Any] = {
+            "run": str(run_dir),
+            "step": scorer.step,
+            "model": scorer.model.config.name,
+            "tokenizer": scorer.tokenizer.hash,
+        }
+        if wanted.text:
+            results["text"] = measure_texts(scorer, wanted.text, wanted.text_key, wanted.limit, wanted.stride)
+            _write(out, results)
+        if wanted.choices is not None:
+            results["choices"] = measure_choices(scorer, Path(wanted.choices), wanted.limit)
+            _write(out, results)
+    for label, value in _lines(results, out):
+        print(f"{label.ljust(15)}{value}")
+    return results
+
+
+def _write(out: Path, results: dict[str, Any]) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(out, to_json(results))
+    except OSError as error:
+        raise UserError(f"{out} can't be written: {error.strerror or error}. Give eval.out=<file>.") from None
+
+
+def _lines(results: dict[str, Any], out: Path) -> list[tuple[str, str]]:
+    lines = [("model", f"{results['model']} of {results['run']}, step {results['step']}")]
+    if text := results.get("text"):
+        size = f"{format_count(text['tokens'])} tokens, {format_bytes(text['bytes'])}"
+        lines.append(("text", f"{', '.join(text['source'])}: {text['documents']:,} document(s), {size}"))
+        lines.append(("loss", f"{text['loss']:.4f}"))
+        lines.append(("perplexity", f"{text['perplexity']:.4f}"))
+        lines.append(("bits per byte", f"{text['bits_per_byte']:.4f}"))
+    if choices := results.get("choices"):
+        lines.append(("choices", f"{choices['source']}: {choices['questions']:,} questions"))
+        for name in ("acc", "acc_norm", "acc_bytes"):
+            lines.append((name, f"{choices[name]:.4f} ± {choices[f'{name}_stderr']:.4f}"))
+    return [*lines, ("results", str(out))]

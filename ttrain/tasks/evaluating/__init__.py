@@ -1,0 +1,1 @@
+"""What task=eval measures, and how models are opened for it."""
