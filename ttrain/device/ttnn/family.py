@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ttrain.core.errors import UserError
-from ttrain.device.base import Device
 from ttrain.device.family import MOCK, SILICON, Failed, Family, Finding, NodeOf, OutOfResources, TimeModel, Variant
 from ttrain.device.settings import DeviceConfig
-from ttrain.device.timing import Estimate, Work
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
 if TYPE_CHECKING:
+    from ttrain.device.base import Device
+    from ttrain.device.timing import Estimate, Work
     from ttrain.device.ttnn.runtime.dispatch_profile import DispatchProfile, TtnnProfiler
 
 BLACKHOLE = "blackhole"
