@@ -67,6 +67,16 @@ def data_sizes(config: Config) -> Sizes:
     return Sizes(context=getattr(model, "context", None))
 
 
+def with_adapters(config: Config) -> Config:
+    """The config of a new run with what the folder of lora.from says of its adapters."""
+    if config.lora.from_ is None:
+        return config
+    from ttrain.train.checkpoint.adapters import PeftAdapter
+
+    lora = PeftAdapter.open(config.lora.from_).adopted(config.lora, config.source.explicit)
+    return replace(config, lora=lora)
+
+
 def build_model(config: Config, vocabulary: int | None = None) -> Model:
     """The model on symbolic tensors: target(model config, compute dtype). Sizes of a preset are filled in.
 
@@ -79,9 +89,15 @@ def build_model(config: Config, vocabulary: int | None = None) -> Model:
         model = replace(model, pad_vocabulary=family_of(config.device).row_multiple)
     if getattr(model, "vocabulary", 0) is None:
         model = replace(model, vocabulary=vocabulary)
-    built: Model = component("model", model.name).load()(model, config.precision.compute)
+    made: Any = component("model", model.name).load()(model, config.precision.compute)
+    if config.lora.rank:
+        from ttrain.nn.lora import attach
+
+        attach(made, config.lora)
+    built: Model = made
     for parameter in built.parameters().values():
-        parameter.master = config.precision.master
+        narrow = not parameter.trainable and parameter.follows_compute
+        parameter.master = config.precision.compute if narrow else config.precision.master
     check_groups(built.parameters(), config.optimizer)
     problems = model_problems(config, built.parameters(), bool(getattr(model, "tied", False)))
     packing = getattr(config.data, "attention", "sequence") == "document"

@@ -236,8 +236,8 @@ def _export(config: Config) -> Iterator[str]:
         yield f"export.file={export.file}: is export.source; all but the weights would be lost. Give another name."
     if export.file is None and export.dir is None:
         yield "task=export: nothing to write. Give export.file=<name>.pt or .safetensors, or export.dir=<new folder>."
-    if export.form == "huggingface" and export.file is not None:
-        yield f"export.file={export.file}: export.form=huggingface writes a folder. Give export.dir=<new folder>."
+    if export.form in ("huggingface", "peft") and export.file is not None:
+        yield f"export.file={export.file}: export.form={export.form} writes a folder. Give export.dir=<new folder>."
     if export.checkpoint not in ("last", "best") and not export.checkpoint.isdecimal():
         yield f"export.checkpoint={export.checkpoint}: must be last, best or a step number."
 
@@ -307,7 +307,7 @@ def _bench(config: Config) -> Iterator[str]:
     for name in bench.precision if contest else []:
         yield from _lacks_precision(config, "bench.precision", name, "bench.precision=[bf16]")
     for key in sorted(config.source.explicit):
-        if key.partition(".")[0] in ("model", "data", "train", "optimizer", "schedule", "precision"):
+        if key.partition(".")[0] in ("model", "data", "train", "lora", "optimizer", "schedule", "precision"):
             yield f"{key}: task=bench does not read it; the keys of bench decide what is measured."
         elif key == "engine.name":
             yield f"engine={config.engine.name}: task=bench takes its engines from bench.engines."

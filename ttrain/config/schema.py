@@ -14,6 +14,7 @@ from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.settings import GPTConfig
 from ttrain.nn.precision import PrecisionConfig
+from ttrain.nn.settings import LoraConfig
 from ttrain.optim.settings import AdamWConfig, OptimizerConfig, ScheduleConfig
 from ttrain.train.settings import (
     EvalConfig,
@@ -137,6 +138,7 @@ class Config:
     model: Any = option(GPTConfig, "what is trained")
     data: DataConfig = option(TextConfig, "what it is trained on")
     train: TrainConfig = option(TrainConfig, "how long, how much per step, and what happens between steps")
+    lora: LoraConfig = option(LoraConfig, "adapters that are trained in the place of the model")
     optimizer: OptimizerConfig = option(AdamWConfig, "how gradients change parameters")
     schedule: ScheduleConfig = option(ScheduleConfig, "learning rate over steps")
     precision: PrecisionConfig = option(PrecisionConfig, "dtypes of compute and weights")

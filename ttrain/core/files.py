@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,6 +35,15 @@ def replace_file(path: Path, data: bytes | str) -> None:
     finally:
         beside.unlink(missing_ok=True)
     sync_directory(path.parent)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Gives a file that nobody changes a second name; a file system without hard links gets a copy."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        sync_file(target)
 
 
 def sync_file(path: Path) -> None:

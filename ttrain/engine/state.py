@@ -60,7 +60,7 @@ class State:
             offsets, end = run_offsets([member.spec.size for member in members])
             side = device.side(on_host)
             purpose = " ".join(filter(None, (kind.value, run, slot)))
-            arena = side.allocate_arena(end * dtype.itemsize, purpose, copies=kind is Kind.COPY)
+            arena = side.allocate_arena(end * dtype.itemsize, purpose, copies=kind in (Kind.COPY, Kind.FROZEN))
             for member, offset in zip(members, offsets, strict=True):
                 byte = offset * dtype.itemsize
                 self._placed[member.name] = (arena, byte, side.place(arena, byte, member.spec))

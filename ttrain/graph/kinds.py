@@ -10,6 +10,7 @@ class Kind(Enum):
 
     INPUT = "input"  # uploaded for every step: the batch, learning rate, step number, seed
     PARAMETER = "parameter"
+    FROZEN = "frozen"  # a parameter that no step of the run writes; saved once
     GRADIENT = "gradient"  # of a parameter, kept from backward to update
     OPTIMIZER = "optimizer"  # moments, velocities
     COPY = "copy"  # a parameter rounded to the compute dtype; derived, never saved

@@ -271,6 +271,8 @@ class AGILLM(Module):
         """The content of an original's file -> its values by path; see agillm_weights.from_original."""
         return agillm_weights.from_original(content, self.specs(), strict)
 
+    original_name = staticmethod(agillm_weights.original_name)
+
     def specs(self) -> Mapping[str, TensorSpec]:
         """Spec of every parameter by path, without padding."""
-        return {path: parameter.stored_spec for path, parameter in self.parameters().items()}
+        return {path: parameter.stored_spec for path, parameter in self.parameters(adapters=False).items()}

@@ -65,8 +65,8 @@ class Model(Protocol):
         """Number of trained elements; tied parameters count once."""
         ...
 
-    def parameters(self) -> dict[str, Parameter]:
-        """Parameters by path, tied ones once."""
+    def parameters(self, adapters: bool = True) -> dict[str, Parameter]:
+        """Parameters by path, tied ones once; without `adapters` only those that the model is built with."""
         ...
 
     def buffers(self) -> dict[str, Buffer]:

@@ -96,4 +96,4 @@ class Decoder(Module):
         return use(graph, self.embedding.weight if self.head is None else self.head.weight, self.compute)
 
     def _specs(self) -> Mapping[str, TensorSpec]:
-        return {path: parameter.spec for path, parameter in self.parameters().items()}
+        return {path: parameter.spec for path, parameter in self.parameters(adapters=False).items()}

@@ -178,3 +178,6 @@ class GPT(Decoder):
     def from_original(self, weights: Mapping[str, Any], strict: bool = True) -> Mapping[str, Weight]:
         """Weights of nanoGPT or of Hugging Face's GPT-2 -> parameters by path; see gpt_weights.from_original."""
         return gpt_weights.from_original(weights, self._specs(), strict)
+
+    fan_in_fan_out = True  # so PEFT calls how Hugging Face keeps the matrices of this model
+    original_name = staticmethod(gpt_weights.original_name)

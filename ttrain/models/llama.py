@@ -195,6 +195,8 @@ class Llama(Decoder):
         with graph.scope("norm"):
             return ops.reshape(self.norm(x), (x.spec.size // self.width, self.width))
 
+    original_name = staticmethod(llama_weights.original_name)
+
     def to_original(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Parameters by path -> weights under Transformers' names."""
         return llama_weights.to_original(values, self._specs())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from ttrain import ops
 from ttrain.core.spec import DType
@@ -14,7 +15,8 @@ from ttrain.nn.module import Module, Parameter, use
 class Linear(Module):
     """y = x W^T + b: x [..., inputs] -> y [..., outputs], W [outputs, inputs], b [outputs].
 
-    Without initializers both start uniform in +-1/sqrt(inputs), torch.nn.Linear's rule.
+    Without initializers both start uniform in +-1/sqrt(inputs), torch.nn.Linear's rule. What a `lora` makes of x, see
+    lora.py, is added to y.
     """
 
     def __init__(
@@ -28,11 +30,13 @@ class Linear(Module):
         default = Uniform(1 / math.sqrt(inputs))
         self.weight = Parameter((outputs, inputs), weight_initializer or default)
         self.bias = Parameter((outputs,), bias_initializer or default) if bias else None
+        self.lora: Callable[[Value], Value] | None = None
 
     def __call__(self, x: Value) -> Value:
         compute = x.spec.dtype
         bias = None if self.bias is None else use(x.graph, self.bias, compute)
-        return ops.linear(x, use(x.graph, self.weight, compute), bias)
+        y = ops.linear(x, use(x.graph, self.weight, compute), bias)
+        return y if self.lora is None else y + self.lora(x)
 
 
 class LayerNorm(Module):

@@ -17,6 +17,8 @@ from ttrain.engine.state import StateTensor
 from ttrain.graph import Graph, Kind, Value
 from ttrain.nn.initialize import Initializer
 
+ADAPTER = ".lora."  # part of the path of every parameter that LoRA adds, see lora.py
+
 
 @dataclass(eq=False, slots=True)
 class Parameter:
@@ -24,7 +26,8 @@ class Parameter:
 
     `follows_compute` tells that layers read it in the compute dtype: if that is not fp32, they read a rounded copy that
     is refreshed after every update. Whether it decays is the optimizer's decision. `padding` rows of zeros follow its
-    own while running; they get no gradient, stay zero and are in no checkpoint.
+    own while running; they get no gradient, stay zero and are in no checkpoint. One that is not `trainable` has no
+    gradient and no optimizer state either.
     """
 
     shape: tuple[int, ...]
@@ -33,6 +36,11 @@ class Parameter:
     path: str = ""  # place in the module tree, set once by the model that owns it
     master: DType = DType.FP32  # of the master values, and of the optimizer's tensors unless the run says otherwise
     padding: int = 0
+    trainable: bool = True
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.PARAMETER if self.trainable else Kind.FROZEN
 
     @property
     def spec(self) -> TensorSpec:
@@ -120,9 +128,20 @@ class Module:
             elif isinstance(value, list):
                 yield from ((f"{name}.{index}", item) for index, item in enumerate(value) if isinstance(item, Module))
 
-    def parameters(self) -> dict[str, Parameter]:
-        """Parameters by path in the order of declaration; one that is reachable by two paths only under the first."""
-        return {path: tensor for path, tensor in self._tensors().items() if isinstance(tensor, Parameter)}
+    def modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
+        """Every module below this one with its path, outer ones first."""
+        for name, child in self._children():
+            if isinstance(child, Module):
+                yield prefix + name, child
+                yield from child.modules(f"{prefix}{name}.")
+
+    def parameters(self, adapters: bool = True) -> dict[str, Parameter]:
+        """Parameters by path in the order of declaration; one that is reachable by two paths only under the first.
+
+        Without `adapters` only those that the model is built with.
+        """
+        found = {path: tensor for path, tensor in self._tensors().items() if isinstance(tensor, Parameter)}
+        return {path: tensor for path, tensor in found.items() if adapters or ADAPTER not in path}
 
     def buffers(self) -> dict[str, Buffer]:
         """Buffers by path, likewise."""
@@ -169,7 +188,7 @@ def use(graph: Graph, parameter: Parameter, compute: DType) -> Value:
     _require_path(parameter)
     if parameter.has_copy(compute):
         return graph.state_value(parameter.copy_name, parameter.read_spec(compute), Kind.COPY)
-    return graph.state_value(parameter.path, parameter.spec, Kind.PARAMETER)
+    return graph.state_value(parameter.path, parameter.spec, parameter.kind)
 
 
 def use_buffer(graph: Graph, buffer: Buffer) -> Value:

@@ -49,9 +49,7 @@ def parameter_runs(parameters: Mapping[str, Parameter], optimizer: Optimizer, co
     config = optimizer.config
     check_groups(parameters, config)
     found: dict[tuple[str, bool, DType, bool, Rule], list[Parameter]] = {}
-    for path, parameter in parameters.items():
-        if frozen(path, config.freeze, config.unfreeze):
-            continue
+    for path, parameter in trained(parameters, config).items():
         dtype = parameter.read_spec(compute).dtype
         decaying, clipped = decays(parameter, config.decay_rule), in_clip_scope(path, config)
         key = (lr_input(path, config.group_lr), decaying, dtype, clipped, optimizer.rule(parameter, decaying))
@@ -82,9 +80,16 @@ def frozen(path: str, freeze: Iterable[str], unfreeze: Iterable[str]) -> bool:
     return longest(path, [*given, *unfreeze]) in given
 
 
+def trained(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> dict[str, Parameter]:
+    """Those that updates change."""
+    changing = {path: p for path, p in parameters.items() if p.trainable}
+    return {path: p for path, p in changing.items() if not frozen(path, config.freeze, config.unfreeze)}
+
+
 def frozen_count(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> int:
     """How many numbers stay as they are."""
-    return sum(p.count for path, p in parameters.items() if frozen(path, config.freeze, config.unfreeze))
+    changing = trained(parameters, config)
+    return sum(parameter.count for path, parameter in parameters.items() if path not in changing)
 
 
 def in_clip_scope(path: str, config: OptimizerConfig) -> bool:
@@ -106,8 +111,7 @@ def learning_rates(
     `lr` comes first, and is there unless every trained parameter belongs to a prefix.
     """
     check_groups(parameters, config)
-    trained = [path for path in parameters if not frozen(path, config.freeze, config.unfreeze)]
-    names = {lr_input(path, config.group_lr) for path in trained}
+    names = {lr_input(path, config.group_lr) for path in trained(parameters, config)}
     factors = {LEARNING_RATE: 1.0, **{f"{LEARNING_RATE}/{key}": value for key, value in config.group_lr.items()}}
     used = {name: factor for name, factor in factors.items() if name in names}
     return lambda step: {name: config.lr * schedule(step) * factor for name, factor in used.items()}
@@ -130,15 +134,15 @@ def check_groups(parameters: Mapping[str, Parameter], config: OptimizerConfig) -
         problems.append(
             f"optimizer.unfreeze={useless}: nothing in it is frozen. Name it in optimizer.freeze, or neither."
         )
-    trained = [path for path in parameters if not frozen(path, config.freeze, config.unfreeze)]
-    if not trained:
+    changing = trained(parameters, config)
+    if not changing:
         problems.append(f"optimizer.freeze={config.freeze}: nothing is left to train. Name something in unfreeze.")
     elif config.clip_scope and config.clip_norm is None:
         problems.append(
             f"optimizer.clip_scope={config.clip_scope}: nothing is clipped with optimizer.clip_norm=null. Give a "
             "clip_norm, or clip_scope=[]."
         )
-    elif not any(in_clip_scope(path, config) for path in trained):
+    elif not any(in_clip_scope(path, config) for path in changing):
         problems.append(
             f"optimizer.clip_scope={config.clip_scope}: all of it is frozen. Name something that is trained."
         )

@@ -15,6 +15,7 @@ from ttrain.core.units import format_bytes, format_count
 from ttrain.core.waiting import Waiting
 from ttrain.models.identity import FUNCTION, differing
 from ttrain.models.settings import AGILLMConfig
+from ttrain.nn.settings import LoraConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,6 +47,8 @@ def run(config: Config) -> None:
     with Waiting("Reading the parameters"):
         given = _from_run(config) if config.run.dir is not None else _from_file(config, _source(config))
     wanted, file = config.export, None if config.export.file is None else Path(config.export.file)
+    if file is not None and given.config.lora.rank:
+        raise ConfigError("export.merge=false: a file of weights has no adapters. Give export.dir.")
     if wanted.form == "huggingface" and (problem := folder_problem(given.model.config)):
         raise ConfigError(problem)
     if file is not None and (problems := export_problems(given.model, file, wanted.form)):
@@ -66,8 +69,20 @@ def run(config: Config) -> None:
         with Waiting(f"Writing {wanted.dir}"):
             if wanted.form == "huggingface":
                 _write_folder(given, Path(wanted.dir), wanted.shard_mb)
+            elif wanted.form == "peft":
+                _write_adapters(given, Path(wanted.dir))
             else:
                 _write_run(given, Path(wanted.dir), report)
+
+
+def _write_adapters(given: _Parameters, folder: Path) -> None:
+    from ttrain.train.checkpoint.adapters import peft_names, write_peft
+
+    if not given.config.lora.rank:
+        raise ConfigError(f"export.form=peft: {given.origin} has no adapters. Give a run with lora.rank.")
+    base = getattr(given.config.model, "from_", None) or given.config.train.init_from
+    write_peft(folder, given.model, given.values, given.config.lora, base)
+    print(f"{folder}: {len(peft_names(given.model)) // 2} adapters of {given.origin}, as PEFT reads them.")
 
 
 def _source(config: Config) -> Path:
@@ -79,18 +94,22 @@ def _source(config: Config) -> Path:
 
 
 def _from_run(config: Config) -> _Parameters:
+    from ttrain.train.checkpoint.adapters import merged
     from ttrain.train.checkpoint.retention import find_checkpoint
-    from ttrain.train.runs.resume import check_architecture
+    from ttrain.train.runs.resume import check_adapters, check_architecture
 
     assert config.run.dir is not None  # the config's checks hold it so
     checkpoint = find_checkpoint(Path(config.run.dir), config.export.checkpoint)
-    merged = continued(checkpoint.config, config, _FOR_EXPORT)
-    model = build.build_model(merged)
+    whole = continued(checkpoint.config, config, _FOR_EXPORT)
+    values: Mapping[str, Array] = checkpoint.weights()
+    check_adapters(checkpoint.config, whole.lora, checkpoint.path)
+    if whole.lora.rank and config.export.merge and config.export.form != "peft":
+        values = merged(values, whole.lora.scale)
+        whole = dataclasses.replace(whole, lora=LoraConfig())
+    model = build.build_model(whole)
     check_architecture(checkpoint.config, model.config, checkpoint.path, FUNCTION)
     origin = f"step {checkpoint.step} of {config.run.dir}"
-    return _Parameters(
-        merged, model, checkpoint.weights(), checkpoint.step, checkpoint.tokenizer, origin, checkpoint.progress
-    )
+    return _Parameters(whole, model, values, checkpoint.step, checkpoint.tokenizer, origin, checkpoint.progress)
 
 
 def _from_file(config: Config, path: Path) -> _Parameters:
@@ -105,6 +124,7 @@ def _from_file(config: Config, path: Path) -> _Parameters:
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
         config = dataclasses.replace(config, model=sized)
+    config = dataclasses.replace(config, lora=LoraConfig())  # a file of weights has no adapters
     said = said_of(path, content)
     tokenizer = _tokenizer(config, path, said.tokenizer)
     model = build.build_model(config, None if tokenizer is None else parse_tokenizer(tokenizer).vocabulary)

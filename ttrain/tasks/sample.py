@@ -19,7 +19,7 @@ def run(config: Config) -> None:
     """Prints `sample.count` samples. The model is rebuilt from what its checkpoint says; the data is not needed."""
     from ttrain.data.library_tokenizer import parse_tokenizer
     from ttrain.train.checkpoint.retention import find_checkpoint
-    from ttrain.train.runs.resume import check_architecture
+    from ttrain.train.runs.resume import check_adapters, check_architecture
     from ttrain.train.sampling.decode import cache_tensors
     from ttrain.train.sampling.draw import Stop, encode_prompt
     from ttrain.train.sampling.source import Source, print_source, sampling_traces
@@ -32,6 +32,7 @@ def run(config: Config) -> None:
     prompt = encode_prompt(tokenizer, config.sample.prompt, end_token)
     model = build.build_model(config, tokenizer.vocabulary)
     check_architecture(checkpoint.config, model.config, checkpoint.path, FUNCTION)
+    check_adapters(checkpoint.config, config.lora, checkpoint.path)
     traces = sampling_traces(model, config.sample)
     source = Source(model, config.sample, tokenizer.vocabulary, traces)
     caches = cache_tensors([trace for steps in traces.values() for trace in steps.values()])

@@ -12,7 +12,7 @@ from ttrain.graph.graph import Node, Value
 from ttrain.graph.kinds import Kind
 
 # All else in the state derives from these, or from the config, or lives for one step.
-SAVED_KINDS = (Kind.PARAMETER, Kind.OPTIMIZER, Kind.BUFFER)
+SAVED_KINDS = (Kind.PARAMETER, Kind.FROZEN, Kind.OPTIMIZER, Kind.BUFFER)
 
 Array = NDArray[Any]
 Inputs = Mapping[str, Array | float | int]

@@ -234,8 +234,11 @@ class ExportConfig:
     form: str = option(
         "original",
         "names and layout; original: a file that the model's first implementation reads; huggingface: a folder that "
-        "Transformers reads; ttrain: a file of parameters by path",
-        choices=("original", "huggingface", "ttrain"),
+        "Transformers reads; ttrain: a file of parameters by path; peft: a folder of adapters that PEFT reads",
+        choices=("original", "huggingface", "ttrain", "peft"),
+    )
+    merge: bool = option(
+        True, "add adapters to the weights that they stand beside; false keeps them apart, in a new run folder only"
     )
     dir: str | None = option(
         None,

@@ -310,7 +310,8 @@ from ttrain.train.checkpoint.retention import newest_complete, prune_checkpoints
 class State:
     value = 0.0
     def names(self, *kinds):
-        return [{"parameter": "weight", "optimizer": "weight/moment"}[k.value] for k in kinds if k.value != "buffer"]
+        of = {"parameter": "weight", "optimizer": "weight/moment"}
+        return [of[kind.value] for kind in kinds if kind.value in of]
     def spec(self, name): return TensorSpec((300, 300))
     def read(self, name): return np.full((300, 300), self.value, np.float32)
 

@@ -11,6 +11,7 @@ from ttrain.config import build
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config, sections, to_dict
 from ttrain.core.errors import CheckpointError
+from ttrain.train.checkpoint.adapters import PeftAdapter
 from ttrain.train.runs import resume as resuming
 from ttrain.train.runs.origin import Origin
 from ttrain.train.runs.run_directory import RunDirectory, chosen_model, read_config
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from ttrain.data.batches import Dataset
     from ttrain.models.base import Model
     from ttrain.train.runs.resume import ResumePoint
+
+
+_LATER = ("lora",)  # sections that runs of earlier versions do not have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +55,15 @@ def set_up(config: Config, stack: ExitStack) -> Setup:
         config = continued(base, config)
     elif config.resume == "auto":
         notes.append(f"resume=auto: {config.run.dir} holds no run yet; a new one starts, as command and defaults say.")
+    if point is None:
+        config = build.with_adapters(config)
     dataset = build.build_dataset(_with_tokenizer(config, point), lambda built: _check_tokenizer(point, built))
     model = build.build_model(config, dataset.vocabulary)
     stored = {**to_dict(config), "model": build.stored_model(config, model)}
     stored["run"]["dir"] = None  # a run does not know where it lies, so it can be moved
     if point is not None:
         resuming.check_architecture(point.checkpoint.config, model.config, point.checkpoint.path)
+        resuming.check_adapters(point.checkpoint.config, config.lora, point.checkpoint.path)
         resuming.check_documents(point, dataset.description)
     prompt = _prompt(config, dataset)
     warm = None
@@ -65,11 +72,15 @@ def set_up(config: Config, stack: ExitStack) -> Setup:
     if point is None and source is not None:
         anyway = config.train.init_anyway
         warm = open_warm_start(source, model, tokenizer_json(dataset), anyway, whole=folder is not None)
+    adapter = None
+    if point is None and config.lora.from_ is not None:
+        adapter = PeftAdapter.open(config.lora.from_)
+        adapter.values(model)  # that they fit is known before a device is touched
     shorter = {length: build.shorter_model(config, model, length) for length in config.train.length_schedule}
     if base is not None and point is None:
         notes += [f"Changed since the run started: {change}" for change in resuming.config_difference(base, stored)]
     name = _model_name(config, point, held)
-    return Setup(config, stored, dataset, model, name, shorter, prompt, Origin(held, point, warm, notes))
+    return Setup(config, stored, dataset, model, name, shorter, prompt, Origin(held, point, warm, adapter, notes))
 
 
 def _with_tokenizer(config: Config, point: ResumePoint | None) -> Config:
@@ -120,7 +131,7 @@ def _base(point: ResumePoint | None, held: RunDirectory | None) -> tuple[dict[st
 def _whole_config(run: Path) -> dict[str, Any]:
     """The config of a run. Raises CheckpointError where it is missing or only a part of it is there."""
     config = read_config(run)
-    if missing := [section for section in sections() if section not in config]:
+    if missing := [section for section in sections() if section not in (*config, *_LATER)]:
         raise CheckpointError(f"{run / 'config.yaml'} is not whole: it has no {missing[0]!r}.")
     return config
 

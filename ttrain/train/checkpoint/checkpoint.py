@@ -3,6 +3,8 @@
     checkpoints/step_00000100/
         parameters-00001-of-00001.safetensors   unpadded, by module path; fp32, or bf16 where the run kept them so
         optimizer-00001-of-00001.safetensors    moments, by `<parameter>/<name>`, likewise
+        frozen-00001-of-00001.safetensors       parameters that no step writes, likewise; none where all are trained. By
+                                                hard links a run has one file of it
         buffers-00001-of-00001.safetensors      saved buffers of the model, by module path; none where it has none
         config.json  tokenizer.json  progress.json
         manifest.json                           step, val_loss, size and SHA-256 of every other file, and its own
@@ -20,7 +22,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +31,7 @@ from typing import IO, Any
 import numpy as np
 
 from ttrain.core.errors import CheckpointError, NonFiniteError, TtrainError
-from ttrain.core.files import sha256_file, sync_directory, to_json, write_synced
+from ttrain.core.files import link_or_copy, sha256_file, sync_directory, to_json, write_synced
 from ttrain.core.spec import DType
 from ttrain.core.units import format_bytes
 from ttrain.graph.kinds import Kind
@@ -44,7 +46,9 @@ SHARD_BYTES = 1 << 29
 MAX_JSON_BYTES = 1 << 30
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|json)")
 UNFINISHED = ".unfinished_"
-_STEMS = {Kind.PARAMETER: "parameters", Kind.OPTIMIZER: "optimizer", Kind.BUFFER: "buffers"}  # of file names
+_STEMS = {
+    Kind.PARAMETER: "parameters", Kind.FROZEN: "frozen", Kind.OPTIMIZER: "optimizer", Kind.BUFFER: "buffers",
+}  # fmt: skip # of file names
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,11 @@ class Checkpoint:
     # While it is open, nobody removes the files.
     reader: IO[str] | None = field(default=None, repr=False, compare=False)
 
-    def verify(self) -> Checkpoint:
-        """Checks names, sizes and SHA-256 of all files. Raises CheckpointError at the first that is wrong."""
+    def verify(self, known: Collection[str] = ()) -> Checkpoint:
+        """Checks names, sizes and SHA-256 of all files but those `known` to be right.
+
+        Raises CheckpointError at the first that is wrong.
+        """
         present = {entry.name for entry in self.path.iterdir()} - {MANIFEST}
         if extra := sorted(present - self.files.keys()):
             raise CheckpointError(
@@ -81,8 +88,25 @@ class Checkpoint:
                 f"JSON only; remove that file if you put it there."
             )
         for name, entry in self.files.items():
-            self._verify_file(self.path / name, entry)
+            if name not in known:
+                self._verify_file(self.path / name, entry)
         return self
+
+    def shards(self, *kinds: Kind) -> list[str]:
+        """Names of the files that hold tensors of these kinds."""
+        return sorted(name for name in self.files if name.startswith(tuple(_STEMS[kind] for kind in kinds)))
+
+    def holds(self, state: StateValues, kind: Kind) -> bool:
+        """Whether it has files of all tensors of a kind in their shapes and dtypes."""
+        files = self.shards(kind)
+        try:
+            whole = all((self.path / name).stat().st_size == self.files[name]["bytes"] for name in files)
+            found = [tensor for file in files for tensor in stored(self.path / file)] if whole else []
+        except (OSError, CheckpointError):
+            return False
+        specs = {name: state.spec(name) for name in state.names(kind)}
+        dtypes = {name: "BF16" if spec.dtype is DType.BF16 else "F32" for name, spec in specs.items()}
+        return {t.name: (t.shape, t.dtype) for t in found} == {n: (s.shape, dtypes[n]) for n, s in specs.items()}
 
     def _verify_file(self, path: Path, entry: dict[str, Any]) -> None:
         if path.is_symlink() or not path.is_file():
@@ -123,18 +147,14 @@ class Checkpoint:
         """
         kinds = [kind for kind in SAVED_KINDS if optimizer or kind is not Kind.OPTIMIZER]
         wanted = {name: tuple(state.spec(name).shape) for name in state.names(*kinds)}
-        shards = [
-            name
-            for name in self.files
-            if name.endswith(".safetensors") and (optimizer or not name.startswith(_STEMS[Kind.OPTIMIZER]))
-        ]
+        shards = self.shards(*kinds)
         found = {tensor.name: tensor.shape for shard in shards for tensor in stored(self.path / shard)}
         matched = match(found, wanted, state, self.config)
         if matched.problem is not None:
             what = "model and optimizer" if optimizer else "model"
             mend = " Give the optimizer that it was trained with, or start a new run with train.init_from."
             raise CheckpointError(f"{self.path} does not fit this {what}: {matched.problem}{mend if optimizer else ''}")
-        for shard in sorted(shards):
+        for shard in shards:
             for name, array in tensors(self.path / shard, wanted):
                 state.write(name, array)
         for name in matched.zeros:
@@ -143,8 +163,8 @@ class Checkpoint:
 
     def weights(self) -> Mapping[str, Array]:
         """Parameters and saved buffers by path; each is read from the disk when it is asked for."""
-        stems = (_STEMS[Kind.PARAMETER], _STEMS[Kind.BUFFER])
-        return stored_tensors([self.path / name for name in sorted(self.files) if name.startswith(stems)])
+        files = self.shards(*(kind for kind in _STEMS if kind is not Kind.OPTIMIZER))
+        return stored_tensors([self.path / name for name in files])
 
     def _json(self, name: str) -> dict[str, Any]:
         return _read_json(self.path / name)
@@ -221,9 +241,12 @@ def _check_seal(path: Path, manifest: dict[str, Any], data: bytes) -> None:
         raise CheckpointError(f"{path / MANIFEST} does not have its own SHA-256: the file was changed or damaged.")
 
 
-def save_checkpoint(folder: Path, state: StateValues, content: CheckpointContent) -> Checkpoint:
+def save_checkpoint(
+    folder: Path, state: StateValues, content: CheckpointContent, earlier: Checkpoint | None = None
+) -> Checkpoint:
     """Writes `folder/step_<step>` and returns it verified. What was there before stays intact if that fails.
 
+    The files of frozen parameters are those of an `earlier` checkpoint that holds them; the state is not read for them.
     Raises NonFiniteError where a tensor holds NaN or Inf, and TtrainError where the files can't be written.
     """
     target = folder / step_name(content.step)
@@ -232,9 +255,9 @@ def save_checkpoint(folder: Path, state: StateValues, content: CheckpointContent
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir()
-        _write_files(beside, state, content)
+        _write_files(beside, state, content, earlier)
         sync_directory(beside)
-        read_checkpoint(beside)
+        read_manifest(beside).verify(known=() if earlier is None else earlier.shards(Kind.FROZEN))
         _take_place(beside, target)
         sync_directory(folder)
     except NonFiniteError:
@@ -269,13 +292,20 @@ def note_progress(path: Path, progress: dict[str, Any], **facts: Any) -> Checkpo
     return read_manifest(path)
 
 
-def _write_files(folder: Path, state: StateValues, content: CheckpointContent) -> None:
+def _write_files(
+    folder: Path, state: StateValues, content: CheckpointContent, earlier: Checkpoint | None = None
+) -> None:
     files: dict[str, dict[str, Any]] = {}
 
     def write(name: str, data: bytes) -> None:
         files[name] = {"bytes": len(data), "sha256": write_synced(folder / name, data)}
 
     for kind, stem in _STEMS.items():
+        if kind is Kind.FROZEN and earlier is not None:
+            for name in earlier.shards(kind):
+                link_or_copy(earlier.path / name, folder / name)
+                files[name] = earlier.files[name]
+            continue
         shards = list(_shards(state, kind))
         for number, names in enumerate(shards, 1):
             write(f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors", _serialize(state, names))

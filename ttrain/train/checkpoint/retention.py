@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ttrain.core.errors import CheckpointError
 from ttrain.core.files import hold_for_reading, lock_file
 from ttrain.core.units import format_bytes
+from ttrain.graph.kinds import Kind
 from ttrain.train.checkpoint.checkpoint import UNFINISHED, Checkpoint, read_manifest
 from ttrain.train.protocols import SAVED_KINDS, StateValues
 
@@ -190,14 +191,22 @@ def set_aside_after(folder: Path, step: int) -> list[Path]:
     return moved
 
 
-def checkpoint_bytes(state: StateValues) -> int:
-    """Bytes that the disk must have for a checkpoint: its tensors, and room for all else."""
-    return SMALL_FILES + sum(state.spec(name).nbytes for name in state.names(*SAVED_KINDS))
+def with_frozen(folder: Path, state: StateValues) -> Checkpoint | None:
+    """The newest checkpoint of a run, where it holds the frozen parameters of the state that the run goes on with."""
+    newest = list_checkpoints(folder)[0][-1:] if state.names(Kind.FROZEN) else []
+    return newest[0] if newest and newest[0].holds(state, Kind.FROZEN) else None
+
+
+def checkpoint_bytes(state: StateValues, frozen: bool = True) -> int:
+    """Bytes that the disk must have for a checkpoint: its tensors, those that are frozen or not, room for all else."""
+    kinds = [kind for kind in SAVED_KINDS if frozen or kind is not Kind.FROZEN]
+    return SMALL_FILES + sum(state.spec(name).nbytes for name in state.names(*kinds))
 
 
 def check_space(folder: Path, state: StateValues) -> None:
     """Raises CheckpointError unless two checkpoints fit on the disk: the newest is kept until the next is verified."""
-    needed, free = 2 * checkpoint_bytes(state), shutil.disk_usage(folder).free
+    needed = checkpoint_bytes(state) + checkpoint_bytes(state, frozen=False)
+    free = shutil.disk_usage(folder).free
     if free < needed:
         raise CheckpointError(
             f"{folder} has {format_bytes(free)} free, and two checkpoints of this model need {format_bytes(needed)}. "

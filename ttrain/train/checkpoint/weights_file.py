@@ -129,7 +129,7 @@ def said_of(path: Path, content: Mapping[str, Any]) -> Said:
             return Said(read_architecture(path), file.read_text("utf-8", "replace") if file.is_file() else None)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
-    texts = {**content, **(_metadata(path) if path.suffix == ".safetensors" else {})}
+    texts = {**content, **(metadata_of(path) if path.suffix == ".safetensors" else {})}
     beside, tokenizer = _beside(path), texts.get(_TOKENIZER)
     model = _object(texts.get(_MODEL))
     if model is None and isinstance(beside.get("model"), dict):  # a shard of a checkpoint of ours
@@ -143,7 +143,7 @@ def same_tokenizer(one: str | None, other: str | None) -> bool:
     return one is None or other is None or one == other or (_object(one) or one) == _object(other)
 
 
-def _metadata(path: Path) -> dict[str, str]:
+def metadata_of(path: Path) -> dict[str, str]:
     """The texts in the header of a safetensors file."""
     from safetensors import SafetensorError, safe_open
 

@@ -159,8 +159,8 @@ class PlanReport:
 
 
 _PLURAL = {
-    "parameter": "parameters", "gradient": "gradients", "optimizer": "optimizer state", "copy": "compute copies",
-    "buffer": "saved buffers", "constant": "derived buffers",
+    "parameter": "parameters", "frozen": "frozen parameters", "gradient": "gradients", "optimizer": "optimizer state",
+    "copy": "compute copies", "buffer": "saved buffers", "constant": "derived buffers",
 }  # fmt: skip
 
 

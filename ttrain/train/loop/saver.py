@@ -20,8 +20,8 @@ from ttrain.core.files import sync_file
 from ttrain.core.spec import TensorSpec
 from ttrain.core.units import format_bytes
 from ttrain.graph.kinds import Kind
-from ttrain.train.checkpoint.checkpoint import CheckpointContent, note_progress, save_checkpoint, step_name
-from ttrain.train.checkpoint.retention import checkpoint_bytes, prune_checkpoints
+from ttrain.train.checkpoint.checkpoint import Checkpoint, CheckpointContent, note_progress, save_checkpoint, step_name
+from ttrain.train.checkpoint.retention import checkpoint_bytes, prune_checkpoints, with_frozen
 from ttrain.train.logging.events import Events
 from ttrain.train.protocols import SAVED_KINDS, Array, StateValues
 from ttrain.train.runs.run_directory import RunDirectory
@@ -32,12 +32,14 @@ _NICENESS = 10  # of the thread that saves: a tenth of a processor that a step w
 
 
 class HostCopy:
-    """The saved part of a state in host memory, as it is now."""
+    """The saved part of a state in host memory, as it is now; with or without the values that are frozen."""
 
-    def __init__(self, state: StateValues) -> None:
+    def __init__(self, state: StateValues, frozen: bool = True) -> None:
         self._kinds = {name: kind for kind in SAVED_KINDS for name in state.names(kind)}
         self._specs = {name: state.spec(name) for name in self._kinds}
-        self._arrays = {name: state.read(name) for name in self._kinds}
+        self._arrays = {
+            name: state.read(name) for name, kind in self._kinds.items() if frozen or kind is not Kind.FROZEN
+        }
 
     def names(self, *kinds: Kind) -> list[str]:
         return [name for name, kind in self._kinds.items() if not kinds or kind in kinds]
@@ -72,13 +74,15 @@ class Saver:
         if wait or content.step != self.step:
             self.finish()
         noted = content.step == self.step
+        earlier = None if noted else with_frozen(self._run.checkpoints, self._state)
         if self._config.async_save and not wait:
-            copy, before = None if noted else HostCopy(self._state), self._thread
+            copy, before = None if noted else HostCopy(self._state, frozen=earlier is None), self._thread
             self.step = content.step
-            self._thread = threading.Thread(target=self._write_beside, args=(copy, content, before), name="save")
+            given = (copy, content, before, earlier)
+            self._thread = threading.Thread(target=self._write_beside, args=given, name="save")
             self._thread.start()
         else:
-            self._write(None if noted else self._state, content)
+            self._write(None if noted else self._state, content, earlier)
             if wait and isinstance(self._error, TtrainError) and not isinstance(self._error, NonFiniteError):
                 self._report()
                 self._write(self._state, content)
@@ -103,7 +107,11 @@ class Saver:
             self._thread = None
 
     def _write_beside(
-        self, state: StateValues | None, content: CheckpointContent, before: threading.Thread | None
+        self,
+        state: StateValues | None,
+        content: CheckpointContent,
+        before: threading.Thread | None,
+        earlier: Checkpoint | None,
     ) -> None:
         """The body of the thread: it takes what time steps leave, so as not to hold up threads that wait together."""
         yield_processor()
@@ -111,10 +119,13 @@ class Saver:
             before.join()
             if self._error is not None:
                 return  # there is nothing to add to; that failure is reported
-        self._write(state, content)
+        self._write(state, content, earlier)
 
-    def _write(self, state: StateValues | None, content: CheckpointContent) -> None:
-        """Without a state the newest save, which is of the same step, gets the content besides tensors."""
+    def _write(self, state: StateValues | None, content: CheckpointContent, earlier: Checkpoint | None = None) -> None:
+        """Without a state the newest save, which is of the same step, gets the content besides tensors.
+
+        An `earlier` checkpoint holds what is frozen.
+        """
         self._error = None
         folder = self._run.checkpoints
         try:
@@ -123,8 +134,8 @@ class Saver:
                 facts = {"val_loss": content.val_loss, "held_out": content.progress.get("held_out")}
                 note_progress(folder / step_name(content.step), content.progress, **facts)
             else:
-                _check_room(folder, state, content.step)
-                save_checkpoint(folder, state, content)
+                _check_room(folder, state, content.step, frozen=earlier is None)
+                save_checkpoint(folder, state, content, earlier)
             self._failures, self.step = 0, content.step
             config = self._config
             prune_checkpoints(folder, config.keep_last, config.keep_best, config.keep_every, config.keep_hours)
@@ -166,10 +177,10 @@ def yield_processor() -> None:
             os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
-def _check_room(folder: Path, state: StateValues, step: int) -> None:
+def _check_room(folder: Path, state: StateValues, step: int, frozen: bool) -> None:
     """Raises TtrainError unless a checkpoint fits on the disk; the newest one is kept until this one is verified."""
     folder.mkdir(parents=True, exist_ok=True)
-    needed, free = checkpoint_bytes(state), shutil.disk_usage(folder).free
+    needed, free = checkpoint_bytes(state, frozen), shutil.disk_usage(folder).free
     if free < needed:
         raise TtrainError(
             f"The checkpoint of step {step} could not be saved in {folder}: {format_bytes(free)} are free, "

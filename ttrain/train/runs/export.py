@@ -28,8 +28,7 @@ class Stored:
     model: Any
 
     def names(self, *kinds: Kind) -> list[str]:
-        buffers = self.model.buffers()
-        of = {path: Kind.BUFFER if path in buffers else Kind.PARAMETER for path in self.model.stored()}
+        of = {path: tensor.kind for path, tensor in self.model.stored().items()}
         return [path for path, kind in of.items() if not kinds or kind in kinds]
 
     def spec(self, name: str) -> TensorSpec:

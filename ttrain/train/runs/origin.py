@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ttrain.train.checkpoint.adapters import PeftAdapter
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.checkpoint.retention import remove_unfinished
 from ttrain.train.logging.metrics import cut_metrics
@@ -22,6 +23,7 @@ class Origin:
     held: RunDirectory | None = None  # the run that this attempt continues
     point: ResumePoint | None = None
     warm: WarmStart | None = None  # where a new run takes its first values from
+    adapter: PeftAdapter | None = None  # and those of its adapters
     notes: list[str] = field(default_factory=list)  # to tell when the attempt starts
 
     def claim(self, wanted: str | None, label: str, stored: dict[str, Any], branches: bool) -> RunDirectory:
@@ -42,6 +44,8 @@ class Origin:
         session.initialize(seed)
         if self.warm is not None:
             self.warm.apply(session.state)
+        if self.adapter is not None:
+            self.adapter.apply(session.state, session.graph.model)
         return ()
 
     def begin(
@@ -55,5 +59,8 @@ class Origin:
             progress, attempt, notes = take_up(self.point, run, stored, data)
             return progress, attempt, [*notes, *self.notes, *fitted]
         cut_metrics(run.metrics, 0)
-        warm = self.warm
-        return Progress(), {} if warm is None else warm.record(), [*self.notes, *([] if warm is None else warm.lines())]
+        attempt, notes = ({}, []) if self.warm is None else (self.warm.record(), self.warm.lines())
+        if self.adapter is not None:
+            attempt["adapters_from"] = str(self.adapter.folder)
+            notes.append(f"Adapters start as those of {self.adapter.folder}.")
+        return Progress(), attempt, [*self.notes, *notes]

@@ -12,6 +12,7 @@ from typing import Any
 
 from ttrain.core.errors import CheckpointError, UserError
 from ttrain.models.identity import ALL, differing, whole
+from ttrain.nn.settings import LoraConfig
 from ttrain.train.checkpoint.checkpoint import (
     MANIFEST,
     UNFINISHED,
@@ -123,6 +124,18 @@ def check_architecture(stored: dict[str, Any], model: Any, path: Path, effects: 
         raise CheckpointError(
             f"{path} is of another architecture: {'; '.join(differences)}. Leave these keys as they were, or train "
             "anew."
+        )
+
+
+def check_adapters(stored: dict[str, Any], lora: LoraConfig, path: Path) -> None:
+    """Raises CheckpointError where adapters are not those that a checkpoint has."""
+    before = {**dataclasses.asdict(LoraConfig()), **(stored.get("lora") or {})}
+    keys = ("rank", "alpha", "targets") if lora.rank or before["rank"] else ()
+    if changed := [key for key in keys if before[key] != getattr(lora, key)]:
+        told = "; ".join(f"lora.{key}: {before[key]} there, {getattr(lora, key)} given" for key in changed)
+        raise CheckpointError(
+            f"{path} has other adapters: {told}. Leave these keys as they were, or start a new run with "
+            "train.init_from, which adds its adapters to its weights."
         )
 
 

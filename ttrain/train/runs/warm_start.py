@@ -14,6 +14,8 @@ from ttrain.core.errors import CheckpointError
 from ttrain.core.units import format_count
 from ttrain.models.identity import differing
 from ttrain.models.weight_checks import Weight, Weights
+from ttrain.nn.module import ADAPTER
+from ttrain.train.checkpoint.adapters import as_for
 from ttrain.train.checkpoint.hub_folder import find_folder, holds_model
 from ttrain.train.checkpoint.weights_file import Said, read_file, said_of, same_tokenizer, weights_of
 from ttrain.train.protocols import State
@@ -44,7 +46,8 @@ class WarmStart:
 
     def lines(self) -> list[str]:
         """For people: what was taken, then a row for every parameter that keeps its own first values."""
-        shapes = {path: tensor.shape for path, tensor in self.model.stored().items()}
+        stored = self.model.stored()
+        shapes = {path: stored[path].shape for path in (*self.fitting, *self.others)}
         taken = sum(math.prod(shapes[path]) for path in self.fitting)
         counts = f"{len(self.fitting)} of {len(shapes)} parameters"
         values = f"{format_count(taken)} of {format_count(sum(map(math.prod, shapes.values())))} values"
@@ -83,7 +86,8 @@ def open_warm_start(
     parameters = model.stored()
     for name, parameter in parameters.items():
         if name not in values:
-            others[name] = None
+            if ADAPTER not in name:  # those begin anew beside any model
+                others[name] = None
             continue
         shape, finite = _examined(values[name])
         if shape != tuple(parameter.shape):
@@ -137,4 +141,5 @@ def _open(path: Path, model: Any, whole: bool = False) -> tuple[Mapping[str, Any
         raise CheckpointError(f"train.init_from: {str(error).removeprefix('resume=')}") from None
     assert point is not None  # only resume=none and auto give none
     checkpoint = point.checkpoint
-    return Weights.widened(checkpoint.weights()), Said(checkpoint.config.get("model"), checkpoint.tokenizer)
+    values = as_for(model, checkpoint.weights(), checkpoint.config.get("lora") or {})
+    return Weights.widened(values), Said(checkpoint.config.get("model"), checkpoint.tokenizer)

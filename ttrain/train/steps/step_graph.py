@@ -134,7 +134,7 @@ class StepGraph:
             return StateTensor(name, spec, kind, run, parameter.padding)
 
         tensors = [StateTensor(name, spec, Kind.CACHE) for name, spec in batch.items()]
-        tensors += [tensor(p.path, p.spec, Kind.PARAMETER, run, p) for run, p in placed]
+        tensors += [tensor(p.path, p.spec, p.kind, run, p) for run, p in placed]
         copied = [(run, p) for run, p in placed if p.has_copy(compute)]
         tensors += [tensor(p.copy_name, p.read_spec(compute), Kind.COPY, run, p) for run, p in copied]
         if training:

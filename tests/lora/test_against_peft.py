@@ -1,0 +1,161 @@
+"""Adapters against Hugging Face's PEFT on its own models: scores, losses of training, files both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models.session import Session, relative_error, token_batch
+from ttrain.api import load_config
+from ttrain.config import build
+from ttrain.config.schema import Config
+from ttrain.graph import Kind
+from ttrain.nn.settings import LoraConfig
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.settings import AdamWConfig
+from ttrain.train.checkpoint.adapters import PeftAdapter, merged, write_peft
+from ttrain.train.checkpoint.weights_file import read_file
+
+VOCABULARY, ROWS, CONTEXT, STEPS = 61, 3, 12, 20
+OPTIMIZER = AdamWConfig(lr=3e-3, clip_norm=None, weight_decay=0.05)
+
+
+@dataclass
+class Family:
+    """One architecture of Transformers, and the words that make ours the same model."""
+
+    config: Any
+    targets: list[str]
+    words: list[str]
+    fan_in_fan_out: bool = False
+
+
+def gpt2() -> Family:
+    from transformers import GPT2Config
+
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": CONTEXT, "vocab_size": VOCABULARY}
+    config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    words = ["model=gpt2", "model.preset=null", "model.layers=2", "model.heads=2", "model.width=32"]
+    return Family(config, ["c_attn", "c_proj", "c_fc"], words, fan_in_fan_out=True)
+
+
+def llama() -> Family:
+    from transformers import LlamaConfig
+
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    config = LlamaConfig(**sizes, intermediate_size=48, max_position_embeddings=CONTEXT, vocab_size=VOCABULARY)
+    words = ["model=llama", "model.preset=null", "model.layers=2", "model.heads=4", "model.kv_heads=2"]
+    words += ["model.width=32", "model.hidden=48", "model.tied=false", f"model.norm_eps={config.rms_norm_eps}"]
+    return Family(config, ["q_proj", "v_proj", "down_proj"], words)
+
+
+@dataclass
+class Pair:
+    """PEFT's model, its files, and ours with the same values."""
+
+    family: Family
+    folder: Path
+    peft: Any
+    config: Config
+
+    def open(self, engine: str = "static", **lora: Any) -> Session:
+        config = replace(self.config, lora=replace(self.config.lora, **lora))
+        model: Any = build.build_model(config)
+        base = model.from_original(read_file(self.folder / "base" / "model.safetensors"))
+        values = {**base, **PeftAdapter.open(str(self.folder / "adapter")).values(model)}
+        return Session(model, AdamW(OPTIMIZER), ROWS, engine=engine, values=values)
+
+
+@pytest.fixture(scope="module", params=[gpt2, llama])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    import peft
+    import transformers
+
+    torch.manual_seed(0)
+    family, folder = request.param(), tmp_path_factory.mktemp("peft")
+    model = transformers.AutoModelForCausalLM.from_config(family.config)
+    model.save_pretrained(folder / "base")
+    lora = peft.LoraConfig(
+        r=4, lora_alpha=12, target_modules=family.targets, fan_in_fan_out=family.fan_in_fan_out, task_type="CAUSAL_LM"
+    )
+    adapted = peft.get_peft_model(model, lora)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(folder / "adapter")
+    words = [*family.words, f"model.context={CONTEXT}", f"model.vocabulary={VOCABULARY}", "device=cpu"]
+    config = build.with_adapters(load_config(*words, f"lora.from={folder / 'adapter'}"))
+    yield Pair(family, folder, adapted, config)
+
+
+def scores(session: Session, tokens: np.ndarray) -> np.ndarray:
+    """Of the last position of every text."""
+    made = [
+        session.run(session.graph.trace_logits, {"tokens": text[None], "position": len(text) - 1})["logits"][0]
+        for text in tokens
+    ]
+    return np.stack(made)
+
+
+def expected_scores(model: Any, tokens: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        found: np.ndarray = model.eval()(input_ids=torch.from_numpy(tokens)).logits[:, -1].numpy()
+    return found
+
+
+def batch(number: int) -> dict[str, np.ndarray]:
+    return token_batch(VOCABULARY, ROWS, CONTEXT, number % 5)
+
+
+def trained(session: Session, steps: int = STEPS) -> list[float]:
+    return [session.train(batch(step), step, {"lr": OPTIMIZER.lr})["loss"] for step in range(1, steps + 1)]
+
+
+def peft_losses(model: Any) -> list[float]:
+    """Of the same steps, the model's parameters put back afterwards."""
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(adapters, OPTIMIZER.lr, OPTIMIZER.betas, OPTIMIZER.eps, OPTIMIZER.weight_decay)
+    losses = []
+    for step in range(1, STEPS + 1):
+        tokens, targets = (torch.from_numpy(batch(step)[name]) for name in ("tokens", "targets"))
+        logits = model.train()(input_ids=tokens).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(before[name])
+    return losses
+
+
+def test_scores_losses_and_files_are_pefts(pair: Pair, tmp_path: Path) -> None:
+    import peft
+    import transformers
+
+    assert pair.config.lora.rank == 4 and pair.config.lora.alpha == 12
+    session, tokens = pair.open(), batch(99)["tokens"]
+    assert relative_error(scores(session, tokens), expected_scores(pair.peft, tokens)) < 1e-5
+    frozen = {name: session.state.read(name) for name in session.state.names(Kind.FROZEN)}
+    assert trained(session) == pytest.approx(peft_losses(pair.peft), rel=1e-5)
+    assert all(np.array_equal(session.state.read(name), value) for name, value in frozen.items())
+
+    model, ours = session.graph.model, scores(session, tokens)
+    values = {name: session.state.read(name) for name in model.parameters()}
+    write_peft(tmp_path / "made", model, values, pair.config.lora, "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(pair.folder / "base")
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "made")
+    assert relative_error(expected_scores(again, tokens), ours) < 1e-5
+
+    bare: Any = build.build_model(replace(pair.config, lora=LoraConfig()))
+    one = Session(bare, AdamW(OPTIMIZER), ROWS, values=merged(values, pair.config.lora.scale))
+    assert relative_error(scores(one, tokens), ours) < 1e-6
+    assert relative_error(expected_scores(again.merge_and_unload(), tokens), scores(one, tokens)) < 1e-5

@@ -1,0 +1,164 @@
+"""Runs that train adapters, through the command line: resumed, exported, started from others, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from ttrain.cli import main
+from ttrain.train.checkpoint.checkpoint import read_checkpoint
+
+MODEL = ["model=nano-gpt", "model.layers=1", "model.heads=2", "model.width=16", "model.context=8"]
+TRAIN = ["train.batch_size=2", "train.eval_every=null", "train.eval_sequences=2", "train.save_every=2"]
+TRAIN += ["sample.tokens=5", "train.peak_tflops=1", "logger=jsonl", "device.threads=1", "device=cpu"]
+TRAIN += ["schedule=constant", "data=text"]
+STILL = ("train.steps=1", "optimizer.lr=0", "guard.check_learning=null")
+ADAPTERS = ["lora.rank=2", "lora.dropout=0.1", "optimizer.lr=0.05"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run `base`, and a run `tuned` of adapters beside its weights."""
+    path = tmp_path_factory.mktemp("lora")
+    (path / "text.txt").write_text("abcdefg hijk\n" * 400)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(path / "cache"))
+        patch.chdir(path)
+        assert train("base", "train.steps=2") == 0
+        assert train("tuned", "train.steps=4", *ADAPTERS, "train.init_from=base") == 0
+        assert export("export.form=peft", "export.dir=peft") == 0
+    return path
+
+
+@pytest.fixture(autouse=True)
+def inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+def train(run: str, *words: str) -> int:
+    return main(["data.path=text.txt", *MODEL, *TRAIN, *words, f"run.dir={run}"])
+
+
+def export(*words: str, run: str = "tuned") -> int:
+    return main(["task=export", f"run.dir={run}", *words])
+
+
+def checkpoint(run: str, step: int) -> Path:
+    return Path(run) / "checkpoints" / f"step_{step:08d}"
+
+
+def tensors(run: str, step: int) -> dict[str, np.ndarray]:
+    files = sorted(checkpoint(run, step).glob("*.safetensors"))
+    return {name: value for file in files for name, value in load_file(file).items()}
+
+
+def test_a_run_goes_on_to_the_bit() -> None:
+    assert train("parts", "train.steps=2", *ADAPTERS, "train.init_from=base") == 0
+    assert main(["run.dir=parts", "resume=auto", "train.steps=4"]) == 0
+    parts, whole = tensors("parts", 4), tensors("tuned", 4)
+    assert parts.keys() == whole.keys() and all(np.array_equal(parts[name], value) for name, value in whole.items())
+    base, adapters = tensors("base", 2), [name for name in whole if name.endswith("lora.b.weight")]
+    assert all(np.array_equal(whole[name], value) for name, value in base.items() if "/" not in name)
+    assert len(adapters) == 4 and all(whole[name].any() for name in adapters)
+
+
+def test_what_is_frozen_lies_on_the_disk_once_and_every_checkpoint_has_it() -> None:
+    files = [checkpoint("tuned", step) / "frozen-00001-of-00001.safetensors" for step in (2, 4)]
+    assert os.path.samefile(*files)
+    assert "frozen-00001-of-00001.safetensors" in read_checkpoint(checkpoint("tuned", 4)).files  # verified as a whole
+    shutil.copytree(checkpoint("tuned", 4), "alone")
+    assert main(["resume=alone", "run.dir=elsewhere", "train.steps=5"]) == 0
+    assert set(tensors("elsewhere", 5)) == set(tensors("tuned", 4))
+
+
+def test_merged_weights_are_weights_and_adapters(capsys: pytest.CaptureFixture[str]) -> None:
+    assert export("export.dir=merged", "export.form=ttrain", "export.file=m.safetensors") == 0
+    whole, made = tensors("tuned", 4), load_file("m.safetensors")
+    assert made.keys() == {name for name in tensors("base", 2) if "/" not in name}
+    for name, value in made.items():
+        layer = name.removesuffix(".weight") + ".lora."
+        expected = whole[name].astype(np.float64)
+        if f"{layer}b.weight" in whole:
+            expected = expected + 16 / 2 * whole[f"{layer}b.weight"].astype(np.float64) @ whole[f"{layer}a.weight"]
+        np.testing.assert_allclose(value, expected, atol=1e-6)
+    assert export("export.dir=apart", "export.merge=false") == 0
+    texts = []
+    for run in ("tuned", "merged", "apart"):
+        capsys.readouterr()
+        assert main(["task=sample", f"run.dir={run}", "sample.temperature=0", "sample.tokens=30"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert len(set(texts)) == 1
+
+
+def test_adapters_come_back_from_pefts_files(capsys: pytest.CaptureFixture[str]) -> None:
+    said = json.loads(Path("peft/adapter_config.json").read_text())
+    assert (said["r"], said["lora_alpha"], said["peft_type"]) == (2, 16.0, "LORA")
+    named = load_file("peft/adapter_model.safetensors")
+    assert len(named) == 8
+    a = "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"
+    assert np.array_equal(named[a], tensors("tuned", 4)["blocks.0.attention.qkv.lora.a.weight"])
+    assert train("again", *STILL, "lora.from=peft", "train.init_from=base") == 0
+    assert "Adapters start as those of peft." in capsys.readouterr().err
+    again, tuned = tensors("again", 1), tensors("tuned", 4)
+    assert all(np.array_equal(value, tuned[name]) for name, value in again.items() if "/" not in name)
+
+
+def test_another_run_starts_from_a_tuned_one() -> None:
+    assert train("full", *STILL, "train.init_from=tuned") == 0
+    assert export("export.form=ttrain", "export.file=whole.safetensors") == 0
+    full = tensors("full", 1)
+    assert all(np.array_equal(full[name], value) for name, value in load_file("whole.safetensors").items())
+    assert train("same", *STILL, "train.init_from=tuned", *ADAPTERS[:2]) == 0
+    name = "blocks.0.attention.qkv.lora.b.weight"
+    assert np.array_equal(tensors("same", 1)[name], tensors("tuned", 4)[name])
+
+
+WRONG = {
+    "lora.alpha=0": "lora.alpha=0.0: must be greater than 0",
+    "lora.rank=17": "Give at most 16",
+    "lora.targets=[qvk]": "no linear layer of a block is 'qvk'",
+    "lora.from=peft lora.rank=3": "has rank 2, not 3",
+    "lora.from=peft model.width=32": "got [2, 16], expected [2, 32]",
+    "lora.from=peft": "was trained beside another model",  # without train.init_from
+    "lora.from=base": "holds no adapters of PEFT that can be read",
+    "lora.from=dora": "use_dora=True: only plain LoRA is understood",
+    "lora.from=torn": "lora_A.weight: missing",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_mistake_is_told_before_any_step(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, change in (("dora", {"use_dora": True}), ("torn", {})):
+        if not Path(name).exists():
+            shutil.copytree("peft", name)
+            said = json.loads((Path(name) / "adapter_config.json").read_text())
+            (Path(name) / "adapter_config.json").write_text(json.dumps(said | change))
+    save_file(dict(list(load_file("peft/adapter_model.safetensors").items())[1:]), "torn/adapter_model.safetensors")
+    capsys.readouterr()
+    assert train("refused", "lora.rank=2", "train.steps=1", *words.split()) == 2
+    told = capsys.readouterr().err
+    assert WRONG[words] in told and "Traceback" not in told and not Path("refused").exists()
+
+
+def test_other_adapters_do_not_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["resume=auto", "lora.rank=3", "train.steps=9"], ["task=sample", "lora.alpha=1"]):
+        assert main(["run.dir=tuned", *words]) == 2
+        assert "has other adapters: lora." in capsys.readouterr().err
+    assert main(["run.dir=base", "resume=auto", "lora.rank=2", "train.steps=9"]) == 2
+    assert "lora.rank: None there, 2 given" in capsys.readouterr().err
+
+
+def test_exports_that_can_not_be(capsys: pytest.CaptureFixture[str]) -> None:
+    for run, words, message in (
+        ("base", "export.form=peft export.dir=p", "has no adapters"),
+        ("tuned", "export.form=peft export.file=p.safetensors", "export.form=peft writes a folder"),
+        ("tuned", "export.merge=false export.file=x.safetensors", "a file of weights has no adapters"),
+    ):
+        assert export(*words.split(), run=run) == 2
+        assert message in capsys.readouterr().err

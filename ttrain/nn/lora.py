@@ -1,0 +1,90 @@
+"""LoRA (Hu et al., 2021): a frozen model, and beside its linear layers products of two narrow matrices that train.
+
+A packed projection, such as queries, keys and values in one, gets one adapter over its whole output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+
+from ttrain import ops
+from ttrain.core.errors import ConfigError
+from ttrain.core.names import did_you_mean
+from ttrain.graph import Value
+from ttrain.nn.initialize import Constant
+from ttrain.nn.layers import Linear
+from ttrain.nn.module import Module
+from ttrain.nn.settings import LoraConfig
+
+ALL = "all-linear"
+_STREAMS = 1 << 20  # of random bits from here on: no dropout of a model is numbered so high
+
+
+class Adapter(Module):
+    """x [..., inputs] -> alpha/rank B A dropout(x) [..., outputs], A [rank, inputs], B [outputs, rank].
+
+    A starts as torch.nn.Linear's weight does, B with zeros, so that nothing is added at first.
+    """
+
+    def __init__(self, inputs: int, outputs: int, rank: int, config: LoraConfig) -> None:
+        self.a = Linear(inputs, rank, bias=False)
+        self.b = Linear(rank, outputs, bias=False, weight_initializer=Constant(0.0))
+        self.scale, self._p = config.scale, config.dropout
+
+    def __call__(self, x: Value) -> Value:
+        seed = x.graph.inputs.get("seed")  # steps without it, such as evaluation, drop nothing
+        if seed is not None:
+            x = ops.dropout(x, seed, self._p, _STREAMS + len(x.graph.nodes))  # a layer may be used more than once
+        return self.b(self.a(x) * self.scale)
+
+
+def attach(model: Module, config: LoraConfig) -> None:
+    """Freeze a model and give the linear layers that the config names their adapters.
+
+    Raises ConfigError for a target that names no layer, and where the rank exceeds a side of one.
+    """
+    assert config.rank, "there is nothing to attach"
+    layers = {path: layer for path, layer in model.modules() if isinstance(layer, Linear) and _in_block(path)}
+    original = getattr(model, "original_name", None)
+    chosen = targets(config.targets, {path: names(path, original) for path in layers})
+    for path in chosen:
+        if config.rank > min(layers[path].weight.shape):
+            raise ConfigError(
+                f"lora.rank={config.rank}: {path} has a weight {list(layers[path].weight.shape)}. Give at most "
+                f"{min(layers[path].weight.shape)}, or leave it out of lora.targets."
+            )
+    for parameter in model.parameters().values():
+        parameter.trainable = False
+    for path in chosen:
+        outputs, inputs = layers[path].weight.shape
+        layers[path].lora = Adapter(inputs, outputs, config.rank, config)
+    model.name_parameters()
+
+
+def names(path: str, original: Callable[[str], str] | None) -> tuple[str, ...]:
+    """What a layer is called: by its path, and in the original."""
+    return (path,) if original is None else (path, original(f"{path}.weight").removesuffix(".weight"))
+
+
+def targets(wanted: list[str], layers: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Paths of the layers that are wanted, of `layers` with their names."""
+    found = {target: [path for path, called in layers.items() if _named(target, called)] for target in wanted}
+    ends = {name.rpartition(".")[2] for called in layers.values() for name in called}
+    unknown = [target for target, paths in found.items() if not paths]
+    problems = [f"lora.targets: no linear layer of a block is {each!r}. {did_you_mean(each, ends)}" for each in unknown]
+    if not wanted:
+        problems = [f"lora.targets=[]: nothing would be trained. Name some of {', '.join(sorted(ends))}."]
+    if problems:
+        raise ConfigError(problems)
+    chosen = {path for paths in found.values() for path in paths}
+    return [path for path in layers if path in chosen]
+
+
+def _named(target: str, called: tuple[str, ...]) -> bool:
+    return target == ALL or any(fnmatchcase(name, each) for name in called for each in (target, f"*.{target}"))
+
+
+def _in_block(path: str) -> bool:
+    """Whether a layer is part of a list of modules: heads are read in other ways than by calling them."""
+    return any(part.isdecimal() for part in path.split("."))

@@ -1,0 +1,168 @@
+"""LoRA's adapters outside of a run: merged into weights, and as the two files of Hugging Face's PEFT, both ways."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ttrain.core.errors import CheckpointError
+from ttrain.core.files import replace_file, to_json
+from ttrain.models.weight_checks import Weights
+from ttrain.nn.lora import ALL, names
+from ttrain.nn.module import ADAPTER
+from ttrain.nn.settings import LoraConfig
+from ttrain.train.checkpoint.weights_file import metadata_of, read_file, write_safetensors
+from ttrain.train.protocols import Array, State
+
+FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_PREFIX, _BASE = "base_model.model.", "ttrain_base"  # of names, and the entry that holds the digest of the model
+_MATRICES = {"a.weight": "lora_A.weight", "b.weight": "lora_B.weight"}
+# What changes the function and is not here: each with the only value that is understood, besides none at all.
+_PLAIN = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "rank_pattern": {},
+          "alpha_pattern": {}, "modules_to_save": None, "layer_replication": None, "lora_bias": False}  # fmt: skip
+
+
+def merged(values: Mapping[str, Array], scale: float) -> Weights:
+    """Values by path in which every weight has what its adapter adds; adapters are gone. Made when asked for."""
+
+    def read(name: str) -> Array:
+        layer = name.removesuffix(".weight") + ADAPTER
+        if f"{layer}b.weight" not in values:
+            return values[name]
+        a, b = (values[f"{layer}{matrix}.weight"] for matrix in "ab")
+        whole: Array = values[name] + np.float32(scale) * (b @ a)
+        return whole
+
+    return Weights({name: None for name in values if ADAPTER not in name}, read)
+
+
+def as_for(model: Any, values: Mapping[str, Array], lora: Mapping[str, Any]) -> Mapping[str, Array]:
+    """Values of a source that was trained as `lora` says, for a model: merged unless it has the same adapters."""
+    if not any(ADAPTER in name for name in values):
+        return values
+    scale = LoraConfig(rank=lora.get("rank"), alpha=lora.get("alpha", 1.0)).scale
+    own = {path: parameter.shape for path, parameter in model.parameters().items() if ADAPTER in path}
+    given = {name: values[name].shape for name in values if ADAPTER in name}
+    scales = {module.scale for path, module in model.modules() if f".{path}".endswith(ADAPTER.rstrip("."))}
+    return values if own == given and scales == {scale} else merged(values, scale)
+
+
+def peft_names(model: Any) -> dict[str, str]:
+    """The path of every adapter's matrix -> PEFT's name of it."""
+    named = {}
+    for path in model.parameters():
+        layer, adapter, matrix = path.partition(ADAPTER)
+        if adapter:
+            called = names(layer, getattr(model, "original_name", None))[-1]
+            named[path] = f"{_PREFIX}{called}.{_MATRICES[matrix]}"
+    return named
+
+
+def base_digest(model: Any, read: Callable[[str], Array]) -> str:
+    """SHA-256 of the frozen model's values in bf16, so that one kept in fp32 and one in bf16 are the same."""
+    digest = hashlib.sha256()
+    for path in sorted(model.parameters(adapters=False)):
+        bits = np.ascontiguousarray(read(path), np.float32).view(np.uint32)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        digest.update(path.encode() + rounded.astype("<u2").tobytes())
+    return digest.hexdigest()
+
+
+def write_peft(folder: Path, model: Any, values: Mapping[str, Array], lora: LoraConfig, base: str | None) -> None:
+    """Writes the adapters of a model into a new folder, with what PEFT has to know. `base` names the frozen model."""
+    named = peft_names(model)
+    layers = list(dict.fromkeys(name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in named.values()))
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": layers,
+        "bias": "none", "fan_in_fan_out": getattr(model, "fan_in_fan_out", False),
+    }  # fmt: skip
+    digest = {_BASE: base_digest(model, values.__getitem__)}
+    write_safetensors(folder / FILE, {name: values[path] for path, name in named.items()}, digest)
+    replace_file(folder / CONFIG, to_json(config))
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """A folder of PEFT, its config read and understood."""
+
+    folder: Path
+    said: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, folder: str) -> PeftAdapter:
+        """Raises CheckpointError where it is none, or holds what is not understood."""
+        path = Path(folder) / CONFIG
+        try:
+            said = json.loads(path.read_text("utf-8"))
+            other = {key: said[key] for key, plain in _PLAIN.items() if said.get(key, plain) not in (plain, None)}
+            rank, alpha = int(said["r"]), float(said["lora_alpha"])
+            if rank < 1 or alpha <= 0:
+                raise ValueError("r and lora_alpha must be greater than 0")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"lora.from={folder} holds no adapters of PEFT that can be read: {CONFIG}: {error}. Give the "
+                f"folder with {CONFIG} and {FILE}."
+            ) from None
+        if other:
+            told = ", ".join(f"{key}={value!r}" for key, value in other.items())
+            raise CheckpointError(f"lora.from={folder}: {told}: only plain LoRA is understood.")
+        return cls(Path(folder), said)
+
+    def adopted(self, lora: LoraConfig, given: Iterable[str]) -> LoraConfig:
+        """The config with what the folder says; `given` are the keys that the user gave, which have to agree."""
+        wanted, chosen = self.said.get("target_modules"), ("layers_to_transform", "exclude_modules")
+        whole = isinstance(wanted, list) and not any(self.said.get(key) for key in chosen)
+        targets = sorted(map(str, wanted or [])) if whole else sorted(self._layers())
+        found = replace(lora, rank=int(self.said["r"]), alpha=float(self.said["lora_alpha"]))
+        for key in ("rank", "alpha"):
+            if f"lora.{key}" in given and getattr(lora, key) != getattr(found, key):
+                raise CheckpointError(
+                    f"lora.from={self.folder} has {key} {getattr(found, key)}, not {getattr(lora, key)}. "
+                    "Leave the key out, or give other adapters."
+                )
+        if wanted == ALL:
+            targets = [ALL]
+        return replace(found, targets=lora.targets if "lora.targets" in given else targets)
+
+    def _content(self) -> Mapping[str, Any]:
+        return read_file(self.folder / FILE)
+
+    def _layers(self) -> set[str]:
+        return {str(name).removeprefix(_PREFIX).rpartition(".lora_")[0] for name in self._content()}
+
+    def values(self, model: Any) -> dict[str, Array]:
+        """By our paths. Raises CheckpointError where they are not those of the model's adapters."""
+        content, named = Weights.widened(self._content()), peft_names(model)
+        problems = [f"{name}: missing" for name in named.values() if name not in content]
+        problems += [f"{name}: no adapter of this model" for name in content if name not in named.values()]
+        shapes = {path: parameter.shape for path, parameter in model.parameters().items()}
+        values = {path: content[name] for path, name in named.items() if name in content}
+        for path, value in values.items():
+            if value.shape != shapes[path]:
+                problems.append(f"{named[path]}: got {list(value.shape)}, expected {list(shapes[path])}")
+            elif not np.isfinite(value).all():
+                problems.append(f"{named[path]}: holds NaN or infinity")
+        if problems:
+            more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+            raise CheckpointError(
+                f"lora.from={self.folder} is of another model or other lora.targets: {'; '.join(problems[:3])}{more}."
+            )
+        return values
+
+    def apply(self, state: State, model: Any) -> None:
+        """Overwrites the adapters. Raises CheckpointError where the folder says that it belongs to another model."""
+        digest = metadata_of(self.folder / FILE).get(_BASE)
+        if digest is not None and digest != base_digest(model, state.read):
+            raise CheckpointError(
+                f"lora.from={self.folder} was trained beside another model than train.init_from gives. Give the "
+                "weights that it was trained with."
+            )
+        for path, value in self.values(model).items():
+            state.write(path, value)
