@@ -16,6 +16,20 @@ def did_you_mean(given: str, valid: Iterable[str]) -> str:
     return f"Valid: {', '.join(options)}." if options else "There is none."
 
 
+def one_slip(given: str, other: str) -> bool:
+    """Whether one letter was left out, added or exchanged, or two neighbours swapped; numbers differ on purpose."""
+    start = _alike(given, other)
+    end = _alike(given[start:][::-1], other[start:][::-1])
+    parts = given[start : len(given) - end], other[start : len(other) - end]
+    swapped = len(parts[0]) == 2 and parts[0] == parts[1][::-1]
+    return (swapped or max(map(len, parts)) == 1) and not any(map(str.isdigit, "".join(parts)))
+
+
+def _alike(given: str, other: str) -> int:
+    """How many characters both begin with."""
+    return next((at for at, (one, two) in enumerate(zip(given, other)) if one != two), min(len(given), len(other)))
+
+
 def with_line_breaks(text: str) -> str:
     """The text with a line break for each pair of the characters backslash and n: shells and Hydra pass those on."""
     return text.replace("\\n", "\n")

@@ -135,7 +135,9 @@ class SampleConfig:
     """How text is drawn from a trained model."""
 
     prompt: str | None = option(
-        None, "text that the model continues; null starts from a line break, or from any token if there is none"
+        None,
+        "text that the model continues; null starts from a line break, or where the tokenizer has none from the token "
+        "between documents, or any",
     )
     tokens: int = option(200, "tokens to draw per sample, at most", minimum=1)
     stop: list[str] = option(

@@ -110,6 +110,16 @@ def test_task_runs(runs: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
     assert main(["task=runs", f"runs.root={tmp_path}/no"]) == 2
 
 
+def test_the_model_is_told_as_it_was_chosen(runs: dict[str, Path]) -> None:
+    """A run that is not finished, and one whose summary is of an earlier version, too."""
+    for name in ("resumable", "finished"):
+        record = json.loads((runs[name] / "run.json").read_text())
+        record["attempts"][-1]["model"] = "nano-gpt"
+        (runs[name] / "run.json").write_text(json.dumps(record))
+        assert read_run(runs[name]).model == "nano-gpt"
+    assert read_run(runs["new"]).model == ""
+
+
 def test_a_report_is_one_page_that_loads_nothing(runs: dict[str, Path], capsys: Any) -> None:
     assert main(["task=report", f"run={runs['finished']}"]) == 0
     target = runs["finished"] / "report.html"

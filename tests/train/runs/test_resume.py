@@ -42,6 +42,25 @@ def test_none_and_a_first_auto_start_anew(tmp_path: Path, make_job: Any) -> None
     assert find_resume_point("auto", str(tmp_path / "killed early")) is None
 
 
+@pytest.mark.parametrize("name", ["runs", "rn", "Run", "urn", "ran", "r_un"])
+def test_a_new_run_that_nearly_has_the_name_of_another_is_taken_for_a_slip(run: Path, name: str) -> None:
+    given = run.with_name(name)
+    with pytest.raises(CheckpointError, match=f"there is no run {given}, but {run} is one. Give run.dir={run}"):
+        find_resume_point("auto", str(given))
+    assert find_resume_point("none", str(given)) is None
+    given.mkdir()
+    assert find_resume_point("auto", str(given)) is None
+
+
+@pytest.mark.parametrize("name", ["run2", "run_b", "nur", "other", "x/run"])
+def test_names_that_differ_in_more_than_a_letter_are_meant(run: Path, name: str) -> None:
+    assert find_resume_point("auto", str(run.parent / name)) is None
+    (run.parent / "run1").mkdir()
+    (run / "run.json").rename(run.parent / "run1" / "run.json")
+    assert find_resume_point("auto", str(run.parent / "run2")) is None
+    assert find_resume_point("auto", str(run.parent / "run12")) is None
+
+
 def test_auto_takes_the_newest(run: Path) -> None:
     point = find_resume_point("auto", str(run))
     assert point is not None and (point.checkpoint.step, point.run, point.notes) == (12, run, [])

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers import models
 
 from ttrain.cli import main
 from ttrain.core.errors import DataError, NonFiniteError, UserError
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.data.library_tokenizer import train_bpe
+from ttrain.data.library_tokenizer import LibraryTokenizer, train_bpe
 from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer
 from ttrain.train.sampling.draw import (
     Acceptance,
@@ -187,6 +189,26 @@ def test_prompts() -> None:
         encode_prompt(tokenizer, "aq")
     with pytest.raises(UserError, match=r"sample\.prompt is empty"):
         encode_prompt(tokenizer, "")
+
+
+@pytest.mark.parametrize(
+    ("names", "special", "unknown", "expected"),
+    [
+        ("<s> </s> <unk>", ["<s>", "</s>"], "<unk>", 1),  # the token between documents
+        ("<s> <unk> c", ["<s>"], "<unk>", 0),
+        ("<unk> c d", [], "<unk>", 0),
+    ],
+)
+def test_a_tokenizer_without_line_breaks_starts_from_no_text_that_is_shown(
+    names: str, special: list[str], unknown: str, expected: int
+) -> None:
+    vocabulary = {name: number for number, name in enumerate([*names.split(), "a", "b"])}
+    library = Library(models.WordLevel(vocabulary, unk_token=unknown))
+    library.add_special_tokens(special)
+    tokenizer = LibraryTokenizer(library.to_str())
+    prompt = encode_prompt(tokenizer, None)
+    assert prompt == [expected]
+    assert stream_text(tokenizer, prompt, iter([3, 4]), lambda text: None, Stop.of(tokenizer, [])).split() == ["a", "b"]
 
 
 def test_an_empty_prompt_is_the_end_of_a_document_where_the_tokenizer_has_one() -> None:

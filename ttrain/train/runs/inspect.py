@@ -16,7 +16,7 @@ from ttrain.train.checkpoint.retention import list_checkpoints
 from ttrain.train.logging.events import Event, read_events
 from ttrain.train.logging.meter import loop_speed
 from ttrain.train.logging.metrics import read_metrics
-from ttrain.train.runs.run_directory import LOCK, RECORD, read_config
+from ttrain.train.runs.run_directory import LOCK, RECORD, chosen_model, read_config
 
 _NO_RUNS_IN = {"checkpoints", "wandb", ".hydra"}
 
@@ -54,7 +54,8 @@ class RunInfo:
 
     @property
     def model(self) -> str:
-        return str(self.summary.get("model") or self.config.get("model", {}).get("name", ""))
+        """As the user chose it, such as nano-gpt; what its config calls it where no attempt tells."""
+        return chosen_model(self.path) or str(self.summary.get("model") or self.config.get("model", {}).get("name", ""))
 
     @property
     def caution(self) -> str:

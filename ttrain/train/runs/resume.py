@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import CheckpointError, UserError
+from ttrain.core.names import one_slip
 from ttrain.models.identity import ALL, differing, whole
 from ttrain.nn.settings import LoraConfig
 from ttrain.train.checkpoint.checkpoint import (
@@ -80,6 +81,7 @@ def find_resume_point(resume: str, run_dir: str | None) -> ResumePoint | None:
             raise UserError("resume=auto continues the run in run.dir, which is not set. Give run.dir=<run> as well.")
         run = Path(run_dir)
         if not run.exists():
+            _require_meant(run)
             return None
         if not (run / RECORD).exists() and any(entry.name != ".hydra" for entry in run.iterdir()):
             raise CheckpointError(f"{run} is not a run of ttrain: it has no {RECORD}. Give the folder of a run.")
@@ -97,6 +99,20 @@ def find_resume_point(resume: str, run_dir: str | None) -> ResumePoint | None:
     raise CheckpointError(
         f"resume={resume} is neither a run nor a checkpoint: a run has checkpoints/, a checkpoint has {MANIFEST}."
     )
+
+
+def _require_meant(run: Path) -> None:
+    """Raises CheckpointError where a run beside the folder that does not exist has nearly its name."""
+    try:
+        beside = sorted(run.parent.iterdir())
+    except OSError:  # there is no such folder, or nobody may look
+        return
+    for other in beside:
+        if one_slip(run.name, other.name) and (other / RECORD).exists():
+            raise CheckpointError(
+                f"resume=auto: there is no run {run}, but {other} is one. Give run.dir={other} to continue that. For a "
+                f"new run with this name give resume=none, or make the folder {run} first."
+            )
 
 
 def _newest_of(run: Path, *, must_exist: bool) -> ResumePoint | None:

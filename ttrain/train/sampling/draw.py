@@ -120,16 +120,20 @@ def token_probabilities(
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str | None, end_token: str | None = None) -> list[int]:
-    """Token ids of the prompt, at least one; None stands for a line break, or id 0 where the tokenizer has none.
+    """Token ids of the prompt, at least one; None stands for a line break.
 
-    An empty prompt becomes the token between documents: `end_token` or the one that tokenizers have for it. Raises
-    UserError for an empty prompt without one, and DataError, which names them, for characters the tokenizer never saw.
+    Where the tokenizer has none, it is the token between documents, or id 0. An empty prompt becomes the token between
+    documents: `end_token` or the one that tokenizers have for it. Raises UserError for an empty prompt without one, and
+    DataError, which names them, for characters the tokenizer never saw.
     """
     if prompt is None:
         try:
-            return tokenizer.encode("\n") or [0]
+            ids = tokenizer.encode("\n")
         except DataError:
-            return [0]
+            ids = []
+        if ids and not tokenizer.decode(ids).strip():
+            return ids
+        return [_end_id(tokenizer, end_token) or 0]
     ids = tokenizer.encode(prompt)
     if not ids and (end := _end_id(tokenizer, end_token)) is not None:
         return [end]
@@ -149,6 +153,10 @@ def _end_id(tokenizer: Any, end_token: str | None) -> int | None:
     except DataError:  # several that could be meant
         return None
     return None if token.added else token.id
+
+
+def _special_tokens(tokenizer: Any) -> set[str]:
+    return set(tokenizer.special_tokens()) if hasattr(tokenizer, "special_tokens") else set()
 
 
 @dataclass(frozen=True)
@@ -299,7 +307,7 @@ class Stop:
 
         `end_token` is data.end_token.
         """
-        special = set(tokenizer.special_tokens()) if hasattr(tokenizer, "special_tokens") else set()
+        special = _special_tokens(tokenizer)
         ids = {_end_id(tokenizer, end_token), *(tokenizer.token_id(text) for text in texts if text in special)}
         return Stop(frozenset(ids - {None}), tuple(with_line_breaks(text) for text in texts if text not in special))
 
@@ -350,9 +358,13 @@ def stream_text(
     """Writes the text as tokens arrive, up to a stop, and returns it whole, prompt included.
 
     A character whose bytes are not all there yet is held back. Tokens are decoded together with those before them,
-    because some tokenizers treat the start of a text differently. A prompt that is a stop alone is not shown.
+    because some tokenizers treat the start of a text differently. A prompt that is one token and no text, because it
+    is a stop, special or unknown, is not shown.
     """
-    start = "" if len(prompt) == 1 and prompt[0] in stop.ids else tokenizer.decode(prompt)
+    start = tokenizer.decode(prompt)
+    special = {*stop.ids, getattr(tokenizer, "unknown", None)}
+    if len(prompt) == 1 and (prompt[0] in special or start in _special_tokens(tokenizer)):
+        start = ""
     write(start)
     writer = _Writer(stop, write)
     recent, shown = list(prompt[-1:]), tokenizer.decode(prompt[-1:])
