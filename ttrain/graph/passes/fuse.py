@@ -25,10 +25,11 @@ class _Matcher:
             for value in overwritten(node):
                 self.writes.setdefault(self.roots[value], []).append(time)
 
-    def only_reader(self, value: Value) -> Node | None:
-        """The one node that reads a value which nothing else keeps."""
-        readers = self.readers.get(value, [])
-        return readers[0] if len(readers) == 1 and value not in self.kept else None
+    def source(self, value: Value, reader: Node, *names: str) -> Node | None:
+        """The node of one of these ops that makes a value which one reader alone reads, and nothing else keeps."""
+        source = value.producer
+        alone = self.readers.get(value) == [reader] and value not in self.kept
+        return source if source is not None and source.op.name in names and alone else None
 
     def unchanged(self, value: Value, start: Node, end: Node) -> bool:
         """Whether no node between the two overwrites the buffer of a value."""
@@ -58,17 +59,17 @@ def fuse(graph: Graph, kernels: Container[str]) -> Graph:
 
     A pattern applies only where no node outside it reads what would disappear.
     """
-    for pattern in (_bias, _activation, _residual_norm, _residual_norm_grad, _lookup_grad, _head_cross_entropy):
-        graph = _apply(graph, pattern, kernels)
+    for pattern, names in _PATTERNS.items():
+        graph = _apply(graph, pattern, names, kernels)
     return graph
 
 
-def _apply(graph: Graph, pattern: Pattern, kernels: Container[str]) -> Graph:
+def _apply(graph: Graph, pattern: Pattern, names: Container[str], kernels: Container[str]) -> Graph:
     matcher = _Matcher(graph)
     replaced: dict[Node, Match] = {}
     absorbed: set[Node] = set()
     for node in graph.nodes:
-        match = pattern(matcher, node)
+        match = pattern(matcher, node) if node.op.name in names else None
         if match is None or match.absorbed in absorbed or match.absorbed.on_host is not node.on_host:
             continue
         if match.name not in of_side(kernels, node.on_host):
@@ -93,45 +94,28 @@ def _apply(graph: Graph, pattern: Pattern, kernels: Container[str]) -> Graph:
 
 def _bias(matcher: _Matcher, node: Node) -> Match | None:
     """add(matmul(x, W^T), b) or add(linear(x, W), b) with b [O] -> linear(x, W, b)."""
-    if node.op.name != "add":
+    product, bias = node.values
+    source = matcher.source(product, node, "linear", "matmul")
+    if source is None or bias.spec != product.spec.with_shape(*product.shape[-1:]):
         return None
-    product, bias = node.input("x"), node.input("y")
-    source = product.producer
-    if source is None or matcher.only_reader(product) is not node or bias.shape != product.shape[-1:]:
-        return None
-    if bias.spec.dtype is not product.spec.dtype or (bias.producer is not None and bias.producer is source):
-        return None
-    plain = source.op.name == "linear" and source.inputs[2] is None and source.attributes.get("activation") is None
-    matrix = (
-        source.op.name == "matmul"
-        and product.spec.rank == 2
-        and source.attributes["transpose_b"]
-        and not source.attributes["transpose_a"]
-    )
-    if not (plain or matrix):
-        return None
-    return Match(source, "linear", (source.inputs[0], source.inputs[1], bias), {}, list(node.outputs))
+    if source.op.name == "linear":
+        fits = source.inputs[2] is None and source.attributes.get("activation") is None
+    else:
+        fits = source.attributes == {"transpose_a": False, "transpose_b": True} and product.spec.rank == 2
+    return Match(source, "linear", (*source.inputs[:2], bias), {}, list(node.outputs)) if fits else None
 
 
 def _activation(matcher: _Matcher, node: Node) -> Match | None:
     """activation(linear(x, W, b)) -> linear with that activation, where backward does not read the sum itself."""
-    if node.op.name not in ("relu", "tanh", "gelu"):
+    source = matcher.source(node.values[0], node, "linear")
+    if source is None or source.attributes.get("activation") is not None:
         return None
-    before = node.input("x")
-    source = before.producer
-    if source is None or source.op.name != "linear" or source.attributes.get("activation") is not None:
-        return None
-    if matcher.only_reader(before) is not node:
-        return None
-    form = node.attributes.get("approximate")
-    name = "gelu_tanh" if form == "tanh" else node.op.name
+    name = "gelu_tanh" if node.attributes.get("approximate") == "tanh" else node.op.name
     return Match(source, "linear", source.inputs, {"activation": name}, list(node.outputs))
 
 
 def _residual_norm(matcher: _Matcher, node: Node) -> Match | None:
     """layer_norm(add(x, branch)) -> add_layer_norm; the sum stays readable."""
-    if node.op.name != "layer_norm":
-        return None
     total = node.input("x")
     source = total.producer
     if source is None or source.op.name != "add" or source.stage is not node.stage or source.copy != node.copy:
@@ -166,22 +150,17 @@ def _lookup_grad(matcher: _Matcher, node: Node) -> Match | None:
 
 def _summed(matcher: _Matcher, node: Node, name: str) -> Iterator[tuple[Node, Value]]:
     """Nodes of an op whose first output a sum of equal specs alone reads, each with what it is added to."""
-    if node.op.name != "add" or node.values[0].spec != node.values[1].spec:
-        return
     for inside, beside in (node.values[::-1], node.values):
-        source = inside.producer
-        made = source is not None and source.op.name == name and source.outputs[0] is inside
-        if source is not None and made and matcher.only_reader(inside) is node:
+        source = matcher.source(inside, node, name)
+        if source is not None and inside.index == 0 and inside.spec == beside.spec:
             yield source, beside
 
 
 def _head_cross_entropy(matcher: _Matcher, node: Node) -> Match | None:
     """cross_entropy(linear(hidden, head)) -> head_cross_entropy in evaluation, where nothing reads the logits."""
-    if node.op.name != "cross_entropy" or not matcher.unread(node.outputs[1:]):
-        return None
     logits = node.input("logits")
-    source = logits.producer
-    if source is None or source.op.name != "linear" or matcher.only_reader(logits) is not node:
+    source = matcher.source(logits, node, "linear")
+    if source is None or not matcher.unread(node.outputs[1:]):
         return None
     hidden, head, bias = source.inputs
     if source.attributes.get("activation") is not None or hidden is None or hidden.spec.rank != 2:
@@ -189,3 +168,13 @@ def _head_cross_entropy(matcher: _Matcher, node: Node) -> Match | None:
     inputs = (hidden, head, node.input("targets"), node.input("weight"), bias)
     attributes = {"smoothing": 0.0, "live": logits.shape[1], "gradients": False}
     return Match(source, "head_cross_entropy", inputs, attributes, [node.outputs[0]])
+
+
+_PATTERNS: dict[Pattern, tuple[str, ...]] = {  # what may disappear into a node of these ops, in this order
+    _bias: ("add",),
+    _activation: ("relu", "tanh", "gelu"),
+    _residual_norm: ("layer_norm",),
+    _residual_norm_grad: ("add",),
+    _lookup_grad: ("add",),
+    _head_cross_entropy: ("cross_entropy",),
+}
