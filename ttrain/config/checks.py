@@ -210,13 +210,16 @@ def _sample_needs_a_run(config: Config) -> Iterator[str]:
         yield "task=sample: needs a trained run. Give run.dir=<run directory>."
 
 
-@check("task", "run", "eval")
+@check("task", "run", "model", "eval")
 def _eval(config: Config) -> Iterator[str]:
     wanted = config.eval
     if config.task.name != "eval":
         return
-    if config.run.dir is None:
-        yield "task=eval: needs a trained run. Give run.dir=<run directory>."
+    folder = getattr(config.model, "from_", None)
+    if config.run.dir is None and folder is None:
+        yield "task=eval: needs a trained model. Give run.dir=<run directory> or model.from=<model folder>."
+    elif config.run.dir is not None and folder is not None and not config.source.merged:
+        yield "task=eval: run.dir and model.from both name a model. Give one of them."
     if not wanted.text and wanted.choices is None:
         yield "task=eval: nothing to measure. Give eval.text=[<file or folder>] or eval.choices=<file of questions>."
     if wanted.checkpoint not in ("last", "best") and not wanted.checkpoint.isdecimal():

@@ -1,4 +1,4 @@
-"""task=eval: how well the model of a run predicts texts, and which endings of questions it finds likeliest."""
+"""task=eval: how well a trained model predicts texts, and which endings of questions it finds likeliest."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ def run(config: Config) -> dict[str, Any]:
     from ttrain.tasks.evaluating.choices import measure_choices
     from ttrain.tasks.evaluating.scorer import opened
     from ttrain.tasks.evaluating.texts import measure_texts
+    from ttrain.train.runs.run_directory import chosen_model
 
-    wanted, run_dir = config.eval, Path(config.run.dir or "")
-    out = run_dir / "results.json" if wanted.out is None else Path(wanted.out)
+    wanted = config.eval
+    out = Path(config.run.dir or "", "results.json") if wanted.out is None else Path(wanted.out)
     steps = [name for name, given in (("evaluate", wanted.text), ("scores", wanted.choices)) if given]
     with opened(config, *steps) as scorer:
         results: dict[str, Any] = {
-            "run": str(run_dir),
+            "source": scorer.origin,
             "step": scorer.step,
-            "model": scorer.model.config.name,
+            "model": chosen_model(Path(config.run.dir or "")) or scorer.model.config.name,
             "tokenizer": scorer.tokenizer.hash,
         }
         if wanted.text:
@@ -47,7 +48,8 @@ def _write(out: Path, results: dict[str, Any]) -> None:
 
 
 def _lines(results: dict[str, Any], out: Path) -> list[tuple[str, str]]:
-    lines = [("model", f"{results['model']} of {results['run']}, step {results['step']}")]
+    step = "" if results["step"] is None else f", step {results['step']}"
+    lines = [("model", f"{results['model']} of {results['source']}{step}")]
     if text := results.get("text"):
         size = f"{format_count(text['tokens'])} tokens, {format_bytes(text['bytes'])}"
         lines.append(("text", f"{', '.join(text['source'])}: {text['documents']:,} document(s), {size}"))

@@ -218,7 +218,9 @@ class EvalConfig:
     limit: int | None = option(None, "read no more documents and questions than this; null reads all", minimum=1)
     batch_size: int = option(8, "sequences that are computed at once", minimum=1)
     checkpoint: str = option("last", "which checkpoint of the run: last, best, or a step number")
-    out: str | None = option(None, "JSON file for the results; null takes results.json in the run", path=True)
+    out: str | None = option(
+        None, "JSON file for the results; null takes results.json in the run, or in this folder", path=True
+    )
 
 
 @dataclass

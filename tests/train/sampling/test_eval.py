@@ -174,6 +174,37 @@ def test_losses_and_likelihoods_of_other_models_agree(kind: str, words: list[str
     assert total == pytest.approx(-len(pairs) * result.metrics.get("ar/ce", result.loss), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"), [("gpt", []), ("llama", ["model=llama", "model.preset=null", "model.hidden=24"])]
+)
+def test_a_folder_of_transformers_measures_as_its_run_and_as_transformers(kind: str, words: list[str]) -> None:
+    """Logits of Transformers, loaded from the folder, over the same documents."""
+    transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
+    run = trained(kind, *SIZES, *DOCUMENTS, *words)
+    folder = f"{kind}-folder"
+    assert main(["task=export", f"run.dir={run}", "export.form=huggingface", f"export.dir={folder}"]) == 0
+    given = ["device=cpu", "device.threads=1", "eval.text=[texts.jsonl]", f"eval.out={folder}.json"]
+    assert main(["task=eval", f"model.from={folder}", *given]) == 0
+    found = json.loads(Path(f"{folder}.json").read_text())
+    same = evaluated(run, "eval.text=[texts.jsonl]")["text"]
+    assert found["text"]["loss"] == pytest.approx(same["loss"], rel=1e-5) and found["text"]["bytes"] == same["bytes"]
+    assert found["source"] == folder and found["step"] is None
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    total, count = 0.0, 0
+    for text in TEXTS:
+        ids = [tokenizer.eos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]]
+        for start in range(0, len(ids) - 1, CONTEXT):
+            stop = min(start + CONTEXT, len(ids) - 1)
+            begin = max(0, stop - CONTEXT)
+            with torch.no_grad():
+                scores = F.log_softmax(model(torch.tensor([ids[begin:stop]])).logits[0], -1)
+            total -= sum(scores[place - 1 - begin, ids[place]].item() for place in range(start + 1, stop + 1))
+            count += stop - start
+    assert found["text"]["tokens"] == count
+    assert found["text"]["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
+
+
 # questions
 
 QUESTIONS = [
@@ -255,8 +286,9 @@ def test_rows_that_are_no_questions(row: Any, message: str, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["eval.text=[texts.jsonl]"], "task=eval: needs a trained run"),
+        (["eval.text=[texts.jsonl]"], "task=eval: needs a trained model"),
         (["run.dir=gpt"], "task=eval: nothing to measure"),
+        (["run.dir=gpt", "model.from=x", "eval.text=[texts.jsonl]"], "model.from=x"),
         (["run.dir=gpt", "eval.text=[nowhere.txt]"], "nowhere.txt does not exist"),
         (["run.dir=gpt", "eval.choices=nowhere.jsonl"], "eval.choices: cannot read nowhere.jsonl"),
         (["run.dir=gpt", "eval.text=[texts.jsonl]", "eval.checkpoint=9"], "gpt has no checkpoint of step 9"),

@@ -16,11 +16,13 @@ import numpy as np
 from ttrain.config import build
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config
-from ttrain.core.errors import CheckpointError, ConfigError, NonFiniteError, UserError
+from ttrain.core.errors import CheckpointError, ConfigError, DataError, NonFiniteError, UserError
 from ttrain.core.waiting import Waiting
+from ttrain.data.settings import TextConfig
 from ttrain.engine.base import Trace
 from ttrain.graph import Graph
 from ttrain.models.identity import FUNCTION
+from ttrain.nn.settings import LoraConfig
 from ttrain.train.loop.evaluate import BITS_PER_BYTE, Evaluation, EvaluationResult
 from ttrain.train.protocols import Dataset, Inputs, Outputs
 
@@ -42,7 +44,8 @@ class Scorer:
     model: Any
     context: int
     start: int | None
-    step: int  # of the checkpoint
+    step: int | None  # of the checkpoint, where it is one
+    origin: str  # the run, or the folder of weights
     rows: int
     steps: dict[str, Callable[[Inputs], Outputs]]
 
@@ -92,33 +95,31 @@ class Scorer:
         yield from (Likelihood(float(total), bool(each)) for total, each in zip(sums, greedy, strict=True))
 
 
+@dataclass
+class _Given:
+    """A model before it is on a device. `load` gives a state its values."""
+
+    config: Config
+    model: Any
+    tokenizer: Any
+    start: int | None
+    step: int | None
+    origin: str
+    load: Callable[[Any], object]
+
+
 @contextmanager
 def opened(config: Config, *wanted: str) -> Iterator[Scorer]:
-    """The model of `run.dir` on the device, with the steps `evaluate` and `scores`, or the one that is wanted.
+    """The model of `run.dir` or `model.from` on the device, with the steps `evaluate` and `scores`, or those wanted.
 
-    Raises CheckpointError for a run without such a checkpoint, UserError for a device that can't do this.
+    Raises CheckpointError for a model that can't be read, UserError for a device that can't do this.
     """
-    from ttrain.data.end_token import with_end_token
-    from ttrain.data.library_tokenizer import parse_tokenizer
-    from ttrain.train.checkpoint.retention import find_checkpoint
-    from ttrain.train.runs.resume import check_architecture
-
-    assert config.run.dir is not None  # the config's checks hold it so
-    checkpoint = find_checkpoint(Path(config.run.dir), config.eval.checkpoint)
-    if checkpoint.tokenizer is None:
-        raise CheckpointError(f"{checkpoint.path} has no tokenizer, so its model reads no text. Give another run.")
-    config = continued(checkpoint.config, config, ("device", "engine", "logger"))
-    rows, alone = config.eval.batch_size, getattr(config.data, "attention", "") == "document"
-    config.train = dataclasses.replace(config.train, batch_size=rows, accumulation=1, length_schedule=[])
-    if alone:  # a row has one document here
-        config.data = dataclasses.replace(config.data, attention="sequence")  # type: ignore[call-arg]
-    tokenizer = parse_tokenizer(checkpoint.tokenizer)
-    model: Any = build.build_model(config, tokenizer.vocabulary)
-    check_architecture(checkpoint.config, model.config, checkpoint.path, FUNCTION)
+    given = _from_folder(config) if config.run.dir is None else _from_run(config, config.run.dir)
+    model, rows = given.model, config.eval.batch_size
     if not hasattr(model, "logits"):
         raise ConfigError(f"model.name={model.config.name}: has no logits, so it predicts no text.")
-    _, end = with_end_token(tokenizer, getattr(config.data, "end_token", None), None)
-    start = None if alone or end.added else end.id
+    config = given.config
+    config.train = dataclasses.replace(config.train, batch_size=rows, accumulation=1, length_schedule=[])
     with ExitStack() as stack:
         device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
         if not device.computes or device.chips > 1:
@@ -128,14 +129,69 @@ def opened(config: Config, *wanted: str) -> Iterator[Scorer]:
             print(f"WARNING: {device.caution}", file=sys.stderr)
         with Waiting("Loading the model"):
             session = stack.enter_context(closing(build.build_session(config, model, device, training=False)))
-            checkpoint.load(session.state, optimizer=False)
-            traces: dict[str, Trace] = {
-                "evaluate": session.graph.trace_evaluate,
-                "scores": partial(_trace_scores, model, rows),
-            }
-            names = wanted or tuple(traces)
-            steps = {name: session.engine.build(name, traces[name]) for name in names}
-        yield Scorer(tokenizer, model, model.config.context, start, checkpoint.step, rows, dict(steps))
+            given.load(session.state)
+            traces: dict[str, Trace] = {"evaluate": session.graph.trace_evaluate}
+            traces["scores"] = partial(_trace_scores, model, rows)
+            steps = {name: session.engine.build(name, traces[name]) for name in wanted or traces}
+        origin, context = given.origin, model.config.context
+        yield Scorer(given.tokenizer, model, context, given.start, given.step, origin, rows, dict(steps))
+
+
+def _from_run(config: Config, run: str) -> _Given:
+    from ttrain.data.library_tokenizer import parse_tokenizer
+    from ttrain.train.checkpoint.retention import find_checkpoint
+    from ttrain.train.runs.resume import check_adapters, check_architecture
+
+    checkpoint = find_checkpoint(Path(run), config.eval.checkpoint)
+    if checkpoint.tokenizer is None:
+        raise CheckpointError(f"{checkpoint.path} has no tokenizer, so its model reads no text. Give another run.")
+    config = continued(checkpoint.config, config, ("device", "engine", "logger"))
+    alone = getattr(config.data, "attention", "") == "document"
+    if alone:  # a row has one document here
+        config.data = dataclasses.replace(config.data, attention="sequence")  # type: ignore[call-arg]
+    tokenizer = parse_tokenizer(checkpoint.tokenizer)
+    model = build.build_model(config, tokenizer.vocabulary)
+    check_architecture(checkpoint.config, model.config, checkpoint.path, FUNCTION)
+    check_adapters(checkpoint.config, config.lora, checkpoint.path)
+    start = None if alone else _end_id(tokenizer, getattr(config.data, "end_token", None))
+    load = partial(checkpoint.load, optimizer=False)
+    return _Given(config, model, tokenizer, start, checkpoint.step, run, load)
+
+
+def _from_folder(config: Config) -> _Given:
+    from ttrain.data.end_token import CONFIG_FILE, configured_end, read_tokenizer_config, token_text
+    from ttrain.data.library_tokenizer import parse_tokenizer
+    from ttrain.train.checkpoint.hub_folder import find_folder
+    from ttrain.train.checkpoint.weights_file import read_file, read_parameters, said_of
+
+    folder = find_folder(config.model.from_, weights=True)  # the config's checks hold it so
+    content = read_file(folder)
+    text = said_of(folder, content).tokenizer
+    if text is None:
+        raise CheckpointError(f"{folder} has no tokenizer.json, so its model reads no text. Bring the whole folder.")
+    tokenizer = parse_tokenizer(text)
+    config = dataclasses.replace(config, lora=LoraConfig(), data=TextConfig())
+    model = build.build_model(config, tokenizer.vocabulary)
+    values = read_parameters(folder, model, content)
+
+    def load(state: Any) -> None:
+        for name, value in values.items():
+            state.write(name, value)
+
+    first = token_text(read_tokenizer_config(folder / CONFIG_FILE).get("bos_token"))
+    start = _end_id(tokenizer, first or configured_end(folder / CONFIG_FILE))
+    return _Given(config, model, tokenizer, start, None, str(folder), load)
+
+
+def _end_id(tokenizer: Any, named: str | None) -> int | None:
+    """The token that ends a document, or the one that is named; None where the tokenizer has none of itself."""
+    from ttrain.data.end_token import with_end_token
+
+    try:
+        _, token = with_end_token(tokenizer, named, None)
+    except DataError:  # several that could be meant
+        return None
+    return None if token.added else token.id
 
 
 def _trace_scores(model: Any, rows: int, graph: Graph) -> None:
