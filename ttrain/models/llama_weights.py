@@ -162,11 +162,12 @@ def to_transformers(config: LlamaConfig) -> dict[str, Any]:
     plain = "mistral" if config.window is not None else "llama"
     kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias and not config.projection_bias else plain
     names = {ours: theirs for theirs, ours in ACTIVATIONS.items() if theirs != "swish" and theirs != "gelu_new"}
-    rotary: dict[str, Any] = {"rope_theta": config.rotary_base, "rope_type": "default"}
+    scaling = None
     if config.rotary_scaling != "none":
         taken = LLAMA3 if config.rotary_scaling == "llama3" else {"rotary_factor": "factor"}
-        rotary["rope_type"] = config.rotary_scaling
-        rotary |= {theirs: getattr(config, ours) for ours, theirs in taken.items()}
+        scaling = {"rope_type": config.rotary_scaling} | {
+            theirs: getattr(config, ours) for ours, theirs in taken.items()
+        }
     made = {
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
@@ -177,7 +178,9 @@ def to_transformers(config: LlamaConfig) -> dict[str, Any]:
         "attention_bias": bool(config.qkv_bias),
         "mlp_bias": config.feed_forward_bias,
         "attention_dropout": config.dropout,
-        "rope_parameters": rotary,
+        "rope_theta": config.rotary_base,  # in the words of version 4, then of 5
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_theta": config.rotary_base, **(scaling or {"rope_type": "default"})},
         "sliding_window": config.window,
     }
     if kind in ("qwen2", "qwen3"):

@@ -118,11 +118,11 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def inside(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub_cache"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))  # of compiled kernels
     Path("book.txt").write_text(TEXT)
 
 
@@ -170,6 +170,10 @@ def test_in_and_out_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert ids == own.encode(ODD) and theirs.decode(ids) == own.decode(ids) == ODD
         assert theirs.eos_token == "<|endoftext|>"
     assert json.loads(Path("out/generation_config.json").read_text())["eos_token_id"] == 0
+    # version 4 of Transformers reads rope_theta and rope_scaling, version 5 rope_parameters
+    expected, written = read_architecture(Path("out")), json.loads(Path("out/config.json").read_text())
+    Path("config.json").write_text(json.dumps({key: written[key] for key in written if key != "rope_parameters"}))
+    assert read_architecture(Path()) == expected == read_architecture(folder)
     card = Path("out/README.md").read_text()
     assert "| data | book.txt |" in card and "| val loss | " in card and f"| first values | {folder} |" in card
 
@@ -400,15 +404,13 @@ def test_the_recipe_trains_a_model_of_its_form_on_chats(tmp_path: Path) -> None:
     chats = [{"messages": [{"role": "user", "content": f"what words, {number}?"}, answer]} for number in range(40)]
     Path("chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     words = ["recipe=smollm2-135m-finetune", "model.from=hub", "data.sources=[chats.jsonl]", "run.dir=run"]
-    small = ["model.context=32", "train.steps=8", "train.batch_size=4", "train.accumulation=2", "schedule.warmup=0"]
-    assert main([*words, *small, "train.eval_every=4", "optimizer.lr=1e-3", *QUIET[-5:]]) == 0
+    small = ["model.context=32", "train.steps=5", "train.batch_size=4", "train.accumulation=2", "schedule.warmup=0"]
+    assert main([*words, *small, "train.eval_every=null", "optimizer.lr=1e-3", *QUIET[-5:]]) == 0
     config = find_checkpoint(Path("run"), "last").config
     assert (config["model"]["name"], config["model"]["context"], config["data"]["end_token"]) == (
         "llama", 32, "<|endoftext|>",
     )  # fmt: skip
-    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    first, *_, last = [line["val/loss"] for line in lines if "val/loss" in line]
-    assert last < first
+    assert json.loads(Path("run/summary.json").read_text())["val/loss"] < 3.0  # from 6.4
     assert main(["task=export", "run.dir=run", "export.form=huggingface", "export.dir=out", "export.shard_mb=4"]) == 0
     assert len(list(Path("out").glob("model-*.safetensors"))) > 1
     tokens = tokens_of(32)
