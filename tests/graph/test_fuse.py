@@ -117,6 +117,18 @@ def test_residual_sum_and_norm() -> None:
     assert fused(graph) == ["scale", "add_layer_norm", "add"]
 
 
+def test_residual_sum_and_rms_norm_and_their_gradients() -> None:
+    graph = Graph()
+    x = graph.input("x", CUBE)
+    total = ops.add(x, ops.scale(graph.input("branch", CUBE), 0.5))
+    y = ops.rms_norm(total, parameter(graph, "w", 3))
+    (dx,) = backward(ops.reduce_sum(ops.add(ops.exp(y), total), (0, 1, 2)), [x])
+    graph.output("dx", dx)
+    found = fused(graph)
+    assert "add_rms_norm" in found and "rms_norm" not in found
+    assert found[-1] == "rms_norm_grad"  # which adds the gradient beside the norm
+
+
 def test_a_sum_that_is_read_before_the_norm_stays() -> None:
     graph = Graph()
     total = ops.add(*residual(graph))

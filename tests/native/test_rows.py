@@ -25,7 +25,7 @@ WITHOUT_ARITHMETIC = {"reshape", "copy_reshape", "all_reduce", "all_reduce_state
 MOVES = {"index_select", "index_put"}  # torch's kernels run these
 # Which the CPU, having kernels for what they stand for, does not record.
 OF_DECOMPOSITIONS = {"log_sum_exp", "one_hot", "reduce_max", "document_bias"}
-BY_THEIR_BODY = {"head_matmul", "head_product"}
+BY_THEIR_BODY = {"head_matmul", "head_product", "gated_activation"}
 OF_ATEN = {"sin", "cos", "erf", "expm1"}  # no vector code of ours: torch's kernels run these
 OF_SAMPLING = {"cache_write", "cache_bias", "cached_attention"}  # torch's kernels run these
 
@@ -60,7 +60,7 @@ def test_kernel_equals_reference(device: NativeDevice, op: Op, case: Case, dtype
 def test_nearly_all_cases_run_on_generated_code(device: NativeDevice) -> None:
     others = {p.values[0].name for p in every_case() if p.values[0].name in RULES and not is_native(device, *p.values)}
     # Products over leading axes, and bf16 products along an odd inner axis or with one that ends in half a pair;
-    # attention with keys of another width than values, grouped heads, a bias or a window; softmax under such masks.
+    # attention with keys of another width than values or a bias; softmax under such masks.
     assert others <= {"matmul", "linear", "head_cross_entropy", "attention", "attention_grad", "softmax"}
 
 

@@ -78,13 +78,14 @@ def test_forward_and_every_gradient_equal_torchs(how: dict[str, Any]) -> None:
 
 
 def test_grouped_heads_copy_no_keys_and_rows_without_conditions_stay() -> None:
-    """What a device without grouped heads in its row runs: products over the heads that keys have."""
+    """What a device runs whose row has no bias: products over the heads that keys have."""
     from ttrain.graph.passes import decompose
 
     graph = Graph()
     q = graph.input("q", TensorSpec(SHAPE))
     k = graph.input("k", TensorSpec((BATCH, TIME, 2 * WIDTH)))
-    graph.output("shared", ops.attention(q, k, k, heads=HEADS, kv_heads=2))
+    bias = graph.input("bias", TensorSpec((1, 1, TIME, TIME)))
+    graph.output("shared", ops.attention(q, k, k, heads=HEADS, kv_heads=2, bias=bias))
     graph.output("plain", ops.attention(q, q, q, heads=HEADS))
     nodes = decompose(graph, TorchDevice("cpu", threads=1).kernels, "cpu").nodes
     names = [node.op.name for node in nodes]

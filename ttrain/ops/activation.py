@@ -95,7 +95,7 @@ def activation(x: Value, name: str) -> Value:
     return x.graph.apply(name, x)
 
 
-@composite(elementwise=True, cheap=True)
+@composite
 def gated_activation(gate: Value, up: Value, function: str) -> Value:
     """y = f(gate) * up for an activation f by its config name: SwiGLU with silu, GeGLU with gelu (Shazeer, 2020)."""
     require(gate.spec == up.spec, "gated_activation", f"{gate.spec} and {up.spec}", "equal specs")

@@ -79,7 +79,8 @@ def _mean(x: Value) -> Value:
 def _norm_again(node: Node) -> Node:
     """The norm of the sum, which is kept, makes y again."""
     total, *normed = node.outputs
-    return Node(op("layer_norm"), (total, *node.inputs[2:]), node.attributes, tuple(normed))
+    norm = op(node.op.name.removeprefix("add_"))
+    return Node(norm, (total, *node.inputs[2:]), node.attributes, tuple(normed))
 
 
 @composite(outputs=("total", "y", "mean", "rstd"), differentiable=False, rematerialized=_norm_again)
@@ -106,12 +107,12 @@ def _rms_norm(x: Value, weight: Value, eps: float) -> tuple[Value, Value]:
 
 @_rms_norm.gradient
 def _(node: Node, dy: Value, rstd: None) -> Sequence[Value | None]:
-    return rms_norm_grad(dy, node.input("x"), node.outputs[1], node.input("weight"))
+    return rms_norm_grad(dy, node.input("x"), node.outputs[1], node.input("weight"), None)
 
 
 @composite(outputs=("dx", "dweight"), wide=("rstd",), differentiable=False)
-def rms_norm_grad(dy: Value, x: Value, rstd: Value, weight: Value) -> tuple[Value, Value]:
-    """Gradients of an RMS norm from its input and rstd."""
+def rms_norm_grad(dy: Value, x: Value, rstd: Value, weight: Value, residual: Value | None) -> tuple[Value, Value]:
+    """Gradients of an RMS norm from its input and rstd; `residual` as in layer_norm_grad."""
     wide, name = x.spec.dtype.wide, "rms_norm_grad"
     require(dy.spec == x.spec, name, f"dy {dy.spec} and x {x.spec}", "equal specs")
     statistic = TensorSpec(x.shape[:-1], wide)
@@ -120,13 +121,27 @@ def rms_norm_grad(dy: Value, x: Value, rstd: Value, weight: Value) -> tuple[Valu
     normal, given = cast(x, wide) * rstd, cast(dy, wide)
     scaled = given * cast(weight, wide)
     dx = rstd * (scaled - normal * _mean(scaled * normal))
+    dx = dx if residual is None else dx + cast(residual, wide)
     dweight = reduce_sum(given * normal, range(x.spec.rank - 1))
     return cast(dx, x.spec.dtype), cast(dweight, weight.spec.dtype)
 
 
+@composite(
+    outputs=("total", "y", "rstd"), differentiable=False,
+    rematerialized=_norm_again, rematerialized_outputs=lambda node: node.outputs[1:2],
+)  # fmt: skip
+def add_rms_norm(x: Value, branch: Value, weight: Value, eps: float) -> tuple[Value, Value, Value]:
+    """total = x + branch; y = rms_norm(total), likewise."""
+    require(x.spec == branch.spec, "add_rms_norm", f"{x.spec} and {branch.spec}", "equal specs")
+    total = x + branch
+    return total, *_rms_norm(total, weight, eps)
+
+
 for _s in _SHAPES:
     cases(_rms_norm, Case((_s, _s[-1:]), {"eps": 1e-5}))
-    cases(rms_norm_grad, Case((_s, _s, _s[:-1], _s[-1:]), positive=("rstd",)))
+    cases(add_rms_norm, Case((_s, _s, _s[-1:]), {"eps": 1e-5}))
+    for _residual in (None, _s):
+        cases(rms_norm_grad, Case((_s, _s, _s[:-1], _s[-1:], _residual), positive=("rstd",)))
     for _b in (None, _s[-1:]):
         cases(_layer_norm, Case((_s, _s[-1:], _b), {"eps": 1e-5}))
         cases(add_layer_norm, Case((_s, _s, _s[-1:], _b), {"eps": 1e-5}))

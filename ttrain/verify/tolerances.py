@@ -24,8 +24,8 @@ BF16 = {
     ("tanh_grad", "*"): Tolerance(2, 1.5),  # CUDA rounds 1 - y^2
     ("softmax_grad", "*"): Tolerance(2, 1.5),  # and the sum of dy y
     ("add_layer_norm", "mean"): Tolerance(1, 1),  # statistics are those of the rounded total
-    ("add_layer_norm", "rstd"): Tolerance(1, 1),
-    ("add_layer_norm", "y"): Tolerance(2, 2),
+    **{(f"add_{kind}_norm", "rstd"): Tolerance(1, 1) for kind in ("layer", "rms")},
+    **{(f"add_{kind}_norm", "y"): Tolerance(2, 2) for kind in ("layer", "rms")},
 }
 # The same in ULP of fp32. CUDA's fused AdamW divides by the root of v in another order.
 FP32 = {

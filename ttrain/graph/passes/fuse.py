@@ -54,7 +54,7 @@ Pattern = Callable[[_Matcher, Node], Match | None]
 
 
 def fuse(graph: Graph, kernels: Container[str]) -> Graph:
-    """Join matmul + bias -> linear, linear + activation, residual sum + layer norm and their gradients, a sum + the
+    """Join matmul + bias -> linear, linear + activation, residual sum + norm and their gradients, a sum + the
     gradient of a lookup, and head + cross-entropy, where the device has a kernel for what they become.
 
     A pattern applies only where no node outside it reads what would disappear.
@@ -115,7 +115,7 @@ def _activation(matcher: _Matcher, node: Node) -> Match | None:
 
 
 def _residual_norm(matcher: _Matcher, node: Node) -> Match | None:
-    """layer_norm(add(x, branch)) -> add_layer_norm; the sum stays readable."""
+    """norm(add(x, branch)) -> add_norm, of layers or of RMS; the sum stays readable."""
     total = node.input("x")
     source = total.producer
     if source is None or source.op.name != "add" or source.stage is not node.stage or source.copy != node.copy:
@@ -123,20 +123,20 @@ def _residual_norm(matcher: _Matcher, node: Node) -> Match | None:
     x, branch = source.input("x"), source.input("y")
     if x.spec != branch.spec or total in node.inputs[1:] or matcher.readers[total][0] is not node:
         return None
-    inputs = (x, branch, node.inputs[1], node.inputs[2])
-    return Match(source, "add_layer_norm", inputs, dict(node.attributes), [total, *node.outputs])
+    inputs = (x, branch, *node.inputs[1:])
+    return Match(source, f"add_{node.op.name}", inputs, dict(node.attributes), [total, *node.outputs])
 
 
 def _residual_norm_grad(matcher: _Matcher, node: Node) -> Match | None:
-    """add(gradient beside the norm, layer_norm_grad's dx) -> layer_norm_grad that adds it."""
-    for source, beside in _summed(matcher, node, "layer_norm_grad"):
-        if source.inputs[5] is not None:
+    """add(gradient beside the norm, the norm's dx) -> the norm's gradient that adds it."""
+    for source, beside in _summed(matcher, node, "layer_norm_grad", "rms_norm_grad"):
+        if source.inputs[-1] is not None:
             continue
         start, end = matcher.times[source], matcher.times[node]
         readers = [reader for output in source.outputs[1:] for reader in matcher.readers.get(output, [])]
         if not any(start < matcher.times[reader] < end for reader in readers):
             outputs = [*node.outputs, *source.outputs[1:]]
-            return Match(source, source.op.name, (*source.inputs[:5], beside), dict(source.attributes), outputs)
+            return Match(source, source.op.name, (*source.inputs[:-1], beside), dict(source.attributes), outputs)
     return None
 
 
@@ -148,10 +148,10 @@ def _lookup_grad(matcher: _Matcher, node: Node) -> Match | None:
     return None
 
 
-def _summed(matcher: _Matcher, node: Node, name: str) -> Iterator[tuple[Node, Value]]:
-    """Nodes of an op whose first output a sum of equal specs alone reads, each with what it is added to."""
+def _summed(matcher: _Matcher, node: Node, *names: str) -> Iterator[tuple[Node, Value]]:
+    """Nodes of these ops whose first output a sum of equal specs alone reads, each with what it is added to."""
     for inside, beside in (node.values[::-1], node.values):
-        source = matcher.source(inside, node, name)
+        source = matcher.source(inside, node, *names)
         if source is not None and inside.index == 0 and inside.spec == beside.spec:
             yield source, beside
 
@@ -173,7 +173,7 @@ def _head_cross_entropy(matcher: _Matcher, node: Node) -> Match | None:
 _PATTERNS: dict[Pattern, tuple[str, ...]] = {  # what may disappear into a node of these ops, in this order
     _bias: ("add",),
     _activation: ("relu", "tanh", "gelu"),
-    _residual_norm: ("layer_norm",),
+    _residual_norm: ("layer_norm", "rms_norm"),
     _residual_norm_grad: ("add",),
     _lookup_grad: ("add",),
     _head_cross_entropy: ("cross_entropy",),

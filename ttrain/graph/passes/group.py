@@ -17,6 +17,7 @@ from ttrain.graph.rewrite import Rewriter
 ELEMENTWISE = (
     "add", "subtract", "multiply", "divide", "scale", "exp", "log", "sqrt", "relu", "relu_grad", "tanh", "tanh_grad",
     "gelu", "gelu_grad", "cast", "expand", "dropout", "embedding", "maximum", "greater", "sigmoid", "sign",
+    "silu", "silu_grad",
 )  # fmt: skip
 DTYPES = (DType.FP32, DType.BF16)
 MOST_STEPS = 12  # of one program: more would not fit the vector registers

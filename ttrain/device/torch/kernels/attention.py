@@ -114,9 +114,10 @@ MEASURED_FROM, MEASURED_UP_TO = 256, 4096
 def explicit_is_chosen(context: Context, given: Sequence[TensorSpec | None], attributes: Attributes) -> bool:
     """Which way queries, keys and values go; forward and backward of one node agree.
 
-    Flash attention knows neither other masks than the causal one, nor dropout, nor keys of another width than values.
+    Flash attention knows no other mask than the causal one, no dropout, no keys of another width than values, and no
+    heads that share keys.
     """
-    q, _, v = specs_by_heads(given, attributes["heads"])
+    q, _, v = specs_by_heads(given, attributes)
     if attributes.get("p", 0.0) or not attributes["mask"].is_causal or q != v:
         return True
     bf16, (_, _, time, width) = q.dtype is DType.BF16, q.shape
@@ -159,7 +160,7 @@ def _measured_way(context: Context, dtype: DType, time: int, width: int, threads
 
 def _flash_forward(context: Context) -> Kernel:
     def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        q, k, v = by_heads(ins[:3], attributes["heads"])
+        q, k, v = by_heads(ins[:3], attributes)
         y, log_sum_exp = heads_view(outs[0], 1, attributes["heads"])[0], outs[1]
         scale = attributes["scale"]
         if context.on_cpu:
@@ -182,7 +183,7 @@ def _flash_forward(context: Context) -> Kernel:
 def _flash_backward(context: Context) -> Kernel:
     def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
         heads, scale = attributes["heads"], attributes["scale"]
-        q, k, v = by_heads(ins[1:4], heads)
+        q, k, v = by_heads(ins[1:4], attributes)
         dy, y = heads_view(ins[0], 1, heads)[0], heads_view(ins[4], 1, heads)[0]
         log_sum_exp, time = ins[5], q.shape[2]
         if context.on_cpu:
@@ -193,7 +194,7 @@ def _flash_backward(context: Context) -> Kernel:
             state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the generator: unused without dropout
             empty = (None, None, time, time, 0.0, True, state, state)
             run = partial(function, dy, q, k, v, y, log_sum_exp, *empty, scale=scale)
-        targets = by_heads(outs, heads)
+        targets = by_heads(outs, attributes)
 
         def launch() -> None:
             for target, result in zip(targets, run(), strict=True):
@@ -207,8 +208,8 @@ def _flash_backward(context: Context) -> Kernel:
 def _choosing(context: Context, explicit: Kernel, flash: Kernel, start: int, bias: int) -> Kernel:
     """A row that goes one of two ways by the specs of queries, keys and values, the inputs from number `start` on.
 
-    Neither way knows grouped heads or a bias, input number `bias`: such attention runs as its body. The explicit
-    way alone knows documents.
+    Neither way knows a bias, input number `bias`: such attention runs as its body. The explicit way alone knows
+    documents and heads that share keys.
     """
 
     def chosen(ins: Sequence[TensorSpec | None], attributes: Attributes) -> Kernel:
@@ -227,7 +228,7 @@ def _choosing(context: Context, explicit: Kernel, flash: Kernel, start: int, bia
         return chosen(ins, attributes).workspace_specs(ins, outs, attributes)
 
     def supports(ins: Sequence[TensorSpec | None], attributes: Attributes) -> bool:
-        return ins[bias] is None and attributes.get("kv_heads") in (None, attributes["heads"])
+        return ins[bias] is None
 
     return replace(into(bind, workspace), supports=supports)
 

@@ -1,4 +1,4 @@
-"""Elementwise rows. All may write over an input of the same shape."""
+"""Elementwise rows, which may all write over an input of the same shape, and the rotation of heads, which may not."""
 
 from __future__ import annotations
 
@@ -155,6 +155,24 @@ def _full(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes,
     return y.zero_ if value == 0 else copying(y, constant(value, y.dtype, y.device).expand(y.shape))
 
 
+def _rotary(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+    x, cos, sin = ins
+    pairs, sign = cos.shape[-1], -1 if attributes["inverse"] else 1
+    by_head = (*x.shape[:2], attributes["heads"], -1)
+    (a, b, rest), (y, z, left) = (t.view(by_head).tensor_split((pairs, 2 * pairs), -1) for t in (x, outs[0]))
+    along, across, (wide, other) = cos[..., None, :], sin[..., None, :], work
+    launches: list[Launch] = []
+    for first, second, out, value in ((a, b, y, -sign), (b, a, z, sign)):
+        launches += [copying(wide, first), copying(other, second), partial(torch.mul, wide, along, out=wide)]
+        launches += [partial(torch.addcmul, wide, other, across, value=value, out=wide), copying(out, wide)]
+    return chain(*launches, *([copying(left, rest)] if rest.shape[-1] else []))
+
+
+def _rotary_workspace(ins: Sequence[Any], outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    x, cos = ins[:2]
+    return [TensorSpec((*x.shape[:2], attributes["heads"], cos.shape[-1]), cos.dtype)] * 2
+
+
 def table(context: Context) -> dict[str, Kernel]:
     return {
         **{name: _function(function) for name, function in FUNCTIONS.items()},
@@ -162,6 +180,7 @@ def table(context: Context) -> dict[str, Kernel]:
         "silu": _function(aten.silu.out),
         "silu_grad": into(_silu_grad),
         "scale": into(_scale),
+        "rotary": into(_rotary, _rotary_workspace),
         "relu_grad": into(_relu_grad),
         "tanh_grad": into(_tanh_grad),
         "gelu_grad": _gelu_grad(context),

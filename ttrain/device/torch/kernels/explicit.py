@@ -20,17 +20,27 @@ from ttrain.device.torch.kernels.random import mask_workspace, masking
 aten = torch.ops.aten
 
 
-def by_heads(tensors: Sequence[Tensor | None], heads: int) -> list[Tensor]:
+def _heads_of(attributes: Attributes) -> tuple[int, int, int]:
+    """Of queries, keys and values."""
+    heads: int = attributes["heads"]
+    shared = attributes.get("kv_heads", heads)
+    return heads, shared, shared
+
+
+def by_heads(tensors: Sequence[Tensor | None], attributes: Attributes) -> list[Tensor]:
     """Queries, keys and values, or their gradients, as views [B, H, T, width]; one tensor is a packed projection."""
     given = [x for x in tensors if x is not None]
-    return list(heads_view(given[0], 3, heads)) if len(given) == 1 else [heads_view(x, 1, heads)[0] for x in given]
+    if len(given) == 1:
+        return list(heads_view(given[0], 3, attributes["heads"]))
+    return [heads_view(x, 1, heads)[0] for x, heads in zip(given, _heads_of(attributes), strict=True)]
 
 
-def specs_by_heads(specs: Sequence[TensorSpec | None], heads: int) -> list[TensorSpec]:
+def specs_by_heads(specs: Sequence[TensorSpec | None], attributes: Attributes) -> list[TensorSpec]:
     """The same of specs, each contiguous."""
     given = [x for x in specs if x is not None]
-    parts = 3 if len(given) == 1 else 1
-    return [x.with_shape(x.shape[0], heads, x.shape[1], x.shape[2] // (parts * heads)) for x in given] * parts
+    parts, given = (3, given * 3) if len(given) == 1 else (1, given)
+    pairs = zip(given, _heads_of(attributes), strict=True)
+    return [x.with_shape(x.shape[0], heads, x.shape[1], x.shape[2] // (parts * heads)) for x, heads in pairs]
 
 
 _DOCUMENT_ROWS = 512  # of queries at a time on a GPU, where no blockwise kernel knows documents
@@ -48,15 +58,16 @@ def softmax_into(x: Tensor, y: Tensor) -> Launch:
 
 
 class _Operand:
-    """Queries, keys, values or output gradients as bmm takes them: [B*H, rows, D].
+    """Queries, keys, values or output gradients as bmm takes them: [B*K, rows, D], for K heads of keys.
 
-    oneDNN copies an operand that isn't contiguous, into memory of its own, so in bf16 every range of rows is packed by
-    itself. Other products take slices of one packed tensor.
+    The rows of queries whose heads share keys come one head after another. oneDNN copies an operand that isn't
+    contiguous, into memory of its own, so in bf16 every range of rows is packed by itself, as is one of heads that
+    share keys. Other products take slices of one packed tensor.
     """
 
-    def __init__(self, source: Tensor, scratch: Tensor) -> None:
-        self.source, self.scratch = source, scratch  # [B, H, T, D], strided and packed
-        self.sliced = source.dtype is not torch.bfloat16
+    def __init__(self, source: Tensor, scratch: Tensor, pairs: int) -> None:
+        self.source, self.scratch, self.pairs = source, scratch, pairs  # [B, H, T, D], strided and packed; B*K
+        self.sliced = source.dtype is not torch.bfloat16 and pairs == source.shape[0] * source.shape[1]
 
     def packing(self) -> list[Launch]:
         """Once, before the first range."""
@@ -68,7 +79,7 @@ class _Operand:
             return [], self.scratch.flatten(0, 1)[:, start:stop]
         shape = (*self.scratch.shape[:2], stop - start, self.scratch.shape[3])
         packed = _shaped(self.scratch, shape)
-        return [copying(packed, self.source[:, :, start:stop])], packed.flatten(0, 1)
+        return [copying(packed, self.source[:, :, start:stop])], packed.view(self.pairs, -1, shape[3])
 
 
 def _shaped(scratch: Tensor, shape: Sequence[int]) -> Tensor:
@@ -126,6 +137,7 @@ class _Explicit:
         self.context, self.seed, self.parts, self.documents = context, seed, parts, documents
         self.p, self.stream = attributes.get("p", 0.0), attributes.get("stream", 0)
         (self.batch, self.heads, self.time, _), dtype = parts[0].shape, parts[0].dtype
+        self.pairs = self.batch * parts[1].shape[1]  # sequences of keys: heads of queries may share them
         self.scale, mask = attributes["scale"], attributes["mask"]
         self.bias = bias_tensor(mask, self.heads, self.time, dtype, parts[0].device)
         step = _query_rows(context, self.time, dtype is torch.bfloat16, self.p, documents is not None)
@@ -138,13 +150,17 @@ class _Explicit:
     def probabilities(self, block: _Block, q: Tensor, k: Tensor, scores: Tensor) -> list[Launch]:
         """scores <- bias + scale q k^T: all launches but the last; then their softmax in place."""
         bias = self.bias[:, block.start : block.stop, : block.keys]
-        softmax, by_heads = softmax_into(scores, scores), scores.view(self.batch, self.heads, *scores.shape[1:])
+        softmax, by_heads = softmax_into(scores, scores), self.by_heads(scores)
         hiding = self.documents.hiding(by_heads, block.start, block.stop, block.keys) if self.documents else []
-        if bias.shape[0] == 1 or self.batch == 1:
+        if self.pairs == self.batch * self.heads and (bias.shape[0] == 1 or self.batch == 1):
             product: list[Launch] = [partial(torch.baddbmm, bias, q, k.mT, beta=1, alpha=self.scale, out=scores)]
         else:
             product = [scaled_product(q, k.mT, self.scale, scores), partial(torch.add, by_heads, bias, out=by_heads)]
         return [*product, *hiding, softmax]
+
+    def by_heads(self, x: Tensor) -> Tensor:
+        """[B*K, rows, n] as [B, H, rows of a head, n]."""
+        return x.view(self.batch, self.heads, -1, x.shape[2])
 
     def starting(self) -> list[Launch]:
         return self.documents.starting() if self.documents else []
@@ -190,10 +206,10 @@ def explicit_forward(context: Context) -> Kernel:
     """The row of attention: (q, k?, v?, no bias, seed?, positions?) -> y, log_sum_exp."""
 
     def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        parts = by_heads(ins[:3], attributes["heads"])
+        parts = by_heads(ins[:3], attributes)
         documents, work = _documents(ins[5], work)
         shared = _Explicit(context, parts, ins[4], documents, attributes)
-        operands = [_Operand(part, scratch) for part, scratch in zip(parts, work[:3], strict=True)]
+        operands = [_Operand(part, scratch, shared.pairs) for part, scratch in zip(parts, work[:3], strict=True)]
         results, all_scores, diagonal, *mask_work = work[3:]
         y, log_sum_exp = heads_view(outs[0], 1, shared.heads)[0], outs[1].flatten(0, 1)
         launches = [*shared.starting(), *(launch for operand in operands for launch in operand.packing())]
@@ -201,26 +217,27 @@ def explicit_forward(context: Context) -> Kernel:
             start, stop = block.start, block.stop
             (pack_q, q), (pack_k, k) = operands[0].rows(start, stop), operands[1].rows(0, block.keys)
             pack_v, v = operands[2].rows(0, block.keys)
-            scores = _shaped(all_scores, (q.shape[0], stop - start, block.keys))
+            scores = _shaped(all_scores, (*q.shape[:2], block.keys))
             result = _shaped(results, (*y.shape[:2], stop - start, y.shape[3]))
             *product, softmax = shared.probabilities(block, q, k, scores)
-            own = scores.diagonal(start, 1, 2)
+            own = shared.by_heads(scores).flatten(0, 1).diagonal(start, 1, 2)
             picked, statistic = _shaped(diagonal, own.shape), log_sum_exp[:, start:stop]
             launches += [*pack_q, *pack_k, *pack_v, *product, copying(statistic, own), softmax]
             launches += _log_sum_exp(own, picked, statistic)
             launches += [
                 *shared.drop(scores, scores, mask_work),
-                partial(torch.bmm, scores, v, out=result.flatten(0, 1)),
+                partial(torch.bmm, scores, v, out=result.view(*q.shape[:2], -1)),
                 copying(y[:, :, start:stop], result),
             ]
         return chain(*launches)
 
     def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        queries, keys, values = specs_by_heads(ins[:3], attributes["heads"])
+        queries, keys, values = specs_by_heads(ins[:3], attributes)
+        results = queries.with_shape(*queries.shape[:3], values.shape[3])
         scores, documents = _scores_spec(context, queries, ins[5], attributes)
         diagonal = scores.with_shape(scores.shape[0] * scores.shape[1]).with_dtype(scores.dtype.wide)
         masks = mask_workspace(context, scores.size, scores.dtype) if attributes.get("p", 0.0) else []
-        return [queries, keys, values, values, scores, diagonal, *masks, *documents]
+        return [queries, keys, values, results, scores, diagonal, *masks, *documents]
 
     return into(bind, workspace)
 
@@ -243,20 +260,20 @@ def explicit_backward(context: Context) -> Kernel:
     """The row of attention_grad: (dy, q, k?, v?, y, log_sum_exp, no bias, seed?, positions?) -> dq, dk?, dv?."""
 
     def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        parts = by_heads(ins[1:4], attributes["heads"])
+        parts = by_heads(ins[1:4], attributes)
         documents, work = _documents(ins[8], work)
         shared = _Explicit(context, parts, ins[7], documents, attributes)
         sources = (*parts, heads_view(ins[0], 1, shared.heads)[0])
-        operands = [_Operand(source, scratch) for source, scratch in zip(sources, work[:4], strict=True)]
+        operands = [_Operand(source, scratch, shared.pairs) for source, scratch in zip(sources, work[:4], strict=True)]
         dq, dk, dv, all_p, all_dp, *rest = work[4:]
         all_dropped, mask_work = (rest[0], rest[1:]) if rest else (all_p, [])
-        targets = by_heads(outs, shared.heads)
+        targets = by_heads(outs, attributes)
         launches = [*shared.starting(), *(launch for operand in operands for launch in operand.packing())]
         for block in reversed(shared.blocks):  # the last block writes all of dk and dv, the others add
             start, stop, keys = block.start, block.stop, block.keys
             (pack_q, q), (pack_k, k) = operands[0].rows(start, stop), operands[1].rows(0, keys)
             (pack_v, v), (pack_dy, dy_rows) = operands[2].rows(0, keys), operands[3].rows(start, stop)
-            shape = (q.shape[0], stop - start, keys)
+            shape = (*q.shape[:2], keys)
             p, dp, dropped = (_shaped(scratch, shape) for scratch in (all_p, all_dp, all_dropped))
             dq_rows = _shaped(dq, (*dq.shape[:2], stop - start, dq.shape[3]))
             dk_rows, dv_rows = dk.flatten(0, 1)[:, :keys], dv.flatten(0, 1)[:, :keys]
@@ -269,17 +286,18 @@ def explicit_backward(context: Context) -> Kernel:
                 partial(torch.bmm, dy_rows, v.mT, out=dp),
                 *shared.drop(dp, dp, mask_work),
                 partial(aten._softmax_backward_data.out, dp, p, -1, p.dtype, grad_input=dp),
-                scaled_product(dp, k, shared.scale, dq_rows.flatten(0, 1)),
+                scaled_product(dp, k, shared.scale, dq_rows.view(q.shape)),
                 partial(torch.baddbmm, dk_rows, dp.mT, q, beta=beta, alpha=shared.scale, out=dk_rows),
                 copying(targets[0][:, :, start:stop], dq_rows),
             ]
         return chain(*launches, copying(targets[1], dk), copying(targets[2], dv))
 
     def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        queries, keys, values = specs_by_heads(ins[1:4], attributes["heads"])
+        queries, keys, values = specs_by_heads(ins[1:4], attributes)
+        gradients = queries.with_shape(*queries.shape[:3], values.shape[3])
         scores, documents = _scores_spec(context, queries, ins[8], attributes)
         masks = [scores, *mask_workspace(context, scores.size, scores.dtype)] if attributes.get("p", 0.0) else []
-        return [queries, keys, values, values, queries, keys, values, scores, scores, *masks, *documents]
+        return [queries, keys, values, gradients, queries, keys, values, scores, scores, *masks, *documents]
 
     return into(bind, workspace)
 

@@ -1,11 +1,13 @@
-"""Layer norm. Statistics are fp32 at least: weight and bias are widened first, which makes aten keep them so.
+"""Norms. Statistics are fp32 at least.
 
-On CUDA aten wants x and its weight in one dtype, so there x is widened too.
+Layer norm: weight and bias are widened first, which makes aten keep statistics so. On CUDA aten wants x and its weight
+in one dtype, so there x is widened too. RMS norm, for which aten has no fused kernel on the CPU: blocks of rows that
+stay in the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +22,7 @@ from ttrain.device.torch.kernels.common import (
     Tensor,
     Workspace,
     chain,
+    constant,
     copying,
     into,
     rows_of,
@@ -138,9 +141,96 @@ def _grad_workspace(ins: Sequence[Any], outs: Specs, attributes: Attributes) -> 
     return [spec.with_dtype(spec.dtype.wide) for spec in narrow]
 
 
+def _block(context: Context, x: TensorSpec) -> TensorSpec:
+    """Rows of x that are worked on at a time, wide."""
+    width = max(x.shape[-1], 1)
+    return TensorSpec((max(1, min(x.size // width, context.block // width)), x.shape[-1]), x.dtype.wide)
+
+
+def _blocks(tensors: Sequence[Tensor | None], step: int) -> Iterator[list[Any]]:
+    """Blocks of rows of tensors [N, ...]; None for an absent one."""
+    count = next(len(tensor) for tensor in tensors if tensor is not None)
+    for start in range(0, count, step):
+        yield [None if tensor is None else tensor[start : start + step] for tensor in tensors]
+
+
+def _rms_of(x: Tensor, weight: Tensor, eps: float, outs: Sequence[Tensor], work: Sequence[Tensor]) -> Launch:
+    """y, rstd <- the norm of the rows of x."""
+    (normal, square, *free), launches = work, list[Launch]()
+    (weight,), widening = _widened([weight], free)
+    share, floor = (constant(number, normal.dtype, normal.device) for number in (1 / x.shape[-1], eps))
+    for rows, out, root in _blocks((rows_of(x), rows_of(outs[0]), outs[1].view(-1, 1)), len(normal)):
+        n, s = normal[: len(rows)], square[: len(rows)]
+        launches += [
+            copying(n, rows),
+            partial(torch.mul, n, n, out=s),
+            partial(torch.sum, s, -1, True, out=root),
+            partial(torch.mul, root, share, out=root),
+            partial(torch.add, root, floor, out=root),
+            root.rsqrt_,
+            partial(torch.mul, n, root, out=n),
+            partial(torch.mul, n, weight, out=n),
+            copying(out, n),
+        ]
+    return chain(*widening, *launches)
+
+
+def _rms_norm(context: Context, residual: bool) -> Kernel:
+    def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+        x = outs[0] if residual else ins[0]
+        norm = _rms_of(x, ins[-1], attributes["eps"], outs[-2:], work)
+        return chain(partial(torch.add, ins[0], ins[1], out=x), norm) if residual else norm
+
+    def workspace(ins: Sequence[Any], outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+        weight = ins[-1]
+        wide = [weight.with_dtype(weight.dtype.wide)] if weight.dtype.wide is not weight.dtype else []
+        return [*[_block(context, ins[0])] * 2, *wide]
+
+    return into(bind, workspace, overwrites=(0, 1) if residual else (0,))
+
+
+def _rms_norm_grad(context: Context) -> Kernel:
+    def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+        dy, x, rstd, weight, residual = ins
+        (normal, scaled, product, dot, total, part, *free), launches = work, list[Launch]()
+        (weight,), widening = _widened([weight], free)
+        beside = None if residual is None else rows_of(residual)
+        for d, rows, root, more, out in _blocks(
+            (rows_of(dy), rows_of(x), rstd.view(-1, 1), beside, rows_of(outs[0])), len(normal)
+        ):
+            n, s, p, along = (scratch[: len(rows)] for scratch in (normal, scaled, product, dot))
+            adding: list[Launch] = [] if more is None else [copying(n, more), partial(s.add_, n)]
+            launches += [
+                *(copying(n, rows), copying(s, d)),
+                partial(torch.mul, n, root, out=n),
+                partial(torch.mul, s, n, out=p),
+                partial(torch.sum, p, 0, out=part),
+                partial(total.add_, part),
+                partial(torch.mul, p, weight, out=p),
+                partial(torch.sum, p, -1, True, out=along),
+                partial(torch.mul, s, weight, out=s),
+                partial(torch.addcmul, s, n, along, value=-1 / x.shape[-1], out=s),
+                partial(torch.mul, s, root, out=s),
+                *adding,
+                copying(out, s),
+            ]
+        return chain(*widening, total.zero_, *launches, copying(outs[1], total))
+
+    def workspace(ins: Sequence[Any], outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+        block, weight = _block(context, ins[1]), ins[3]
+        row = block.with_shape(block.shape[1])
+        wide = [row] if weight.dtype.wide is not weight.dtype else []
+        return [*[block] * 3, block.with_shape(block.shape[0], 1), row, row, *wide]
+
+    return into(bind, workspace, overwrites=(0, 4))
+
+
 def table(context: Context) -> dict[str, Kernel]:
     return {
         "layer_norm": _layer_norm(context),
         "add_layer_norm": _add_layer_norm(context),
         "layer_norm_grad": into(_layer_norm_grad, _grad_workspace, overwrites=(0, 1, 5)),
+        "rms_norm": _rms_norm(context, residual=False),
+        "add_rms_norm": _rms_norm(context, residual=True),
+        "rms_norm_grad": _rms_norm_grad(context),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ttrain.core.attention_mask import FULL, PAIRS, alibi_slopes
+from ttrain.core.attention_mask import CAUSAL, FULL, PAIRS, alibi_slopes
 from ttrain.core.spec import TensorSpec
 from ttrain.device.torch.native.codegen import call
 from ttrain.device.torch.native.elementwise import NO_MASK, mask
@@ -28,16 +28,19 @@ def _scratch(qkv: TensorSpec, heads: int, backward: bool, threads: int) -> Tenso
 def _attention(request: Request, sizing: Sizing) -> Native | None:
     """Forward on (q, k?, v?, no bias, seed?, positions?), backward on (dy, q, k?, v?, y, log_sum_exp, and those).
 
-    Keys as wide as values; no window, no bias by distance, and no key that lies further ahead than in a pair.
+    Keys as wide as values; no bias by distance, a window under the causal mask alone, and no key that lies further
+    ahead than in a pair.
     """
     backward, settings = request.op == "attention_grad", request.settings
     q, heads, rules = request.input(int(backward)), settings["heads"], settings["mask"]
     packed, first = not request.has(1 + backward), len(request.inputs)
     features = q.shape[2] // (3 if packed else 1)
-    alike = packed or request.input(2 + backward).shape == q.shape
+    kv_heads = settings.get("kv_heads", heads)
+    alike = packed or request.input(2 + backward).shape[2] * heads == features * kv_heads
     if not stored((q, *request.outputs)) or q.size == 0 or not alike:
         return None
-    if rules.name == FULL or rules.window is not None or rules.position_bias == "distance":
+    windowed = rules.window is not None and rules.name != CAUSAL
+    if rules.name == FULL or windowed or rules.position_bias == "distance":
         return None
     kind, p = c_type(q), settings.get("p", 0.0)
     given = _three(f"in<{kind}>(a, {{}})", int(backward), packed, features)
@@ -47,7 +50,7 @@ def _attention(request: Request, sizing: Sizing) -> Native | None:
     else:
         tensors = [*given, f"out<{kind}>(a, {first})", f"out<float>(a, {first + 1})"]
     batch, time, width = *q.shape[:2], features // heads
-    threads = sizing.threads_for((10 if backward else 4) * batch * time * time * features // 8, batch * heads)
+    threads = sizing.threads_for((10 if backward else 4) * batch * time * time * features // 8, batch * kv_heads)
     scratch = _scratch(q.with_shape(batch, time, 3 * features), heads, backward, threads)
     made = mask(f"*in<i64>(a, {first - 2})", p, settings.get("stream", 0)) if p else NO_MASK
     slopes = alibi_slopes(heads).tolist() if rules.biased else []
@@ -55,8 +58,9 @@ def _attention(request: Request, sizing: Sizing) -> Native | None:
     near, work = "slopes" if slopes else "(const float*)nullptr", f"out<float>(a, {first + len(request.outputs)})"
     documents = request.has(first - 1)
     places = f"in<i64>(a, {first - 1})" if documents else "(const i64*)nullptr"
-    shape = (batch, heads, time, width, q.shape[2], threads)
-    name = template(request.op, kind, made != NO_MASK, rules.name == PAIRS, documents, *shape)
+    rows = (q.shape[2], q.shape[2] if packed else kv_heads * width)
+    shape = (batch, heads, kv_heads, time, width, *rows, threads)
+    name = template(request.op, kind, made != NO_MASK, rules.name == PAIRS, documents, rules.window or 0, *shape)
     return Native((table + call(name, *tensors, c_float(settings["scale"]), near, places, made, work),), (scratch,))
 
 

@@ -36,6 +36,8 @@ EXPRESSIONS = {
     "relu_grad": "v_relu_grad({0}, {1})",
     "tanh": "v_tanh({0})",
     "tanh_grad": "v_tanh_grad({0}, {1})",
+    "silu": "v_silu({0})",
+    "silu_grad": "v_silu_grad({0}, {1})",
     "gelu": "v_gelu{form}({0})",
     "gelu_grad": "v_gelu{form}_grad({0}, {1})",
     "cast": "{0}",
@@ -51,7 +53,7 @@ EXPRESSIONS = {
 }
 _COSTS = {
     "exp": 6, "sigmoid": 8, "log": 8, "tanh": 10, "gelu": 10, "gelu_grad": 14, "sqrt": 3, "divide": 3, "dropout": 5,
-    "dropout_mask": 5,
+    "dropout_mask": 5, "silu": 8, "silu_grad": 10,
 }  # fmt: skip
 UNSUITED = ("dropout", "dropout_mask", "embedding", "accumulate", "assign", "expand")  # for loops over lists of tensors
 _RANDOM = ("dropout", "dropout_mask")  # the last operand is the seed

@@ -45,8 +45,9 @@ def _program(request: Request, program: tuple[Step, ...], results: tuple[int, ..
     return Native((nest.source(sizing.threads_for(nest.cost)),))
 
 
-def _layer_norm(request: Request, sizing: Sizing) -> Native | None:
-    branch = request.op == "add_layer_norm"
+def _norm(request: Request, sizing: Sizing) -> Native | None:
+    """Of layers or of RMS, which has neither bias nor mean; after a residual sum or not."""
+    branch, centred = request.op.startswith("add_"), "layer" in request.op
     if not stored((*request.inputs, *request.outputs)) or not _fits(request.outputs[0]):
         return None
     x, weight = request.input(0), request.input(2 if branch else 1)
@@ -61,27 +62,42 @@ def _layer_norm(request: Request, sizing: Sizing) -> Native | None:
         inputs.insert(1, "nullptr")
         outputs.insert(0, "nullptr")
     if not bias:
-        inputs[3] = "nullptr"
+        inputs[3:] = ["nullptr"]
+    if not centred:
+        outputs.insert(2, "nullptr")
     count = sizing.threads_for(6 * x.size)
-    name = template("layer_norm", c_type(x), c_type(weight), branch, bias, rows, width, count)
+    name = template("layer_norm", c_type(x), c_type(weight), centred, branch, bias, rows, width, count)
     return Native((call(name, *inputs, c_float(request.settings["eps"]), *outputs),))
 
 
-def _layer_norm_grad(request: Request, sizing: Sizing) -> Native | None:
+def _norm_grad(request: Request, sizing: Sizing) -> Native | None:
     if not stored((*request.inputs, *request.outputs)) or request.outputs[0].size == 0:
         return None
-    dy, weight, bias = request.input(0), request.input(4), request.settings["bias"]
+    centred, last = request.op == "layer_norm_grad", len(request.inputs) - 1
+    dy, weight, bias = request.input(0), request.input(last - 1), request.settings.get("bias", False)
     rows, width = rows_and_width(dy.shape)
     parts = sizing.parts_for(rows, width)
     sums = fp32(parts, 2 * width)
     given = addresses(_types(*request.inputs, *request.outputs, sums), len(request.inputs))
-    if not request.has(5):
-        given[5] = "nullptr"
+    if not request.has(last):
+        given[last] = "nullptr"
+    if not centred:
+        given.insert(2, "nullptr")
     if not bias:
         given.insert(8, "nullptr")
     count = sizing.threads_for(8 * dy.size, parts)
-    name = template("layer_norm_grad", c_type(dy), c_type(weight), bias, request.has(5), rows, width, parts, count)
-    return Native((call(name, *given),), (sums,))
+    kinds = (c_type(dy), c_type(weight), centred, bias, request.has(last))
+    return Native((call(template("layer_norm_grad", *kinds, rows, width, parts, count), *given),), (sums,))
+
+
+def _rotary(request: Request, sizing: Sizing) -> Native | None:
+    x, cos = request.input(0), request.input(1)
+    if not stored((x,)) or cos.dtype is not DType.FP32 or x.size == 0:
+        return None
+    heads, (places, pairs) = request.settings["heads"], rows_and_width(cos.shape)
+    sizes = (x.shape[0] * x.shape[1], heads, x.shape[2] // heads, places, pairs, sizing.threads_for(3 * x.size))
+    name = template("rotary", c_type(x), -1 if request.settings["inverse"] else 1, *sizes)
+    return Native((call(name, *addresses(_types(*request.inputs, x), 3)),))
 
 
 def _softmax(request: Request, sizing: Sizing) -> Native | None:
@@ -207,9 +223,9 @@ def heads_body(part: TensorSpec, count: int, split: bool, packed: str, parts: st
 RULES: dict[str, Rule] = {
     **dict.fromkeys(EXPRESSIONS, _elementwise),
     "fused": _fused,
-    "layer_norm": _layer_norm,
-    "add_layer_norm": _layer_norm,
-    "layer_norm_grad": _layer_norm_grad,
+    **dict.fromkeys(("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"), _norm),
+    **dict.fromkeys(("layer_norm_grad", "rms_norm_grad"), _norm_grad),
+    "rotary": _rotary,
     "softmax": _softmax,
     "softmax_grad": _softmax_grad,
     "reduce_sum": _reduce_sum,

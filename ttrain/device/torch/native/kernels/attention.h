@@ -1,8 +1,10 @@
 // Attention of one head at a time, in a core's own caches: what the mask hides is never computed, and no matrix of all
 // scores exists. Everything is widened to fp32 on the way in and rounded once on the way out. Queries, keys and values
-// are [B, T, H, D], rows of T lying `Stride` apart, so they may be parts of one tensor. Under `Pairs` a query sees the
-// other position of its aligned pair too; where that lies ahead, `slopes`, one a head, are taken off its score. Under
-// `Documents` the query at t sees no key before t - positions[t], where its document begins; positions are [B, T].
+// are [B, T, H, D], rows of T lying `Stride` apart, so they may be parts of one tensor; of keys and values there may be
+// fewer heads, K of them `Apart` apart, each for H / K heads of queries. Under `Pairs` a query sees the other position of
+// its aligned pair too; where that lies ahead, `slopes`, one a head, are taken off its score. Under `Documents` the query
+// at t sees no key before t - positions[t], where its document begins; positions are [B, T]. With a `Window` it sees so
+// many keys at most, its own the last.
 #pragma once
 #include "gemm.h"
 #include "softmax.h"
@@ -37,9 +39,10 @@ INLINE void prefer_near(float* row, i64 t, i64 head, const float* slopes) {
         if (slopes && t % 2 == 0 && t + 1 < T) row[t + 1] -= slopes[head];
 }
 
-template <bool Documents>
+template <bool Documents, i64 Window>
 INLINE i64 first_key(const i64* positions, i64 t) {
-    return Documents ? t - positions[t] : 0;
+    const i64 first = Documents ? t - positions[t] : 0, near = Window ? t + 1 - Window : 0;
+    return first > near ? first : near;
 }
 // Scores of the first n keys of a row: low enough that their probabilities are zero.
 INLINE void hide(float* row, i64 n) {
@@ -75,25 +78,30 @@ INLINE void round_rows(const float* matrix, Y* y, i64 stride) {
 }
 
 // y [B, T, H * D] and log_sum_exp [B, H, T]. Scratch: HeadSizes::forward floats a thread.
-template <class X, bool Drop, bool Pairs, bool Documents, i64 B, i64 H, i64 T, i64 D, i64 Stride, int Threads>
+template <
+    class X, bool Drop, bool Pairs, bool Documents, i64 Window, i64 B, i64 H, i64 K, i64 T, i64 D, i64 Stride, i64 Apart,
+    int Threads>
 INLINE void attention(
     const X* queries, const X* keys, const X* values, X* y, float* log_sum_exp, float scale, const float* slopes,
     const i64* positions, Mask mask, float* scratch) {
     using S = HeadSizes<T, D>;
+    constexpr i64 each = H / K;  // heads that share keys and values: one thread takes them all
     parallel<Threads>([&](int part) {
         float* q = scratch + part * S::forward;
         float *k = q + S::matrix, *v = k + S::matrix, *scores = v + S::matrix, *out = scores + S::scores;
         if (S::padded) __builtin_memset(q, 0, 3 * S::matrix * sizeof(float));
-        for (i64 head = share(B * H, part, Threads); head < share(B * H, part + 1, Threads); ++head) {
-            const i64 at = head / H * T * Stride + head % H * D;
+        for (i64 head = share(B * K, part, Threads) * each; head < share(B * K, part + 1, Threads) * each; ++head) {
+            const i64 shared = head / H * T * Apart + head % H / each * D;
             const i64* places = Documents ? positions + head / H * T : nullptr;
-            widen_rows<T, D>(keys + at, Stride, 1.0f, v);  // v holds k for a moment
-            transpose_rows<T, D>(v, k);
-            widen_rows<T, D>(queries + at, Stride, scale, q);
-            widen_rows<T, D>(values + at, Stride, 1.0f, v);
+            if (head % each == 0) {
+                widen_rows<T, D>(keys + shared, Apart, 1.0f, v);  // v holds k for a moment
+                transpose_rows<T, D>(v, k);
+                widen_rows<T, D>(values + shared, Apart, 1.0f, v);
+            }
+            widen_rows<T, D>(queries + head / H * T * Stride + head % H * D, Stride, scale, q);
             for (i64 first = 0; first < T; first += S::block) {
                 const i64 end = first + S::block < T ? first + S::block : T;
-                const i64 begin = first_key<Documents>(places, first) / TILE_COLUMNS * TILE_COLUMNS;
+                const i64 begin = first_key<Documents, Window>(places, first) / TILE_COLUMNS * TILE_COLUMNS;
                 const i64 columns = S::seen(first) - begin;
                 multiply(
                     S::block, columns, D, q + first * S::width, S::width, 1, k + begin, S::times, scores, S::longest, false);
@@ -102,7 +110,7 @@ INLINE void attention(
                     float* row = scores + (t - first) * S::longest;
                     const i64 seen = keys_seen<Pairs, T>(t) - begin;
                     prefer_near<Pairs, T>(row - begin, t, head % H, slopes);
-                    if constexpr (Documents) hide(row, first_key<Documents>(places, t) - begin);
+                    if constexpr (Documents || Window) hide(row, first_key<Documents, Window>(places, t) - begin);
                     const vf lowest = splat(-3.4e38f);
                     vf highest = lowest, sum = {};
                     over_prefix<S::longest>(
@@ -132,31 +140,37 @@ INLINE void attention(
 }
 
 // Gradients of queries, keys and values, which lie as those do. Scratch: HeadSizes::backward floats a thread.
-template <class X, bool Drop, bool Pairs, bool Documents, i64 B, i64 H, i64 T, i64 D, i64 Stride, int Threads>
+template <
+    class X, bool Drop, bool Pairs, bool Documents, i64 Window, i64 B, i64 H, i64 K, i64 T, i64 D, i64 Stride, i64 Apart,
+    int Threads>
 INLINE void attention_grad(
     const X* dy, const X* queries, const X* keys, const X* values, const X* y, const float* log_sum_exp, X* dqueries,
     X* dkeys, X* dvalues, float scale, const float* slopes, const i64* positions, Mask mask,
     float* scratch) {
     using S = HeadSizes<T, D>;
+    constexpr i64 each = H / K;  // heads that share keys and values: one thread takes them all
     parallel<Threads>([&](int part) {
         float* q = scratch + part * S::backward;
         float *k = q + S::matrix, *k_turned = k + S::matrix, *v = k_turned + S::matrix, *v_turned = v + S::matrix;
         float *g = v_turned + S::matrix, *dq = g + S::matrix, *dk = dq + S::matrix, *dv = dk + S::matrix;
         float *p = dv + S::matrix, *ds = p + S::scores;
         if (S::padded) __builtin_memset(q, 0, 6 * S::matrix * sizeof(float));
-        for (i64 head = share(B * H, part, Threads); head < share(B * H, part + 1, Threads); ++head) {
+        for (i64 head = share(B * K, part, Threads) * each; head < share(B * K, part + 1, Threads) * each; ++head) {
             const i64 at = (head / H * T * H + head % H) * D, given = head / H * T * Stride + head % H * D;
+            const i64 shared = head / H * T * Apart + head % H / each * D;
             const i64* places = Documents ? positions + head / H * T : nullptr;
             widen_rows<T, D>(queries + given, Stride, scale, q);
-            widen_rows<T, D>(keys + given, Stride, 1.0f, k);
-            widen_rows<T, D>(values + given, Stride, 1.0f, v);
             widen_rows<T, D>(dy + at, H * D, 1.0f, g);
-            transpose_rows<T, D>(k, k_turned);
-            transpose_rows<T, D>(v, v_turned);
-            __builtin_memset(dk, 0, 2 * S::matrix * sizeof(float));
+            if (head % each == 0) {
+                widen_rows<T, D>(keys + shared, Apart, 1.0f, k);
+                widen_rows<T, D>(values + shared, Apart, 1.0f, v);
+                transpose_rows<T, D>(k, k_turned);
+                transpose_rows<T, D>(v, v_turned);
+                __builtin_memset(dk, 0, 2 * S::matrix * sizeof(float));
+            }
             for (i64 first = 0; first < T; first += S::block) {
                 const i64 end = first + S::block < T ? first + S::block : T;
-                const i64 begin = first_key<Documents>(places, first) / TILE_COLUMNS * TILE_COLUMNS;
+                const i64 begin = first_key<Documents, Window>(places, first) / TILE_COLUMNS * TILE_COLUMNS;
                 const i64 columns = S::seen(first) - begin, before = begin * S::width;
                 const float *q_block = q + first * S::width, *g_block = g + first * S::width;
                 multiply(S::block, columns, D, q_block, S::width, 1, k_turned + begin, S::times, p, S::longest, false);
@@ -169,7 +183,7 @@ INLINE void attention_grad(
                     const float inner = sum_lanes(product), shift = log_sum_exp[head * T + t];
                     const i64 seen = keys_seen<Pairs, T>(t) - begin;
                     prefer_near<Pairs, T>(p_row - begin, t, head % H, slopes);
-                    if constexpr (Documents) hide(p_row, first_key<Documents>(places, t) - begin);
+                    if constexpr (Documents || Window) hide(p_row, first_key<Documents, Window>(places, t) - begin);
                     over_prefix<S::longest>(seen, [&](i64 j, auto, auto keep) {
                         vf probability = keep(v_exp(load(p_row + j) - shift), vf{}), dp = load(ds_row + j);
                         const i64 index = (head * T + t) * T + begin + j;
@@ -193,8 +207,9 @@ INLINE void attention_grad(
             for (i64 t = 0; t < T; ++t)
                 over_row<D>([&](i64 j, auto) { store(dq + t * S::width + j, load(dq + t * S::width + j) * scale); });
             round_rows<T, D>(dq, dqueries + given, Stride);
-            round_rows<T, D>(dk, dkeys + given, Stride);
-            round_rows<T, D>(dv, dvalues + given, Stride);
+            if (head % each < each - 1) continue;
+            round_rows<T, D>(dk, dkeys + shared, Apart);
+            round_rows<T, D>(dv, dvalues + shared, Apart);
         }
     });
 }

@@ -1,4 +1,4 @@
-// Layer norm over rows of C elements, its gradient, and both fused with the residual sum.
+// Layer norm, or RMS norm where rows are not `Centred`, over rows of C elements, its gradient, and both fused with the residual sum.
 #pragma once
 #include "parallel.h"
 
@@ -6,9 +6,10 @@
 struct Statistics {
     float mean, rstd;
 };
-template <i64 C>
+template <i64 C, bool Centred>
 INLINE Statistics statistics(const float* row, float eps) {
-    const float mean = sum_lanes(sum_over<C>([&](i64 j, auto lanes) { return load(row + j, lanes); })) / C;
+    const float mean =
+        Centred ? sum_lanes(sum_over<C>([&](i64 j, auto lanes) { return load(row + j, lanes); })) / C : 0.0f;
     const vf square = sum_over<C>([&](i64 j, auto lanes) {
         vf d = first_lanes(load(row + j, lanes) - mean, lanes.count, vf{});
         return d * d;
@@ -17,7 +18,7 @@ INLINE Statistics statistics(const float* row, float eps) {
 }
 
 // total = x + branch (where there is a branch), y = (total - mean) rstd weight + bias.
-template <class T, class P, bool Branch, bool Bias, i64 Rows, i64 C, int Threads>
+template <class T, class P, bool Centred, bool Branch, bool Bias, i64 Rows, i64 C, int Threads>
 INLINE void layer_norm(
     const T* x, const T* branch, const P* weight, const P* bias, float eps, T* total, T* y, float* mean, float* rstd) {
     over_rows<Rows, Threads>([&](i64 i) {
@@ -30,21 +31,21 @@ INLINE void layer_norm(
             }
             store(row + j, v, lanes);
         });
-        const Statistics s = statistics<C>(row, eps);
+        const Statistics s = statistics<C, Centred>(row, eps);
         over_row<C>([&](i64 j, auto lanes) {
             vf v = (load(row + j, lanes) - s.mean) * s.rstd * load(weight + j, lanes);
             if constexpr (Bias) v += load(bias + j, lanes);
             store(y + i * C + j, v, lanes);
         });
-        mean[i] = s.mean;
+        if constexpr (Centred) mean[i] = s.mean;
         rstd[i] = s.rstd;
     });
 }
 
-// dx = rstd (g - mean(g) - normal mean(g normal)) with g = dy weight, normal = (x - mean) rstd; plus `extra` where given.
+// dx = rstd (g - mean(g) - normal mean(g normal)), without mean(g) where not `Centred`, with g = dy weight, normal = (x - mean) rstd; plus `extra` where given.
 // Rows are cut into Parts ranges; each adds up its own dweight and dbias in `sums` [Parts, 2, C], and the ranges are
 // then added in order: the result does not depend on the number of threads.
-template <class T, class P, bool Bias, bool Extra, i64 Rows, i64 C, int Parts, int Threads>
+template <class T, class P, bool Centred, bool Bias, bool Extra, i64 Rows, i64 C, int Parts, int Threads>
 INLINE void layer_norm_grad(
     const T* dy, const T* x, const float* mean, const float* rstd, const P* weight, const T* extra, T* dx, P* dweight,
     P* dbias, float* sums) {
@@ -54,7 +55,7 @@ INLINE void layer_norm_grad(
             float* bias_sum = weight_sum + C;
             __builtin_memset(weight_sum, 0, 2 * C * sizeof(float));
             for (i64 i = share(Rows, part, Parts); i < share(Rows, part + 1, Parts); ++i) {
-                const float m = mean[i], r = rstd[i];
+                const float m = Centred ? mean[i] : 0.0f, r = rstd[i];
                 vf inner[4] = {};
                 const vf sum = sum_over<C>([&](i64 j, auto lanes) {
                     vf d = load(dy + i * C + j, lanes), normal = (load(x + i * C + j, lanes) - m) * r;
@@ -64,7 +65,7 @@ INLINE void layer_norm_grad(
                     inner[j / W % 4] += dn * w;
                     return d * w;
                 });
-                const float a = sum_lanes(sum) / C;
+                const float a = Centred ? sum_lanes(sum) / C : 0.0f;
                 const float b = sum_lanes((inner[0] + inner[1]) + (inner[2] + inner[3])) / C;
                 over_row<C>([&](i64 j, auto lanes) {
                     vf normal = (load(x + i * C + j, lanes) - m) * r;
