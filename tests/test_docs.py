@@ -58,6 +58,7 @@ NOT_RUN: dict[str, Callable[[Config], bool]] = {
     "needs a card that this machine may not have": lambda config: (
         config.device.name not in ("auto", "cpu", "null", "my-cpu")
     ),
+    "needs someone who writes; tests/train/sampling does it": lambda config: config.task.name == "chat",
     "measures for minutes; tests/bench does it at a small size": lambda config: config.task.name == "bench",
 }
 

@@ -24,6 +24,7 @@ NEEDS = {
     "data=documents": ["data.sources=[x]"],
     "data=regression": ["model=mlp"],
     "task=sample": ["run.dir=x"],
+    "task=chat": ["run.dir=x"],
     "task=eval": ["run.dir=x", "eval.text=[x.txt]"],
     "task=export": ["run.dir=x", "export.file=x.pt"],
     "task=prepare": ["prepare.dir=x"],
@@ -57,7 +58,7 @@ def test_every_shipped_yaml_composes_and_passes_the_checks(word: str) -> None:
 
 
 def test_the_number_of_shipped_yaml_files_is_known() -> None:
-    assert len(shipped_options()) == 80
+    assert len(shipped_options()) == 81
     assert set(ALWAYS_THERE) < set(shipped_options())
 
 

@@ -206,8 +206,8 @@ def _profile(config: Config) -> Iterator[str]:
 
 @check("task", "run")
 def _sample_needs_a_run(config: Config) -> Iterator[str]:
-    if config.task.name == "sample" and config.run.dir is None:
-        yield "task=sample: needs a trained run. Give run.dir=<run directory>."
+    if config.task.name in ("sample", "chat") and config.run.dir is None:
+        yield f"task={config.task.name}: needs a trained run. Give run.dir=<run directory>."
 
 
 @check("task", "run", "model", "eval")
@@ -378,7 +378,7 @@ def supervised(config: Config) -> bool:
 @check("model", "sample", "task")
 def _sample_mode(config: Config) -> Iterator[str]:
     model, mode, slide = config.model, config.sample.mode, config.sample.slide
-    if config.task.name == "sample" or config.source.awaits_model(config.resume):
+    if config.task.name in ("sample", "chat") or config.source.awaits_model(config.resume):
         return  # the model is that of a run, and is checked there
     context = context_of(config)
     if slide is not None and context is not None and slide >= max(2, context):

@@ -28,6 +28,7 @@ class TaskConfig:
 
 register("task", "train", config=TaskConfig, target="ttrain.tasks.train:run")
 register("task", "sample", config=TaskConfig, target="ttrain.tasks.sample:run")
+register("task", "chat", config=TaskConfig, target="ttrain.tasks.chat:run")
 register("task", "eval", config=TaskConfig, target="ttrain.tasks.eval:run")
 register("task", "export", config=TaskConfig, target="ttrain.tasks.export:run")
 register("task", "plan", config=TaskConfig, target="ttrain.tasks.plan:run")

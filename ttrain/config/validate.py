@@ -24,7 +24,7 @@ from ttrain.core.options import default_of, key_of, option_problems
 
 TYPE_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 NO_VALUE = "None"  # Python's word for null, in which W&B's agents pass it
-VERBATIM = ("prompt", "separator")  # text that may be any text
+VERBATIM = ("prompt", "separator", "system")  # text that may be any text
 MANY_WORDS = {int: "integers", float: "numbers", bool: "true or false", str: "texts"}
 
 

@@ -16,7 +16,7 @@ from ttrain.config.schema import Config, sections
 from ttrain.config.validate import NO_VALUE, VERBATIM, expected, hints_of, section_type, without_none
 from ttrain.core.errors import ConfigError
 
-FREE_TEXT = tuple(f"{section}.{name}" for section, name in zip(("sample", "data"), VERBATIM, strict=True))
+FREE_TEXT = tuple(f"{section}.{name}" for section, name in zip(("sample", "data", "sample"), VERBATIM, strict=True))
 OPTIONAL_GROUPS = ("recipe", "debug")  # of which none may be chosen
 # What a word processor or a web page makes of quotes and minus signs. No number, name or list holds one of them.
 TYPOGRAPHIC = str.maketrans("“”„‘’‚\u00a0‐‑‒–—−", "\"\"\"''' ------")

@@ -162,6 +162,7 @@ def open_documents(config: DocumentsConfig, sizes: Sizes) -> DocumentDataset:
             ends[split] = _ends(folder, split, files.header)
     except (DataError, KeyError) as error:
         raise DataError(f"{error} These are tokenized documents that can be made again: remove {folder}.") from None
+    files.tokenizer.config = {"eos_token": files.header["end_token"]["text"], **files.header.get("chat", {})}
     described = {**files.header["corpus"], "tokenizer": files.tokenizer.description}
     described |= {"dtype": files.dtype.name, "end_token": files.header["end_token"]}
     described = with_notices(

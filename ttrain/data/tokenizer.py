@@ -31,6 +31,7 @@ class Tokenizer(ABC):
     name: str
     vocabulary: int
     notices: tuple[str, ...] = ()  # what of its file is not obeyed, and how it changes the text that was read
+    config: dict[str, Any] = {}  # what a tokenizer_config.json would say: the end token, a chat template
     unknown: int | None = None  # the id for what it does not know
     normalizers: Sequence[str] = ()  # names of what changes a text before it is split
 

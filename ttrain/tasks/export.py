@@ -36,6 +36,7 @@ class _Parameters:
     tokenizer: str | None
     origin: str
     progress: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer_config: dict[str, Any] = field(default_factory=dict)
 
 
 def run(config: Config) -> None:
@@ -109,7 +110,8 @@ def _from_run(config: Config) -> _Parameters:
     model = build.build_model(whole)
     check_architecture(checkpoint.config, model.config, checkpoint.path, FUNCTION)
     origin = f"step {checkpoint.step} of {config.run.dir}"
-    return _Parameters(whole, model, values, checkpoint.step, checkpoint.tokenizer, origin, checkpoint.progress)
+    told = (checkpoint.tokenizer, origin, checkpoint.progress, checkpoint.tokenizer_config)
+    return _Parameters(whole, model, values, checkpoint.step, *told)
 
 
 def _from_file(config: Config, path: Path) -> _Parameters:
@@ -183,8 +185,9 @@ def _write_folder(given: _Parameters, folder: Path, shard_mb: int) -> None:
 
     stored = {**to_dict(given.config), "model": build.stored_model(given.config, given.model)}
     card = model_card(folder.name, stored, given.model.parameter_count, given.origin, given.progress)
-    end_token = getattr(given.config.data, "end_token", None)
-    write_folder(folder, Written(given.model, given.values, given.tokenizer, end_token, card), shard_mb * 1_000_000)
+    end_token = getattr(given.config.data, "end_token", None) or given.tokenizer_config.get("eos_token")
+    what = Written(given.model, given.values, given.tokenizer, end_token, card, given.tokenizer_config)
+    write_folder(folder, what, shard_mb * 1_000_000)
     parameters = format_count(given.model.parameter_count)
     print(f"{folder}: {parameters} parameters of {given.origin}, as AutoModelForCausalLM.from_pretrained reads them.")
     if given.tokenizer is None:
@@ -202,7 +205,8 @@ def _write_run(given: _Parameters, folder: Path, report: dict[str, Any] | None) 
     stored["task"]["name"] = "train"
     progress = Progress(step=given.step, compacted=report is not None)
     progress.read = position_after(given.step, stored)
-    content = CheckpointContent(given.step, stored, progress.to_dict(), given.tokenizer)
+    told = (given.tokenizer, None, given.tokenizer_config)
+    content = CheckpointContent(given.step, stored, progress.to_dict(), *told)
     arguments = list(given.config.source.overrides)
     attempt = {**environment_record(stored, {}, {}, None, arguments), "exported_from": given.origin}
     if report is not None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ttrain.config import build
 from ttrain.config.saved import continued
@@ -14,28 +19,65 @@ from ttrain.core.waiting import Waiting
 from ttrain.models.identity import FUNCTION
 from ttrain.train.checkpoint.checkpoint import Checkpoint
 
+if TYPE_CHECKING:
+    from ttrain.data.tokenizer import Tokenizer
+    from ttrain.train.sampling.source import Source
+    from ttrain.train.sampling.stream import Stop
 
-def run(config: Config) -> None:
-    """Prints `sample.count` samples. The model is rebuilt from what its checkpoint says; the data is not needed."""
+
+@dataclass(frozen=True)
+class Opened:
+    """A model that is ready to write."""
+
+    config: Config  # of the run, with the keys of sample that the user gave
+    source: Source
+    tokenizer: Tokenizer
+    end_token: str | None
+    run: str
+
+    @property
+    def stop(self) -> Stop:
+        from ttrain.train.sampling.stream import Stop
+
+        return Stop.of(self.tokenizer, self.config.sample.stop, self.end_token)
+
+    def template(self) -> Any:
+        """What made texts of the conversations that the run was trained on. Raises UserError where there were none."""
+        from ttrain.data.chat.jinja import TokenizerTemplate
+        from ttrain.data.chat.messages import Template
+
+        named = getattr(self.config.data, "template", None)
+        if named is None or (named == "tokenizer" and "chat_template" not in self.tokenizer.config):
+            raise UserError(
+                f"run.dir={self.run}: was trained on data={self.config.data.name}, which knows no template "
+                "of conversations. Give a run of data=documents."
+            )
+        return TokenizerTemplate(self.tokenizer.config) if named == "tokenizer" else Template(named)
+
+
+@contextmanager
+def opened_run(config: Config) -> Iterator[Opened]:
+    """The model of run.dir on the device. It is rebuilt from what its checkpoint says; the data is not needed."""
     from ttrain.data.library_tokenizer import parse_tokenizer
     from ttrain.train.checkpoint.retention import find_checkpoint
     from ttrain.train.runs.resume import check_adapters, check_architecture
     from ttrain.train.sampling.decode import cache_tensors
-    from ttrain.train.sampling.draw import Stop, encode_prompt
-    from ttrain.train.sampling.source import Source, print_source, sampling_traces
+    from ttrain.train.sampling.source import Source, sampling_traces
 
-    assert config.run.dir is not None  # the config's checks hold it so
-    checkpoint = find_checkpoint(Path(config.run.dir), config.sample.checkpoint)
+    run = config.run.dir
+    assert run is not None  # the config's checks hold it so
+    checkpoint = find_checkpoint(Path(run), config.sample.checkpoint)
     config = continued(checkpoint.config, config, ("device", "sample", "engine", "logger"))
     tokenizer = parse_tokenizer(_tokenizer(checkpoint))
-    end_token = getattr(config.data, "end_token", None)
-    prompt = encode_prompt(tokenizer, config.sample.prompt, end_token)
+    tokenizer.config = checkpoint.tokenizer_config
+    end_token = getattr(config.data, "end_token", None) or tokenizer.config.get("eos_token")
     model = build.build_model(config, tokenizer.vocabulary)
     check_architecture(checkpoint.config, model.config, checkpoint.path, FUNCTION)
     check_adapters(checkpoint.config, config.lora, checkpoint.path)
     traces = sampling_traces(model, config.sample)
     source = Source(model, config.sample, tokenizer.vocabulary, traces)
     caches = cache_tensors([trace for steps in traces.values() for trace in steps.values()])
+    made = Opened(config, source, tokenizer, end_token, run)
     with ExitStack() as stack:
         device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
         if not device.computes:
@@ -48,7 +90,102 @@ def run(config: Config) -> None:
             session = stack.enter_context(closing(build.build_session(config, model, device, False, caches)))
             checkpoint.load(session.state, optimizer=False)
             source.build(session.engine.build, session.graph.trace_logits)
-        print_source(source, tokenizer, prompt, Stop.of(tokenizer, config.sample.stop, end_token))
+        yield made
+
+
+def run(config: Config) -> None:
+    """Prints `sample.count` samples, or what follows each of `sample.prompts`."""
+    from ttrain.train.sampling.draw import encode_prompt
+    from ttrain.train.sampling.source import print_source
+
+    rows = [] if config.sample.prompts is None else list(_rows(Path(config.sample.prompts).expanduser()))
+    with opened_run(config) as opened:
+        if config.sample.prompts is not None:
+            _write_results(opened, rows)
+            return
+        prompt = encode_prompt(opened.tokenizer, config.sample.prompt, opened.end_token)
+        print_source(opened.source, opened.tokenizer, prompt, opened.stop)
+
+
+def _rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """Place and content of every prompt: a text, or the messages that a reply is wanted to."""
+    try:
+        lines = file.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"sample.prompts={file}: can't be read: {error}. Give a file with a prompt a line.") from None
+    for number, line in enumerate(lines, 1):
+        place, row = f"{file}:{number}", line  # type: tuple[str, Any]
+        if not line.strip():
+            continue
+        if file.suffix.lower() == ".jsonl":
+            try:
+                given = json.loads(line)
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise UserError(f"{place}: not JSON: {error}. Write a row a line.") from None
+            row = given.get("prompt", given.get("messages")) if isinstance(given, dict) else given
+            if not isinstance(row, str | list):
+                raise UserError(f"{place}: has neither a text 'prompt' nor a list 'messages'.")
+        yield place, row
+
+
+def _write_results(opened: Opened, rows: list[tuple[str, Any]]) -> None:
+    """What follows each prompt, a row of JSON for each sample, to sample.results or stdout.
+
+    The file grows beside its place and takes it when it is whole, so what an interrupted command wrote is not lost.
+    """
+    texts = [(row, *_prompt(opened, place, row)) for place, row in rows]
+    target = opened.config.sample.results
+    if target is None:
+        _answer(opened, texts, sys.stdout)
+        return
+    file = Path(target).expanduser()
+    beside = file.with_name(f"{file.name}.partial")
+    try:
+        with open(beside, "w", encoding="utf-8") as stream:
+            _answer(opened, texts, stream)
+            os.fsync(stream.fileno())
+        os.replace(beside, file)
+    except OSError as error:
+        raise UserError(f"sample.results={file}: can't be written: {error.strerror or error}.") from None
+    print(f"{file}: {len(texts) * opened.config.sample.count} rows.", file=sys.stderr)
+
+
+def _prompt(opened: Opened, place: str, row: Any) -> tuple[list[int], Stop]:
+    """Ids of a prompt and what ends its answers. Raises UserError that names the row."""
+    from ttrain.train.sampling.draw import encode_prompt
+
+    if isinstance(row, str):
+        return encode_prompt(opened.tokenizer, row, opened.end_token), opened.stop
+    try:
+        template = opened.template()
+        return opened.tokenizer.encode(template.prompt(row)), opened.stop.also(opened.tokenizer, ending_of(template))
+    except ValueError as error:
+        raise UserError(f"{place}: {error}.") from None
+
+
+def _answer(opened: Opened, prompts: list[tuple[Any, list[int], Stop]], stream: TextIO) -> None:
+    from ttrain.train.sampling.stream import stream_text
+
+    for number, (row, prompt, stop) in enumerate(prompts):
+        key, count = "prompt" if isinstance(row, str) else "messages", opened.config.sample.count
+        for sample in range(count):
+            drawn = opened.source.tokens(prompt, number * count + sample)
+            text = stream_text(opened.tokenizer, prompt, drawn, lambda _: None, stop, echo=False)
+            print(json.dumps({key: row, "text": text}, ensure_ascii=False), file=stream, flush=True)
+
+
+def ending_of(template: Any) -> str | None:
+    """What the model writes after a reply, such as <|im_end|>, where the template puts anything there."""
+    reply, question = "\ue001", "\ue002"
+    said = {"role": "assistant", "content": reply}, {"role": "user", "content": question}
+    try:
+        text: str = template.render([said[1], *said]).text
+    except ValueError:
+        return None
+    between = text.partition(reply)[2].partition(question)[0]
+    first = between.lstrip("\n")
+    breaks = len(between) - len(first)
+    return "\n" * breaks + first.partition("\n")[0].rstrip() if first.strip() else None
 
 
 def _tokenizer(checkpoint: Checkpoint) -> str:

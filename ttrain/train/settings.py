@@ -139,6 +139,15 @@ class SampleConfig:
         "text that the model continues; null starts from a line break, or where the tokenizer has none from the token "
         "between documents, or any",
     )
+    prompts: str | None = option(
+        None,
+        "file of prompts that are each continued: one a line, or in a .jsonl a row with prompt or messages a line",
+        path=True,
+    )
+    results: str | None = option(
+        None, "file that takes a row of JSON for each sample of sample.prompts; null writes to stdout", path=True
+    )
+    system: str | None = option(None, "task=chat only: message of the system that a conversation begins with")
     tokens: int = option(200, "tokens to draw per sample, at most", minimum=1)
     stop: list[str] = option(
         [],

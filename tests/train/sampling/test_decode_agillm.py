@@ -25,8 +25,9 @@ from ttrain.nn.initialize import initial_values
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.train.sampling.decode import cache_tensors, scores_of
-from ttrain.train.sampling.draw import Sampler, Stop
+from ttrain.train.sampling.draw import Sampler
 from ttrain.train.sampling.source import Source, print_source, sampling_traces
+from ttrain.train.sampling.stream import Stop
 from ttrain.train.settings import SampleConfig
 from ttrain.train.steps.step_graph import StepGraph
 

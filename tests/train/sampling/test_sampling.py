@@ -19,7 +19,6 @@ from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer
 from ttrain.train.sampling.draw import (
     Acceptance,
     Sampler,
-    Stop,
     Window,
     draw_pairs,
     draw_speculative,
@@ -27,10 +26,10 @@ from ttrain.train.sampling.draw import (
     encode_prompt,
     penalized,
     print_samples,
-    stream_text,
     token_probabilities,
     whole_text_scores,
 )
+from ttrain.train.sampling.stream import Stop, stream_text
 from ttrain.train.settings import SampleConfig
 
 LOGITS = np.random.default_rng(3).normal(0, 2, 23).astype(np.float32)

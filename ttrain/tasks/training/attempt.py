@@ -136,6 +136,7 @@ def _assembled(
         meter=_meter(config, device, session, _timed(pace, say, stack, config.train.steps - progress.step)),
         stored_config=setup.stored,
         tokenizer=tokenizer_json(dataset),
+        tokenizer_config=None if dataset.tokenizer is None else dataset.tokenizer.config,
         held_out=held_out_hash(dataset, evaluation.samples),
         progress=progress,
         guard=config.guard,

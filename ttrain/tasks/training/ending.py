@@ -54,12 +54,13 @@ def tell(setup: Setup, summary: Summary, run: RunDirectory, progress: Progress, 
 
 
 def _print_sample(setup: Setup, logits: Step, prompt: list[int]) -> None:
-    from ttrain.train.sampling.draw import Stop, print_samples
+    from ttrain.train.sampling.draw import print_samples
+    from ttrain.train.sampling.stream import Stop
 
     config, tokenizer = setup.config, setup.dataset.tokenizer
     settings = dataclasses.replace(config.sample, count=1)
     assert tokenizer is not None
     how = "" if settings.mode == "ar" else f", a token at a time (task=sample draws with sample.mode={settings.mode})"
     print(f"\nA sample of what the model writes{how}:\n", flush=True)
-    stop = Stop.of(tokenizer, settings.stop, getattr(config.data, "end_token", None))
+    stop = Stop.of(tokenizer, settings.stop, tokenizer.config.get("eos_token"))
     print_samples(logits, tokenizer, prompt, settings, stop)

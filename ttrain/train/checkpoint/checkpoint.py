@@ -6,7 +6,7 @@
         frozen-00001-of-00001.safetensors       parameters that no step writes, likewise; none where all are trained. By
                                                 hard links a run has one file of it
         buffers-00001-of-00001.safetensors      saved buffers of the model, by module path; none where it has none
-        config.json  tokenizer.json  progress.json
+        config.json  tokenizer.json  tokenizer_config.json  progress.json
         manifest.json                           step, val_loss, size and SHA-256 of every other file, and its own
                                                 SHA-256; written last, and again with the progress when the state
                                                 is evaluated after it was saved
@@ -60,6 +60,7 @@ class CheckpointContent:
     progress: dict[str, Any] = field(default_factory=dict)
     tokenizer: str | None = None  # the tokenizer's JSON
     val_loss: float | None = None
+    tokenizer_config: dict[str, Any] | None = None  # its end token, and the chat template of the data
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,11 @@ class Checkpoint:
             return path.read_text("utf-8") if path.name in self.files else None
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path} is not text that can be read: {error}") from None
+
+    @property
+    def tokenizer_config(self) -> dict[str, Any]:
+        """The tokenizer's end token and chat template, as a tokenizer_config.json has them; what is known of them."""
+        return dict(self._json("tokenizer_config.json")) if "tokenizer_config.json" in self.files else {}
 
     def load(self, state: State, *, optimizer: bool = True) -> tuple[str, ...]:
         """Copies parameters and buffers, and optimizer state if asked, into the state; returns what to tell of it.
@@ -313,6 +319,8 @@ def _write_files(
     write("progress.json", to_json(content.progress).encode())
     if content.tokenizer is not None:
         write("tokenizer.json", content.tokenizer.encode())
+    if content.tokenizer_config:
+        write("tokenizer_config.json", to_json(content.tokenizer_config).encode())
     manifest: dict[str, Any] = {"format": FORMAT, "step": content.step, "val_loss": content.val_loss}
     manifest["held_out"] = content.progress.get("held_out")
     manifest["saved_at"] = round(time.time(), 3)

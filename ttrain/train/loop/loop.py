@@ -52,6 +52,7 @@ class Loop:
     meter: Meter
     stored_config: dict[str, Any]  # for checkpoints
     tokenizer: str | None = None  # the tokenizer's JSON
+    tokenizer_config: dict[str, Any] | None = None  # see CheckpointContent
     held_out: str = ""  # SHA-256 of the data that evaluations are of
     progress: Progress = field(default_factory=Progress)
     guard: GuardConfig = field(default_factory=GuardConfig)
@@ -363,7 +364,8 @@ class Loop:
         if self._saved == self._save_key() and not self.saver.failed:
             return
         progress, key = self.progress, self._save_key()
-        content = CheckpointContent(progress.step, self.stored_config, progress.to_dict(), self.tokenizer, key[1])
+        told = (self.tokenizer, key[1], self.tokenizer_config)
+        content = CheckpointContent(progress.step, self.stored_config, progress.to_dict(), *told)
         with self._saving():
             self.saver.save(content, wait=wait)
         self._saved, self._last_save = key, self.clock()

@@ -32,6 +32,7 @@ class Written:
     tokenizer: str | None
     end_token: str | None
     card: str
+    tokenizer_config: Mapping[str, Any]  # what is known of it
 
 
 def folder_problem(config: Any) -> str | None:
@@ -73,6 +74,7 @@ def _texts(written: Written) -> dict[str, str]:
         described["clean_up_tokenization_spaces"] = False
         if (end := _end_token(written.tokenizer, written.end_token)) is not None:
             described["eos_token"], ids["eos_token_id"] = end
+        described |= written.tokenizer_config
         files |= {"tokenizer.json": written.tokenizer, "tokenizer_config.json": to_json(described)}
     files[CONFIG] = to_json({**written_config(config), "dtype": "float32", **ids})
     return files | {"generation_config.json": to_json(ids)}

@@ -17,7 +17,6 @@ from ttrain.train.sampling.draw import (
     Acceptance,
     Sampler,
     Scores,
-    Stop,
     Window,
     checked,
     draw_pairs,
@@ -26,6 +25,7 @@ from ttrain.train.sampling.draw import (
     whole_text_scores,
     write_samples,
 )
+from ttrain.train.sampling.stream import Stop
 from ttrain.train.settings import SampleConfig
 
 Build = Callable[[str, Trace], Step]

@@ -1,0 +1,162 @@
+"""task=chat, and answers to a file of prompts: what the model is asked, and when it stops."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain.cli import main
+from ttrain.data.library_tokenizer import read_tokenizer, train_bpe
+from ttrain.tasks.sample import ending_of
+from ttrain.train.sampling.source import Source
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on chats by a tokenizer's template, one step long."""
+    folder = tmp_path_factory.mktemp("chat")
+    tokenizer = train_bpe(["what is the time? it is nine\n"] * 20, 290)
+    for token in ("<|im_start|>", "<|im_end|>", "<|endoftext|>"):
+        tokenizer = tokenizer.with_token(token)
+    (folder / "tokenizer.json").write_text(tokenizer.to_json())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}))
+    rows = [[{"role": "user", "content": f"what {n}"}, {"role": "assistant", "content": "it is"}] for n in range(9)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=192"]
+    chats = [f"data.sources=[{folder}/rows.jsonl]", f"data.tokenizer={folder}/tokenizer.json", "data.loss_on=replies"]
+    rest = [
+        "device=cpu",
+        "engine=dynamic",
+        "train.steps=1",
+        "train.batch_size=2",
+        "data.template=tokenizer",
+        "data.long_documents=cut",
+    ]
+    cache = f"data.cache={folder}/cache"
+    assert main(["data=documents", *sizes, *chats, *rest, cache, f"run.dir={folder}/run"]) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def asked(run: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Prompts that the model is given; it answers each with its number, the end of a message and more."""
+    tokenizer, prompts = read_tokenizer(next(run.glob("checkpoints/*")) / "tokenizer.json"), list[str]()
+
+    def tokens(self: Source, prompt: list[int], number: int) -> Iterator[int]:
+        prompts.append(tokenizer.decode(prompt))
+        if "stop here" in prompts[-1]:
+            raise KeyboardInterrupt
+        yield from tokenizer.encode(f" it is {number}<|im_end|>\nand more")
+
+    monkeypatch.setattr(Source, "tokens", tokens)
+    return prompts
+
+
+def talk(run: Path, monkeypatch: pytest.MonkeyPatch, text: str, *words: str) -> int:
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    return main(["task=chat", f"run.dir={run}", "device=cpu", "engine=dynamic", *words])
+
+
+def message(role: str, content: str) -> str:
+    return f"<|im_start|>{role}\n{content}<|im_end|>\n"
+
+
+def test_a_conversation(
+    run: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert talk(run, monkeypatch, "one\n\n two \n/reset\nthree\n", "sample.system=Be, brief.", "sample.tokens=8") == 0
+    system, end = message("system", "Be, brief."), "<|im_start|>assistant\n"
+    first = system + message("user", "one")
+    later = first + message("assistant", "it is 0") + message("user", " two ")
+    assert asked == [first + end, later + end, system + message("user", "three") + end]
+    assert capsys.readouterr().out == " it is 0\n it is 1\n it is 2\n"
+
+
+def test_what_no_longer_fits_is_forgotten(
+    run: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert talk(run, monkeypatch, "".join(f"{n}{n * 'x'}\n" for n in (30, 31, 32, 33)), "sample.system=Hi") == 0
+    assert len(read_tokenizer(next(run.glob("checkpoints/*")) / "tokenizer.json").encode(asked[-1])) <= 96
+    assert (
+        asked[-1].startswith(message("system", "Hi") + "<|im_start|>user\n")
+        and "30xxx" not in asked[-1]
+        and "33xxx" in asked[-1]
+    )
+    assert "the oldest exchange is forgotten" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_it(run: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert talk(run, monkeypatch, "one\nstop here\nthree\n") == 0
+    assert len(asked) == 2
+
+
+def test_a_file_of_prompts(run: Path, tmp_path: Path, asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
+    chat = [{"role": "user", "content": "who"}]
+    prompts.write_text(json.dumps({"prompt": "what"}) + "\n\n" + json.dumps({"messages": chat}) + "\n")
+    command = ["task=sample", f"run.dir={run}", "device=cpu", "engine=dynamic", "sample.count=2"]
+    assert main([*command, f"sample.prompts={prompts}", f"sample.results={results}"]) == 0
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [row["text"] for row in rows] == [" it is 0", " it is 1", " it is 2", " it is 3"]
+    assert [row.get("prompt") for row in rows] == ["what", "what", None, None] and rows[3]["messages"] == chat
+    assert (
+        asked[1:3] == ["what", message("user", "who") + "<|im_start|>assistant\n"]
+        and len(list(tmp_path.iterdir())) == 2
+    )
+    capsys.readouterr()
+    (tmp_path / "prompts.txt").write_text("what\nwho\n")
+    assert main([*command, f"sample.prompts={tmp_path / 'prompts.txt'}"]) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["prompt"] for row in printed] == ["what", "what", "who", "who"]
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ("{", "prompts.jsonl:1: not JSON"),
+        ('{"text": 1}', "has neither a text 'prompt' nor a list 'messages'"),
+        ('{"messages": [{"content": "x"}]}', "prompts.jsonl:1: message 1 is not an object with a role"),
+        (None, "can't be read"),
+    ],
+)
+def test_prompts_that_cannot_be_used(
+    run: Path, tmp_path: Path, row: str | None, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    if row is not None:
+        file.write_text(row)
+    assert main(["task=sample", f"run.dir={run}", "device=cpu", "engine=dynamic", f"sample.prompts={file}"]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_checkpoint_has_the_template_and_so_has_its_export(run: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    kept = json.loads((next(run.glob("checkpoints/*")) / "tokenizer_config.json").read_text())
+    assert kept == {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    assert main(["task=export", f"run.dir={run}", f"export.dir={tmp_path}/hf", "export.form=huggingface"]) == 0
+    theirs: Any = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    chat = [{"role": "user", "content": "who"}]
+    assert (
+        theirs.apply_chat_template(chat, tokenize=False) == message("user", "who") and theirs.eos_token == "<|im_end|>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "ending"),
+    [("plain", "\nUser:"), ("chatml", "<|im_end|>"), ("[{role}] {content}", "[user]"), ("{content}", None)],
+)
+def test_what_ends_a_reply(template: str, ending: str | None) -> None:
+    from ttrain.data.chat.messages import Template
+
+    assert ending_of(Template(template)) == ending

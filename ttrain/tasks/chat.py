@@ -1,0 +1,84 @@
+"""task=chat: a conversation with the model of a run, `python -m ttrain task=chat run.dir=<run>`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from ttrain.config.schema import Config
+from ttrain.core.errors import DataError
+from ttrain.tasks.sample import Opened, ending_of, opened_run
+
+
+def run(config: Config) -> None:
+    """Answers every line of stdin until it ends or Ctrl-C. `/reset` begins anew."""
+    with opened_run(config) as opened:
+        talk = _Conversation(opened)
+        if sys.stdin.isatty():
+            print("A line is a message. /reset begins anew; Ctrl-D or Ctrl-C ends.", file=sys.stderr)
+        try:
+            for line in _lines():
+                if line.strip() == "/reset":
+                    talk.reset()
+                elif line.strip():
+                    talk.answer(line)
+        except KeyboardInterrupt:
+            print(flush=True)
+
+
+def _lines() -> Iterator[str]:
+    """What the user writes."""
+    while True:
+        try:
+            yield input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+
+
+class _Conversation:
+    """The messages so far, and the replies that the model gives."""
+
+    def __init__(self, opened: Opened) -> None:
+        self._opened, self._template = opened, opened.template()
+        self._stop = opened.stop.also(opened.tokenizer, ending_of(self._template))
+        system = opened.config.sample.system
+        self._first = [] if system is None else [{"role": "system", "content": system}]
+        self._replies = 0  # so that every reply has random numbers of its own
+        self.reset()
+
+    def reset(self) -> None:
+        self._messages: list[dict[str, Any]] = list(self._first)
+
+    def answer(self, line: str) -> None:
+        """Writes the reply to one message as it is drawn, and remembers both."""
+        from ttrain.train.sampling.stream import stream_text
+
+        self._messages.append({"role": "user", "content": line})
+        try:
+            prompt = self._prompt()
+        except (ValueError, DataError) as error:
+            self._messages.pop()
+            print(f"ttrain: {error}", file=sys.stderr)
+            return
+        drawn = self._opened.source.tokens(prompt, self._replies)
+        reply = stream_text(self._opened.tokenizer, prompt, drawn, _write, self._stop, echo=False)
+        print(flush=True)
+        self._replies += 1
+        self._messages.append({"role": "assistant", "content": reply.strip()})
+
+    def _prompt(self) -> list[int]:
+        """Ids of the conversation. The oldest exchanges are forgotten where no room would be left for a reply."""
+        most = self._opened.source.model.context
+        room = min(self._opened.config.sample.tokens, most // 2)
+        while True:
+            ids = self._opened.tokenizer.encode(self._template.prompt(self._messages))
+            start = len(self._first)
+            if len(ids) + room <= most or len(self._messages) <= start + 1:
+                return ids
+            del self._messages[start : start + 2]
+            print("ttrain: the oldest exchange is forgotten, for want of room.", file=sys.stderr)
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)
