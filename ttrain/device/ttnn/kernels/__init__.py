@@ -16,19 +16,11 @@ from ttrain.device.ttnn.kernels import (
     norm,
     random,
     reduce,
+    update,
 )
-from ttrain.device.ttnn.kernels import update as update_family
-from ttrain.device.ttnn.kernels.common import Context
-
-FAMILIES = (
-    elementwise, layout, reduce, matmul, norm, attention, cache, random, embedding, loss, heads,
-    update_family, collective,
-)  # fmt: skip
+from ttrain.device.ttnn.kernels.common import ROWS, Context
 
 
 def kernel_table(context: Context) -> dict[str, Kernel]:
     """All rows, bound to one device."""
-    table: dict[str, Kernel] = {}
-    for family in FAMILIES:
-        table.update(family.table(context))
-    return table
+    return {op: made(context) for op, made in ROWS.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,7 @@ from ttrain.device.ttnn.tensors.store import Store
 
 Attributes = Mapping[str, Any]
 Specs = Sequence[Any]
-Build = Callable[[Sequence[Any], Tensors, Attributes, Tensors], Launch]
-Layouts = Callable[[Specs, Specs, Attributes], list[Layout | None]]
+Build = Callable[..., Launch]  # (Context, inputs, outputs, attributes, workspace)
 
 
 @dataclass
@@ -76,21 +76,27 @@ class Context:
         return scalar
 
 
-def into(
-    build: Build, layouts: Layouts | None = None, overwrites: tuple[int, ...] = (), workspace: Any = None
-) -> Kernel:
-    """A row that writes into its output buffers."""
-    return Kernel(build, Delivery.INTO, workspace, (), overwrites, layouts)
+ROWS: dict[str, Callable[[Context], Kernel]] = {}  # by the name of an op, filled by the modules of this folder
 
 
-def fresh(build: Build, layouts: Layouts | None = None) -> Kernel:
-    """A row whose launch returns tensors of its own, one an output; None for an output that it does not form."""
-    return Kernel(build, Delivery.FRESH, None, (), (), layouts)
+def row(
+    op: str, delivery: Delivery = Delivery.INTO, layouts: Callable[..., list[Layout | None]] | None = None, **facts: Any
+) -> Callable[[Build], Build]:
+    """Decorator: a function of what rows are made for and of what a launch is bound to becomes the row of an op.
 
+    A FRESH row's launch returns tensors of its own, one an output; None for an output that it does not form. `layouts`
+    takes the context before what it takes in a Kernel.
+    """
 
-def inplace(build: Build) -> Kernel:
-    """A row that overwrites its inputs."""
-    return Kernel(build, Delivery.INPLACE)
+    def declare(build: Build) -> Build:
+        def made(c: Context) -> Kernel:
+            told = None if layouts is None else partial(layouts, c)
+            return Kernel(partial(build, c), delivery, layouts=told, **facts)
+
+        ROWS[op] = made
+        return build
+
+    return declare
 
 
 def is_bf16(tensor: DeviceTensor) -> bool:

@@ -6,13 +6,14 @@ matrix is laid out along the diagonal of a large one, and a product with 0 and 1
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ttrain.core.spec import DType
-from ttrain.device.base import Kernel, Launch
-from ttrain.device.ttnn.kernels.common import Attributes, Context, flattens, into, rows_shape
+from ttrain.device.base import Launch
+from ttrain.device.ttnn.kernels.common import Attributes, Context, flattens, row, rows_shape
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Tensors
 from ttrain.device.ttnn.tensors.layout import TileLayout, dtype_name
 
@@ -30,52 +31,46 @@ def _blocks(c: Context, heads: int, height: int, width: int, dtype: DType) -> De
     return c.constant(("blocks", heads), layout, lambda: np.kron(np.eye(heads, dtype=np.float32), block))
 
 
-def _head_matmul(c: Context) -> Kernel:
+@row("head_matmul")
+def _head_matmul(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     """x times the matrix repeated along a diagonal: [B, T, H*D] [H*D, H*E]."""
+    (x, matrix), (y,) = ins, outs
+    heads, turned, tt = attributes["heads"], attributes["transpose"], c.tt
+    inner, outer = matrix.spec.shape[::-1] if turned else matrix.spec.shape
+    dtype = x.spec.dtype
+    down, across = _stacked_identity(c, heads, inner, dtype), _stacked_identity(c, heads, outer, dtype)
+    own = _blocks(c, heads, inner, outer, dtype)
 
-    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        (x, matrix), (y,) = ins, outs
-        heads, turned, tt = attributes["heads"], attributes["transpose"], c.tt
-        inner, outer = matrix.spec.shape[::-1] if turned else matrix.spec.shape
-        dtype = x.spec.dtype
-        down, across = _stacked_identity(c, heads, inner, dtype), _stacked_identity(c, heads, outer, dtype)
-        own = _blocks(c, heads, inner, outer, dtype)
+    def run() -> None:
+        column = tt.matmul(down.t, matrix.t, transpose_b=turned, **c.product)
+        whole = tt.multiply(tt.matmul(column, across.t, transpose_b=True, **c.product), own.t)
+        tt.matmul(x.t, whole, optional_output_tensor=y.t, **c.product)
 
-        def run() -> None:
-            column = tt.matmul(down.t, matrix.t, transpose_b=turned, **c.product)
-            whole = tt.multiply(tt.matmul(column, across.t, transpose_b=True, **c.product), own.t)
-            tt.matmul(x.t, whole, optional_output_tensor=y.t, **c.product)
-
-        return run
-
-    return into(build)
+    return run
 
 
-def _head_product(c: Context) -> Kernel:
+@row("head_product")
+def _head_product(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     """The blocks on the diagonal of a^T b, added up."""
+    (a, b), (y,) = ins, outs
+    heads, tt, wide = attributes["heads"], c.tt, DType.FP32
+    height, width = y.spec.shape
+    down, across = _stacked_identity(c, heads, height, wide), _stacked_identity(c, heads, width, wide)
+    own = _blocks(c, heads, height, width, wide)
 
-    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        (a, b), (y,) = ins, outs
-        heads, tt, wide = attributes["heads"], c.tt, DType.FP32
-        height, width = y.spec.shape
-        down, across = _stacked_identity(c, heads, height, wide), _stacked_identity(c, heads, width, wide)
-        own = _blocks(c, heads, height, width, wide)
+    def rows(x: DeviceTensor) -> Any:
+        flat = x.t if flattens(x.spec.shape) else tt.to_layout(x.t, tt.TILE_LAYOUT)
+        return tt.reshape(flat, rows_shape(x.spec.shape))
 
-        def rows(x: DeviceTensor) -> Any:
-            flat = x.t if flattens(x.spec.shape) else tt.to_layout(x.t, tt.TILE_LAYOUT)
-            return tt.reshape(flat, rows_shape(x.spec.shape))
+    def run() -> None:
+        product = tt.matmul(rows(a), rows(b), transpose_a=True, dtype=tt.float32, **c.product)
+        column = tt.matmul(down.t, tt.multiply(product, own.t), transpose_a=True, **c.product)
+        if y.spec.dtype is wide:
+            tt.matmul(column, across.t, optional_output_tensor=y.t, **c.product)
+        else:
+            tt.typecast(tt.matmul(column, across.t, **c.product), tt.bfloat16, output_tensor=y.t)
 
-        def run() -> None:
-            product = tt.matmul(rows(a), rows(b), transpose_a=True, dtype=tt.float32, **c.product)
-            column = tt.matmul(down.t, tt.multiply(product, own.t), transpose_a=True, **c.product)
-            if y.spec.dtype is wide:
-                tt.matmul(column, across.t, optional_output_tensor=y.t, **c.product)
-            else:
-                tt.typecast(tt.matmul(column, across.t, **c.product), tt.bfloat16, output_tensor=y.t)
-
-        return run
-
-    return into(build)
+    return run
 
 
 def _picking(c: Context, batch: int, rows: tuple[int, ...], time: int, dtype: DType) -> DeviceTensor:
@@ -87,20 +82,14 @@ def _picking(c: Context, batch: int, rows: tuple[int, ...], time: int, dtype: DT
     return c.constant(("picking", rows), TileLayout((batch, len(rows), time), dtype_name(dtype)), values)
 
 
-def _move_rows(c: Context, back: bool) -> Kernel:
-    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        (x,), (y,) = ins, outs
-        time = (y if back else x).spec.shape[1]
-        one_hot = _picking(c, x.spec.shape[0], attributes["indices"], time, x.spec.dtype)
-        return lambda: c.tt.matmul(one_hot.t, x.t, transpose_a=back, optional_output_tensor=y.t, **c.product)
+@row("index_select")
+def _pick_rows(
+    c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors, back: bool = False
+) -> Launch:
+    (x,), (y,) = ins, outs
+    time = (y if back else x).spec.shape[1]
+    one_hot = _picking(c, x.spec.shape[0], attributes["indices"], time, x.spec.dtype)
+    return lambda: c.tt.matmul(one_hot.t, x.t, transpose_a=back, optional_output_tensor=y.t, **c.product)
 
-    return into(build)
 
-
-def table(c: Context) -> dict[str, Kernel]:
-    return {
-        "head_matmul": _head_matmul(c),
-        "head_product": _head_product(c),
-        "index_select": _move_rows(c, back=False),
-        "index_put": _move_rows(c, back=True),
-    }
+row("index_put")(partial(_pick_rows, back=True))

@@ -14,8 +14,8 @@ import numpy as np
 
 from ttrain.core.attention_mask import HIDDEN
 from ttrain.core.spec import DType
-from ttrain.device.base import Kernel, Launch
-from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, fresh, into, rows_shape
+from ttrain.device.base import Delivery, Launch
+from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, row, rows_shape
 from ttrain.device.ttnn.kernels.embedding import one_hot
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput, Tensors
 from ttrain.device.ttnn.tensors.layout import TILE, TileLayout, dtype_name
@@ -86,37 +86,33 @@ def _wide(c: Context, tensor: DeviceTensor) -> Callable[[], Any]:
     return lambda: c.tt.typecast(tensor.t, c.tt.float32)
 
 
-def _cross_entropy(c: Context) -> Kernel:
-    def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        logits, targets, weight = ins
-        given = _Targets.of(c, targets, logits.spec.shape[-1], weight)
-        scores = _wide(c, logits)
+@row("cross_entropy", Delivery.FRESH)
+def _cross_entropy(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    logits, targets, weight = ins
+    given = _Targets.of(c, targets, logits.spec.shape[-1], weight)
+    scores = _wide(c, logits)
 
-        def run() -> list[Any]:
-            z = scores()
-            _, total, largest = softmax_parts(c, z)
-            log_sums = log_sum(c, total, largest)
-            loss = _loss(c, z, log_sums, given.hot(), given.weights())
-            return [loss, c.tt.reshape(log_sums, (1, logits.spec.shape[0]))]
+    def run() -> list[Any]:
+        z = scores()
+        _, total, largest = softmax_parts(c, z)
+        log_sums = log_sum(c, total, largest)
+        loss = _loss(c, z, log_sums, given.hot(), given.weights())
+        return [loss, c.tt.reshape(log_sums, (1, logits.spec.shape[0]))]
 
-        return run
-
-    return fresh(build)
+    return run
 
 
-def _cross_entropy_grad(c: Context) -> Kernel:
-    def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        logits, targets, _, weight = ins
-        given = _Targets.of(c, targets, logits.spec.shape[-1], weight)
-        scores = _wide(c, logits)
+@row("cross_entropy_grad", Delivery.FRESH)
+def _cross_entropy_grad(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    logits, targets, _, weight = ins
+    given = _Targets.of(c, targets, logits.spec.shape[-1], weight)
+    scores = _wide(c, logits)
 
-        def run() -> list[Any]:
-            probabilities, _, _ = softmax_parts(c, scores())
-            return [_gradient(c, probabilities, given.hot(), given.weights(), logits.spec.dtype)]
+    def run() -> list[Any]:
+        probabilities, _, _ = softmax_parts(c, scores())
+        return [_gradient(c, probabilities, given.hot(), given.weights(), logits.spec.dtype)]
 
-        return run
-
-    return fresh(build)
+    return run
 
 
 class _HeadLoss:
@@ -231,60 +227,41 @@ def _plain_head(c: Context, ins: Sequence[Any], gradients: bool) -> Launch:
     return run
 
 
-def _head_cross_entropy(c: Context) -> Kernel:
+@row("head_cross_entropy", Delivery.FRESH)
+def _head_cross_entropy(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     """Forms the logits once; with `gradients` also what backward needs."""
-
-    def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        _, head, _, weight, bias = ins
-        whole = attributes["live"] == head.spec.shape[0] and not attributes["smoothing"]
-        if whole and bias is None and not weight.spec.rank:
-            return _plain_head(c, ins, attributes["gradients"])
-        return _HeadLoss(c, ins, attributes).launch(attributes["gradients"])
-
-    return fresh(build)
+    _, head, _, weight, bias = ins
+    whole = attributes["live"] == head.spec.shape[0] and not attributes["smoothing"]
+    if whole and bias is None and not weight.spec.rank:
+        return _plain_head(c, ins, attributes["gradients"])
+    return _HeadLoss(c, ins, attributes).launch(attributes["gradients"])
 
 
-def _squared_error(c: Context) -> Kernel:
+@row("squared_error", Delivery.FRESH)
+def _squared_error(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     """Columns are summed on the matrix unit, and the weight enters with the sum over what is left."""
+    (prediction, target, weight), tt = ins, c.tt
+    width = rows_shape(prediction.spec.shape)[1]
+    weights = c.derived([weight], lambda value: value, width)
 
-    def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        (prediction, target, weight), tt = ins, c.tt
-        width = rows_shape(prediction.spec.shape)[1]
-        weights = c.derived([weight], lambda value: value, width)
+    def run() -> list[Any]:
+        squares = tt.squared_difference(prediction.t, target.t, dtype=tt.float32)
+        columns = column_sum(c, squares, prediction.spec.shape, DType.FP32, None)
+        if weights.ready:
+            return [tt.matmul(columns, weights.t, transpose_b=True, **c.product)]
+        return [tt.multiply(tt.sum(columns, dim=-1, keepdim=True, **c.exact), weight.t)]
 
-        def run() -> list[Any]:
-            squares = tt.squared_difference(prediction.t, target.t, dtype=tt.float32)
-            columns = column_sum(c, squares, prediction.spec.shape, DType.FP32, None)
-            if weights.ready:
-                return [tt.matmul(columns, weights.t, transpose_b=True, **c.product)]
-            return [tt.multiply(tt.sum(columns, dim=-1, keepdim=True, **c.exact), weight.t)]
-
-        return run
-
-    return fresh(build)
+    return run
 
 
-def _squared_error_grad(c: Context) -> Kernel:
+@row("squared_error_grad")
+def _squared_error_grad(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     """2 weight (prediction - target)."""
+    (prediction, target, weight), (out,), tt = ins, outs, c.tt
+    zero = c.constant("zero", TileLayout((1, 1), "float32"), lambda: np.zeros((1, 1), np.float32))
 
-    def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        (prediction, target, weight), (out,), tt = ins, outs, c.tt
-        zero = c.constant("zero", TileLayout((1, 1), "float32"), lambda: np.zeros((1, 1), np.float32))
+    def run() -> None:
+        difference = tt.subtract(prediction.t, target.t, dtype=tt.float32)
+        tt.addcmul(zero.t, difference, weight.t, value=2.0, output_tensor=out.t)
 
-        def run() -> None:
-            difference = tt.subtract(prediction.t, target.t, dtype=tt.float32)
-            tt.addcmul(zero.t, difference, weight.t, value=2.0, output_tensor=out.t)
-
-        return run
-
-    return into(build)
-
-
-def table(c: Context) -> dict[str, Kernel]:
-    return {
-        "squared_error": _squared_error(c),
-        "squared_error_grad": _squared_error_grad(c),
-        "cross_entropy": _cross_entropy(c),
-        "cross_entropy_grad": _cross_entropy_grad(c),
-        "head_cross_entropy": _head_cross_entropy(c),
-    }
+    return run

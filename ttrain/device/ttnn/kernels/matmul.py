@@ -5,36 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ttrain.device.base import Kernel, Launch
-from ttrain.device.ttnn.kernels.common import Attributes, Context, into
+from ttrain.device.base import Launch
+from ttrain.device.ttnn.kernels.common import Attributes, Context, row
 from ttrain.device.ttnn.tensors.device_tensor import Tensors
 
 
-def _matmul(c: Context) -> Kernel:
-    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        (a, b), (y,) = ins, outs
-        options = {"transpose_a": attributes["transpose_a"], "transpose_b": attributes["transpose_b"], **c.product}
-        return lambda: c.tt.matmul(a.t, b.t, optional_output_tensor=y.t, **options)
-
-    return into(build)
+@row("matmul")
+def _matmul(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    (a, b), (y,) = ins, outs
+    options = {"transpose_a": attributes["transpose_a"], "transpose_b": attributes["transpose_b"], **c.product}
+    return lambda: c.tt.matmul(a.t, b.t, optional_output_tensor=y.t, **options)
 
 
-def _linear(c: Context) -> Kernel:
+@row("linear")
+def _linear(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     """relu fuses into the product; other activations follow in place."""
+    (x, weight, bias), (y,), activation = ins, outs, attributes.get("activation")
+    options: dict[str, Any] = {"transpose_b": True, **c.product}
+    if activation == "relu":
+        options |= {"activation": "relu", "core_grid": c.grid or c.whole_grid}
 
-    def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        (x, weight, bias), (y,), activation = ins, outs, attributes.get("activation")
-        options: dict[str, Any] = {"transpose_b": True, **c.product}
-        if activation == "relu":
-            options |= {"activation": "relu", "core_grid": c.grid or c.whole_grid}
+    def product() -> Any:
+        row = None if bias is None else bias.t
+        return c.tt.linear(x.t, weight.t, bias=row, optional_output_tensor=y.t, **options)
 
-        def product() -> Any:
-            row = None if bias is None else bias.t
-            return c.tt.linear(x.t, weight.t, bias=row, optional_output_tensor=y.t, **options)
-
-        return product if activation in (None, "relu") else _then(c, product, activation)
-
-    return into(build)
+    return product if activation in (None, "relu") else _then(c, product, activation)
 
 
 def _then(c: Context, product: Launch, activation: str) -> Launch:
@@ -48,7 +43,3 @@ def _then(c: Context, product: Launch, activation: str) -> Launch:
             getattr(c.tt, activation)(y, output_tensor=y)
 
     return run
-
-
-def table(c: Context) -> dict[str, Kernel]:
-    return {"matmul": _matmul(c), "linear": _linear(c)}

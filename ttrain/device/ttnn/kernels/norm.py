@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.spec import DType
-from ttrain.device.base import Delivery, Kernel, Launch, Layout
-from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, is_bf16
+from ttrain.device.base import Delivery, Launch, Layout
+from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, is_bf16, row
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Tensors
 from ttrain.device.ttnn.tensors.layout import TileLayout, device_shape
 
@@ -36,34 +36,29 @@ def _hold(c: Context, x: DeviceTensor, mean: DeviceTensor, rstd: DeviceTensor) -
         tensor.hold_as(layout)
 
 
-def _layer_norm(c: Context) -> Kernel:
+@row("layer_norm", Delivery.FRESH, layouts=lambda c, ins, outs, _: [None, *_statistics(c, ins[0])])
+def _layer_norm(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     tt = c.tt
+    (x, weight, bias), (_, mean, rstd), eps = ins, outs, attributes["eps"]
+    _hold(c, x, mean, rstd)
+    root = [tt.UnaryOpType.RSQRT]
 
-    def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        (x, weight, bias), (_, mean, rstd), eps = ins, outs, attributes["eps"]
-        _hold(c, x, mean, rstd)
-        root = [tt.UnaryOpType.RSQRT]
+    def normed(*scales: Any) -> Any:
+        given = dict(zip(("weight", "bias"), scales, strict=False))
+        return tt.layer_norm(x.t, epsilon=eps, **given, **c.exact)
 
-        def normed(*scales: Any) -> Any:
-            given = dict(zip(("weight", "bias"), scales, strict=False))
-            return tt.layer_norm(x.t, epsilon=eps, **given, **c.exact)
+    def fused() -> list[Any]:
+        variance = tt.var(x.t, dim=-1, keepdim=True, correction=False, **c.exact)
+        y = normed(weight.t, None if bias is None else bias.t)
+        return [y, normed(), tt.add(variance, eps, activations=root)]
 
-        def fused() -> list[Any]:
-            variance = tt.var(x.t, dim=-1, keepdim=True, correction=False, **c.exact)
-            y = normed(weight.t, None if bias is None else bias.t)
-            return [y, normed(), tt.add(variance, eps, activations=root)]
+    def plain() -> list[Any]:
+        y = normed(weight.t, None if bias is None else bias.t)
+        centred, mu = _centred(c, x)
+        variance = tt.sum(tt.multiply(centred, centred), dim=-1, keepdim=True, scalar=1 / x.spec.shape[-1], **c.exact)
+        return [y, mu, tt.add(variance, eps, activations=root)]
 
-        def plain() -> list[Any]:
-            y = normed(weight.t, None if bias is None else bias.t)
-            centred, mu = _centred(c, x)
-            variance = tt.sum(
-                tt.multiply(centred, centred), dim=-1, keepdim=True, scalar=1 / x.spec.shape[-1], **c.exact
-            )
-            return [y, mu, tt.add(variance, eps, activations=root)]
-
-        return fused if _fuses(c, x.spec) else plain
-
-    return Kernel(build, Delivery.FRESH, layouts=lambda ins, outs, _: [None, *_statistics(c, ins[0])])
+    return fused if _fuses(c, x.spec) else plain
 
 
 def _wide(c: Context, tensor: DeviceTensor) -> Any:
@@ -78,37 +73,34 @@ def _centred(c: Context, x: DeviceTensor) -> tuple[Any, Any]:
     return c.tt.subtract(wide, mean), mean
 
 
-def _layer_norm_grad(c: Context) -> Kernel:
+@row("layer_norm_grad")
+def _layer_norm_grad(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     """The fused kernel reads mean and rstd as rows, but the statistics that its forward kernel writes are wrong in
     ttnn 0.81 (it stores columns as rows). So it is given normalised rows, whose mean is 0 and rstd 1, and the true rstd
     enters afterwards: dx is linear in it.
     """
     tt, moreh = c.tt, c.tt.operations.moreh
+    dy, x, mean, rstd, weight, residual = ins
+    _hold(c, x, mean, rstd)
+    if not _fuses(c, x.spec):
+        return lambda: _plain_grad(c, ins, outs, attributes["bias"])
+    shape = (1,) * (3 - x.spec.rank) + x.spec.shape
+    row = TileLayout(shape[:-1], "bfloat16")
+    zeros = c.constant("zeros", row, lambda: np.zeros(row.shape, np.float32))
+    ones = c.constant("ones", row, lambda: np.ones(row.shape, np.float32))
 
-    def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        dy, x, mean, rstd, weight, residual = ins
-        _hold(c, x, mean, rstd)
-        if not _fuses(c, x.spec):
-            return lambda: _plain_grad(c, ins, outs, attributes["bias"])
-        shape = (1,) * (3 - x.spec.rank) + x.spec.shape
-        row = TileLayout(shape[:-1], "bfloat16")
-        zeros = c.constant("zeros", row, lambda: np.zeros(row.shape, np.float32))
-        ones = c.constant("ones", row, lambda: np.ones(row.shape, np.float32))
+    def fused() -> None:
+        dx = outs[0].t
+        grads = {"input_grad": tt.reshape(dx, shape), "gamma_grad": outs[1].t}
+        grads |= {"beta_grad": outs[2].t} if attributes["bias"] else {}
+        given = [tt.reshape(tensor.t, shape) for tensor in (dy, mean)]
+        moreh.layer_norm_backward(*given, zeros.t, ones.t, 1, gamma=weight.t, **grads, **c.exact)
+        if residual is None:
+            tt.multiply(dx, rstd.t, output_tensor=dx)
+        else:
+            tt.addcmul(residual.t, dx, rstd.t, value=1.0, output_tensor=dx)
 
-        def fused() -> None:
-            dx = outs[0].t
-            grads = {"input_grad": tt.reshape(dx, shape), "gamma_grad": outs[1].t}
-            grads |= {"beta_grad": outs[2].t} if attributes["bias"] else {}
-            given = [tt.reshape(tensor.t, shape) for tensor in (dy, mean)]
-            moreh.layer_norm_backward(*given, zeros.t, ones.t, 1, gamma=weight.t, **grads, **c.exact)
-            if residual is None:
-                tt.multiply(dx, rstd.t, output_tensor=dx)
-            else:
-                tt.addcmul(residual.t, dx, rstd.t, value=1.0, output_tensor=dx)
-
-        return fused
-
-    return Kernel(build, Delivery.INTO)
+    return fused
 
 
 def _plain_grad(c: Context, ins: Sequence[Any], outs: Tensors, bias: bool) -> None:
@@ -129,7 +121,3 @@ def _plain_grad(c: Context, ins: Sequence[Any], outs: Tensors, bias: bool) -> No
     tt.multiply(rest, rstd.t, output_tensor=outs[0].t)
     if residual is not None:
         tt.add(outs[0].t, residual.t, output_tensor=outs[0].t)
-
-
-def table(c: Context) -> dict[str, Kernel]:
-    return {"layer_norm": _layer_norm(c), "layer_norm_grad": _layer_norm_grad(c)}

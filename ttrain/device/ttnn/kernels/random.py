@@ -13,8 +13,8 @@ import numpy as np
 
 from ttrain.core.random_bits import MIX_MULTIPLIERS, MIX_SHIFTS, keep_threshold, stream_key
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Kernel, Launch
-from ttrain.device.ttnn.kernels.common import Attributes, Context, into
+from ttrain.device.base import Launch
+from ttrain.device.ttnn.kernels.common import Attributes, Context, row
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput, Key, Tensors
 from ttrain.device.ttnn.tensors.layout import TileLayout, device_shape, dtype_name
 
@@ -40,24 +40,22 @@ def _signed_key(stream: int, seed: int) -> int:
     return signed(stream_key(seed, stream))
 
 
-def _dropout_mask(c: Context) -> Kernel:
-    def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        (mask,), key = outs, key_of(c, ins[0], attributes["stream"])
-        shape, tt = device_shape(mask.spec.shape), c.tt
-        size, p = mask.spec.size, attributes["p"]
-        index = c.constant("index", TileLayout(shape, "int32"), lambda: np.arange(size, dtype=np.int32).reshape(shape))
-        least, dtype = signed(keep_threshold(p) ^ _SIGN), getattr(tt, dtype_name(mask.spec.dtype))
+@row("dropout_mask")
+def _dropout_mask(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    (mask,), key = outs, key_of(c, ins[0], attributes["stream"])
+    shape, tt = device_shape(mask.spec.shape), c.tt
+    size, p = mask.spec.size, attributes["p"]
+    index = c.constant("index", TileLayout(shape, "int32"), lambda: np.arange(size, dtype=np.int32).reshape(shape))
+    least, dtype = signed(keep_threshold(p) ^ _SIGN), getattr(tt, dtype_name(mask.spec.dtype))
 
-        def run() -> None:
-            x = tt.add(index.t, key.t)
-            mix_into(tt, x)
-            # With the top bit flipped, the signed comparison orders the hash as unsigned.
-            tt.bitwise_xor(x, -_SIGN, output_tensor=x)
-            tt.multiply(tt.ge(x, least, dtype=dtype), 1 / (1 - p), output_tensor=mask.t)
+    def run() -> None:
+        x = tt.add(index.t, key.t)
+        mix_into(tt, x)
+        # With the top bit flipped, the signed comparison orders the hash as unsigned.
+        tt.bitwise_xor(x, -_SIGN, output_tensor=x)
+        tt.multiply(tt.ge(x, least, dtype=dtype), 1 / (1 - p), output_tensor=mask.t)
 
-        return run
-
-    return into(build)
+    return run
 
 
 def mix_into(tt: Any, x: Any) -> None:
@@ -66,7 +64,3 @@ def mix_into(tt: Any, x: Any) -> None:
         tt.bitwise_xor(x, tt.logical_right_shift(x, shift), output_tensor=x)
         if factor is not None:
             tt.multiply(x, factor, output_tensor=x)
-
-
-def table(c: Context) -> dict[str, Kernel]:
-    return {"dropout_mask": _dropout_mask(c)}

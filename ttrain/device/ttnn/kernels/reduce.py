@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ttrain.device.base import Kernel, Launch
-from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, fresh, into
+from ttrain.device.base import Delivery, Launch
+from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, row
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Tensors
 from ttrain.device.ttnn.tensors.layout import device_shape
 from ttrain.device.ttnn.tensors.stack import wholes
@@ -14,34 +14,30 @@ from ttrain.device.ttnn.tensors.stack import wholes
 CONCAT_LIMIT = 48  # tensors that ttnn.concat takes in one launch
 
 
-def _reduce_sum(c: Context) -> Kernel:
-    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        (x,), (y,), axes = ins, outs, list(attributes["axes"])
-        shape, rank = device_shape(y.spec.shape), x.spec.rank
-        if rank >= 2 and axes == list(range(rank - 1)):
-            return lambda: [column_sum(c, x.t, x.spec.shape, x.spec.dtype, y)]
-        if rank == 2 and len(axes) == 2:
-            return lambda: [_whole_sum(c, x)]
-        shifted = [axis + len(device_shape(x.spec.shape)) - rank for axis in axes]
-        return lambda: [c.tt.reshape(c.tt.sum(x.t, dim=shifted, keepdim=True, **c.exact), shape)]
-
-    return fresh(build)
+@row("reduce_sum", Delivery.FRESH)
+def _reduce_sum(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    (x,), (y,), axes = ins, outs, list(attributes["axes"])
+    shape, rank = device_shape(y.spec.shape), x.spec.rank
+    if rank >= 2 and axes == list(range(rank - 1)):
+        return lambda: [column_sum(c, x.t, x.spec.shape, x.spec.dtype, y)]
+    if rank == 2 and len(axes) == 2:
+        return lambda: [_whole_sum(c, x)]
+    shifted = [axis + len(device_shape(x.spec.shape)) - rank for axis in axes]
+    return lambda: [c.tt.reshape(c.tt.sum(x.t, dim=shifted, keepdim=True, **c.exact), shape)]
 
 
-def _reduce_max(c: Context) -> Kernel:
-    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        (x,), (y,), tt = ins, outs, c.tt
-        lead = len(device_shape(x.spec.shape)) - x.spec.rank
+@row("reduce_max", Delivery.FRESH)
+def _reduce_max(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    (x,), (y,), tt = ins, outs, c.tt
+    lead = len(device_shape(x.spec.shape)) - x.spec.rank
 
-        def run() -> list[Any]:
-            found = x.t
-            for axis in attributes["axes"]:
-                found = tt.max(found, dim=axis + lead, keepdim=True)
-            return [tt.reshape(found, device_shape(y.spec.shape))]
+    def run() -> list[Any]:
+        found = x.t
+        for axis in attributes["axes"]:
+            found = tt.max(found, dim=axis + lead, keepdim=True)
+        return [tt.reshape(found, device_shape(y.spec.shape))]
 
-        return run
-
-    return fresh(build)
+    return run
 
 
 def _whole_sum(c: Context, x: DeviceTensor) -> Any:
@@ -50,32 +46,29 @@ def _whole_sum(c: Context, x: DeviceTensor) -> Any:
     return c.tt.sum(columns, dim=-1, keepdim=True, **c.exact)
 
 
-def _global_norm(c: Context) -> Kernel:
+@row("global_norm")
+def _global_norm(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     """The root of the sum of squares, stack by stack where gradients lie in stacks."""
+    (norm,), tt = outs, c.tt
+    parts: list[Any] = []
+    root = [tt.UnaryOpType.SQRT]
 
-    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        (norm,), tt = outs, c.tt
-        parts: list[Any] = []
-        root = [tt.UnaryOpType.SQRT]
+    def square_sum(part: Any) -> Any:
+        total = tt.sum(tt.multiply(part.t, part.t, dtype=tt.float32), **c.exact)
+        return tt.reshape(total, (1, 1))
 
-        def square_sum(part: Any) -> Any:
-            total = tt.sum(tt.multiply(part.t, part.t, dtype=tt.float32), **c.exact)
-            return tt.reshape(total, (1, 1))
+    def run() -> None:
+        if not parts:
+            parts.extend(wholes(ins))  # stacks are made after this row was bound
+        sums = [square_sum(part) for part in parts]
+        if 2 <= len(sums) <= 4:
+            while len(sums) > 2:
+                sums = [tt.add(sums[0], sums[1]), *sums[2:]]
+            tt.add(*sums, activations=root, output_tensor=norm.t)
+        else:
+            tt.sqrt(_total(c, sums), output_tensor=norm.t)
 
-        def run() -> None:
-            if not parts:
-                parts.extend(wholes(ins))  # stacks are made after this row was bound
-            sums = [square_sum(part) for part in parts]
-            if 2 <= len(sums) <= 4:
-                while len(sums) > 2:
-                    sums = [tt.add(sums[0], sums[1]), *sums[2:]]
-                tt.add(*sums, activations=root, output_tensor=norm.t)
-            else:
-                tt.sqrt(_total(c, sums), output_tensor=norm.t)
-
-        return run
-
-    return into(build)
+    return run
 
 
 def _total(c: Context, sums: Sequence[Any]) -> Any:
@@ -87,7 +80,3 @@ def _total(c: Context, sums: Sequence[Any]) -> Any:
             for part in parts
         ]
     return sums[0]
-
-
-def table(c: Context) -> dict[str, Kernel]:
-    return {"reduce_sum": _reduce_sum(c), "reduce_max": _reduce_max(c), "global_norm": _global_norm(c)}

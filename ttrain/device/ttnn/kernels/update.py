@@ -9,8 +9,8 @@ from math import prod
 from typing import Any
 
 from ttrain.core.spec import DType
-from ttrain.device.base import Kernel, Launch
-from ttrain.device.ttnn.kernels.common import Attributes, Context, inplace, into
+from ttrain.device.base import Delivery, Launch
+from ttrain.device.ttnn.kernels.common import Attributes, Context, row
 from ttrain.device.ttnn.kernels.elementwise import BINARY, UNARY
 from ttrain.device.ttnn.kernels.groups import (
     Joined,
@@ -28,34 +28,28 @@ from ttrain.device.ttnn.tensors.device_tensor import Tensors
 from ttrain.device.ttnn.tensors.stack import stacked
 
 
-def _assign(c: Context) -> Kernel:
-    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        state, value = ins
-        return lambda: c.tt.copy(value.t, state.t)
-
-    return inplace(build)
+@row("assign", Delivery.INPLACE)
+def _assign(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    state, value = ins
+    return lambda: c.tt.copy(value.t, state.t)
 
 
-def _accumulate(c: Context) -> Kernel:
-    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        state, value = ins
-        return lambda: c.tt.add(state.t, value.t, output_tensor=state.t)
-
-    return inplace(build)
+@row("accumulate", Delivery.INPLACE)
+def _accumulate(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    state, value = ins
+    return lambda: c.tt.add(state.t, value.t, output_tensor=state.t)
 
 
-def _clip_factor(c: Context) -> Kernel:
-    def build(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        (norm,), (factor,), limit, tt = ins, outs, attributes["limit"], c.tt
+@row("clip_factor")
+def _clip_factor(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    (norm,), (factor,), limit, tt = ins, outs, attributes["limit"], c.tt
 
-        def run() -> None:
-            inverse = tt.add(norm.t, 1e-6, activations=[tt.UnaryOpType.RECIP])
-            scaled = inverse if limit == 1.0 else tt.multiply(inverse, limit)
-            tt.minimum(scaled, 1.0, output_tensor=factor.t)
+    def run() -> None:
+        inverse = tt.add(norm.t, 1e-6, activations=[tt.UnaryOpType.RECIP])
+        scaled = inverse if limit == 1.0 else tt.multiply(inverse, limit)
+        tt.minimum(scaled, 1.0, output_tensor=factor.t)
 
-        return run
-
-    return into(build)
+    return run
 
 
 def _adamw(c: Context, rule: Any, given: Scalars) -> Update:
@@ -198,36 +192,33 @@ def _launched(c: Context, step: Any, known: Mapping[int, Any]) -> Any:
     return getattr(tt, BINARY[name] if name in BINARY else UNARY[name])(*ins)
 
 
-def _update(c: Context) -> Kernel:
+@row("update", Delivery.INPLACE)
+def _update(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     """Any rule: by a chain made for it, else step by step. State that is kept in bf16 is widened a piece at a time.
 
     The compute copies lie as their masters do, so one rounding serves a whole stack.
     """
-
-    def build(ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        rule, count, stochastic = attributes["rule"], attributes["count"], attributes.get("stochastic", ())
-        lists = [list(ins[start : start + count]) for start in range(0, len(ins) - 4, count)]
-        copies = lists.pop() if attributes.get("copies") else []
-        given = Scalars(*ins[-4:-1])
-        groups = groups_of(c, lists[1], [lists[0], *lists[2:]])
-        update = _RULES.get(rule.name, stepwise)(c, rule, given)
-        rounding = Rounding(c, stochastic, attributes.get("stream", 0), ins[-1]) if stochastic else None
-        launches, numbered = [], 0
-        for group in groups:
-            if rounding is not None:
-                launches += [
-                    on_wide(c, piece, update, rounding.of(piece.slots[0].layout, numbered + first))
-                    for piece, first in pieces(c, group)
-                ]
-            else:
-                launches.append(_plain(c, group, update, rule, given))
-            numbered += prod(group.slots[0].layout.shape)
-        if copies:
-            pairs = zip(stacked(c.store, copies), stacked(c.store, lists[0]), strict=True)
-            launches += [_rounded(c, copy, master) for copy, master in pairs]
-        return each(launches)
-
-    return inplace(build)
+    rule, count, stochastic = attributes["rule"], attributes["count"], attributes.get("stochastic", ())
+    lists = [list(ins[start : start + count]) for start in range(0, len(ins) - 4, count)]
+    copies = lists.pop() if attributes.get("copies") else []
+    given = Scalars(*ins[-4:-1])
+    groups = groups_of(c, lists[1], [lists[0], *lists[2:]])
+    update = _RULES.get(rule.name, stepwise)(c, rule, given)
+    rounding = Rounding(c, stochastic, attributes.get("stream", 0), ins[-1]) if stochastic else None
+    launches, numbered = [], 0
+    for group in groups:
+        if rounding is not None:
+            launches += [
+                on_wide(c, piece, update, rounding.of(piece.slots[0].layout, numbered + first))
+                for piece, first in pieces(c, group)
+            ]
+        else:
+            launches.append(_plain(c, group, update, rule, given))
+        numbered += prod(group.slots[0].layout.shape)
+    if copies:
+        pairs = zip(stacked(c.store, copies), stacked(c.store, lists[0]), strict=True)
+        launches += [_rounded(c, copy, master) for copy, master in pairs]
+    return each(launches)
 
 
 def _plain(c: Context, group: UpdateGroup, update: Update, rule: Any, given: Scalars) -> Launch:
@@ -241,12 +232,3 @@ def _plain(c: Context, group: UpdateGroup, update: Update, rule: Any, given: Sca
 def _rounded(c: Context, copy: Joined, master: Joined) -> Launch:
     dtype = getattr(c.tt, copy.layout.dtype)
     return lambda: c.tt.typecast(master.t, dtype, output_tensor=copy.t)
-
-
-def table(c: Context) -> dict[str, Kernel]:
-    return {
-        "assign": _assign(c),
-        "accumulate": _accumulate(c),
-        "clip_factor": _clip_factor(c),
-        "update": _update(c),
-    }
