@@ -61,9 +61,11 @@ class Training:
     """
 
     def __init__(self, config: Config, model: Model | None = None) -> None:
-        """Opens the device, sets first values from run.seed, and builds the steps; nothing is computed yet.
+        """Opens the device, sets first values, and builds the steps; nothing is computed yet.
 
-        Raises UserError for what can't be built: a device that is missing, a model whose sizes are not all given.
+        First values are those of model.from or train.init_from, else drawn from run.seed; of a model that is given
+        they are drawn. Raises UserError for what can't be built: a device that is missing, a model whose sizes are not
+        all given.
         """
         from ttrain.models.base import preparation
 
@@ -71,6 +73,7 @@ class Training:
             raise UserError("model.vocabulary=null: there is no tokenizer here to ask. Give the number of token ids.")
         self.config, self.steps = config, 0
         self.model = build.build_model(config) if model is None else model
+        warm = build.build_warm_start(config, self.model) if model is None else None
         self._prepare = preparation(self.model)
         self._batch: Batch = {}
         with ExitStack() as stack:
@@ -79,6 +82,8 @@ class Training:
                 raise UserError(f"device={config.device.name}: computes no values. Choose another, such as device=cpu.")
             self._session = stack.enter_context(closing(build.build_session(config, self.model, device)))
             self._session.initialize(config.run.seed)
+            if warm is not None:
+                warm.apply(self._session.state)
             self._built = self._session.build_training()
             self._driver = build.build_driver(config, self.model, device, self._built, lambda step: self._batch)
             self._stack = stack.pop_all()

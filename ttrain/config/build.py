@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ttrain.models.base import Batch, Model, Prepare
     from ttrain.optim.base import Optimizer
     from ttrain.train.logging.loggers import Console, Logger
+    from ttrain.train.runs.warm_start import WarmStart
     from ttrain.train.steps.driver import Driver
     from ttrain.train.steps.session import Session
 
@@ -137,6 +138,20 @@ def shorter_model(config: Config, model: Model, length: int) -> Model | None:
             "model.context. Leave train.length_schedule empty."
         )
     return shorter
+
+
+def build_warm_start(config: Config, model: Model, tokenizer: str | None = None) -> WarmStart | None:
+    """Where a new run takes its first values from: model.from, else train.init_from, else nowhere.
+
+    `tokenizer` is the JSON of the data's. Raises CheckpointError for what can't be taken.
+    """
+    from ttrain.train.runs.warm_start import open_warm_start
+
+    folder = getattr(config.model, "from_", None)
+    source = folder or config.train.init_from
+    if source is None:
+        return None
+    return open_warm_start(source, model, tokenizer, config.train.init_anyway, whole=folder is not None)
 
 
 def build_optimizer(config: OptimizerConfig) -> Optimizer:

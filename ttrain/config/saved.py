@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +76,13 @@ def _saved_model(values: Mapping[Any, Any]) -> dict[str, Any]:
 
     resume, run = values.get("resume"), values.get("run")
     place = run.get("dir") if resume == "auto" and isinstance(run, Mapping) else resume
-    try:
-        saved = read_config(Path(place)).get("model") if isinstance(place, str) and place != "none" else None
-    except CheckpointError:
+    if not isinstance(place, str) or place == "none":
         return {}
-    return saved if isinstance(saved, dict) else {}
+    for folder in (Path(place), *Path(place).absolute().parents[1:2]):
+        with suppress(CheckpointError):  # it may be a checkpoint of the run, too
+            saved = read_config(folder).get("model")
+            return saved if isinstance(saved, dict) else {}
+    return {}
 
 
 def _disagreeing(own: Mapping[str, Any], sizes: Mapping[str, Any], given: str) -> Iterator[str]:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.models.session import Session
+from ttrain.api import Training
 from ttrain.cli import main
 from ttrain.config.build import build_model
 from ttrain.config.compose import load
@@ -24,13 +25,15 @@ from ttrain.config.validate import typed_config
 from ttrain.core.errors import CheckpointError, ConfigError
 from ttrain.data.library_tokenizer import parse_tokenizer, train_bpe
 from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer
+from ttrain.models.gpt import GPT
 from ttrain.models.llama import Llama
-from ttrain.models.settings import LlamaConfig
+from ttrain.models.settings import GPTConfig, LlamaConfig
 from ttrain.nn.initialize import initial_values
 from ttrain.optim.settings import SGDConfig
 from ttrain.optim.sgd import SGD
 from ttrain.train.checkpoint.hub_folder import read_architecture, written_config
 from ttrain.train.checkpoint.retention import find_checkpoint
+from ttrain.train.checkpoint.weights_file import read_file
 from ttrain.train.runs.warm_start import open_warm_start
 
 VOCABULARY, CONTEXT = 300, 16
@@ -186,6 +189,8 @@ def test_resume_and_export_need_the_folder_no_more(gpt2: Path, capsys: pytest.Ca
     shutil.rmtree("hub")
     assert main([*command, "resume=auto", "train.steps=2"]) == 0, capsys.readouterr().err
     assert main(["resume=run", "train.steps=3"]) == 0, capsys.readouterr().err
+    newest = find_checkpoint(Path("run"), "last").path
+    assert load([*command, f"resume={newest}"]).model.vocabulary == VOCABULARY
     assert np.array_equal(our_logits("run", tokens_of()), before)
     assert main(["task=export", "run.dir=run", "export.form=huggingface", "export.dir=out"]) == 0
     capsys.readouterr()
@@ -383,6 +388,14 @@ def test_a_folder_becomes_a_run_and_a_warm_start_takes_what_fits(
     assert "positions.weight  [8, 32] starts anew: has shape [16, 32] in the source" in capsys.readouterr().err
 
 
+def test_a_program_starts_from_it_too(gpt2: Path) -> None:
+    with Training(load([f"model.from={gpt2}", "device=cpu", "train.batch_size=1"])) as training:
+        values = training.parameters()
+    model = GPT(GPTConfig(**{key: value for key, value in read_architecture(gpt2).items() if key != "name"}))
+    expected = model.from_original(read_file(gpt2))
+    assert values.keys() == expected.keys() and all((values[path] == expected[path]).all() for path in expected)
+
+
 def test_a_killed_export_leaves_no_folder(gpt2: Path) -> None:
     assert main([*QUIET, f"model.from={gpt2}", "run.dir=run"]) == 0
     code = (
@@ -410,7 +423,7 @@ def test_the_recipe_trains_a_model_of_its_form_on_chats(tmp_path: Path) -> None:
     assert (config["model"]["name"], config["model"]["context"], config["data"]["end_token"]) == (
         "llama", 32, "<|endoftext|>",
     )  # fmt: skip
-    assert json.loads(Path("run/summary.json").read_text())["val/loss"] < 3.0  # from 6.4
+    assert json.loads(Path("run/summary.json").read_text())["val/loss"] < 3.0  # of 6.0
     assert main(["task=export", "run.dir=run", "export.form=huggingface", "export.dir=out", "export.shard_mb=4"]) == 0
     assert len(list(Path("out").glob("model-*.safetensors"))) > 1
     tokens = tokens_of(32)

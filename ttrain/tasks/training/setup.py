@@ -15,7 +15,6 @@ from ttrain.train.checkpoint.adapters import PeftAdapter
 from ttrain.train.runs import resume as resuming
 from ttrain.train.runs.origin import Origin
 from ttrain.train.runs.run_directory import RunDirectory, chosen_model, read_config
-from ttrain.train.runs.warm_start import open_warm_start
 from ttrain.train.supervise.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
@@ -66,12 +65,7 @@ def set_up(config: Config, stack: ExitStack) -> Setup:
         resuming.check_adapters(point.checkpoint.config, config.lora, point.checkpoint.path)
         resuming.check_documents(point, dataset.description)
     prompt = _prompt(config, dataset)
-    warm = None
-    folder = getattr(config.model, "from_", None)
-    source = folder or config.train.init_from
-    if point is None and source is not None:
-        anyway = config.train.init_anyway
-        warm = open_warm_start(source, model, tokenizer_json(dataset), anyway, whole=folder is not None)
+    warm = build.build_warm_start(config, model, tokenizer_json(dataset)) if point is None else None
     adapter = None
     if point is None and config.lora.from_ is not None:
         adapter = PeftAdapter.open(config.lora.from_)
