@@ -282,8 +282,8 @@ def check_the_plugin() -> None:
     assert [len(list(family_of(board).problems(board, rows))) for rows in (8, 12)] == [0, 1]
 
     config = composed(words)[0]
-    dataset = build.build_dataset(config)
-    model = build.build_model(config, dataset.vocabulary)
+    dataset = build.build_dataset(config.data, config.model, [])
+    model = build.build_model(*config.model_parts, dataset.vocabulary)
     from ttrain.nn.initialize import initial_values
 
     start = initial_values(model, config.run.seed)

@@ -72,20 +72,22 @@ class Training:
         if model is None and getattr(config.model, "vocabulary", 0) is None:
             raise UserError("model.vocabulary=null: there is no tokenizer here to ask. Give the number of token ids.")
         self.config, self.steps = config, 0
-        self.model = build.build_model(config) if model is None else model
-        warm = build.build_warm_start(config, self.model) if model is None else None
+        self.model = build.build_model(*config.model_parts) if model is None else model
+        warm = build.build_warm_start(config.model, config.train, self.model) if model is None else None
         self._prepare = preparation(self.model)
         self._batch: Batch = {}
         with ExitStack() as stack:
             device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
             if not device.computes:
                 raise UserError(f"device={config.device.name}: computes no values. Choose another, such as device=cpu.")
-            self._session = stack.enter_context(closing(build.build_session(config, self.model, device)))
+            self._session = stack.enter_context(closing(build.build_session(self.model, device, *config.step_parts)))
             self._session.initialize(config.run.seed)
             if warm is not None:
                 warm.apply(self._session.state)
             self._built = self._session.build_training()
-            self._driver = build.build_driver(config, self.model, device, self._built, lambda step: self._batch)
+            self._driver = build.build_driver(
+                self.model, device, self._built, lambda step: self._batch, *config.rate_parts, config.run.seed
+            )
             self._stack = stack.pop_all()
 
     def step(self, batch: Batch, lr: float | None = None) -> StepResult:

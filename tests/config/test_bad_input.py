@@ -111,7 +111,8 @@ def test_a_wrong_type_names_key_value_and_expected_type(word: str, problem: str)
         (["data=tokens"], "data.path: no value."),
         (["task=sample"], "task=sample: needs a trained run."),
         (["task=prepare"], "prepare.dir: no value."),
-        (["task=prepare", "prepare.dir=x", "data=documents", "data.loss_on=replies"], "data=tokens counts every token"),
+        (["task=prepare", "prepare.dir=x", "data=documents", "data.sources=[x]", "data.loss_on=replies"],
+         "data.loss_on=replies: data=tokens counts every token"),
         (["resume=auto"], "resume=auto: continues the run in run.dir, which has no value."),
         (["device=n300", "device.core_grid=[8,99]"], "device.core_grid=[8, 99]: a chip of device=n300 has at most 10"),
         (["device=n150", "device.trace_region_mb=20000"], "device.trace_region_mb=20000: is more than device=n150"),
@@ -231,4 +232,4 @@ def test_a_vocabulary_smaller_than_the_tokenizers(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="model.vocabulary=3: the tokenizer has 8 ids. Give model.vocabulary=8 or more"
     ):
-        build_dataset(config)
+        build_dataset(config.data, config.model, [])

@@ -6,7 +6,7 @@ import pytest
 
 from ttrain.config.compose import load
 from ttrain.config.notices import notices
-from ttrain.config.rates import rate_jump, train_on
+from ttrain.config.rates import Rate, rate_jump, train_on
 from ttrain.config.schema import to_dict
 from ttrain.train.checkpoint.progress import Progress
 
@@ -37,6 +37,11 @@ def test_what_is_seldom_meant_is_told(words: tuple[str, ...], told: str | None) 
     assert told is None or told in found[0]
 
 
+def rate_of(words: tuple[str, ...]) -> Rate:
+    config = load(words)
+    return Rate(config.optimizer.lr, config.schedule, config.train.steps)
+
+
 @pytest.mark.parametrize(
     ("before", "now", "step", "told"),
     [
@@ -58,7 +63,7 @@ def test_a_resume_tells_a_rate_that_jumps(
     before: tuple[str, ...], now: tuple[str, ...], step: int, told: tuple[float, float] | None
 ) -> None:
     base = ("train.steps=100", "optimizer.lr=1e-3", *before)
-    note = rate_jump(to_dict(load(base)), load((*base, *now)), Progress(step, lr_factor=0.5))
+    note = rate_jump(to_dict(load(base)), rate_of((*base, *now)), Progress(step, lr_factor=0.5))
     if told is None:
         assert note is None
     else:
@@ -91,8 +96,8 @@ def test_a_resume_tells_a_rate_that_jumps(
 def test_the_command_that_trains_on(given: tuple[str, ...], step: int, words: str, rate: str | None) -> None:
     """Where a rate is left, the command leads to no jump; what the other choice would do is told."""
     base = ("train.steps=100", "optimizer.lr=1e-3", *given)
-    found, told = train_on(load(base), Progress(step))
+    found, told = train_on(rate_of(base), Progress(step))
     assert found == words
     assert told == rate or (told is not None and rate is not None and told.startswith(rate))
-    jump = rate_jump(to_dict(load(base)), load((*base, *found.split())), Progress(step))
+    jump = rate_jump(to_dict(load(base)), rate_of((*base, *found.split())), Progress(step))
     assert (jump is not None) == (told is not None and told.startswith("rises"))

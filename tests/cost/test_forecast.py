@@ -99,8 +99,8 @@ def test_growing_sequences_are_counted_by_their_length() -> None:
     lengths = [16] * 10 + [32] * 10 + [64] * 15
     for step in (0, 4, 10, 29, 35):
         left = lengths[step:]
-        assert task._left(config, step) == pytest.approx(sum(left) / left[0] if left else 0)
-    assert task._left(load(["train.steps=35"]), 30) == 5
+        assert task._left(config.train, step) == pytest.approx(sum(left) / left[0] if left else 0)
+    assert task._left(load(["train.steps=35"]).train, 30) == 5
 
 
 @pytest.mark.parametrize(

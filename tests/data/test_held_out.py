@@ -196,7 +196,7 @@ def test_bits_per_byte_are_of_the_decoded_targets(kind: str, tokenizer: str) -> 
         words = ["data=tokens", "data.path=tokens"]
     found = evaluated("run", *GPT, *words, "train.batch_size=5", "train.eval_sequences=null")
     config = load_config(*words, *GPT)
-    data = build_dataset(config)
+    data = build_dataset(config.data, config.model, [])
     batch, end = data.batch("val", 0, 0, data.val_samples), (data.description.get("end_token") or {}).get("id")
     text, count = b"", 0
     for tokens, targets in zip(batch["tokens"].tolist(), batch["targets"].tolist(), strict=True):

@@ -19,7 +19,7 @@ from tests.faults.test_saves import State, content
 from ttrain.cli import main
 from ttrain.core import waiting
 from ttrain.core.files import lock_file
-from ttrain.tasks.training import attempt
+from ttrain.tasks.training.setup import Setup
 from ttrain.train.checkpoint.checkpoint import MANIFEST, UNFINISHED, read_checkpoint, save_checkpoint
 from ttrain.train.checkpoint.retention import find_checkpoint, list_checkpoints, prune_checkpoints
 from ttrain.train.loop.evaluate import Evaluation
@@ -35,12 +35,12 @@ class Killed(BaseException):
 
 
 def killed(train: Any, monkeypatch: pytest.MonkeyPatch, *words: str, step: int = 3, owner: Any = Loop) -> None:
-    """Runs until `step` would be trained, or with `owner` attempt until the attempt would be recorded."""
+    """Runs until `step` would be trained, or with `owner` Setup until the attempt would be recorded."""
     name = "_begin" if owner is Loop else "record"
     original = getattr(owner, name)
 
     def call(self: Any, *arguments: Any) -> Any:
-        if owner is attempt or self.progress.step >= step - 1:
+        if owner is Setup or self.progress.step >= step - 1:
             raise Killed
         return original(self, *arguments)
 
@@ -79,7 +79,7 @@ def test_the_end_of_a_run_is_not_told_as_its_first_step(
     assert "All 4 steps are done" in told and "The first step is under way" not in told
 
 
-@pytest.mark.parametrize("owner", [Loop, attempt])
+@pytest.mark.parametrize("owner", [Loop, Setup])
 def test_before_its_first_checkpoint_a_run_starts_again_as_itself(
     train: Train, monkeypatch: pytest.MonkeyPatch, capsys: Any, owner: Any
 ) -> None:
@@ -168,7 +168,7 @@ def main_with(*words: str) -> int:
     return main(list(words))
 
 
-@pytest.mark.parametrize("owner", [Loop, attempt])
+@pytest.mark.parametrize("owner", [Loop, Setup])
 def test_a_branch_goes_on_from_where_it_branched_off(train: Train, monkeypatch: pytest.MonkeyPatch, owner: Any) -> None:
     """Also where it ended before its first own checkpoint, and the run that it came from is gone."""
     more = ["train.steps=8", "schedule=constant"]

@@ -80,6 +80,6 @@ def test_a_checkpoint_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
 
 def test_padding_that_follows_from_the_device_is_not_kept() -> None:
     config = load(["model=agillm", "model.preset=femto_1x", "model.vocabulary=40", "device=n300"])
-    model: Any = build.build_model(config)
+    model: Any = build.build_model(*config.model_parts)
     assert model.config.pad_vocabulary == 32 and model.embedding.weight.padding == 24
-    assert build.stored_model(config, model)["pad_vocabulary"] is None
+    assert build.stored_model(config.model, model)["pad_vocabulary"] is None

@@ -14,6 +14,7 @@ import pytest
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.kinds import Kind
+from ttrain.train.checkpoint.checkpoint import CheckpointContent
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.logging.loggers import Console, Loggers
 from ttrain.train.logging.meter import Meter
@@ -221,8 +222,9 @@ def make_job(tmp_path: Path) -> Iterator[MakeJob]:
             run_directory=run_directory,
             loggers=loggers,
             meter=Meter(),
-            stored_config={"model": {"name": "bigram"}},
-            tokenizer='{"characters": "ab"}',
+            content=lambda progress, loss: CheckpointContent(
+                progress.step, {"model": {"name": "bigram"}}, progress.to_dict(), '{"characters": "ab"}', loss
+            ),
             progress=progress,
         )
         jobs.append(Job(loop, model, dataset, run_directory, loggers))

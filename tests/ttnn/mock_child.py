@@ -42,7 +42,7 @@ def model_of(case: dict[str, Any]) -> Any:
         return Centred(compute)
     model: Any
     if case["model"] == "agillm":
-        model = AGILLM(AGILLMConfig(pad_vocabulary=32, **case["config"]).resolved(), compute)
+        model = AGILLM(AGILLMConfig(pad_vocabulary=32, **case["config"]), compute)
     else:
         model = gpt(compute, **{**SIZES[case["model"]], "dropout": case.get("dropout", 0.0)})
     for parameter in model.parameters().values():

@@ -6,27 +6,28 @@ the modules behind the names, when they are called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ttrain.config.checks import data_problems, model_problems
+from ttrain.bench.settings import BenchConfig
+from ttrain.config.checks import data_problems
 from ttrain.config.registry import component
-from ttrain.config.schema import Config
 from ttrain.core.errors import ConfigError
 from ttrain.core.options import as_keys
 from ttrain.core.waiting import Waiting
+from ttrain.data.settings import DataConfig
 from ttrain.device.family import family_of
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
-from ttrain.models.settings import AGILLMConfig, TransformerConfig
+from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.precision import PrecisionConfig
-from ttrain.optim.groups import check_groups
+from ttrain.nn.settings import LoraConfig
 from ttrain.optim.settings import OptimizerConfig, ScheduleConfig
-from ttrain.train.settings import LoggerConfig, WandbConfig
+from ttrain.train.settings import GuardConfig, LoggerConfig, TrainConfig, WandbConfig
 
 if TYPE_CHECKING:
     from ttrain.bench.studies import Study
@@ -42,82 +43,92 @@ if TYPE_CHECKING:
     from ttrain.train.steps.session import Session
 
 
-def build_dataset(config: Config, first: Callable[[Dataset], None] = lambda _: None) -> Dataset:
-    """The dataset, with the sizes that the model asks for: target(data config, sizes).
+def build_dataset(
+    config: DataConfig, model: Any, lengths: list[int], first: Callable[[Dataset], None] = lambda _: None
+) -> Dataset:
+    """The dataset, with the sizes that the model asks for: target(config, sizes). `model` is the model's config.
 
-    `first` may refuse it before it is compared with the rest of the config. Raises DataError for data that can't be
-    used, ConfigError with every problem that shows once the data is known.
+    `first` may refuse it before it is compared with the model and with the `lengths` that sequences are to have. Raises
+    DataError for data that can't be used, ConfigError with every problem that shows once the data is known.
     """
     with Waiting("Reading the data"):
-        dataset: Dataset = component("data", config.data.name).load()(config.data, data_sizes(config))
+        dataset: Dataset = component("data", config.name).load()(config, data_sizes(model))
     first(dataset)
-    problems = data_problems(config, dataset)
+    problems = data_problems(dataset, config.name, model, lengths)
     if problems:
         raise ConfigError(problems)
     return dataset
 
 
-def data_sizes(config: Config) -> Sizes:
-    """What the model asks of its data: the context, or the numbers of inputs and outputs."""
+def data_sizes(model: Any) -> Sizes:
+    """What a model asks of its data by its config: the context, or the numbers of inputs and outputs."""
     from ttrain.data.batches import Sizes
 
-    model: Any = config.model.resolved() if isinstance(config.model, TransformerConfig) else config.model
     width = getattr(model, "width", None)
     if hasattr(model, "inputs"):
         return Sizes(inputs=model.inputs or width, outputs=model.outputs or width)
     return Sizes(context=getattr(model, "context", None))
 
 
-def with_adapters(config: Config) -> Config:
-    """The config of a new run with what the folder of lora.from says of its adapters."""
-    if config.lora.from_ is None:
-        return config
+def with_adapters(lora: LoraConfig, explicit: Collection[str]) -> LoraConfig:
+    """The config of a new run's adapters with what the folder of lora.from says of them."""
+    if lora.from_ is None:
+        return lora
     from ttrain.train.checkpoint.adapters import PeftAdapter
 
-    lora = PeftAdapter.open(config.lora.from_).adopted(config.lora, config.source.explicit)
-    return replace(config, lora=lora)
+    return PeftAdapter.open(lora.from_).adopted(lora, explicit)
 
 
-def build_model(config: Config, vocabulary: int | None = None) -> Model:
-    """The model on symbolic tensors: target(model config, compute dtype). Sizes of a preset are filled in.
+def build_model(
+    config: Any,
+    precision: PrecisionConfig,
+    device: DeviceConfig,
+    data: DataConfig,
+    lora: LoraConfig,
+    vocabulary: int | None = None,
+) -> Model:
+    """The model on symbolic tensors: target(config, compute dtype), and its adapters. For sections see `model_parts`.
 
-    `vocabulary` is the tokenizer's, taken where model.vocabulary is null.
+    `vocabulary` is the tokenizer's, taken where model.vocabulary is null. Raises ConfigError where the device can't
+    place the parameters as its config says, or the model can't attend as that of the data does.
     """
-    model: Any = config.model
-    if isinstance(model, TransformerConfig):
-        model = model.resolved()
-    if isinstance(model, AGILLMConfig) and model.pad_vocabulary is None:
-        model = replace(model, pad_vocabulary=family_of(config.device).row_multiple)
-    if getattr(model, "vocabulary", 0) is None:
-        model = replace(model, vocabulary=vocabulary)
-    made: Any = component("model", model.name).load()(model, config.precision.compute)
-    if config.lora.rank:
-        from ttrain.nn.lora import attach
-
-        attach(made, config.lora)
-    built: Model = made
-    for parameter in built.parameters().values():
-        narrow = not parameter.trainable and parameter.follows_compute
-        parameter.master = config.precision.compute if narrow else config.precision.master
-    check_groups(built.parameters(), config.optimizer)
-    problems = model_problems(config, built.parameters(), bool(getattr(model, "tied", False)))
-    packing = getattr(config.data, "attention", "sequence") == "document"
+    family = family_of(device)
+    if isinstance(config, AGILLMConfig) and config.pad_vocabulary is None:
+        config = replace(config, pad_vocabulary=family.row_multiple)
+    if getattr(config, "vocabulary", 0) is None:
+        config = replace(config, vocabulary=vocabulary)
+    built = _model(config, precision, lora)
+    problems = family.parameter_problems(device, list(built.parameters()), bool(getattr(config, "tied", False)))
+    packing = getattr(data, "attention", "sequence") == "document"
     if packing and not hasattr(built, "packing_documents"):
         problems.append(
-            f"data.attention=document: model={model.name} attends to whole sequences. Give data.attention=sequence."
+            f"data.attention=document: model={config.name} attends to whole sequences. Give data.attention=sequence."
         )
     if problems:
         raise ConfigError(problems)
     return built.packing_documents() if packing else built  # type: ignore[attr-defined]
 
 
-def stored_model(config: Config, model: Model) -> dict[str, Any]:
+def _model(config: Any, precision: PrecisionConfig, lora: LoraConfig) -> Model:
+    made: Any = component("model", config.name).load()(config, precision.compute)
+    if lora.rank:
+        from ttrain.nn.lora import attach
+
+        attach(made, lora)
+    built: Model = made
+    for parameter in built.parameters().values():
+        narrow = not parameter.trainable and parameter.follows_compute
+        parameter.master = precision.compute if narrow else precision.master
+    return built
+
+
+def stored_model(config: Any, model: Model) -> dict[str, Any]:
     """The model's config as checkpoints keep it: with its sizes, and without what a null leaves to the device."""
     kept = as_keys(model.config)
-    return kept | ({"pad_vocabulary": config.model.pad_vocabulary} if isinstance(config.model, AGILLMConfig) else {})
+    return kept | ({"pad_vocabulary": config.pad_vocabulary} if isinstance(config, AGILLMConfig) else {})
 
 
-def shorter_model(config: Config, model: Model, length: int) -> Model | None:
+def shorter_model(model: Model, length: int, precision: PrecisionConfig, lora: LoraConfig) -> Model | None:
     """The model as it records sequences of `length` tokens with the parameters it has; None where that is its context.
 
     A model with parameters per position offers `at_length(length)`; any other is built with that context. Raises
@@ -128,7 +139,7 @@ def shorter_model(config: Config, model: Model, length: int) -> Model | None:
     if hasattr(model, "at_length"):
         shorter: Model = model.at_length(length)
         return shorter
-    shorter = build_model(replace(config, model=replace(model.config, context=length)))
+    shorter = _model(replace(model.config, context=length), precision, lora)
     parameters, buffers = model.parameters(), model.buffers()
     if any(parameter.spec != parameters[path].spec for path, parameter in shorter.parameters().items()) or any(
         buffer.spec != buffers[path].spec for path, buffer in shorter.buffers().items()
@@ -140,18 +151,18 @@ def shorter_model(config: Config, model: Model, length: int) -> Model | None:
     return shorter
 
 
-def build_warm_start(config: Config, model: Model, tokenizer: str | None = None) -> WarmStart | None:
+def build_warm_start(config: Any, train: TrainConfig, model: Model, tokenizer: str | None = None) -> WarmStart | None:
     """Where a new run takes its first values from: model.from, else train.init_from, else nowhere.
 
     `tokenizer` is the JSON of the data's. Raises CheckpointError for what can't be taken.
     """
     from ttrain.train.runs.warm_start import open_warm_start
 
-    folder = getattr(config.model, "from_", None)
-    source = folder or config.train.init_from
+    folder = getattr(config, "from_", None)
+    source = folder or train.init_from
     if source is None:
         return None
-    return open_warm_start(source, model, tokenizer, config.train.init_anyway, whole=folder is not None)
+    return open_warm_start(source, model, tokenizer, train.init_anyway, whole=folder is not None)
 
 
 def build_optimizer(config: OptimizerConfig) -> Optimizer:
@@ -161,46 +172,56 @@ def build_optimizer(config: OptimizerConfig) -> Optimizer:
 
 
 def build_session(
-    config: Config, model: Model, device: Device, training: bool = True, further: Sequence[StateTensor] = ()
+    model: Model,
+    device: Device,
+    train: TrainConfig,
+    optimizer: OptimizerConfig,
+    guard: GuardConfig,
+    engine: EngineConfig,
+    training: bool = True,
+    further: Sequence[StateTensor] = (),
 ) -> Session:
     """The model on the device, its values still unset, and `further` tensors beside it."""
     from ttrain.train.steps.session import Session
     from ttrain.train.steps.step_graph import StepGraph
 
-    rows = config.train.batch_size // config.train.accumulation // device.chips
+    rows = train.batch_size // train.accumulation // device.chips
     if device.uniform_compute:
         model.follow_compute()
     graph = StepGraph(
         model,
-        build_optimizer(config.optimizer),
+        build_optimizer(optimizer),
         rows,
-        config.train.accumulation,
-        guarded=config.guard.nonfinite == "skip",
-        watched=config.guard.activations,
+        train.accumulation,
+        guarded=guard.nonfinite == "skip",
+        watched=guard.activations,
         chips=device.chips,
     )
-    return Session.open(graph, device, lambda on, state: build_engine(config.engine, on, state), training, further)
+    return Session.open(graph, device, lambda on, state: build_engine(engine, on, state), training, further)
 
 
 def build_driver(
-    config: Config,
     model: Model,
     device: Device,
     steps: Mapping[str, Step],
     batch: Callable[[int], Batch],
+    train: TrainConfig,
+    optimizer: OptimizerConfig,
+    schedule: ScheduleConfig,
+    seed: int,
     prepare: Prepare | None = None,
     last: int = 0,
 ) -> Driver:
-    """What runs the built steps by their number, with the config's seed and learning rates; see Driver for the rest."""
+    """What runs the built steps by their number, with seed and learning rates; see Driver for the rest."""
     from ttrain.models.base import preparation
     from ttrain.optim.groups import learning_rates
     from ttrain.train.steps.driver import Driver
     from ttrain.train.steps.step import TrainStep
 
     prepare = prepare or preparation(model)
-    train = TrainStep(steps, config.train.accumulation, config.run.seed, prepare=prepare, overlaps=device.overlaps)
-    schedule = build_schedule(config.schedule, config.train.steps)
-    return Driver(train, batch, learning_rates(model.parameters(), config.optimizer, schedule), last)
+    step = TrainStep(steps, train.accumulation, seed, prepare=prepare, overlaps=device.overlaps)
+    rates = learning_rates(model.parameters(), optimizer, build_schedule(schedule, train.steps))
+    return Driver(step, batch, rates, last)
 
 
 def build_schedule(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
@@ -240,9 +261,9 @@ def build_engine(config: EngineConfig, device: Device, state: State) -> Engine:
     return built
 
 
-def build_study(config: Config) -> Study:
-    """What task=bench measures: target(bench config, seed of weights and batches)."""
-    built: Study = component("bench", config.bench.name).load()(config.bench, config.run.seed)
+def build_study(config: BenchConfig, seed: int) -> Study:
+    """What task=bench measures: target(config, seed of weights and batches)."""
+    built: Study = component("bench", config.name).load()(config, seed)
     return built
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -26,7 +27,7 @@ from ttrain.config.saved import with_model_folder
 from ttrain.config.schema import Config, Source, sections
 from ttrain.config.validate import Findings, section_type, typed_config
 from ttrain.core.errors import ConfigError
-from ttrain.core.options import as_keys, default_of
+from ttrain.core.options import default_of, key_of
 
 NULL_OPTION = "null"
 SILENT = {
@@ -228,7 +229,7 @@ class SchemaLoader(ConfigLoaderImpl):
             return node if section in registry.groups() or node is not None else default
         if node is not None and (not isinstance(node, DictConfig) or node._is_interpolation()):
             return node
-        completed = OmegaConf.create(as_keys(schema()))
+        completed = OmegaConf.create({key_of(declared): default_of(declared) for declared in fields(schema)})
         assert isinstance(completed, DictConfig)
         if node is not None:
             completed.merge_with(node)

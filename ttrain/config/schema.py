@@ -167,6 +167,21 @@ class Config:
     plugins: list[str] = option([], "modules that register further components; only the command line may name one")
     source: Source = field(default_factory=Source, repr=False, compare=False)
 
+    @property
+    def model_parts(self) -> tuple[Any, PrecisionConfig, DeviceConfig, DataConfig, LoraConfig]:
+        """What a model is built from."""
+        return self.model, self.precision, self.device, self.data, self.lora
+
+    @property
+    def step_parts(self) -> tuple[TrainConfig, OptimizerConfig, GuardConfig, EngineConfig]:
+        """What its steps are built from."""
+        return self.train, self.optimizer, self.guard, self.engine
+
+    @property
+    def rate_parts(self) -> tuple[TrainConfig, OptimizerConfig, ScheduleConfig]:
+        """What the learning rate of a step follows from."""
+        return self.train, self.optimizer, self.schedule
+
 
 def sections() -> list[str]:
     """Root keys in the order they are printed: component groups, plain sections and single options."""

@@ -144,7 +144,6 @@ class Llama(Decoder):
 
     def __init__(self, config: LlamaConfig, compute: DType = DType.FP32) -> None:
         self.layers, self.heads, self.width, self.hidden_width, self.context, self.vocabulary = config.required_sizes()
-        config = config.resolved()
         self.config, self.compute, self.length, self.logit_cap = config, compute, self.context, config.logit_cap
         residual_std = STD / math.sqrt(2 * self.layers)
         assert config.head_width is not None and config.norm_eps is not None

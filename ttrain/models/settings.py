@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Self
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from ttrain.core.errors import ConfigError
 from ttrain.core.names import did_you_mean, nearest_divisor
@@ -30,9 +30,10 @@ class MLPConfig:
 
 @dataclass
 class TransformerConfig:
-    """Sizes that every transformer has. What is left null is the preset's, or else that of `defaults`.
+    """Sizes that every transformer has. What is left null takes the preset's value, or else that of `defaults`.
 
-    `presets` holds the values of each preset by its name.
+    `presets` holds the values of each preset by its name; `filled` names the fields that took one. A null vocabulary
+    stays, it is the tokenizer's.
     """
 
     presets: ClassVar[Mapping[str, Preset]] = {}
@@ -60,16 +61,17 @@ class TransformerConfig:
         declared = {field.name for field in fields(self)}
         return [name for name in _SIZES if name in declared]
 
-    def resolved(self) -> Self:
-        """With the preset's values, else the defaults, in every field left null.
+    def __post_init__(self) -> None:
+        self.filled: set[str] = set()
+        self._fill({**self.defaults, **self.presets.get(self.preset or "", {})})  # checks tell an unknown preset
 
-        A null vocabulary stays, it is the tokenizer's.
-        """
-        values = {**self.defaults, **(self.presets[self.preset] if self.preset is not None else {})}
-        return replace(self, **{name: value for name, value in values.items() if getattr(self, name) is None})
+    def _fill(self, values: Preset) -> None:
+        for name in (name for name in values if getattr(self, name) is None):
+            setattr(self, name, values[name])
+            self.filled.add(name)
 
     def head_problems(self) -> Iterator[str]:
-        """What is wrong with the heads, where sizes are filled in."""
+        """What is wrong with the heads."""
         if self.width is not None and self.heads is not None and self.width % self.heads:
             hint = nearest_divisor(self.width, self.heads)
             yield f"model.heads={self.heads}: must divide model.width={self.width}. {hint}"
@@ -78,12 +80,11 @@ class TransformerConfig:
         """Numbers of `size_names`, then the vocabulary. Raises ConfigError for an unknown preset or impossible size."""
         if self.preset is not None and self.preset not in self.presets:
             raise ConfigError(f"model.preset={self.preset}: no such preset. {did_you_mean(self.preset, self.presets)}")
-        sized = self.resolved()
         names = (*self.size_names(), "vocabulary")
-        problems = [f"model.{name}: no value. Give a number." for name in names if getattr(sized, name) is None]
-        if problems := problems or list(sized.head_problems()):
+        problems = [f"model.{name}: no value. Give a number." for name in names if getattr(self, name) is None]
+        if problems := problems or list(self.head_problems()):
             raise ConfigError(problems)
-        return tuple(int(getattr(sized, name)) for name in names)
+        return tuple(int(getattr(self, name)) for name in names)
 
 
 @dataclass
@@ -186,13 +187,11 @@ class LlamaConfig(TransformerConfig):
         "none", "what backward computes again instead of keeping", choices=("none", "block"), changes="nothing"
     )
 
-    def resolved(self) -> Self:
-        """Likewise, and as many heads of keys as of queries, together as wide as the stream, where nothing is said."""
-        sized = super().resolved()
-        kv_heads, head_width = sized.kv_heads or sized.heads, sized.head_width
-        if head_width is None and sized.width is not None and sized.heads and sized.width % sized.heads == 0:
-            head_width = sized.width // sized.heads
-        return replace(sized, kv_heads=kv_heads, head_width=head_width)
+    def __post_init__(self) -> None:
+        """Where nothing is said, as many heads of keys as of queries, together as wide as the stream."""
+        super().__post_init__()
+        width, heads = self.width or 0, self.heads or 1
+        self._fill({"kv_heads": self.heads, "head_width": width // heads if width and width % heads == 0 else None})
 
     def head_problems(self) -> Iterator[str]:
         if self.head_width is None:

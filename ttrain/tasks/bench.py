@@ -30,7 +30,7 @@ from ttrain.train.runs.record import environment_record
 
 def run(config: Config) -> None:
     """Measures, prints and saves. Ctrl-C and SIGTERM save what is there. Raises UserError before anything starts."""
-    settings, study = config.bench, build.build_study(config)
+    settings, study = config.bench, build.build_study(config.bench, config.run.seed)
     device, modelled, mocked = _chip(config.device, study)
     earlier = None if settings.compare is None else read_earlier(settings.compare, settings.name)
     now = datetime.now()

@@ -61,7 +61,7 @@ def run(config: Config) -> None:
         with Waiting("Compacting the rank matrices"):
             given, report = _compacted(given)
     if file is not None:
-        stored = build.stored_model(given.config, given.model)
+        stored = build.stored_model(given.config.model, given.model)
         with Waiting(f"Writing {file}"):
             write_weights(given.model, given.values, file, wanted.form, given.step, Said(stored, given.tokenizer))
         size = format_bytes(file.stat().st_size)
@@ -107,7 +107,7 @@ def _from_run(config: Config) -> _Parameters:
     if whole.lora.rank and config.export.merge and config.export.form != "peft":
         values = merged(values, whole.lora.scale)
         whole = dataclasses.replace(whole, lora=LoraConfig())
-    model = build.build_model(whole)
+    model = build.build_model(*whole.model_parts)
     check_architecture(checkpoint.config, model.config, checkpoint.path, FUNCTION)
     origin = f"step {checkpoint.step} of {config.run.dir}"
     told = (checkpoint.tokenizer, origin, checkpoint.progress, checkpoint.tokenizer_config)
@@ -129,7 +129,8 @@ def _from_file(config: Config, path: Path) -> _Parameters:
     config = dataclasses.replace(config, lora=LoraConfig())  # a file of weights has no adapters
     said = said_of(path, content)
     tokenizer = _tokenizer(config, path, said.tokenizer)
-    model = build.build_model(config, None if tokenizer is None else parse_tokenizer(tokenizer).vocabulary)
+    vocabulary = None if tokenizer is None else parse_tokenizer(tokenizer).vocabulary
+    model = build.build_model(*config.model_parts, vocabulary)
     if differences := differing(said.of(model), model.config):
         raise CheckpointError(f"{path} holds another function: {'; '.join(differences)}. Give these keys as they were.")
     values, step = read_parameters(path, model, content), content.get("step", 0)
@@ -177,13 +178,14 @@ def _compacted(given: _Parameters) -> tuple[_Parameters, dict[str, Any]]:
     config = dataclasses.replace(given.config, model=model_config)
     narrower = {rank_matrix_path(layer): matrix for layer, matrix in matrices.items()}
     values = Weights(given.values, lambda path: narrower[path] if path in narrower else given.values[path])
-    return dataclasses.replace(given, config=config, model=build.build_model(config), values=values), described
+    model = build.build_model(*config.model_parts)
+    return dataclasses.replace(given, config=config, model=model, values=values), described
 
 
 def _write_folder(given: _Parameters, folder: Path, shard_mb: int) -> None:
     from ttrain.train.runs.export_folder import Written, model_card, write_folder
 
-    stored = {**to_dict(given.config), "model": build.stored_model(given.config, given.model)}
+    stored = {**to_dict(given.config), "model": build.stored_model(given.config.model, given.model)}
     card = model_card(folder.name, stored, given.model.parameter_count, given.origin, given.progress)
     end_token = getattr(given.config.data, "end_token", None) or given.tokenizer_config.get("eos_token")
     what = Written(given.model, given.values, given.tokenizer, end_token, card, given.tokenizer_config)
@@ -200,7 +202,7 @@ def _write_run(given: _Parameters, folder: Path, report: dict[str, Any] | None) 
     from ttrain.train.runs.export import Stored, write_run
     from ttrain.train.runs.record import environment_record
 
-    stored = {**to_dict(given.config), "model": build.stored_model(given.config, given.model)}
+    stored = {**to_dict(given.config), "model": build.stored_model(given.config.model, given.model)}
     stored["run"]["dir"] = None  # a run does not know where it lies, so it can be moved
     stored["task"]["name"] = "train"
     progress = Progress(step=given.step, compacted=report is not None)

@@ -73,7 +73,10 @@ def _recorded(op: str, *specs: TensorSpec) -> Node:
 def _model(config: Config) -> Model:
     """The model; the data is only opened where its tokenizer decides the vocabulary."""
     needs_data = getattr(config.model, "vocabulary", 0) is None
-    return build.build_model(config, build.build_dataset(config).vocabulary if needs_data else None)
+    vocabulary = (
+        build.build_dataset(config.data, config.model, config.train.length_schedule).vocabulary if needs_data else None
+    )
+    return build.build_model(*config.model_parts, vocabulary)
 
 
 def _title(config: Config, model: Model, device: str) -> str:
@@ -216,7 +219,7 @@ class _Extra:
         rows = largest(self._with_rows, train.batch_size // train.accumulation, available)
         found = {"micro_batch": vars(rows)}
         lines = [("micro-batch, at this context", limit_text(rows, "micro-batch"))]
-        context = getattr(build.data_sizes(self.config), "context", None)
+        context = build.data_sizes(self.config.model).context
         if context is not None:
             length = largest(self._with_context, context, available, step=32)
             found["context"] = vars(length)

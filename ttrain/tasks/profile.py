@@ -38,20 +38,20 @@ def _measured(config: Config) -> Profile:
     """Steps on the device, with its profiler on."""
     from ttrain.train.steps.length_schedule import DataReader, Position
 
-    dataset = build.build_dataset(config)
-    model = build.build_model(config, dataset.vocabulary)
+    dataset = build.build_dataset(config.data, config.model, config.train.length_schedule)
+    model = build.build_model(*config.model_parts, dataset.vocabulary)
     with tempfile.TemporaryDirectory() as folder:
         profiler = family_of(config.device).profiler(config.device, Path(folder))
         assert profiler is not None  # checked with the config
         config = dataclasses.replace(config, device=profiler.config)
         device = build.build_device(config.device, config.precision)
-        with closing(device), closing(build.build_session(config, model, device)) as session:
+        with closing(device), closing(build.build_session(model, device, *config.step_parts)) as session:
             session.initialize(config.run.seed)
             steps = {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
             last = WARM_UP + config.profile.steps
             reader = DataReader.of(config.train, getattr(dataset, "context", 1), 0, Position())
             batch = reader.batches(dataset, config.run.seed)
-            drive = build.build_driver(config, model, device, steps, batch, last=last)
+            drive = build.build_driver(model, device, steps, batch, *config.rate_parts, config.run.seed, last=last)
             for number in waited_for(range(1, WARM_UP + 1), "Warming up"):
                 drive(number)
             profiler.warm(device)

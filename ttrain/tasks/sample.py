@@ -71,7 +71,7 @@ def opened_run(config: Config) -> Iterator[Opened]:
     tokenizer = parse_tokenizer(_tokenizer(checkpoint))
     tokenizer.config = checkpoint.tokenizer_config
     end_token = getattr(config.data, "end_token", None) or tokenizer.config.get("eos_token")
-    model = build.build_model(config, tokenizer.vocabulary)
+    model = build.build_model(*config.model_parts, tokenizer.vocabulary)
     check_architecture(checkpoint.config, model.config, checkpoint.path, FUNCTION)
     check_adapters(checkpoint.config, config.lora, checkpoint.path)
     traces = sampling_traces(model, config.sample)
@@ -87,7 +87,9 @@ def opened_run(config: Config) -> Iterator[Opened]:
         if device.caution is not None:
             print(f"WARNING: {device.caution}", file=sys.stderr)
         with Waiting("Loading the model"):
-            session = stack.enter_context(closing(build.build_session(config, model, device, False, caches)))
+            session = stack.enter_context(
+                closing(build.build_session(model, device, *config.step_parts, False, caches))
+            )
             checkpoint.load(session.state, optimizer=False)
             source.build(session.engine.build, session.graph.trace_logits)
         yield made

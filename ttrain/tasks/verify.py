@@ -128,7 +128,8 @@ class _Work:
         from ttrain.verify.models import ModelTrial, equal_engines
         from ttrain.verify.tolerances import MODEL
 
-        model = build.build_model(self.config, VOCABULARY)
+        config = self.config
+        model = build.build_model(*config.model_parts, VOCABULARY)
         if self.device.uniform_compute:
             model.follow_compute()
         name = self.config.source.choices.get("model", self.config.model.name)

@@ -20,7 +20,6 @@ from ttrain.api import Training
 from ttrain.cli import main
 from ttrain.config.build import build_model
 from ttrain.config.compose import load
-from ttrain.config.schema import Config
 from ttrain.config.validate import typed_config
 from ttrain.core.errors import CheckpointError, ConfigError
 from ttrain.data.library_tokenizer import parse_tokenizer, train_bpe
@@ -142,7 +141,8 @@ def their_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
 def our_logits(run: str, tokens: np.ndarray) -> np.ndarray:
     """Of a run's parameters, in fp32 [1, context, vocabulary]."""
     checkpoint = find_checkpoint(Path(run), "last")
-    model = build_model(typed_config({**checkpoint.config, "precision": {"name": "fp32"}}))
+    config = typed_config({**checkpoint.config, "precision": {"name": "fp32"}})
+    model = build_model(*config.model_parts)
     session = Session(model, SGD(SGDConfig()), rows=1, values=checkpoint.weights())
     step = session.engine.build("logits", session.graph.trace_logits)
     rows = [step({"tokens": tokens, "position": place})["logits"] for place in range(tokens.shape[1])]
@@ -351,7 +351,7 @@ def test_weights_come_one_tensor_at_a_time(tmp_path: Path) -> None:
     config = LlamaConfig(layers=1, heads=4, width=256, hidden=1024, context=8, vocabulary=1024, tied=False)
     model = Llama(config)
     save_file(model.to_original(initial_values(model, 1)), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(written_config(build_model(Config(model=config)).config)))
+    (tmp_path / "config.json").write_text(json.dumps(written_config(config)))
     session = Session(model, SGD(SGDConfig()), rows=1)
     tracemalloc.start()
     open_warm_start(str(tmp_path), model, whole=True).apply(session.state)

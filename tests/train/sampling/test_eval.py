@@ -73,7 +73,8 @@ def plain(run: str) -> tuple[Callable[[list[int]], Tensor], Any]:
     spec.loader.exec_module(module)
     checkpoint = find_checkpoint(Path(run), "last")
     tokenizer = parse_tokenizer(checkpoint.tokenizer or "")
-    ours: Any = build_model(load_config(*SIZES, *DOCUMENTS), tokenizer.vocabulary)
+    config = load_config(*SIZES, *DOCUMENTS)
+    ours: Any = build_model(*config.model_parts, tokenizer.vocabulary)
     model = module.PlainGPT(2, 2, 16, CONTEXT, tokenizer.vocabulary, bias=ours.config.bias, tied=ours.config.tied)
     weights = {name: torch.tensor(np.asarray(value)) for name, value in ours.to_original(checkpoint.weights()).items()}
     model.load_state_dict(weights, strict=False)

@@ -20,6 +20,7 @@ from ttrain.core.errors import ConfigError
 from ttrain.data.batches import Sizes
 from ttrain.data.documents import open_documents
 from ttrain.data.settings import DocumentsConfig
+from ttrain.models.decoder import Decoder
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
@@ -264,7 +265,7 @@ def test_data_that_can_not_change_its_length_is_refused() -> None:
 
     config = load(["data.path=x", *PHASES, *MODEL])
     with pytest.raises(ConfigError, match="can't change the length of its sequences"):
-        raise ConfigError(build.data_problems(config, Fixed()))
+        raise ConfigError(build.data_problems(Fixed(), "text", config.model, config.train.length_schedule))
 
 
 def test_a_model_whose_parameters_depend_on_the_context_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,8 +273,8 @@ def test_a_model_whose_parameters_depend_on_the_context_is_refused(monkeypatch: 
     from ttrain.config.compose import load
 
     config = load(["data.path=x", *PHASES, *MODEL])
-    model = build.build_model(config, 50)
-    assert build.shorter_model(config, model, 32) is None
-    monkeypatch.delattr(GPT, "at_length")
+    model = build.build_model(*config.model_parts, 50)
+    assert build.shorter_model(model, 32, config.precision, config.lora) is None
+    monkeypatch.delattr(Decoder, "at_length")
     with pytest.raises(ConfigError, match="whose shapes depend on model.context"):
-        build.shorter_model(config, model, 8)
+        build.shorter_model(model, 8, config.precision, config.lora)

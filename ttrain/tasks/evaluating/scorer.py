@@ -128,7 +128,8 @@ def opened(config: Config, *wanted: str) -> Iterator[Scorer]:
         if device.caution is not None:
             print(f"WARNING: {device.caution}", file=sys.stderr)
         with Waiting("Loading the model"):
-            session = stack.enter_context(closing(build.build_session(config, model, device, training=False)))
+            session = build.build_session(model, device, *config.step_parts, training=False)
+            stack.enter_context(closing(session))
             given.load(session.state)
             traces: dict[str, Trace] = {"evaluate": session.graph.trace_evaluate}
             traces["scores"] = partial(_trace_scores, model, rows)
@@ -150,7 +151,7 @@ def _from_run(config: Config, run: str) -> _Given:
     if alone:  # a row has one document here
         config.data = dataclasses.replace(config.data, attention="sequence")  # type: ignore[call-arg]
     tokenizer = parse_tokenizer(checkpoint.tokenizer)
-    model = build.build_model(config, tokenizer.vocabulary)
+    model = build.build_model(*config.model_parts, tokenizer.vocabulary)
     check_architecture(checkpoint.config, model.config, checkpoint.path, FUNCTION)
     check_adapters(checkpoint.config, config.lora, checkpoint.path)
     start = None if alone else _end_id(tokenizer, getattr(config.data, "end_token", None))
@@ -171,7 +172,7 @@ def _from_folder(config: Config) -> _Given:
         raise CheckpointError(f"{folder} has no tokenizer.json, so its model reads no text. Bring the whole folder.")
     tokenizer = parse_tokenizer(text)
     config = dataclasses.replace(config, lora=LoraConfig(), data=TextConfig())
-    model = build.build_model(config, tokenizer.vocabulary)
+    model = build.build_model(*config.model_parts, tokenizer.vocabulary)
     values = read_parameters(folder, model, content)
 
     def load(state: Any) -> None:

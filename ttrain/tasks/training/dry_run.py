@@ -9,13 +9,11 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ttrain.config import build
 from ttrain.core.errors import TtrainError
 from ttrain.device.family import Failed, OutOfResources, family_of
-from ttrain.tasks.training.attempt import new_run, record
 from ttrain.tasks.training.setup import Setup
 from ttrain.train.checkpoint.retention import is_dry_run
-from ttrain.train.steps.length_schedule import DataReader, Position
+from ttrain.train.steps.length_schedule import Position
 
 if TYPE_CHECKING:
     from ttrain.device.base import Device
@@ -40,7 +38,7 @@ def _costed(setup: Setup, device: Device, say: Callable[[str], None]) -> None:
     held = setup.origin.held
     with ExitStack() as stack:
         mine = held if held is not None and is_dry_run(held.path) else None
-        run = mine or stack.enter_context(closing(new_run(setup, device)))
+        run = mine or stack.enter_context(closing(setup.claim(device)))
         warning = f"DRY RUN on {device.name}: values are not computed, nothing is trained or saved."
         say(warning)
         steps: dict[str, Step] = {}
@@ -64,7 +62,7 @@ def _costed(setup: Setup, device: Device, say: Callable[[str], None]) -> None:
 
 def _built(setup: Setup, device: Device, say: Callable[[str], None]) -> None:
     """Builds all steps and launches one on a device that computes nothing; leaves nothing behind."""
-    with closing(build.build_session(setup.config, setup.model, device)) as session:
+    with closing(setup.open(device)) as session:
         _driver(setup, device, session.build_training())(1)
         say(
             f"Dry run: device {device.name} computes no values. Every step was built and one was launched; "
@@ -78,9 +76,9 @@ def _measured(
     """By the configured engine, recorded. `steps` takes what is built."""
     from ttrain.train.steps.dry_run import measure
 
-    with closing(build.build_session(setup.config, setup.model, device)) as session:
+    with closing(setup.open(device)) as session:
         steps.update(session.build_training())
-        record(setup, run, device, session, steps, {"dry_run": warning})
+        setup.record(run, device, session, steps, {"dry_run": warning})
         names = session.graph.train_steps()
         result = measure(device, _driver(setup, device, steps), {name: steps[name] for name in names})
         return result, asdict(session.engine.counters)
@@ -95,9 +93,8 @@ def _others(setup: Setup, device: Device, say: Callable[[str], None]) -> dict[st
         if name == setup.config.engine.name:
             continue
         gc.collect()  # the tensors of the engine before
-        config = dataclasses.replace(setup.config, engine=dataclasses.replace(setup.config.engine, name=name))
         try:
-            with closing(build.build_session(config, setup.model, device)) as session:
+            with closing(setup.open(device, name)) as session:
                 traces = session.graph.train_steps()
                 steps = {step: session.engine.build(step, trace) for step, trace in traces.items()}
                 found[name] = dispatch_ms(_driver(setup, device, steps))
@@ -109,26 +106,23 @@ def _others(setup: Setup, device: Device, say: Callable[[str], None]) -> dict[st
 
 def _driver(setup: Setup, device: Device, steps: Mapping[str, Step]) -> Driver:
     """Of the first steps of a run."""
-    config, dataset = setup.config, setup.dataset
-    reader = DataReader.of(config.train, getattr(dataset, "context", 1), 0, Position())
-    return build.build_driver(config, setup.model, device, steps, reader.batches(dataset, config.run.seed))
+    return setup.driver(device, steps, setup.reader(0, Position()))
 
 
 def _failure(setup: Setup, device: Device, steps: Mapping[str, Step], error: Exception) -> Exception:
     """What an error says is short, with what the plan needs; else the error itself."""
-    from ttrain.train.forecast.out_of_memory import plan_needs, shrinking_keys
+    from ttrain.train.forecast.out_of_memory import plan_needs
 
     if isinstance(error, TtrainError):
         return error
-    config, model = setup.config, setup.model.config
-    precision, engine, train = config.precision.name, config.engine.name, config.train
+    config = setup.config
     plans = [step.plan for step in steps.values() if step.plan is not None]
     failed = Failed(
-        precision,
-        engine,
-        rows=train.batch_size // train.accumulation,
-        smaller=shrinking_keys(train, model, precision, engine, config.optimizer),
-        vocabulary=hasattr(model, "vocabulary"),
+        config.precision.name,
+        config.engine.name,
+        rows=config.train.batch_size // config.train.accumulation,
+        smaller=setup.shrinking_keys(),
+        vocabulary=hasattr(setup.model.config, "vocabulary"),
         state=max((sum(plan.state_bytes().values()) for plan in plans), default=0),
         memory=device.memory().get("total", 0),
     )

@@ -10,12 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ttrain.config import build
-from ttrain.config.checks import context_of, cross_field_problems
+from ttrain.config.checks import cross_field_problems
 from ttrain.config.schema import Config
 from ttrain.device.family import SILICON, family_of
 from ttrain.device.timing import Work
 from ttrain.models.settings import TransformerConfig
 from ttrain.train.logging.meter import Forecast, Other, Pace, evaluations_left
+from ttrain.train.settings import TrainConfig
 from ttrain.train.steps.length_schedule import LengthSchedule
 
 if TYPE_CHECKING:
@@ -35,16 +36,14 @@ SHORTEST = 32  # tokens of a context that is still offered
 
 def session_to_plan(config: Config, model: Model, device: Device) -> Session:
     """A session on a device that is planned only. What the dynamic engine would run is planned as static does."""
-    engine = config.engine
-    if engine.name == "dynamic":
-        engine = replace(engine, name="static")
-    return build.build_session(replace(config, engine=engine), model, device)
+    engine = replace(config.engine, name="static") if config.engine.name == "dynamic" else config.engine
+    return build.build_session(model, device, *replace(config, engine=engine).step_parts)
 
 
 @contextmanager
 def planned_session(config: Config, vocabulary: int | None) -> Iterator[Session]:
     """Such a session of another config. The data may be too short for it."""
-    model = build.build_model(config, vocabulary)
+    model = build.build_model(*config.model_parts, vocabulary)
     with (
         closing(build.planned_device(config.device)) as device,
         closing(session_to_plan(config, model, device)) as opened,
@@ -60,7 +59,7 @@ def expected_time(
     Kernels of this machine are timed for so many seconds; with 0 it goes by what was timed before, else by rates.
     """
     work = Work.of(steps, report.per_step)
-    context = build.data_sizes(config).context
+    context = build.data_sizes(config.model).context
     tokens, unit = config.train.batch_size * (context or 1), "tokens" if context else "examples"
     flops = chips * sum(report.flops.values())
     engine = config.engine.name
@@ -107,7 +106,7 @@ def pace_of(
 ) -> Pace:
     """What says how long a run takes that goes on after `step`, and what takes less where it does not `continue`."""
     hours, count = config.train.long_hours, config.train.steps
-    plain = Forecast(0.0, _left(config, step), 0.0, evaluations_left(step, count, config.train.eval_every))
+    plain = Forecast(0.0, _left(config.train, step), 0.0, evaluations_left(step, count, config.train.eval_every))
     if hours is None or step >= count:
         return Pace(plain, float("inf"), say, list)
     ways, found, device = _Ways(config, dataset, plain, continues), plain, session.engine.device.name
@@ -117,9 +116,9 @@ def pace_of(
     return Pace(found, 3600 * hours, say, lambda: ways.others(found, device))
 
 
-def _left(config: Config, step: int) -> float:
+def _left(train: TrainConfig, step: int) -> float:
     """Steps that are left, in steps as long as the next one."""
-    schedule, steps = LengthSchedule.of(config.train), config.train.steps
+    schedule, steps = LengthSchedule.of(train), train.steps
     if schedule is None:
         return max(steps - step, 0)
     now, left = schedule.lengths[schedule.phase(step + 1)], 0.0
@@ -156,7 +155,7 @@ class _Ways:
     def _batches(self, config: Config) -> int:
         """Of an evaluation; a split that is covered as a whole has more sequences where they are shorter."""
         rows = config.train.batch_size // config.train.accumulation
-        own, other = context_of(self._config) or 1, context_of(config) or 1
+        own, other = (build.data_sizes(each.model).context or 1 for each in (self._config, config))
         available = self._dataset.val_samples * own / other
         return math.ceil(min(config.train.eval_sequences or available, available) / rows)
 
@@ -181,7 +180,7 @@ class _Ways:
         config, model = self._config, self._config.model
         if not isinstance(model, TransformerConfig) or model.preset is None:
             return []
-        given = [name for name in model.size_names() if name != "context" and getattr(model, name) is not None]
+        given = {*model.size_names()} - model.filled - {"context"}
         if given or config.train.length_schedule:
             return []
         own = _width_and_depth(model.presets[model.preset])
@@ -214,7 +213,7 @@ def _single(config: Config, device: str) -> Iterator[dict[str, Any]]:
         yield {"train.batch_size": size // parts * (parts // 4), "train.accumulation": parts // 4}
     elif size // parts >= 4:
         yield {"train.batch_size": size // parts // 4 * parts}
-    context = context_of(config)
+    context = build.data_sizes(config.model).context
     if context is not None and context >= 4 * SHORTEST and not config.train.length_schedule:
         yield {"model.context": context // 4}
 
@@ -228,7 +227,10 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
     """The config with other values; a group stands for its name."""
     for key, value in changes.items():
         section, _, name = key.partition(".")
-        config = replace(config, **{section: replace(getattr(config, section), **{name or "name": value})})
+        values = {name or "name": value}
+        if key == "model.preset":  # it fills the fields that the one before filled
+            values |= dict.fromkeys(config.model.filled)
+        config = replace(config, **{section: replace(getattr(config, section), **values)})
     return config
 
 

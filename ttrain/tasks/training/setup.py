@@ -1,26 +1,40 @@
-"""What a run is made of before a device is touched: config, data, model, and what it begins with."""
+"""Where the config of a run is taken apart: its data, its model and what it begins with; on a device, the rest."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ttrain.config import build
+from ttrain.config.notices import notices
+from ttrain.config.rates import Rate, rate_jump
 from ttrain.config.saved import continued
-from ttrain.config.schema import Config, sections, to_dict
+from ttrain.config.schema import Config, Source, sections, to_dict
 from ttrain.core.errors import CheckpointError
+from ttrain.core.units import format_count
+from ttrain.data.settings import DataConfig
+from ttrain.optim.groups import check_groups
 from ttrain.train.checkpoint.adapters import PeftAdapter
+from ttrain.train.checkpoint.checkpoint import CheckpointContent
+from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.runs import resume as resuming
 from ttrain.train.runs.origin import Origin
 from ttrain.train.runs.run_directory import RunDirectory, chosen_model, read_config
+from ttrain.train.steps.length_schedule import DataReader, Phases, Position
 from ttrain.train.supervise.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from ttrain.data.batches import Dataset
+    from ttrain.device.base import Device
+    from ttrain.engine.base import Step
     from ttrain.models.base import Model
     from ttrain.train.runs.resume import ResumePoint
+    from ttrain.train.steps.driver import Driver
+    from ttrain.train.steps.session import Session
 
 
 _LATER = ("lora",)  # sections that runs of earlier versions do not have
@@ -38,6 +52,107 @@ class Setup:
     shorter: dict[int, Model | None]  # by length: what records training on shorter sequences
     prompt: list[int] | None  # token ids of the sample at the end; None where no text can be made
     origin: Origin
+    rate: Rate
+    warnings: list[str]  # what has to be known before the run starts
+
+    def claim(self, device: Device) -> RunDirectory:
+        """A directory for a run that is new, or branches off from another."""
+        label = f"{self.model_name}_{device.name}_{self.config.engine.name}"
+        return self.origin.claim(self.config.run.dir, label, self.stored, branches=device.computes)
+
+    def open(self, device: Device, engine: str | None = None) -> Session:
+        """The model on the device, under the run's engine or another."""
+        config = self.config
+        if engine is not None:
+            config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, name=engine))
+        return build.build_session(self.model, device, *config.step_parts)
+
+    def reader(self, step: int, read: Position) -> DataReader:
+        """What hands out the data after a step."""
+        return DataReader.of(self.config.train, getattr(self.dataset, "context", 1), step, read)
+
+    def driver(
+        self,
+        device: Device,
+        steps: Mapping[str, Step],
+        reader: DataReader,
+        phases: Phases | None = None,
+        last: int = 0,
+    ) -> Driver:
+        """What runs the built steps; where sequences grow, the `phases` say on which data. For `last` see Driver."""
+        seed = self.config.run.seed
+        batch = reader.batches(self.dataset, seed) if phases is None else phases.batches(seed)
+        prepare, last = (None, last) if phases is None else (phases.prepare, 0)
+        return build.build_driver(self.model, device, steps, batch, *self.config.rate_parts, seed, prepare, last)
+
+    def record(
+        self,
+        run: RunDirectory,
+        device: Device,
+        session: Session,
+        steps: Mapping[str, Step],
+        attempt: dict[str, Any],
+    ) -> None:
+        """Writes config, environment and plan of this attempt, and what `attempt` says of it."""
+        from ttrain.train.forecast.plan_report import plan_report
+        from ttrain.train.runs.record import environment_record
+
+        dataset, arguments = self.dataset, list(self.config.source.overrides)
+        tokenizer_hash = None if dataset.tokenizer is None else dataset.tokenizer.hash
+        environment = environment_record(self.stored, device.describe(), dataset.description, tokenizer_hash, arguments)
+        run.record(self.stored, {**environment, "model": self.model_name, **attempt})
+        run.write_plan(plan_report(session.graph, session.state, steps).text())
+
+    def announcement(self, device: Device, path: Path, step: int) -> Iterator[str]:
+        """What is trained, where and on what, and what has to be known of it, `step` steps being done."""
+        from ttrain.optim.groups import frozen_count
+        from ttrain.train.runs.summary import extent_line
+        from ttrain.train.steps.length_schedule import LengthSchedule
+
+        config, model, train = self.config, self.model, self.config.train
+        parts = f"{self.model_name} with {format_count(model.parameter_count)} parameters"
+        if count := frozen_count(model.parameters(), config.optimizer):
+            parts += f", {format_count(count)} of them frozen,"
+        place = f"device {device.name}, engine {config.engine.name}, {config.precision.name}"
+        yield f"Training {parts} on {place}. Run: {path}"
+        if config.engine.name == "traced":
+            yield "The first step is compiled or captured, which takes longer than the others."
+        schedule = LengthSchedule.of(train)
+        tokens = None if schedule is None else schedule.tokens(train.steps) * train.batch_size
+        yield extent_line(self.dataset, train.steps, train.batch_size, tokens, config.data.limit)
+        for warning in (*filter(None, [device.caution]), *self.warnings):
+            yield f"WARNING: {warning}"
+        if step >= train.steps:
+            yield f"All {train.steps} steps are done; give train.steps=<more> to train on."
+
+    def content(self, progress: Progress, val_loss: float | None) -> CheckpointContent:
+        """What a checkpoint says besides its tensors."""
+        tokenizer = self.dataset.tokenizer
+        told = (None, val_loss) if tokenizer is None else (tokenizer.to_json(), val_loss, tokenizer.config)
+        return CheckpointContent(progress.step, self.stored, progress.to_dict(), *told)
+
+    def print_sample(self, logits: Step | None) -> bool:
+        """A sample of what the model writes, where it writes text; whether it does."""
+        from ttrain.train.sampling.draw import print_samples
+        from ttrain.train.sampling.stream import Stop
+
+        tokenizer = self.dataset.tokenizer
+        if self.prompt is None or logits is None or tokenizer is None:
+            return False
+        sample = dataclasses.replace(self.config.sample, count=1)
+        how = "" if sample.mode == "ar" else f", a token at a time (task=sample draws with sample.mode={sample.mode})"
+        print(f"\nA sample of what the model writes{how}:\n", flush=True)
+        stop = Stop.of(tokenizer, sample.stop, tokenizer.config.get("eos_token"))
+        print_samples(logits, tokenizer, self.prompt, sample, stop)
+        return True
+
+    def shrinking_keys(self) -> list[str]:
+        """Words for the command line that make a step smaller, the one that changes least first."""
+        from ttrain.train.forecast.out_of_memory import shrinking_keys
+
+        config = self.config
+        names = (config.precision.name, config.engine.name)
+        return shrinking_keys(config.train, self.model.config, *names, config.optimizer)
 
 
 def set_up(config: Config, stack: ExitStack) -> Setup:
@@ -55,35 +170,42 @@ def set_up(config: Config, stack: ExitStack) -> Setup:
     elif config.resume == "auto":
         notes.append(f"resume=auto: {config.run.dir} holds no run yet; a new one starts, as command and defaults say.")
     if point is None:
-        config = build.with_adapters(config)
-    dataset = build.build_dataset(_with_tokenizer(config, point), lambda built: _check_tokenizer(point, built))
-    model = build.build_model(config, dataset.vocabulary)
-    stored = {**to_dict(config), "model": build.stored_model(config, model)}
+        config = dataclasses.replace(config, lora=build.with_adapters(config.lora, config.source.explicit))
+    train, lora = config.train, config.lora
+    folder = getattr(config.model, "from_", None)
+    data, refuse = _with_tokenizer(config.data, folder, point), partial(_check_tokenizer, point)
+    dataset = build.build_dataset(data, config.model, train.length_schedule, refuse)
+    model = build.build_model(*config.model_parts, dataset.vocabulary)
+    check_groups(model.parameters(), config.optimizer)
+    stored = {**to_dict(config), "model": build.stored_model(config.model, model)}
     stored["run"]["dir"] = None  # a run does not know where it lies, so it can be moved
     if point is not None:
         resuming.check_architecture(point.checkpoint.config, model.config, point.checkpoint.path)
-        resuming.check_adapters(point.checkpoint.config, config.lora, point.checkpoint.path)
+        resuming.check_adapters(point.checkpoint.config, lora, point.checkpoint.path)
         resuming.check_documents(point, dataset.description)
-    prompt = _prompt(config, dataset)
-    warm = build.build_warm_start(config, model, tokenizer_json(dataset)) if point is None else None
+    prompt = _prompt(config.sample.prompt, getattr(config.data, "end_token", None), dataset)
+    warm = build.build_warm_start(config.model, train, model, tokenizer_json(dataset)) if point is None else None
     adapter = None
-    if point is None and config.lora.from_ is not None:
-        adapter = PeftAdapter.open(config.lora.from_)
+    if point is None and lora.from_ is not None:
+        adapter = PeftAdapter.open(lora.from_)
         adapter.values(model)  # that they fit is known before a device is touched
-    shorter = {length: build.shorter_model(config, model, length) for length in config.train.length_schedule}
+    shorter = {length: build.shorter_model(model, length, config.precision, lora) for length in train.length_schedule}
     if base is not None and point is None:
         notes += [f"Changed since the run started: {change}" for change in resuming.config_difference(base, stored)]
-    name = _model_name(config, point, held)
-    return Setup(config, stored, dataset, model, name, shorter, prompt, Origin(held, point, warm, adapter, notes))
+    name = _model_name(config.source, config.model.name, point, held)
+    rate = Rate(config.optimizer.lr, config.schedule, train.steps)
+    jump = None if point is None else rate_jump(point.checkpoint.config, rate, Progress.of(point.checkpoint))
+    warnings = [*notices(config), *filter(None, [jump]), *dataset.description.get("notices", ())]
+    origin = Origin(held, point, warm, adapter, notes)
+    return Setup(config, stored, dataset, model, name, shorter, prompt, origin, rate, warnings)
 
 
-def _with_tokenizer(config: Config, point: ResumePoint | None) -> Config:
-    """A run that is continued needs the folder of model.from no more: its checkpoint has the tokenizer."""
-    own: Any = config.data
-    if point is None or getattr(config.model, "from_", None) is None or Path(getattr(own, "tokenizer", "")).is_file():
-        return config
+def _with_tokenizer(data: Any, folder: str | None, point: ResumePoint | None) -> DataConfig:
+    """A run that is continued needs the `folder` of model.from no more: its checkpoint has the tokenizer."""
+    if point is None or folder is None or Path(getattr(data, "tokenizer", "")).is_file():
+        return cast(DataConfig, data)
     kept = point.checkpoint.path / "tokenizer.json"
-    return dataclasses.replace(config, data=dataclasses.replace(own, tokenizer=str(kept))) if kept.is_file() else config
+    return cast(DataConfig, dataclasses.replace(data, tokenizer=str(kept)) if kept.is_file() else data)
 
 
 def tokenizer_json(dataset: Dataset) -> str | None:
@@ -91,12 +213,12 @@ def tokenizer_json(dataset: Dataset) -> str | None:
     return None if dataset.tokenizer is None else dataset.tokenizer.to_json()
 
 
-def _model_name(config: Config, point: ResumePoint | None, held: RunDirectory | None) -> str:
+def _model_name(source: Source, registered: str, point: ResumePoint | None, held: RunDirectory | None) -> str:
     """A resumed run was chosen by an earlier command."""
-    if not config.source.merged:
-        return str(config.source.choices.get("model", config.model.name))
+    if not source.merged:
+        return source.choices.get("model", registered)
     earlier = point.run if point is not None else None if held is None else held.path
-    return chosen_model(earlier) or str(config.model.name)
+    return chosen_model(earlier) or registered
 
 
 def _base(point: ResumePoint | None, held: RunDirectory | None) -> tuple[dict[str, Any] | None, list[str]]:
@@ -141,9 +263,8 @@ def _check_tokenizer(point: ResumePoint | None, dataset: Dataset) -> None:
     resuming.check_tokenizer(stored, tokenizer_json(dataset), point.checkpoint.path)
 
 
-def _prompt(config: Config, dataset: Dataset) -> list[int] | None:
+def _prompt(text: str | None, end_token: str | None, dataset: Dataset) -> list[int] | None:
     """Token ids of the sample's prompt, checked before training starts; None where no text can be made."""
     from ttrain.train.sampling.draw import encode_prompt
 
-    end_token = getattr(config.data, "end_token", None)
-    return None if dataset.tokenizer is None else encode_prompt(dataset.tokenizer, config.sample.prompt, end_token)
+    return None if dataset.tokenizer is None else encode_prompt(dataset.tokenizer, text, end_token)

@@ -19,7 +19,7 @@ def wanted(config: Config) -> bool:
     """Whether this process should supervise: asked for, and not itself the child of a supervisor."""
     if config.task.name != "train" or os.environ.get(VARIABLE):
         return False
-    return supervised(config)
+    return supervised(config.supervise, config.source)
 
 
 def run(config: Config, words: Sequence[str], flags: Sequence[str]) -> int:

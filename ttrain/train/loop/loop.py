@@ -50,9 +50,7 @@ class Loop:
     run_directory: RunDirectory
     loggers: Loggers
     meter: Meter
-    stored_config: dict[str, Any]  # for checkpoints
-    tokenizer: str | None = None  # the tokenizer's JSON
-    tokenizer_config: dict[str, Any] | None = None  # see CheckpointContent
+    content: Callable[[Progress, float | None], CheckpointContent]  # what a checkpoint of this val/loss says
     held_out: str = ""  # SHA-256 of the data that evaluations are of
     progress: Progress = field(default_factory=Progress)
     guard: GuardConfig = field(default_factory=GuardConfig)
@@ -364,10 +362,8 @@ class Loop:
         if self._saved == self._save_key() and not self.saver.failed:
             return
         progress, key = self.progress, self._save_key()
-        told = (self.tokenizer, key[1], self.tokenizer_config)
-        content = CheckpointContent(progress.step, self.stored_config, progress.to_dict(), *told)
         with self._saving():
-            self.saver.save(content, wait=wait)
+            self.saver.save(self.content(progress, key[1]), wait=wait)
         self._saved, self._last_save = key, self.clock()
 
     @contextmanager
