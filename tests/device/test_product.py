@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ttrain.core.spec import TensorSpec
-from ttrain.device.torch.kernels import matmul
+from ttrain.device.torch.kernels import kernel_table
 from ttrain.device.torch.kernels import product as module
 from ttrain.device.torch.kernels.common import Context
 
@@ -61,7 +61,7 @@ def test_rows_tell_what_their_product_allocates(
     monkeypatch.setattr(module, "_decided", lambda *_: True)
     monkeypatch.setattr(module, "_onednn_into", counted)
     monkeypatch.setattr(module, "_BLOCK_BYTES", 1)
-    kernel = matmul.table(Context.of(torch.device("cpu"), 1))[name]
+    kernel = kernel_table(Context.of(torch.device("cpu"), 1))[name]
     given: list[Any] = [torch.zeros(shape) for shape in shapes] + [None] * (name == "linear")
     kernel.bind(given, [torch.zeros(result)], attributes, [])()
     specs = [None if x is None else TensorSpec(tuple(x.shape)) for x in given]

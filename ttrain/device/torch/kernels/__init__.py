@@ -1,6 +1,6 @@
-"""Kernel tables of torch devices, one module a family.
+"""Kernel rows of torch devices, one module a family.
 
-Every row is bound once: `bind` makes the views and constants, and what it returns is a partial of an aten `out=`
+Every row is bound once: its function makes the views and constants, and what it returns is a partial of an aten `out=`
 function or a `Chain` of a few. A launch allocates nothing, except where aten has no kernel that writes into a buffer:
 
 - layer_norm, add_layer_norm, layer_norm_grad: `native_layer_norm` and its backward return new tensors, copied out;
@@ -27,18 +27,11 @@ from ttrain.device.torch.kernels import (
     norm,
     random,
     reduce,
+    update,
 )
-from ttrain.device.torch.kernels import update as update_family
-from ttrain.device.torch.kernels.common import Context
-
-FAMILIES = (
-    elementwise, layout, reduce, matmul, norm, attention, cache, random, embedding, loss, update_family,
-)  # fmt: skip
+from ttrain.device.torch.kernels.common import ROWS, Context
 
 
 def kernel_table(context: Context) -> dict[str, Kernel]:
     """A row for every op."""
-    table: dict[str, Kernel] = {}
-    for family in FAMILIES:
-        table.update(family.table(context))
-    return table
+    return {op: made(context) for op, made in ROWS.items()}

@@ -17,14 +17,18 @@ from ttrain.core.attention_mask import HIDDEN, AttentionMask
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.torch.kernels.common import (
+    ROWS,
     TORCH_DTYPES,
     Attributes,
     Context,
+    Given,
     Specs,
     Tensor,
+    Tensors,
     chain,
     copying,
     into,
+    row,
     scaling,
 )
 from ttrain.device.torch.kernels.costs import fastest
@@ -42,49 +46,42 @@ from ttrain.device.torch.kernels.layout import heads_view
 aten = torch.ops.aten
 
 
-def _softmax(context: Context) -> Kernel:
-    def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        x, y, factor, mask = ins[0], outs[0], attributes["scale"], attributes["mask"]
-        if not mask.is_full:
-            if not work:
-                return chain(_biased(x, y, factor, mask), softmax_into(y, y))
-            copy = work[0]
-            return chain(
-                copying(copy, x), _biased(copy, copy, factor, mask), softmax_into(copy, copy), copying(y, copy)
-            )
-        if x.dtype is not torch.bfloat16 or factor == 1.0:
-            if factor == 1.0:
-                return softmax_into(x, y)
-            return chain(copying(y, x), *scaling(y, factor), softmax_into(y, y))
-        return chain(
-            copying(work[0], x), *scaling(work[0], factor), softmax_into(work[0], work[0]), copying(y, work[0])
-        )
-
-    def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        plain = attributes["scale"] == 1.0 and attributes["mask"].is_full
-        return [] if plain else _wide_copy(outs[0])
-
-    return into(bind, workspace, overwrites=(0,))
+def _softmax_workspace(context: Context, ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    plain = attributes["scale"] == 1.0 and attributes["mask"].is_full
+    return [] if plain else _wide_copy(outs[0])
 
 
-def _log_sum_exp(
-    ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
-) -> Launch:
+@row("softmax", _softmax_workspace, overwrites=(0,))
+def _softmax(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    x, y, factor, mask = ins[0], outs[0], attributes["scale"], attributes["mask"]
+    if not mask.is_full:
+        if not work:
+            return chain(_biased(x, y, factor, mask), softmax_into(y, y))
+        copy = work[0]
+        return chain(copying(copy, x), _biased(copy, copy, factor, mask), softmax_into(copy, copy), copying(y, copy))
+    if factor == 1.0:
+        return softmax_into(x, y)
+    if x.dtype is not torch.bfloat16:
+        return chain(copying(y, x), *scaling(y, factor), softmax_into(y, y))
+    return chain(copying(work[0], x), *scaling(work[0], factor), softmax_into(work[0], work[0]), copying(y, work[0]))
+
+
+@row("log_sum_exp", lambda context, ins, outs, attributes: [ins[0].with_dtype(ins[0].dtype.wide)])
+def _log_sum_exp(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     scores, factor, mask = work[0], attributes["scale"], attributes["mask"]
     biased = scaling(scores, factor) if mask.is_full else [_biased(scores, scores, factor, mask)]
     return chain(copying(scores, ins[0]), *biased, partial(torch.logsumexp, scores, -1, out=outs[0]))
 
 
-def _document_bias(
-    ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
-) -> Launch:
+def _document_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    return Documents.workspace(ins[0], ins[0].shape[1])
+
+
+@row("document_bias", _document_workspace)
+def _document_bias(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     documents, bias = Documents(ins[0], work), outs[0]
     time = bias.shape[2]
     return chain(*documents.starting(), partial(bias.fill_, 0.0), *documents.hiding(bias, 0, time, time, HIDDEN))
-
-
-def _document_workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-    return Documents.workspace(ins[0], ins[0].shape[1])
 
 
 def _wide_copy(x: TensorSpec) -> list[TensorSpec]:
@@ -99,9 +96,8 @@ def _biased(x: Tensor, out: Tensor, factor: float, mask: AttentionMask) -> Launc
     return partial(torch.add, bias, x.view(shape), alpha=factor, out=out.view(shape))
 
 
-def _softmax_grad(
-    ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
-) -> Launch:
+@row("softmax_grad", overwrites=(0, 1))
+def _softmax_grad(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     dy, y = ins
     gradient = partial(aten._softmax_backward_data.out, dy, y, -1, y.dtype, grad_input=outs[0])
     return chain(gradient, *scaling(outs[0], attributes["scale"]))
@@ -159,7 +155,7 @@ def _measured_way(context: Context, dtype: DType, time: int, width: int, threads
 
 
 def _flash_forward(context: Context) -> Kernel:
-    def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+    def bind(ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         q, k, v = by_heads(ins[:3], attributes)
         y, log_sum_exp = heads_view(outs[0], 1, attributes["heads"])[0], outs[1]
         scale = attributes["scale"]
@@ -181,7 +177,7 @@ def _flash_forward(context: Context) -> Kernel:
 
 
 def _flash_backward(context: Context) -> Kernel:
-    def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+    def bind(ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         heads, scale = attributes["heads"], attributes["scale"]
         q, k, v = by_heads(ins[1:4], attributes)
         dy, y = heads_view(ins[0], 1, heads)[0], heads_view(ins[4], 1, heads)[0]
@@ -216,7 +212,7 @@ def _choosing(context: Context, explicit: Kernel, flash: Kernel, start: int, bia
         documents = ins[bias + 2] is not None
         return explicit if documents or explicit_is_chosen(context, ins[start : start + 3], attributes) else flash
 
-    def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+    def bind(ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         # The dtype's being bf16 is all that the choice asks of it.
         specs = [
             None if x is None else TensorSpec(tuple(x.shape), DType.BF16 if x.dtype is torch.bfloat16 else DType.FP32)
@@ -241,13 +237,14 @@ def attention_rows(context: Context) -> dict[str, tuple[Kernel, Kernel]]:
     }
 
 
-def table(context: Context) -> dict[str, Kernel]:
-    (forward, backward), (flash, flash_backward) = attention_rows(context).values()
-    return {
-        "softmax": _softmax(context),
-        "softmax_grad": into(_softmax_grad, overwrites=(0, 1)),
-        "document_bias": into(_document_bias, _document_workspace),
-        "log_sum_exp": into(_log_sum_exp, lambda ins, outs, attributes: [ins[0].with_dtype(ins[0].dtype.wide)]),
-        "attention": _choosing(context, forward, flash, start=0, bias=3),
-        "attention_grad": _choosing(context, backward, flash_backward, start=1, bias=6),
-    }
+def _attention(context: Context) -> Kernel:
+    (forward, _), (flash, _) = attention_rows(context).values()
+    return _choosing(context, forward, flash, start=0, bias=3)
+
+
+def _attention_grad(context: Context) -> Kernel:
+    (_, backward), (_, flash) = attention_rows(context).values()
+    return _choosing(context, backward, flash, start=1, bias=6)
+
+
+ROWS.update(attention=_attention, attention_grad=_attention_grad)

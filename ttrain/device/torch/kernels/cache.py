@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from ttrain.core.attention_mask import HIDDEN, alibi_slopes
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Kernel, Launch
-from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, inplace, into
+from ttrain.device.base import Delivery, Launch
+from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, Tensors, row
 from ttrain.device.torch.kernels.explicit import softmax_into
 
 
-def _cache_write(
-    ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
-) -> Launch:
+@row("cache_write", delivery=Delivery.INPLACE)
+def _cache_write(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     cache, rows, positions = ins
     return partial(cache.index_copy_, 2, positions, rows)
 
@@ -66,9 +64,13 @@ def _scratch(rows: int, context: int, dtype: DType, slopes: bool) -> list[Tensor
     return [TensorSpec(shape, DType.BOOL), *distances]
 
 
-def _cache_bias(
-    ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
-) -> Launch:
+def _bias_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    rows, keys = outs[0].shape[2:]
+    return _scratch(rows, keys, outs[0].dtype, _biased(attributes))
+
+
+@row("cache_bias", _bias_workspace)
+def _cache_bias(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     bias = _Bias(ins[0], ins[1], attributes["context"], attributes.get("heads", 1), outs[0], attributes)
     distance, whole = work[1:] or (None, None)
 
@@ -80,52 +82,38 @@ def _cache_bias(
     return launch
 
 
-def _bias_workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-    _, _, rows, context = outs[0].shape
-    return _scratch(rows, context, outs[0].dtype, _biased(attributes))
-
-
 def _columns(scratch: Tensor | None, count: int) -> Tensor | None:
     """[N, count] out of a buffer [N, C], packed."""
     return None if scratch is None else scratch.view(-1)[: scratch.shape[0] * count].view(-1, count)
 
 
-def _cached_attention(context: Context) -> Kernel:
-    def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        q, keys, values, positions, visible = ins
-        batch, heads, rows, _ = q.shape
-        bias = _Bias(positions, visible, keys.shape[2], heads, work[0], attributes)
-        scale, pairs = attributes["scale"], batch * keys.shape[1]
-        together = batch * heads // pairs * rows
-        queries, y = q.view(pairs, together, -1), outs[0].view(pairs, together, -1)
-        all_keys, all_values = keys.view(pairs, keys.shape[2], -1), values.view(pairs, values.shape[2], -1)
-
-        def attend(seen: int) -> None:
-            hidden, distance, whole = (_columns(part, seen) for part in (*work[1:], None, None)[:3])
-            assert hidden is not None
-            scores = work[0].view(-1)[: pairs * together * seen].view(pairs, together, seen)
-            torch.baddbmm(scores, queries, all_keys[:, :seen].mT, beta=0, alpha=scale, out=scores)
-            by_head = scores.view(batch, heads, rows, seen)
-            bias.add(by_head, distance, whole)
-            bias.hide(by_head, hidden)
-            softmax_into(scores, scores)()
-            torch.bmm(scores, all_values[:, :seen], out=y)
-
-        if not context.on_cpu:
-            return partial(attend, keys.shape[2])
-        return lambda: attend(max(visible.tolist()))
-
-    def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        q, keys = ins[0], ins[1]
-        scores = q.with_shape(q.shape[0] * q.shape[1] * q.shape[2], keys.shape[2])
-        return [scores, *_scratch(q.shape[2], keys.shape[2], q.dtype, _biased(attributes))]
-
-    return into(bind, workspace)
+def _cached_attention_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    q, keys = ins[0], ins[1]
+    scores = q.with_shape(q.shape[0] * q.shape[1] * q.shape[2], keys.shape[2])
+    return [scores, *_scratch(q.shape[2], keys.shape[2], q.dtype, _biased(attributes))]
 
 
-def table(context: Context) -> dict[str, Kernel]:
-    return {
-        "cache_write": inplace(_cache_write),
-        "cache_bias": into(_cache_bias, _bias_workspace),
-        "cached_attention": _cached_attention(context),
-    }
+@row("cached_attention", _cached_attention_workspace)
+def _cached_attention(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    q, keys, values, positions, visible = ins
+    batch, heads, rows, _ = q.shape
+    bias = _Bias(positions, visible, keys.shape[2], heads, work[0], attributes)
+    scale, pairs = attributes["scale"], batch * keys.shape[1]
+    together = batch * heads // pairs * rows
+    queries, y = q.view(pairs, together, -1), outs[0].view(pairs, together, -1)
+    all_keys, all_values = keys.view(pairs, keys.shape[2], -1), values.view(pairs, values.shape[2], -1)
+
+    def attend(seen: int) -> None:
+        hidden, distance, whole = (_columns(part, seen) for part in (*work[1:], None, None)[:3])
+        assert hidden is not None
+        scores = work[0].view(-1)[: pairs * together * seen].view(pairs, together, seen)
+        torch.baddbmm(scores, queries, all_keys[:, :seen].mT, beta=0, alpha=scale, out=scores)
+        by_head = scores.view(batch, heads, rows, seen)
+        bias.add(by_head, distance, whole)
+        bias.hide(by_head, hidden)
+        softmax_into(scores, scores)()
+        torch.bmm(scores, all_values[:, :seen], out=y)
+
+    if not context.on_cpu:
+        return partial(attend, keys.shape[2])
+    return lambda: attend(max(visible.tolist()))

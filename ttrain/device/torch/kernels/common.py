@@ -16,6 +16,9 @@ from ttrain.device.torch.chunks import CHUNK_LOGITS, chunk_rows
 Tensor = torch.Tensor
 Specs = Sequence[TensorSpec]
 Attributes = Mapping[str, Any]
+Tensors = Sequence[Tensor]
+Given = Sequence[Any]  # tensors, or specs; None where an input is absent
+RowBind = Callable[..., Launch]  # (context, inputs, outputs, attributes, workspace)
 Bind = Callable[[Sequence[Any], Sequence[Tensor], Attributes, Sequence[Tensor]], Launch]
 Workspace = Callable[[Sequence[Any], Specs, Attributes], list[TensorSpec]]
 
@@ -94,14 +97,31 @@ def chain(*launches: Launch) -> Launch:
     return flat[0] if len(flat) == 1 else Chain(flat)
 
 
+ROWS: dict[str, Callable[[Context], Kernel]] = {}  # by the name of an op, filled by the modules of this folder
+
+
+def row(
+    op: str, workspace: Callable[..., list[TensorSpec]] | None = None, delivery: Delivery = Delivery.INTO, **facts: Any
+) -> Callable[[RowBind], RowBind]:
+    """Decorator: a function of a context and what a launch is bound to becomes the row of an op.
+
+    `workspace` takes the context too. Output 0 may be the buffer of an input in `overwrites`.
+    """
+
+    def declare(bind: RowBind) -> RowBind:
+        def made(context: Context) -> Kernel:
+            wanted = None if workspace is None else partial(workspace, context)
+            return Kernel(partial(bind, context), delivery, wanted, **facts)
+
+        ROWS[op] = made
+        return bind
+
+    return declare
+
+
 def into(bind: Bind, workspace: Workspace | None = None, overwrites: tuple[int, ...] = ()) -> Kernel:
     """A row that writes into its output buffers; output 0 may be the buffer of an input in `overwrites`."""
     return Kernel(bind, Delivery.INTO, workspace, overwrites=overwrites)
-
-
-def inplace(bind: Bind, workspace: Workspace | None = None) -> Kernel:
-    """A row that overwrites its inputs."""
-    return Kernel(bind, Delivery.INPLACE, workspace)
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -10,18 +10,19 @@ from typing import Any
 import torch
 
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Kernel, Launch
+from ttrain.device.base import Launch
 from ttrain.device.torch.kernels.common import (
     Attributes,
     Context,
+    Given,
     Specs,
     Tensor,
-    Workspace,
+    Tensors,
     blocks,
     chain,
     constant,
     copying,
-    into,
+    row,
     scalar_like,
 )
 from ttrain.device.torch.kernels.program import FUNCTIONS
@@ -41,13 +42,16 @@ def activation(name: str, x: Tensor, y: Tensor) -> Launch:
     return partial(function, x, **settings, out=y)
 
 
-def _function(function: Callable[..., Any]) -> Kernel:
-    """A row for a torch function that takes the inputs in order and `out`."""
+def _called(
+    function: Callable[..., Any], context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors
+) -> Launch:
+    """For a torch function that takes the inputs in order and `out`."""
+    return partial(function, *ins, out=outs[0])
 
-    def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        return partial(function, *ins, out=outs[0])
 
-    return into(bind)
+for _name, _function in FUNCTIONS.items():
+    row(_name)(partial(_called, _function))
+row("silu")(partial(_called, aten.silu.out))
 
 
 # The tanh form of GELU is x sigmoid(z), z = x (_GELU_LINEAR + _GELU_CUBIC x^2): 0.5 (1 + tanh u) = sigmoid(2 u). On the
@@ -56,48 +60,55 @@ _GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 _GELU_CUBIC = 0.044715 * _GELU_LINEAR
 
 
-def _gelu(context: Context) -> Kernel:
-    def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        if not work:
-            form = "gelu_tanh" if attributes["approximate"] == "tanh" else "gelu"
-            return activation(form, ins[0], outs[0])
-        size = work[0].numel()
-        launches: list[Launch] = []
-        for x, y in zip(blocks(ins[0], size), blocks(outs[0], size), strict=True):
-            s, *wide = (scratch[: x.numel()] for scratch in work)
-            preparing, x = _widened(x, wide)
-            launches += [*preparing, *_gelu_sigmoid(x, s)]
-            # In bf16 the product is formed in fp32 and rounded once.
-            launches += [partial(torch.mul, x, s, out=s), copying(y, s)] if wide else [partial(torch.mul, x, s, out=y)]
-        return chain(*launches)
-
-    return into(bind, _gelu_workspace(context, 1, 1))
+def _gelu_workspace(
+    context: Context, ins: Specs, outs: Specs, attributes: Attributes, temporaries: int = 1
+) -> list[TensorSpec]:
+    """Temporaries of a block, and where x is bf16 room for a wide copy. None where aten's own kernel is taken."""
+    x = outs[0]
+    if not context.on_cpu or attributes["approximate"] != "tanh" or not x.size:
+        return []
+    count = temporaries + (x.dtype.wide is not x.dtype)
+    return [TensorSpec((min(x.size, context.block),), x.dtype.wide)] * count
 
 
-def _gelu_grad(context: Context) -> Kernel:
-    def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        if not work:
-            form = attributes["approximate"]
-            return partial(aten.gelu_backward.grad_input, *ins, approximate=form, grad_input=outs[0])
-        size = work[0].numel()
-        launches: list[Launch] = []
-        for dy, x, dx in zip(*(blocks(tensor, size) for tensor in (*ins, outs[0])), strict=True):
-            s, slope, *wide = (scratch[: x.numel()] for scratch in work)
-            preparing, x = _widened(x, wide)
-            linear = constant(_GELU_LINEAR, x.dtype, x.device)
-            launches += [
-                *(*preparing, *_gelu_sigmoid(x, s)),
-                partial(torch.addcmul, linear, x, x, value=3 * _GELU_CUBIC, out=slope),
-                partial(torch.mul, slope, x, out=slope),  # x dz/dx
-                partial(aten.sigmoid_backward.grad_input, slope, s, grad_input=slope),
-                partial(torch.add, slope, s, out=slope),
-            ]
-            preparing, dy = _widened(dy, wide)
-            result = partial(torch.mul, slope, dy)
-            launches += [*preparing, *([partial(result, out=s), copying(dx, s)] if wide else [partial(result, out=dx)])]
-        return chain(*launches)
+@row("gelu", _gelu_workspace)
+def _gelu(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    if not work:
+        form = "gelu_tanh" if attributes["approximate"] == "tanh" else "gelu"
+        return activation(form, ins[0], outs[0])
+    size = work[0].numel()
+    launches: list[Launch] = []
+    for x, y in zip(blocks(ins[0], size), blocks(outs[0], size), strict=True):
+        s, *wide = (scratch[: x.numel()] for scratch in work)
+        preparing, x = _widened(x, wide)
+        launches += [*preparing, *_gelu_sigmoid(x, s)]
+        # In bf16 the product is formed in fp32 and rounded once.
+        launches += [partial(torch.mul, x, s, out=s), copying(y, s)] if wide else [partial(torch.mul, x, s, out=y)]
+    return chain(*launches)
 
-    return into(bind, _gelu_workspace(context, 2, 1))
+
+@row("gelu_grad", partial(_gelu_workspace, temporaries=2))
+def _gelu_grad(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    if not work:
+        form = attributes["approximate"]
+        return partial(aten.gelu_backward.grad_input, *ins, approximate=form, grad_input=outs[0])
+    size = work[0].numel()
+    launches: list[Launch] = []
+    for dy, x, dx in zip(*(blocks(tensor, size) for tensor in (*ins, outs[0])), strict=True):
+        s, slope, *wide = (scratch[: x.numel()] for scratch in work)
+        preparing, x = _widened(x, wide)
+        linear = constant(_GELU_LINEAR, x.dtype, x.device)
+        launches += [
+            *(*preparing, *_gelu_sigmoid(x, s)),
+            partial(torch.addcmul, linear, x, x, value=3 * _GELU_CUBIC, out=slope),
+            partial(torch.mul, slope, x, out=slope),  # x dz/dx
+            partial(aten.sigmoid_backward.grad_input, slope, s, grad_input=slope),
+            partial(torch.add, slope, s, out=slope),
+        ]
+        preparing, dy = _widened(dy, wide)
+        result = partial(torch.mul, slope, dy)
+        launches += [*preparing, *([partial(result, out=s), copying(dx, s)] if wide else [partial(result, out=dx)])]
+    return chain(*launches)
 
 
 def _gelu_sigmoid(x: Tensor, s: Tensor) -> list[Launch]:
@@ -115,47 +126,46 @@ def _widened(x: Tensor, wide: Sequence[Tensor]) -> tuple[list[Launch], Tensor]:
     return ([copying(wide[0], x)], wide[0]) if wide else ([], x)
 
 
-def _gelu_workspace(context: Context, temporaries: int, copies: int) -> Workspace:
-    """Temporaries of a block, and where x is bf16 room for wide copies. None where aten's own kernel is taken."""
-
-    def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        x = outs[0]
-        if not context.on_cpu or attributes["approximate"] != "tanh" or not x.size:
-            return []
-        count = temporaries + (copies if x.dtype.wide is not x.dtype else 0)
-        return [TensorSpec((min(x.size, context.block),), x.dtype.wide)] * count
-
-    return workspace
-
-
-def _scale(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+@row("scale")
+def _scale(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     return partial(torch.mul, ins[0], scalar_like(attributes["factor"], ins[0]), out=outs[0])
 
 
-def _relu_grad(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+@row("relu_grad")
+def _relu_grad(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     dy, y = ins
     return partial(aten.threshold_backward.grad_input, dy, y, 0, grad_input=outs[0])
 
 
-def _tanh_grad(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+@row("tanh_grad")
+def _tanh_grad(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     dy, y = ins
     return partial(aten.tanh_backward.grad_input, dy, y, grad_input=outs[0])
 
 
-def _silu_grad(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+@row("silu_grad")
+def _silu_grad(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     return partial(aten.silu_backward.grad_input, *ins, grad_input=outs[0])
 
 
-def _cast(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+@row("cast")
+def _cast(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     return copying(outs[0], ins[0])
 
 
-def _full(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+@row("full")
+def _full(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     value, y = attributes["value"], outs[0]
     return y.zero_ if value == 0 else copying(y, constant(value, y.dtype, y.device).expand(y.shape))
 
 
-def _rotary(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+def _rotary_workspace(context: Context, ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    x, cos = ins[:2]
+    return [TensorSpec((*x.shape[:2], attributes["heads"], cos.shape[-1]), cos.dtype)] * 2
+
+
+@row("rotary", _rotary_workspace)
+def _rotary(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     x, cos, sin = ins
     pairs, sign = cos.shape[-1], -1 if attributes["inverse"] else 1
     by_head = (*x.shape[:2], attributes["heads"], -1)
@@ -166,24 +176,3 @@ def _rotary(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attribute
         launches += [copying(wide, first), copying(other, second), partial(torch.mul, wide, along, out=wide)]
         launches += [partial(torch.addcmul, wide, other, across, value=value, out=wide), copying(out, wide)]
     return chain(*launches, *([copying(left, rest)] if rest.shape[-1] else []))
-
-
-def _rotary_workspace(ins: Sequence[Any], outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-    x, cos = ins[:2]
-    return [TensorSpec((*x.shape[:2], attributes["heads"], cos.shape[-1]), cos.dtype)] * 2
-
-
-def table(context: Context) -> dict[str, Kernel]:
-    return {
-        **{name: _function(function) for name, function in FUNCTIONS.items()},
-        "gelu": _gelu(context),
-        "silu": _function(aten.silu.out),
-        "silu_grad": into(_silu_grad),
-        "scale": into(_scale),
-        "rotary": into(_rotary, _rotary_workspace),
-        "relu_grad": into(_relu_grad),
-        "tanh_grad": into(_tanh_grad),
-        "gelu_grad": _gelu_grad(context),
-        "cast": into(_cast),
-        "full": into(_full),
-    }

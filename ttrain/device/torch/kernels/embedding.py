@@ -8,20 +8,12 @@ from functools import partial
 import torch
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Kernel, Launch
-from ttrain.device.torch.kernels.common import (
-    Attributes,
-    Context,
-    Specs,
-    Tensor,
-    chain,
-    copying,
-    into,
-    rows_of,
-)
+from ttrain.device.base import Launch
+from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, Tensors, chain, copying, row, rows_of
 
 
-def _embedding(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+@row("embedding")
+def _embedding(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     ids, weight = ins
     return partial(torch.index_select, weight, 0, ids.view(-1), out=rows_of(outs[0]))
 
@@ -63,39 +55,31 @@ def _aten_grad(ids: Tensor, dy: Tensor, dweight: Tensor) -> Launch:
     return lambda: dweight.copy_(function(dy, ids, dweight.shape[0], -1, False))
 
 
-def _embedding_grad(context: Context) -> Kernel:
-    def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        dy, ids, dweight = rows_of(ins[0]), ins[1].view(-1), outs[0]
-        if not context.on_cpu:
-            return _aten_grad(ids, dy, dweight)
-        return (_added_rows if len(work) < 6 else _few_rows)(ids, dy, dweight, work)
-
-    def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        dweight, count = outs[0], ins[1].size
-        vocabulary, width = dweight.shape
-        if not context.on_cpu or dweight.dtype.wide is dweight.dtype:
-            return []
-        rows, ids = TensorSpec((count, width), dweight.dtype.wide), TensorSpec((count,), DType.INT64)
-        if vocabulary <= 2 * count:
-            return [TensorSpec((vocabulary, width), dweight.dtype.wide), rows]
-        return [TensorSpec((vocabulary,), DType.INT64), ids, ids, rows, rows, rows.with_dtype(dweight.dtype)]
-
-    return into(bind, workspace)
+def _embedding_grad_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    dweight, count = outs[0], ins[1].size
+    vocabulary, width = dweight.shape
+    if not context.on_cpu or dweight.dtype.wide is dweight.dtype:
+        return []
+    rows, ids = TensorSpec((count, width), dweight.dtype.wide), TensorSpec((count,), DType.INT64)
+    if vocabulary <= 2 * count:
+        return [TensorSpec((vocabulary, width), dweight.dtype.wide), rows]
+    return [TensorSpec((vocabulary,), DType.INT64), ids, ids, rows, rows, rows.with_dtype(dweight.dtype)]
 
 
-def _one_hot(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-    numbers = torch.arange(attributes["count"], device=ins[0].device)
-    equal = partial(torch.eq, ins[0].unsqueeze(-1), numbers, out=work[0])
-    return chain(equal, copying(outs[0], work[0]))
+@row("embedding_grad", _embedding_grad_workspace)
+def _embedding_grad(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    dy, ids, dweight = rows_of(ins[0]), ins[1].view(-1), outs[0]
+    if not context.on_cpu:
+        return _aten_grad(ids, dy, dweight)
+    return (_added_rows if len(work) < 6 else _few_rows)(ids, dy, dweight, work)
 
 
-def _one_hot_workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+def _one_hot_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
     return [outs[0].with_dtype(DType.BOOL)]
 
 
-def table(context: Context) -> dict[str, Kernel]:
-    return {
-        "embedding": into(_embedding),
-        "embedding_grad": _embedding_grad(context),
-        "one_hot": into(_one_hot, _one_hot_workspace),
-    }
+@row("one_hot", _one_hot_workspace)
+def _one_hot(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    numbers = torch.arange(attributes["count"], device=ins[0].device)
+    equal = partial(torch.eq, ins[0].unsqueeze(-1), numbers, out=work[0])
+    return chain(equal, copying(outs[0], work[0]))

@@ -6,14 +6,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 
 from ttrain.core.attention_mask import CAUSAL, FULL, AttentionMask
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Kernel, Launch
-from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, chain, copying, into
+from ttrain.device.torch.kernels.common import (
+    Attributes,
+    Context,
+    Given,
+    Specs,
+    Tensor,
+    Tensors,
+    chain,
+    copying,
+    into,
+)
 from ttrain.device.torch.kernels.layout import heads_view
 from ttrain.device.torch.kernels.random import mask_workspace, masking
 
@@ -205,7 +214,7 @@ def _documents(positions: Tensor | None, work: Sequence[Tensor]) -> tuple[Docume
 def explicit_forward(context: Context) -> Kernel:
     """The row of attention: (q, k?, v?, no bias, seed?, positions?) -> y, log_sum_exp."""
 
-    def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+    def bind(ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         parts = by_heads(ins[:3], attributes)
         documents, work = _documents(ins[5], work)
         shared = _Explicit(context, parts, ins[4], documents, attributes)
@@ -259,7 +268,7 @@ def _log_sum_exp(own: Tensor, picked: Tensor, statistic: Tensor) -> list[Launch]
 def explicit_backward(context: Context) -> Kernel:
     """The row of attention_grad: (dy, q, k?, v?, y, log_sum_exp, no bias, seed?, positions?) -> dq, dk?, dv?."""
 
-    def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+    def bind(ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         parts = by_heads(ins[1:4], attributes)
         documents, work = _documents(ins[8], work)
         shared = _Explicit(context, parts, ins[7], documents, attributes)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Kernel, Launch
+from ttrain.device.base import Launch
 from ttrain.device.torch.kernels.common import (
     Attributes,
     Context,
+    Given,
     Specs,
     Tensor,
+    Tensors,
     chain,
     constant,
     copying,
-    into,
+    row,
 )
 
 aten = torch.ops.aten
@@ -103,63 +104,63 @@ def row_blocks(rows: int, step: int) -> list[slice]:
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def _cross_entropy(context: Context) -> Kernel:
-    def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        logits, targets, weight = ins
-        loss, log_sum_exp = outs
-        rows, scratch = TargetRows(targets, weight, work[:5]), work[5]
-        first = work[6]
-        launches = rows.preparing()
-        for block in row_blocks(logits.shape[0], scratch.shape[0]):
-            part = logits[block]
-            logs = scratch[: part.shape[0]]
-            column = first[: part.shape[0]]
-            launches += rows.log_probabilities(part, logs, block)
-            # The log sum exp of a row is any of its logits less that logit's log-probability.
-            launches += [copying(column, part[:, 0]), partial(torch.sub, column, logs[:, 0], out=log_sum_exp[block])]
-        return chain(*launches, *rows.summing(loss))
-
-    def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        count, vocabulary = ins[0].shape
-        dtype = ins[0].dtype.wide
-        block = block_rows(context, count, vocabulary)
-        return [*TargetRows.specs(count, dtype), TensorSpec((block, vocabulary), dtype), TensorSpec((block,), dtype)]
-
-    return into(bind, workspace)
+def _cross_entropy_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    count, vocabulary = ins[0].shape
+    dtype = ins[0].dtype.wide
+    block = block_rows(context, count, vocabulary)
+    return [*TargetRows.specs(count, dtype), TensorSpec((block, vocabulary), dtype), TensorSpec((block,), dtype)]
 
 
-def _cross_entropy_grad(context: Context) -> Kernel:
-    def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        logits, targets, _, weight = ins
-        dlogits = outs[0]
-        rows = TargetRows(targets, weight, work[:5])
-        launches = rows.preparing()
-        step = work[5].shape[0] if len(work) > 5 else block_rows(context, *logits.shape)
-        for block in row_blocks(logits.shape[0], step):
-            part, result = logits[block], dlogits[block]
-            target = work[5][: part.shape[0]] if len(work) > 5 else result
-            if target is not result:
-                launches.append(copying(target, part))
-                part = target
-            launches += [
-                partial(aten._softmax.out, part, -1, False, out=target),
-                *rows.subtract_one_hot(target, block),
-                partial(torch.mul, target, rows.weights[block], out=target),
-            ]
-            if target is not result:
-                launches.append(copying(result, target))
-        return chain(*launches)
+@row("cross_entropy", _cross_entropy_workspace)
+def _cross_entropy(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    logits, targets, weight = ins
+    loss, log_sum_exp = outs
+    rows, scratch = TargetRows(targets, weight, work[:5]), work[5]
+    first = work[6]
+    launches = rows.preparing()
+    for block in row_blocks(logits.shape[0], scratch.shape[0]):
+        part = logits[block]
+        logs = scratch[: part.shape[0]]
+        column = first[: part.shape[0]]
+        launches += rows.log_probabilities(part, logs, block)
+        # The log sum exp of a row is any of its logits less that logit's log-probability.
+        launches += [copying(column, part[:, 0]), partial(torch.sub, column, logs[:, 0], out=log_sum_exp[block])]
+    return chain(*launches, *rows.summing(loss))
 
-    def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        logits = ins[0]
-        count, vocabulary = logits.shape
-        dtype = logits.dtype.wide
-        specs = TargetRows.specs(count, dtype)
-        if dtype is not logits.dtype:
-            specs.append(TensorSpec((block_rows(context, count, vocabulary), vocabulary), dtype))
-        return specs
 
-    return into(bind, workspace)
+def _cross_entropy_grad_workspace(
+    context: Context, ins: Specs, outs: Specs, attributes: Attributes
+) -> list[TensorSpec]:
+    logits = ins[0]
+    count, vocabulary = logits.shape
+    dtype = logits.dtype.wide
+    specs = TargetRows.specs(count, dtype)
+    if dtype is not logits.dtype:
+        specs.append(TensorSpec((block_rows(context, count, vocabulary), vocabulary), dtype))
+    return specs
+
+
+@row("cross_entropy_grad", _cross_entropy_grad_workspace)
+def _cross_entropy_grad(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    logits, targets, _, weight = ins
+    dlogits = outs[0]
+    rows = TargetRows(targets, weight, work[:5])
+    launches = rows.preparing()
+    step = work[5].shape[0] if len(work) > 5 else block_rows(context, *logits.shape)
+    for block in row_blocks(logits.shape[0], step):
+        part, result = logits[block], dlogits[block]
+        target = work[5][: part.shape[0]] if len(work) > 5 else result
+        if target is not result:
+            launches.append(copying(target, part))
+            part = target
+        launches += [
+            partial(aten._softmax.out, part, -1, False, out=target),
+            *rows.subtract_one_hot(target, block),
+            partial(torch.mul, target, rows.weights[block], out=target),
+        ]
+        if target is not result:
+            launches.append(copying(result, target))
+    return chain(*launches)
 
 
 class _HeadRows(TargetRows):
@@ -203,51 +204,51 @@ class _HeadRows(TargetRows):
         ]
 
 
-def _head_cross_entropy(context: Context) -> Kernel:
+def _head_cross_entropy_workspace(
+    context: Context, ins: Specs, outs: Specs, attributes: Attributes
+) -> list[TensorSpec]:
+    hidden, live, smoothing = ins[0], attributes["live"], attributes["smoothing"]
+    count, dtype = hidden.shape[0], hidden.dtype.wide
+    chunk = min(context.chunk_rows(live), count)
+    per_row, made = TargetRows.specs(count, dtype), outs[2 if smoothing else 1 :]
+    specs = [*per_row, *per_row[-1:] * bool(smoothing), hidden.with_shape(chunk, live)]
+    if dtype is not hidden.dtype:
+        specs.append(TensorSpec((block_rows(context, chunk, live), live), dtype))
+    if made:
+        specs += _HeadGradients.specs(hidden, made[1:], chunk, chunk < count)
+    return specs
+
+
+@row("head_cross_entropy", _head_cross_entropy_workspace)
+def _head_cross_entropy(context: Context, ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     """Ids that only pad the vocabulary are left out of every product: heads are sliced, not masked."""
-
-    def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        (hidden, head, targets, weight, bias), rest = ins, list(work)
-        live, smoothing = attributes["live"], attributes["smoothing"]
-        rows, logits = _HeadRows(targets, weight, smoothing, live, rest), rest.pop(0)
-        wide_logits = rest.pop(0) if hidden.dtype is torch.bfloat16 else None
-        made = outs[2 if smoothing else 1 :]
-        gradients = _HeadGradients(made, head, live, rest) if made else None
-        launches = rows.preparing() + (gradients.clearing() if gradients is not None else [])
-        for chunk in row_blocks(hidden.shape[0], logits.shape[0]):
-            part = logits[: chunk.stop - chunk.start]
-            launches.append(_product(hidden[chunk], head[:live], None if bias is None else bias[:live], part))
-            for block in row_blocks(part.shape[0], block_rows(context, *part.shape)):
-                at = slice(chunk.start + block.start, chunk.start + block.stop)
-                source, target = part[block], part[block]
-                if wide_logits is not None:
-                    target = wide_logits[: block.stop - block.start]
-                    launches.append(copying(target, source))
-                launches += rows.measuring(target, at)
-                if gradients is None:
-                    launches += rows.log_probabilities(target, target, at)
-                    continue
-                launches += [*rows.probabilities(target, at), *rows.subtract_targets(target, at)]
-                if wide_logits is not None:
-                    launches.append(copying(source, target))
-            if gradients is not None:
-                launches += gradients.products(part, hidden, rows, chunk)
-        finish = gradients.finishing() if gradients is not None else []
-        return chain(*launches, *rows.summing_both(outs[0], outs[-1 if gradients is None else 1]), *finish)
-
-    def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        hidden, live, smoothing = ins[0], attributes["live"], attributes["smoothing"]
-        count, dtype = hidden.shape[0], hidden.dtype.wide
-        chunk = min(context.chunk_rows(live), count)
-        per_row, made = TargetRows.specs(count, dtype), outs[2 if smoothing else 1 :]
-        specs = [*per_row, *per_row[-1:] * bool(smoothing), hidden.with_shape(chunk, live)]
-        if dtype is not hidden.dtype:
-            specs.append(TensorSpec((block_rows(context, chunk, live), live), dtype))
-        if made:
-            specs += _HeadGradients.specs(hidden, made[1:], chunk, chunk < count)
-        return specs
-
-    return into(bind, workspace)
+    (hidden, head, targets, weight, bias), rest = ins, list(work)
+    live, smoothing = attributes["live"], attributes["smoothing"]
+    rows, logits = _HeadRows(targets, weight, smoothing, live, rest), rest.pop(0)
+    wide_logits = rest.pop(0) if hidden.dtype is torch.bfloat16 else None
+    made = outs[2 if smoothing else 1 :]
+    gradients = _HeadGradients(made, head, live, rest) if made else None
+    launches = rows.preparing() + (gradients.clearing() if gradients is not None else [])
+    for chunk in row_blocks(hidden.shape[0], logits.shape[0]):
+        part = logits[: chunk.stop - chunk.start]
+        launches.append(_product(hidden[chunk], head[:live], None if bias is None else bias[:live], part))
+        for block in row_blocks(part.shape[0], block_rows(context, *part.shape)):
+            at = slice(chunk.start + block.start, chunk.start + block.stop)
+            source, target = part[block], part[block]
+            if wide_logits is not None:
+                target = wide_logits[: block.stop - block.start]
+                launches.append(copying(target, source))
+            launches += rows.measuring(target, at)
+            if gradients is None:
+                launches += rows.log_probabilities(target, target, at)
+                continue
+            launches += [*rows.probabilities(target, at), *rows.subtract_targets(target, at)]
+            if wide_logits is not None:
+                launches.append(copying(source, target))
+        if gradients is not None:
+            launches += gradients.products(part, hidden, rows, chunk)
+    finish = gradients.finishing() if gradients is not None else []
+    return chain(*launches, *rows.summing_both(outs[0], outs[-1 if gradients is None else 1]), *finish)
 
 
 def _product(hidden: Tensor, head: Tensor, bias: Tensor | None, logits: Tensor) -> Launch:
@@ -314,35 +315,41 @@ class _HeadGradients:
         return [copying(gradient[: self.live], total[: self.live]) for gradient, (total, _) in pairs]
 
 
-def _squared_error() -> Kernel:
-    def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        prediction, target, weight = ins
-        (loss,) = outs
-        difference = work[0]
-        launches: list[Launch] = []
-        for given, scratch in zip((prediction, target), (difference, work[-1]), strict=True):
-            if given.dtype is not difference.dtype:
-                launches.append(copying(scratch, given))
-        a = difference if prediction.dtype is not difference.dtype else prediction
-        b = work[-1] if target.dtype is not difference.dtype else target
-        return chain(
-            *launches,
-            partial(torch.sub, a, b, out=difference),
-            partial(torch.mul, difference, difference, out=difference),
-            partial(torch.sum, difference, tuple(range(difference.ndim)), out=loss),
-            partial(torch.mul, loss, weight, out=loss),
-        )
-
-    def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        spec = TensorSpec(ins[0].shape, ins[0].dtype.wide)
-        return [spec, spec] if ins[1].dtype is not spec.dtype else [spec]
-
-    return into(bind, workspace)
+def _squared_error_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    spec = TensorSpec(ins[0].shape, ins[0].dtype.wide)
+    return [spec, spec] if ins[1].dtype is not spec.dtype else [spec]
 
 
-def _squared_error_grad(
-    ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
-) -> Launch:
+@row("squared_error", _squared_error_workspace)
+def _squared_error(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    prediction, target, weight = ins
+    (loss,) = outs
+    difference = work[0]
+    launches: list[Launch] = []
+    for given, scratch in zip((prediction, target), (difference, work[-1]), strict=True):
+        if given.dtype is not difference.dtype:
+            launches.append(copying(scratch, given))
+    a = difference if prediction.dtype is not difference.dtype else prediction
+    b = work[-1] if target.dtype is not difference.dtype else target
+    return chain(
+        *launches,
+        partial(torch.sub, a, b, out=difference),
+        partial(torch.mul, difference, difference, out=difference),
+        partial(torch.sum, difference, tuple(range(difference.ndim)), out=loss),
+        partial(torch.mul, loss, weight, out=loss),
+    )
+
+
+def _squared_error_grad_workspace(
+    context: Context, ins: Specs, outs: Specs, attributes: Attributes
+) -> list[TensorSpec]:
+    prediction, target, weight = ins
+    same = prediction.dtype is target.dtype is weight.dtype
+    return [] if same else [TensorSpec(prediction.shape, weight.dtype)] * 2
+
+
+@row("squared_error_grad", _squared_error_grad_workspace)
+def _squared_error_grad(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     prediction, target, weight = ins
     (result,) = outs
     launches: list[Launch] = []
@@ -353,22 +360,3 @@ def _squared_error_grad(
     gradient = partial(aten.mse_loss_backward.grad_input, grad_input=result)
     launches.append(partial(gradient, weight.expand(prediction.shape), prediction, target, 0))
     return chain(*launches, *([copying(outs[0], result)] if work else []))
-
-
-def _squared_error_grad_workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-    prediction, target, weight = ins
-    same = prediction.dtype is target.dtype is weight.dtype
-    return [] if same else [TensorSpec(prediction.shape, weight.dtype)] * 2
-
-
-def table(context: Context) -> dict[str, Kernel]:
-    rows: dict[str, Callable[[Context], Kernel]] = {
-        "cross_entropy": _cross_entropy,
-        "cross_entropy_grad": _cross_entropy_grad,
-        "head_cross_entropy": _head_cross_entropy,
-    }
-    return {
-        **{name: build(context) for name, build in rows.items()},
-        "squared_error": _squared_error(),
-        "squared_error_grad": into(_squared_error_grad, _squared_error_grad_workspace),
-    }

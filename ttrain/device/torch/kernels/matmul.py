@@ -10,12 +10,11 @@ import torch
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Kernel, Launch
-from ttrain.device.torch.kernels import elementwise
-from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, chain, into, rows_of
+from ttrain.device.torch.kernels.common import ROWS, Attributes, Context, Specs, Tensors, chain, into, rows_of
 from ttrain.device.torch.kernels.product import fresh_bytes, product
 
 
-def _matmul(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+def _matmul(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     (a, b), c = ins, outs[0]
     a, b = a.mT if attributes["transpose_a"] else a, b.mT if attributes["transpose_b"] else b
     if a.ndim == 2:
@@ -41,22 +40,21 @@ def _linear_outside(ins: Sequence[TensorSpec | None], outs: Specs, attributes: A
 
 def _linear(context: Context) -> Kernel:
     """A product, then the activation's own row in place: fused or not, the bits are the same."""
-    activations = elementwise.table(context)
 
-    def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+    def bind(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         x, weight, bias = ins
         rows, y = rows_of(x), rows_of(outs[0])
         linear = product(rows, weight.t(), y, bias)
         if attributes.get("activation") is None:
             return linear
         name, settings = _activation(attributes["activation"])
-        return chain(linear, activations[name].bind([y], [y], settings, work))
+        return chain(linear, ROWS[name](context).bind([y], [y], settings, work))
 
     def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
         if attributes.get("activation") is None:
             return []
         name, settings = _activation(attributes["activation"])
-        return activations[name].workspace_specs(outs, outs, settings)
+        return ROWS[name](context).workspace_specs(outs, outs, settings)
 
     row = into(bind, workspace)
     return replace(row, outside=_linear_outside) if context.on_cpu else row
@@ -68,6 +66,8 @@ def _activation(name: str) -> tuple[str, Attributes]:
     return ("gelu", {"approximate": forms[name]}) if name in forms else (name, {})
 
 
-def table(context: Context) -> dict[str, Kernel]:
-    outside = _matmul_outside if context.on_cpu else None
-    return {"matmul": replace(into(_matmul), outside=outside), "linear": _linear(context)}
+def _product_row(context: Context) -> Kernel:
+    return replace(into(_matmul), outside=_matmul_outside if context.on_cpu else None)
+
+
+ROWS.update(matmul=_product_row, linear=_linear)

@@ -14,17 +14,18 @@ from typing import Any
 import torch
 
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Kernel, Launch
+from ttrain.device.base import Launch
 from ttrain.device.torch.kernels.common import (
     Attributes,
     Context,
+    Given,
     Specs,
     Tensor,
-    Workspace,
+    Tensors,
     chain,
     constant,
     copying,
-    into,
+    row,
     rows_of,
 )
 
@@ -43,15 +44,11 @@ def _widened(parameters: Sequence[Tensor | None], work: Sequence[Tensor]) -> tup
     return wide_ones, launches
 
 
-def _widening(context: Context, position: int, count: int) -> Workspace:
-    """Workspace for x, where it is widened too, and for `count` parameters from input `position` on."""
-
-    def workspace(ins: Sequence[Any], outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        given = [spec for spec in ins[position : position + count] if spec is not None]
-        rows = [] if context.on_cpu else [ins[0]]
-        return [s.with_dtype(s.dtype.wide) for s in (*rows, *given) if s.dtype.wide is not s.dtype]
-
-    return workspace
+def _widening(context: Context, ins: Given, outs: Specs, attributes: Attributes, position: int = 1) -> list[TensorSpec]:
+    """Workspace for x, where it is widened too, and for weight and bias, the inputs from number `position` on."""
+    given = [spec for spec in ins[position : position + 2] if spec is not None]
+    rows = [] if context.on_cpu else [ins[0]]
+    return [s.with_dtype(s.dtype.wide) for s in (*rows, *given) if s.dtype.wide is not s.dtype]
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, results: Sequence[Tensor]) -> Launch:
@@ -82,24 +79,25 @@ def _norm_of(
     return chain(*launches, *widening, _forward(rows, weight, bias, eps, outs))
 
 
-def _layer_norm(context: Context) -> Kernel:
-    def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        return _norm_of(context, ins[0], ins[1:3], attributes["eps"], outs, work)
-
-    return into(bind, _widening(context, 1, 2), overwrites=(0,))
+@row("layer_norm", _widening, overwrites=(0,))
+def _layer_norm(context: Context, ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    return _norm_of(context, ins[0], ins[1:3], attributes["eps"], outs, work)
 
 
-def _add_layer_norm(context: Context) -> Kernel:
-    def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        total = partial(torch.add, ins[0], ins[1], out=outs[0])
-        return chain(total, _norm_of(context, outs[0], ins[2:4], attributes["eps"], outs[1:], work))
-
-    return into(bind, _widening(context, 2, 2), overwrites=(0, 1))
+@row("add_layer_norm", partial(_widening, position=2), overwrites=(0, 1))
+def _add_layer_norm(context: Context, ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    total = partial(torch.add, ins[0], ins[1], out=outs[0])
+    return chain(total, _norm_of(context, outs[0], ins[2:4], attributes["eps"], outs[1:], work))
 
 
-def _layer_norm_grad(
-    ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
-) -> Launch:
+def _grad_workspace(context: Context, ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    x, weight = outs[0], ins[4]
+    narrow = [spec for spec in (weight, x, x) if spec.dtype.wide is not spec.dtype]
+    return [spec.with_dtype(spec.dtype.wide) for spec in narrow]
+
+
+@row("layer_norm_grad", _grad_workspace, overwrites=(0, 1, 5))
+def _layer_norm_grad(context: Context, ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     dy, x, mean, rstd, weight, residual = ins
     dy, x, residual = rows_of(dy), rows_of(x), None if residual is None else rows_of(residual)
     (weight,), preparing = _widened([weight], work)
@@ -133,12 +131,6 @@ def _finishing_wide(dx: Tensor, residual: Tensor | None, scratch: Tensor) -> Cal
     if residual is None:
         return dx.copy_
     return lambda new: dx.copy_(new.add_(scratch.copy_(residual)))
-
-
-def _grad_workspace(ins: Sequence[Any], outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-    x, weight = outs[0], ins[4]
-    narrow = [spec for spec in (weight, x, x) if spec.dtype.wide is not spec.dtype]
-    return [spec.with_dtype(spec.dtype.wide) for spec in narrow]
 
 
 def _block(context: Context, x: TensorSpec) -> TensorSpec:
@@ -175,62 +167,53 @@ def _rms_of(x: Tensor, weight: Tensor, eps: float, outs: Sequence[Tensor], work:
     return chain(*widening, *launches)
 
 
-def _rms_norm(context: Context, residual: bool) -> Kernel:
-    def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        x = outs[0] if residual else ins[0]
-        norm = _rms_of(x, ins[-1], attributes["eps"], outs[-2:], work)
-        return chain(partial(torch.add, ins[0], ins[1], out=x), norm) if residual else norm
-
-    def workspace(ins: Sequence[Any], outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        weight = ins[-1]
-        wide = [weight.with_dtype(weight.dtype.wide)] if weight.dtype.wide is not weight.dtype else []
-        return [*[_block(context, ins[0])] * 2, *wide]
-
-    return into(bind, workspace, overwrites=(0, 1) if residual else (0,))
+def _rms_workspace(context: Context, ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    weight = ins[-1]
+    wide = [weight.with_dtype(weight.dtype.wide)] if weight.dtype.wide is not weight.dtype else []
+    return [*[_block(context, ins[0])] * 2, *wide]
 
 
-def _rms_norm_grad(context: Context) -> Kernel:
-    def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        dy, x, rstd, weight, residual = ins
-        (normal, scaled, product, dot, total, part, *free), launches = work, list[Launch]()
-        (weight,), widening = _widened([weight], free)
-        beside = None if residual is None else rows_of(residual)
-        for d, rows, root, more, out in _blocks(
-            (rows_of(dy), rows_of(x), rstd.view(-1, 1), beside, rows_of(outs[0])), len(normal)
-        ):
-            n, s, p, along = (scratch[: len(rows)] for scratch in (normal, scaled, product, dot))
-            adding: list[Launch] = [] if more is None else [copying(n, more), partial(s.add_, n)]
-            launches += [
-                *(copying(n, rows), copying(s, d)),
-                partial(torch.mul, n, root, out=n),
-                partial(torch.mul, s, n, out=p),
-                partial(torch.sum, p, 0, out=part),
-                partial(total.add_, part),
-                partial(torch.mul, p, weight, out=p),
-                partial(torch.sum, p, -1, True, out=along),
-                partial(torch.mul, s, weight, out=s),
-                partial(torch.addcmul, s, n, along, value=-1 / x.shape[-1], out=s),
-                partial(torch.mul, s, root, out=s),
-                *adding,
-                copying(out, s),
-            ]
-        return chain(*widening, total.zero_, *launches, copying(outs[1], total))
-
-    def workspace(ins: Sequence[Any], outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        block, weight = _block(context, ins[1]), ins[3]
-        row = block.with_shape(block.shape[1])
-        wide = [row] if weight.dtype.wide is not weight.dtype else []
-        return [*[block] * 3, block.with_shape(block.shape[0], 1), row, row, *wide]
-
-    return into(bind, workspace, overwrites=(0, 4))
+@row("rms_norm", _rms_workspace, overwrites=(0,))
+def _rms_norm(context: Context, ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    return _rms_of(ins[0], ins[-1], attributes["eps"], outs, work)
 
 
-def table(context: Context) -> dict[str, Kernel]:
-    return {
-        "layer_norm": _layer_norm(context),
-        "add_layer_norm": _add_layer_norm(context),
-        "layer_norm_grad": into(_layer_norm_grad, _grad_workspace, overwrites=(0, 1, 5)),
-        "rms_norm": _rms_norm(context, residual=False),
-        "add_rms_norm": _rms_norm(context, residual=True),
-        "rms_norm_grad": _rms_norm_grad(context),
-    }
+@row("add_rms_norm", _rms_workspace, overwrites=(0, 1))
+def _add_rms_norm(context: Context, ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    total = partial(torch.add, ins[0], ins[1], out=outs[0])
+    return chain(total, _rms_of(outs[0], ins[-1], attributes["eps"], outs[1:], work))
+
+
+def _rms_norm_grad_workspace(context: Context, ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    block, weight = _block(context, ins[1]), ins[3]
+    row = block.with_shape(block.shape[1])
+    wide = [row] if weight.dtype.wide is not weight.dtype else []
+    return [*[block] * 3, block.with_shape(block.shape[0], 1), row, row, *wide]
+
+
+@row("rms_norm_grad", _rms_norm_grad_workspace, overwrites=(0, 4))
+def _rms_norm_grad(context: Context, ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    dy, x, rstd, weight, residual = ins
+    (normal, scaled, product, dot, total, part, *free), launches = work, list[Launch]()
+    (weight,), widening = _widened([weight], free)
+    beside = None if residual is None else rows_of(residual)
+    for d, rows, root, more, out in _blocks(
+        (rows_of(dy), rows_of(x), rstd.view(-1, 1), beside, rows_of(outs[0])), len(normal)
+    ):
+        n, s, p, along = (scratch[: len(rows)] for scratch in (normal, scaled, product, dot))
+        adding: list[Launch] = [] if more is None else [copying(n, more), partial(s.add_, n)]
+        launches += [
+            *(copying(n, rows), copying(s, d)),
+            partial(torch.mul, n, root, out=n),
+            partial(torch.mul, s, n, out=p),
+            partial(torch.sum, p, 0, out=part),
+            partial(total.add_, part),
+            partial(torch.mul, p, weight, out=p),
+            partial(torch.sum, p, -1, True, out=along),
+            partial(torch.mul, s, weight, out=s),
+            partial(torch.addcmul, s, n, along, value=-1 / x.shape[-1], out=s),
+            partial(torch.mul, s, root, out=s),
+            *adding,
+            copying(out, s),
+        ]
+    return chain(*widening, total.zero_, *launches, copying(outs[1], total))

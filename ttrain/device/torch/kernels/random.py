@@ -9,16 +9,17 @@ import torch
 
 from ttrain.core.random_bits import MIX_MULTIPLIERS, MIX_SHIFTS, keep_threshold, mix, stream_key
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Kernel, Launch
+from ttrain.device.base import Launch
 from ttrain.device.torch.kernels.common import (
     Attributes,
     Context,
     Specs,
     Tensor,
+    Tensors,
     chain,
     constant,
     copying,
-    into,
+    row,
 )
 
 _SIGN = 1 << 31
@@ -102,26 +103,20 @@ def keying(context: Context, seed: Tensor, stream: int, keys: Tensor) -> Launch:
     )
 
 
-def _dropout(context: Context) -> Kernel:
-    def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        return masking(context, ins[0], outs[0], ins[1], attributes["p"], attributes["stream"], work)
-
-    def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        return mask_workspace(context, outs[0].size, outs[0].dtype)
-
-    return into(bind, workspace, overwrites=(0,))
+def _dropout_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    return mask_workspace(context, outs[0].size, outs[0].dtype)
 
 
-def _dropout_mask(context: Context) -> Kernel:
-    def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        (mask,), p, stream = outs, attributes["p"], attributes["stream"]
-        return chain(partial(mask.fill_, 1), masking(context, mask, mask, ins[0], p, stream, work))
-
-    def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        return mask_workspace(context, outs[0].size, outs[0].dtype)
-
-    return into(bind, workspace)
+@row("dropout", _dropout_workspace, overwrites=(0,))
+def _dropout(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    return masking(context, ins[0], outs[0], ins[1], attributes["p"], attributes["stream"], work)
 
 
-def table(context: Context) -> dict[str, Kernel]:
-    return {"dropout": _dropout(context), "dropout_mask": _dropout_mask(context)}
+def _dropout_mask_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    return mask_workspace(context, outs[0].size, outs[0].dtype)
+
+
+@row("dropout_mask", _dropout_mask_workspace)
+def _dropout_mask(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    (mask,), p, stream = outs, attributes["p"], attributes["stream"]
+    return chain(partial(mask.fill_, 1), masking(context, mask, mask, ins[0], p, stream, work))

@@ -8,29 +8,18 @@ from functools import partial
 import torch
 
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Kernel, Launch
-from ttrain.device.torch.kernels.common import (
-    Attributes,
-    Context,
-    Specs,
-    Tensor,
-    chain,
-    copying,
-    into,
-    runs,
-)
+from ttrain.device.base import Launch
+from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, Tensors, chain, copying, row, runs
 
 
-def _reduce_sum(
-    ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
-) -> Launch:
+@row("reduce_sum")
+def _reduce_sum(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     x, y, axes = ins[0], outs[0], attributes["axes"]
     return partial(torch.sum, x, axes, out=y) if axes else copying(y, x)
 
 
-def _reduce_max(
-    ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
-) -> Launch:
+@row("reduce_max")
+def _reduce_max(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     return partial(torch.amax, ins[0], attributes["axes"], out=outs[0])
 
 
@@ -48,34 +37,29 @@ def _pieces(tensors: Sequence[Tensor], block: int, row: int) -> list[Tensor]:
     return pieces
 
 
-def _global_norm(context: Context) -> Kernel:
-    def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        (y,) = outs
-        pieces, launches, start = _pieces(ins, context.block, context.norm_row), [], 0
-        if len(pieces) == 1 and pieces[0].shape[0] == 1 and pieces[0].dtype is y.dtype:
-            return partial(torch.linalg.vector_norm, pieces[0], 2, out=y)
-        partials = work[0]
-        for piece in pieces:
-            if piece.dtype is not y.dtype:
-                widened = work[1][: piece.numel()].view(piece.shape)
-                launches.append(copying(widened, piece))
-                piece = widened
-            end = start + piece.shape[0]
-            launches.append(partial(torch.linalg.vector_norm, piece, 2, 1, out=partials[start:end]))
-            start = end
-        return chain(*launches, partial(torch.linalg.vector_norm, partials[:start], 2, out=y))
-
-    def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        dtype = outs[0].dtype
-        specs = [TensorSpec((sum(-(-spec.size // context.norm_row) + 1 for spec in ins) or 1,), dtype)]
-        if any(spec.dtype is not dtype for spec in ins):
-            largest = max(spec.size for spec in ins)
-            total = sum(spec.size for spec in ins)
-            specs.append(TensorSpec((min(max(largest, total), max(context.block, context.norm_row)),), dtype))
-        return specs
-
-    return into(bind, workspace)
+def _global_norm_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    dtype = outs[0].dtype
+    specs = [TensorSpec((sum(-(-spec.size // context.norm_row) + 1 for spec in ins) or 1,), dtype)]
+    if any(spec.dtype is not dtype for spec in ins):
+        largest = max(spec.size for spec in ins)
+        total = sum(spec.size for spec in ins)
+        specs.append(TensorSpec((min(max(largest, total), max(context.block, context.norm_row)),), dtype))
+    return specs
 
 
-def table(context: Context) -> dict[str, Kernel]:
-    return {"reduce_sum": into(_reduce_sum), "reduce_max": into(_reduce_max), "global_norm": _global_norm(context)}
+@row("global_norm", _global_norm_workspace)
+def _global_norm(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    (y,) = outs
+    pieces, launches, start = _pieces(ins, context.block, context.norm_row), [], 0
+    if len(pieces) == 1 and pieces[0].shape[0] == 1 and pieces[0].dtype is y.dtype:
+        return partial(torch.linalg.vector_norm, pieces[0], 2, out=y)
+    partials = work[0]
+    for piece in pieces:
+        if piece.dtype is not y.dtype:
+            widened = work[1][: piece.numel()].view(piece.shape)
+            launches.append(copying(widened, piece))
+            piece = widened
+        end = start + piece.shape[0]
+        launches.append(partial(torch.linalg.vector_norm, piece, 2, 1, out=partials[start:end]))
+        start = end
+    return chain(*launches, partial(torch.linalg.vector_norm, partials[:start], 2, out=y))

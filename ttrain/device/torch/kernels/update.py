@@ -14,19 +14,20 @@ from typing import Any
 import torch
 
 from ttrain.core.spec import DType, TensorSpec, run_offsets
-from ttrain.device.base import Kernel, Launch
+from ttrain.device.base import Delivery, Launch
 from ttrain.device.torch.kernels.common import (
     RUN_GAP,
     Attributes,
     Context,
+    Given,
     Specs,
     Tensor,
+    Tensors,
     chain,
     constant,
     copying,
     flatten,
-    inplace,
-    into,
+    row,
 )
 from ttrain.device.torch.kernels.program import Program
 from ttrain.device.torch.kernels.random import counting, keying, mixing
@@ -36,32 +37,31 @@ _LOW, _HIGH = 0xFFFF, -0x10000  # the bits of a fp32 number that a bf16 number l
 _KEYS = 8  # int32 per list: key, key of the block, and scratch
 
 
-def _assign(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
+@row("assign", delivery=Delivery.INPLACE)
+def _assign(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     return copying(ins[0], ins[1])
 
 
-def _accumulate(context: Context) -> Kernel:
-    def bind(ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        state, value = ins
-        if not work:
-            return partial(torch.add, state, value, out=state)
-        launches: list[Launch] = []
-        size = work[0].numel()
-        for part, given in zip(state.view(-1).split(size), value.view(-1).split(size), strict=True):
-            widened = work[0][: part.numel()]
-            launches += [copying(widened, given), partial(torch.add, part, widened, out=part)]
-        return chain(*launches)
-
-    def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        state, value = ins
-        return [] if state.dtype is value.dtype else [state.with_shape(max(min(state.size, context.block), 1))]
-
-    return inplace(bind, workspace)
+def _accumulate_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    state, value = ins
+    return [] if state.dtype is value.dtype else [state.with_shape(max(min(state.size, context.block), 1))]
 
 
-def _clip_factor(
-    ins: Sequence[Tensor], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]
-) -> Launch:
+@row("accumulate", _accumulate_workspace, delivery=Delivery.INPLACE)
+def _accumulate(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    state, value = ins
+    if not work:
+        return partial(torch.add, state, value, out=state)
+    launches: list[Launch] = []
+    size = work[0].numel()
+    for part, given in zip(state.view(-1).split(size), value.view(-1).split(size), strict=True):
+        widened = work[0][: part.numel()]
+        launches += [copying(widened, given), partial(torch.add, part, widened, out=part)]
+    return chain(*launches)
+
+
+@row("clip_factor")
+def _clip_factor(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     norm, factor = ins[0], outs[0]
     number = partial(constant, dtype=norm.dtype, device=norm.device)
     return chain(
@@ -175,24 +175,23 @@ _FUSED: dict[str, Callable[[_Call, Mapping[str, float]], Update]] = {
 }
 
 
-def _update(context: Context) -> Kernel:
-    def bind(ins: Sequence[Any], outs: Sequence[Tensor], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
-        call, rule = _Call.of(ins, attributes), attributes["rule"]
-        if call.in_one_pass(attributes):
-            update = _FUSED[rule.name](call, dict(rule.settings))
-            launch = _updating(call.lists, call.factor, work, update)
-        else:
-            launch = _Blocks(context, call, attributes, work).launch()
-        pairs = zip(*_aligned_slots([call.copies, call.lists[0]]), strict=True) if call.copies else ()
-        return chain(launch, *(copying(copy, parameter) for copy, parameter in pairs))
+def _update_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    call = _Call.of(ins, attributes)
+    if call.in_one_pass(attributes):
+        return _gradient_workspace(context, attributes["count"], call.factor is not None, ins)
+    return _block_workspace(context, call, attributes)
 
-    def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        call = _Call.of(ins, attributes)
-        if call.in_one_pass(attributes):
-            return _gradient_workspace(context, attributes["count"], call.factor is not None, ins)
-        return _block_workspace(context, call, attributes)
 
-    return inplace(bind, workspace)
+@row("update", _update_workspace, delivery=Delivery.INPLACE)
+def _update(context: Context, ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    call, rule = _Call.of(ins, attributes), attributes["rule"]
+    if call.in_one_pass(attributes):
+        update = _FUSED[rule.name](call, dict(rule.settings))
+        launch = _updating(call.lists, call.factor, work, update)
+    else:
+        launch = _Blocks(context, call, attributes, work).launch()
+    pairs = zip(*_aligned_slots([call.copies, call.lists[0]]), strict=True) if call.copies else ()
+    return chain(launch, *(copying(copy, parameter) for copy, parameter in pairs))
 
 
 def _program(attributes: Attributes) -> Program:
@@ -287,12 +286,3 @@ class _Blocks:
             partial(torch.add, bits, hashes, out=bits),
             partial(torch.bitwise_and, bits, integer(_HIGH), out=bits),
         ]
-
-
-def table(context: Context) -> dict[str, Kernel]:
-    return {
-        "assign": inplace(_assign),
-        "accumulate": _accumulate(context),
-        "clip_factor": into(_clip_factor),
-        "update": _update(context),
-    }
