@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tests.models.centred import Centred
-from tests.ttnn.runs import ENGINES, adamw, batch, gpt, mlp, sgd
+from tests.ttnn.runs import ENGINES, adamw, batch, gpt, llama, mlp, sgd
 from ttrain.core.spec import DType
 from ttrain.device.ttnn.device import TenstorrentDevice, open_device
 from ttrain.device.ttnn.settings import TenstorrentConfig
@@ -28,6 +28,7 @@ from ttrain.train.steps.step_graph import StepGraph
 SIZES = {
     "nano-gpt": {"layers": 6, "heads": 6, "width": 384, "context": 256, "vocabulary": 96},
     "gpt2": {"layers": 12, "heads": 12, "width": 768, "context": 1024, "vocabulary": 50257},
+    "llama": {"layers": 4, "heads": 6, "kv_heads": 2, "width": 384, "hidden": 1024, "context": 256, "qk_norm": True},
     "odd": {"layers": 1, "heads": 2, "width": 96, "context": 33, "vocabulary": 97},
 }
 STEPS = 6
@@ -41,7 +42,9 @@ def model_of(case: dict[str, Any]) -> Any:
     if case["model"] == "centred":
         return Centred(compute)
     model: Any
-    if case["model"] == "agillm":
+    if case["model"] == "llama":
+        model = llama(compute, **SIZES["llama"])
+    elif case["model"] == "agillm":
         model = AGILLM(AGILLMConfig(pad_vocabulary=32, **case["config"]), compute)
     else:
         model = gpt(compute, **{**SIZES[case["model"]], "dropout": case.get("dropout", 0.0)})

@@ -18,8 +18,9 @@ from ttrain.engine.traced import TracedEngine
 from ttrain.graph import Kind
 from ttrain.models.base import loss_weights, preparation
 from ttrain.models.gpt import GPT
+from ttrain.models.llama import Llama
 from ttrain.models.mlp import MLP
-from ttrain.models.settings import GPTConfig, MLPConfig
+from ttrain.models.settings import GPTConfig, LlamaConfig, MLPConfig
 from ttrain.nn.initialize import initial_values
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig, SGDConfig
@@ -51,6 +52,11 @@ def mlp(compute: DType = DType.FP32, **sizes: Any) -> MLP:
 def gpt(compute: DType = DType.FP32, **sizes: Any) -> GPT:
     usual = {"layers": 2, "heads": 2, "width": 64, "context": 32, "vocabulary": 65}
     return GPT(GPTConfig(**{**usual, **sizes}), compute)
+
+
+def llama(compute: DType = DType.FP32, **sizes: Any) -> Llama:
+    usual = {"layers": 2, "heads": 4, "kv_heads": 2, "width": 64, "hidden": 96, "context": 32, "vocabulary": 65}
+    return Llama(LlamaConfig(**{**usual, **sizes}), compute)
 
 
 def adamw(**settings: Any) -> AdamW:

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
-from tests.ttnn.runs import ENGINES, Outcome, adamw, batch, cosine, cpu, golden, gpt, mlp, run, sgd
+from tests.ttnn.runs import ENGINES, Outcome, adamw, batch, cosine, cpu, golden, gpt, llama, mlp, run, sgd
 from ttrain.core.spec import DType
 from ttrain.engine.state import State
 from ttrain.nn.initialize import initial_values
@@ -27,6 +27,9 @@ MODELS: dict[str, Callable[..., Any]] = {
         dtype, vocabulary=50, width=40, heads=4, context=20, dropout=0.2, tied=False, bias=False
     ),
     "packed documents": lambda dtype=DType.FP32: gpt(dtype, context=40).packing_documents(),
+    "llama": lambda dtype=DType.FP32: llama(
+        dtype, vocabulary=50, context=20, head_width=12, hidden=70, rotary_share=0.5, window=7
+    ),
     "recomputed blocks": lambda dtype=DType.FP32: gpt(dtype, recompute="block", dropout=0.1),
 }
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -95,7 +98,7 @@ LARGEST_MOVE = 2.01 * LR  # AdamW moves by lr in the direction of the sign, so a
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused kernels", "plain kernels"])
-@pytest.mark.parametrize("model", [name for name in MODELS if name not in ("mlp", "recomputed blocks")])
+@pytest.mark.parametrize("model", [name for name in MODELS if name not in ("mlp", "recomputed blocks", "llama")])
 def test_bf16_with_adamw_stays_within_its_rounding(model: str, fused: bool) -> None:
     """The first update divides a gradient by its size: where the gradient is clear of zero it moves as in fp32."""
     check_adamw(

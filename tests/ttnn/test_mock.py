@@ -25,6 +25,7 @@ N150: dict[str, dict[str, Any]] = {
     "nano-gpt of 32": {"model": "nano-gpt", "rows": 32, "dropout": 0.1, **BF16},
     "odd": {"model": "odd", "dropout": 0.1, **BF16},
     "gpt2": {"model": "gpt2", "rows": 1, **BF16},
+    "llama": {"model": "llama", **BF16},
     "mlp traced": {"model": "mlp", "engine": "traced"},  # last: captured steps keep the device from fused updates
 }
 # Device ops of one step, forward to update. A step written op by op takes 978 and 362 for the last two.
@@ -81,6 +82,7 @@ ACCEPTED: tuple[dict[str, Any], ...] = (
     {"model": "nano-gpt", **BF16},
     {"model": "nano-gpt", "rows": 32, **BF16},
     {"model": "gpt2", "rows": 1, **BF16},
+    {"model": "llama", **BF16},
     {"model": "odd", "dropout": 0.1, **BF16},
 )
 
