@@ -224,8 +224,6 @@ def _eval(
         yield "task=eval: needs a trained model. Give run.dir=<run directory> or model.from=<model folder>."
     elif run.dir is not None and folder is not None and not source.merged:
         yield "task=eval: run.dir and model.from both name a model. Give one of them."
-    if not eval.text and eval.choices is None:
-        yield "task=eval: nothing to measure. Give eval.text=[<file or folder>] or eval.choices=<file of questions>."
     if eval.checkpoint not in ("last", "best") and not eval.checkpoint.isdecimal():
         yield f"eval.checkpoint={eval.checkpoint}: must be last, best or a step number."
 

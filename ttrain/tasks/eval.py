@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config.schema import Config
-from ttrain.core.errors import UserError
+from ttrain.core.errors import ConfigError, UserError
 from ttrain.core.files import replace_file, to_json
 from ttrain.core.units import format_bytes, format_count
 
@@ -19,6 +19,10 @@ def run(config: Config) -> dict[str, Any]:
     from ttrain.train.runs.run_directory import chosen_model
 
     wanted = config.eval
+    if not wanted.text and wanted.choices is None:
+        raise ConfigError(
+            "task=eval: nothing to measure. Give eval.text=[<file or folder>] or eval.choices=<file of questions>."
+        )
     out = Path(config.run.dir or "", "results.json") if wanted.out is None else Path(wanted.out)
     steps = [name for name, given in (("evaluate", wanted.text), ("scores", wanted.choices)) if given]
     with opened(config, *steps) as scorer:

@@ -25,6 +25,8 @@ from ttrain.models.identity import FUNCTION
 from ttrain.nn.settings import LoraConfig
 from ttrain.train.loop.evaluate import BITS_PER_BYTE, Evaluation, EvaluationResult
 from ttrain.train.protocols import Dataset, Inputs, Outputs
+from ttrain.train.sampling.decode import cache_tensors
+from ttrain.train.sampling.source import Source, sampling_traces
 
 _SCORED_PER_ROW = 32  # positions whose scores of the whole vocabulary come to the host at once, for each sequence
 
@@ -48,6 +50,7 @@ class Scorer:
     origin: str  # the run, or the folder of weights
     rows: int
     steps: dict[str, Callable[[Inputs], Outputs]]
+    source: Source | None = None  # of text, where that is wanted
 
     def loss(self, data: Dataset, told: Callable[[int], object] = lambda rows: None) -> EvaluationResult:
         """The mean loss over all targets of held-out samples; `told` gets how many sequences are done."""
@@ -112,6 +115,8 @@ class _Given:
 def opened(config: Config, *wanted: str) -> Iterator[Scorer]:
     """The model of `run.dir` or `model.from` on the device, with the steps `evaluate` and `scores`, or those wanted.
 
+    Where `text` is wanted it can be drawn as well, as `sample` says.
+
     Raises CheckpointError for a model that can't be read, UserError for a device that can't do this.
     """
     given = _from_folder(config) if config.run.dir is None else _from_run(config, config.run.dir)
@@ -128,14 +133,19 @@ def opened(config: Config, *wanted: str) -> Iterator[Scorer]:
         if device.caution is not None:
             print(f"WARNING: {device.caution}", file=sys.stderr)
         with Waiting("Loading the model"):
-            session = build.build_session(model, device, *config.step_parts, training=False)
+            reads = sampling_traces(model, config.sample) if "text" in wanted else {}
+            caches = cache_tensors([trace for several in reads.values() for trace in several.values()])
+            session = build.build_session(model, device, *config.step_parts, training=False, further=caches)
             stack.enter_context(closing(session))
             given.load(session.state)
             traces: dict[str, Trace] = {"evaluate": session.graph.trace_evaluate}
             traces["scores"] = partial(_trace_scores, model, rows)
-            steps = {name: session.engine.build(name, traces[name]) for name in wanted or traces}
+            steps = {name: session.engine.build(name, traces[name]) for name in traces if name in (wanted or traces)}
+            source = Source(model, config.sample, given.tokenizer.vocabulary, reads) if "text" in wanted else None
+            if source is not None:
+                source.build(session.engine.build, session.graph.trace_logits)
         origin, context = given.origin, model.config.context
-        yield Scorer(given.tokenizer, model, context, given.start, given.step, origin, rows, dict(steps))
+        yield Scorer(given.tokenizer, model, context, given.start, given.step, origin, rows, dict(steps), source)
 
 
 def _from_run(config: Config, run: str) -> _Given:
@@ -146,7 +156,7 @@ def _from_run(config: Config, run: str) -> _Given:
     checkpoint = find_checkpoint(Path(run), config.eval.checkpoint)
     if checkpoint.tokenizer is None:
         raise CheckpointError(f"{checkpoint.path} has no tokenizer, so its model reads no text. Give another run.")
-    config = continued(checkpoint.config, config, ("device", "engine", "logger"))
+    config = continued(checkpoint.config, config, ("device", "engine", "logger", "sample"))
     alone = getattr(config.data, "attention", "") == "document"
     if alone:  # a row has one document here
         config.data = dataclasses.replace(config.data, attention="sequence")  # type: ignore[call-arg]

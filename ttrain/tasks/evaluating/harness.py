@@ -1,0 +1,109 @@
+"""Models of ttrain for lm-evaluation-harness, which brings the tasks: `pip install 'ttrain[lm-eval]'`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from ttrain.api import load_config
+from ttrain.core.errors import UserError
+from ttrain.tasks.evaluating.choices import encoded_pair
+from ttrain.tasks.evaluating.scorer import cross_entropy, opened
+from ttrain.tasks.evaluating.texts import Texts
+from ttrain.train.sampling.draw import Stop, stream_text
+
+try:
+    from lm_eval.api.model import LM
+except ImportError as error:
+    raise ImportError(f"lm-evaluation-harness can't be loaded ({error}): pip install 'ttrain[lm-eval]'") from None
+
+_GENERATED = 256  # tokens, where a task does not say how many
+
+
+class TtrainLM(LM):  # type: ignore[misc]
+    """The model of a run or of a folder of Transformers, as `lm_eval.simple_evaluate(model=...)` takes it.
+
+    What it says of a text is what task=eval and task=sample say: texts are parted into context and continuation as by
+    the harness's own models, and a text without a context follows the token that ends a document, or a folder's
+    bos_token.
+    """
+
+    def __init__(self, *words: str, batch_size: int | str | None = None, **keys: Any) -> None:
+        """`words` are those of a command: `run.dir=<run>` or `model.from=<folder>`, device=cpu, eval.batch_size=16.
+
+        The harness gives them by name, and batch_size. Raises TtrainError where the model can't be opened.
+        """
+        super().__init__()
+        given = [f"{name}={value}" for name, value in keys.items() if value is not None and name != "max_batch_size"]
+        rows = [] if batch_size is None else [f"eval.batch_size={batch_size}"]
+        config = load_config("task=eval", "sample.temperature=0", *given, *rows, *words)
+        self._stack = ExitStack()
+        self._scorer = self._stack.enter_context(opened(config, "evaluate", "scores", "text"))
+
+    def close(self) -> None:
+        """Gives the device back."""
+        self._stack.close()
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Tells tokenizers apart in the harness's caches."""
+        return str(self._scorer.tokenizer.hash)
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Log-probability of each (context, continuation) in nats, and whether greedy decoding would write it."""
+        pairs = [encoded_pair(self._scorer.tokenizer, *request.args) for request in requests]
+        found = self._shown(self._scorer.likelihoods(pairs), requests, disable_tqdm)
+        return [
+            self._kept("loglikelihood", request, tuple(each)) for request, each in zip(requests, found, strict=True)
+        ]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of each text, every token predicted once from windows of the context."""
+        found = []
+        for request in self._shown(requests, requests, disable_tqdm):
+            start = [] if self._scorer.start is None else [self._scorer.start]
+            data = Texts([np.array([*start, *self._scorer.tokenizer.encode(*request.args)])], self._scorer.context)
+            tokens = int((data.batch("val", 0, 0, data.val_samples)["targets"] >= 0).sum())
+            total = -cross_entropy(self._scorer.loss(data)) * tokens if tokens else 0.0
+            found.append(self._kept("loglikelihood_rolling", request, total))
+        return found
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """What the model writes after each context, up to a stop; greedily unless a request asks to draw."""
+        found = []
+        for request in self._shown(requests, requests, disable_tqdm):
+            context, asked = request.args
+            found.append(self._kept("generate_until", request, self._generated(context, dict(asked))))
+        return found
+
+    def _generated(self, context: str, asked: dict[str, Any]) -> str:
+        scorer, until = self._scorer, asked.pop("until", None) or []
+        assert scorer.source is not None
+        tokens, draws = asked.pop("max_gen_toks", _GENERATED), asked.pop("do_sample", False)
+        cuts = {name: asked.pop(name) for name in ("temperature", "top_k", "top_p", "min_p") if name in asked}
+        if asked:
+            raise UserError(f"generate_until: ttrain knows no {', '.join(map(repr, asked))}. Leave it out of the task.")
+        cuts = {"temperature": 1.0, **cuts} if draws else {"temperature": 0.0}
+        source = dataclasses.replace(
+            scorer.source, config=dataclasses.replace(scorer.source.config, tokens=tokens, **cuts)
+        )
+        stop = Stop.of(scorer.tokenizer, [until] if isinstance(until, str) else until)
+        prompt = scorer.tokenizer.encode(context) or [scorer.start or 0]
+        written: list[str] = []
+        stream_text(scorer.tokenizer, prompt, source.tokens(prompt, 0), written.append, stop)
+        return "".join(written[1:])  # the first is the prompt
+
+    def _kept(self, kind: str, request: Any, found: Any) -> Any:
+        """The answer, noted where the harness keeps answers."""
+        self.cache_hook.add_partial(kind, request.args, found)
+        return found
+
+    @staticmethod
+    def _shown(items: Any, requests: Sequence[Any], hidden: bool) -> Any:
+        from tqdm import tqdm
+
+        return tqdm(items, "ttrain", len(requests), disable=hidden)
