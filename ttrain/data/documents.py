@@ -83,6 +83,7 @@ class DocumentDataset(TokenSequences):
             **with_notices(description, self._long()),
             "tokens": {split: len(ids) for split, ids in splits.items()},
             "vocabulary": vocabulary,
+            **({"sequences": {split: len(whole) for split, whole in self._whole.items()}} if self._whole else {}),
             "order": config.order,
             "shuffle_buffer": config.shuffle_buffer if group is not None else None,
         }

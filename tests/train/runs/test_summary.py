@@ -257,6 +257,9 @@ def test_the_start_tells_of_documents_and_examples(book: Path) -> None:
         "book, 4 files, 1000 B: 753 tokens to train on, 251 held out. "
         "A pass is 75 sequences of 10 tokens; 50 steps of 3 make 1.99 passes."
     )
+    whole = DocumentsConfig(sources=["book"], tokenizer="byte", long_documents="cut")
+    told = extent_line(open_documents(whole, Sizes(context=10)), 5, 3)  # of three documents the start of each
+    assert told.endswith("A pass is 3 sequences of 10 tokens; 5 steps of 3 make 5.00 passes.")
     regression = open_regression(RegressionConfig(examples=1000), Sizes(inputs=2, outputs=1))
     assert extent_line(regression, 450, 4) == (
         "Data: synthetic regression: 900 examples to train on, 100 held out. "

@@ -12,7 +12,8 @@ from ttrain.models import gpt_weights, llama_weights
 from ttrain.train.checkpoint.shards import StoredTensor, check_header, stored
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
-_TEXTS = (CONFIG, "tokenizer.json", "tokenizer_config.json", "generation_config.json", INDEX)
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_TEXTS = (CONFIG, *_TOKENIZER, "generation_config.json", INDEX)
 _FAMILIES: dict[str, tuple[str, Any]] = {  # model_type -> our model, and what reads its config
     "gpt2": ("gpt", gpt_weights),
     **dict.fromkeys(llama_weights.ARCHITECTURES, ("llama", llama_weights)),

@@ -142,8 +142,10 @@ def extent_line(dataset: Dataset, steps: int, rows: int, tokens: int | None = No
     length = dataset.fields["tokens"].shape[0] if "tokens" in described else 1
     # Documents follow one another without end; elsewhere the last token of a split is a target alone.
     whole = counts["train"] - ("tokens" in described and "documents" not in described)
-    sequences = min(max(1, whole // length), limit or whole)
-    passes = (steps * rows * length if tokens is None else tokens) / (sequences * length if limit else counts["train"])
+    laid = described.get("sequences")  # of whole documents, which fill sequences in part
+    sequences = min(laid["train"] if laid else max(1, whole // length), limit or whole)
+    a_pass = sequences * length if limit or laid else counts["train"]
+    passes = (steps * rows * length if tokens is None else tokens) / a_pass
     what = f"sequences of {length:,} tokens" if "tokens" in described else "examples"
     only = " (data.limit)" if limit else ""
     parts.append(f" A pass is {sequences:,} {what}{only}; {steps:,} steps of {rows:,} make {_passes(passes)}.")
