@@ -240,6 +240,8 @@ def _export(task: TaskConfig, model: Any, run: RunConfig, export: ExportConfig) 
         yield f"export.file={export.file}: is export.source; all but the weights would be lost. Give another name."
     if export.file is None and export.dir is None:
         yield "task=export: nothing to write. Give export.file=<name>.pt or .safetensors, or export.dir=<new folder>."
+    if export.form == "gguf" and (export.dir is not None or not (export.file or "").endswith(".gguf")):
+        yield "export.form=gguf: writes a file. Give export.file=<name>.gguf and no export.dir."
     if export.form in ("huggingface", "peft") and export.file is not None:
         yield f"export.file={export.file}: export.form={export.form} writes a folder. Give export.dir=<new folder>."
     if export.checkpoint not in ("last", "best") and not export.checkpoint.isdecimal():

@@ -44,15 +44,17 @@ def run(config: Config) -> None:
     from ttrain.train.checkpoint.weights_file import Said
     from ttrain.train.runs.export import export_problems, require_new, write_weights
     from ttrain.train.runs.export_folder import folder_problem
+    from ttrain.train.runs.export_gguf import gguf_problem, write_gguf
 
     with Waiting("Reading the parameters"):
         given = _from_run(config) if config.run.dir is not None else _from_file(config, _source(config))
     wanted, file = config.export, None if config.export.file is None else Path(config.export.file)
     if file is not None and given.config.lora.rank:
         raise ConfigError("export.merge=false: a file of weights has no adapters. Give export.dir.")
-    if wanted.form == "huggingface" and (problem := folder_problem(given.model.config)):
+    problem_of = {"huggingface": folder_problem, "gguf": gguf_problem}.get(wanted.form)
+    if problem_of is not None and (problem := problem_of(given.model.config)):
         raise ConfigError(problem)
-    if file is not None and (problems := export_problems(given.model, file, wanted.form)):
+    if file is not None and wanted.form != "gguf" and (problems := export_problems(given.model, file, wanted.form)):
         raise ConfigError(problems)
     if wanted.dir is not None:
         require_new(Path(wanted.dir))
@@ -63,7 +65,10 @@ def run(config: Config) -> None:
     if file is not None:
         stored = build.stored_model(given.config.model, given.model)
         with Waiting(f"Writing {file}"):
-            write_weights(given.model, given.values, file, wanted.form, given.step, Said(stored, given.tokenizer))
+            if wanted.form == "gguf":
+                write_gguf(file, given.model, given.values, given.tokenizer, given.tokenizer_config)
+            else:
+                write_weights(given.model, given.values, file, wanted.form, given.step, Said(stored, given.tokenizer))
         size = format_bytes(file.stat().st_size)
         print(f"{file}: {format_count(given.model.parameter_count)} parameters, {size}.")
     if wanted.dir is not None:

@@ -243,12 +243,13 @@ class ExportConfig:
         path=True,
     )
     checkpoint: str = option("last", "which checkpoint of the run: last, best, or a step number")
-    file: str | None = option(None, "file to write: .pt or .safetensors", path=True)
+    file: str | None = option(None, "file to write: .pt, .safetensors or .gguf", path=True)
     form: str = option(
         "original",
         "names and layout; original: a file that the model's first implementation reads; huggingface: a folder that "
-        "Transformers reads; ttrain: a file of parameters by path; peft: a folder of adapters that PEFT reads",
-        choices=("original", "huggingface", "ttrain", "peft"),
+        "Transformers reads; ttrain: a file of parameters by path; peft: a folder of adapters that PEFT reads; gguf: a "
+        "file that llama.cpp reads",
+        choices=("original", "huggingface", "ttrain", "peft", "gguf"),
     )
     merge: bool = option(
         True, "add adapters to the weights that they stand beside; false keeps them apart, in a new run folder only"

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.models.session import Session
 from ttrain.api import Training
@@ -33,6 +34,7 @@ from ttrain.optim.sgd import SGD
 from ttrain.train.checkpoint.hub_folder import read_architecture, written_config
 from ttrain.train.checkpoint.retention import find_checkpoint
 from ttrain.train.checkpoint.weights_file import read_file
+from ttrain.train.runs.export_gguf import _vocabulary
 from ttrain.train.runs.warm_start import open_warm_start
 
 VOCABULARY, CONTEXT = 300, 16
@@ -88,7 +90,6 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 def save(model: Any, folder: Path, **options: Any) -> Path:
     """A folder as Transformers writes it, with a tokenizer."""
-    import torch
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -111,7 +112,8 @@ def save(model: Any, folder: Path, **options: Any) -> Path:
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In several shards, with an index."""
-    return save(FAMILIES[request.param](), tmp_path_factory.mktemp(request.param) / "hub", max_shard_size="30KB")
+    place = tmp_path_factory.mktemp("family") / request.param
+    return save(FAMILIES[request.param](), place, max_shard_size="30KB")
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +131,6 @@ def inside(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch
 
 
 def their_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
-    import torch
     from transformers import AutoModelForCausalLM
 
     model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
@@ -179,6 +180,35 @@ def test_in_and_out_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert read_architecture(Path()) == expected == read_architecture(folder)
     card = Path("out/README.md").read_text()
     assert "| data | book.txt |" in card and "| val loss | " in card and f"| first values | {folder} |" in card
+
+
+def test_a_file_of_gguf_is_the_same_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As Transformers reads such files; it takes one size from its defaults each of GPT-2 and Qwen3."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    name, other = folder.name, {"llama3": "model.rotary_scaling=llama3", "mistral": "model.window=5"}
+    words = ["task=export", f"model.from={folder}", "export.form=gguf", "export.file=made.gguf"]
+    assert main(words) == (2 if name in other else 0)
+    if name in other:
+        assert f"is not written with {other[name]}" in capsys.readouterr().err and not Path("made.gguf").exists()
+        return
+    sizes = {"gpt2": {"n_positions": CONTEXT}, "qwen3": {"head_dim": 16}}.get(name, {})
+    model = AutoModelForCausalLM.from_pretrained(".", gguf_file="made.gguf", **sizes)
+    logits = model.eval()(torch.from_numpy(tokens_of())).logits.detach().numpy()
+    assert np.array_equal(logits, their_logits(folder, tokens_of()))
+    theirs = AutoTokenizer.from_pretrained(".", gguf_file="made.gguf")
+    assert theirs(ODD).input_ids == AutoTokenizer.from_pretrained(folder)(ODD).input_ids
+
+
+def test_gguf_has_words_for_bytes_and_not_for_characters() -> None:
+    said = _vocabulary(json.loads(ByteTokenizer().to_json()), 258)
+    assert (
+        said["tokenizer_pre"] == "gpt-2"
+        and said["token_list"][-1] == "[PAD257]"
+        and said["token_types"][255:] == [1, 5, 5]
+    )
+    with pytest.raises(ConfigError, match="no name of GGUF's is known"):
+        _vocabulary(json.loads(CharTokenizer("ab").to_json()), 2)
 
 
 def test_resume_and_export_need_the_folder_no_more(gpt2: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -258,7 +258,7 @@ def write_safetensors(path: Path, weights: Mapping[str, Any], metadata: Mapping[
             for weight in weights.values():
                 file.write(memoryview(as_fp32(weight)).cast("B") if np.prod(weight.shape) else b"")
 
-    _replaced(path, write)
+    replaced(path, write)
 
 
 def write_pt(path: Path, content: Mapping[str, Any]) -> None:
@@ -278,10 +278,11 @@ def write_pt(path: Path, content: Mapping[str, Any]) -> None:
         with open(beside, "wb") as file:  # a file of ours, so that a full disk is told in the system's words
             torch.save(tensors(content), file)
 
-    _replaced(path, write)
+    replaced(path, write)
 
 
-def _replaced(path: Path, write: Callable[[Path], object]) -> None:
+def replaced(path: Path, write: Callable[[Path], object]) -> None:
+    """Lets `write` make a file beside, and puts it in place once it is whole. Raises UserError where that fails."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -72,7 +72,7 @@ def _texts(written: Written) -> dict[str, str]:
     if written.tokenizer is not None:
         described: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.context}
         described["clean_up_tokenization_spaces"] = False
-        if (end := _end_token(written.tokenizer, written.end_token)) is not None:
+        if (end := known_end(written.tokenizer, written.end_token)) is not None:
             described["eos_token"], ids["eos_token_id"] = end
         described |= written.tokenizer_config
         files |= {"tokenizer.json": written.tokenizer, "tokenizer_config.json": to_json(described)}
@@ -80,7 +80,7 @@ def _texts(written: Written) -> dict[str, str]:
     return files | {"generation_config.json": to_json(ids)}
 
 
-def _end_token(tokenizer: str, named: str | None) -> tuple[str, int] | None:
+def known_end(tokenizer: str, named: str | None) -> tuple[str, int] | None:
     """Text and id of the token that ends a document; None where the tokenizer has none, or may mean several."""
     from ttrain.data.end_token import with_end_token
     from ttrain.data.library_tokenizer import parse_tokenizer

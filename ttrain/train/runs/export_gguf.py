@@ -1,0 +1,126 @@
+"""A file of GGUF, which llama.cpp and what is built on it run: config, tokenizer and weights in one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ttrain.core.errors import ConfigError
+from ttrain.train.checkpoint.hub_folder import is_known, written_config
+from ttrain.train.checkpoint.weights_file import replaced
+from ttrain.train.protocols import Array
+from ttrain.train.runs.export_folder import known_end
+
+_ARCHITECTURES = {"gpt2": "GPT2", "llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
+_LETTERS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS = {  # GGUF's name of how a text is cut into words -> the parts of a tokenizer.json that do so
+    "gpt-2": [("ByteLevel", True)],
+    "smollm": [("Digits", True), ("ByteLevel", True)],
+    "qwen2": [("Split", _LETTERS % r"\p{N}"), ("ByteLevel", False)],
+    "llama-bpe": [("Split", _LETTERS % r"\p{N}{1,3}"), ("ByteLevel", False)],
+}
+_ADVICE = "Give export.form=huggingface; llama.cpp converts such a folder itself."
+
+
+def gguf_problem(config: Any) -> str | None:
+    """Why no file of GGUF computes what this model does; None where one does."""
+    if not is_known(config.name):
+        return f"export.form=gguf: GGUF has no model.name={config.name}. Give export.form=ttrain."
+    expected = {"activation": "gelu_tanh" if config.name == "gpt" else "silu", "rotary_scaling": "none", "window": None}
+    other = [
+        f"model.{key}={getattr(config, key)}"
+        for key in expected
+        if getattr(config, key, expected[key]) != expected[key]
+    ]
+    return f"export.form=gguf: is not written with {', '.join(other)}. {_ADVICE}" if other else None
+
+
+def write_gguf(
+    file: Path, model: Any, values: Mapping[str, Array], tokenizer: str | None, tokenizer_config: Mapping[str, Any]
+) -> None:
+    """Writes weights in fp32, and what a tokenizer.json and a tokenizer_config.json say, where there are any.
+
+    Raises ConfigError for what the form can't hold and where the package gguf is missing."""
+    try:
+        import gguf
+    except ImportError:
+        raise ConfigError("export.form=gguf: needs the package gguf: pip install 'ttrain[gguf]'.") from None
+    config, described = model.config, written_config(model.config)
+    architecture = getattr(gguf.MODEL_ARCH, _ARCHITECTURES[described["model_type"]])
+    said = {} if tokenizer is None else _vocabulary(json.loads(tokenizer), config.vocabulary)
+    if tokenizer is not None and (end := known_end(tokenizer, tokenizer_config.get("eos_token"))) is not None:
+        said["eos_token_id"] = end[1]
+    if isinstance(template := tokenizer_config.get("chat_template"), str):
+        said["chat_template"] = template
+    names = gguf.get_tensor_name_map(architecture, config.layers)
+
+    def write(beside: Path) -> None:
+        writer = gguf.GGUFWriter(beside, gguf.MODEL_ARCH_NAMES[architecture])
+        writer.add_context_length(config.context)
+        writer.add_embedding_length(config.width)
+        writer.add_block_count(config.layers)
+        writer.add_feed_forward_length(getattr(config, "hidden", 4 * config.width))
+        writer.add_head_count(config.heads)
+        writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+        if config.name == "gpt":
+            writer.add_layer_norm_eps(described["layer_norm_epsilon"])
+        else:
+            writer.add_head_count_kv(described["num_key_value_heads"])
+            writer.add_layer_norm_rms_eps(config.norm_eps)
+            writer.add_rope_freq_base(config.rotary_base)
+            for add in (writer.add_rope_dimension_count, writer.add_key_length, writer.add_value_length):
+                add(described["head_dim"])
+        for key, value in said.items():
+            getattr(writer, f"add_{key}")(value)
+        for name, weight in _tensors(model, values, described):
+            writer.add_tensor(str(names.get_name(name, (".weight", ".bias"))), weight)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    replaced(file, write)
+
+
+def _tensors(model: Any, values: Mapping[str, Array], described: Mapping[str, Any]) -> Iterator[tuple[str, Array]]:
+    """Names and weights of Transformers, [outputs, inputs]. Llama's queries and keys have the pairs that are turned
+    side by side."""
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+    for name, weight in model.to_transformers(values).items():
+        module = name.rsplit(".", 2)[-2]
+        if module in ("c_attn", "c_proj", "c_fc") and weight.ndim == 2:
+            weight = weight.T
+        elif module in heads and _ARCHITECTURES[described["model_type"]] == "LLAMA":
+            halves = weight.reshape(described[heads[module]], 2, -1, *weight.shape[1:])
+            weight = halves.swapaxes(1, 2).reshape(weight.shape)
+        yield name, np.ascontiguousarray(weight, np.float32)
+
+
+def _vocabulary(described: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """What a file says of a tokenizer, by the writer's methods. Raises ConfigError for a kind that it can't express."""
+    model, splits = described["model"], described["pre_tokenizer"] or {"type": None}
+    parts = [
+        (part["type"], part.get("use_regex", part.get("individual_digits", part.get("pattern", {}).get("Regex"))))
+        for part in splits.get("pretokenizers", [splits])
+    ]
+    found = [name for name, known in _SPLITS.items() if known == parts]
+    if not model.get("merges", True):
+        found = ["gpt-2"]  # of single bytes, whatever the words
+    split = found[0] if found and model["type"] == "BPE" and not model.get("byte_fallback") else None
+    if split is None or (described["normalizer"] or {"type": "NFC"})["type"] != "NFC":
+        raise ConfigError(f"export.form=gguf: no name of GGUF's is known for how this tokenizer splits text. {_ADVICE}")
+    added = {token["id"]: token for token in described["added_tokens"]}
+    texts = {number: text for text, number in model["vocab"].items()} | {n: added[n]["content"] for n in added}
+    kinds = [(3 if added[n]["special"] else 4) if n in added else 1 if n in texts else 5 for n in range(rows)]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    return {
+        "tokenizer_model": "gpt2", "tokenizer_pre": split, "add_bos_token": False,
+        "token_list": [texts.get(number, f"[PAD{number}]") for number in range(rows)],
+        "token_types": kinds, "token_merges": merges,
+    }  # fmt: skip
