@@ -73,6 +73,18 @@ def test_backward_makes_no_product_for_a_frozen_weight() -> None:
     assert matmuls(gpt(lora=lora())) == 7 + 7 + 3 * 8
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_loss_makes_no_gradient_of_a_frozen_head(tied: bool) -> None:
+    for freeze, made in (([], 3), (["embedding", "head"][: 2 - tied], 2)):
+        graph = Graph()
+        StepGraph(gpt(tied=tied), AdamW(AdamWConfig(freeze=freeze)), ROWS).trace_train(graph)
+        loss = next(node for node in graph.nodes if node.op.name == "head_cross_entropy")
+        assert len(loss.outputs) == made
+    graph = Graph()
+    StepGraph(gpt(tied=tied, lora=lora()), AdamW(AdamWConfig()), ROWS).trace_train(graph)
+    assert len(next(node for node in graph.nodes if node.op.name == "head_cross_entropy").outputs) == 2
+
+
 @pytest.mark.parametrize("family", ["gpt", "agillm"])
 def test_engines_agree_with_dropout_and_recomputation(family: str) -> None:
     sizes = {**SIZES, "rank": 8} if family == "agillm" else SIZES

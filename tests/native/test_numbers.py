@@ -167,6 +167,8 @@ def large_runs() -> Runs:
             ("matmul", [x, y], {"transpose_a": True, "transpose_b": False}),
             ("linear", [x, y, None], {}),
             ("head_cross_entropy", [x, y, ids, one, None], {"smoothing": 0.0, "live": 96, "gradients": True}),
+            ("head_cross_entropy", [x, y, ids, one, None],
+             {"smoothing": 0.0, "live": 96, "gradients": True, "frozen": True}),
             ("global_norm", [x, y, *flat], {}),
             ("update", [*flat, x.new_tensor(0).expand(300, 70).contiguous() + 1, x[0], *flat,
                         *(t.abs() for t in flat), one, one * 100, None, None],

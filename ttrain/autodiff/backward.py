@@ -57,11 +57,13 @@ class _Reverse:
     def run(self, known: Mapping[Value, Value]) -> dict[Value, Value]:
         """Gradients of `wrt`, as far as they are reached, from those of later values."""
         self.gradients = {value: gradient for value, gradient in known.items() if value in self.needed}
+        before, self.graph.needed = self.graph.needed, self.needed
         for node in reversed(self.forward):
             incoming = [self._take(output) for output in node.outputs]
             reached = any(gradient is not None for gradient in incoming)
             if reached and any(value in self.needed for value in node.values):
                 self._apply(node, incoming)
+        self.graph.needed = before
         return self.gradients
 
     def _take(self, output: Value) -> Value | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -283,6 +283,7 @@ class Graph:
     state: dict[str, Value] = field(default_factory=dict)
     outputs: dict[str, Value] = field(default_factory=dict)
     held: frozenset[str] = frozenset()  # names of inputs that are given once, as state, instead of for every step
+    needed: Container[Value] | None = None  # values whose gradients the backward pass asks for, while it is recorded
     _marks: Mapping[str, Any] = field(default_factory=dict)  # fields of the nodes that are recorded
     _segments: int = 0
     _numbers: int = 0
@@ -338,6 +339,10 @@ class Graph:
         more = range(len(node.outputs), len(specs))
         node.outputs += tuple(Value(self, specs[index], Kind.NODE, "", node, index) for index in more)
         return node.outputs
+
+    def differentiates(self, value: Value | None) -> bool:
+        """Whether the backward pass that is being recorded needs the gradient of a value."""
+        return self.needed is None or value in self.needed
 
     @contextmanager
     def within(self, **marks: Any) -> Iterator[None]:

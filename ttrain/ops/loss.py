@@ -117,6 +117,7 @@ def _head_cross_entropy(
     smoothing: float,
     live: int,
     gradients: bool = False,
+    frozen: bool | None = None,
 ) -> tuple[Value, ...]:
     """Losses of logits = hidden W^T + b: hidden [N, C], W [V, C], b [V], weight fp32 [] or [N] -> sums over rows.
 
@@ -125,7 +126,8 @@ def _head_cross_entropy(
     first `live` of the V ids have a probability; the others get no gradient. A target below zero marks a row that
     counts for nothing.
 
-    Backward asks for `gradients`: dhidden [N, C], dhead [V, C] and any dbias [V] of `loss`. A device forms them while
+    Backward asks for `gradients`: dhidden [N, C], dhead [V, C] and any dbias [V] of `loss`, or dhidden alone where head
+    and bias are `frozen`. A device forms them while
     some rows' logits are at hand, so the logits [N, V] never exist whole, and backward needs no second product.
     """
     _check_head(hidden, head, targets, weight, bias, live)
@@ -146,8 +148,10 @@ def _head_cross_entropy(
     dlogits = exp(wide - reshape(rows.log_sum_exp, column)) - (1 - smoothing) * rows.hot
     dlogits = (dlogits - smoothing / live if smoothing else dlogits) * reshape(weights, column)
     narrow = cast(dlogits, logits.spec.dtype)
-    found = [matmul(narrow, alive), _padded(matmul(narrow, hidden, transpose_a=True), head.shape[0])]
-    if bias is not None:
+    found = [matmul(narrow, alive)]
+    if not frozen:
+        found.append(_padded(matmul(narrow, hidden, transpose_a=True), head.shape[0]))
+    if not frozen and bias is not None:
         found.append(_padded(cast(reduce_sum(dlogits, [0]), bias.spec.dtype), head.shape[0]))
     return (*sums, *found)
 
@@ -170,12 +174,15 @@ def _padded(x: Value, count: int) -> Value:
 def _(node: Node, dloss: Value | None, *others: Value | None) -> Sequence[Value | None]:
     if dloss is None:
         return [None] * len(node.inputs)
-    forward = node.outputs[0].producer
+    forward, graph = node.outputs[0].producer, node.outputs[0].graph
     assert forward is not None
-    made = forward.outputs[0].graph.amend(forward, gradients=True)[1 + bool(node.attributes["smoothing"]) :]
+    _, head, _, _, bias = node.inputs
+    frozen = not (graph.differentiates(head) or graph.differentiates(bias))
+    made = graph.amend(forward, gradients=True, frozen=frozen)[1 + bool(node.attributes["smoothing"]) :]
     if not is_one(dloss):
         made = tuple(multiply(value, cast(dloss, value.spec.dtype)) for value in made)
-    return [made[0], made[1], None, None, made[2] if made[2:] else None]
+    dhidden, dhead, dbias = (*made, None, None)[:3]
+    return [dhidden, dhead, None, None, dbias]
 
 
 @composite(outputs=("loss",), wide=("weight",), constants=("target", "weight"))
@@ -222,6 +229,9 @@ for _n, _c, _v, _live, _smoothing, _bias, _each in (
     for _gradients in (False, True):
         _attributes = {"smoothing": _smoothing, "live": _live, "gradients": _gradients}
         cases(_head_cross_entropy, Case(_given, _attributes, {"targets": _live}, ("weight",), ("targets",)))
+for _given in (((33, 8), (65, 8), (33,), (), None), ((5, 4), (9, 4), (5,), (5,), (9,))):
+    _attributes = {"smoothing": 0.1 if _given[4] else 0.0, "live": _given[1][0], "gradients": True, "frozen": True}
+    cases(_head_cross_entropy, Case(_given, _attributes, {"targets": _given[1][0]}, ("weight",), ("targets",)))
 for _shape in ((4, 8), (2, 3, 33), (1,)):
     cases(squared_error, Case((_shape, _shape, ()), positive=("weight",)))
     cases(squared_error_grad, Case((_shape, _shape, ())))

@@ -77,21 +77,22 @@ def _head_cross_entropy(request: Request, sizing: Sizing) -> Native | None:
     hidden, head, settings = request.input(0), request.input(1), request.settings
     (rows, width), (vocabulary, _), dtype = hidden.shape, head.shape, hidden.dtype
     gradients, live, smoothing = settings["gradients"], settings["live"], settings["smoothing"]
+    whole = gradients and not settings.get("frozen")
     narrow, each, bias = dtype is DType.BF16, bool(request.input(3).shape), request.has(4)
     if not _covered(dtype, sizing) or not rows * width or (narrow and width % 2):
         return None
     chunk = min(chunk_rows(live, sizing.logits), rows)
-    if gradients and narrow and chunk < rows and rows <= 2 * width:
+    if whole and narrow and chunk < rows and rows <= 2 * width:
         chunk = rows
     stride = live + live % 2 if narrow else live
     threads = _threads(chunk, live, width, dtype, sizing)
     own = max(_scratch(inner, dtype) for inner in ((width, live, chunk) if gradients else (width,)))
-    wide_total = gradients and narrow and chunk < rows
+    wide_total = whole and narrow and chunk < rows
     work = {
         "logits": TensorSpec((chunk, stride), dtype),
         "losses": fp32(2 if smoothing else 1, rows),
         "scratch": fp32(threads, own),
-        **({"columns": fp32(live)} if gradients and bias else {}),
+        **({"columns": fp32(live)} if whole and bias else {}),
         **({"total": fp32(live, width)} if wide_total else {}),
     }
     kind, outputs = c_type(hidden), [5 + index for index in range(len(request.outputs))]
@@ -101,8 +102,8 @@ def _head_cross_entropy(request: Request, sizing: Sizing) -> Native | None:
     dhidden, dhead, dbias = [*made, *[f"({kind}*)nullptr"] * (3 - len(made))]
     total, columns = (f"out<float>(a, {at[name]})" if name in at else "" for name in ("total", "columns"))
     name = template(
-        "head_cross_entropy", kind, "float" if wide_total else kind, gradients, bias, each, smoothing > 0, rows, width,
-        live, vocabulary,
+        "head_cross_entropy", kind, "float" if wide_total else kind, gradients, whole, bias, each, smoothing > 0, rows,
+        width, live, vocabulary,
     )  # fmt: skip
     body = call(
         name, str(chunk), str(stride), f"in<{kind}>(a, 0)", f"in<{kind}>(a, 1)", "in<i64>(a, 2)", "in<float>(a, 3)",

@@ -215,7 +215,8 @@ def _head_cross_entropy(node: Node) -> Iterator[Program]:
     if node.attributes["gradients"]:
         yield from (_streamed(logits, logits, logits), _streamed(logits, logits))
         yield _product(rows, vocabulary, width, hidden.dtype)
-        yield _product(vocabulary, rows, width, hidden.dtype)
+        if not node.attributes.get("frozen"):
+            yield _product(vocabulary, rows, width, hidden.dtype)
 
 
 def _squared_error(node: Node) -> Iterator[Program]:

@@ -124,7 +124,7 @@ class _HeadLoss:
     def __init__(self, c: Context, ins: Sequence[Any], attributes: Attributes) -> None:
         self.c, (self.hidden, self.head, targets, self.weight, self.bias) = c, ins
         (self.rows, self.width), self.vocabulary = self.hidden.spec.shape, self.head.spec.shape[0]
-        self.smoothing, self.live = attributes["smoothing"], attributes["live"]
+        self.smoothing, self.live, self.frozen = attributes["smoothing"], attributes["live"], attributes.get("frozen")
         step = max(TILE, CHUNK_LOGITS // self.vocabulary // TILE * TILE)
         self.chunks = [(start, min(start + step, self.rows)) for start in range(0, self.rows, step)]
         self.hot = [one_hot(c, targets, self.vocabulary, DType.FP32, *chunk) for chunk in self.chunks]
@@ -140,7 +140,7 @@ class _HeadLoss:
         return self.c.constant((key, live, self.live), TileLayout((1, self.vocabulary), "float32"), values)
 
     def launch(self, gradients: bool) -> Launch:
-        """A launch that returns the sums, and with `gradients` dhidden, dhead and any dbias."""
+        """A launch that returns the sums, and with `gradients` dhidden, unless frozen dhead and any dbias."""
         c, tt = self.c, self.c.tt
         hiding = self._row("hidden ids", 0.0, HIDDEN) if self.live < self.vocabulary else None
         spread = self._row("smoothing", self.smoothing / self.live, 0.0) if self.smoothing else None
@@ -156,7 +156,7 @@ class _HeadLoss:
                 found, dlogits = self._chunk(part, hot(), hiding, spread, gradients)
                 if gradients:
                     rows.append(tt.matmul(dlogits, self.head.t, **c.product))
-                    found += self._parameter_sums(dlogits, part[0])
+                    found += [] if self.frozen else self._parameter_sums(dlogits, part[0])
                 sums = found if not sums else [tt.add(*pair) for pair in zip(sums, found, strict=True)]
             if not gradients:
                 return sums
@@ -208,7 +208,7 @@ class _HeadLoss:
         return sums
 
 
-def _plain_head(c: Context, ins: Sequence[Any], gradients: bool) -> Launch:
+def _plain_head(c: Context, ins: Sequence[Any], gradients: bool, frozen: bool) -> Launch:
     """Without bias, smoothing, weights of rows and ids that pad the vocabulary: the fewest launches, on all rows."""
     (hidden, head, targets, weight, _), tt = ins, c.tt
     given = _Targets.of(c, targets, head.spec.shape[0], weight)
@@ -222,6 +222,8 @@ def _plain_head(c: Context, ins: Sequence[Any], gradients: bool) -> Launch:
             return [loss]
         dlogits = _gradient(c, probabilities, hot, weights, hidden.spec.dtype)
         dhidden = tt.matmul(dlogits, head.t, **c.product)
+        if frozen:
+            return [loss, dhidden]
         return [loss, dhidden, tt.matmul(dlogits, hidden.t, transpose_a=True, **c.product)]
 
     return run
@@ -233,7 +235,7 @@ def _head_cross_entropy(c: Context, ins: Sequence[Any], outs: Tensors, attribute
     _, head, _, weight, bias = ins
     whole = attributes["live"] == head.spec.shape[0] and not attributes["smoothing"]
     if whole and bias is None and not weight.spec.rank:
-        return _plain_head(c, ins, attributes["gradients"])
+        return _plain_head(c, ins, attributes["gradients"], attributes.get("frozen", False))
     return _HeadLoss(c, ins, attributes).launch(attributes["gradients"])
 
 

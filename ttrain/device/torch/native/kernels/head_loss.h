@@ -43,9 +43,9 @@ INLINE void head_rows(
 }
 
 // Both losses of logits = hidden head^T + bias without ever holding more than `chunk` rows of them, and with Gradient
-// dhidden [N, H], dhead [V, H] and dbias [V]. The head's gradient is summed in `total`, which is dhead itself where that is
+// dhidden [N, H], if Whole also dhead [V, H] and dbias [V]. The head's gradient is summed in `total`, which is dhead itself where that is
 // fp32 or there is one chunk, the bias's in `columns` [C].
-template <class T, class Total, bool Gradient, bool Bias, bool Each, bool Smooth, i64 N, i64 H, i64 C, i64 V>
+template <class T, class Total, bool Gradient, bool Whole, bool Bias, bool Each, bool Smooth, i64 N, i64 H, i64 C, i64 V>
 INLINE void head_cross_entropy(
     i64 chunk, i64 stride, const T* hidden, const T* head, const i64* targets, const float* weights, const T* bias,
     float smoothing, float* loss, float* entropy, T* dhidden, T* dhead, T* dbias, T* logits, float* losses, Total* total,
@@ -62,6 +62,8 @@ INLINE void head_cross_entropy(
         if constexpr (Gradient) {
             product<false, false, false, false, After::nothing>(
                 Sizes{rows, H, C, stride, H, H}, logits, head, no_bias, dhidden + row * H, scratch, own, threads);
+        }
+        if constexpr (Whole) {
             const Sizes s{C, H, rows, stride, H, H};
             if (row == 0)
                 product<true, false, false, false, After::nothing>(s, logits, h, no_bias, total, scratch, own, threads);
@@ -81,7 +83,7 @@ INLINE void head_cross_entropy(
     const float one = 1.0f;
     sum_losses(N, losses, Each ? &one : weights, loss);
     if constexpr (Smooth) sum_losses(N, plain, Each ? &one : weights, entropy);
-    if constexpr (Gradient) {
+    if constexpr (Whole) {
         if constexpr (sizeof(T) != sizeof(Total))
             parallel(threads, [&](int part) {
                 const i64 end = share(C * H, part + 1, threads, 64);
