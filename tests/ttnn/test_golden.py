@@ -14,6 +14,8 @@ from tests.ttnn.runs import ENGINES, Outcome, adamw, batch, cosine, cpu, golden,
 from ttrain.core.spec import DType
 from ttrain.engine.state import State
 from ttrain.nn.initialize import initial_values
+from ttrain.nn.lora import attach
+from ttrain.nn.settings import LoraConfig
 from ttrain.train.steps.step_graph import StepGraph
 
 # Odd sizes: no dimension of these is a multiple of a tile but by chance.
@@ -66,6 +68,26 @@ def test_engines_are_bit_equal(model: str, engine: str) -> None:
     one, two = (run(MODELS[model](), adamw(), golden(), engine=name, steps=4) for name in ("static", engine))
     assert one.losses == two.losses
     assert all(np.array_equal(one.state[name], two.state[name]) for name in one.state)
+
+
+def adapted(compute: DType = DType.FP32, **sizes: Any) -> Any:
+    """Frozen in the dtype that layers read, with adapters that drop inputs."""
+    model = gpt(compute, **sizes)
+    attach(model, LoraConfig(rank=8, dropout=0.1))
+    for parameter in model.parameters().values():
+        parameter.master = DType.FP32 if parameter.trainable else compute
+    return model
+
+
+@pytest.mark.parametrize("hosted", [[], ["embedding", "blocks.0"]], ids=["on the card", "partly in host memory"])
+def test_adapters_of_a_frozen_model_equal_the_cpu(hosted: list[str]) -> None:
+    expected = run(adapted(), adamw(), cpu())
+    actual = run(adapted(), adamw(), golden(host_resident=hosted))
+    check_fp32(actual, expected)
+    captured = run(adapted(), adamw(), golden(host_resident=hosted), engine="traced")
+    assert captured.losses == actual.losses
+    narrow = run(adapted(DType.BF16), adamw(), golden(host_resident=hosted))
+    np.testing.assert_allclose(narrow.losses, expected.losses, rtol=5e-3)
 
 
 def ulps(actual: np.ndarray, expected: np.ndarray) -> tuple[float, float]:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.spec import TensorSpec
-from ttrain.core.units import format_bytes, format_duration
+from ttrain.core.units import format_bytes, format_count, format_duration
 from ttrain.core.waiting import Waiting
 from ttrain.device.family import family_of
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind
+from ttrain.nn.module import ADAPTER
+from ttrain.nn.settings import LoraConfig
 from ttrain.tasks.training.expected import planned_session, session_to_plan
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ def run(config: Config) -> None:
 
     if config.plan.calibrate:
         _calibrate(config)
+    config = build.with_adapters(config)
     model = _model(config)
     with (
         closing(build.planned_device(config.device)) as device,
@@ -138,6 +141,8 @@ class _Extra:
         self.tables: list[Table] = []
         self.values: dict[str, Any] = {}
         self._padding(session, steps)
+        if config.lora.rank:
+            self._adapters(session)
         self.verdict = self._fits(session.graph.model.config)
 
     def slow_tables(self, session: Session, steps: Mapping[str, Step]) -> Iterator[Table]:
@@ -181,6 +186,23 @@ class _Extra:
             values = padding_values(session.state, steps, self.device)
             self.values["tile_padding"] = values
             self.tables.append(padding_table(values))
+
+    def _adapters(self, session: Session) -> None:
+        """What training takes with the model frozen, and without."""
+        from ttrain.core.tables import Table
+        from ttrain.optim.groups import frozen_count
+
+        parameters, memory = session.graph.model.parameters(), self._planned(self.config)
+        whole = self._planned(dataclasses.replace(self.config, lora=LoraConfig()))
+        numbers = session.graph.model.parameter_count
+        trained = numbers - frozen_count(parameters, self.config.optimizer)
+        added = sum(parameter.count for path, parameter in parameters.items() if ADAPTER in path)
+        self.values["lora"] = {"trained": trained, "memory": memory, "memory_without": whole}
+        rows = [
+            ("trained parameters", format_count(trained), format_count(numbers - added)),
+            ("planned memory", format_bytes(memory), format_bytes(whole)),
+        ]
+        self.tables.append(Table("Adapters", ("", "with", "without"), rows))
 
     def _timed_steps(self, steps: Mapping[str, Step]) -> Mapping[str, Step]:
         """Steps whose kernels can be timed: a traced step that would be compiled is timed as static runs it."""
