@@ -90,8 +90,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             torch.nn.init.normal_(parameter, std=0.1)
     adapted.save_pretrained(folder / "adapter")
     words = [*family.words, f"model.context={CONTEXT}", f"model.vocabulary={VOCABULARY}", "device=cpu"]
-    config = build.with_adapters(load_config(*words, f"lora.from={folder / 'adapter'}"))
-    yield Pair(family, folder, adapted, config)
+    config = load_config(*words, f"lora.from={folder / 'adapter'}")
+    yield Pair(family, folder, adapted, replace(config, lora=build.with_adapters(config.lora, config.source.explicit)))
 
 
 def scores(session: Session, tokens: np.ndarray) -> np.ndarray:

@@ -34,7 +34,7 @@ def run(config: Config) -> None:
 
     if config.plan.calibrate:
         _calibrate(config)
-    config = build.with_adapters(config)
+    config = dataclasses.replace(config, lora=build.with_adapters(config.lora, config.source.explicit))
     model = _model(config)
     with (
         closing(build.planned_device(config.device)) as device,
