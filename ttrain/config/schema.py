@@ -42,7 +42,7 @@ class PlanConfig:
     json: str | None = option(None, "file to write the same numbers into, in bytes and operations", path=True)
     picture: str | None = option(None, "image file for the planned memory over time, such as plan.png", path=True)
     time: bool = option(
-        True, "expect a step's time; on the CPU and on a GPU each kernel is timed once for that, and the time is kept"
+        True, "expect a step's time; on the CPU and on a GPU each kernel is timed for that, and its best time kept"
     )
     seconds: float = option(
         10.0, "time kernels for so long; those that are left then are estimated from their FLOPs and bytes", minimum=0

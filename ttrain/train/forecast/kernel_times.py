@@ -1,7 +1,8 @@
-"""How long this machine's kernels take: each distinct kernel of a plan is timed once, and the time is kept.
+"""How long this machine's kernels take: each distinct kernel of a plan is timed, and its best time is kept.
 
 A kernel is timed on zeros in memory of its own. State that one update takes together lies side by side, as in a run.
-Where the time for measuring is over, the rest is estimated from operations and bytes.
+Where the time for measuring is over, the rest is estimated from operations and bytes. A few kernels whose time is known
+are timed again by every plan, since the machine may have been busy before.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import json
 import math
 import os
 import platform
+import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,13 @@ from ttrain.core.folders import cache_folder
 from ttrain.core.spec import TensorSpec, run_offsets
 from ttrain.device.base import Device
 from ttrain.graph.graph import Node
-from ttrain.train.forecast.peak import Rates
+from ttrain.train.forecast.peak import LEAST, Rates
 
 REPEATS = 7  # timed launches of a kernel; its time is their lower quartile, since a neighbour can only slow it down
 SECONDS = 0.25  # but no more launches once this much time has gone into one kernel
 BAR_AFTER = 1.0  # seconds; what is done sooner needs no progress bar
 OTHER = 8 * 2**20  # bytes that other kernels touch between two launches: more than a core's own caches hold
+AGAIN = 8  # kernels of a plan whose time is known and which are timed again
 LIMIT = 256 * 2**20  # bytes; lists of state are cut to about this much, and the time scaled
 
 
@@ -61,10 +64,14 @@ class KernelTimes:
         keys = [self._key(node) for node in nodes]
         kernels = dict(zip(keys, nodes, strict=True))
         missing = {key: node for key, node in kernels.items() if key not in self._known}
-        for key in kernels.keys() - missing.keys():
+        old = [key for key in kernels if key not in missing]
+        for key in old:
             self._learn(kernels[key], self._known[key])
         if self.seconds > 0 or self.rates is None:
-            self._measure_all(self._known, self._in_order(missing, keys))
+            counts = Counter(keys)
+            again = random.choices(old, [self._known[key] * counts[key] for key in old], k=AGAIN) if old else []
+            chosen = self._in_order(missing, counts) | {key: kernels[key] for key in again}
+            self._measure_all(self._known, chosen)
         self.estimated |= {key: self._expected(node) for key, node in missing.items() if key not in self._known}
         return [self._known[key] if key in self._known else self.estimated[key] for key in keys]
 
@@ -76,21 +83,21 @@ class KernelTimes:
         kernels = "kernel was" if len(self.estimated) == 1 else "kernels were"
         return f"; {len(self.estimated)} {kernels} not timed but estimated from FLOPs and bytes"
 
-    def _in_order(self, missing: dict[str, Node], keys: Sequence[str]) -> dict[str, Node]:
+    def _in_order(self, missing: dict[str, Node], counts: Mapping[str, int]) -> dict[str, Node]:
         """First those that take most of the step, where the time may not suffice for all."""
-        counts = Counter(keys)
         return dict(sorted(missing.items(), key=lambda item: -self._expected(item[1]) * counts[item[0]]))
 
-    def _measure_all(self, known: dict[str, float], missing: dict[str, Node]) -> None:
-        """As many as the time suffices for; a kernel is launched twice at least."""
+    def _measure_all(self, known: dict[str, float], chosen: dict[str, Node]) -> None:
+        """As many as the time suffices for; a kernel is launched twice at least. The best time of each counts."""
         if self._end is None:
             self._end = self.clock() + self.seconds
         before = self.measured
         try:
-            for key, node in self._shown(missing):
+            for key, node in self._shown(chosen):
                 if self.rates is None or self.clock() + 2 * self._expected(node) < self._end:
-                    known[key] = self._measure(node)
-                    self._learn(node, known[key])
+                    earlier = known.get(key)
+                    known[key] = min(self._measure(node), earlier or math.inf)
+                    self._learn(node, known[key], earlier)
                     self.measured += 1
         finally:
             if self.measured > before:
@@ -101,20 +108,22 @@ class KernelTimes:
         measured, expected = self._sums.get(node.op.family, (1.0, 1.0))
         return 0.0 if self.rates is None else self.rates.seconds(node) * measured / expected
 
-    def _learn(self, node: Node, seconds: float) -> None:
-        if self.rates is not None and (plain := self.rates.seconds(node)) > 0:
+    def _learn(self, node: Node, seconds: float, before: float | None = None) -> None:
+        """Of a kernel's seconds; `before` are those that were learnt of it already. A mere launch teaches nothing."""
+        if self.rates is not None and (plain := self.rates.seconds(node)) > 2 * LEAST:
             measured, expected = self._sums.get(node.op.family, (0.0, 0.0))
-            self._sums[node.op.family] = measured + seconds, expected + plain
+            new = (seconds, plain) if before is None else (seconds - before, 0.0)
+            self._sums[node.op.family] = measured + new[0], expected + new[1]
 
-    def _shown(self, missing: dict[str, Node]) -> Iterable[tuple[str, Node]]:
+    def _shown(self, chosen: dict[str, Node]) -> Iterable[tuple[str, Node]]:
         """What is to be measured, with a progress bar where one is wanted and it takes long."""
         if not self.bar:
-            yield from missing.items()
+            yield from chosen.items()
             return
         from tqdm import tqdm
 
-        with tqdm(total=len(missing), desc="timing kernels", unit="kernel", delay=BAR_AFTER, leave=False) as bar:
-            for item in missing.items():
+        with tqdm(total=len(chosen), desc="timing kernels", unit="kernel", delay=BAR_AFTER, leave=False) as bar:
+            for item in chosen.items():
                 if self._end is not None and math.isfinite(self._end):
                     bar.set_postfix_str(f"at most {max(self._end - self.clock(), 0):.0f} s left", refresh=False)
                 yield item
@@ -153,9 +162,11 @@ class KernelTimes:
             return {}
 
     def _write(self, known: dict[str, float]) -> None:
+        others = self._read()
+        best = others | {key: min(seconds, others.get(key, math.inf)) for key, seconds in known.items()}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self.path, json.dumps({**self._read(), **known}, indent=0, sort_keys=True) + "\n")
+            replace_file(self.path, json.dumps(best, indent=0, sort_keys=True) + "\n")
         except OSError:  # a home that can't be written: every plan measures
             pass
 

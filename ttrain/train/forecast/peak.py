@@ -18,9 +18,10 @@ from ttrain.core.files import replace_file
 from ttrain.core.folders import cache_folder
 from ttrain.graph.graph import Node
 
-_SECONDS = 0.15
+_SECONDS = 0.1  # for each of what is measured before the first step: two products and a copy
 _SIZES = {"cpu": 1024, "cuda": 8192}
 _MOVED = 64 * 2**20  # bytes that are copied: more than caches hold
+LEAST = 2e-6  # s that a launch takes however small its kernel is
 REACHED = 0.6  # share of peak and bandwidth that kernels are taken to reach where none was timed
 
 
@@ -33,7 +34,7 @@ class Rates:
 
     def seconds(self, node: Node) -> float:
         """About what a kernel takes, from its operations and bytes."""
-        return max(node.op.flops(node) / self.flops, node.op.nbytes(node) / self.nbytes) / REACHED
+        return LEAST + max(node.op.flops(node) / self.flops, node.op.nbytes(node) / self.nbytes) / REACHED
 
 
 _rates: dict[str, Rates] = {}  # as this process measured them
