@@ -26,8 +26,8 @@ def test_the_table_of_layers_is_the_one_that_imports_are_held_to() -> None:
 @pytest.mark.parametrize("index", PLANS)
 def test_what_a_command_prints_is_what_the_page_shows(index: int, capsys: pytest.CaptureFixture[str]) -> None:
     command, (_, shown) = blocks(PAGE)[index][1], blocks(PAGE)[index + 1]
-    words = Command(command.replace("\\\n", " ")).words
-    assert words is not None and main(words) == 0
+    overrides = Command(command.replace("\\\n", " ")).overrides
+    assert overrides is not None and main(overrides) == 0
     printed = capsys.readouterr().out
     assert printed[printed.index("step train\n") :].strip() == shown.strip()
 

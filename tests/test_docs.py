@@ -71,12 +71,12 @@ class Command:
     shown: str = ""
 
     @property
-    def words(self) -> list[str] | None:
+    def overrides(self) -> list[str] | None:
         """Arguments of ttrain; None for another program."""
-        words = [word for word in shlex.split(self.line) if not re.fullmatch(r"[A-Z_]+=\S*", word)]
-        if words[:3] == ["python", "-m", "ttrain"]:
-            return words[3:]
-        return words[1:] if words[0] == "ttrain" else None
+        overrides = [override for override in shlex.split(self.line) if not re.fullmatch(r"[A-Z_]+=\S*", override)]
+        if overrides[:3] == ["python", "-m", "ttrain"]:
+            return overrides[3:]
+        return overrides[1:] if overrides[0] == "ttrain" else None
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
@@ -148,17 +148,17 @@ def write_files(page: Path, place: Path) -> None:
             path.write_text(text.removeprefix(named[0]) if path.suffix == ".jsonl" else text, "utf-8")
 
 
-def composed(words: list[str]) -> list[Config]:
+def composed(overrides: list[str]) -> list[Config]:
     """The checked config of a command; of a sweep those of the first and the last job."""
-    from ttrain.sweep.jobs import SweepWords, compose_job
+    from ttrain.sweep.jobs import SweepOverrides, compose_job
 
-    flags, overrides = parse_arguments(words)
+    flags, overrides = parse_arguments(overrides)
     with Composer(flags.config_name or MAIN_CONFIG, flags.config_dir) as composer:
         if not flags.multirun:
             return [composer.typed(overrides)]
         master = composer.compose(overrides, RunMode.MULTIRUN)
         assert not composer.loader.problems
-        combinations = SweepWords.read(composer, master).combinations()
+        combinations = SweepOverrides.read(composer, master).combinations()
         jobs = [compose_job(composer, master, job) for job in (combinations[0], combinations[-1])]
     assert not [job.problem for job in jobs if job.problem]
     return [job.config for job in jobs if job.config is not None]
@@ -192,16 +192,16 @@ def smaller(config: Config, steps: int) -> Config:
     return replace(config, source=source)
 
 
-def existing(word: str) -> str:
-    """The word, with a checkpoint of ours in place of one that only a whole run would have."""
-    named = re.fullmatch(r"(.*=)(.*/checkpoints)/step_\d+", word)
-    return word if named is None else f"{named[1]}{max(Path(named[2]).glob('step_*'))}"
+def existing(override: str) -> str:
+    """The override, with a checkpoint of ours in place of one that only a whole run would have."""
+    named = re.fullmatch(r"(.*=)(.*/checkpoints)/step_\d+", override)
+    return override if named is None else f"{named[1]}{max(Path(named[2]).glob('step_*'))}"
 
 
 def run(command: Command, number: int, capsys: pytest.CaptureFixture[str]) -> None:
     """One command of a page; `number` grows from one to the next, so that a resumed run has steps to do."""
-    words = command.words
-    if words is None:
+    overrides = command.overrides
+    if overrides is None:
         plain = " ".join(shlex.split(command.line))
         assert any(plain.startswith(known) or command.line == known for known in OTHER_PROGRAMS), (
             f"{command.line}: add it to OTHER_PROGRAMS with a reason"
@@ -209,17 +209,17 @@ def run(command: Command, number: int, capsys: pytest.CaptureFixture[str]) -> No
         return
     capsys.readouterr()
     if command.shown.startswith("ttrain: "):
-        assert main(words) == 2
+        assert main(overrides) == 2
         pattern = re.escape(command.shown.strip()).replace(re.escape("..."), ".*")
         assert re.fullmatch(pattern, capsys.readouterr().err.strip()), "the page shows another message"
         return
-    flags, _ = parse_arguments(words)
+    flags, _ = parse_arguments(overrides)
     if flags.help or flags.cfg or flags.version:
-        assert main(words) == 0
+        assert main(overrides) == 0
         return
-    words = [existing(word) for word in words]
+    overrides = [existing(override) for override in overrides]
     try:
-        configs = composed(words)
+        configs = composed(overrides)
     except ConfigError as error:
         raise AssertionError(f"{command.line}: {error}") from None
     if flags.multirun or any(excluded(configs[0]) for excluded in NOT_RUN.values()):
@@ -249,12 +249,12 @@ def test_commands_in_running_text_compose(folder: Path) -> None:
     wrong: dict[str, str] = {}
     for line in sorted(set(inline_commands())):
         line = line.replace("<model folder>", "hub")
-        words = Command(re.sub(r"<[\w ]+>", "book.txt", re.sub(r"\[(\w+=\S+)\]", r"\1", line))).words
-        assert words is not None
-        flags, _ = parse_arguments(words)
+        overrides = Command(re.sub(r"<[\w ]+>", "book.txt", re.sub(r"\[(\w+=\S+)\]", r"\1", line))).overrides
+        assert overrides is not None
+        flags, _ = parse_arguments(overrides)
         try:
             if not (flags.help or flags.version or flags.shell_completion):
-                composed(words)
+                composed(overrides)
         except ConfigError as error:
             wrong[line] = str(error)
     assert not wrong
@@ -266,11 +266,17 @@ def check_the_plugin() -> None:
 
     from ttrain.config import build
 
-    words = ["plugins=[my_parts]", "model=bigram", "optimizer=adagrad", "data.path=book.txt", "train.steps=5"]
-    words += ["train.batch_size=4", "model.context=16", "model.width=8", "train.log_every=1", "optimizer.clip_norm=0.5"]
+    overrides = ["plugins=[my_parts]", "model=bigram", "optimizer=adagrad", "data.path=book.txt", "train.steps=5"]
+    overrides += [
+        "train.batch_size=4",
+        "model.context=16",
+        "model.width=8",
+        "train.log_every=1",
+        "optimizer.clip_norm=0.5",
+    ]
     losses = {}
     for device in ("cpu", "my-cpu"):
-        assert main([*words, f"device={device}", f"run.dir=outputs/{device}", "optimizer.weight_decay=0.01"]) == 0
+        assert main([*overrides, f"device={device}", f"run.dir=outputs/{device}", "optimizer.weight_decay=0.01"]) == 0
         lines = [json.loads(line) for line in Path("outputs", device, "metrics.jsonl").read_text("utf-8").splitlines()]
         losses[device] = [line["train/loss"] for line in lines if "train/loss" in line]
     assert losses["cpu"] == losses["my-cpu"]
@@ -281,7 +287,7 @@ def check_the_plugin() -> None:
     assert family_of(board).memory(board) == (2 << 30, "the board's")
     assert [len(list(family_of(board).problems(board, rows))) for rows in (8, 12)] == [0, 1]
 
-    config = composed(words)[0]
+    config = composed(overrides)[0]
     dataset = build.build_dataset(config.data, config.model, [])
     model = build.build_model(*config.model_parts, dataset.vocabulary)
     from ttrain.nn.initialize import initial_values

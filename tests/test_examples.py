@@ -24,11 +24,11 @@ SMALL_MLP = (
 )  # fmt: skip
 
 
-def started(name: str, folder: Path, words: Sequence[str] = ()) -> str:
+def started(name: str, folder: Path, overrides: Sequence[str] = ()) -> str:
     """What an example prints when it is started in an empty folder."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *words], cwd=folder, env=environment, capture_output=True, text=True,
+        [sys.executable, str(EXAMPLES / name), *overrides], cwd=folder, env=environment, capture_output=True, text=True,
         timeout=170,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -45,9 +45,9 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
     """Every letter follows from the one before it, so a model that learns at all beats the unigram entropy."""
     letters = random.Random(0).sample("abcdefgh", 8)
     (tmp_path / "cycle.txt").write_text("".join(letters) * 1500, "utf-8")
-    words = ["data.path=cycle.txt", "run.dir=run", "train.steps=60", "optimizer.lr=0.01", "schedule.warmup=0"]
-    words += ["device=cpu", "device.threads=1", "train.batch_size=8", "train.peak_tflops=1", "sample.tokens=4"]
-    printed = started("own_model.py", tmp_path, words)
+    overrides = ["data.path=cycle.txt", "run.dir=run", "train.steps=60", "optimizer.lr=0.01", "schedule.warmup=0"]
+    overrides += ["device=cpu", "device.threads=1", "train.batch_size=8", "train.peak_tflops=1", "sample.tokens=4"]
+    printed = started("own_model.py", tmp_path, overrides)
     best = float(printed.rpartition(":")[2])
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]
     assert best == pytest.approx(min(line["val/loss"] for line in lines if "val/loss" in line), abs=1e-4)
@@ -98,26 +98,26 @@ def test_steps_are_those_of_plain_pytorch() -> None:
 
 
 def test_without_a_rate_the_schedule_decides() -> None:
-    words = (*SMALL_MLP, "optimizer.lr=0.1", "schedule=linear", "schedule.warmup=4", "train.steps=10")
+    overrides = (*SMALL_MLP, "optimizer.lr=0.1", "schedule=linear", "schedule.warmup=4", "train.steps=10")
     batch = {name: np.full((4, 5), 0.5, np.float32) for name in ("inputs", "targets")}
     results = []
     for lr in (None, 0.1 / 5):  # a warmup of four steps begins with a fifth
-        with ttrain.Training(ttrain.load_config(*words)) as training:
+        with ttrain.Training(ttrain.load_config(*overrides)) as training:
             training.step(batch, lr)
             results.append(training.parameters()["layers.0.weight"])
     np.testing.assert_array_equal(*results)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "said"),
     [
         (("model=nano-gpt", "device=cpu"), "model.vocabulary=null"),
         (("model=mlp", "device=null"), "device=null"),
     ],
 )
-def test_what_can_not_be_trained_is_told(words: tuple[str, ...], said: str) -> None:
+def test_what_can_not_be_trained_is_told(overrides: tuple[str, ...], said: str) -> None:
     with pytest.raises(ttrain.UserError, match=said):
-        ttrain.Training(ttrain.load_config(*words))
+        ttrain.Training(ttrain.load_config(*overrides))
 
 
 def test_names_are_loaded_when_they_are_used() -> None:

@@ -48,7 +48,7 @@ def test_what_is_quick_or_fails_says_nothing(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("overrides", "told"),
     [
         (["train.steps=2", "train.eval_sequences=null"],
          ["Reading the data", "Placing the model", "The first step is under way", "Evaluating on held-out data"]),
@@ -58,7 +58,7 @@ def test_what_is_quick_or_fails_says_nothing(capsys: pytest.CaptureFixture[str])
     ids=["train", "plan", "verify"],
 )  # fmt: skip
 def test_what_a_command_does_is_told_where_it_takes_long(
-    words: list[str],
+    overrides: list[str],
     told: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -77,7 +77,7 @@ def test_what_a_command_does_is_told_where_it_takes_long(
     monkeypatch.setattr(Waiting, "text", lambda self: (spoken.add(self), text(self))[1])
     monkeypatch.setattr(Waiting, "close", close)
     monkeypatch.setattr(waiting, "AFTER", 0.0)
-    assert main([*SMALL, *words, f"run.dir={tmp_path}/run", "sample.tokens=1"]) == 0
+    assert main([*SMALL, *overrides, f"run.dir={tmp_path}/run", "sample.tokens=1"]) == 0
     err = capsys.readouterr().err
     assert not [part for part in told if f"{part}" not in err]
 

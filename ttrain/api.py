@@ -35,22 +35,22 @@ __all__ = [
 ]
 
 
-def load_config(*words: str, config_dir: str | Path | None = None) -> Config:
+def load_config(*overrides: str, config_dir: str | Path | None = None) -> Config:
     """The checked config of a command: `load_config("model=gpt2", "train.steps=10")`.
 
     `config_dir` is a folder of further YAML files, as `--config-dir` names it. Raises ConfigError, a UserError, with
     every problem that there is.
     """
-    return load(words, MAIN_CONFIG, config_dir)
+    return load(overrides, MAIN_CONFIG, config_dir)
 
 
-def run(*words: str, config_dir: str | Path | None = None) -> Any:
-    """Do in this process what `python -m ttrain` does with these words, sweeps and supervision apart.
+def run(*overrides: str, config_dir: str | Path | None = None) -> Any:
+    """Do in this process what `python -m ttrain` does with these overrides, sweeps and supervision apart.
 
     Returns what the task returns: of task=train the lowest loss on held-out data, or None where there is none. Raises
     TtrainError where the command would end with a message.
     """
-    return run_task(load_config(*words, config_dir=config_dir))
+    return run_task(load_config(*overrides, config_dir=config_dir))
 
 
 class Training:

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    flags, words = parse_arguments(arguments)
+    flags, overrides = parse_arguments(arguments)
     if flags.version:
         print(f"ttrain {ttrain.__version__}")
         return EXIT_DONE
@@ -88,36 +88,36 @@ def _run(arguments: list[str]) -> int:
             composer.hydra.hydra_help(None, get_args_parser(), argparse.Namespace(overrides=[]))
         elif flags.shell_completion:
             sys.argv[0] = "ttrain"  # the command to complete, also when started as python -m ttrain
-            composer.hydra.shell_completion(composer.config_name, words)
+            composer.hydra.shell_completion(composer.config_name, overrides)
         elif flags.info:
             with one_sentence(composer.loader):
-                composer.hydra.show_info(flags.info, composer.config_name, words)
+                composer.hydra.show_info(flags.info, composer.config_name, overrides)
         elif flags.cfg:
-            _show_config(composer, words, flags)
+            _show_config(composer, overrides, flags)
         else:
-            return _run_or_sweep(composer, words, flags)
+            return _run_or_sweep(composer, overrides, flags)
     return EXIT_DONE
 
 
-def _run_or_sweep(composer: Composer, words: list[str], flags: argparse.Namespace) -> int:
+def _run_or_sweep(composer: Composer, overrides: list[str], flags: argparse.Namespace) -> int:
     settled = settle_without_home()
     if settled:
         _say(settled)
     if not flags.multirun:
-        composed = composer.compose(words)
+        composed = composer.compose(overrides)
         if composed.hydra.mode != RunMode.MULTIRUN:  # which a config file may ask for too
-            return _run_one(composer.check(composed), words, _given(flags))
+            return _run_one(composer.check(composed), overrides, _given(flags))
     from ttrain.sweep import command
 
-    return command.run(composer, words, _given(flags))
+    return command.run(composer, overrides, _given(flags))
 
 
-def _run_one(config: Config, words: list[str], flags: list[str]) -> int:
+def _run_one(config: Config, overrides: list[str], flags: list[str]) -> int:
     from ttrain.tasks.training import supervised
     from ttrain.train.supervise.heartbeat import Heartbeat
 
     if supervised.wanted(config):
-        return supervised.run(config, words, flags)
+        return supervised.run(config, overrides, flags)
     heartbeat = Heartbeat.of_process()
     try:
         run_task(config)
@@ -129,7 +129,7 @@ def _run_one(config: Config, words: list[str], flags: list[str]) -> int:
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Hydra's flags and the key=value words. `--a=b` means `a=b` unless --a is a flag; W&B agents write it so.
+    """Hydra's flags and the overrides, key=value. `--a=b` means `a=b` unless --a is a flag; W&B agents write it so.
 
     So do `-a=b` and a dash as a word processor sets it.
     """
@@ -167,11 +167,11 @@ def run_task(config: Config) -> Any:
     return registry.component("task", config.task.name).load()(config)
 
 
-def _show_config(composer: Composer, words: list[str], flags: argparse.Namespace) -> None:
+def _show_config(composer: Composer, overrides: list[str], flags: argparse.Namespace) -> None:
     """Print the composed config. What we print is complete and has passed every check."""
-    config = composer.typed(words)
+    config = composer.typed(overrides)
     if flags.cfg != "job":
-        composer.hydra.show_cfg(composer.config_name, words, flags.cfg, flags.package, flags.resolve)
+        composer.hydra.show_cfg(composer.config_name, overrides, flags.cfg, flags.package, flags.resolve)
         return
     shown: Any = OmegaConf.create(to_dict(config))
     if flags.package not in (None, "_global_"):
@@ -182,9 +182,9 @@ def _show_config(composer: Composer, words: list[str], flags: argparse.Namespace
 
 
 def _given(flags: argparse.Namespace) -> list[str]:
-    """The flags that a process started with the same words needs as well."""
+    """The flags that a process started with the same overrides needs as well."""
     names = {"--config-dir": flags.config_dir, "--config-name": flags.config_name, "--config-path": flags.config_path}
-    return [word for name, value in names.items() if value is not None for word in (name, value)]
+    return [override for name, value in names.items() if value is not None for override in (name, value)]
 
 
 def _prepare_streams() -> None:

@@ -114,7 +114,7 @@ def test_a_plot_of_what_was_timed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "said"),
     [
         (["bench=gtp"], "bench=gtp: no such option. Did you mean 'gpt'?"),
         (["bench.size=chra"], "bench.size=chra: no such choice. Did you mean 'char'?"),
@@ -131,10 +131,10 @@ def test_a_plot_of_what_was_timed(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_request_is_one_line_and_exit_code_2(
-    words: list[str], said: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overrides: list[str], said: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["task=bench", *words]) == 2
+    assert main(["task=bench", *overrides]) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith(f"ttrain: {said}")
     assert shown.err.count("\n") == 1

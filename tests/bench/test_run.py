@@ -179,8 +179,13 @@ def interrupted(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def test_ctrl_c_keeps_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     processes = Processes(interrupted)
     monkeypatch.setattr(task, "Bench", partial(Bench, start=processes))
-    words = ["bench.startup=false", "bench.engines=[static]", "bench.baselines=[eager]", f"bench.out={tmp_path / 'x'}"]
-    assert main(["task=bench", "bench=gpt", *words]) == 130
+    overrides = [
+        "bench.startup=false",
+        "bench.engines=[static]",
+        "bench.baselines=[eager]",
+        f"bench.out={tmp_path / 'x'}",
+    ]
+    assert main(["task=bench", "bench=gpt", *overrides]) == 130
     values = json.loads((tmp_path / "x" / "results.json").read_text("utf-8"))
     assert not values["complete"]
     assert [len(row["round_ms"]) for row in values["jobs"][0]["rows"]] == [2, 2]

@@ -201,14 +201,14 @@ CHIP = [
 ]
 
 
-@pytest.mark.parametrize("words", CHIP, ids=" ".join)
+@pytest.mark.parametrize("overrides", CHIP, ids=" ".join)
 def test_without_a_card_every_output_says_that_a_model_told_the_times(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr("ttrain.device.ttnn.runtime.environment.has_card", lambda: False)
     monkeypatch.setattr("ttrain.device.ttnn.family.find_spec", lambda name: None)
     page, out = tmp_path / "page.md", tmp_path / "out"
-    assert main(["task=bench", *words, f"bench.out={out}", f"bench.markdown={page}"]) == 0
+    assert main(["task=bench", *overrides, f"bench.out={out}", f"bench.markdown={page}"]) == 0
     shown = capsys.readouterr()
     assert "from the cost model" in shown.out and "not from a card" in shown.out and "cost model" in shown.err
     values = json.loads((out / "results.json").read_text("utf-8"))
@@ -243,11 +243,11 @@ def test_published_steps_can_be_asked_for_as_they_were_measured(
 ) -> None:
     """Weights in bf16, plain SGD, the batch on the card: of the host's part, scalars alone are left."""
     monkeypatch.setattr("ttrain.device.ttnn.runtime.environment.has_card", lambda: False)
-    words = ["task=bench", "bench=shapes", "device=n300", "bench.batch=[4096]", "bench.dim=[2048]"]
+    overrides = ["task=bench", "bench=shapes", "device=n300", "bench.batch=[4096]", "bench.dim=[2048]"]
     measured = ["bench.precision=[bf16_pure]", "bench.resident_batch=true"]
     times, notes = {}, {}
     for name, more in (("measured", measured), ("usual", ["bench.precision=[bf16]"])):
-        assert main([*words, *more, f"bench.out={tmp_path / name}"]) == 0
+        assert main([*overrides, *more, f"bench.out={tmp_path / name}"]) == 0
         notes[name] = (tmp_path / name / "results.md").read_text("utf-8").replace("\n", " ")
         lines = csv.DictReader((tmp_path / name / "results.csv").read_text("utf-8").splitlines())
         wanted = "bf16_pure" if name == "measured" else "bf16"
@@ -313,7 +313,7 @@ def test_mocked_rows_are_labelled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "said"),
     [
         (["bench=shape"], "bench=shape: no such option. Did you mean 'shapes'?"),
         (["bench=shapes", "bench.batch=[0]"], "bench.batch=0: must be at least 1."),
@@ -332,11 +332,11 @@ def test_mocked_rows_are_labelled() -> None:
     ],
 )
 def test_a_bad_request_is_one_line_and_exit_code_2(
-    words: list[str], said: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overrides: list[str], said: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("ttrain.device.ttnn.runtime.environment.has_card", lambda: False)
-    assert main(["task=bench", *words]) == 2
+    assert main(["task=bench", *overrides]) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith(f"ttrain: {said}"), shown.err
     assert shown.err.count("\n") == 1 and not shown.out and not list(tmp_path.iterdir())

@@ -12,9 +12,9 @@ from ttrain.core.errors import EXIT_USER, ConfigError
 from ttrain.core.names import did_you_mean
 
 
-def problems(*words: str, config_dir: Path | None = None, config_name: str = "config") -> list[str]:
+def problems(*overrides: str, config_dir: Path | None = None, config_name: str = "config") -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        load(words, config_name, config_dir)
+        load(overrides, config_name, config_dir)
     assert caught.value.exit_code == EXIT_USER
     assert all("\n" not in problem for problem in caught.value.problems)
     return caught.value.problems
@@ -28,7 +28,7 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("word", "key", "nearest"),
+    ("override", "key", "nearest"),
     [
         ("train.stpes=5", "train.stpes", "'steps'"),
         ("+train.stpes=5", "train.stpes", "'steps'"),
@@ -41,8 +41,8 @@ def write(folder: Path, name: str, text: str) -> Path:
         ("optimizer.momentum=0.9", "optimizer.momentum", "optimizer sgd"),
     ],
 )
-def test_a_misspelt_key_on_the_command_line(word: str, key: str, nearest: str) -> None:
-    (problem,) = problems(word)
+def test_a_misspelt_key_on_the_command_line(override: str, key: str, nearest: str) -> None:
+    (problem,) = problems(override)
     assert problem.startswith(f"{key}: unknown key")
     assert nearest in problem
 
@@ -62,7 +62,7 @@ def test_a_misspelt_key_in_a_config_and_nested(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "problem"),
+    ("override", "problem"),
     [
         ("train.steps=abc", "train.steps='abc': must be an integer, got text."),
         ("train.steps=1.5", "train.steps=1.5: must be an integer, got a number."),
@@ -83,12 +83,12 @@ def test_a_misspelt_key_in_a_config_and_nested(tmp_path: Path) -> None:
         ("data=text", "data.path: has no value (set in data/text.yaml); give one with data.path=<value>."),
     ],
 )  # fmt: skip
-def test_a_wrong_type_names_key_value_and_expected_type(word: str, problem: str) -> None:
-    assert problems(word) == [problem]
+def test_a_wrong_type_names_key_value_and_expected_type(override: str, problem: str) -> None:
+    assert problems(override) == [problem]
 
 
 @pytest.mark.parametrize(
-    ("words", "part"),
+    ("overrides", "part"),
     [
         (["train.steps=0"], "train.steps=0: must be at least 1."),
         (["optimizer.lr=-1"], "optimizer.lr=-1.0: must be at least 0."),
@@ -119,8 +119,8 @@ def test_a_wrong_type_names_key_value_and_expected_type(word: str, problem: str)
         (["sample.checkpoint=first"], "sample.checkpoint=first: must be last, best or a step number."),
     ],
 )  # fmt: skip
-def test_bounds_and_cross_field_checks(words: list[str], part: str) -> None:
-    (problem,) = problems(*words)
+def test_bounds_and_cross_field_checks(overrides: list[str], part: str) -> None:
+    (problem,) = problems(*overrides)
     assert problem.startswith(part)
 
 
@@ -135,7 +135,7 @@ def test_all_problems_come_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "part"),
+    ("override", "part"),
     [
         ("model=gpt3", "model=gpt3: no such option. Did you mean 'gpt2'? Valid: agillm, gpt2, llama, mlp, nano-gpt."),
         ("logger=null", "logger=null: no such option. Valid: console, jsonl, wandb."),
@@ -151,14 +151,16 @@ def test_all_problems_come_at_once() -> None:
         ("hydra.sweep.dri=x", "hydra.sweep.dri: has no effect with ttrain. Give sweep.dir=<folder>."),
     ],
 )
-def test_what_hydra_refuses_is_said_in_one_sentence(word: str, part: str) -> None:
-    (problem,) = problems(word)
+def test_what_hydra_refuses_is_said_in_one_sentence(override: str, part: str) -> None:
+    (problem,) = problems(override)
     assert problem.startswith(part)
 
 
-@pytest.mark.parametrize("word", ["model._target_=os.system", "+a.b._target_=os.system", "train.steps={_target_: x}"])
-def test_target_is_refused_on_the_command_line(word: str) -> None:
-    assert any("_target_ is refused" in problem for problem in problems(word))
+@pytest.mark.parametrize(
+    "override", ["model._target_=os.system", "+a.b._target_=os.system", "train.steps={_target_: x}"]
+)
+def test_target_is_refused_on_the_command_line(override: str) -> None:
+    assert any("_target_ is refused" in problem for problem in problems(override))
 
 
 def test_target_is_refused_for_hydras_own_part() -> None:

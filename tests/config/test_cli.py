@@ -69,7 +69,7 @@ def test_nothing_is_written_and_the_folder_stays(ran: list[Config], tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("overrides", "expected"),
     [
         (["--train.steps=7"], ["train.steps=7"]),
         (["--train.steps=7", "--model=mlp", "a=b"], ["train.steps=7", "model=mlp", "a=b"]),
@@ -79,8 +79,8 @@ def test_nothing_is_written_and_the_folder_stays(ran: list[Config], tmp_path: Pa
         (["--config-dir=conf", "--config-name", "x", "+a=b", "~c"], ["+a=b", "~c"]),
     ],
 )
-def test_dashes_before_a_key_are_accepted_and_flags_stay_flags(words: list[str], expected: list[str]) -> None:
-    assert parse_arguments(words)[1] == expected
+def test_dashes_before_a_key_are_accepted_and_flags_stay_flags(overrides: list[str], expected: list[str]) -> None:
+    assert parse_arguments(overrides)[1] == expected
 
 
 def test_flags_keep_their_values() -> None:
@@ -89,7 +89,7 @@ def test_flags_keep_their_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "part"),
+    ("overrides", "part"),
     [
         (["--multirum"], "--multirum: unknown flag. Did you mean '--multirun'?"),
         (["--cfg", "jbo"], "invalid choice: 'jbo'"),
@@ -98,9 +98,9 @@ def test_flags_keep_their_values() -> None:
         (["--config-dir"], "expected one argument"),
     ],
 )
-def test_a_wrong_flag(words: list[str], part: str) -> None:
+def test_a_wrong_flag(overrides: list[str], part: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_arguments(words)
+        parse_arguments(overrides)
     assert part in str(caught.value)
 
 
@@ -172,7 +172,7 @@ def test_a_sweep_is_handed_on_with_the_flags(monkeypatch: pytest.MonkeyPatch, tm
     text = "defaults: [config, _self_]\nhydra: {mode: MULTIRUN, sweeper: {params: {engine: 'dynamic,static'}}}\n"
     (tmp_path / "mine.yaml").write_text(text, "utf-8")
     given: list[Any] = []
-    monkeypatch.setattr(command, "run", lambda composer, words, flags: given.append((words, flags)) or 75)
+    monkeypatch.setattr(command, "run", lambda composer, overrides, flags: given.append((overrides, flags)) or 75)
     assert main(["-m", "run.seed=1,2"]) == 75
     assert main(["--config-dir", str(tmp_path), "--config-name", "mine", "run.seed=3"]) == 75  # a file may ask for it
     expected = ["--config-dir", str(tmp_path), "--config-name", "mine"]
@@ -199,9 +199,9 @@ def test_a_plugin_adds_an_option_without_yaml(
     assert main(["plugins=[my_plugin]", "model=mine", "model.depht=5"]) == 2
 
 
-def process(*words: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+def process(*overrides: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
     given = {**os.environ, "PYTHONPATH": str(REPO), **environment}
-    return subprocess.run([sys.executable, *words], capture_output=True, env=given, timeout=170)
+    return subprocess.run([sys.executable, *overrides], capture_output=True, env=given, timeout=170)
 
 
 def test_composing_and_help_import_nothing_heavy() -> None:
@@ -217,9 +217,20 @@ def test_composing_and_help_import_nothing_heavy() -> None:
 
 def test_the_module_under_the_c_locale(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\nrun: {dir: données}\n", "utf-8")
-    words = ["-m", "ttrain", "--config-dir", str(tmp_path), "--config-name", "mine", "--cfg", "job", "-p", "run.dir"]
-    assert process(*words, LC_ALL="C").stdout.decode("utf-8") == "données\n"
-    strict = process(*words, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", PYTHONIOENCODING="ascii")
+    overrides = [
+        "-m",
+        "ttrain",
+        "--config-dir",
+        str(tmp_path),
+        "--config-name",
+        "mine",
+        "--cfg",
+        "job",
+        "-p",
+        "run.dir",
+    ]
+    assert process(*overrides, LC_ALL="C").stdout.decode("utf-8") == "données\n"
+    strict = process(*overrides, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", PYTHONIOENCODING="ascii")
     assert strict.stdout == b"donn\\xe9es\n"
 
 

@@ -41,7 +41,7 @@ NEEDS = {
 
 
 def shipped_options() -> list[str]:
-    """Every YAML under conf/ and recipes/ as the word that chooses it, except the two that are always there."""
+    """Every YAML under conf/ and recipes/ as the override that chooses it, except the two that are always there."""
     conf = packaged("conf")
     found = [f"{path.parent.relative_to(conf)}={path.stem}" for path in sorted(conf.rglob("*.yaml"))]
     return [*found, *(f"recipe={path.stem}" for path in sorted(packaged("recipes").glob("*.yaml")))]
@@ -50,10 +50,10 @@ def shipped_options() -> list[str]:
 ALWAYS_THERE = (".=config", "hydra=default")
 
 
-@pytest.mark.parametrize("word", [word for word in shipped_options() if word not in ALWAYS_THERE])
-def test_every_shipped_yaml_composes_and_passes_the_checks(word: str) -> None:
-    config = load([word, *NEEDS.get(word, [])])
-    group, _, option = word.partition("=")
+@pytest.mark.parametrize("override", [override for override in shipped_options() if override not in ALWAYS_THERE])
+def test_every_shipped_yaml_composes_and_passes_the_checks(override: str) -> None:
+    config = load([override, *NEEDS.get(override, [])])
+    group, _, option = override.partition("=")
     assert config.source.choices[group] == option
 
 
@@ -114,9 +114,9 @@ def test_null_is_a_device_in_a_yaml_file(tmp_path: Path, written: str) -> None:
     assert load(config_name="mine", config_dir=tmp_path).device.name == "null"
 
 
-@pytest.mark.parametrize("word", ["debug=overfit", "+debug=overfit"])
-def test_debug_presets_with_and_without_plus(word: str) -> None:
-    config = load([word, "recipe=char-10.7m"])
+@pytest.mark.parametrize("override", ["debug=overfit", "+debug=overfit"])
+def test_debug_presets_with_and_without_plus(override: str) -> None:
+    config = load([override, "recipe=char-10.7m"])
     assert (config.train.batch_size, config.data.limit, config.schedule.warmup) == (8, 8, 0)
 
 

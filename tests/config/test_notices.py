@@ -15,7 +15,7 @@ PAIRS = ("model=agillm", "model.preset=femto_1x")
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("overrides", "told"),
     [
         ((), None),
         (("optimizer.lr=0",), "no parameter changes"),
@@ -31,14 +31,14 @@ PAIRS = ("model=agillm", "model.preset=femto_1x")
         ((*PAIRS, "model.context=8", "train.length_schedule=[2,8]", "train.phase_steps=1"), "sequences of 2 tokens"),
     ],
 )
-def test_what_is_seldom_meant_is_told(words: tuple[str, ...], told: str | None) -> None:
-    found = list(notices(load(words)))
+def test_what_is_seldom_meant_is_told(overrides: tuple[str, ...], told: str | None) -> None:
+    found = list(notices(load(overrides)))
     assert len(found) == (told is not None)
     assert told is None or told in found[0]
 
 
-def rate_of(words: tuple[str, ...]) -> Rate:
-    config = load(words)
+def rate_of(overrides: tuple[str, ...]) -> Rate:
+    config = load(overrides)
     return Rate(config.optimizer.lr, config.schedule, config.train.steps)
 
 
@@ -73,7 +73,7 @@ def test_a_resume_tells_a_rate_that_jumps(
 
 
 @pytest.mark.parametrize(
-    ("given", "step", "words", "rate"),
+    ("given", "step", "overrides", "rate"),
     [
         (("schedule=linear",), 100, "train.steps=200 schedule.steps=100", "goes on at 1.00e-04; with"),
         (("schedule=linear", "schedule.steps=100"), 100, "train.steps=200", "goes on at 1.00e-04; with"),
@@ -93,11 +93,11 @@ def test_a_resume_tells_a_rate_that_jumps(
         (("schedule=constant",), 100, "train.steps=200", None),
     ],
 )
-def test_the_command_that_trains_on(given: tuple[str, ...], step: int, words: str, rate: str | None) -> None:
+def test_the_command_that_trains_on(given: tuple[str, ...], step: int, overrides: str, rate: str | None) -> None:
     """Where a rate is left, the command leads to no jump; what the other choice would do is told."""
     base = ("train.steps=100", "optimizer.lr=1e-3", *given)
     found, told = train_on(rate_of(base), Progress(step))
-    assert found == words
+    assert found == overrides
     assert told == rate or (told is not None and rate is not None and told.startswith(rate))
     jump = rate_jump(to_dict(load(base)), rate_of((*base, *found.split())), Progress(step))
     assert (jump is not None) == (told is not None and told.startswith("rises"))

@@ -35,9 +35,9 @@ def test_the_wheel_carries_conf_and_recipes_and_works_from_any_folder(tmp_path: 
     entry_points = next(unpacked.glob("*.dist-info/entry_points.txt")).read_text()
     assert "ttrain = ttrain.__main__:main" in entry_points
     code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from ttrain.cli import main; sys.exit(main())"
-    words = ["recipe=char-10.7m", "--cfg", "job", "-p", "train.batch_size"]
+    overrides = ["recipe=char-10.7m", "--cfg", "job", "-p", "train.batch_size"]
     done = subprocess.run(
-        [sys.executable, "-c", code, str(unpacked), *words], cwd=tmp_path, capture_output=True, timeout=170
+        [sys.executable, "-c", code, str(unpacked), *overrides], cwd=tmp_path, capture_output=True, timeout=170
     )
     assert (done.returncode, done.stdout) == (0, b"64\n"), done.stderr.decode()
 

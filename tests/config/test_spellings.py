@@ -13,10 +13,10 @@ from ttrain.core.errors import ConfigError
 
 
 def value(*arguments: str) -> Any:
-    """What the key of the first word has in the end."""
-    words = parse_arguments(arguments)[1]
-    part: Any = load(words)
-    for name in words[0].partition("=")[0].strip(" +~").split("."):
+    """What the key of the first override has in the end."""
+    overrides = parse_arguments(arguments)[1]
+    part: Any = load(overrides)
+    for name in overrides[0].partition("=")[0].strip(" +~").split("."):
         part = getattr(part, name)
     return part
 
@@ -130,15 +130,15 @@ def test_short_flags(capsys: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "group", "option"),
+    ("override", "group", "option"),
     [
         ("model=gpt2.yaml", "model", "gpt2"),
         ("recipe=bench-gpt.yaml", "recipe", "bench-gpt"),
         ("+recipe=bench-gpt.yaml", "recipe", "bench-gpt"),
     ],
 )
-def test_an_option_may_be_named_as_its_file(word: str, group: str, option: str) -> None:
-    assert load([word]).source.choices[group] == option
+def test_an_option_may_be_named_as_its_file(override: str, group: str, option: str) -> None:
+    assert load([override]).source.choices[group] == option
 
 
 def test_an_option_given_as_a_path(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_an_option_given_as_a_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "instead"),
+    ("override", "instead"),
     [
         ("hydra.run.dir=x", "run.dir=<folder>"),
         ("+hydra.run.dir=x", "run.dir=<folder>"),
@@ -170,9 +170,9 @@ def test_an_option_given_as_a_path(tmp_path: Path) -> None:
         ("hydra.foo=1", "Leave it out."),
     ],
 )
-def test_a_key_of_hydra_that_does_nothing_is_refused_with_ours(word: str, instead: str) -> None:
-    (problem,) = refused(word)
-    assert problem.startswith(f"{word.partition('=')[0].lstrip('+~')}: has no effect with ttrain.")
+def test_a_key_of_hydra_that_does_nothing_is_refused_with_ours(override: str, instead: str) -> None:
+    (problem,) = refused(override)
+    assert problem.startswith(f"{override.partition('=')[0].lstrip('+~')}: has no effect with ttrain.")
     assert instead in problem
 
 
@@ -187,12 +187,12 @@ def test_a_key_of_hydra_that_does_nothing_in_a_file(tmp_path: Path, text: str) -
 
 
 def test_keys_of_hydra_that_work() -> None:
-    words = [
+    overrides = [
         "hydra.job.num=3",
         "hydra.job.config.override_dirname.exclude_keys=[run.dir]",
         "run.dir='o/${hydra:job.override_dirname}'",
     ]
-    assert load([*words, "run.seed=4"]).run.dir == "o/run.seed=4"
+    assert load([*overrides, "run.seed=4"]).run.dir == "o/run.seed=4"
     assert load(["hydra.job.num=3", "run.dir='o/${hydra:job.num}'"]).run.dir == "o/3"
 
 
@@ -251,15 +251,15 @@ def test_a_folder_that_is_missing_or_a_file(mine: Path, capsys: Any, flag: str) 
 
 
 @pytest.mark.parametrize("task", ["sample", "report", "runs", "train"])
-@pytest.mark.parametrize("word", ["run=a b", "run.dir=a b", "--run='a b'", "run=[a b]"])
-def test_every_task_takes_a_run_in_one_way(task: str, word: str) -> None:
-    config = load(parse_arguments([f"task={task}", word])[1])
+@pytest.mark.parametrize("override", ["run=a b", "run.dir=a b", "--run='a b'", "run=[a b]"])
+def test_every_task_takes_a_run_in_one_way(task: str, override: str) -> None:
+    config = load(parse_arguments([f"task={task}", override])[1])
     assert (config.run.dir, config.report.run) == ("a b", [])
 
 
 def test_several_runs_are_for_a_report() -> None:
-    for word in ("run=a,b", "run=[a,b]", "report.run=[a,b]"):
-        assert load(["task=report", word]).report.run == ["a", "b"]
+    for override in ("run=a,b", "run=[a,b]", "report.run=[a,b]"):
+        assert load(["task=report", override]).report.run == ["a", "b"]
     assert refused("task=sample", "run=a,b")
     assert "task=train takes one run" in refused("run=a,b")[0]
     assert "both name runs" in refused("task=report", "run=a,b", "run.dir=c")[0]

@@ -82,10 +82,10 @@ def test_a_folder_that_others_can_write_is_not_taken(temporary: Path) -> None:
 
 
 def test_a_command_without_a_home_says_one_line_of_ours(tmp_path: Path) -> None:
-    words = ["task=plan", "model=mlp", "model.width=8", "plan.picture=p.png", "plan.time=false", "device=null"]
+    overrides = ["task=plan", "model=mlp", "model.width=8", "plan.picture=p.png", "plan.time=false", "device=null"]
     kept = {name: value for name, value in os.environ.items() if name not in MOVED}
     environment = {**kept, "HOME": "/dev/null", "TMPDIR": str(tmp_path), "PYTHONPATH": str(REPO)}
-    command = [sys.executable, "-m", "ttrain", *words]
+    command = [sys.executable, "-m", "ttrain", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=170)
     assert done.returncode == 0
     assert (tmp_path / "p.png").exists()

@@ -267,8 +267,8 @@ def test_memory_over_time_peaks_where_the_plan_says(steps: Any) -> None:
     assert plan.state_bytes()[Kind.PARAMETER.value] > 0
 
 
-def planned(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
-    assert main(["task=plan", *SMALL, *words]) == code
+def planned(capsys: pytest.CaptureFixture[str], *overrides: str, code: int = 0) -> str:
+    assert main(["task=plan", *SMALL, *overrides]) == code
     out, err = capsys.readouterr()
     return out + err
 
@@ -303,13 +303,13 @@ def test_a_card_s_time_is_from_the_model_and_says_so(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [(["device=p150"], "no cost model of a Blackhole"), (["device=null"], "computes nothing"),
      (["device=null", "plan.limits=true"], "give plan.memory_gb")],
     ids=str,
 )  # fmt: skip
-def test_what_can_t_be_told_is_said(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
-    assert message in planned(capsys, *words)
+def test_what_can_t_be_told_is_said(capsys: pytest.CaptureFixture[str], overrides: list[str], message: str) -> None:
+    assert message in planned(capsys, *overrides)
 
 
 def test_a_picture_that_can_t_be_written_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -319,6 +319,6 @@ def test_a_picture_that_can_t_be_written_is_one_line(capsys: pytest.CaptureFixtu
 
 def test_what_fits_does_not_depend_on_how_long_the_data_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("to be or not to be " * 40, "utf-8")
-    words = [*SMALL[:3], "model.context=32", "data=text", f"data.path={tmp_path}/short.txt", "device=cpu"]
-    assert main(["task=plan", *words, "plan.time=false", "plan.limits=true", "plan.memory_gb=0.1"]) == 0
+    overrides = [*SMALL[:3], "model.context=32", "data=text", f"data.path={tmp_path}/short.txt", "device=cpu"]
+    assert main(["task=plan", *overrides, "plan.time=false", "plan.limits=true", "plan.memory_gb=0.1"]) == 0
     assert "context, at this micro-batch" in capsys.readouterr().out

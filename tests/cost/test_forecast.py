@@ -104,7 +104,7 @@ def test_growing_sequences_are_counted_by_their_length() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         ["model=gpt2", "engine=traced", "run.dir=x y"],
         ["recipe=gpt2-124m", "data.path=a b", "device=cpu"],
@@ -113,13 +113,13 @@ def test_growing_sequences_are_counted_by_their_length() -> None:
     ],
     ids=" ".join,
 )
-def test_a_command_gives_the_config_that_was_planned(words: list[str]) -> None:
-    config = load(words)
+def test_a_command_gives_the_config_that_was_planned(overrides: list[str]) -> None:
+    config = load(overrides)
     found = list(task._single(config, "cpu"))
     assert found
-    for changes in [*found, {"model.preset": "0.8M" if "agillm" not in words[0] else "small"}]:
+    for changes in [*found, {"model.preset": "0.8M" if "agillm" not in overrides[0] else "small"}]:
         _, _, name, *run = shlex.split(task.command(config, changes))
-        assert name == "ttrain" and not any(word.startswith("run.dir=") for word in run)
+        assert name == "ttrain" and not any(override.startswith("run.dir=") for override in run)
         expected, given = to_dict(task.changed(config, changes)), to_dict(load(run))
         expected["run"]["dir"] = None
         assert given == expected
@@ -135,10 +135,10 @@ def test_a_run_is_expected_to_take_its_operations_over_the_rate(
     expected: list[Forecast] = []
     announce = Pace.announce
     monkeypatch.setattr(Pace, "announce", lambda self: (expected.append(self._expected), announce(self)))
-    words = [*SMALL, f"engine={engine}", "train.steps=4", "train.batch_size=4", "train.eval_sequences=12"]
-    assert main([*words, f"run.dir={tmp_path}/run", "train.long_hours=0.01", "sample.tokens=1"]) == 0
+    overrides = [*SMALL, f"engine={engine}", "train.steps=4", "train.batch_size=4", "train.eval_sequences=12"]
+    assert main([*overrides, f"run.dir={tmp_path}/run", "train.long_hours=0.01", "sample.tokens=1"]) == 0
     err = capsys.readouterr().err
-    assert main(["task=plan", *words, "plan.time=false", f"plan.json={tmp_path}/plan.json"]) == 0
+    assert main(["task=plan", *overrides, "plan.time=false", f"plan.json={tmp_path}/plan.json"]) == 0
     plan, found = json.loads((tmp_path / "plan.json").read_text("utf-8")), expected[0]
     assert found.step == pytest.approx(plan["flops_per_step"]["total"] / 1e7 / 0.6, rel=0.15) and found.step > 5
     forward = sum(plan["steps"]["evaluate"]["flops"].values())

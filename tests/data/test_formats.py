@@ -325,7 +325,7 @@ def test_memory_does_not_grow_with_the_file() -> None:
 def test_a_killed_run_goes_on_bit_for_bit_in_the_middle_of_a_table() -> None:
     """SIGKILL when the seventh batch is asked for; every loss and tensor is that of an undisturbed run."""
     written("groups")
-    words = [
+    overrides = [
         "model.layers=1", "model.width=8", "model.heads=2", "model.context=16", "train.batch_size=4", "device=cpu",
         "device.threads=1", "data=documents", "data.sources=[a.parquet]", "data.tokenizer=byte", "train.steps=10",
         "train.save_every=2", "train.log_every=1", "train.eval_every=null", "train.peak_tflops=1", "logger=jsonl",
@@ -345,10 +345,12 @@ def test_a_killed_run_goes_on_bit_for_bit_in_the_middle_of_a_table() -> None:
     )
     path = os.pathsep.join(filter(None, [str(Path(formats.__file__).parents[3]), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, "-c", script, *words, "run.dir=killed"], env={**os.environ, "PYTHONPATH": path}, check=False
+        [sys.executable, "-c", script, *overrides, "run.dir=killed"],
+        env={**os.environ, "PYTHONPATH": path},
+        check=False,
     )
     assert done.returncode == -signal.SIGKILL and find_checkpoint(Path("killed"), "last").step < 6
-    assert main([*words, "run.dir=killed"]) == main([*words, "run.dir=whole"]) == 0
+    assert main([*overrides, "run.dir=killed"]) == main([*overrides, "run.dir=whole"]) == 0
     assert tensors("killed") == tensors("whole") and losses("killed") == losses("whole")
     assert [step for step, _ in losses("whole")] == list(range(1, 11))
 

@@ -91,16 +91,16 @@ def test_every_sample_counts_once(kind: Any, available: int, rows: int, samples:
     assert found.metrics == {"a/b": pytest.approx(np.abs(counted).mean(), rel=1e-9)}
 
 
-def evaluated(run: str, *words: str) -> dict[str, float]:
+def evaluated(run: str, *overrides: str) -> dict[str, float]:
     """The val/... numbers of a run whose weights are the first ones."""
-    assert main([*QUIET, *words, f"run.dir={run}"]) == 0
+    assert main([*QUIET, *overrides, f"run.dir={run}"]) == 0
     (line,) = [line for line in read_metrics(Path(run, "metrics.jsonl")) if "val/loss" in line]
     return {name: value for name, value in line.items() if name.startswith("val/")}
 
 
 @pytest.mark.parametrize("sequences", ["null", "7"])
 @pytest.mark.parametrize(
-    ("words", "names"),
+    ("overrides", "names"),
     [
         ([*GPT, *TEXT], {"val/loss", "val/bits_per_byte"}),
         ([*GPT, *DOCUMENTS], {"val/loss", "val/bits_per_byte"}),
@@ -110,13 +110,13 @@ def evaluated(run: str, *words: str) -> dict[str, float]:
     ],
     ids=["text", "documents", "agillm-text", "agillm-documents", "regression"],
 )
-def test_the_loss_is_the_same_for_every_batch_size(words: list[str], names: set[str], sequences: str) -> None:
+def test_the_loss_is_the_same_for_every_batch_size(overrides: list[str], names: set[str], sequences: str) -> None:
     """One at a time, one batch left over, micro-batches, and a batch larger than the held-out split."""
-    words = [*words, f"train.eval_sequences={sequences}"]
-    one = evaluated("one", *words, "train.batch_size=1")
+    overrides = [*overrides, f"train.eval_sequences={sequences}"]
+    one = evaluated("one", *overrides, "train.batch_size=1")
     assert one.keys() == names
     for number, sizes in enumerate((["6"], ["12", "train.accumulation=3"], ["100"])):
-        assert evaluated(f"run{number}", *words, f"train.batch_size={sizes[0]}", *sizes[1:]) == pytest.approx(
+        assert evaluated(f"run{number}", *overrides, f"train.batch_size={sizes[0]}", *sizes[1:]) == pytest.approx(
             one, rel=1e-6
         )
 
@@ -137,7 +137,7 @@ def test_the_loss_of_examples_against_numpy() -> None:
 @pytest.mark.parametrize("sequences", [None, 5])
 def test_the_unigram_entropy_of_the_summary_is_of_the_same_targets(sequences: int | None) -> None:
     given = "null" if sequences is None else sequences
-    for name, words, data in (
+    for name, overrides, data in (
         ("text", TEXT, lambda: open_text(TextConfig(path="book.txt", tokenizer="byte", held_out=0.2), Sizes(16))),
         (
             "documents",
@@ -145,7 +145,7 @@ def test_the_unigram_entropy_of_the_summary_is_of_the_same_targets(sequences: in
             lambda: open_documents(DocumentsConfig(sources=["rows.jsonl"], tokenizer="byte", held_out=0.2), Sizes(16)),
         ),
     ):
-        evaluated(name, *GPT, *words, "train.batch_size=4", f"train.eval_sequences={given}")
+        evaluated(name, *GPT, *overrides, "train.batch_size=4", f"train.eval_sequences={given}")
         summary = json.loads(Path(name, "summary.json").read_text())
         opened = data()
         targets = opened.batch("val", 0, 0, sequences or opened.val_samples)["targets"]
@@ -163,8 +163,8 @@ def test_a_checkpoint_with_the_earlier_key_evaluates_as_many_sequences_as_before
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """2 batches of 12 / 3 rows are 8 sequences, also where the run goes on with another batch size."""
-    words = [*GPT, *TEXT, "train.batch_size=12", "train.accumulation=3"]
-    expected = evaluated("first", *words, "train.eval_sequences=8")
+    overrides = [*GPT, *TEXT, "train.batch_size=12", "train.accumulation=3"]
+    expected = evaluated("first", *overrides, "train.eval_sequences=8")
     (folder,) = Path("first/checkpoints").glob("step_*")
     stored = json.loads((folder / "config.json").read_text())
     del stored["train"]["eval_sequences"]
@@ -188,14 +188,14 @@ def test_bits_per_byte_are_of_the_decoded_targets(kind: str, tokenizer: str) -> 
     Path("book.txt").write_text(book.replace("1", "é中"))
     Path("rows.jsonl").write_text(Path("rows.jsonl").read_text().replace("word1", "wörd"), "utf-8")
     given = ["data.held_out=0.2", f"data.tokenizer={tokenizer}", "data.vocabulary_size=300"]
-    words = (
+    overrides = (
         ["data.path=book.txt", *given] if kind == "text" else ["data=documents", "data.sources=[rows.jsonl]", *given]
     )
     if kind == "tokens":
-        assert main(["task=prepare", *words, "prepare.dir=tokens"]) == 0
-        words = ["data=tokens", "data.path=tokens"]
-    found = evaluated("run", *GPT, *words, "train.batch_size=5", "train.eval_sequences=null")
-    config = load_config(*words, *GPT)
+        assert main(["task=prepare", *overrides, "prepare.dir=tokens"]) == 0
+        overrides = ["data=tokens", "data.path=tokens"]
+    found = evaluated("run", *GPT, *overrides, "train.batch_size=5", "train.eval_sequences=null")
+    config = load_config(*overrides, *GPT)
     data = build_dataset(config.data, config.model, [])
     batch, end = data.batch("val", 0, 0, data.val_samples), (data.description.get("end_token") or {}).get("id")
     text, count = b"", 0

@@ -97,18 +97,19 @@ def joined(batches: list[dict[str, np.ndarray]]) -> np.ndarray:
     return np.concatenate([batch[name] for batch in batches])
 
 
-def attempt(batch: int, steps: int, *words: str) -> None:
+def attempt(batch: int, steps: int, *overrides: str) -> None:
     """Runs `run` up to a step with a batch size, from wherever it is."""
     assert (
-        main([*QUIET, "run.dir=run", "resume=auto", f"train.batch_size={batch}", f"train.steps={steps}", *words]) == 0
+        main([*QUIET, "run.dir=run", "resume=auto", f"train.batch_size={batch}", f"train.steps={steps}", *overrides])
+        == 0
     )
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_legs_of_several_batch_sizes_read_one_stream(source: str, seen: list[dict[str, np.ndarray]]) -> None:
     """16, 4 and 20 a step, the last in micro-batches: samples 0 to 47, 48 to 59 and 60 to 99 of the stream."""
-    words, opened = SOURCES[source]
-    attempt(16, 3, *words)
+    overrides, opened = SOURCES[source]
+    attempt(16, 3, *overrides)
     attempt(4, 6)
     attempt(20, 8, "train.accumulation=5")
     assert [len(next(iter(batch.values()))) for batch in seen] == [16] * 3 + [4] * 3 + [20] * 2
@@ -133,8 +134,8 @@ def without_position(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_checkpoint_without_a_position_has_that_of_its_step_and_batch(
     source: str, seen: list[dict[str, np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words, opened = SOURCES[source]
-    attempt(16, 3, *words)
+    overrides, opened = SOURCES[source]
+    attempt(16, 3, *overrides)
     with monkeypatch.context() as patch:
         without_position(patch)
         attempt(4, 5)
@@ -146,9 +147,9 @@ def test_growing_sequences_go_on_at_the_next_token(
     seen: list[dict[str, np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over phases, with other batch sizes, another schedule and none, from an older checkpoint too."""
-    words, opened = SOURCES["documents-read"]
+    overrides, opened = SOURCES["documents-read"]
     grows = ["train.length_schedule=[4,8,16]", "train.phase_steps=2"]
-    attempt(6, 3, *words, *grows)
+    attempt(6, 3, *overrides, *grows)
     with monkeypatch.context() as patch:
         without_position(patch)
         attempt(5, 5)
@@ -165,8 +166,8 @@ def test_growing_sequences_go_on_at_the_next_token(
 def test_a_rollback_reads_again_what_followed_the_checkpoint(
     seen: list[dict[str, np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words, opened = SOURCES["text-epoch"]
-    attempt(16, 2, *words)
+    overrides, opened = SOURCES["text-epoch"]
+    attempt(16, 2, *overrides)
     start, bad = TrainStep.start, [5]
 
     def sometimes(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> StepUnderWay:
@@ -186,8 +187,8 @@ def test_a_batch_in_smaller_parts_after_running_out_of_memory_is_the_same_batch(
     seen: list[dict[str, np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second attempt's first try fails at its third step, for which no checkpoint was saved yet."""
-    words, opened = SOURCES["text-epoch"]
-    attempt(16, 2, *words)
+    overrides, opened = SOURCES["text-epoch"]
+    attempt(16, 2, *overrides)
     start, short = TrainStep.start, [5]
 
     def sometimes(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> StepUnderWay:

@@ -25,7 +25,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
     """`train("run.dir=a", ...)` -> exit code."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return lambda *words: main([*TINY, *words])
+    return lambda *overrides: main([*TINY, *overrides])
 
 
 def tensors(run: str | Path) -> dict[str, bytes]:

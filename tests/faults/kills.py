@@ -40,7 +40,7 @@ def command(folder: Path, run: str, steps: int, save_every: int) -> list[str]:
     return ["data=text", *SETTINGS, f"train.save_every={save_every}", *own]
 
 
-def start(words: list[str], log: Path) -> int:
+def start(overrides: list[str], log: Path) -> int:
     """Trains in a forked process; its id."""
     child = os.fork()
     if child:
@@ -51,7 +51,7 @@ def start(words: list[str], log: Path) -> int:
         os.dup2(output, 2)
         from ttrain.cli import main
 
-        code = main(words)
+        code = main(overrides)
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException as error:
@@ -108,9 +108,9 @@ def kill_one(child: int, run: Path, moment: str, generator: random.Random) -> tu
 def run_with_kills(folder: Path, kills: int, steps: int, save_every: int, seed: int) -> dict[str, Any]:
     generator = random.Random(seed)
     done = cut = 0
-    words, run = command(folder, "killed", steps, save_every), folder / "killed"
+    overrides, run = command(folder, "killed", steps, save_every), folder / "killed"
     while True:
-        child = start(words, folder / "killed.log")
+        child = start(overrides, folder / "killed.log")
         if done >= kills:
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         else:

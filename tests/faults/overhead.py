@@ -61,9 +61,9 @@ def measured(run: Path, pairs: int) -> dict[str, Any]:
     for owner, name, function in replaced:
         setattr(owner, name, function)
     try:
-        words = [f"train.steps={2 * WINDOW * (pairs + 1)}", f"run.dir={run}"]
+        overrides = [f"train.steps={2 * WINDOW * (pairs + 1)}", f"run.dir={run}"]
         with contextlib.redirect_stdout(sys.stderr):
-            assert ttrain([*WORDS, *words]) == 0
+            assert ttrain([*WORDS, *overrides]) == 0
     finally:
         Loop._evaluate_and_save, Saver.save, Saver._write = after, save, write  # type: ignore[method-assign]
     return found

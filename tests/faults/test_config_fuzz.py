@@ -75,7 +75,7 @@ GROUPS = sorted(registry.groups())
 
 @st.composite
 def malformed(draw: st.DrawFn) -> str:
-    """One word of a command line that can't be right."""
+    """One override on a command line that can't be right."""
     kind = draw(st.sampled_from(["value", "value", "value", "key", "root", "option", "syntax", "target"]))
     if kind == "value":
         key, value = draw(st.sampled_from(WRONG))
@@ -106,17 +106,17 @@ CHECKED: list[str] = []
     suppress_health_check=list(HealthCheck),
 )
 @given(malformed())
-def check_one(word: str) -> None:
+def check_one(override: str) -> None:
     before = set(os.listdir())
     errors, output = io.StringIO(), io.StringIO()
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(output):
-        code = main([word, "device=null"])
+        code = main([override, "device=null"])
     said = errors.getvalue()
-    assert code == 2, f"{word}: exit {code}: {said}{output.getvalue()}"
-    assert said.startswith("ttrain: ") and "Traceback" not in said, f"{word}: {said}"
-    assert said.count("\n") == 1, f"{word}: {said}"
-    assert set(os.listdir()) == before, word
-    CHECKED.append(word)
+    assert code == 2, f"{override}: exit {code}: {said}{output.getvalue()}"
+    assert said.startswith("ttrain: ") and "Traceback" not in said, f"{override}: {said}"
+    assert said.count("\n") == 1, f"{override}: {said}"
+    assert set(os.listdir()) == before, override
+    CHECKED.append(override)
 
 
 def test_every_malformed_config_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

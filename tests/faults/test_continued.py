@@ -34,7 +34,7 @@ class Killed(BaseException):
     """Leaves a run as a kill does: nothing is written on the way out."""
 
 
-def killed(train: Any, monkeypatch: pytest.MonkeyPatch, *words: str, step: int = 3, owner: Any = Loop) -> None:
+def killed(train: Any, monkeypatch: pytest.MonkeyPatch, *overrides: str, step: int = 3, owner: Any = Loop) -> None:
     """Runs until `step` would be trained, or with `owner` Setup until the attempt would be recorded."""
     name = "_begin" if owner is Loop else "record"
     original = getattr(owner, name)
@@ -47,16 +47,16 @@ def killed(train: Any, monkeypatch: pytest.MonkeyPatch, *words: str, step: int =
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, call)
         with pytest.raises(Killed):
-            train(*words)
+            train(*overrides)
 
 
 def test_a_resume_of_nothing_says_that_a_new_run_starts(train: Train, capsys: Any) -> None:
     """The folder was misspelt, or the run was killed before it began: another experiment would train unnoticed."""
     Path("empty").mkdir()
-    for folder, word in (("misspelt", "resume=auto"), ("empty", "resume=auto")):
-        assert train(f"run.dir={folder}", word, "train.steps=2") == 0
+    for folder, override in (("misspelt", "resume=auto"), ("empty", "resume=auto")):
+        assert train(f"run.dir={folder}", override, "train.steps=2") == 0
         assert f"resume=auto: {folder} holds no run yet; a new one starts" in capsys.readouterr().err
-        assert train(f"run.dir={folder}", word, "train.steps=3") == 0
+        assert train(f"run.dir={folder}", override, "train.steps=3") == 0
         assert "holds no run" not in capsys.readouterr().err
 
 
@@ -146,9 +146,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_left_alone(train: Train, cap
     assert train("run.dir=run", *OWN) == 0
     (Path("run/checkpoints/step_00000008") / MANIFEST).write_text("{}")
     before = read_config(Path("run")), losses("run")
-    for words in (["resume=auto"], ["resume=run"], ["task=sample"], ["task=export", "export.file=x.safetensors"]):
+    for overrides in (["resume=auto"], ["resume=run"], ["task=sample"], ["task=export", "export.file=x.safetensors"]):
         capsys.readouterr()
-        assert main(["run.dir=run", *words]) == 2
+        assert main(["run.dir=run", *overrides]) == 2
         assert MANIFEST in capsys.readouterr().err
     assert (read_config(Path("run")), losses("run")) == before
 
@@ -164,8 +164,8 @@ def test_what_a_leg_was_told_holds_for_the_next(train: Train, monkeypatch: pytes
     assert read_config(Path("named"))["optimizer"]["lr"] == 0.02
 
 
-def main_with(*words: str) -> int:
-    return main(list(words))
+def main_with(*overrides: str) -> int:
+    return main(list(overrides))
 
 
 @pytest.mark.parametrize("owner", [Loop, Setup])
@@ -215,9 +215,9 @@ def test_a_run_that_is_running_is_not_looked_into(train: Train, capsys: Any) -> 
         (checkpoints / "step_00000006").rename(checkpoints / f"{UNFINISHED}replaced_step_00000006")
         (checkpoints / "step_00000008" / "progress.json").unlink()  # as in the middle of a removal
         before = sorted(checkpoints.rglob("*"))
-        for words in (["resume=auto"], ["resume=run"], ["resume=run/checkpoints/step_00000008"], []):
+        for overrides in (["resume=auto"], ["resume=run"], ["resume=run/checkpoints/step_00000008"], []):
             capsys.readouterr()
-            assert main([*TINY, "run.dir=run", *words]) == 2
+            assert main([*TINY, "run.dir=run", *overrides]) == 2
             told = capsys.readouterr().err
             assert holder in told and "can't be read" not in told and "progress.json" not in told
         assert sorted(checkpoints.rglob("*")) == before

@@ -96,10 +96,10 @@ def test_the_first_activation(
     train: Train, faulty: Any, fifth: Any, capsys: Any, engine: str, guard: str, accumulation: int
 ) -> None:
     fifth["scale"] = {"inputs": 100.0}
-    words = [*WORDS, f"engine={engine}", f"train.accumulation={accumulation}"]
-    assert train("run.dir=good", *words, "train.steps=4", "train.save_every=1") == 0
+    overrides = [*WORDS, f"engine={engine}", f"train.accumulation={accumulation}"]
+    assert train("run.dir=good", *overrides, "train.steps=4", "train.save_every=1") == 0
     faulty("relu")
-    assert train("run.dir=run", *words, f"guard.nonfinite={guard}") == 1
+    assert train("run.dir=run", *overrides, f"guard.nonfinite={guard}") == 1
     expected = ""
     for part in np.split(fifth["batch"]["inputs"], accumulation):
         for layer, values in enumerate(hidden(weights("good", 4), part)[:-1]):
@@ -116,9 +116,9 @@ def test_the_first_activation(
 def test_the_first_gradient(train: Train, faulty: Any, fifth: Any, capsys: Any, engine: str, guard: str) -> None:
     """The loss is finite; backward goes wrong in the layer below the last one."""
     fifth["scale"] = {"targets": 1e4}
-    words = [*WORDS, f"engine={engine}", "optimizer.clip_norm=null"]
+    overrides = [*WORDS, f"engine={engine}", "optimizer.clip_norm=null"]
     faulty("relu_grad")
-    assert train("run.dir=run", *words, f"guard.nonfinite={guard}") == 1
+    assert train("run.dir=run", *overrides, f"guard.nonfinite={guard}") == 1
     errors = capsys.readouterr().err
     assert "Step 5: grad_norm is inf" in errors or "Step 5: grad_norm is nan" in errors
     assert "The first tensor with NaN or Inf is the gradient that relu_grad makes in layers.1 (" in errors
@@ -145,16 +145,16 @@ def test_a_norm_that_overflows_though_every_gradient_is_finite(train: Train, fif
 def test_parameters_that_were_bad_before(train: Train, fifth: Any, capsys: Any) -> None:
     """An update that overflows shows in the next step, which is told apart from a bad forward pass."""
     fifth["scale"], fifth["index"] = {"targets": 1e3}, 0
-    words = [*WORDS, "optimizer=sgd", "optimizer.lr=3e38", "optimizer.clip_norm=null"]
-    assert train("run.dir=run", *words) == 1
+    overrides = [*WORDS, "optimizer=sgd", "optimizer.lr=3e38", "optimizer.clip_norm=null"]
+    assert train("run.dir=run", *overrides) == 1
     errors = capsys.readouterr().err
     assert "Step 2: train/loss is nan. The first tensor with NaN or Inf is parameter layers." in errors
 
 
 def test_steps_are_repeated_within_a_limit_only(train: Train, fifth: Any, capsys: Any) -> None:
     fifth["scale"] = {"targets": np.nan}
-    words = [*WORDS, "train.save_every=null", "train.save_minutes=null", "guard.search_seconds=0"]
-    assert train("run.dir=run", *words) == 1
+    overrides = [*WORDS, "train.save_every=null", "train.save_minutes=null", "guard.search_seconds=0"]
+    assert train("run.dir=run", *overrides) == 1
     errors = capsys.readouterr().err
     assert "steps 1 to 4 have to be repeated" in errors and "guard.search_seconds=" in errors
     assert "From the loss backwards, the first bad gradient is gradient layers.2.bias" in errors
@@ -165,8 +165,8 @@ def test_a_run_that_branched_off_begins_with_its_own_start(train: Train, fifth: 
     fifth["scale"] = {}
     assert train("run.dir=a", *WORDS, "train.steps=3", "schedule.steps=8") == 0
     fifth["scale"] = {"inputs": np.nan}
-    words = ["train.steps=8", "train.save_every=null", "train.save_minutes=null", "logger=jsonl"]
-    assert main(["resume=a", "run.dir=b", *words]) == 1
+    overrides = ["train.steps=8", "train.save_every=null", "train.save_minutes=null", "logger=jsonl"]
+    assert main(["resume=a", "run.dir=b", *overrides]) == 1
     assert "The first tensor with NaN or Inf is input inputs" in capsys.readouterr().err
     assert [event["kind"] for event in read_events(Path("b"))][-1] == "failed"
 
@@ -174,8 +174,8 @@ def test_a_run_that_branched_off_begins_with_its_own_start(train: Train, fifth: 
 def test_a_skipped_step_names_the_gradient_nearest_to_the_loss(train: Train, faulty: Any, fifth: Any) -> None:
     fifth["scale"] = {"targets": 1e4}
     faulty("relu_grad")
-    words = [*WORDS, "guard.nonfinite=skip", "guard.max_skips=2", "optimizer.clip_norm=null"]
-    assert train("run.dir=run", *words) == 0
+    overrides = [*WORDS, "guard.nonfinite=skip", "guard.max_skips=2", "optimizer.clip_norm=null"]
+    assert train("run.dir=run", *overrides) == 0
     (event,) = [event for event in read_events(Path("run")) if event["kind"] == "skipped"]
     assert event["tensor"].startswith("gradient layers.1.")
 

@@ -55,8 +55,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_a_guarded_step_is_the_same_step(train: Train, engine: str, accumulation: int, optimizer: str) -> None:
-    words = [f"engine={engine}", f"train.accumulation={accumulation}", f"optimizer={optimizer}", "train.steps=5"]
-    assert train("run.dir=plain", *words) == train("run.dir=guarded", *words, "guard.nonfinite=skip") == 0
+    overrides = [f"engine={engine}", f"train.accumulation={accumulation}", f"optimizer={optimizer}", "train.steps=5"]
+    assert train("run.dir=plain", *overrides) == train("run.dir=guarded", *overrides, "guard.nonfinite=skip") == 0
     assert tensors("plain") == tensors("guarded") and losses("plain") == losses("guarded")
 
 
@@ -65,9 +65,9 @@ def test_a_guarded_step_is_the_same_step(train: Train, engine: str, accumulation
 def test_a_skipped_step_touches_nothing(
     train: Train, poisoned: Any, engine: str, accumulation: int, capsys: Any
 ) -> None:
-    words = [f"engine={engine}", f"train.accumulation={accumulation}", "guard.nonfinite=skip", "train.save_every=1"]
+    overrides = [f"engine={engine}", f"train.accumulation={accumulation}", "guard.nonfinite=skip", "train.save_every=1"]
     poisoned({5: math.nan})
-    assert train("run.dir=run", *words, "train.steps=4", "schedule.steps=8") == 0
+    assert train("run.dir=run", *overrides, "train.steps=4", "schedule.steps=8") == 0
     before = tensors("run")
     assert main(["run.dir=run", "resume=auto", "train.steps=5"]) == 0
     assert tensors("run") == before and losses("run")[-1] == (5, None)
@@ -113,14 +113,14 @@ def test_a_rollback_goes_on_from_the_checkpoint_with_a_lower_rate(
         return fields
 
     monkeypatch.setattr(RegressionDataset, "batch", batch)
-    words = [f"engine={engine}", "guard.nonfinite=rollback", "guard.lr_factor=0.25", "schedule=constant"]
-    assert train("run.dir=run", *words) == 0
+    overrides = [f"engine={engine}", "guard.nonfinite=rollback", "guard.lr_factor=0.25", "schedule=constant"]
+    assert train("run.dir=run", *overrides) == 0
     assert [step for step, _ in losses("run")] == list(range(1, 9))
     rates = [line["lr"] for line in read_metrics(Path("run/metrics.jsonl")) if "lr" in line]
     assert rates == [1e-3] * 4 + [2.5e-4] * 4
     assert kinds("run") == ["started", "first_step", "rollback", "finished"]
 
-    assert train("run.dir=plain", *words, "train.steps=4") == 0
+    assert train("run.dir=plain", *overrides, "train.steps=4") == 0
     assert main(["run.dir=plain", "resume=auto", "train.steps=8", "optimizer.lr=2.5e-4"]) == 0
     assert tensors("run") == tensors("plain")
 
@@ -242,8 +242,8 @@ def test_learning_check() -> None:
 
 
 def test_bf16_weights_too_large_for_the_learning_rate_are_warned_of(train: Train, capsys: Any) -> None:
-    words = ["run.dir=pure", "precision=bf16_pure", "optimizer.lr=1e-7", "schedule=constant"]
-    assert train(*words) == 0
+    overrides = ["run.dir=pure", "precision=bf16_pure", "optimizer.lr=1e-7", "schedule=constant"]
+    assert train(*overrides) == 0
     errors = capsys.readouterr().err
     assert "WARNING: Step 3: " in errors and "optimizer.stochastic_rounding=true keeps them" in errors
 
@@ -271,11 +271,11 @@ def test_out_of_memory_names_classes_and_keys(train: Train, little_memory: None,
 
 
 def test_out_of_memory_shrinks_the_micro_batch_and_nothing_else(train: Train, little_memory: None, capsys: Any) -> None:
-    words = ["train.batch_size=8", "train.eval_sequences=22"]
-    assert train("run.dir=run", *words, "recover.oom=shrink") == 0
+    overrides = ["train.batch_size=8", "train.eval_sequences=22"]
+    assert train("run.dir=run", *overrides, "recover.oom=shrink") == 0
     assert capsys.readouterr().err.count("WARNING: Out of memory") == 2
     assert [kind for kind in kinds("run") if kind == "shrunk"] == ["shrunk"] * 2
-    assert train("run.dir=by_hand", *words, "train.accumulation=4") == 0
+    assert train("run.dir=by_hand", *overrides, "train.accumulation=4") == 0
     assert tensors("run") == tensors("by_hand") and losses("run") == losses("by_hand")
 
 
@@ -301,8 +301,8 @@ def test_what_out_of_memory_looks_like() -> None:
 def test_watched_activations_change_nothing_and_have_the_right_norm(
     train: Train, engine: str, accumulation: int
 ) -> None:
-    words = [f"engine={engine}", f"train.accumulation={accumulation}", "train.steps=3", "model.layers=1"]
-    assert train("run.dir=plain", *words) == train("run.dir=watched", *words, "guard.activations=true") == 0
+    overrides = [f"engine={engine}", f"train.accumulation={accumulation}", "train.steps=3", "model.layers=1"]
+    assert train("run.dir=plain", *overrides) == train("run.dir=watched", *overrides, "guard.activations=true") == 0
     assert tensors("plain") == tensors("watched") and losses("plain") == losses("watched")
     lines = [line for line in read_metrics(Path("watched/metrics.jsonl")) if "lr" in line]
     assert len(lines) == 3 and all(line["activation_norm"] > 0 for line in lines)

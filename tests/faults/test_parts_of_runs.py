@@ -45,8 +45,8 @@ def equal(one: str, two: str) -> bool:
 
 @pytest.mark.parametrize(("kept", "engine"), [*((kept, "static") for kept in KEPT), ("all", "dynamic")])
 def test_a_resumed_run_rounds_as_one_that_was_never_stopped(train: Train, kept: str, engine: str) -> None:
-    words = [*KEPT[kept], f"engine={engine}", "schedule=constant"]
-    assert train("run.dir=whole", *words) == train("run.dir=parts", *words, "train.steps=3") == 0
+    overrides = [*KEPT[kept], f"engine={engine}", "schedule=constant"]
+    assert train("run.dir=whole", *overrides) == train("run.dir=parts", *overrides, "train.steps=3") == 0
     assert train("run.dir=parts", "resume=auto", "train.steps=8") == 0
     assert equal("whole", "parts")
     dtypes = {name: dtype for name, (dtype, _) in stored("whole").items()}
@@ -75,8 +75,8 @@ def test_another_dtype_on_resume(train: Train, capsys: Any) -> None:
 
 
 def test_learning_rates_of_all_groups_are_seen_and_one_can_change_on_resume(train: Train, capsys: Any) -> None:
-    words = ["schedule=constant", "optimizer.lr=5e-5", "optimizer.group_lr={layers.2: 4.0, layers.1.bias: 2.0}"]
-    assert train("run.dir=a", *words, "train.steps=4") == 0
+    overrides = ["schedule=constant", "optimizer.lr=5e-5", "optimizer.group_lr={layers.2: 4.0, layers.1.bias: 2.0}"]
+    assert train("run.dir=a", *overrides, "train.steps=4") == 0
     lines = [line for line in read_metrics(Path("a/metrics.jsonl")) if "lr" in line]
     for line in lines:
         rates = {key: line[key] for key in line if key.startswith("lr")}
@@ -93,8 +93,8 @@ def test_learning_rates_of_all_groups_are_seen_and_one_can_change_on_resume(trai
 
 
 def test_the_norm_of_the_scope_is_recorded(train: Train) -> None:
-    words = ["optimizer.clip_scope=[layers.0, layers.1]", "optimizer.clip_norm=0.1"]
-    assert train("run.dir=a", *words) == train("run.dir=b", *words, "guard.nonfinite=skip") == 0
+    overrides = ["optimizer.clip_scope=[layers.0, layers.1]", "optimizer.clip_norm=0.1"]
+    assert train("run.dir=a", *overrides) == train("run.dir=b", *overrides, "guard.nonfinite=skip") == 0
     for run in ("a", "b"):
         for line in read_metrics(Path(run) / "metrics.jsonl"):
             if "lr" in line:
@@ -105,8 +105,8 @@ def test_the_norm_of_the_scope_is_recorded(train: Train) -> None:
 
 @pytest.mark.parametrize("engine", ["dynamic", "static"])
 def test_frozen_layers_stay_and_are_in_the_checkpoint(train: Train, engine: str, capsys: Any) -> None:
-    words = ["optimizer.freeze=[layers]", "optimizer.unfreeze=[layers.*.bias, layers.2]", f"engine={engine}"]
-    assert train("run.dir=a", *words, "train.steps=2") == 0
+    overrides = ["optimizer.freeze=[layers]", "optimizer.unfreeze=[layers.*.bias, layers.2]", f"engine={engine}"]
+    assert train("run.dir=a", *overrides, "train.steps=2") == 0
     assert "of them frozen" in capsys.readouterr().err
     before = stored("a")
     assert train("run.dir=a", "resume=auto", "train.steps=6") == 0
@@ -150,11 +150,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("word", REFUSED)
-def test_bad_parts_are_refused_before_anything_is_made(train: Train, word: str, capsys: Any) -> None:
-    assert train("run.dir=a", word) == 2
+@pytest.mark.parametrize("override", REFUSED)
+def test_bad_parts_are_refused_before_anything_is_made(train: Train, override: str, capsys: Any) -> None:
+    assert train("run.dir=a", override) == 2
     errors = capsys.readouterr().err
-    assert REFUSED[word] in errors and "Traceback" not in errors and not Path("a").exists()
+    assert REFUSED[override] in errors and "Traceback" not in errors and not Path("a").exists()
 
 
 def test_a_group_with_a_rate_of_zero_is_no_fault(train: Train) -> None:
@@ -162,17 +162,17 @@ def test_a_group_with_a_rate_of_zero_is_no_fault(train: Train) -> None:
 
 
 def test_pure_bf16_warns_unless_it_is_rounded_stochastically(train: Train, capsys: Any) -> None:
-    words = ["precision=bf16_pure", "optimizer.lr=1e-7", "guard.check_learning=3"]
-    assert train("run.dir=nearest", *words) == 0
+    overrides = ["precision=bf16_pure", "optimizer.lr=1e-7", "guard.check_learning=3"]
+    assert train("run.dir=nearest", *overrides) == 0
     assert "bf16 without a master copy" in capsys.readouterr().err
-    assert train("run.dir=stochastic", *words, "optimizer.stochastic_rounding=true") == 0
+    assert train("run.dir=stochastic", *overrides, "optimizer.stochastic_rounding=true") == 0
     assert "bf16 without a master copy" not in capsys.readouterr().err
 
 
 def test_heads_of_agillm_have_rates_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The groups of the original; another rate for one head on resume changes that head alone."""
     monkeypatch.chdir(tmp_path)
-    words = [
+    overrides = [
         "model=agillm", "model.preset=femto_1x", "model.context=16", "data=text", "data.path=text.txt", "device=cpu",
         "device.threads=1", "engine=static", "logger=jsonl", "train.batch_size=2", "train.eval_every=null",
         "train.eval_sequences=4", "train.log_every=1", "train.peak_tflops=1", "schedule=constant", "optimizer.lr=5e-5",
@@ -180,7 +180,7 @@ def test_heads_of_agillm_have_rates_of_their_own(tmp_path: Path, monkeypatch: py
     ]  # fmt: skip
     Path("text.txt").write_text("the heads learn faster than the core of a model does\n" * 200)
     heads = "optimizer.group_lr={ar_head: 4.0, sat_head: 4.0}"
-    assert main([*words, heads, "run.dir=a", "train.steps=2"]) == 0
+    assert main([*overrides, heads, "run.dir=a", "train.steps=2"]) == 0
     (first, *_) = read_metrics(Path("a/metrics.jsonl"))
     rates = {key: first[key] for key in first if key.startswith("lr")}
     assert rates == pytest.approx({"lr": 5e-5, "lr/ar_head": 2e-4, "lr/sat_head": 2e-4}, rel=1e-9)

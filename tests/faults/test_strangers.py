@@ -48,10 +48,10 @@ def reseal(checkpoint: Path, *, add: dict[str, Any] | None = None) -> None:
 
 
 def refused(checkpoint: Path, capsys: Any, part: str) -> None:
-    for word in (f"resume={checkpoint}", "resume=run"):
-        if word == "resume=run" and part == "other":
+    for override in (f"resume={checkpoint}", "resume=run"):
+        if override == "resume=run" and part == "other":
             continue
-        assert main([word, "train.steps=3", "device=cpu"]) == 2, word
+        assert main([override, "train.steps=3", "device=cpu"]) == 2, override
         errors = capsys.readouterr().err
         assert part in errors and "Traceback" not in errors, errors
     assert not Path("exploded").exists()
@@ -194,8 +194,8 @@ def test_a_yaml_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: An
     Path("own/mine.yaml").write_text(text)
     Path("exploding_plugin.py").write_text("open('exploded', 'w')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    for words in ([], ["-m", "run.seed=1,2"]):
-        assert main(["--config-dir", "own", "--config-name", "mine", "device=null", *words]) == 2
+    for overrides in ([], ["-m", "run.seed=1,2"]):
+        assert main(["--config-dir", "own", "--config-name", "mine", "device=null", *overrides]) == 2
         assert "Traceback" not in capsys.readouterr().err
     assert not Path("exploded").exists()
 

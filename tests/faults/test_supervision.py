@@ -62,8 +62,8 @@ class Run:
         config = SuperviseConfig(**{"backoff": 0.0, "hang_timeout": 30.0, **settings})
 
         def command(run: Path | None) -> list[str]:
-            words = continuing(["a=1", "resume=none"], run)
-            return [sys.executable, "-S", "-E", str(self.script), str(self.folder), ",".join(plan), *words]
+            overrides = continuing(["a=1", "resume=none"], run)
+            return [sys.executable, "-S", "-E", str(self.script), str(self.folder), ",".join(plan), *overrides]
 
         self.supervisor = Supervisor(config, command, self.said.append)
         return self.supervisor.run()
@@ -187,9 +187,9 @@ def test_a_real_run_comes_through_every_fault(
     monkeypatch.setenv("PYTHONPATH", f"{REPO}{os.pathsep}{REPO / 'tests' / 'faults'}")
     monkeypatch.syspath_prepend(REPO / "tests" / "faults")
     assert train("run.dir=whole", "train.steps=10") == 0
-    words = ["plugins=[faulty]", "engine=faulty", f"engine.faults=[{','.join(faults)}]", "train.steps=10"]
-    words += ["supervise.backoff=0.01", "supervise.hang_timeout=15", "supervise.max_restarts=9"]
-    assert train("run.dir=run", *words) == 0
+    overrides = ["plugins=[faulty]", "engine=faulty", f"engine.faults=[{','.join(faults)}]", "train.steps=10"]
+    overrides += ["supervise.backoff=0.01", "supervise.hang_timeout=15", "supervise.max_restarts=9"]
+    assert train("run.dir=run", *overrides) == 0
     assert Path("faults.txt").read_text().split() == [fault.partition("@")[0] for fault in faults]
     kinds = [event["kind"] for event in read_events(Path("run"))]
     # A machine with much else to do may be so slow that a start or an end is taken for a hang: one more restart.

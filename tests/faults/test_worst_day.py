@@ -33,20 +33,20 @@ def said(capsys: Any, code: int, part: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "word",
+    "override",
     [
         "optimizer.lr=inf", "optimizer.lr=1e400", "optimizer.eps=inf", "optimizer.clip_norm=inf",
         "optimizer.weight_decay=inf", "optimizer.group_lr={blocks: inf}", "optimizer.group_lr={blocks: nan}",
         "train.save_minutes=inf", "train.peak_tflops=inf", "train.min_improvement=inf", "sample.temperature=inf",
     ],
 )  # fmt: skip
-def test_a_number_that_is_not_finite(word: str) -> None:
+def test_a_number_that_is_not_finite(override: str) -> None:
     with pytest.raises(ConfigError, match="must be a finite number"):
-        load([word])
+        load([override])
 
 
 @pytest.mark.parametrize(
-    ("word", "part"),
+    ("override", "part"),
     [
         ("train.steps=1e30", "must be at most 9223372036854775807"),
         ("device.threads=1000000", "must be at most 1024"),
@@ -57,9 +57,9 @@ def test_a_number_that_is_not_finite(word: str) -> None:
         ("data.tokenizer=''", "data.tokenizer='': must be the path of a file or folder."),
     ],
 )
-def test_a_value_that_nothing_can_be_made_of(word: str, part: str) -> None:
+def test_a_value_that_nothing_can_be_made_of(override: str, part: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load([word])
+        load([override])
     assert part in str(caught.value)
 
 
@@ -78,8 +78,8 @@ def test_a_home_folder_in_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_model_larger_than_any_address(train: Train, capsys: Any) -> None:
     Path("text.txt").write_text("hello world " * 100)
-    words = ["data.path=text.txt", "model.context=8", "device=cpu", "run.dir=a", "model.heads=1"]
-    assert main([*words, "model.width=1000000000"]) == 1
+    overrides = ["data.path=text.txt", "model.context=8", "device=cpu", "run.dir=a", "model.heads=1"]
+    assert main([*overrides, "model.width=1000000000"]) == 1
     said(capsys, 1, "Out of memory on cpu: ")
     assert train("model.width=1000000000000", "run.dir=b") == 1  # the teacher of the numbers is as wide
     said(capsys, 1, "Out of memory: Unable to allocate")
@@ -136,8 +136,10 @@ def test_json_without_an_end(train: Train, capsys: Any, key: str) -> None:
     Path("tokens").mkdir()
     for file in (Path("tokenizer.json"), Path("tokens/tokens.json")):
         file.write_text("[" * 100_000)
-    words = ["data.path=text.txt", "data.tokenizer=tokenizer.json"] if "tokenizer" in key else [key, "data.path=tokens"]
-    assert main([*words, "device=cpu"]) == 2
+    overrides = (
+        ["data.path=text.txt", "data.tokenizer=tokenizer.json"] if "tokenizer" in key else [key, "data.path=tokens"]
+    )
+    assert main([*overrides, "device=cpu"]) == 2
     said(capsys, 2, "ttrain: ")
 
 
@@ -150,9 +152,16 @@ def test_a_run_that_is_done_already_says_how_to_go_on(train: Train, capsys: Any)
 def test_a_file_name_that_is_not_utf8(train: Train) -> None:
     name = os.fsdecode(b"caf\xe9.txt")
     Path(name).write_text("hello world " * 200)
-    words = ["data.path=" + name, "model.layers=1", "model.width=8", "model.heads=1", "model.context=8", "logger=jsonl"]
+    overrides = [
+        "data.path=" + name,
+        "model.layers=1",
+        "model.width=8",
+        "model.heads=1",
+        "model.context=8",
+        "logger=jsonl",
+    ]
     common = ["device=cpu", "device.threads=1", "train.peak_tflops=1", "train.batch_size=2", "schedule.warmup=0"]
-    assert main([*words, *common, "train.steps=2", "run.dir=a"]) == 0
+    assert main([*overrides, *common, "train.steps=2", "run.dir=a"]) == 0
     assert main(["run.dir=a", "resume=auto", "train.steps=3"]) == 0
     assert read_config(Path("a"))["data"]["path"] == name
 
@@ -168,21 +177,28 @@ def test_a_folder_of_empty_files_and_a_separator_that_is_not_text(train: Train, 
 
 
 def test_the_same_command_again_after_a_failure_in_the_first_step(train: Train, capsys: Any) -> None:
-    words = ["run.dir=a", "train.steps=4", "optimizer=sgd", "optimizer.clip_norm=null", "train.log_every=10"]
-    assert train(*words, "optimizer.lr=1e38") == 1
-    assert train(*words, "optimizer.lr=0.1") == 0
+    overrides = ["run.dir=a", "train.steps=4", "optimizer=sgd", "optimizer.clip_norm=null", "train.log_every=10"]
+    assert train(*overrides, "optimizer.lr=1e38") == 1
+    assert train(*overrides, "optimizer.lr=0.1") == 0
     assert "a held a run that ended before it had done anything" in capsys.readouterr().err
     kinds = [event["kind"] for event in read_events(Path("a"))]
     assert kinds == ["started", "first_step", "failed", "started", "first_step", "finished"]
     assert [line["step"] for line in read_metrics(Path("a/metrics.jsonl")) if "lr" in line] == [4]
-    assert train(*words) == 2
+    assert train(*overrides) == 2
 
 
 def test_other_text_at_a_resume_is_a_matter_of_the_tokenizer(train: Train, capsys: Any) -> None:
     Path("text.txt").write_text("hello world " * 200)
-    words = ["model=nano-gpt", "data=text", "data.path=text.txt", "model.layers=1", "model.width=8", "model.heads=1"]
-    words += ["model.context=8", "logger=jsonl", "device=cpu", "device.threads=1", "train.peak_tflops=1"]
-    assert main([*words, "train.steps=2", "run.dir=a"]) == 0
+    overrides = [
+        "model=nano-gpt",
+        "data=text",
+        "data.path=text.txt",
+        "model.layers=1",
+        "model.width=8",
+        "model.heads=1",
+    ]
+    overrides += ["model.context=8", "logger=jsonl", "device=cpu", "device.threads=1", "train.peak_tflops=1"]
+    assert main([*overrides, "train.steps=2", "run.dir=a"]) == 0
     Path("text.txt").write_text("HELLO, WORLD? hello world " * 200)
     assert main(["run.dir=a", "resume=auto", "train.steps=3"]) == 2
     said(capsys, 2, "was trained with another tokenizer")
@@ -193,9 +209,16 @@ def test_other_text_at_a_resume_is_a_matter_of_the_tokenizer(train: Train, capsy
 
 def test_text_of_one_character(train: Train, capsys: Any) -> None:
     Path("text.txt").write_text("a" * 2000)
-    words = ["model=nano-gpt", "data=text", "data.path=text.txt", "model.layers=1", "model.width=8", "model.heads=1"]
-    words += ["model.context=8", "logger=jsonl", "device=cpu", "device.threads=1", "train.peak_tflops=1"]
-    assert main([*words, "train.steps=2", "run.dir=a"]) == 0
+    overrides = [
+        "model=nano-gpt",
+        "data=text",
+        "data.path=text.txt",
+        "model.layers=1",
+        "model.width=8",
+        "model.heads=1",
+    ]
+    overrides += ["model.context=8", "logger=jsonl", "device=cpu", "device.threads=1", "train.peak_tflops=1"]
+    assert main([*overrides, "train.steps=2", "run.dir=a"]) == 0
     assert "unigram entropy  0.0000" in capsys.readouterr().out
 
 
@@ -257,7 +280,14 @@ def test_a_console_that_breaks_in_the_middle(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_can_not_be_printed_loses_nothing(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("text.txt").write_text("hello world " * 200)
-    words = ["model=nano-gpt", "data=text", "data.path=text.txt", "model.layers=1", "model.width=8", "model.heads=1"]
+    overrides = [
+        "model=nano-gpt",
+        "data=text",
+        "data.path=text.txt",
+        "model.layers=1",
+        "model.width=8",
+        "model.heads=1",
+    ]
     printed = builtins.print
 
     def broken(*given: Any, **named: Any) -> None:
@@ -267,7 +297,7 @@ def test_what_can_not_be_printed_loses_nothing(train: Train, monkeypatch: pytest
 
     monkeypatch.setattr(builtins, "print", broken)
     common = ["device=cpu", "device.threads=1", "train.steps=2", "train.peak_tflops=1", "train.batch_size=2"]
-    code = main([*words, *common, "model.context=8", "run.dir=a", "logger=jsonl", "schedule.warmup=0"])
+    code = main([*overrides, *common, "model.context=8", "run.dir=a", "logger=jsonl", "schedule.warmup=0"])
     assert code == 1  # as everywhere: the reader is gone
     assert Path("a/summary.json").exists() and '"finished"' in Path("a/events.jsonl").read_text()
 

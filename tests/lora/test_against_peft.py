@@ -28,11 +28,11 @@ OPTIMIZER = AdamWConfig(lr=3e-3, clip_norm=None, weight_decay=0.05)
 
 @dataclass
 class Family:
-    """One architecture of Transformers, and the words that make ours the same model."""
+    """One architecture of Transformers, and the overrides that make ours the same model."""
 
     config: Any
     targets: list[str]
-    words: list[str]
+    overrides: list[str]
     fan_in_fan_out: bool = False
 
 
@@ -41,8 +41,8 @@ def gpt2() -> Family:
 
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": CONTEXT, "vocab_size": VOCABULARY}
     config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    words = ["model=gpt2", "model.preset=null", "model.layers=2", "model.heads=2", "model.width=32"]
-    return Family(config, ["c_attn", "c_proj", "c_fc"], words, fan_in_fan_out=True)
+    overrides = ["model=gpt2", "model.preset=null", "model.layers=2", "model.heads=2", "model.width=32"]
+    return Family(config, ["c_attn", "c_proj", "c_fc"], overrides, fan_in_fan_out=True)
 
 
 def llama() -> Family:
@@ -50,9 +50,9 @@ def llama() -> Family:
 
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
     config = LlamaConfig(**sizes, intermediate_size=48, max_position_embeddings=CONTEXT, vocab_size=VOCABULARY)
-    words = ["model=llama", "model.preset=null", "model.layers=2", "model.heads=4", "model.kv_heads=2"]
-    words += ["model.width=32", "model.hidden=48", "model.tied=false", f"model.norm_eps={config.rms_norm_eps}"]
-    return Family(config, ["q_proj", "v_proj", "down_proj"], words)
+    overrides = ["model=llama", "model.preset=null", "model.layers=2", "model.heads=4", "model.kv_heads=2"]
+    overrides += ["model.width=32", "model.hidden=48", "model.tied=false", f"model.norm_eps={config.rms_norm_eps}"]
+    return Family(config, ["q_proj", "v_proj", "down_proj"], overrides)
 
 
 @dataclass
@@ -89,8 +89,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     adapted.save_pretrained(folder / "adapter")
-    words = [*family.words, f"model.context={CONTEXT}", f"model.vocabulary={VOCABULARY}", "device=cpu"]
-    config = load_config(*words, f"lora.from={folder / 'adapter'}")
+    overrides = [*family.overrides, f"model.context={CONTEXT}", f"model.vocabulary={VOCABULARY}", "device=cpu"]
+    config = load_config(*overrides, f"lora.from={folder / 'adapter'}")
     yield Pair(family, folder, adapted, replace(config, lora=build.with_adapters(config.lora, config.source.explicit)))
 
 

@@ -41,12 +41,12 @@ def inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
 
 
-def train(run: str, *words: str) -> int:
-    return main(["data.path=text.txt", *MODEL, *TRAIN, *words, f"run.dir={run}"])
+def train(run: str, *overrides: str) -> int:
+    return main(["data.path=text.txt", *MODEL, *TRAIN, *overrides, f"run.dir={run}"])
 
 
-def export(*words: str, run: str = "tuned") -> int:
-    return main(["task=export", f"run.dir={run}", *words])
+def export(*overrides: str, run: str = "tuned") -> int:
+    return main(["task=export", f"run.dir={run}", *overrides])
 
 
 def checkpoint(run: str, step: int) -> Path:
@@ -132,8 +132,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("words", WRONG)
-def test_a_mistake_is_told_before_any_step(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("overrides", WRONG)
+def test_a_mistake_is_told_before_any_step(overrides: str, capsys: pytest.CaptureFixture[str]) -> None:
     for name, change in (("dora", {"use_dora": True}), ("torn", {})):
         if not Path(name).exists():
             shutil.copytree("peft", name)
@@ -141,24 +141,24 @@ def test_a_mistake_is_told_before_any_step(words: str, capsys: pytest.CaptureFix
             (Path(name) / "adapter_config.json").write_text(json.dumps(said | change))
     save_file(dict(list(load_file("peft/adapter_model.safetensors").items())[1:]), "torn/adapter_model.safetensors")
     capsys.readouterr()
-    assert train("refused", "lora.rank=2", "train.steps=1", *words.split()) == 2
+    assert train("refused", "lora.rank=2", "train.steps=1", *overrides.split()) == 2
     told = capsys.readouterr().err
-    assert WRONG[words] in told and "Traceback" not in told and not Path("refused").exists()
+    assert WRONG[overrides] in told and "Traceback" not in told and not Path("refused").exists()
 
 
 def test_other_adapters_do_not_go_on(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["resume=auto", "lora.rank=3", "train.steps=9"], ["task=sample", "lora.alpha=1"]):
-        assert main(["run.dir=tuned", *words]) == 2
+    for overrides in (["resume=auto", "lora.rank=3", "train.steps=9"], ["task=sample", "lora.alpha=1"]):
+        assert main(["run.dir=tuned", *overrides]) == 2
         assert "has other adapters: lora." in capsys.readouterr().err
     assert main(["run.dir=base", "resume=auto", "lora.rank=2", "train.steps=9"]) == 2
     assert "lora.rank: None there, 2 given" in capsys.readouterr().err
 
 
 def test_exports_that_can_not_be(capsys: pytest.CaptureFixture[str]) -> None:
-    for run, words, message in (
+    for run, overrides, message in (
         ("base", "export.form=peft export.dir=p", "has no adapters"),
         ("tuned", "export.form=peft export.file=p.safetensors", "export.form=peft writes a folder"),
         ("tuned", "export.merge=false export.file=x.safetensors", "a file of weights has no adapters"),
     ):
-        assert export(*words.split(), run=run) == 2
+        assert export(*overrides.split(), run=run) == 2
         assert message in capsys.readouterr().err

@@ -21,8 +21,8 @@ SMALL = [
 ]
 
 
-def planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main([*SMALL, *words]) == 0
+def planned(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    assert main([*SMALL, *overrides]) == 0
     return capsys.readouterr().out
 
 
@@ -43,7 +43,7 @@ def test_the_summary_is_plain_text_where_nobody_looks_at_a_terminal(capsys: pyte
 
 def test_gpt2_has_as_many_parameters_as_published(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    words = [
+    overrides = [
         "task=plan",
         "plan.time=false",
         "model=gpt2",
@@ -52,7 +52,7 @@ def test_gpt2_has_as_many_parameters_as_published(capsys: pytest.CaptureFixture[
         "train.batch_size=4",
         f"plan.json={file}",
     ]
-    assert main(words) == 0
+    assert main(overrides) == 0
     assert "124,439,808" in capsys.readouterr().out
     found = json.loads(file.read_text("utf-8"))
     assert found["parameters"]["total"] == 124_439_808
@@ -70,8 +70,8 @@ def test_what_does_not_fit_is_told_first_with_keys_that_take_less(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "plan.json"
-    words = ["device=n300", "train.batch_size=4", "plan.memory_gb=0.0001"]
-    told = planned(capsys, *words, f"plan.json={file}").splitlines()[1]
+    overrides = ["device=n300", "train.batch_size=4", "plan.memory_gb=0.0001"]
+    told = planned(capsys, *overrides, f"plan.json={file}").splitlines()[1]
     assert told.startswith("It does not fit: ") and "of 104.9 KiB, plan.memory_gb. Less take: " in told
     for key in ("train.accumulation=2 (a micro-batch of 2)", "precision=bf16", "device.host_resident=[embedding,head]"):
         assert key in told
@@ -121,14 +121,16 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("words", OTHERS, ids=" ".join)
+@pytest.mark.parametrize("overrides", OTHERS, ids=" ".join)
 def test_other_devices_and_models_plan_without_being_there(
-    capsys: pytest.CaptureFixture[str], words: list[str]
+    capsys: pytest.CaptureFixture[str], overrides: list[str]
 ) -> None:
-    text = planned(capsys, *words)
+    text = planned(capsys, *overrides)
     assert "Arena of each step" in text
     assert not [
-        word for word in words if word.startswith("device=") and f" on {word.removeprefix('device=')}," not in text
+        override
+        for override in overrides
+        if override.startswith("device=") and f" on {override.removeprefix('device=')}," not in text
     ]
 
 

@@ -1,4 +1,4 @@
-"""Sweeps over a stub for `python -m ttrain` that starts in a moment and does what its words say."""
+"""Sweeps over a stub for `python -m ttrain` that starts in a moment and does what its overrides say."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ttrain.sweep import command, run
 # What a job does follows from run.seed; the rest of a job is checked where real processes run.
 STAND_IN = """
 import json, os, pathlib, signal, sys, time
-words = dict(w.split("=", 1) for w in sys.argv[1:] if "=" in w)
-folder = pathlib.Path(words.get("run.dir", "elsewhere").strip("'"))
+overrides = dict(w.split("=", 1) for w in sys.argv[1:] if "=" in w)
+folder = pathlib.Path(overrides.get("run.dir", "elsewhere").strip("'"))
 folder.mkdir(exist_ok=True)
-seed = int(words.get("run.seed", 0))
+seed = int(overrides.get("run.seed", 0))
 with open("started.jsonl", "a") as file:
-    record = {"words": sys.argv[1:], "threads": os.environ.get("OMP_NUM_THREADS"), "time": time.time()}
+    record = {"overrides": sys.argv[1:], "threads": os.environ.get("OMP_NUM_THREADS"), "time": time.time()}
     file.write(json.dumps({**record, "group": os.environ.get("WANDB_RUN_GROUP"), "seed": seed}) + "\\n")
 print("job speaks")
 fixed = os.path.exists("fixed")
@@ -34,12 +34,12 @@ if seed in (106, 108) and not fixed:  # the user interrupts; 108 does not stop f
     os.kill(os.getppid(), signal.SIGINT)
     for _ in range(100): time.sleep(0.1); _ == 3 and os.kill(os.getppid(), signal.SIGINT)
 if seed == 107: time.sleep(0.5)
-value = float(words.get("optimizer.lr", 1)) + seed
-if "plan.json" in words:
+value = float(overrides.get("optimizer.lr", 1)) + seed
+if "plan.json" in overrides:
     plan = {"parameters": {"total": 7}, "memory": {"total": 2048}, "expected": {"step_ms": 2.0 * value}}
-    sys.exit(pathlib.Path(words["plan.json"].strip("'")).write_text(json.dumps(plan)) and 0)
-if "bench.out" in words:
-    out = pathlib.Path(words["bench.out"].strip("'"))
+    sys.exit(pathlib.Path(overrides["plan.json"].strip("'")).write_text(json.dumps(plan)) and 0)
+if "bench.out" in overrides:
+    out = pathlib.Path(overrides["bench.out"].strip("'"))
     if out.exists(): sys.exit(print("ttrain: holds results already", file=sys.stderr) or 2)
     out.mkdir()
     rows = [("PyTorch", "eager", "ok", 6.0), ("PyTorch", "compile", "failed", 1.0), ("ttrain", "static", "ok", value)]
@@ -64,8 +64,8 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sweep]:
     monkeypatch.setattr(run, "PROGRAM", (sys.executable, "-S", "-E", "-u", str(script)))
     monkeypatch.setattr(run, "_POLL_SECONDS", 0.005)
 
-    def start(*words: str, flags: tuple[str, ...] = ()) -> int:
+    def start(*overrides: str, flags: tuple[str, ...] = ()) -> int:
         with Composer() as composer:
-            return command.run(composer, list(words), flags)
+            return command.run(composer, list(overrides), flags)
 
     yield start

@@ -47,10 +47,10 @@ def test_every_combination_has_a_process_a_folder_a_log_and_a_status(sweep: Swee
     path = only_sweep()
     names = ["000_engine=dynamic,lr=0.1", "001_engine=dynamic,lr=0.2", "002_engine=static,lr=0.1"]
     assert sorted(entry.name for entry in path.iterdir() if entry.is_dir())[:3] == names
-    words = [entry["words"] for entry in started()]
-    assert len(words) == 4
-    assert words[1][:4] == ["engine=dynamic", "optimizer.lr=0.2", "train.steps=5", f"run.dir='{path / names[1]}'"]
-    assert words[1][4:] == ["hydra.mode=RUN", "hydra.job.num=1", "hydra.job.id=1"]
+    overrides = [entry["overrides"] for entry in started()]
+    assert len(overrides) == 4
+    assert overrides[1][:4] == ["engine=dynamic", "optimizer.lr=0.2", "train.steps=5", f"run.dir='{path / names[1]}'"]
+    assert overrides[1][4:] == ["hydra.mode=RUN", "hydra.job.num=1", "hydra.job.id=1"]
     assert (path / names[0] / "log.txt").read_text() == "job speaks\n"
     status = statuses(path)["001"]
     assert (status["state"], status["exit_code"], status["objective"], status["attempts"]) == ("finished", 0, 0.2, 1)
@@ -63,8 +63,8 @@ def test_every_combination_has_a_process_a_folder_a_log_and_a_status(sweep: Swee
 
 def test_one_failure_of_each_kind_stops_nothing_and_a_rerun_does_exactly_the_rest(sweep: Sweep, capfd: Any) -> None:
     """Exception, exit, kill, NaN, data error and config error; two that work."""
-    words = ("run.seed=1,101,102,103,104,105,x,2", "device=cpu")
-    assert sweep(*words) == 1
+    overrides = ("run.seed=1,101,102,103,104,105,x,2", "device=cpu")
+    assert sweep(*overrides) == 1
     path = only_sweep()
     found = statuses(path)
     states = [found[number]["state"] for number in sorted(found)]
@@ -81,7 +81,7 @@ def test_one_failure_of_each_kind_stops_nothing_and_a_rerun_does_exactly_the_res
 
     Path("fixed").touch()
     Path("started.jsonl").unlink()
-    assert sweep(*words) == 2  # the config error stays one
+    assert sweep(*overrides) == 2  # the config error stays one
     assert [entry["seed"] for entry in started()] == [101, 102, 103, 104, 105]
     assert only_sweep() == path
     found = statuses(path)
@@ -109,8 +109,8 @@ def test_an_unstarted_run_starts_and_a_started_one_resumes(sweep: Sweep) -> None
     assert found["000"]["state"] == "interrupted" and found["001"] == {}
     Path("fixed").touch()
     assert sweep("run.seed=106,1") == 0
-    words = [entry["words"] for entry in started()]
-    assert "resume=auto" not in words[0] and "resume=auto" in words[1] and "resume=auto" not in words[2]
+    overrides = [entry["overrides"] for entry in started()]
+    assert "resume=auto" not in overrides[0] and "resume=auto" in overrides[1] and "resume=auto" not in overrides[2]
 
 
 def test_a_second_interrupt_kills(sweep: Sweep) -> None:
@@ -140,9 +140,14 @@ def test_a_card_takes_one_job_at_a_time(sweep: Sweep) -> None:
 
 
 def test_nothing_is_left_behind_where_no_job_can_run(sweep: Sweep) -> None:
-    for words in (["train.steps=x,y"], ["train.stpes=1,2"], ["model=nano-gpt,gpt3"], ["optimizer.lr=interval(0,1)"]):
+    for overrides in (
+        ["train.steps=x,y"],
+        ["train.stpes=1,2"],
+        ["model=nano-gpt,gpt3"],
+        ["optimizer.lr=interval(0,1)"],
+    ):
         with pytest.raises(ConfigError):
-            sweep(*words)
+            sweep(*overrides)
     with pytest.raises(ConfigError, match=r"\[train.steps=x\] train.steps='x': must be an integer"):
         sweep("train.steps=x,y")
     with pytest.raises(ConfigError, match=r"run.dir=same: two jobs"):
@@ -152,8 +157,11 @@ def test_nothing_is_left_behind_where_no_job_can_run(sweep: Sweep) -> None:
 
 def test_run_dir_by_job_number(sweep: Sweep) -> None:
     assert sweep("run.seed=1,2", "run.dir=out_${hydra:job.num}") == 0
-    words = [word for entry in started() for word in entry["words"]]
-    assert [word for word in words if word.startswith("run.dir")] == ["run.dir='out_0'", "run.dir='out_1'"]
+    overrides = [override for entry in started() for override in entry["overrides"]]
+    assert [override for override in overrides if override.startswith("run.dir")] == [
+        "run.dir='out_0'",
+        "run.dir='out_1'",
+    ]
     assert statuses(only_sweep())["001"]["objective"] == 3.0
 
 
@@ -180,18 +188,20 @@ def test_a_folder_that_cannot_be_written(sweep: Sweep) -> None:
 
 def test_a_search_learns_from_its_jobs_and_is_continued(sweep: Sweep) -> None:
     pytest.importorskip("optuna", reason="sweep.search needs the package optuna")
-    words = ("optimizer.lr=tag(log,interval(0.001,1))", "run.seed=choice(1,101)", "sweep.search=tpe")
-    assert sweep(*words, "sweep.trials=6") == 1
+    overrides = ("optimizer.lr=tag(log,interval(0.001,1))", "run.seed=choice(1,101)", "sweep.search=tpe")
+    assert sweep(*overrides, "sweep.trials=6") == 1
     path = only_sweep()
     entries = started()
     assert len(entries) == 6
-    tried = [next(word for word in entry["words"] if word.startswith("optimizer.lr=")) for entry in entries]
-    assert len(set(tried)) == 6 and all(0.001 <= float(word.partition("=")[2]) <= 1 for word in tried)
+    tried = [
+        next(override for override in entry["overrides"] if override.startswith("optimizer.lr=")) for entry in entries
+    ]
+    assert len(set(tried)) == 6 and all(0.001 <= float(override.partition("=")[2]) <= 1 for override in tried)
     failed = sum(entry["seed"] == 101 for entry in entries)
     assert failed
     Path("fixed").touch()
     Path("started.jsonl").unlink()
-    assert sweep(*words, "sweep.trials=8") == 0
+    assert sweep(*overrides, "sweep.trials=8") == 0
     assert only_sweep() == path and len(started()) == failed + 2
     assert [row["state"] for row in table(path)] == ["finished"] * 8
     assert (path / "optimizer.lr.svg").exists()
@@ -199,8 +209,8 @@ def test_a_search_learns_from_its_jobs_and_is_continued(sweep: Sweep) -> None:
 
 def test_an_interrupted_search_repeats_nothing_it_knows(sweep: Sweep) -> None:
     pytest.importorskip("optuna", reason="sweep.search needs the package optuna")
-    words = ("engine=dynamic,static", "sweep.search=random", "sweep.trials=5")
-    assert sweep(*words) == 0  # two values only: proposals that are known are not run again
+    overrides = ("engine=dynamic,static", "sweep.search=random", "sweep.trials=5")
+    assert sweep(*overrides) == 0  # two values only: proposals that are known are not run again
     assert len(started()) == 2
 
 
@@ -217,8 +227,8 @@ def test_plans_are_listed_by_what_they_need(sweep: Sweep, capfd: Any) -> None:
 
 
 def test_benchmarks_are_listed_by_their_contenders(sweep: Sweep, capfd: Any) -> None:
-    words = ("task=bench", "bench=mlp", "run.seed=1,2")
-    assert sweep(*words) == 0
+    overrides = ("task=bench", "bench=mlp", "run.seed=1,2")
+    assert sweep(*overrides) == 0
     rows = table(only_sweep())
     assert [(row["eager_ms"], row["static_ms"], row["times_as_fast"], row["objective"]) for row in rows] == [
         ("6.0", "2.0", "3.0", "3.0"), ("6.0", "3.0", "2.0", "2.0"),
@@ -227,10 +237,10 @@ def test_benchmarks_are_listed_by_their_contenders(sweep: Sweep, capfd: Any) -> 
 
 
 def test_a_benchmark_that_failed_starts_again_beside_what_it_left(sweep: Sweep) -> None:
-    words = ("task=bench", "bench=mlp", "run.seed=3,109")
-    assert sweep(*words) == 1
+    overrides = ("task=bench", "bench=mlp", "run.seed=3,109")
+    assert sweep(*overrides) == 1
     Path("fixed").touch()
-    assert sweep(*words) == 0
+    assert sweep(*overrides) == 0
     path = only_sweep()
     assert sorted(entry.name for entry in path.glob("*/bench_*")) == ["bench_1", "bench_1", "bench_2"]
     assert table(path)[0]["bf16 static_ms"] == "4.0" and table(path)[1]["static_ms"] == "110.0"
@@ -244,8 +254,8 @@ def test_an_objective_that_no_job_has_is_told(sweep: Sweep, capfd: Any) -> None:
 
 def test_words_of_a_weights_and_biases_agent(tmp_path: Path) -> None:
     """An agent starts `python -m ttrain --key=value ...`; the config that this composes is the run's."""
-    words = ["--optimizer.lr=0.02", "--train.steps=3", "--model=mlp", "--data=regression"]
-    command = [sys.executable, "-m", "ttrain", *words, "--cfg=job", "--package=optimizer.lr"]
+    overrides = ["--optimizer.lr=0.02", "--train.steps=3", "--model=mlp", "--data=regression"]
+    command = [sys.executable, "-m", "ttrain", *overrides, "--cfg=job", "--package=optimizer.lr"]
     environment = {**os.environ, "PYTHONPATH": str(Path(run.__file__).parents[2]), "WANDB_SWEEP_ID": "x"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=tmp_path, env=environment)
     assert (done.returncode, done.stdout) == (0, "0.02\n"), done.stderr
@@ -256,7 +266,7 @@ def test_a_config_file_may_name_the_axes(sweep: Sweep, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(text, "utf-8")
     with Composer("mine", tmp_path) as composer:
         assert command.run(composer, ["train.steps=2"], ["--config-name", "mine"]) == 0
-    assert [(entry["words"][:2], entry["seed"]) for entry in started()] == [
+    assert [(entry["overrides"][:2], entry["seed"]) for entry in started()] == [
         (["--config-name", "mine"], 3), (["--config-name", "mine"], 4),
     ]  # fmt: skip
 
@@ -266,9 +276,16 @@ def test_jobs_of_ttrain_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(run.__file__).parents[2]))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    words = ["model=mlp", "data=regression", "device=cpu", "device.threads=1", "train.steps=4", "train.peak_tflops=1"]
-    words += ["optimizer.lr=0.01,1e38", "optimizer.clip_norm=null", "schedule=constant", "sweep.parallel=2"]
-    assert main(["-m", *words]) == 1
+    overrides = [
+        "model=mlp",
+        "data=regression",
+        "device=cpu",
+        "device.threads=1",
+        "train.steps=4",
+        "train.peak_tflops=1",
+    ]
+    overrides += ["optimizer.lr=0.01,1e38", "optimizer.clip_norm=null", "schedule=constant", "sweep.parallel=2"]
+    assert main(["-m", *overrides]) == 1
     path = only_sweep()
     rows = table(path)
     assert [row["state"] for row in rows] == ["finished", "failed"] and rows[0]["step"] == "4"

@@ -137,9 +137,18 @@ REAL: dict[str, tuple[list[str], str, str]] = {
 @pytest.mark.parametrize("name", REAL)
 def test_on_a_mocked_board(name: str, kernels: str, tmp_path: Path) -> None:
     pytest.importorskip("ttnn", reason="the package ttnn is not installed")
-    words, said, key = REAL[name]
+    overrides, said, key = REAL[name]
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "ttrain", "device=n150", "model=mlp", "device.mode=mock", f"run.dir={run}", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "ttrain",
+        "device=n150",
+        "model=mlp",
+        "device.mode=mock",
+        f"run.dir={run}",
+        *overrides,
+    ]
     environment = {**os.environ, "TTRAIN_CACHE": kernels, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170, check=False)
     text = done.stdout + done.stderr

@@ -119,18 +119,20 @@ def test_a_ttnn_without_the_profiler_is_one_line() -> None:
 
 
 def test_the_task_prints_a_given_report(report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["task=profile", f"profile.csv={report}", "profile.steps=1", f"profile.json={tmp_path / 'out.json'}"]
-    assert main(words) == 0
+    overrides = ["task=profile", f"profile.csv={report}", "profile.steps=1", f"profile.json={tmp_path / 'out.json'}"]
+    assert main(overrides) == 0
     text = capsys.readouterr().out
     assert "Dispatch overhead 36.4%" in text and "MatmulDeviceOperation" in text
     assert json.loads((tmp_path / "out.json").read_text("utf-8"))["dispatches_per_step"] == 3
 
 
 @pytest.mark.parametrize(
-    "words", [["device=cpu"], ["device=n150", "device.mode=mock"]], ids=["not Tenstorrent", "a mocked board"]
+    "overrides", [["device=cpu"], ["device=n150", "device.mode=mock"]], ids=["not Tenstorrent", "a mocked board"]
 )
-def test_without_a_profiler_the_task_ends_with_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["task=profile", *words]) == 2
+def test_without_a_profiler_the_task_ends_with_one_line(
+    overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["task=profile", *overrides]) == 2
     said = capsys.readouterr().err.strip()
     assert "no device profiler" in said and "plan.show=ops" in said and "\n" not in said
 
@@ -154,8 +156,8 @@ def test_steps_are_profiled_after_a_warm_up(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(build, "build_device", lambda *_: device)
     seen: list[Any] = []
     monkeypatch.setattr(profile, "_write", lambda path, values: seen.append(values))
-    words = ["task=profile", "model=mlp", "model.width=32", "device=n150", f"device.profile={tmp_path}"]
-    assert main([*words, "profile.steps=2", "profile.json=x"]) == 0
+    overrides = ["task=profile", "model=mlp", "model.width=32", "device=n150", f"device.profile={tmp_path}"]
+    assert main([*overrides, "profile.steps=2", "profile.json=x"]) == 0
     (values,) = seen
     assert values["steps"] == 2
     assert values["dispatches_per_step"] == (clock[1] - clock[0]) / 2 > 10

@@ -194,7 +194,7 @@ def test_a_stack_of_cpp_is_cut_to_one_line() -> None:
     assert environment.opening_failure(RuntimeError(said)) == "Simulator binary not found at: /x/run.sh"
 
 
-def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: str) -> tuple[int, str]:
+def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, *overrides: str) -> tuple[int, str]:
     """A run on the reference functions of ttnn, which is told to be a simulator."""
     pytest.importorskip("ttnn", reason="the package ttnn is not installed")
     from ttrain.cli import main
@@ -214,7 +214,7 @@ def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: 
     monkeypatch.setitem(registry._ROWS, ("device", "n150"), row)
     monkeypatch.chdir(folder)
     capsys.readouterr()
-    code = main(list(words))
+    code = main(list(overrides))
     shown = capsys.readouterr()
     return code, shown.err + shown.out
 
@@ -225,9 +225,9 @@ SIMULATED = "SIMULATED on n150: the numbers come from a simulator, not from a ca
 def test_a_simulated_run_says_so_at_start_in_the_bar_at_the_end_and_wherever_it_is_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    words = ["device=n150", "device.mode=simulator", f"device.simulator={simulator(tmp_path / 'wh')}", "model=mlp"]
-    words += ["data=regression", "model.width=32", "train.batch_size=32", "train.steps=3", "optimizer=sgd"]
-    code, said = trained(tmp_path, monkeypatch, capsys, *words, "run.dir=outputs/run")
+    overrides = ["device=n150", "device.mode=simulator", f"device.simulator={simulator(tmp_path / 'wh')}", "model=mlp"]
+    overrides += ["data=regression", "model.width=32", "train.batch_size=32", "train.steps=3", "optimizer=sgd"]
+    code, said = trained(tmp_path, monkeypatch, capsys, *overrides, "run.dir=outputs/run")
     assert code == 0, said
     start, _, end = said.partition("First step")
     assert f"WARNING: {SIMULATED}" in start
@@ -246,8 +246,8 @@ def test_a_simulated_run_says_so_at_start_in_the_bar_at_the_end_and_wherever_it_
 
 
 def test_a_run_on_the_cpu_says_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    words = ["device=cpu", "model=mlp", "data=regression", "train.steps=2", "run.dir=run"]
-    code, said = trained(tmp_path, monkeypatch, capsys, *words)
+    overrides = ["device=cpu", "model=mlp", "data=regression", "train.steps=2", "run.dir=run"]
+    code, said = trained(tmp_path, monkeypatch, capsys, *overrides)
     assert code == 0 and "SIMULATED" not in said
     assert "caution" not in json.loads((tmp_path / "run" / "summary.json").read_text("utf-8"))
 

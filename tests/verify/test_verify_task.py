@@ -18,8 +18,8 @@ WORDS = ["task=verify", "device=cpu", "device.threads=1", *SMALL]
 MUST_COVER = ["embedding", "linear", "matmul", "softmax", "gelu", "layer_norm", "attention"]
 
 
-def verified(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
-    assert main([*WORDS, *words]) == code
+def verified(capsys: pytest.CaptureFixture[str], *overrides: str, code: int = 0) -> str:
+    assert main([*WORDS, *overrides]) == code
     out, err = capsys.readouterr()
     return out + err
 
@@ -106,21 +106,21 @@ def test_the_precision_reaches_the_device_that_is_verified() -> None:
     from ttrain.config.compose import load
     from ttrain.tasks.verify import _device
 
-    words = ["task=verify", "device=n150", "verify.golden=true"]
-    held = {name: _device(load([*words, f"precision={name}"])) for name in ("bf16", "bf8")}
+    overrides = ["task=verify", "device=n150", "verify.golden=true"]
+    held = {name: _device(load([*overrides, f"precision={name}"])) for name in ("bf16", "bf8")}
     assert {name: device.config.weights for name, device in held.items()} == {"bf16": "bf16", "bf8": "bf8"}  # type: ignore[attr-defined]
 
 
 def test_a_tenstorrent_device_is_verified_by_reference_functions(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ttnn", reason="the package ttnn is not installed")
-    words = ["task=verify", "device=n150", "verify.golden=true", "precision=bf16", "model.context=32", *SMALL[:3]]
-    assert main([*words, "verify.ops=[matmul,norm,attention,embedding]"]) == 0
+    overrides = ["task=verify", "device=n150", "verify.golden=true", "precision=bf16", "model.context=32", *SMALL[:3]]
+    assert main([*overrides, "verify.ops=[matmul,norm,attention,embedding]"]) == 0
     text = capsys.readouterr().out
     assert "by ttnn's reference functions" in text and "FAIL" not in text
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["verify.ops=[gellu]"], "Did you mean 'gelu'?"),
         (["device=null"], "computes no values"),
@@ -131,5 +131,5 @@ def test_a_tenstorrent_device_is_verified_by_reference_functions(capsys: pytest.
     ],
     ids=lambda given: given if isinstance(given, str) else " ".join(given),
 )
-def test_bad_requests_are_one_line(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
-    assert message in verified(capsys, *words, code=2)
+def test_bad_requests_are_one_line(capsys: pytest.CaptureFixture[str], overrides: list[str], message: str) -> None:
+    assert message in verified(capsys, *overrides, code=2)

@@ -1,4 +1,4 @@
-"""From the command line's words to a typed config. Hydra composes; every problem becomes one sentence."""
+"""From the command line's overrides to a typed config. Hydra composes; every problem becomes one sentence."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ import ttrain
 from ttrain.config import registry
 from ttrain.config.components import BUILT_IN
 from ttrain.config.loader import NULL_OPTION, SchemaLoader, ignored
+from ttrain.config.overrides import parse
 from ttrain.config.schema import Config
-from ttrain.config.words import parse
 from ttrain.core.errors import ConfigError
 from ttrain.core.names import did_you_mean
 
@@ -70,21 +70,21 @@ class Composer:
         GlobalHydra.instance().clear()
         HydraConfig.instance().cfg = None
 
-    def compose(self, words: Sequence[str] = (), mode: RunMode = RunMode.RUN) -> DictConfig:
+    def compose(self, overrides: Sequence[str] = (), mode: RunMode = RunMode.RUN) -> DictConfig:
         """The composed and completed tree, Hydra's own node included. Not yet checked against the schema."""
         registry.load_installed_plugins()
-        registry.load_plugins(self._plugins(words))
+        registry.load_plugins(self._plugins(overrides))
         _store_plugin_options()
-        accepted, problems = self._options(words, mode)
+        accepted, problems = self._options(overrides, mode)
         with one_sentence(self.loader):
             composed = self.hydra.compose_config(self.config_name, accepted, run_mode=mode)
         self.loader.problems[:0] = problems
         self.loader.bad_sections |= {problem.partition("=")[0] for problem in problems}
         return composed
 
-    def typed(self, words: Sequence[str] = ()) -> Config:
+    def typed(self, overrides: Sequence[str] = ()) -> Config:
         """Compose and check; raises ConfigError with every problem found."""
-        return self.check(self.compose(words))
+        return self.check(self.compose(overrides))
 
     def check(self, composed: DictConfig) -> Config:
         """The typed config of the tree composed last; raises ConfigError with every problem found."""
@@ -97,30 +97,30 @@ class Composer:
         found = [group for group in self.loader.list_groups("") if group != "hydra"]
         return {group: self.loader.get_group_options(group) for group in found}
 
-    def _plugins(self, words: Sequence[str]) -> list[str]:
+    def _plugins(self, overrides: Sequence[str]) -> list[str]:
         modules: list[str] = []
-        for word in words:
-            if word.lstrip("+").startswith("plugins="):
-                value = parse(word).value()
+        for override in overrides:
+            if override.lstrip("+").startswith("plugins="):
+                value = parse(override).value()
                 modules += value if isinstance(value, list) else [str(value)]
         return modules
 
-    def _options(self, words: Sequence[str], mode: RunMode) -> tuple[list[str], list[str]]:
-        """The words that Hydra can compose, and one problem for each that it can't."""
+    def _options(self, overrides: Sequence[str], mode: RunMode) -> tuple[list[str], list[str]]:
+        """The overrides that Hydra can compose, and one problem for each that it can't."""
         accepted: list[str] = []
         problems: list[str] = []
-        for word in words:
+        for override in overrides:
             try:
-                override = parse(word, sweep=mode == RunMode.MULTIRUN)
-                if self.loader.repository.group_exists(override.key_or_group):  # `recipe=x.yaml` is recipe=x
-                    override = parse(re.sub(r"\.yaml(?=,|$)", "", str(override.input_line)), mode == RunMode.MULTIRUN)
-                problem = self._option_problem(override, mode)
+                parsed = parse(override, sweep=mode == RunMode.MULTIRUN)
+                if self.loader.repository.group_exists(parsed.key_or_group):  # `recipe=x.yaml` is recipe=x
+                    parsed = parse(re.sub(r"\.yaml(?=,|$)", "", str(parsed.input_line)), mode == RunMode.MULTIRUN)
+                problem = self._option_problem(parsed, mode)
             except ConfigError as error:
                 problem = str(error)
             if problem:
                 problems.append(problem)
             else:
-                accepted.append(str(override.input_line))
+                accepted.append(str(parsed.input_line))
         return accepted, problems
 
     def _option_problem(self, override: Override, mode: RunMode) -> str | None:
@@ -153,10 +153,10 @@ class Composer:
         return did_you_mean(path.name, valid)
 
 
-def load(words: Sequence[str] = (), config_name: str = MAIN_CONFIG, config_dir: str | Path | None = None) -> Config:
+def load(overrides: Sequence[str] = (), config_name: str = MAIN_CONFIG, config_dir: str | Path | None = None) -> Config:
     """Compose and check in one call: `load(["model=gpt2", "train.steps=10"])`."""
     with Composer(config_name, config_dir) as composer:
-        return composer.typed(words)
+        return composer.typed(overrides)
 
 
 @contextmanager

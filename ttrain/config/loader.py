@@ -137,8 +137,8 @@ class SchemaLoader(ConfigLoaderImpl):
                 explicit |= set(keys) if file.startswith(f"{group}/") else set()
         default = self._default_choices(self.config_name)
         explicit |= {group for group in sections() if group in default and choices.get(group) != default[group]}
-        words = tuple(str(o.input_line) for o in self.parsed if not o.is_hydra_override())
-        return Source(choices, words, frozenset(explicit))
+        overrides = tuple(str(o.input_line) for o in self.parsed if not o.is_hydra_override())
+        return Source(choices, overrides, frozenset(explicit))
 
     def _default_choices(self, config_name: str | None, seen: frozenset[str] = frozenset()) -> dict[str, Any]:
         """Group -> option of the primary config's defaults list and of the configs that it includes."""

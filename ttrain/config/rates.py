@@ -53,7 +53,7 @@ def rate_jump(saved: Mapping[str, Any], rate: Rate, progress: Progress) -> str |
 
 
 def train_on(rate: Rate, progress: Progress) -> tuple[str, str | None]:
-    """Words of a command that trains for as long again, and what the learning rate does then, where it depends.
+    """Overrides of a command that trains for as long again, and what the learning rate does then, where it depends.
 
     The schedule keeps its end, so that the rate goes on where it is; where that is 0, it is stretched.
     """
@@ -61,15 +61,15 @@ def train_on(rate: Rate, progress: Progress) -> tuple[str, str | None]:
     more = 2 * max(rate.steps, step)
     kept = rate.at(step + 1)
     stretched = replace(rate, schedule=replace(schedule, steps=more)).at(step + 1)
-    words = f"train.steps={more}"
+    overrides = f"train.steps={more}"
     if _close(kept, stretched):
-        return words, None
+        return overrides, None
     factor, fixed = progress.lr_factor, schedule.steps is not None
     if kept > 0:
-        return words + ("" if fixed else f" schedule.steps={rate.end}"), (
+        return overrides + ("" if fixed else f" schedule.steps={rate.end}"), (
             f"goes on at {kept * factor:.2e}; with schedule.steps={more} it would begin at {stretched * factor:.2e}"
         )
-    return words + (f" schedule.steps={more}" if fixed else ""), (
+    return overrides + (f" schedule.steps={more}" if fixed else ""), (
         f"rises from {rate.at(step) * factor:.2e} to {stretched * factor:.2e}, as the schedule then ends at step {more}"
     )
 

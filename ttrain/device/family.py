@@ -136,7 +136,7 @@ class Family:
     golden = ""  # whose reference functions can play the device
 
     def named(self, config: DeviceConfig) -> str:
-        """The words that choose the device."""
+        """The overrides that choose the device."""
         return f"device={config.name}"
 
     def mode(self, config: DeviceConfig) -> str:

@@ -57,7 +57,7 @@ class Way:
     """One way to run the step, and its expected seconds."""
 
     engine: str
-    settings: str  # the words that choose it on the command line
+    settings: str  # the overrides that choose it
     seconds: float
 
 

@@ -1,4 +1,4 @@
-"""`ttrain -m ...` from its words to its exit code."""
+"""`ttrain -m ...` from its overrides to its exit code."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from ttrain.config.schema import SweepConfig
 from ttrain.core.errors import ConfigError, UserError
 from ttrain.sweep import outcome
 from ttrain.sweep.folder import FINISHED, SweepFolder, read_sweep
-from ttrain.sweep.jobs import Job, SweepWords, check_directories, compose_job
+from ttrain.sweep.jobs import Job, SweepOverrides, check_directories, compose_job
 from ttrain.sweep.numbers import as_number, objective_key
 from ttrain.sweep.run import Queue, Runner
 
 
-def run(composer: Composer, words: Sequence[str], flags: Sequence[str] = ()) -> int:
+def run(composer: Composer, overrides: Sequence[str], flags: Sequence[str] = ()) -> int:
     """Runs the sweep and returns its exit code. `flags` are Hydra's, for the command line of every job.
 
     Raises ConfigError, and leaves no folder behind, where no job can be composed.
     """
-    master = composer.compose(words, RunMode.MULTIRUN)
+    master = composer.compose(overrides, RunMode.MULTIRUN)
     if composer.loader.problems:
         raise ConfigError(composer.loader.problems)
-    sweep = SweepWords.read(composer, master)
+    sweep = SweepOverrides.read(composer, master)
     if sweep.setting("search", master) is not None:
-        return _search(composer, master, sweep, words, flags)
+        return _search(composer, master, sweep, overrides, flags)
     jobs = [compose_job(composer, master, job, sweep.own) for job in sweep.combinations()]
     settings = _settings(jobs)
     check_directories(jobs)
-    folder = SweepFolder.open(_directory(settings, master), _identity([job.key for job in jobs]), words)
+    folder = SweepFolder.open(_directory(settings, master), _identity([job.key for job in jobs]), overrides)
     try:
         before = [job.number for job in jobs]
         folder.adopt(jobs)
@@ -54,7 +54,7 @@ def run(composer: Composer, words: Sequence[str], flags: Sequence[str] = ()) -> 
 
 
 def _search(
-    composer: Composer, master: DictConfig, sweep: SweepWords, words: Sequence[str], flags: Sequence[str]
+    composer: Composer, master: DictConfig, sweep: SweepOverrides, overrides: Sequence[str], flags: Sequence[str]
 ) -> int:
     from ttrain.sweep.search import Search, example
 
@@ -68,8 +68,8 @@ def _search(
     directory = _directory(settings, master)
     earlier = read_sweep(Path(directory)) if directory else None
     if earlier and earlier.get("identity") != identity:
-        raise UserError(f"sweep.dir={directory} holds another search. Give its own words again, or another sweep.dir.")
-    folder = SweepFolder.open(directory, identity, words)
+        raise UserError(f"sweep.dir={directory} holds another search. Give its overrides again, or another sweep.dir.")
+    folder = SweepFolder.open(directory, identity, overrides)
     try:
         seed = first.config.run.seed
         search = Search(sweep, settings, folder, seed, lambda job: compose_job(composer, master, job, sweep.own))
@@ -95,7 +95,9 @@ def _settings(jobs: Sequence[Job]) -> SweepConfig:
 
 def _directory(settings: SweepConfig, master: DictConfig) -> str | None:
     """sweep.dir, or Hydra's own name for it where the command line gives that."""
-    if settings.dir is None and any(str(word).startswith("hydra.sweep.dir=") for word in master.hydra.overrides.hydra):
+    if settings.dir is None and any(
+        str(override).startswith("hydra.sweep.dir=") for override in master.hydra.overrides.hydra
+    ):
         return str(master.hydra.sweep.dir)
     return settings.dir
 

@@ -1,7 +1,7 @@
 """The folder of a sweep: which jobs it has, and how each of them is doing.
 
 outputs/sweeps/<date>/<time>/
-    sweep.json                 the words and the jobs
+    sweep.json                 the overrides and the jobs
     sweep.csv  <axis>.svg      the table, and the objective over every swept key
     000_lr=0.1/                the job, and its run directory unless run.dir names another
         status.json  log.txt   state, exit code, reason; all that the job printed, tracebacks included
@@ -40,21 +40,21 @@ class SweepFolder:
         self.content = content
 
     @classmethod
-    def open(cls, wanted: str | None, identity: str, words: Sequence[str], root: Path = ROOT) -> SweepFolder:
+    def open(cls, wanted: str | None, identity: str, overrides: Sequence[str], root: Path = ROOT) -> SweepFolder:
         """The folder `wanted`, which may hold an earlier start; without it the newest unfinished sweep of the same
         identity, else a new one. Raises UserError where it can't be written or another process holds it.
         """
         try:
             if wanted is not None:
                 Path(wanted).mkdir(parents=True, exist_ok=True)
-                return cls._required(Path(wanted), identity, words)
+                return cls._required(Path(wanted), identity, overrides)
             for path in sorted(root.glob("*/*"), reverse=True)[:_SEARCHED]:
                 content = read_sweep(path)
                 if content and content.get("identity") == identity and not content.get("done"):
-                    held = cls._hold(path, identity, words)
+                    held = cls._hold(path, identity, overrides)
                     if held is not None:
                         return held
-            return cls._required(_claim(root), identity, words)
+            return cls._required(_claim(root), identity, overrides)
         except OSError as error:
             reason = error.strerror or str(error)
             raise UserError(
@@ -62,20 +62,20 @@ class SweepFolder:
             ) from None
 
     @classmethod
-    def _required(cls, path: Path, identity: str, words: Sequence[str]) -> SweepFolder:
-        folder = cls._hold(path, identity, words)
+    def _required(cls, path: Path, identity: str, overrides: Sequence[str]) -> SweepFolder:
+        folder = cls._hold(path, identity, overrides)
         if folder is None:
             raise UserError(f"{path}: another process runs this sweep. Wait for it, or give another sweep.dir.")
         return folder
 
     @classmethod
-    def _hold(cls, path: Path, identity: str, words: Sequence[str]) -> SweepFolder | None:
+    def _hold(cls, path: Path, identity: str, overrides: Sequence[str]) -> SweepFolder | None:
         lock = open(path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - held for as long as the sweep
         if not lock_file(lock):
             lock.close()
             return None
         content = read_sweep(path) or {"created": _now(), "jobs": []}
-        folder = cls(path, lock, {**content, "identity": identity, "words": list(words), "done": False})
+        folder = cls(path, lock, {**content, "identity": identity, "overrides": list(overrides), "done": False})
         folder.save()
         return folder
 

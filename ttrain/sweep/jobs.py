@@ -1,4 +1,4 @@
-"""From the words of `-m` to jobs: which values are swept, and the checked config of every combination."""
+"""From the overrides of `-m` to jobs: which values are swept, and the checked config of every combination."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class Job:
     @property
     def key(self) -> str:
         """What makes it the same job when the sweep is run again."""
-        return json.dumps(sorted(word for word in self.overrides if not word.startswith(("hydra.", "run.dir="))))
+        return json.dumps(
+            sorted(override for override in self.overrides if not override.startswith(("hydra.", "run.dir=")))
+        )
 
     @property
     def name(self) -> str:
@@ -47,20 +49,20 @@ class Job:
 
 
 @dataclass(frozen=True)
-class SweepWords:
-    """The parsed words of a sweep: those of every job, and the swept ones."""
+class SweepOverrides:
+    """The parsed overrides of a sweep: those of every job, and the swept ones."""
 
     overrides: list[Override]
 
     @classmethod
-    def read(cls, composer: Composer, master: DictConfig) -> SweepWords:
-        """Words of the command line, after those of `hydra.sweeper.params` in a config file."""
+    def read(cls, composer: Composer, master: DictConfig) -> SweepOverrides:
+        """Overrides of the command line, after those of `hydra.sweeper.params` in a config file."""
         _refuse_other_sweeper(master)
         params = master.hydra.sweeper.get("params") or {}
-        words = [f"{key}={value}" for key, value in params.items()]
-        words += list(OmegaConf.to_container(master.hydra.overrides.task, resolve=False))  # type: ignore[arg-type]
+        overrides = [f"{key}={value}" for key, value in params.items()]
+        overrides += list(OmegaConf.to_container(master.hydra.overrides.task, resolve=False))  # type: ignore[arg-type]
         with one_sentence(composer.loader):
-            parsed = OverridesParser.create(config_loader=composer.loader).parse_overrides(words)
+            parsed = OverridesParser.create(config_loader=composer.loader).parse_overrides(overrides)
         last = {override.get_key_element(): override for override in parsed}
         return cls(list(last.values()))
 
@@ -70,7 +72,7 @@ class SweepWords:
 
     @property
     def fixed(self) -> list[str]:
-        """Words that all jobs share, without those of the sweep itself."""
+        """Overrides that all jobs share, without those of the sweep itself."""
         return [
             f"{override.get_key_element()}={override.get_value_element_as_str()}"
             for override in self.overrides
@@ -79,18 +81,18 @@ class SweepWords:
 
     @property
     def own(self) -> list[str]:
-        """Words of the sweep itself; jobs are checked with them and run without."""
+        """Overrides of the sweep itself; jobs are checked with them and run without."""
         return [str(override.input_line) for override in self.overrides if override.key_or_group.startswith("sweep.")]
 
     def setting(self, key: str, master: DictConfig) -> Any:
-        """A key of the section `sweep`: from the words where they give it, else as composed."""
+        """A key of the section `sweep`: from the overrides where they give it, else as composed."""
         for override in self.overrides:
             if override.key_or_group == f"sweep.{key}":
                 return override.value()
         return master.sweep.get(key)
 
     def combinations(self) -> list[Job]:
-        """Every combination in the order of the words, the last axis fastest; not composed yet."""
+        """Every combination in the order of the overrides, the last axis fastest; not composed yet."""
         for override in self.swept:
             if not override.is_discrete_sweep():
                 raise ConfigError(
@@ -103,10 +105,10 @@ class SweepWords:
         keys = [override.get_key_element() for override in self.overrides]
         swept = {override.get_key_element() for override in self.swept}
         jobs = []
-        for number, words in enumerate(lists):
-            pairs = dict(zip(keys, words, strict=True))
-            own = tuple(word for key, word in pairs.items() if not key.lstrip("+").startswith("sweep."))
-            axes = {key.lstrip("+"): word.partition("=")[2] for key, word in pairs.items() if key in swept}
+        for number, overrides in enumerate(lists):
+            pairs = dict(zip(keys, overrides, strict=True))
+            own = tuple(override for key, override in pairs.items() if not key.lstrip("+").startswith("sweep."))
+            axes = {key.lstrip("+"): override.partition("=")[2] for key, override in pairs.items() if key in swept}
             jobs.append(Job(number, own, axes))
         return jobs
 
@@ -121,7 +123,7 @@ def _refuse_other_sweeper(master: DictConfig) -> None:
 
 
 def compose_job(composer: Composer, master: DictConfig, job: Job, own: Sequence[str] = ()) -> Job:
-    """The job with its checked config, or with the problem that it has. `own` are the words of the sweep itself."""
+    """The job with its checked config, or with the problem that it has. `own` are the overrides of the sweep itself."""
     try:
         with one_sentence(composer.loader):
             tree = ConfigLoaderImpl.load_sweep_config(composer.loader, master, [*job.overrides, *own])

@@ -18,7 +18,7 @@ _OBJECTIVE = {"bench": "times_as_fast", "plan": "step_ms"}  # where none of the 
 Numbers = dict[str, Any]
 
 
-def output_word(config: Config, folder: Path, attempt: int) -> tuple[str | None, Path | None]:
+def output_override(config: Config, folder: Path, attempt: int) -> tuple[str | None, Path | None]:
     """(key that a job has to be given so that its results come to `folder`, or None; where they are).
 
     A benchmark refuses a folder that holds results, so each attempt has one of its own.

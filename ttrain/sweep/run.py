@@ -18,7 +18,7 @@ from ttrain.core.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER
 from ttrain.core.units import format_duration
 from ttrain.sweep.folder import FINISHED, LOG, Status, SweepFolder, relative
 from ttrain.sweep.jobs import Job
-from ttrain.sweep.numbers import as_number, objective_key, output_word
+from ttrain.sweep.numbers import as_number, objective_key, output_override
 from ttrain.sweep.outcome import failure_text, job_numbers
 from ttrain.train.runs.run_directory import RECORD
 from ttrain.train.supervise.child import Child, PassOn, describe_exit
@@ -69,7 +69,7 @@ class Runner:
     def __init__(
         self, folder: SweepFolder, settings: SweepConfig, flags: Sequence[str], say: Callable[[str], None]
     ) -> None:
-        """`flags` come before the words of every job, such as --config-dir."""
+        """`flags` come before the overrides of every job, such as --config-dir."""
         self.folder, self.settings, self._flags, self._say = folder, settings, list(flags), say
         self._running: list[_Running] = []
         self._waiting: Job | None = None  # taken from the source, but there is no room on the card yet
@@ -119,47 +119,49 @@ class Runner:
             self._start(job, on_card)
 
     def _start(self, job: Job, on_card: bool) -> None:
-        words, output = self._words(job)
-        status = {**self._status(job, words), "state": "running", "pid": None}
+        overrides, output = self._overrides(job)
+        status = {**self._status(job, overrides), "state": "running", "pid": None}
         if output is not None:
             status["output"] = relative(output, self.folder.path)
         path = self.folder.job_folder(job)
         log = path / LOG
         size = log.stat().st_size if log.exists() else 0
-        command = [*PROGRAM, *self._flags, *words, "hydra.mode=RUN", *_numbered(job)]
+        command = [*PROGRAM, *self._flags, *overrides, "hydra.mode=RUN", *_numbered(job)]
         child = Child(command, self._environment(), log)
         self.folder.write_status(job, {**status, "pid": child.pid})
         self._running.append(_Running(job, child, status, size, time.monotonic(), on_card))
         self._say(f"job {job.name} started: {path}")
 
-    def _words(self, job: Job) -> tuple[list[str], Path | None]:
-        """The words of the job, and where its results go if it does not train.
+    def _overrides(self, job: Job) -> tuple[list[str], Path | None]:
+        """The overrides of the job, and where its results go if it does not train.
 
         A training job gets a run directory, and continues the run that it has there; another one a place for results.
         """
-        words = [word for word in job.overrides if not word.startswith("hydra.")]
+        overrides = [override for override in job.overrides if not override.startswith("hydra.")]
         assert job.config is not None
         if job.config.task.name != "train":
             attempt = self.folder.status(job).get("attempts", 0) + 1
-            key, output = output_word(job.config, self.folder.job_folder(job), attempt)
-            return words if key is None else [*words, f"{key}={_quoted(Path(str(output)))}"], output
+            key, output = output_override(job.config, self.folder.job_folder(job), attempt)
+            return overrides if key is None else [*overrides, f"{key}={_quoted(Path(str(output)))}"], output
         run = self._run_directory(job)
-        words = [word for word in words if not word.startswith("run.dir=")] + [f"run.dir={_quoted(run)}"]
+        overrides = [override for override in overrides if not override.startswith("run.dir=")] + [
+            f"run.dir={_quoted(run)}"
+        ]
         if (run / RECORD).exists():
-            words = [word for word in words if not word.startswith("resume=")] + ["resume=auto"]
-        return words, None
+            overrides = [override for override in overrides if not override.startswith("resume=")] + ["resume=auto"]
+        return overrides, None
 
     def _run_directory(self, job: Job) -> Path:
         given = None if job.config is None or job.config.task.name != "train" else job.config.run.dir
         return self.folder.job_folder(job) if given is None else Path(given)
 
-    def _status(self, job: Job, words: Sequence[str]) -> Status:
+    def _status(self, job: Job, overrides: Sequence[str]) -> Status:
         before = self.folder.status(job)
         return {
             "job": job.number,
             "task": "train" if job.config is None else job.config.task.name,
             "axes": job.axes,
-            "words": list(words) or list(job.overrides),
+            "overrides": list(overrides) or list(job.overrides),
             "run": relative(self._run_directory(job), self.folder.path),
             "attempts": before.get("attempts", 0) + 1,
             "started": _now(),

@@ -1,7 +1,7 @@
 """Searches: Optuna proposes the values of the next job. The jobs' own status files are the memory, nothing else.
 
-`optimizer.lr=tag(log,interval(1e-4,1e-2))`, `model.width=range(64,257,64)`, `engine=static,dynamic` are Hydra's words
-for ranges of numbers and for choices.
+`optimizer.lr=tag(log,interval(1e-4,1e-2))`, `model.width=range(64,257,64)`, `engine=static,dynamic` are Hydra's
+overrides for ranges of numbers and for choices.
 """
 
 from __future__ import annotations
@@ -14,19 +14,24 @@ from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from ttrain.config.schema import SweepConfig
 from ttrain.core.errors import UserError
 from ttrain.sweep.folder import FINISHED, Status, SweepFolder
-from ttrain.sweep.jobs import Job, SweepWords
+from ttrain.sweep.jobs import Job, SweepOverrides
 
 
 class Search:
     """Gives jobs until `settings.trials` are finished or failed. Earlier jobs of the folder teach it first."""
 
     def __init__(
-        self, words: SweepWords, settings: SweepConfig, folder: SweepFolder, seed: int, compose: Callable[[Job], Job]
+        self,
+        overrides: SweepOverrides,
+        settings: SweepConfig,
+        folder: SweepFolder,
+        seed: int,
+        compose: Callable[[Job], Job],
     ) -> None:
         """Raises UserError where Optuna is missing."""
         self._optuna = _import_optuna()
-        self._words, self._settings, self._folder, self._compose = words, settings, folder, compose
-        self._space = {override.key_or_group: self._distribution(override) for override in words.swept}
+        self._overrides, self._settings, self._folder, self._compose = overrides, settings, folder, compose
+        self._space = {override.key_or_group: self._distribution(override) for override in overrides.swept}
         self._study = self._optuna.create_study(direction=settings.direction, sampler=self._sampler(seed))
         self._trials: dict[str, Any] = {}
         self.jobs: list[Job] = []
@@ -44,7 +49,7 @@ class Search:
             return None
         trial = self._study.ask(self._space)
         axes = {key: _text(value) for key, value in trial.params.items()}
-        job = Job(-1, (*self._words.fixed, *(f"{key}={value}" for key, value in axes.items())), axes)
+        job = Job(-1, (*self._overrides.fixed, *(f"{key}={value}" for key, value in axes.items())), axes)
         if any(job.key == other.key for other in self.jobs):  # proposed before: its result is known
             self._tell_again(trial, job)
             return self.next() if len(self._study.trials) < 20 * self._settings.trials else None
@@ -111,14 +116,14 @@ class Search:
         return named[str(self._settings.search)](seed=seed)
 
 
-def example(words: SweepWords) -> Job:
-    """A job with the first value of every swept key, to check the words that all jobs share."""
+def example(overrides: SweepOverrides) -> Job:
+    """A job with the first value of every swept key, to check the overrides that all jobs share."""
     axes = {}
-    for override in words.swept:
+    for override in overrides.swept:
         sweep = override.value()
         first = sweep.start if isinstance(sweep, IntervalSweep) else next(iter(override.sweep_string_iterator()))
         axes[override.key_or_group] = str(first)
-    return Job(0, (*words.fixed, *(f"{key}={value}" for key, value in axes.items())), axes)
+    return Job(0, (*overrides.fixed, *(f"{key}={value}" for key, value in axes.items())), axes)
 
 
 def _value(status: Status) -> float | None:

@@ -64,7 +64,7 @@ def weights(run: Path) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("words", "alone"),
+    ("overrides", "alone"),
     [
         ([], ["run.seed=1338"]),
         (["replicas.seed=[4,5]", "replicas.lr=[1e-2,2e-2]"], ["run.seed=5", "optimizer.lr=2e-2"]),
@@ -74,9 +74,9 @@ def weights(run: Path) -> bytes:
     ids=["next seed", "own seed and rate", "accumulation", "guarded"],
 )
 def test_a_replica_is_the_run_that_it_would_be_alone(
-    chip: None, tmp_path: Path, words: list[str], alone: list[str]
+    chip: None, tmp_path: Path, overrides: list[str], alone: list[str]
 ) -> None:
-    assert main([*COMMON, *TWO, *words, f"run.dir={tmp_path / 'two'}"]) == 0
+    assert main([*COMMON, *TWO, *overrides, f"run.dir={tmp_path / 'two'}"]) == 0
     assert main([*COMMON, *ONE, *alone, f"run.dir={tmp_path / 'one'}"]) == 0
     first, second = (tmp_path / "two" / f"replica-{number}" for number in (0, 1))
     assert losses(second) == losses(tmp_path / "one") != losses(first)
@@ -150,7 +150,7 @@ def test_several_runs_share_the_requests_to_stop() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "said"),
     [
         (["device=n150", "device.subdevices=3", "device.command_queues=2"], "must be at most 2"),
         (["device=n150", "device.subdevices=0"], "must be at least 1"),
@@ -172,9 +172,9 @@ def test_several_runs_share_the_requests_to_stop() -> None:
     ],
 )
 def test_bad_input_is_one_message_before_anything_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], said: str
 ) -> None:
-    assert main([*COMMON, *words, f"run.dir={tmp_path / 'run'}"]) == 2
+    assert main([*COMMON, *overrides, f"run.dir={tmp_path / 'run'}"]) == 2
     text = capsys.readouterr().err
     assert re.search(said, text), text
     assert "Traceback" not in text

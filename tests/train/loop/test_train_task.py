@@ -49,8 +49,8 @@ def train(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
 
-    def call(*words: str) -> int:
-        return main(["data=text", f"data.path={corpus}", *MODEL, *TRAIN, *QUIET, *words])
+    def call(*overrides: str) -> int:
+        return main(["data=text", f"data.path={corpus}", *MODEL, *TRAIN, *QUIET, *overrides])
 
     return call
 
@@ -105,9 +105,15 @@ def test_a_run_leaves_everything_that_it_promises(
 @pytest.mark.parametrize("engine", ["static", "dynamic"])
 def test_three_legs_equal_one_run_bit_for_bit(train: Any, tmp_path: Path, engine: str) -> None:
     """With dropout, accumulation, warm-up, a moving learning rate and shuffled epochs."""
-    words = [f"engine={engine}", "train.accumulation=2", "data.order=epoch", "schedule.warmup=3", "schedule.steps=20"]
-    assert train(*words, "run.dir=whole", "train.steps=13") == 0
-    assert train(*words, "run.dir=attempts", "train.steps=5") == 0
+    overrides = [
+        f"engine={engine}",
+        "train.accumulation=2",
+        "data.order=epoch",
+        "schedule.warmup=3",
+        "schedule.steps=20",
+    ]
+    assert train(*overrides, "run.dir=whole", "train.steps=13") == 0
+    assert train(*overrides, "run.dir=attempts", "train.steps=5") == 0
     assert main(["run.dir=attempts", "resume=auto", "train.steps=9"]) == 0
     os.rename("attempts", "moved")
     assert main(["resume=moved", "train.steps=13"]) == 0
@@ -118,9 +124,9 @@ def test_three_legs_equal_one_run_bit_for_bit(train: Any, tmp_path: Path, engine
     assert [attempt.get("resumed_from") for attempt in attempts] == [None, "step_00000005", "step_00000009"]
 
 
-def start(corpus: Path, folder: Path, *words: str) -> subprocess.Popen[str]:
+def start(corpus: Path, folder: Path, *overrides: str) -> subprocess.Popen[str]:
     """The command line in a process of its own."""
-    command = [sys.executable, "-m", "ttrain", "data=text", f"data.path={corpus}", *MODEL, *TRAIN, *QUIET, *words]
+    command = [sys.executable, "-m", "ttrain", "data=text", f"data.path={corpus}", *MODEL, *TRAIN, *QUIET, *overrides]
     place = str(Path(ttrain.__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": place, "XDG_CACHE_HOME": str(folder / "cache")}
     return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
@@ -204,7 +210,7 @@ def test_another_device_or_engine_continues_the_same_run(train: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["run.dir=run"], "already holds a run"),
         (["run.dir=run", "resume=auto", "model.layers=3"], "model.layers: 2 where the weights come from, 3 given"),
@@ -227,16 +233,16 @@ def test_another_device_or_engine_continues_the_same_run(train: Any) -> None:
     ],
 )
 def test_bad_input_is_one_message_and_exit_2(
-    train: Any, trained: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+    train: Any, trained: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], message: str
 ) -> None:
     Path("file").write_text("in the way")
     shutil.copytree(trained, "run")
     before = losses(Path("run"))
     capsys.readouterr()
-    if "resume=auto" in words or "task=sample" in words:
-        assert main(words) == 2
+    if "resume=auto" in overrides or "task=sample" in overrides:
+        assert main(overrides) == 2
     else:
-        assert train("train.steps=2", *words) == 2
+        assert train("train.steps=2", *overrides) == 2
     errors = capsys.readouterr().err
     assert message in errors and "Traceback" not in errors
     assert losses(Path("run")) == before
@@ -260,8 +266,8 @@ def test_damaged_checkpoints(train: Any, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_nan_stops_with_exit_1(train: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["optimizer.lr=1e38", "optimizer.clip_norm=null", "schedule=constant", "train.eval_every=null"]
-    assert train("run.dir=run", *words, "train.steps=4") == 1
+    overrides = ["optimizer.lr=1e38", "optimizer.clip_norm=null", "schedule=constant", "train.eval_every=null"]
+    assert train("run.dir=run", *overrides, "train.steps=4") == 1
     errors = capsys.readouterr().err
     assert "NaN or Inf" in errors and "Step " in errors and "No checkpoint was saved" in errors
     assert "Traceback" not in errors
@@ -272,8 +278,8 @@ def test_samples(train: Any, capsys: pytest.CaptureFixture[str], corpus: Path) -
     capsys.readouterr()
     os.rename("run", "moved")
 
-    def sample(*words: str) -> str:
-        assert main(["task=sample", "run.dir=moved", "sample.prompt=de", "sample.tokens=30", *words]) == 0
+    def sample(*overrides: str) -> str:
+        assert main(["task=sample", "run.dir=moved", "sample.prompt=de", "sample.tokens=30", *overrides]) == 0
         return capsys.readouterr().out
 
     first = sample("sample.seed=1")
@@ -291,8 +297,8 @@ def test_regression_has_no_sample(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    words = ["model=mlp", "data=regression", "data.examples=256", "model.width=16", "train.steps=40", "run.dir=run"]
-    assert main([*words, *QUIET, "train.log_every=1", "optimizer.lr=0.01"]) == 0
+    overrides = ["model=mlp", "data=regression", "data.examples=256", "model.width=16", "train.steps=40", "run.dir=run"]
+    assert main([*overrides, *QUIET, "train.log_every=1", "optimizer.lr=0.01"]) == 0
     printed = capsys.readouterr().out
     assert "train on" in printed
     assert "sample" not in printed.lower()
@@ -311,8 +317,8 @@ def test_a_device_that_computes_nothing_is_not_mistaken_for_training(
 
 
 def test_wandb_has_one_finished_run_per_job(train: Any, fake: Any) -> None:
-    words = ["train.steps=3", "logger=wandb", "optimizer.clip_norm=null"]
-    assert (train(*words, "optimizer.lr=1e38"), train(*words, "optimizer.lr=0.01")) == (1, 0)
+    overrides = ["train.steps=3", "logger=wandb", "optimizer.clip_norm=null"]
+    assert (train(*overrides, "optimizer.lr=1e38"), train(*overrides, "optimizer.lr=0.01")) == (1, 0)
     assert [run.exit_codes for run in fake.runs] == [[1], [0]]
     assert len({run.id for run in fake.runs}) == len(fake.inits) == 2
     assert len({init["name"] for init in fake.inits}) == 2

@@ -52,11 +52,11 @@ def losses(run: str) -> list[tuple[int, float]]:
 
 def test_agillm_of_25_million_parameters_killed_and_resumed_has_the_same_bits() -> None:
     """Joint objective with dropout, growing sequences; the kill comes after a phase that no checkpoint has seen."""
-    words = ["model=agillm", "model.preset=small", "model.context=24", "train.batch_size=1", *DATA, *QUIET]
-    words += ["train.length_schedule=[12,24]", "train.phase_steps=2", "train.keep_last=1", "train.keep_best=false"]
-    assert main([*words, "train.steps=4", "train.save_every=99", "run.dir=whole"]) == 0
+    overrides = ["model=agillm", "model.preset=small", "model.context=24", "train.batch_size=1", *DATA, *QUIET]
+    overrides += ["train.length_schedule=[12,24]", "train.phase_steps=2", "train.keep_last=1", "train.keep_best=false"]
+    assert main([*overrides, "train.steps=4", "train.save_every=99", "run.dir=whole"]) == 0
 
-    command = [sys.executable, "-m", "ttrain", *words, "train.steps=9", "train.save_every=2", "schedule.steps=4"]
+    command = [sys.executable, "-m", "ttrain", *overrides, "train.steps=9", "train.save_every=2", "schedule.steps=4"]
     path = os.pathsep.join(filter(None, [str(Path(ttrain.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     with open("log.txt", "w") as log:
@@ -121,7 +121,7 @@ def test_a_run_of_documents_can_be_sampled_and_planned(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["data.sources=[]"], "data=documents needs data.sources"),
         (["data.sources=a.jsonl"], "data.sources='a.jsonl': must be a list of texts"),
@@ -136,10 +136,10 @@ def test_a_run_of_documents_can_be_sampled_and_planned(capsys: pytest.CaptureFix
     ],
 )
 def test_mistakes_are_told_before_anything_is_made(
-    words: Any, message: str, capsys: pytest.CaptureFixture[str]
+    overrides: Any, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = [] if "model=mlp" in words else TINY
-    assert main([*DATA, *QUIET, *sizes, *words, "run.dir=run"]) == 2
+    sizes = [] if "model=mlp" in overrides else TINY
+    assert main([*DATA, *QUIET, *sizes, *overrides, "run.dir=run"]) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
     assert not Path("run").exists()

@@ -30,10 +30,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a trained run in it."""
     path = tmp_path_factory.mktemp("export")
     (path / "text.txt").write_text("abcdefg hijk\n" * 400)
-    words = ["data=text", f"data.path={path / 'text.txt'}", *MODEL, *TRAIN, f"run.dir={path / 'run'}"]
+    overrides = ["data=text", f"data.path={path / 'text.txt'}", *MODEL, *TRAIN, f"run.dir={path / 'run'}"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(path / "cache"))
-        assert main(words) == 0
+        assert main(overrides) == 0
     return path
 
 
@@ -42,8 +42,8 @@ def inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
 
 
-def export(*words: str) -> int:
-    return main(["task=export", "run.dir=run", *words])
+def export(*overrides: str) -> int:
+    return main(["task=export", "run.dir=run", *overrides])
 
 
 def parameters(run: str, step: int = 2) -> dict[str, np.ndarray]:
@@ -68,8 +68,8 @@ def test_a_safetensors_file_or_folder_becomes_the_same_run_again(form: str, caps
     file, made, expected = f"{form}.safetensors", f"again-{form}", parameters("run")
     assert export(f"export.{'dir' if form == 'huggingface' else 'file'}={file}", f"export.form={form}") == 0
     vocabulary = len(expected["embedding.weight"])
-    words = [*MODEL, f"model.vocabulary={vocabulary}", f"export.source={file}", f"export.dir={made}"]
-    assert main(["task=export", *words]) == 0
+    overrides = [*MODEL, f"model.vocabulary={vocabulary}", f"export.source={file}", f"export.dir={made}"]
+    assert main(["task=export", *overrides]) == 0
     assert "without optimizer state" in capsys.readouterr().out
     found = parameters(made, step=0)
     assert found.keys() == expected.keys()
@@ -89,7 +89,7 @@ def test_a_run_becomes_a_run_without_optimizer_state(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["run.dir=run"], "nothing to write. Give export.file"),
         (["export.file=x.pt"], "needs parameters. Give run.dir"),
@@ -110,11 +110,11 @@ def test_a_run_becomes_a_run_without_optimizer_state(capsys: pytest.CaptureFixtu
     ],
 )
 def test_wrong_input_is_refused_and_leaves_nothing(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save({"weight": torch.zeros(3)}, "other.pt")
     before = sorted(Path().iterdir())
-    assert main(["task=export", *words]) == 2
+    assert main(["task=export", *overrides]) == 2
     errors = capsys.readouterr().err
     assert message in errors and "Traceback" not in errors
     assert sorted(Path().iterdir()) == before
@@ -125,13 +125,13 @@ def test_a_file_keeps_its_tokenizer_and_takes_no_other(file: str, capsys: pytest
     (own,) = Path("run/checkpoints").glob("*2/tokenizer.json")
     Path("other.json").write_text(CharTokenizer("bcdefghijkl \n").to_json())
     assert export(f"export.file={file}") == 0
-    words = ["task=export", *MODEL, f"export.source={file}"]
-    assert main([*words, f"export.dir=other-{file}", "export.tokenizer=other.json"]) == 2
+    overrides = ["task=export", *MODEL, f"export.source={file}"]
+    assert main([*overrides, f"export.dir=other-{file}", "export.tokenizer=other.json"]) == 2
     assert f"export.tokenizer=other.json is not the tokenizer that {file} holds" in capsys.readouterr().err
     assert not Path(f"other-{file}").exists()
     for more in ([], [f"export.tokenizer={own}"]):
         made = f"kept-{len(more)}-{file}"
-        assert main([*words, f"export.dir={made}", *more]) == 0
+        assert main([*overrides, f"export.dir={made}", *more]) == 0
         (kept,) = Path(made, "checkpoints").glob("*/tokenizer.json")
         assert json.loads(kept.read_text()) == json.loads(own.read_text())
 

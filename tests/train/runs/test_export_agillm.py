@@ -24,10 +24,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a trained run in it, and the original's file of it."""
     path = tmp_path_factory.mktemp("agillm")
     (path / "text.txt").write_text("abcdefg hijk\n" * 400)
-    words = ["data=text", f"data.path={path / 'text.txt'}", *MODEL, *TRAIN, f"run.dir={path / 'run'}"]
+    overrides = ["data=text", f"data.path={path / 'text.txt'}", *MODEL, *TRAIN, f"run.dir={path / 'run'}"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(path / "cache"))
-        assert main(words) == 0
+        assert main(overrides) == 0
         assert main(["task=export", f"run.dir={path / 'run'}", f"export.file={path / 'whole.pt'}"]) == 0
     return path
 
@@ -42,9 +42,9 @@ def original(file: str) -> dict[str, Any]:
     return content
 
 
-def sampled(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def sampled(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
     capsys.readouterr()
-    assert main(["task=sample", "sample.tokens=15", "sample.prompt=abc", *words]) == 0
+    assert main(["task=sample", "sample.tokens=15", "sample.prompt=abc", *overrides]) == 0
     return capsys.readouterr().out
 
 
@@ -81,8 +81,8 @@ def entropy(content: dict[str, Any], ids: list[int]) -> float:
 
 
 def test_compaction_changes_the_rank_and_no_score(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["run.dir=run", "export.compact=true", "export.dir=compact", "export.file=compact.pt"]
-    assert main(["task=export", *words]) == 0
+    overrides = ["run.dir=run", "export.compact=true", "export.dir=compact", "export.file=compact.pt"]
+    assert main(["task=export", *overrides]) == 0
     printed = capsys.readouterr().out
     assert "    1       20     8" in printed and "rank 20 becomes 8" in printed
     whole, compact = original("whole.pt"), original("compact.pt")
@@ -106,7 +106,7 @@ def test_a_compacted_run_can_start_another(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (
             ["task=export", "run.dir=run", "export.dir=x", "export.form=huggingface"],
@@ -126,14 +126,14 @@ def test_a_compacted_run_can_start_another(capsys: pytest.CaptureFixture[str]) -
     ],
 )
 def test_wrong_input_is_refused_and_leaves_nothing(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, gone in (("odd.pt", "blocks.0.mha.U"), ("short.pt", "ln.bias")):
         content = original("whole.pt")
         del content["core"][gone]
         torch.save(content, name)
     before = sorted(Path().iterdir())
-    assert main(words) == 2
+    assert main(overrides) == 2
     errors = capsys.readouterr().err
     assert message in errors and "Traceback" not in errors
     assert sorted(Path().iterdir()) == before

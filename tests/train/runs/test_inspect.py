@@ -89,13 +89,13 @@ def test_a_dry_run_never_looks_like_training(runs: dict[str, Path], capsys: Any)
     (folder / "summary.json").write_text(json.dumps({"accepted": True, "computes": False, "note": "nothing trained"}))
     info = read_run(folder)
     assert (info.state, info.reason) == ("dry_run", "nothing trained")
-    for words in (
+    for overrides in (
         ["task=sample", f"run.dir={folder}"],
         ["task=sample", f"run.dir={folder}", "sample.checkpoint=best"],
         ["task=export", f"run.dir={folder}", "export.file=x.pt"],
         [f"resume={folder}"],
     ):
-        assert main(words) == 2
+        assert main(overrides) == 2
         said = capsys.readouterr().err.strip()
         assert "was a dry run on a device" in said and "nothing was trained" in said and "\n" not in said
 

@@ -317,14 +317,14 @@ WRONG: list[tuple[Any, list[str], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "words", "message"), WRONG, ids=[message[:40] for _, _, message in WRONG])
+@pytest.mark.parametrize(("change", "overrides", "message"), WRONG, ids=[message[:40] for _, _, message in WRONG])
 def test_one_line_before_any_step(
-    change: Any, words: list[str], message: str, gpt2: Path, capsys: pytest.CaptureFixture[str]
+    change: Any, overrides: list[str], message: str, gpt2: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(gpt2, "hub")
     if change is not None:
         change(Path("hub"))
-    assert main([*QUIET, "model.from=hub", "run.dir=run", *words]) == 2
+    assert main([*QUIET, "model.from=hub", "run.dir=run", *overrides]) == 2
     errors = capsys.readouterr().err
     assert message in errors and "Traceback" not in errors and errors.count("\n") == 1
     assert not Path("run").exists()
@@ -369,9 +369,9 @@ def test_a_context_of_rotary_positions_may_be_shorter(capsys: pytest.CaptureFixt
     assert (loaded.name, loaded.context, loaded.dropout, loaded.vocabulary) == ("llama", 32, 0.1, 9)
     assert load(["model.from=hub", "model=llama", "model.preset=null"]).model.context == 64
     assert load(["model.from=hub", "data.tokenizer=byte"]).data.tokenizer == "byte"
-    for words in (["model.context=65"], ["model.rotary_base=1e6"], ["model=llama"], ["model=gpt2"]):
+    for overrides in (["model.context=65"], ["model.rotary_base=1e6"], ["model=llama"], ["model=gpt2"]):
         with pytest.raises(ConfigError, match=r"hub has"):
-            load(["model.from=hub", *words])
+            load(["model.from=hub", *overrides])
 
 
 def test_weights_come_one_tensor_at_a_time(tmp_path: Path) -> None:
@@ -412,9 +412,15 @@ def test_a_folder_becomes_a_run_and_a_warm_start_takes_what_fits(
     assert main(["task=export", f"model.from={gpt2}", "export.dir=bare"]) == 0
     assert np.abs(our_logits("bare", tokens_of()) - their_logits(gpt2, tokens_of())).max() < 1e-4
     sizes = ["model.layers=1", "model.width=32", "model.heads=4", "model.context=8", "model.vocabulary=300"]
-    words = [*QUIET, *sizes, "model.bias=true", f"data.tokenizer={gpt2 / 'tokenizer.json'}", f"train.init_from={gpt2}"]
+    overrides = [
+        *QUIET,
+        *sizes,
+        "model.bias=true",
+        f"data.tokenizer={gpt2 / 'tokenizer.json'}",
+        f"train.init_from={gpt2}",
+    ]
     capsys.readouterr()
-    assert main([*words, "run.dir=run"]) == 0
+    assert main([*overrides, "run.dir=run"]) == 0
     assert "positions.weight  [8, 32] starts anew: has shape [16, 32] in the source" in capsys.readouterr().err
 
 
@@ -446,9 +452,9 @@ def test_the_recipe_trains_a_model_of_its_form_on_chats(tmp_path: Path) -> None:
     answer = {"role": "assistant", "content": TEXT[:39]}
     chats = [{"messages": [{"role": "user", "content": f"what words, {number}?"}, answer]} for number in range(40)]
     Path("chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    words = ["recipe=smollm2-135m-finetune", "model.from=hub", "data.sources=[chats.jsonl]", "run.dir=run"]
+    overrides = ["recipe=smollm2-135m-finetune", "model.from=hub", "data.sources=[chats.jsonl]", "run.dir=run"]
     small = ["model.context=32", "train.steps=5", "train.batch_size=4", "train.accumulation=2", "schedule.warmup=0"]
-    assert main([*words, *small, "train.eval_every=null", "optimizer.lr=1e-3", *QUIET[-5:]]) == 0
+    assert main([*overrides, *small, "train.eval_every=null", "optimizer.lr=1e-3", *QUIET[-5:]]) == 0
     config = find_checkpoint(Path("run"), "last").config
     assert (config["model"]["name"], config["model"]["context"], config["data"]["end_token"]) == (
         "llama", 32, "<|endoftext|>",

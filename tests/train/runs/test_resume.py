@@ -201,8 +201,8 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("hard.txt").write_text("".join(np.random.default_rng(0).choice(["a", "b"], 4000)))
 
 
-def hash_of(samples: int = 20, *words: str) -> str:
-    config = load([*SMALL, *words])
+def hash_of(samples: int = 20, *overrides: str) -> str:
+    config = load([*SMALL, *overrides])
     return held_out_hash(build.build_dataset(config.data, config.model, []), samples)
 
 
@@ -229,9 +229,15 @@ def test_other_text_starts_best_and_patience_anew(texts: None, capsys: Any) -> N
     """The first text's losses are all lower than any of the second's."""
     assert main([*SMALL, "data.path=easy.txt", "run.dir=run", "train.steps=40"]) == 0
     reached = val_losses("run")[40]
-    words = ["run.dir=run", "resume=auto", "data.path=hard.txt", "train.early_stop=3", "train.min_improvement=0.001"]
+    overrides = [
+        "run.dir=run",
+        "resume=auto",
+        "data.path=hard.txt",
+        "train.early_stop=3",
+        "train.min_improvement=0.001",
+    ]
     capsys.readouterr()
-    assert main([*words, "train.steps=60", "optimizer.lr=0.003"]) == 0
+    assert main([*overrides, "train.steps=60", "optimizer.lr=0.003"]) == 0
     told = capsys.readouterr().err
     assert told.count("The held-out data is not what it was") == 1
     after = {step: loss for step, loss in val_losses("run").items() if step >= 40}

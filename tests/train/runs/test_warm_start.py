@@ -35,7 +35,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     Path("book.txt").write_text("some words of a book that nobody wrote\n" * 60)
-    return lambda *words: main([*QUIET, *DATA, *MODEL, "train.steps=1", "optimizer.lr=0", *words])
+    return lambda *overrides: main([*QUIET, *DATA, *MODEL, "train.steps=1", "optimizer.lr=0", *overrides])
 
 
 def parameters(run: str) -> dict[str, np.ndarray]:
@@ -123,10 +123,10 @@ def test_bf16_weights_are_widened(train: Any, source: str) -> None:
 
 
 def test_a_resumed_run_does_not_start_warm_again(train: Any, source: str) -> None:
-    words = ["run.dir=run", f"train.init_from={source}", "optimizer.lr=1e-2", "schedule.warmup=0"]
-    assert train(*words, "resume=auto") == 0
+    overrides = ["run.dir=run", f"train.init_from={source}", "optimizer.lr=1e-2", "schedule.warmup=0"]
+    assert train(*overrides, "resume=auto") == 0
     os.rename(source, "gone")
-    assert train(*words, "resume=auto", "train.steps=2") == 0
+    assert train(*overrides, "resume=auto", "train.steps=2") == 0
     record = json.loads(Path("run/run.json").read_text())["attempts"]
     assert "taken" in record[0] and "taken" not in record[1]
 
@@ -134,17 +134,17 @@ def test_a_resumed_run_does_not_start_warm_again(train: Any, source: str) -> Non
 def test_another_tokenizer_is_refused_unless_it_is_wanted(
     train: Any, source: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [f"train.init_from={source}", "data.tokenizer=char"]
-    assert train("run.dir=run", *words) == 2 and not Path("run").exists()
+    overrides = [f"train.init_from={source}", "data.tokenizer=char"]
+    assert train("run.dir=run", *overrides) == 2 and not Path("run").exists()
     said = capsys.readouterr().err
     assert "its tokenizer is another one, so the rows of embedding.weight mean other tokens" in said
     assert "train.init_anyway=true" in said
-    assert train("run.dir=run", *words, "train.init_anyway=true") == 0
+    assert train("run.dir=run", *overrides, "train.init_anyway=true") == 0
     assert "WARNING: taken anyway: its tokenizer is another one" in capsys.readouterr().err
     taken, given = parameters("run"), parameters(source)
     assert all((taken[name] == given[name]).all() for name in given)
     # Rows that start anew mean what the data says, so another tokenizer is no matter then.
-    assert train("run.dir=anew", *words, "model.vocabulary=99") == 0
+    assert train("run.dir=anew", *overrides, "model.vocabulary=99") == 0
 
 
 # What changes the function of weights that fit by name and shape, for each kind of source.
@@ -155,31 +155,31 @@ OTHERS = {"heads": ("model.heads=4", "2", "4"), "activation": ("model.activation
 def test_weights_of_another_function_are_refused(
     key: str, train: Any, source: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    word, old, new = OTHERS[key]
+    override, old, new = OTHERS[key]
     checkpoint = f"{source}/checkpoints/step_00000001"
     for form, file in (("ttrain", "own.safetensors"), ("original", "theirs.safetensors"), ("original", "theirs.pt")):
         assert main(["task=export", f"run.dir={source}", f"export.file={file}", f"export.form={form}"]) == 0
     places = [source, checkpoint, f"{checkpoint}/parameters-00001-of-00001.safetensors"]
     for place in [*places, "own.safetensors", "theirs.safetensors", "theirs.pt"]:
         capsys.readouterr()
-        assert train("run.dir=run", f"train.init_from={place}", word) == 2, place
+        assert train("run.dir=run", f"train.init_from={place}", override) == 2, place
         assert f"model.{key}: {old} where the weights come from, {new} given" in capsys.readouterr().err
         assert not Path("run").exists()
-    assert train("run.dir=run", f"train.init_from={source}", word, "train.init_anyway=true") == 0
+    assert train("run.dir=run", f"train.init_from={source}", override, "train.init_anyway=true") == 0
     assert "WARNING: taken anyway: model." + key in capsys.readouterr().err
     assert (parameters("run")["embedding.weight"] == parameters(source)["embedding.weight"]).all()
     difference = f"model.{key}: {old} where the weights come from, {new} given"
     assert json.loads(Path("run/run.json").read_text())["attempts"][0]["taken_anyway"] == [difference]
     capsys.readouterr()
-    for words in (
-        ["task=sample", f"run.dir={source}", word],
-        ["task=export", f"run.dir={source}", "export.file=out.safetensors", word],
-        [f"resume={source}", "run.dir=on", "train.steps=2", word],
-        ["task=export", "export.source=own.safetensors", "export.dir=out", *MODEL, "model.bias=false", word],
-        ["task=export", "export.source=theirs.pt", "export.dir=out", *MODEL, "model.bias=false", word],
+    for overrides in (
+        ["task=sample", f"run.dir={source}", override],
+        ["task=export", f"run.dir={source}", "export.file=out.safetensors", override],
+        [f"resume={source}", "run.dir=on", "train.steps=2", override],
+        ["task=export", "export.source=own.safetensors", "export.dir=out", *MODEL, "model.bias=false", override],
+        ["task=export", "export.source=theirs.pt", "export.dir=out", *MODEL, "model.bias=false", override],
     ):
-        assert main(["device=cpu", "logger=jsonl", *words]) == 2, words
-        assert difference in capsys.readouterr().err, words
+        assert main(["device=cpu", "logger=jsonl", *overrides]) == 2, overrides
+        assert difference in capsys.readouterr().err, overrides
     assert not Path("out.safetensors").exists() and not Path("out").exists() and not Path("on").exists()
 
 
@@ -217,9 +217,9 @@ def test_the_config_beside_a_file_of_hugging_face_counts(
 
 
 def test_dropout_and_recomputing_do_not_matter(train: Any, source: str) -> None:
-    words = ["model.dropout=0.1", "model.recompute=block", "model.preset=0.8M"]
-    assert train("run.dir=run", f"train.init_from={source}", *words) == 0
-    assert train(f"resume={source}", "run.dir=on", "train.steps=2", *words) == 0
+    overrides = ["model.dropout=0.1", "model.recompute=block", "model.preset=0.8M"]
+    assert train("run.dir=run", f"train.init_from={source}", *overrides) == 0
+    assert train(f"resume={source}", "run.dir=on", "train.steps=2", *overrides) == 0
 
 
 class Harmful:
@@ -294,8 +294,16 @@ def test_an_original_agillm_file_of_another_vocabulary(train: Any, capsys: pytes
     }
     torch.save(content, "final.pt")
     model = ["model=agillm", "model.layers=1", "model.width=32", "model.heads=2", "model.rank=24", "model.context=16"]
-    words = ["data=text", *DATA, "logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=4", "optimizer.lr=0"]
-    assert main([*model, *words, "train.steps=1", "run.dir=run", "train.init_from=final.pt"]) == 0
+    overrides = [
+        "data=text",
+        *DATA,
+        "logger=jsonl",
+        "device=cpu",
+        "device.threads=1",
+        "sample.tokens=4",
+        "optimizer.lr=0",
+    ]
+    assert main([*model, *overrides, "train.steps=1", "run.dir=run", "train.init_from=final.pt"]) == 0
     taken = parameters("run")
     for ours, theirs in {
         "blocks.0.attention.query.weight": core["blocks.0.mha.q.weight"],

@@ -62,9 +62,9 @@ def asked(run: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return prompts
 
 
-def talk(run: Path, monkeypatch: pytest.MonkeyPatch, text: str, *words: str) -> int:
+def talk(run: Path, monkeypatch: pytest.MonkeyPatch, text: str, *overrides: str) -> int:
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    return main(["task=chat", f"run.dir={run}", "device=cpu", "engine=dynamic", *words])
+    return main(["task=chat", f"run.dir={run}", "device=cpu", "engine=dynamic", *overrides])
 
 
 def message(role: str, content: str) -> str:

@@ -43,14 +43,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    words = np.random.default_rng(0).choice(["the", "cat", "dog", "sat", "on", "mat", "and"], (60, 9))
-    Path("rows.jsonl").write_text("".join(json.dumps({"text": " ".join(row)}) + "\n" for row in words))
+    overrides = np.random.default_rng(0).choice(["the", "cat", "dog", "sat", "on", "mat", "and"], (60, 9))
+    Path("rows.jsonl").write_text("".join(json.dumps({"text": " ".join(row)}) + "\n" for row in overrides))
     Path("texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
 
 
-def trained(name: str, *words: str) -> str:
+def trained(name: str, *overrides: str) -> str:
     if not Path(name).exists():
-        assert main([*QUIET, *words, f"run.dir={name}"]) == 0
+        assert main([*QUIET, *overrides, f"run.dir={name}"]) == 0
     return name
 
 
@@ -58,9 +58,9 @@ def gpt() -> str:
     return trained("gpt", *SIZES, *DOCUMENTS)
 
 
-def evaluated(run: str, *words: str) -> dict[str, Any]:
+def evaluated(run: str, *overrides: str) -> dict[str, Any]:
     out = f"{run}-{len(list(Path().glob('*.json')))}.json"
-    assert main(["task=eval", f"run.dir={run}", "device=cpu", "device.threads=1", f"eval.out={out}", *words]) == 0
+    assert main(["task=eval", f"run.dir={run}", "device=cpu", "device.threads=1", f"eval.out={out}", *overrides]) == 0
     return json.loads(Path(out).read_text())
 
 
@@ -154,16 +154,16 @@ def test_characters_that_the_tokenizer_never_saw_are_named_with_their_place(caps
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("kind", "overrides"),
     [
         ("agillm", ["model=agillm", "model.preset=null", "model.rank=8", "model.objective=joint"]),
         ("llama", ["model=llama", "model.preset=null", "model.hidden=24"]),
         ("alone", ["data.attention=document"]),
     ],
 )
-def test_losses_and_likelihoods_of_other_models_agree(kind: str, words: list[str]) -> None:
+def test_losses_and_likelihoods_of_other_models_agree(kind: str, overrides: list[str]) -> None:
     """What a batch of windows loses is what its tokens lose one continuation at a time."""
-    run = trained(kind, *DOCUMENTS, *SIZES, *words)
+    run = trained(kind, *DOCUMENTS, *SIZES, *overrides)
     with opened(load_config("task=eval", f"run.dir={run}", "eval.text=[texts.jsonl]", "device=cpu")) as scorer:
         assert (scorer.start is None) == (kind == "alone")
         before = [] if scorer.start is None else [scorer.start]
@@ -176,12 +176,12 @@ def test_losses_and_likelihoods_of_other_models_agree(kind: str, words: list[str
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"), [("gpt", []), ("llama", ["model=llama", "model.preset=null", "model.hidden=24"])]
+    ("kind", "overrides"), [("gpt", []), ("llama", ["model=llama", "model.preset=null", "model.hidden=24"])]
 )
-def test_a_folder_of_transformers_measures_as_its_run_and_as_transformers(kind: str, words: list[str]) -> None:
+def test_a_folder_of_transformers_measures_as_its_run_and_as_transformers(kind: str, overrides: list[str]) -> None:
     """Logits of Transformers, loaded from the folder, over the same documents."""
     transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
-    run = trained(kind, *SIZES, *DOCUMENTS, *words)
+    run = trained(kind, *SIZES, *DOCUMENTS, *overrides)
     folder = f"{kind}-folder"
     assert main(["task=export", f"run.dir={run}", "export.form=huggingface", f"export.dir={folder}"]) == 0
     given = ["device=cpu", "device.threads=1", "eval.text=[texts.jsonl]", f"eval.out={folder}.json"]
@@ -254,9 +254,9 @@ def test_choices_are_those_of_likelihoods_by_hand(rows: int) -> None:
     for name, values in right.items():
         assert given[name] == np.mean(values)
         assert given[f"{name}_stderr"] == pytest.approx(np.std(values, ddof=1) / 2)
-    words = ["task=eval", "run.dir=gpt", "eval.choices=x", "device=cpu", f"eval.batch_size={rows}"]
+    overrides = ["task=eval", "run.dir=gpt", "eval.choices=x", "device=cpu", f"eval.batch_size={rows}"]
     pairs = [encoded_pair(tokenizer, q["ctx"], f" {ending}") for q in QUESTIONS for ending in q["endings"]]
-    with opened(load_config(*words), "scores") as scorer:
+    with opened(load_config(*overrides), "scores") as scorer:
         likelihoods = list(scorer.likelihoods(pairs))
     assert [found.total for found in likelihoods] == pytest.approx(expected, rel=1e-5)
     for (before, after), found in zip(pairs, likelihoods, strict=True):
@@ -285,7 +285,7 @@ def test_rows_that_are_no_questions(row: Any, message: str, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["eval.text=[texts.jsonl]"], "task=eval: needs a trained model"),
         (["run.dir=gpt"], "task=eval: nothing to measure"),
@@ -298,7 +298,7 @@ def test_rows_that_are_no_questions(row: Any, message: str, capsys: pytest.Captu
         (["run.dir=gpt", "eval.text=[texts.jsonl]", "eval.out=rows.jsonl/x"], "can't be written"),
     ],
 )
-def test_what_can_not_be_measured(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_can_not_be_measured(overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     gpt()
-    assert main(["task=eval", "device=cpu", *words]) == 2
+    assert main(["task=eval", "device=cpu", *overrides]) == 2
     assert message in capsys.readouterr().err

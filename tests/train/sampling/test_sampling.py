@@ -355,16 +355,16 @@ def cut_at(text: str, stops: list[str]) -> str:
 def test_a_text_ends_before_its_first_stop_however_it_comes(stops: list[str]) -> None:
     """Pieces of any size, stops over the border of two; what was written is never taken back."""
     generator = np.random.default_rng(3)
-    words = ["".join(generator.choice(list("abc"), size)) for size in (1, 1, 1, 2, 3, 4)]
+    overrides = ["".join(generator.choice(list("abc"), size)) for size in (1, 1, 1, 2, 3, 4)]
 
     class Words:
         def decode(self, ids: list[int]) -> str:
-            return "".join(words[i] for i in ids)
+            return "".join(overrides[i] for i in ids)
 
     for _ in range(50):
-        ids, written = [int(i) for i in generator.integers(0, len(words), 12)], []
+        ids, written = [int(i) for i in generator.integers(0, len(overrides), 12)], []
         whole = stream_text(Words(), [0], iter(ids), written.append, Stop(texts=tuple(stops)))
-        assert whole == "".join(written) == words[0] + cut_at("".join(words[i] for i in ids), stops)
+        assert whole == "".join(written) == overrides[0] + cut_at("".join(overrides[i] for i in ids), stops)
 
 
 def test_a_sample_ends_at_the_end_of_a_document_or_at_a_named_token() -> None:
@@ -396,21 +396,28 @@ def test_the_sample_of_a_run_and_those_of_the_task_stop(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     Path("book.txt").write_text("some words of a book that nobody wrote\n" * 60)
-    words = ["model.layers=1", "model.heads=2", "model.width=16", "model.context=8", "data=text", "data.path=book.txt"]
-    words += ["train.steps=2", "train.eval_sequences=2", "train.peak_tflops=1", "logger=jsonl", "device=cpu"]
+    overrides = [
+        "model.layers=1",
+        "model.heads=2",
+        "model.width=16",
+        "model.context=8",
+        "data=text",
+        "data.path=book.txt",
+    ]
+    overrides += ["train.steps=2", "train.eval_sequences=2", "train.peak_tflops=1", "logger=jsonl", "device=cpu"]
     sample = ["sample.tokens=60", "sample.prompt=some"]
-    words += sample
+    overrides += sample
 
     def printed(*more: str) -> str:
         capsys.readouterr()
         assert main(list(more)) == 0
         return capsys.readouterr().out
 
-    whole = printed(*words, "run.dir=a").split("writes:\n\n")[1].split("\n\nmodel ")[0]
+    whole = printed(*overrides, "run.dir=a").split("writes:\n\n")[1].split("\n\nmodel ")[0]
     stop = whole[20:22].strip() or "w"
     expected = "some" + cut_at(whole[4:], [stop])
     assert expected != whole
-    assert f"writes:\n\n{expected}\n\nmodel " in printed(*words, "run.dir=b", f"sample.stop=['{stop}']")
+    assert f"writes:\n\n{expected}\n\nmodel " in printed(*overrides, "run.dir=b", f"sample.stop=['{stop}']")
     for cache in ("null", "false"):
         task = [
             "task=sample",

@@ -54,7 +54,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         lines = [{"text": f"{name}{i} " + "word " * int(generator.integers(1, 9))} for i in range(count)]
         Path(name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = ["data=documents", "data.sources=[a.jsonl,b.jsonl]", "data.tokenizer=byte"]
-    return lambda *words: main([*data, *MODEL, *PHASES, *TRAIN, *QUIET, *words])
+    return lambda *overrides: main([*data, *MODEL, *PHASES, *TRAIN, *QUIET, *overrides])
 
 
 def losses(run: str) -> list[tuple[int, str, float]]:
@@ -87,10 +87,10 @@ def test_phases_and_what_came_before_them() -> None:
 @pytest.mark.parametrize("engine", ["dynamic", "static", "traced"])
 def test_stopped_anywhere_and_resumed_it_has_the_same_bits(train: Any, engine: str) -> None:
     """Within a phase, at the last step of one and at the first of another."""
-    words = [f"engine={engine}", "train.accumulation=2"]
-    assert train(*words, "run.dir=whole", "train.steps=14") == 0
+    overrides = [f"engine={engine}", "train.accumulation=2"]
+    assert train(*overrides, "run.dir=whole", "train.steps=14") == 0
     for stop in (4, 6, 7) if engine == "static" else (6,):
-        assert train(*words, f"run.dir=stopped{stop}", f"train.steps={stop}") == 0
+        assert train(*overrides, f"run.dir=stopped{stop}", f"train.steps={stop}") == 0
         assert main([f"run.dir=stopped{stop}", "resume=auto", "train.steps=14"]) == 0
         assert tensors(f"stopped{stop}", 14) == tensors("whole", 14)
         assert [entry for entry in losses(f"stopped{stop}") if entry[1] == "train/loss"] == [
@@ -108,10 +108,10 @@ def test_stopped_anywhere_and_resumed_it_has_the_same_bits(train: Any, engine: s
 def test_a_resume_may_give_a_schedule_without_the_model(train: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """The lengths are held against the model of the checkpoint, not against a default one."""
     assert train("run.dir=first", "train.steps=2", "train.length_schedule=[]") == 0
-    words = ["resume=first", "train.steps=4", "train.phase_steps=3"]
-    assert main([*words, "run.dir=on", "train.length_schedule=[8,32]"]) == 0
+    overrides = ["resume=first", "train.steps=4", "train.phase_steps=3"]
+    assert main([*overrides, "run.dir=on", "train.length_schedule=[8,32]"]) == 0
     assert [event["length"] for event in events("on", "phase")] == [32]
-    assert main([*words, "run.dir=off", "train.length_schedule=[8,24]"]) == 2
+    assert main([*overrides, "run.dir=off", "train.length_schedule=[8,24]"]) == 2
     assert "must end with model.context=32" in capsys.readouterr().err and not Path("off").exists()
 
 
@@ -223,14 +223,14 @@ def test_the_memory_of_the_old_steps_is_free_before_new_ones_take_theirs(
 
 def test_token_files_take_a_schedule_too(train: Any) -> None:
     assert train("task=prepare", "prepare.dir=tokens") == 0
-    words = [*MODEL, *PHASES, *TRAIN, *QUIET, "data=tokens", "data.path=tokens", "train.steps=14"]
+    overrides = [*MODEL, *PHASES, *TRAIN, *QUIET, "data=tokens", "data.path=tokens", "train.steps=14"]
     for order in ("read", "epoch"):
-        assert main([*words, f"data.order={order}", f"run.dir={order}"]) == 0
+        assert main([*overrides, f"data.order={order}", f"run.dir={order}"]) == 0
         assert [event["length"] for event in events(order, "phase")] == [16, 32]
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["train.length_schedule=[16,8]"], "every length must be greater than the one before it"),
         (["train.length_schedule=[8,8]"], "every length must be greater than the one before it"),
@@ -246,12 +246,12 @@ def test_token_files_take_a_schedule_too(train: Any) -> None:
     ],
 )
 def test_schedules_that_are_refused(
-    train: Any, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    train: Any, overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if "model=mlp" in words:
-        assert main([*words, *PHASES, *QUIET, "run.dir=run"]) == 2
+    if "model=mlp" in overrides:
+        assert main([*overrides, *PHASES, *QUIET, "run.dir=run"]) == 2
     else:
-        assert train(*words, "run.dir=run") == 2
+        assert train(*overrides, "run.dir=run") == 2
     assert message in capsys.readouterr().err
     assert not Path("run").exists()
 

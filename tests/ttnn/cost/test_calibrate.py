@@ -162,16 +162,18 @@ def test_a_plan_says_where_its_constants_are_from(cache: Path, capsys: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "said"),
     [
         (["device=cpu"], "plan.calibrate=true: device=cpu has no cost model whose constants to measure."),
         (["device=p150"], "plan.calibrate=true: measures the cost model of a Wormhole card."),
         (["device=n150"], "device=n150: this machine has no Tenstorrent card"),
     ],
 )
-def test_where_nothing_can_be_measured_it_is_one_line(words: list[str], said: str, cache: Path, capsys: Any) -> None:
-    if words == ["device=n150"] and find_spec("ttnn") is None:
+def test_where_nothing_can_be_measured_it_is_one_line(
+    overrides: list[str], said: str, cache: Path, capsys: Any
+) -> None:
+    if overrides == ["device=n150"] and find_spec("ttnn") is None:
         pytest.skip("the package ttnn is not installed")
-    assert main(["task=plan", "plan.calibrate=true", *words]) == 2
+    assert main(["task=plan", "plan.calibrate=true", *overrides]) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith(f"ttrain: {said}") and shown.err.count("\n") == 1 and not shown.out

@@ -56,7 +56,7 @@ def diagnose(error: BaseException, run: Run) -> OutOfResources | None:
 
 
 def fixing_keys(cause: str, said: str, run: Run) -> list[str]:
-    """Words for the command line, the one that changes least first."""
+    """Overrides, the one that changes least first."""
     chosen = {"DRAM": _dram, "L1": _l1, "small buffers of L1": _l1, "trace region": _trace, "core grid": _grid}
     return chosen[cause](said, run) if cause in chosen else ["device.mesh=[1,1]"]
 

@@ -237,5 +237,5 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 def command(config: Config, changes: Mapping[str, Any]) -> str:
     """What the user gave, with changes, in a run directory of its own."""
     dropped = {*changes, "run.dir", "resume"}
-    kept = [word for word in config.source.overrides if word.lstrip("+").partition("=")[0] not in dropped]
+    kept = [override for override in config.source.overrides if override.lstrip("+").partition("=")[0] not in dropped]
     return shlex.join(["python", "-m", "ttrain", *kept, *(f"{key}={value}" for key, value in changes.items())])

@@ -147,7 +147,7 @@ class Setup:
         return True
 
     def shrinking_keys(self) -> list[str]:
-        """Words for the command line that make a step smaller, the one that changes least first."""
+        """Overrides that make a step smaller, the one that changes least first."""
         from ttrain.train.forecast.out_of_memory import shrinking_keys
 
         config = self.config

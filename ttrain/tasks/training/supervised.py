@@ -22,11 +22,11 @@ def wanted(config: Config) -> bool:
     return supervised(config.supervise, config.source)
 
 
-def run(config: Config, words: Sequence[str], flags: Sequence[str]) -> int:
-    """Supervises the training that the words of the command line ask for; its exit code."""
+def run(config: Config, overrides: Sequence[str], flags: Sequence[str]) -> int:
+    """Supervises the training that the overrides ask for; its exit code."""
 
     def command(run: Path | None) -> list[str]:
-        return [*PROGRAM, *flags, *continuing(words, run)]
+        return [*PROGRAM, *flags, *continuing(overrides, run)]
 
     return Supervisor(config.supervise, command, _say).run()
 

@@ -49,7 +49,7 @@ def plan_needs(steps: Mapping[str, Any]) -> str:
 def shrinking_keys(
     train: TrainConfig, model: Any, precision: str, engine: str, optimizer: OptimizerConfig | None = None
 ) -> list[str]:
-    """Words for the command line, the one that changes least first."""
+    """Overrides, the one that changes least first."""
     keys = []
     smaller = shrunk(train)
     if smaller is not None:

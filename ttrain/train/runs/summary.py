@@ -195,18 +195,18 @@ def print_summary(
 ) -> None:
     """Prints the summary, where the run is, and the commands that go on from it.
 
-    `on` has the words with which the run trains on and what its learning rate does then, `writes_text` tells that the
-    model can be sampled, `plugins` which modules a command has to name again.
+    `on` has the overrides with which the run trains on and what its learning rate does then, `writes_text` tells that
+    the model can be sampled, `plugins` which modules a command has to name again.
     """
     from rich.console import Console
     from rich.text import Text
 
     command = start_command(plugins)
-    folder, (words, rate) = shlex.quote(str(run)), on
+    folder, (overrides, rate) = shlex.quote(str(run)), on
     rows = [
         *summary.lines(),
         ("run", str(run)),
-        ("train on", f"{continue_command(plugins, run)} {words}"),
+        ("train on", f"{continue_command(plugins, run)} {overrides}"),
         *([] if rate is None else [("learning rate", rate)]),
     ]
     if writes_text:

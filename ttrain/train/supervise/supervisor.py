@@ -171,10 +171,10 @@ class Supervisor:
             Events(self._run).add(kind, message, **facts)
 
 
-def continuing(words: Sequence[str], run: Path | None) -> list[str]:
-    """The words of a command line with run.dir and resume set to continue `run`."""
+def continuing(overrides: Sequence[str], run: Path | None) -> list[str]:
+    """The overrides of a command line with run.dir and resume set to continue `run`."""
     if run is None:
-        return list(words)
-    kept = [word for word in words if word.lstrip("+").partition("=")[0] not in ("run.dir", "resume")]
+        return list(overrides)
+    kept = [override for override in overrides if override.lstrip("+").partition("=")[0] not in ("run.dir", "resume")]
     text = str(run).replace("\\", "\\\\").replace("'", "\\'")
     return [*kept, f"run.dir='{text}'", "resume=auto"]

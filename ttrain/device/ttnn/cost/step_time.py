@@ -76,8 +76,8 @@ def wormhole_estimate(
         for dispatch in ("worker", "eth"):
             for queues in (1, 2):
                 tried = replace(config, dispatch=dispatch, command_queues=queues)
-                words = f"engine={name} device.dispatch={dispatch} device.command_queues={queues}"
-                ways.append(Way(name, words, wormhole_time(work, tried, name, constants).total))
+                overrides = f"engine={name} device.dispatch={dispatch} device.command_queues={queues}"
+                ways.append(Way(name, overrides, wormhole_time(work, tried, name, constants).total))
     best = simplest(ways)
     share = time.dispatch / time.total
     reason = (

@@ -1,4 +1,4 @@
-"""One word of the command line, `key=value`: read by Hydra's grammar, or taken as text where the key wants text."""
+"""One override of the command line, `key=value`: read by Hydra's grammar, or taken as text where the key wants text."""
 
 from __future__ import annotations
 
@@ -22,85 +22,86 @@ OPTIONAL_GROUPS = ("recipe", "debug")  # of which none may be chosen
 TYPOGRAPHIC = str.maketrans("“”„‘’‚\u00a0‐‑‒–—−", "\"\"\"''' ------")
 
 
-def parse(word: str, sweep: bool = False) -> Override:
-    """The parsed word; its `input_line` is what Hydra can read. Raises ConfigError with the quoting that would help.
+def parse(override: str, sweep: bool = False) -> Override:
+    """The parsed override; its `input_line` is what Hydra can read.
 
     Free text, such as a prompt, is taken as it stands unless it is quoted. So is the value of any other text key that
     the grammar has no way to read, such as a path with an accent or a bracket. With `sweep` a comma separates values.
+    Raises ConfigError with the quoting that would help.
     """
-    word = _spelt_out(word, sweep)
-    if word.startswith("="):
-        raise ConfigError(_syntax_problem(word, []))
-    hints = list(_hints(word))
+    override = _spelt_out(override, sweep)
+    if override.startswith("="):
+        raise ConfigError(_syntax_problem(override, []))
+    hints = list(_hints(override))
     text_key = any(without_none(hint) is str for hint in hints)
-    if text_key and not sweep and _key(word) in FREE_TEXT and not _is_quoted(word):
-        word = _quoted(word)
+    if text_key and not sweep and _key(override) in FREE_TEXT and not _is_quoted(override):
+        override = _quoted(override)
     parser = OverridesParser.create()
     try:
-        return parser.parse_overrides([word])[0]
+        return parser.parse_overrides([override])[0]
     except OverrideParseException:
         # A list or mapping as Python writes it comes as text too: the type of its key tells how it is read.
-        if (text_key and not (sweep and "," in word)) or _is_python(word, hints):
-            return parser.parse_overrides([_quoted(word)])[0]
-        raise ConfigError(_syntax_problem(word, hints)) from None
+        if (text_key and not (sweep and "," in override)) or _is_python(override, hints):
+            return parser.parse_overrides([_quoted(override)])[0]
+        raise ConfigError(_syntax_problem(override, hints)) from None
 
 
-def _spelt_out(word: str, sweep: bool) -> str:
-    """The word as its key has it: no space around the key, plain quotes and minus signs where no text is wanted.
+def _spelt_out(override: str, sweep: bool) -> str:
+    """The override as its key has it: no space around the key, plain quotes and minus signs where no text is wanted.
 
     `run=<folder>` is short for run.dir, `run=<folder>,<folder>` for report.run, `supervise=true` for supervise.enabled;
     `recipe=None`, as W&B's agents write it, chooses none.
     """
-    key, equals, value = word.partition("=")
+    key, equals, value = override.partition("=")
     key = key.strip()
     if not equals or not key:
-        return word
-    if not any(without_none(hint) is str for hint in _hints(word)) and not value.isascii():
+        return override
+    if not any(without_none(hint) is str for hint in _hints(override)) and not value.isascii():
         value = value.translate(TYPOGRAPHIC)
     if key == "supervise" and value and value[0] not in "{$":
         return f"supervise.enabled={value}"
     if key.lstrip("+") in OPTIONAL_GROUPS and value in ("null", NO_VALUE):
-        return f"~{_key(word)}"
+        return f"~{_key(override)}"
     if key == "run" and value.startswith("["):
         if "," in value or not value.endswith("]"):
             return f"report.run={value}"
         value = value[1:-1].strip()
     if key == "run" and value and value[0] not in "{$":
-        words = [f"run={part}" for part in value.split(",") if part]
-        parts = [(each if _is_quoted(each) else _quoted(each)).partition("=")[2] for each in words]
+        overrides = [f"run={part}" for part in value.split(",") if part]
+        parts = [(each if _is_quoted(each) else _quoted(each)).partition("=")[2] for each in overrides]
         if len(parts) > 1 and not sweep:
             return f"report.run=[{','.join(parts)}]"
         return f"run.dir={','.join(parts)}"
     return f"{key}={value}"
 
 
-def _key(word: str) -> str:
-    return word.partition("=")[0].strip().lstrip("+")
+def _key(override: str) -> str:
+    return override.partition("=")[0].strip().lstrip("+")
 
 
-def _is_quoted(word: str) -> bool:
-    value = word.partition("=")[2]
+def _is_quoted(override: str) -> bool:
+    value = override.partition("=")[2]
     return len(value) > 1 and value[0] in "'\"" and value[0] == value[-1]
 
 
-def _is_python(word: str, hints: list[Any]) -> bool:
+def _is_python(override: str, hints: list[Any]) -> bool:
     """Whether the key holds lists or mappings and the value has the brackets of one."""
-    value = word.partition("=")[2].strip()
+    value = override.partition("=")[2].strip()
     held = any(typing.get_origin(without_none(hint)) in (list, dict) for hint in hints)
     return held and len(value) > 1 and value[0] + value[-1] in ("[]", "{}", "()")
 
 
-def _quoted(word: str) -> str:
-    """The word with its value as literal text, in which `${...}` is no interpolation."""
-    key, _, value = word.partition("=")
+def _quoted(override: str) -> str:
+    """The override with its value as literal text, in which `${...}` is no interpolation."""
+    key, _, value = override.partition("=")
     literal = value.replace("${", r"\${")
     return f"{key}={QuotedString(literal, Quote.double).with_quotes()}"
 
 
-def _hints(word: str) -> Iterator[Any]:
-    """The key's type in every schema that its section may have; none for a word that is no key of ours."""
-    section, _, name = _key(word).partition(".")
-    if "=" not in word or section not in sections():
+def _hints(override: str) -> Iterator[Any]:
+    """The key's type in every schema that its section may have; none for an override that is no key of ours."""
+    section, _, name = _key(override).partition(".")
+    if "=" not in override or section not in sections():
         return
     for schema in _schemas(section):
         hints = hints_of(schema)
@@ -116,24 +117,24 @@ def _schemas(section: str) -> Iterator[type[Any]]:
         yield section_type(section, None) or Config
 
 
-def _syntax_problem(word: str, hints: list[Any]) -> str:
-    key, equals, value = word.partition("=")
+def _syntax_problem(override: str, hints: list[Any]) -> str:
+    key, equals, value = override.partition("=")
     if not equals or not key:
-        return f"{word!r}: expected key=value. {_nearest(word)}"
+        return f"{override!r}: expected key=value. {_nearest(override)}"
     if hints:
-        return f"{word!r}: the value can't be read. It must be {expected(hints[0])}."
+        return f"{override!r}: the value can't be read. It must be {expected(hints[0])}."
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return f"{word!r}: the value can't be read. To pass it as plain text, quote it twice: '{key}=\"{escaped}\"'."
+    return f"{override!r}: the value can't be read. To pass it as plain text, quote it twice: '{key}=\"{escaped}\"'."
 
 
-def _nearest(word: str) -> str:
-    """What a word without an equals sign was probably meant to be, else the commonest reason for one."""
-    bare = word.strip().lower()
+def _nearest(override: str) -> str:
+    """What an override without an equals sign was probably meant to be, else the commonest reason for one."""
+    bare = override.strip().lower()
     if bare in registry.names("task"):
         return f"Did you mean 'task={bare}'?"
     if bare in ("help", "version"):
         return f"Did you mean '--{bare}'?"
-    key, colon, value = word.partition(":")
+    key, colon, value = override.partition(":")
     if colon and key.partition(".")[0] in sections() and re.fullmatch(r"[\w.]+", key):
         return f"Did you mean '{key}={value.strip()}'?"
     return "No space goes around the equals sign; text with a space is quoted."
