@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from ttrain.core.errors import DataError
 from ttrain.core.units import format_bytes
 from ttrain.data.batches import Sizes, TokenDataset
+from ttrain.data.chat.jinja import tokenizer_settings
 from ttrain.data.corpus import Corpus
 from ttrain.data.library_tokenizer import read_tokenizer, train_bpe
 from ttrain.data.settings import TOKENIZERS, TextConfig
@@ -75,7 +77,9 @@ def named_tokenizer(path: str) -> Tokenizer:
     if not os.path.exists(os.path.expanduser(path)):
         kinds = ", ".join(TOKENIZERS)
         raise DataError(f"data.tokenizer={path} is neither {kinds} nor the path of a tokenizer.json.")
-    return read_tokenizer(path)
+    tokenizer = read_tokenizer(path)
+    tokenizer.config = tokenizer_settings(Path(path).expanduser())
+    return tokenizer
 
 
 def learning_bytes(config: TextConfig, corpus: Corpus) -> int:

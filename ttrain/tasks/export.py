@@ -120,6 +120,7 @@ def _from_run(config: Config) -> _Parameters:
 
 
 def _from_file(config: Config, path: Path) -> _Parameters:
+    from ttrain.data.chat.jinja import tokenizer_settings
     from ttrain.data.library_tokenizer import parse_tokenizer
     from ttrain.models.agillm_weights import sizes_of
     from ttrain.train.checkpoint.weights_file import read_file, read_parameters, said_of
@@ -139,7 +140,9 @@ def _from_file(config: Config, path: Path) -> _Parameters:
     if differences := differing(said.of(model), model.config):
         raise CheckpointError(f"{path} holds another function: {'; '.join(differences)}. Give these keys as they were.")
     values, step = read_parameters(path, model, content), content.get("step", 0)
-    return _Parameters(config, model, values, step if isinstance(step, int) and step >= 0 else 0, tokenizer, str(path))
+    step = step if isinstance(step, int) and step >= 0 else 0
+    settings = tokenizer_settings(path / "tokenizer.json") if path.is_dir() else {}
+    return _Parameters(config, model, values, step, tokenizer, str(path), tokenizer_config=settings)
 
 
 def _tokenizer(config: Config, path: Path, own: str | None) -> str | None:

@@ -105,7 +105,9 @@ def save(model: Any, folder: Path, **options: Any) -> Path:
         vocab_size=280, special_tokens=["<|endoftext|>"], initial_alphabet=level.alphabet(), show_progress=False
     )
     learnt.train_from_iterator([TEXT], trainer)
-    PreTrainedTokenizerFast(tokenizer_object=learnt, eos_token="<|endoftext|>").save_pretrained(folder)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=learnt, eos_token="<|endoftext|>")
+    theirs.chat_template = "{{ messages[0].content }}{{ eos_token }}"
+    theirs.save_pretrained(folder)
     return folder
 
 
@@ -173,6 +175,7 @@ def test_in_and_out_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
         ids = theirs(ODD).input_ids
         assert ids == own.encode(ODD) and theirs.decode(ids) == own.decode(ids) == ODD
         assert theirs.eos_token == "<|endoftext|>"
+        assert theirs.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "Hi<|endoftext|>"
     assert json.loads(Path("out/generation_config.json").read_text())["eos_token_id"] == 0
     # version 4 of Transformers reads rope_theta and rope_scaling, version 5 rope_parameters
     expected, written = read_architecture(Path("out")), json.loads(Path("out/config.json").read_text())

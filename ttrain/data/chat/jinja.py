@@ -21,10 +21,21 @@ _SAFE = (3, 1, 6)  # earlier versions of Jinja2 have known ways out of the sandb
 
 
 def chat_settings(file: Path, key: str = "data.template=tokenizer") -> dict[str, Any]:
-    """What the files beside a tokenizer.json say of chats, in the form of a tokenizer_config.json.
+    """`tokenizer_settings` with a template. Raises DataError where there is none."""
+    settings = tokenizer_settings(file)
+    if "chat_template" not in settings:
+        raise DataError(
+            f"{key}: neither {file.with_name(TEMPLATE_FILE)} nor chat_template in {file.with_name(CONFIG_FILE)} is "
+            "there. Give the tokenizer.json of a model for chats, or data.template=chatml, plain or a text."
+        )
+    return settings
 
-    That is `chat_template`, a text, which a file of its own may hold, and the special tokens that templates name.
-    Raises DataError where there is no template.
+
+def tokenizer_settings(file: Path) -> dict[str, Any]:
+    """What the files beside a tokenizer.json say, in the form of a tokenizer_config.json.
+
+    That is `chat_template`, a text, which a file of its own may hold, and the special tokens that templates name, where
+    they are there.
     """
     config = read_tokenizer_config(file.with_name(CONFIG_FILE))
     found: Any = config.get("chat_template")
@@ -37,13 +48,8 @@ def chat_settings(file: Path, key: str = "data.template=tokenizer") -> dict[str,
     if isinstance(found, list):  # several under names
         named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
         found = named.get("default")
-    if not isinstance(found, str):
-        raise DataError(
-            f"{key}: neither {beside} nor chat_template in {file.with_name(CONFIG_FILE)} is there. Give the "
-            "tokenizer.json of a model for chats, or data.template=chatml, plain or a text."
-        )
     special = {name: text for name in SPECIAL if (text := token_text(config.get(name))) is not None}
-    return {"chat_template": found, **special}
+    return {"chat_template": found, **special} if isinstance(found, str) else special
 
 
 class TokenizerTemplate:
