@@ -15,6 +15,17 @@ GPT_SIZES = ("char", "nano", "nano32", "gpt2")
 PRODUCT_SIZES = [128, 256, 512, 1024, 2048, 4096]
 
 
+def _baselines(*names: str) -> list[str]:
+    """Those that take part unless a config says otherwise."""
+    what = "PyTorch: eager; compile: compiled model, fused optimizer; compile_all: both compiled"
+    return option(list(names), what, choices=BASELINES)
+
+
+def _seconds(default: float, of: str) -> float:
+    what = f"time for the interleaved steps of one {of}, in s; building and compiling come on top"
+    return option(default, what, above=0)
+
+
 @dataclass
 class BenchConfig:
     """What every benchmark has."""
@@ -35,9 +46,7 @@ class BenchConfig:
 class TimedConfig(BenchConfig):
     """A benchmark whose contenders take turns."""
 
-    seconds: float = option(
-        15.0, "time for the interleaved steps of one table, in s; building and compiling come on top", above=0
-    )
+    seconds: float = _seconds(15.0, "table")
     rounds: int = option(20, "how often every contender has its turn, in random order; fewer if time is up", minimum=3)
 
 
@@ -50,11 +59,7 @@ class ContestConfig(BenchConfig):
         False, "whether one batch stays on the device for all steps, instead of another one being uploaded for each"
     )
     engines: list[str] = option(list(ENGINES), "engines that take part", choices=ENGINES)
-    baselines: list[str] = option(
-        list(BASELINES),
-        "PyTorch: eager; compile: compiled model, fused optimizer; compile_all: both compiled",
-        choices=BASELINES,
-    )
+    baselines: list[str] = _baselines(*BASELINES)
 
 
 @dataclass
@@ -98,17 +103,11 @@ class GPTBenchConfig(TrainingBenchConfig):
 class SweepConfig(ContestConfig, TimedConfig):
     """A benchmark of many sizes, each for a few seconds."""
 
-    seconds: float = option(
-        3.0, "time for the interleaved steps of one size, in s; building and compiling come on top", above=0
-    )
+    seconds: float = _seconds(3.0, "size")
     rounds: int = option(10, "how often every contender has its turn, in random order; fewer if time is up", minimum=3)
     precision: list[str] = option(["fp32"], "precisions, each measured by itself", choices=PRECISIONS)
     engines: list[str] = option(["static", "traced"], "engines that take part", choices=ENGINES)
-    baselines: list[str] = option(
-        ["eager", "compile"],
-        "PyTorch: eager; compile: compiled model, fused optimizer; compile_all: both compiled",
-        choices=BASELINES,
-    )
+    baselines: list[str] = _baselines("eager", "compile")
 
 
 @dataclass
@@ -147,20 +146,14 @@ class StartupBenchConfig(ContestConfig):
     work: list[str] = option(["gpt"], "what is started: mlp is 1024x512, gpt is char", choices=("mlp", "gpt"))
     repeats: int = option(3, "how often everybody starts cold and warm, in turns", minimum=1)
     precision: list[str] = option(["fp32"], "precisions, each measured by itself", choices=PRECISIONS)
-    baselines: list[str] = option(
-        ["eager", "compile"],
-        "PyTorch: eager; compile: compiled model, fused optimizer; compile_all: both compiled",
-        choices=BASELINES,
-    )
+    baselines: list[str] = _baselines("eager", "compile")
 
 
 @dataclass
 class MemoryBenchConfig(ContestConfig, TimedConfig):
     """Planned against measured: peak memory of every contender in a process of its own, and the time of a step."""
 
-    seconds: float = option(
-        8.0, "time for the interleaved steps of one table, in s; building and compiling come on top", above=0
-    )
+    seconds: float = _seconds(8.0, "table")
     name: str = option("memory", "registered name of the benchmark")
     work: list[str] = option(
         ["mlp", "nano", "gpt2"], "what is trained: mlp is 1024x512, char, nano and gpt2 are those of bench=gpt",
@@ -168,11 +161,7 @@ class MemoryBenchConfig(ContestConfig, TimedConfig):
     )  # fmt: skip
     precision: list[str] = option(["fp32"], "precisions, each measured by itself", choices=PRECISIONS)
     engines: list[str] = option(["static", "traced"], "engines that take part", choices=ENGINES)
-    baselines: list[str] = option(
-        ["eager"],
-        "PyTorch: eager; compile: compiled model, fused optimizer; compile_all: both compiled",
-        choices=BASELINES,
-    )
+    baselines: list[str] = _baselines("eager")
 
 
 @dataclass
