@@ -184,6 +184,22 @@ def test_whole_documents(folder: Path) -> None:
         assert not (again[0] == again[1]).all()
 
 
+def test_replies_that_are_cut_off_are_told(folder: Path) -> None:
+    configured(folder, TEMPLATES["marked"])
+    long = [{"role": "user", "content": "Say " * 30}, REPLY]
+    options: dict[str, Any] = {"loss_on": "replies", "long_documents": "cut", "held_out": 0.3, "context": 24}
+    with pytest.raises(
+        DataError, match=r"documents is longer than model\.context=24, so .*cut leaves no reply of the"
+    ) as caught:
+        opened(folder, long, [long[0], *long], **options)
+    assert caught.value.exit_code == 2
+    told = opened(folder, *([{**USER, "content": f"Say {n}"}, REPLY] for n in range(6)), long, **options)
+    assert told.description["notices"][-2:] == [
+        "1 of 7 documents are longer than model.context=24 and lose their end.",
+        "1 of these lose all that the assistant says, so nothing is learnt of them.",
+    ]
+
+
 ESCAPES = (
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{{ lipsum.__globals__['os'].system('touch escaped') }}",

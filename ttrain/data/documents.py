@@ -114,6 +114,8 @@ class DocumentDataset(TokenSequences):
             what = "are left out" if self._config.long_documents == "skip" else "lose their end"
             documents = sum(map(len, self._ends.values()))
             yield f"{count} of {documents} documents are longer than model.context={self.context} and {what}."
+        if count := sum(self._silenced.values()):
+            yield f"{count} of these lose all that the assistant says, so nothing is learnt of them."
 
     def _resize(self, context: int, sequences: int, tokens: int) -> None:
         super()._resize(context, sequences, tokens)
@@ -123,11 +125,15 @@ class DocumentDataset(TokenSequences):
         if self._config.long_documents != "split":
             skip = self._config.long_documents == "skip"
             self._whole = {split: WholeDocuments(ends, context, skip) for split, ends in self._ends.items()}
+        marks = self._marks if self._config.long_documents == "cut" else None
+        self._silenced = {split: self._whole[split].silenced(given) for split, given in (marks or {}).items()}
         for split, whole in self._whole.items():
-            if not len(whole):
+            if not len(whole) or self._silenced.get(split) == len(self._ends[split]):
+                left = "no reply of the assistant" if len(whole) else "none"
                 raise DataError(
                     f"every one of the {split} documents is longer than model.context={context}, so "
-                    "data.long_documents=skip leaves none. Give data.long_documents=cut, or a larger model.context."
+                    f"data.long_documents={self._config.long_documents} leaves {left}. Give a larger model.context, or "
+                    f"data.long_documents={'split' if len(whole) else 'cut'}."
                 )
 
     def _rows(self, split: str, seed: int, numbers: Words) -> list[Places]:

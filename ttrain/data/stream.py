@@ -36,7 +36,8 @@ class WholeDocuments:
 
     def __init__(self, ends: NDArray[np.int64], context: int, skip: bool) -> None:
         starts = starts_of(ends)
-        self.long, self._context = int((ends - starts > context).sum()), context
+        self._long, self._context = starts[ends - starts > context], context
+        self.long = len(self._long)
         kept = ends - starts <= context if skip else np.ones(len(ends), np.bool_)
         self._starts, lengths = starts[kept], np.minimum(ends - starts, context)[kept]
         self._filled, firsts = np.cumsum(lengths), [0]
@@ -47,6 +48,10 @@ class WholeDocuments:
 
     def __len__(self) -> int:
         return len(self._firsts) - 1
+
+    def silenced(self, marks: NDArray[np.uint8]) -> int:
+        """How many of those that lose their end lose every target with it; `marks` tells which tokens are targets."""
+        return sum(not marks[start + 1 : start + self._context].any() for start in self._long)
 
     def read(self, number: int) -> Places:
         """Where in the split the tokens of one sequence lie."""
