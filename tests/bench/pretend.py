@@ -10,7 +10,7 @@ import numpy as np
 
 from ttrain.bench.contender import Contender
 from ttrain.bench.settings import GPTBenchConfig, MLPBenchConfig
-from ttrain.bench.workload import GPTWork, Job, MLPWork
+from ttrain.bench.workload import Case, GPTWork, MLPWork
 from ttrain.device.settings import DeviceConfig
 
 SMALL_GPT = GPTWork(layers=1, heads=2, width=16, context=8, rows=4, vocabulary=11, bias=False)
@@ -20,8 +20,8 @@ MLP_CONFIG = MLPBenchConfig(size="tiny", startup=False, baselines=["eager"], eng
 GPT_CONFIG = GPTBenchConfig(startup=False)
 
 
-def job(precision: str = "fp32") -> Job:
-    return Job(SMALL_GPT, precision, seed=3)
+def case(precision: str = "fp32") -> Case:
+    return Case(SMALL_GPT, precision, seed=3)
 
 
 class Pretender(Contender):

@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.bench.pretend import ONE_THREAD, SMALL_GPT, SMALL_MLP, job
+from tests.bench.pretend import ONE_THREAD, SMALL_GPT, SMALL_MLP, case
 from ttrain.bench.baselines import PyTorchContender
 from ttrain.bench.check import STEPS, Agreement, agreement, first_steps
 from ttrain.bench.contender import Contender
 from ttrain.bench.worker import make_contender
-from ttrain.bench.workload import GPT_WORK, MLP_WORK, GPTWork, Job
+from ttrain.bench.workload import GPT_WORK, MLP_WORK, Case, GPTWork
 from ttrain.engine.settings import EngineConfig
 from ttrain.graph.kinds import Kind
 from ttrain.optim.settings import AdamWConfig
 
 
-def compared(given: Job, contender: Contender, reference: Contender | None = None) -> Agreement:
+def compared(given: Case, contender: Contender, reference: Contender | None = None) -> Agreement:
     reference = reference or PyTorchContender("eager", given, ONE_THREAD)
     losses = []
     for entry in (contender, reference):
@@ -34,7 +34,7 @@ def compared(given: Job, contender: Contender, reference: Contender | None = Non
 @pytest.mark.parametrize("engine", ["dynamic", "static"])
 @pytest.mark.parametrize("work", [SMALL_GPT, SMALL_MLP, replace(SMALL_GPT, bias=True)], ids=["gpt", "mlp", "gpt-bias"])
 def test_our_engines_do_what_plain_pytorch_does(work: Any, engine: str, precision: str, resident: bool) -> None:
-    given = Job(work, precision, 3, resident)
+    given = Case(work, precision, 3, resident)
     found = compared(given, make_contender(engine, given, ONE_THREAD, EngineConfig()))
     assert found.problem(precision, "eager") is None
     assert found.loss < {"fp32": 1e-6, "bf16": 2e-3, "bf16_pure": 1e-2}[precision]
@@ -42,7 +42,7 @@ def test_our_engines_do_what_plain_pytorch_does(work: Any, engine: str, precisio
 
 def test_weights_kept_in_bf16_have_no_other_copy() -> None:
     """As precision=bf16_pure trains; what was held in fp32 would take twice the bytes."""
-    ours, theirs = (make_contender(name, Job(SMALL_MLP, "bf16_pure", 3), ONE_THREAD, EngineConfig()) for name in
+    ours, theirs = (make_contender(name, Case(SMALL_MLP, "bf16_pure", 3), ONE_THREAD, EngineConfig()) for name in
                     ("static", "eager"))  # fmt: skip
     ours.build(), theirs.build()
     numbers = 2 * (8 * 8 + 8)
@@ -55,12 +55,12 @@ def test_weights_kept_in_bf16_have_no_other_copy() -> None:
 def test_a_batch_that_stays_is_uploaded_once_and_is_the_same_for_every_step() -> None:
     counts = {}
     for resident in (False, True):
-        contender: Any = make_contender("static", Job(SMALL_MLP, "fp32", 3, resident), ONE_THREAD, EngineConfig())
+        contender: Any = make_contender("static", Case(SMALL_MLP, "fp32", 3, resident), ONE_THREAD, EngineConfig())
         contender.build()
         before = contender.device.counters.uploads
         losses = [contender.step(number) for number in range(1, 6)]
         counts[resident] = (contender.device.counters.uploads - before) / 5
-        first = Job(SMALL_MLP, "fp32", 3).batches[0]
+        first = Case(SMALL_MLP, "fp32", 3).batches[0]
         if resident:
             assert losses == sorted(losses, reverse=True)  # plain SGD on one batch falls at every step
             for name, values in first.items():
@@ -78,7 +78,7 @@ class OtherOptimizer(GPTWork):
         return replace(super().optimizer, **self.changes)
 
 
-def with_optimizer(**changes: Any) -> Callable[[Job], Job]:
+def with_optimizer(**changes: Any) -> Callable[[Case], Case]:
     kind = type("Changed", (OtherOptimizer,), {"changes": changes})
     values = {name: getattr(SMALL_GPT, name) for name in SMALL_GPT.__dataclass_fields__}
     return lambda given: replace(given, work=kind(**values))
@@ -96,8 +96,8 @@ def with_optimizer(**changes: Any) -> Callable[[Job], Job]:
     ],
     ids=["no clipping", "no decay", "lr", "betas", "other batches", "more rows"],
 )
-def test_other_work_is_found_out(change: Callable[[Job], Job]) -> None:
-    given = job()
+def test_other_work_is_found_out(change: Callable[[Case], Case]) -> None:
+    given = case()
     found = compared(given, PyTorchContender("eager", change(given), ONE_THREAD))
     assert found.problem("fp32", "eager") is not None
 
@@ -111,18 +111,18 @@ def test_problems_are_told_with_their_bounds() -> None:
 
 
 def test_losses_of_earlier_steps_are_not_run_again() -> None:
-    contender = PyTorchContender("eager", job(), ONE_THREAD)
+    contender = PyTorchContender("eager", case(), ONE_THREAD)
     contender.build()
     first = contender.loss(contender.step(1))
     losses = first_steps(contender, [first]).losses
-    again = PyTorchContender("eager", job(), ONE_THREAD)
+    again = PyTorchContender("eager", case(), ONE_THREAD)
     again.build()
     assert losses == first_steps(again).losses
     assert len(losses) == STEPS
 
 
 def test_sizes_are_those_that_are_named() -> None:
-    parameters = {size: Job(work, "fp32", 0).model.parameter_count for size, work in GPT_WORK.items()}
+    parameters = {size: Case(work, "fp32", 0).model.parameter_count for size, work in GPT_WORK.items()}
     assert parameters["char"] == 65 * 128 + 64 * 128 + 4 * (12 * 128**2 + 2 * 128) + 128
     assert parameters["gpt2"] == 124_439_808 - (1024 - 256) * 768  # GPT-2's own count, with 256 positions
     assert {size: (work.rows, work.width) for size, work in MLP_WORK.items()} == {

@@ -10,13 +10,13 @@ import pytest
 from tests.bench.pretend import ONE_THREAD, SMALL_MLP
 from ttrain.bench.process import Caches, WorkerFailed, events
 from ttrain.bench.reason import reason
-from ttrain.bench.workload import Job
+from ttrain.bench.workload import Case
 from ttrain.core.errors import UserError
 
 
 def order(**changes: Any) -> dict[str, Any]:
     return {
-        "do": "together", "job": Job(SMALL_MLP, "fp32", 1).to_dict(), "contenders": ["eager", "static", "statik"],
+        "do": "together", "case": Case(SMALL_MLP, "fp32", 1).to_dict(), "contenders": ["eager", "static", "statik"],
         "plugins": [], "device": vars(ONE_THREAD), "engine": {"name": "static", "rematerialize": True},
         "reference": "eager", "seconds": 0.05, "rounds": 3, **changes,
     }  # fmt: skip
@@ -48,7 +48,7 @@ def test_a_start_alone_tells_time_and_memory(tmp_path: Path) -> None:
 
 
 def test_a_process_that_fails_says_its_last_words(tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailed, match=r"exit code 1: KeyError: 'job'"):
+    with pytest.raises(WorkerFailed, match=r"exit code 1: KeyError: 'case'"):
         list(events({"do": "alone", "plugins": [], "contenders": ["static"]}, tmp_path / "p"))
 
 

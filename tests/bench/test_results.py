@@ -16,7 +16,7 @@ import pytest
 from ttrain.bench import folder as folders
 from ttrain.bench.plot import draw
 from ttrain.bench.report import markdown, notes, print_result
-from ttrain.bench.results import JobResult, Result, Row, read_earlier
+from ttrain.bench.results import CaseResult, Result, Row, read_earlier
 from ttrain.bench.tables import speed_table
 from ttrain.cli import main
 from ttrain.core.errors import UserError
@@ -29,16 +29,16 @@ def result(static_ms: float = 0.5, threads: int = 2) -> Result:
         "traced": Row("traced", "ttrain", status="failed", reason="no [bold] compiler | here."),
     }  # fmt: skip
     device = {"name": "cpu", "hardware": "a processor", "threads": threads, "torch": "2"}
-    job = JobResult("gpt: small", "fp32", "tokens", 100, {}, rows, device, others_cpu=0.5)
+    case = CaseResult("gpt: small", "fp32", "tokens", 100, {}, rows, device, others_cpu=0.5)
     environment = {"command": "python -m ttrain task=bench", "platform": "here", "versions": {}, "device": device}
-    return Result("gpt", "gpt_char", {}, environment, [job], complete=True)
+    return Result("gpt", "gpt_char", {}, environment, [case], complete=True)
 
 
 def test_files_say_the_same(tmp_path: Path) -> None:
     folders.save(result(), tmp_path)
     values = json.loads((tmp_path / "results.json").read_text("utf-8"))
     lines = list(csv.DictReader(io.StringIO((tmp_path / "results.csv").read_text("utf-8"))))
-    for row, line in zip(values["jobs"][0]["rows"], lines, strict=True):
+    for row, line in zip(values["cases"][0]["rows"], lines, strict=True):
         assert row["contender"] == line["contender"]
         median = None if row["step_ms"] is None else str(row["step_ms"]["median"])
         assert (median or "") == line["median_ms"]
@@ -62,15 +62,15 @@ def test_a_comparison_shows_both_and_names_what_else_changed(tmp_path: Path) -> 
     folders.save(result(), tmp_path)
     earlier = read_earlier(str(tmp_path / "results.json"), "gpt")
     now = result(static_ms=0.25, threads=1)
-    table = speed_table(now.jobs[0], earlier)
+    table = speed_table(now.cases[0], earlier)
     places = {title: number for number, title in enumerate(table[0])}
     assert [line[places["earlier ms"]] for line in table[1:]] == ["1.1", "0.5", ""]
     assert [line[places["x earlier"]] for line in table[1:]] == ["1.00", "2.00", ""]
-    assert any("threads differ: 2 earlier, 1 now." in note for note in notes(now, now.jobs[0], earlier))
+    assert any("threads differ: 2 earlier, 1 now." in note for note in notes(now, now.cases[0], earlier))
     assert "earlier ms" in markdown(now, earlier)
     then = dataclasses.replace(earlier, environment={"device": {"name": "n150", "mode": "cost model"}})
-    now.jobs[0].device = {**now.jobs[0].device, "name": "cpu"}
-    told = list(notes(now, now.jobs[0], then))
+    now.cases[0].device = {**now.cases[0].device, "name": "cpu"}
+    told = list(notes(now, now.cases[0], then))
     assert any("n150, cost model earlier, cpu, measured now" in note for note in told)
     assert not any("None earlier, 1 now" in note for note in told)
 
@@ -78,9 +78,9 @@ def test_a_comparison_shows_both_and_names_what_else_changed(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda values: {"format": 2}, "has format 2, this ttrain reads format 1."),
+        (lambda values: {"format": 1}, "has format 1, this ttrain reads format 2."),
         (lambda values: [], "is not a results.json of task=bench."),
-        (lambda values: {**values, "jobs": 3}, "is not a results.json of task=bench."),
+        (lambda values: {**values, "cases": 3}, "is not a results.json of task=bench."),
         (lambda values: {**values, "bench": "mlp"}, "holds bench=mlp, this is bench=gpt."),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_plot_of_what_was_timed(tmp_path: Path) -> None:
     assert draw(result(), tmp_path / "plot.png") is None
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     nothing = result()
-    nothing.jobs[0].rows = {"traced": Row("traced", status="failed")}
+    nothing.cases[0].rows = {"traced": Row("traced", status="failed")}
     assert draw(nothing, tmp_path / "none.png") == "nothing was timed"
 
 

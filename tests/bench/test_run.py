@@ -71,8 +71,8 @@ def test_starts_first_then_turns_with_all_compiled_code() -> None:
     caches = [environment["TORCHINDUCTOR_CACHE_DIR"] for _, _, environment in processes.orders if environment]
     assert caches[1] == caches[2] != caches[0]
     assert len(set(caches)) == 4
-    (job,) = made.result.jobs
-    assert [(row.cold_s, row.warm_s) for row in job.rows.values()] == [(None, 1.0), (1.0, 1.0), (None, 1.0)]
+    (case,) = made.result.cases
+    assert [(row.cold_s, row.warm_s) for row in case.rows.values()] == [(None, 1.0), (1.0, 1.0), (None, 1.0)]
     assert made.result.complete
     assert len(saved) == 5
     assert processes.closed == 5
@@ -81,7 +81,7 @@ def test_starts_first_then_turns_with_all_compiled_code() -> None:
 def test_numbers_of_a_row() -> None:
     made, _, _ = bench(only(), quick)
     made.run()
-    values = made.result.to_dict()["jobs"][0]
+    values = made.result.to_dict()["cases"][0]
     rows = {row["contender"]: row for row in values["rows"]}
     assert values["best_baseline"] == "eager"
     static = rows["static"]
@@ -93,10 +93,10 @@ def test_numbers_of_a_row() -> None:
     assert (line["contender"], line["side"], line["status"], line["rounds"]) == ("static", "ttrain", "ok", "20")
 
 
-def test_every_precision_is_a_job_and_a_name_given_twice_counts_once() -> None:
+def test_every_precision_is_a_case_and_a_name_given_twice_counts_once() -> None:
     config = replace(only(), precision=["bf16", "fp32", "bf16"], engines=["static", "static"], baselines=[])
     study = studies.gpt(config, 1)
-    assert [job.precision for job in study.jobs] == ["bf16", "fp32"]
+    assert [case.precision for case in study.cases] == ["bf16", "fp32"]
     assert (study.contenders, study.reference) == (("static",), "static")
 
 
@@ -111,10 +111,10 @@ def test_other_work_makes_a_row_invalid_and_it_is_never_compared() -> None:
 
     made, _, _ = bench(only(), script)
     made.run()
-    (job,) = made.result.jobs
-    assert (job.rows["compile"].status, job.rows["compile"].reason) == ("invalid", "losses differ")
-    assert job.best_baseline is job.rows["eager"]
-    assert job.ratio(job.rows["static"], job.rows["compile"]) is None
+    (case,) = made.result.cases
+    assert (case.rows["compile"].status, case.rows["compile"].reason) == ("invalid", "losses differ")
+    assert case.best_baseline is case.rows["eager"]
+    assert case.ratio(case.rows["static"], case.rows["compile"]) is None
 
 
 def test_a_contender_that_cannot_start_takes_no_further_part_and_says_why() -> None:
@@ -126,7 +126,7 @@ def test_a_contender_that_cannot_start_takes_no_further_part_and_says_why() -> N
 
     made, processes, _ = bench(only(startup=True), script)
     made.run()
-    row = made.result.jobs[0].rows["compile"]
+    row = made.result.cases[0].rows["compile"]
     assert (row.status, row.reason) == ("failed", "no working C++ compiler")
     assert [names for _, names, _ in processes.orders] == [["eager"], ["compile"], ["static"], ["eager", "static"]]
     assert made.result.complete
@@ -140,7 +140,7 @@ def test_a_process_that_dies_fails_its_rows_only() -> None:
 
     made, _, _ = bench(only(startup=True), script)
     made.run()
-    assert [row.status for row in made.result.jobs[0].rows.values()] == ["ok", "failed", "ok"]
+    assert [row.status for row in made.result.cases[0].rows.values()] == ["ok", "failed", "ok"]
 
 
 def test_a_device_without_values_is_the_users_mistake() -> None:
@@ -161,7 +161,7 @@ def test_what_does_not_fit_into_memory_together_is_left_out(monkeypatch: pytest.
     config = replace(only(startup=True), engines=["dynamic", "static"])
     made, processes, _ = bench(config, script)
     made.run()
-    rows = made.result.jobs[0].rows
+    rows = made.result.cases[0].rows
     assert (rows["dynamic"].status, rows["compile"].status) == ("left out", "left out")
     assert "all together need 6.0 GiB, 3.4 GiB can be used" in str(rows["dynamic"].reason)
     assert processes.orders[-1][1] == ["eager", "static"]
@@ -188,7 +188,7 @@ def test_ctrl_c_keeps_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert main(["task=bench", "bench=gpt", *overrides]) == 130
     values = json.loads((tmp_path / "x" / "results.json").read_text("utf-8"))
     assert not values["complete"]
-    assert [len(row["round_ms"]) for row in values["jobs"][0]["rows"]] == [2, 2]
+    assert [len(row["round_ms"]) for row in values["cases"][0]["rows"]] == [2, 2]
     for name in ("results.csv", "results.md", "plot.png"):
         assert (tmp_path / "x" / name).stat().st_size > 0
     shown = capsys.readouterr()

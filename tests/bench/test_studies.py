@@ -20,7 +20,7 @@ from ttrain.bench.process import events
 from ttrain.bench.results import Result
 from ttrain.bench.run import Bench
 from ttrain.bench.settings import BenchConfig
-from ttrain.bench.workload import Job, MLPWork, ProductWork
+from ttrain.bench.workload import Case, MLPWork, ProductWork
 from ttrain.cli import main
 from ttrain.device.family import Variant, family_of
 from ttrain.device.settings import DeviceConfig
@@ -46,9 +46,9 @@ def bench(
     return Bench(study, config, device, EngineConfig(), [], result, Silent(), start=processes), processes  # type: ignore[arg-type]
 
 
-def order(do: str, job: Job, contender: str, **changes: Any) -> dict[str, Any]:
+def order(do: str, case: Case, contender: str, **changes: Any) -> dict[str, Any]:
     return {
-        "do": do, "job": job.to_dict(), "contenders": [contender], "plugins": [], "device": vars(ONE_THREAD),
+        "do": do, "case": case.to_dict(), "contenders": [contender], "plugins": [], "device": vars(ONE_THREAD),
         "engine": {"name": "static", "rematerialize": True}, "reference": contender, "seconds": 0.05, "rounds": 3,
         **changes,
     }  # fmt: skip
@@ -57,19 +57,19 @@ def order(do: str, job: Job, contender: str, **changes: Any) -> dict[str, Any]:
 def test_every_study_has_an_option_and_a_function() -> None:
     for name, config in settings.STUDIES.items():
         study = getattr(studies, name)(config(), 1)
-        assert study.name == name == config().name and study.jobs
-        assert study.kind != "chip" or len(study.variants) == len(study.jobs)
+        assert study.name == name == config().name and study.cases
+        assert study.kind != "chip" or len(study.variants) == len(study.cases)
         assert set(study.published) <= {table.name for table in TABLES}
 
 
 def test_a_sweep_has_every_pair_once() -> None:
     config = settings.ShapesBenchConfig(batch=[8, 8, 32], dim=[64, 16])
     study = studies.shapes(config, 1)
-    assert [(job.work.rows, job.work.width) for job in study.jobs if isinstance(job.work, MLPWork)] == [
+    assert [(case.work.rows, case.work.width) for case in study.cases if isinstance(case.work, MLPWork)] == [
         (8, 64), (8, 16), (32, 64), (32, 16),
     ]  # fmt: skip
     depth = studies.depth(settings.DepthBenchConfig(layers=[1, 3], dim=[16], batch=5), 1)
-    assert [job.work for job in depth.jobs] == [MLPWork(1, 16, 5), MLPWork(3, 16, 5)]
+    assert [case.work for case in depth.cases] == [MLPWork(1, 16, 5), MLPWork(3, 16, 5)]
 
 
 def test_a_sweep_is_one_table_with_ours_against_the_best_of_pytorch(tmp_path: Path, capsys: Any) -> None:
@@ -90,7 +90,7 @@ def test_a_sweep_is_one_table_with_ours_against_the_best_of_pytorch(tmp_path: Pa
 def test_a_product_is_that_of_numpy(name: str, precision: str) -> None:
     from ttrain.bench.worker import make_contender
 
-    contender = make_contender(name, Job(SMALL_PRODUCT, precision, 1), ONE_THREAD, EngineConfig())
+    contender = make_contender(name, Case(SMALL_PRODUCT, precision, 1), ONE_THREAD, EngineConfig())
     contender.build()
     contender.step(1)
     a, b = SMALL_PRODUCT.factors(1)
@@ -102,20 +102,20 @@ def test_a_product_is_that_of_numpy(name: str, precision: str) -> None:
 
 
 def test_products_are_timed_with_their_operations(tmp_path: Path) -> None:
-    job = Job(SMALL_PRODUCT, "fp32", 1)
-    found = list(events({**order("together", job, "static"), "contenders": ["eager", "static"]}, tmp_path / "p"))
+    case = Case(SMALL_PRODUCT, "fp32", 1)
+    found = list(events({**order("together", case, "static"), "contenders": ["eager", "static"]}, tmp_path / "p"))
     facts = next(event for event in found if event["event"] == "environment")
     assert facts["flops_per_step"] == 2 * 40**3 and facts["peak_flops"] > 1e6
     assert [event["problem"] for event in found if event["event"] == "checked"] == [None, None]
 
 
 def test_memory_of_a_process_of_its_own_beside_what_was_planned(tmp_path: Path) -> None:
-    (found,) = events(order("memory", Job(MLPWork(2, 256, 512), "fp32", 1), "static"), tmp_path / "p")
+    (found,) = events(order("memory", Case(MLPWork(2, 256, 512), "fp32", 1), "static"), tmp_path / "p")
     assert found["event"] == "memory"
     # Two weights and two biases with their gradients, and at least the batch and one layer's activations.
     assert found["planned_bytes"] > 4 * (4 * 256 * 256 + 3 * 512 * 256)
     assert 0 < found["steady_bytes"] - found["base_bytes"] < 4 * found["planned_bytes"]
-    (other,) = events(order("memory", Job(MLPWork(2, 64, 32), "fp32", 1), "eager"), tmp_path / "q")
+    (other,) = events(order("memory", Case(MLPWork(2, 64, 32), "fp32", 1), "eager"), tmp_path / "q")
     assert other["planned_bytes"] is None
 
 
@@ -160,9 +160,9 @@ def test_starts_are_repeated_in_turns_with_empty_caches(tmp_path: Path) -> None:
     made.run()
     caches = [environment["TORCHINDUCTOR_CACHE_DIR"] for _, _, environment in processes.orders if environment]
     assert len(caches) == 6 and len(set(caches)) == 3
-    row = made.result.jobs[0].rows["compile"]
+    row = made.result.cases[0].rows["compile"]
     assert (row.cold_s, row.warm_s, row.cold_samples_s) == (7.0, 2.0, [5.0, 9.0, 7.0])
-    assert startup_table(made.result.jobs[0])[1][1:5] == ["7.0 s", "5.0 – 9.0", "2.0 s", "1.0 – 3.0"]
+    assert startup_table(made.result.cases[0])[1][1:5] == ["7.0 s", "5.0 – 9.0", "2.0 s", "1.0 – 3.0"]
     assert draw(made.result, tmp_path / "plot.png") is None
 
 
@@ -178,7 +178,7 @@ def test_variants_on_a_card_open_it_otherwise_in_processes_of_their_own() -> Non
     made.run()
     assert sorted(seen, key=str) == sorted([("static", "auto", None), ("static", "auto", [7, 4])] * 3, key=str)
     assert processes.closed == 6
-    assert [len(row.round_ms) for row in made.result.jobs[0].rows.values()] == [60, 60]
+    assert [len(row.round_ms) for row in made.result.cases[0].rows.values()] == [60, 60]
 
 
 def test_what_a_variant_changes() -> None:
@@ -212,7 +212,7 @@ def test_without_a_card_every_output_says_that_a_model_told_the_times(
     shown = capsys.readouterr()
     assert "from the cost model" in shown.out and "not from a card" in shown.out and "cost model" in shown.err
     values = json.loads((out / "results.json").read_text("utf-8"))
-    assert values["complete"] and {job["basis"] for job in values["jobs"]} == {"cost model"}
+    assert values["complete"] and {case["basis"] for case in values["cases"]} == {"cost model"}
     lines = list(csv.DictReader((out / "results.csv").read_text("utf-8").splitlines()))
     assert {line["basis"] for line in lines} == {"cost model"} and all(float(line["median_ms"]) > 0 for line in lines)
     assert "not from a card" in (out / "results.md").read_text("utf-8") and "not from a card" in page.read_text("utf-8")
@@ -231,7 +231,7 @@ def test_published_numbers_are_those_of_the_source(tmp_path: Path, monkeypatch: 
     for name in ("a", "b"):
         for line in csv.DictReader((tmp_path / name / "results.csv").read_text("utf-8").splitlines()):
             if line["published_ms"]:
-                found[line["job"], line["contender"]] = float(line["published_ms"])
+                found[line["case"], line["contender"]] = float(line["published_ms"])
     mlp = "mlp: 2 layers, 512 wide, batch 1024"
     assert found[mlp, "traced, eth"] == 0.597 and found[mlp, "dynamic, worker"] == 1.196
     assert found["matrix product of 2048", "static, eth"] == pytest.approx(0.37566)
@@ -252,10 +252,10 @@ def test_published_steps_can_be_asked_for_as_they_were_measured(
         lines = csv.DictReader((tmp_path / name / "results.csv").read_text("utf-8").splitlines())
         wanted = "bf16_pure" if name == "measured" else "bf16"
         times[name] = {
-            line["contender"]: line for line in lines if line["precision"] == wanted and "4096" in line["job"]
+            line["contender"]: line for line in lines if line["precision"] == wanted and "4096" in line["case"]
         }
     one = times["measured"]["traced"]
-    assert one["job"].endswith("batch on the device") and one["precision"] == "bf16_pure"
+    assert one["case"].endswith("batch on the device") and one["precision"] == "bf16_pure"
     assert float(one["published_ms"]) == 6.43
     published_error = abs(float(one["median_ms"]) / 6.43 - 1)
     assert published_error < abs(float(times["usual"]["traced"]["median_ms"]) / 6.43 - 1)
@@ -263,18 +263,18 @@ def test_published_steps_can_be_asked_for_as_they_were_measured(
     assert "bench.resident_batch=true asks for" not in notes["measured"]
 
 
-def test_what_was_published_is_among_the_jobs_of_the_model_as_it_was_measured() -> None:
+def test_what_was_published_is_among_the_cases_of_the_model_as_it_was_measured() -> None:
     study = studies.shapes(settings.ShapesBenchConfig(), 1)
-    assert {(job.precision, job.resident, job.training.optimizer.name) for job in study.published_jobs} == {
+    assert {(case.precision, case.resident, case.training.optimizer.name) for case in study.published_cases} == {
         ("bf16_pure", True, "sgd")
     }
-    assert {job.precision for job in studies.matmul(settings.MatmulBenchConfig(), 1).published_jobs} == {"bf16"}
+    assert {case.precision for case in studies.matmul(settings.MatmulBenchConfig(), 1).published_cases} == {"bf16"}
 
 
 def test_studies_of_a_chip_take_precisions_and_hold_batches_but_not_factors() -> None:
     config = settings.DispatchBenchConfig(precision=["bf16_pure", "bf8"], resident_batch=True, size=[64])
-    jobs = studies.dispatch(config, 1).jobs
-    assert [(job.work.kind, job.precision, job.resident) for job in jobs] == [
+    cases = studies.dispatch(config, 1).cases
+    assert [(case.work.kind, case.precision, case.resident) for case in cases] == [
         (kind, precision, kind != "product") for kind in ("mlp", "gpt", "product") for precision in ("bf16_pure", "bf8")
     ]
 
@@ -284,16 +284,16 @@ def test_block_floats_reach_the_device_and_the_cost_of_a_product() -> None:
 
     config = settings.SubdevicesBenchConfig(size=[4096], precision=["bf16", "bf8"])
     study = studies.subdevices(config, 1)
-    wide, narrow = (modelled(study, job, ways, TenstorrentConfig(name="n300")).rows["full, 1 queue"].round_ms[0] for
-                    job, ways in zip(study.jobs, study.variants, strict=True))  # fmt: skip
+    wide, narrow = (modelled(study, case, ways, TenstorrentConfig(name="n300")).rows["full, 1 queue"].round_ms[0] for
+                    case, ways in zip(study.cases, study.variants, strict=True))  # fmt: skip
     assert narrow <= wide
 
 
 def test_a_mocked_board_tells_host_time_only_and_says_so(tmp_path: Path) -> None:
     pytest.importorskip("ttnn", reason="the package ttnn is not installed")
-    job = Job(MLPWork(2, 64, 32), "bf16_pure", 1, resident=True)
+    case = Case(MLPWork(2, 64, 32), "bf16_pure", 1, resident=True)
     device = vars(TenstorrentConfig(name="n300", mode="mock"))
-    (found,) = events(order("host", job, "static", device=device), tmp_path / "p")
+    (found,) = events(order("host", case, "static", device=device), tmp_path / "p")
     assert found["event"] == "host", found
     assert len(found["ms"]) == 5 and all(0 < ms < 1000 for ms in found["ms"])
     assert found["device"]["mode"] == "mock" and "values are not computed" in found["device"]["note"]
@@ -308,8 +308,8 @@ def test_mocked_rows_are_labelled() -> None:
     made, _ = bench(config, studies.dispatch(config, 1), script, TenstorrentConfig(name="n300"))
     made.modelled = made.mocked = True
     made.run()
-    mocked = [job for job in made.result.jobs if job.basis == "mocked board"]
-    assert len(mocked) == 2 and all("computes nothing" in job.heading for job in mocked)
+    mocked = [case for case in made.result.cases if case.basis == "mocked board"]
+    assert len(mocked) == 2 and all("computes nothing" in case.heading for case in mocked)
 
 
 @pytest.mark.parametrize(

@@ -120,34 +120,34 @@ def saver(folder: Path, said: list[str]) -> tuple[RunDirectory, Saver, State]:
 def test_every_operation_of_a_save_fails_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No space, read-only and I/O errors: the previous checkpoint loads, the failure is told and logged."""
     with monkeypatch.context() as patch:
-        run, job, _ = saver(tmp_path / "count", [])
+        run, writer, _ = saver(tmp_path / "count", [])
         disk = Disk(patch)
-        job.save(content(1))
+        writer.save(content(1))
         operations = disk.count
         run.close()
     assert operations > 20
     told = 0
     for number in range(1, operations + 1):
         folder, said = tmp_path / str(number), []
-        run, job, state = saver(folder, said)
-        job.save(content(1))
+        run, writer, state = saver(folder, said)
+        writer.save(content(1))
         state.arrays = State(2.0).arrays
         with monkeypatch.context() as patch:
             disk = Disk(patch)
             disk.fail_at, disk.error = number, (errno.ENOSPC, errno.EROFS, errno.EIO)[number % 3]
-            job.save(content(2))
+            writer.save(content(2))
         newest, skipped = newest_complete(folder / "checkpoints")
         assert newest is not None and all("cut off" in reason for _, reason in skipped)
         loaded = State()
         newest.load(loaded)
         assert all((array == float(newest.step)).all() for array in loaded.arrays.values())
-        assert newest.step == 2 or (job.failed and said)
+        assert newest.step == 2 or (writer.failed and said)
         if said:
             told += 1
             assert os.strerror(disk.error) in said[0] and said[0].startswith("WARNING")
             assert [event["kind"] for event in read_events(folder)] == ["save_failed"]
-        job.save(content(3))  # the disk is well again
-        assert newest_complete(folder / "checkpoints")[0].step == 3 and not job.failed  # type: ignore[union-attr]
+        writer.save(content(3))  # the disk is well again
+        assert newest_complete(folder / "checkpoints")[0].step == 3 and not writer.failed  # type: ignore[union-attr]
         run.close()
     print(f"operations of a save that failed in turn: {operations}; told: {told}")
     assert told >= operations - 6  # those that come after the new checkpoint has its place
@@ -170,12 +170,12 @@ def test_the_thread_that_saves_gives_way_and_the_others_do_not(tmp_path: Path) -
 
 
 def test_a_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, job, _ = saver(tmp_path / "run", [])
-    job.save(content(1))
+    run, writer, _ = saver(tmp_path / "run", [])
+    writer.save(content(1))
     monkeypatch.setattr(os, "mkdir", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only")))
-    job.save(content(2))
+    writer.save(content(2))
     with pytest.raises(TtrainError, match="Read-only"):
-        job.save(content(3))
+        writer.save(content(3))
     assert newest_complete(run.checkpoints)[0].step == 1  # type: ignore[union-attr]
     run.close()
 

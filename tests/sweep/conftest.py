@@ -44,8 +44,8 @@ if "bench.out" in overrides:
     out.mkdir()
     rows = [("PyTorch", "eager", "ok", 6.0), ("PyTorch", "compile", "failed", 1.0), ("ttrain", "static", "ok", value)]
     made = [{"side": s, "contender": c, "status": how, "step_ms": {"median": t}} for s, c, how, t in rows]
-    jobs = [{"title": "mlp", "precision": name, "rows": made} for name in ("fp32", "bf16")[:1 + (seed == 3)]]
-    (out / "results.json").write_text(json.dumps({"jobs": jobs}))
+    cases = [{"title": "mlp", "precision": name, "rows": made} for name in ("fp32", "bf16")[:1 + (seed == 3)]]
+    (out / "results.json").write_text(json.dumps({"cases": cases}))
     sys.exit(1 if seed == 109 and not fixed else 0)
 (folder / "summary.json").write_text(json.dumps({"best_val_loss": value, "step": 4, "tokens_per_s": 1000.0}))
 """

@@ -168,7 +168,7 @@ class Cycles:
 
 
 @dataclass
-class Job:
+class Training:
     """A loop with everything around it."""
 
     loop: Loop
@@ -182,15 +182,15 @@ class Job:
         self.run_directory.close()
 
 
-MakeJob = Callable[..., Job]
+MakeTraining = Callable[..., Training]
 
 
 @pytest.fixture
-def make_job(tmp_path: Path) -> Iterator[MakeJob]:
-    """Builds a job: `make_job(steps=.., ...)`; `resume=True` continues the run in `folder`."""
-    jobs: list[Job] = []
+def make_training(tmp_path: Path) -> Iterator[MakeTraining]:
+    """Builds a training: `make_training(steps=.., ...)`; `resume=True` continues the run in `folder`."""
+    made: list[Training] = []
 
-    def make(folder: str = "run", resume: bool = False, views: list[Any] | None = None, **settings: Any) -> Job:
+    def make(folder: str = "run", resume: bool = False, views: list[Any] | None = None, **settings: Any) -> Training:
         from ttrain.train.checkpoint.retention import newest_complete
         from ttrain.train.logging.metrics import cut_metrics
 
@@ -227,12 +227,12 @@ def make_job(tmp_path: Path) -> Iterator[MakeJob]:
             ),
             progress=progress,
         )
-        jobs.append(Job(loop, model, dataset, run_directory, loggers))
-        return jobs[-1]
+        made.append(Training(loop, model, dataset, run_directory, loggers))
+        return made[-1]
 
     yield make
-    for job in jobs:
-        job.close()
+    for training in made:
+        training.close()
 
 
 class FakeRun:

@@ -222,9 +222,15 @@ def test_other_tasks_end_too(tmp_path: Path, task: str) -> None:
     elif task == "verify":
         done = hanging(tmp_path, "launch", 2, "task=verify", "verify.ops=[matmul]", "verify.model=false")
     else:
-        words = ["bench=mlp", "bench.size=tiny", "bench.startup=false", "bench.engines=[static]", "bench.baselines=[]"]
-        done = hanging(tmp_path, "launch", 20, "task=bench", *words, "bench.seconds=1", "bench.out=out", *SIMULATED)
-        (row,) = json.loads((tmp_path / "out" / "results.json").read_text("utf-8"))["jobs"][0]["rows"]
+        overrides = [
+            "bench=mlp",
+            "bench.size=tiny",
+            "bench.startup=false",
+            "bench.engines=[static]",
+            "bench.baselines=[]",
+        ]
+        done = hanging(tmp_path, "launch", 20, "task=bench", *overrides, "bench.seconds=1", "bench.out=out", *SIMULATED)
+        (row,) = json.loads((tmp_path / "out" / "results.json").read_text("utf-8"))["cases"][0]["rows"]
         assert row["status"] == "failed" and "exit code 75" in row["reason"] and "has neither returned" in row["reason"]
         return
     assert done.returncode == EXIT_DEVICE_BUSY, done.stdout + done.stderr

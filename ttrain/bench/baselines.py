@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ttrain.bench.contender import Contender
-from ttrain.bench.workload import Job
+from ttrain.bench.workload import Case
 from ttrain.config import build
 from ttrain.core.spec import DType
 from ttrain.device.settings import DeviceConfig
@@ -30,45 +30,45 @@ class PyTorchContender(Contender):
 
     side = "PyTorch"
 
-    def __init__(self, name: str, job: Job, device: DeviceConfig) -> None:
-        self.name, self._job, self._device_config = name, job, device
+    def __init__(self, name: str, case: Case, device: DeviceConfig) -> None:
+        self.name, self._case, self._device_config = name, case, device
         self.description = _DESCRIPTIONS[name]
 
     def build(self) -> None:
-        job = self._job
+        case = self._case
         # The device sets the same number of threads as for our engines.
         device = build.build_device(self._device_config)
         self._device: torch.device = getattr(device, "device", torch.device("cpu"))
-        model = job.training.reference().to(self._device, torch.bfloat16 if job.dtypes.master is DType.BF16 else None)
+        model = case.training.reference().to(self._device, torch.bfloat16 if case.dtypes.master is DType.BF16 else None)
         self._parameters = dict(model.named_parameters())
         self._load()
         self._model: Callable[..., torch.Tensor] = model if self.name == "eager" else torch.compile(model)
         fused = self.name != "compile_all"  # the fused update is one kernel already, and nothing that can be compiled
-        self._optimizer = make_optimizer(list(self._parameters.values()), job.training.optimizer, fused)
+        self._optimizer = make_optimizer(list(self._parameters.values()), case.training.optimizer, fused)
         self._update = torch.compile(self._clip_and_step) if self.name == "compile_all" else self._clip_and_step
         self._batches = [
-            [torch.from_numpy(array).to(self._device) for array in batch.values()] for batch in job.batches
+            [torch.from_numpy(array).to(self._device) for array in batch.values()] for batch in case.batches
         ]
 
     def _load(self) -> None:
         """The same first weights as ours; every parameter must get one."""
         missing = set(self._parameters)
-        for path, values in self._job.first_weights():
-            name = self._job.training.reference_name(path)
+        for path, values in self._case.first_weights():
+            name = self._case.training.reference_name(path)
             with torch.no_grad():
                 self._parameters[name].copy_(torch.from_numpy(values))
             missing.remove(name)
         assert not missing, f"the reference has parameters of its own: {missing}"
 
     def _clip_and_step(self) -> None:
-        limit = self._job.training.optimizer.clip_norm
+        limit = self._case.training.optimizer.clip_norm
         if limit is not None:
             torch.nn.utils.clip_grad_norm_(self._parameters.values(), limit)
         self._optimizer.step()
 
     def step(self, number: int) -> torch.Tensor:
         batch = self._batches[number % len(self._batches)]
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._job.dtypes.compute is DType.BF16):
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._case.dtypes.compute is DType.BF16):
             loss = self._model(*batch)
         loss.backward()
         self._update()
@@ -79,7 +79,7 @@ class PyTorchContender(Contender):
         return float(handle)
 
     def weight(self, path: str) -> np.ndarray:
-        return self._parameters[self._job.training.reference_name(path)].detach().float().cpu().numpy().copy()
+        return self._parameters[self._case.training.reference_name(path)].detach().float().cpu().numpy().copy()
 
     def synchronize(self) -> None:
         if self._device.type == "cuda":

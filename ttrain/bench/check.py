@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ttrain.bench.contender import Contender
-from ttrain.bench.workload import Job
+from ttrain.bench.workload import Case
 
 STEPS = 5  # optimizer steps from the first weights that are compared
 
@@ -58,13 +58,13 @@ def first_steps(contender: Contender, done: Sequence[float] = ()) -> FirstSteps:
 
 
 def agreement(
-    job: Job, contender: Contender, losses: Sequence[float], reference: Contender, expected: Sequence[float]
+    case: Case, contender: Contender, losses: Sequence[float], reference: Contender, expected: Sequence[float]
 ) -> Agreement:
     """Compares two contenders that have both done STEPS steps."""
     pairs = zip(losses, expected, strict=True)
     loss = max(abs(mine - theirs) / max(abs(theirs), 1e-12) for mine, theirs in pairs)
     difference = way = 0.0
-    for path, start in job.first_weights():
+    for path, start in case.first_weights():
         theirs = reference.weight(path)
         difference += _square(contender.weight(path) - theirs)
         way += _square(theirs - start)

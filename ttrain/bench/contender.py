@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Contender(ABC):
-    """One way to do the job. `build` is everything before the first step except what a first step does lazily."""
+    """One way to do the case. `build` is everything before the first step except what a first step does lazily."""
 
     name: str
     side: str  # "ttrain" or "PyTorch"

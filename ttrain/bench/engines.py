@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ttrain.bench.contender import Contender
-from ttrain.bench.workload import Job
+from ttrain.bench.workload import Case
 from ttrain.config import build
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from ttrain.train.steps.step_graph import StepGraph
 
 
-def step_graph(job: Job, device: Device | None = None) -> StepGraph:
-    """The steps that an engine builds for a job, on a device that may want norms' weights in the compute dtype."""
+def step_graph(case: Case, device: Device | None = None) -> StepGraph:
+    """The steps that an engine builds for a case, on a device that may want norms' weights in the compute dtype."""
     from ttrain.train.steps.step_graph import StepGraph
 
     if device is not None and device.uniform_compute:
-        job.model.follow_compute()
-    optimizer = build.build_optimizer(job.training.optimizer)
-    return StepGraph(job.model, optimizer, job.training.rows, holds_batch=job.resident)
+        case.model.follow_compute()
+    optimizer = build.build_optimizer(case.training.optimizer)
+    return StepGraph(case.model, optimizer, case.training.rows, holds_batch=case.resident)
 
 
 def prepare_resident(batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
@@ -51,8 +51,8 @@ class EngineContender(Contender):
     built: Step
     _drive: Driver
 
-    def __init__(self, name: str, job: Job, device: DeviceConfig, engine: EngineConfig) -> None:
-        self.name, self._job = name, job
+    def __init__(self, name: str, case: Case, device: DeviceConfig, engine: EngineConfig) -> None:
+        self.name, self._case = name, case
         self._device_config, self._engine_config = device, replace(engine, name=name)
         self.description = f"engine={name}, rematerialize={str(engine.rematerialize).lower()}"
 
@@ -62,21 +62,21 @@ class EngineContender(Contender):
         from ttrain.train.steps.session import Session
         from ttrain.train.steps.step import TrainStep
 
-        job = self._job
-        self.device = build.build_device(self._device_config, job.dtypes)
-        graph = step_graph(job, self.device)
+        case = self._case
+        self.device = build.build_device(self._device_config, case.dtypes)
+        graph = step_graph(case, self.device)
         self.session = Session.open(
             graph, self.device, lambda device, state: build.build_engine(self._engine_config, device, state)
         )
-        for path, values in job.first_weights():
+        for path, values in case.first_weights():
             self.session.state.write(path, values)
         self.built = self.session.engine.build("train", graph.trace_train)
-        for batch in job.batches if job.resident else ():
+        for batch in case.batches if case.resident else ():
             for name, array in batch.items():
                 self.session.state.write(name, array)
-        batches, lr = job.batches, job.training.optimizer.lr
-        prepare = prepare_resident if job.resident else prepare_plain
-        train = TrainStep({"train": self.built}, 1, job.seed, prepare=prepare, overlaps=self.device.overlaps)
+        batches, lr = case.batches, case.training.optimizer.lr
+        prepare = prepare_resident if case.resident else prepare_plain
+        train = TrainStep({"train": self.built}, 1, case.seed, prepare=prepare, overlaps=self.device.overlaps)
         self._drive = Driver(train, lambda number: batches[number % len(batches)], lambda _: {"lr": lr}, sys.maxsize)
 
     def step(self, number: int) -> float:

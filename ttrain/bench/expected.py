@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ttrain.bench.contender import Contender
-from ttrain.bench.workload import Job
+from ttrain.bench.workload import Case
 
 if TYPE_CHECKING:
     from ttrain.device.base import Device
 
 
-def expected_seconds(job: Job, contender: Contender, device: Device) -> float | None:
+def expected_seconds(case: Case, contender: Contender, device: Device) -> float | None:
     """Seconds of a step by the time of each kernel of its plan; None for who has no plan, or runs no such kernels.
 
     Kernels are timed on `device` now, whatever was measured before: what disturbs the machine then disturbs both.
@@ -30,5 +30,5 @@ def expected_seconds(job: Job, contender: Contender, device: Device) -> float | 
     with tempfile.TemporaryDirectory() as folder:
         times = KernelTimes(lambda: device, "this process", Path(folder) / "kernels.json")
         with closing(times):
-            tokens = job.work.items_per_step
-            return host_estimate(work, times, "static", tokens, job.work.item, 0, None, device.name).time.total
+            tokens = case.work.items_per_step
+            return host_estimate(work, times, "static", tokens, case.work.item, 0, None, device.name).time.total

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ttrain.bench.process import Event
-from ttrain.bench.results import SIMULATED, JobResult, Row
+from ttrain.bench.results import SIMULATED, CaseResult, Row
 
 
 def note_start(row: Row, event: Event, temperature: str) -> None:
@@ -36,7 +36,7 @@ def note_memory(row: Row, event: Event) -> None:
     row.side, row.description = event["side"], event["description"]
 
 
-def note_host(found: JobResult, row: Row, event: Event) -> None:
+def note_host(found: CaseResult, row: Row, event: Event) -> None:
     """Enter the host's time on a mocked board."""
     if event["event"] == "failed":
         row.fail(event["reason"])
@@ -46,8 +46,8 @@ def note_host(found: JobResult, row: Row, event: Event) -> None:
     found.device = event["device"]
 
 
-def note_event(found: JobResult, event: Event) -> None:
-    """Enter one event of the interleaved process into the job's rows."""
+def note_event(found: CaseResult, event: Event) -> None:
+    """Enter one event of the interleaved process into the case's rows."""
     kind = event["event"]
     row = found.rows[event["contender"]] if "contender" in event else None
     if kind == "environment":

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 
-from ttrain.bench.results import COST_MODEL, JobResult, Row
+from ttrain.bench.results import COST_MODEL, CaseResult, Row
 from ttrain.bench.studies import Study
-from ttrain.bench.workload import Job, ProductWork
+from ttrain.bench.workload import Case, ProductWork
 from ttrain.config import build
 from ttrain.device.family import TimeModel, Variant, family_of
 from ttrain.device.settings import DeviceConfig
@@ -15,39 +15,39 @@ from ttrain.device.timing import Work
 from ttrain.engine.settings import EngineConfig
 
 
-def jobs_of(study: Study) -> Iterator[tuple[Job, tuple[Variant, ...]]]:
-    """The jobs with the variants that a chip runs, and after them those that were published."""
-    yield from zip(study.jobs, study.variants, strict=True)
-    for job in study.published_jobs:
-        if job not in study.jobs:
-            yield job, study.variants[0]
+def cases_of(study: Study) -> Iterator[tuple[Case, tuple[Variant, ...]]]:
+    """The cases with the variants that a chip runs, and after them those that were published."""
+    yield from zip(study.cases, study.variants, strict=True)
+    for case in study.published_cases:
+        if case not in study.cases:
+            yield case, study.variants[0]
 
 
-def modelled(study: Study, job: Job, variants: tuple[Variant, ...], device: DeviceConfig) -> JobResult:
-    """One job by the model: a row per variant."""
-    found = JobResult.of(job)
-    device = family_of(device).held(device, job.precision)
+def modelled(study: Study, case: Case, variants: tuple[Variant, ...], device: DeviceConfig) -> CaseResult:
+    """One case by the model: a row per variant."""
+    found = CaseResult.of(case)
+    device = family_of(device).held(device, case.precision)
     model = family_of(device).time_model(device)
     found.basis, found.device = COST_MODEL, model.describe()
     planned = None
-    if isinstance(job.work, ProductWork):
-        found.flops_per_step = job.work.flops
+    if isinstance(case.work, ProductWork):
+        found.flops_per_step = case.work.flops
     else:
         from ttrain.bench.engines import step_graph
         from ttrain.train.steps.session import flops_per_step
 
-        planned = _planned(job, device)
-        found.flops_per_step, found.parameters = flops_per_step(step_graph(job)), job.model.parameter_count
+        planned = _planned(case, device)
+        found.flops_per_step, found.parameters = flops_per_step(step_graph(case)), case.model.parameter_count
     for variant in variants:
-        found.rows[variant.name] = row = _row(study, job, variant, model, planned)
+        found.rows[variant.name] = row = _row(study, case, variant, model, planned)
         row.facts["of_peak"] = found.flops_per_step / (row.round_ms[0] / 1e3) / model.peak_flops(variant)
     return found
 
 
-def _row(study: Study, job: Job, variant: Variant, model: TimeModel, planned: Work | None) -> Row:
-    if isinstance(job.work, ProductWork):
-        held = "bf8" if job.precision == "bf8" else str(job.dtypes.compute)
-        total, bound = model.product(job.work.size, held, variant)
+def _row(study: Study, case: Case, variant: Variant, model: TimeModel, planned: Work | None) -> Row:
+    if isinstance(case.work, ProductWork):
+        held = "bf8" if case.precision == "bf8" else str(case.dtypes.compute)
+        total, bound = model.product(case.work.size, held, variant)
     else:
         assert planned is not None
         total, bound = model.step(planned, variant)
@@ -55,19 +55,19 @@ def _row(study: Study, job: Job, variant: Variant, model: TimeModel, planned: Wo
     row.facts = {"bound_by": bound}
     if variant.part == "both":
         row.description += "; each half makes a product of its own in this time"
-    known = model.published(study.published, job.work, variant) if job.precision in ("bf16", "bf16_pure") else None
+    known = model.published(study.published, case.work, variant) if case.precision in ("bf16", "bf16_pure") else None
     if known is not None:
         row.published_ms, row.reproduced_ms, row.reason = known.ms, known.reproduced_ms, known.contradicted
     return row
 
 
-def _planned(job: Job, device: DeviceConfig) -> Work:
+def _planned(case: Case, device: DeviceConfig) -> Work:
     """What the engine static would launch on the device, planned without one."""
     from ttrain.bench.engines import step_graph
     from ttrain.train.steps.session import Session
 
     with closing(build.planned_device(device)) as planned:
-        graph = step_graph(job, planned)
+        graph = step_graph(case, planned)
         session = Session.open(
             graph, planned, lambda place, state: build.build_engine(EngineConfig(name="static"), place, state)
         )

@@ -1,4 +1,4 @@
-"""Pictures of a result: bars with quartiles per job, or lines over the sizes of a sweep."""
+"""Pictures of a result: bars with quartiles per case, or lines over the sizes of a sweep."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ttrain.bench.results import BASELINE_SIDE, COST_MODEL, MEASURED, SIMULATED, JobResult, Result
+from ttrain.bench.results import BASELINE_SIDE, COST_MODEL, MEASURED, SIMULATED, CaseResult, Result
 from ttrain.bench.tables import ms
 
 _COLORS = {BASELINE_SIDE: "#ee6677", "ttrain": "#4477aa"}
@@ -19,22 +19,22 @@ _ORIGINS = {
 
 def draw(result: Result, image: Path) -> str | None:
     """A PNG of the step times, or of starts or memory where that is what was measured; why there is none, or None."""
-    jobs = [job for job in result.jobs if _bars(job, result.kind)]
-    if not jobs:
+    cases = [case for case in result.cases if _bars(case, result.kind)]
+    if not cases:
         return "nothing was timed"
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         return "matplotlib is not installed"
-    if result.kind == "sweep" and len(jobs) > 1:
+    if result.kind == "sweep" and len(cases) > 1:
         figure = Figure(figsize=(8, 5), layout="constrained")
-        _draw_sweep(figure.subplots(), result, jobs)
+        _draw_sweep(figure.subplots(), result, cases)
     else:
-        rows_most = max(len(job.rows) for job in jobs)
-        figure = Figure(figsize=(7.5, len(jobs) * (0.9 + 0.36 * rows_most)), layout="constrained")
-        for axes, job in zip(figure.subplots(len(jobs), squeeze=False)[:, 0], jobs, strict=True):
-            _draw_job(axes, job, result.kind)
+        rows_most = max(len(case.rows) for case in cases)
+        figure = Figure(figsize=(7.5, len(cases) * (0.9 + 0.36 * rows_most)), layout="constrained")
+        for axes, case in zip(figure.subplots(len(cases), squeeze=False)[:, 0], cases, strict=True):
+            _draw_case(axes, case, result.kind)
     FigureCanvasAgg(figure)
     figure.savefig(image, dpi=120)
     return None
@@ -43,10 +43,10 @@ def draw(result: Result, image: Path) -> str | None:
 Bar = tuple[str, str, float, float, float, str]  # label, side, value, low, high, text beside it
 
 
-def _bars(job: JobResult, kind: str) -> list[Bar]:
-    """What the bars of a job show."""
+def _bars(case: CaseResult, kind: str) -> list[Bar]:
+    """What the bars of a case show."""
     bars: list[Bar] = []
-    for row in job.rows.values():
+    for row in case.rows.values():
         if kind == "startup" and row.warm_s is not None:
             starts = {"cold": row.cold_samples_s, "warm": row.warm_samples_s}
             for name, samples in starts.items():
@@ -59,7 +59,7 @@ def _bars(job: JobResult, kind: str) -> list[Bar]:
             planned = f", planned {row.planned_bytes / 2**20:.0f}" if row.planned_bytes else ""
             bars.append((row.contender, row.side, used, used, used, f" {used:.0f} MiB{planned}"))
         elif kind not in ("startup", "memory") and (steps := row.spread):
-            times = job.ratio(row, job.best_baseline)
+            times = case.ratio(row, case.best_baseline)
             text = f" {ms(steps.median)} ms" + (f", {times.ratio:.2f}x" if times else "")
             text += f", published {ms(row.published_ms)}" if row.published_ms is not None else ""
             name = row.contender + ("" if row.timed else " (invalid)")
@@ -73,8 +73,8 @@ _UNITS = {
 }
 
 
-def _draw_job(axes: Any, job: JobResult, kind: str) -> None:
-    bars = _bars(job, kind)
+def _draw_case(axes: Any, case: CaseResult, kind: str) -> None:
+    bars = _bars(case, kind)
     places = range(len(bars))
     values = [value for _, _, value, _, _, _ in bars]
     whiskers = [[v - low for _, _, v, low, _, _ in bars], [high - v for _, _, v, _, high, _ in bars]]
@@ -85,34 +85,34 @@ def _draw_job(axes: Any, job: JobResult, kind: str) -> None:
         axes.text(high, place, text, va="center")
     axes.set_xlim(0, 1.45 * max(bar[4] for bar in bars))
     known = "ms per step: median and quartiles over rounds; x: times as fast as the best of PyTorch"
-    axes.set_xlabel(_UNITS.get(kind, known if job.basis == MEASURED else "ms"))
-    axes.set_title(job.heading, fontsize=10)
+    axes.set_xlabel(_UNITS.get(kind, known if case.basis == MEASURED else "ms"))
+    axes.set_title(case.heading, fontsize=10)
 
 
-def _draw_sweep(axes: Any, result: Result, jobs: Sequence[JobResult]) -> None:
+def _draw_sweep(axes: Any, result: Result, cases: Sequence[CaseResult]) -> None:
     """Lines over the sizes; a rate where the work is a product, since its times span too much."""
-    products = jobs[0].item == "products"
-    precisions = list(dict.fromkeys(job.precision for job in jobs))
-    titles = list(dict.fromkeys(job.title for job in jobs))
+    products = cases[0].item == "products"
+    precisions = list(dict.fromkeys(case.precision for case in cases))
+    titles = list(dict.fromkeys(case.title for case in cases))
     for precision in precisions:
-        for name in dict.fromkeys(name for job in jobs for name in job.rows):
+        for name in dict.fromkeys(name for case in cases for name in case.rows):
             points = []
-            for job in jobs:
-                row = job.rows.get(name)
-                if job.precision == precision and row is not None and row.timed and row.spread:
+            for case in cases:
+                row = case.rows.get(name)
+                if case.precision == precision and row is not None and row.timed and row.spread:
                     time = row.spread.median
-                    shown = (job.flops_per_step or 0.0) / time / 1e9 if products else time
-                    points.append((titles.index(job.title), shown))
+                    shown = (case.flops_per_step or 0.0) / time / 1e9 if products else time
+                    points.append((titles.index(case.title), shown))
             if points:
                 label = f"{name}, {precision}" if len(precisions) > 1 else name
                 axes.plot(*zip(*points, strict=True), marker="o", label=label)
-    published = [(titles.index(job.title), r.published_ms, job) for job in jobs for r in job.rows.values()]
-    for place, time_ms, job in published:
+    published = [(titles.index(case.title), r.published_ms, case) for case in cases for r in case.rows.values()]
+    for place, time_ms, case in published:
         if time_ms is not None:
-            shown = (job.flops_per_step or 0.0) / time_ms / 1e9 if products else time_ms
+            shown = (case.flops_per_step or 0.0) / time_ms / 1e9 if products else time_ms
             axes.plot([place], [shown], marker="x", linestyle="", color=_PUBLISHED)
     axes.set_yscale("log")
     axes.set_xticks(range(len(titles)), titles, rotation=60, ha="right", fontsize=8)
     axes.set_ylabel("TFLOP/s" if products else "ms per step")
-    axes.set_title(f"bench={result.bench}{_ORIGINS.get(jobs[0].basis, '')}", fontsize=10)
+    axes.set_title(f"bench={result.bench}{_ORIGINS.get(cases[0].basis, '')}", fontsize=10)
     axes.legend()

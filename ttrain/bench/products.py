@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ttrain.bench.contender import Contender
-from ttrain.bench.workload import Job, ProductWork
+from ttrain.bench.workload import Case, ProductWork
 from ttrain.config import build
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.settings import DeviceConfig
@@ -20,10 +20,10 @@ from ttrain.graph.kinds import Kind
 A, B, C = "a", "b", "c"
 
 
-def product_work(job: Job) -> ProductWork:
-    """The work of a job that is a product."""
-    assert isinstance(job.work, ProductWork)
-    return job.work
+def product_work(case: Case) -> ProductWork:
+    """The work of a case that is a product."""
+    assert isinstance(case.work, ProductWork)
+    return case.work
 
 
 class ProductContender(Contender):
@@ -38,18 +38,18 @@ class EngineProduct(ProductContender):
 
     side = "ttrain"
 
-    def __init__(self, name: str, job: Job, device: DeviceConfig, engine: EngineConfig) -> None:
-        self.name, self._job = name, job
+    def __init__(self, name: str, case: Case, device: DeviceConfig, engine: EngineConfig) -> None:
+        self.name, self._case = name, case
         self._device_config, self._engine_config = device, replace(engine, name=name)
         self.description = f"op matmul by engine={name}"
 
     def build(self) -> None:
-        work = product_work(self._job)
-        self.device = build.build_device(self._device_config, self._job.dtypes)
-        self.spec = TensorSpec((work.size, work.size), self._job.dtypes.compute)
+        work = product_work(self._case)
+        self.device = build.build_device(self._device_config, self._case.dtypes)
+        self.spec = TensorSpec((work.size, work.size), self._case.dtypes.compute)
         kinds = {A: Kind.PARAMETER, B: Kind.PARAMETER, C: Kind.GRADIENT}
         self.state = State(self.device, [StateTensor(name, self.spec, kind) for name, kind in kinds.items()])
-        for name, values in zip((A, B), work.factors(self._job.seed), strict=True):
+        for name, values in zip((A, B), work.factors(self._case.seed), strict=True):
             self.state.write(name, values)
         self.engine = build.build_engine(self._engine_config, self.device, self.state)
         self.built = self.engine.build("product", self.trace)
@@ -83,16 +83,16 @@ class TorchProduct(ProductContender):
     side = "PyTorch"
     description = "torch.mm(a, b, out=c)"
 
-    def __init__(self, name: str, job: Job, device: DeviceConfig) -> None:
-        self.name, self._job, self._device_config = name, job, device
+    def __init__(self, name: str, case: Case, device: DeviceConfig) -> None:
+        self.name, self._case, self._device_config = name, case, device
 
     def build(self) -> None:
         import torch
 
         device = build.build_device(self._device_config)  # it also sets the number of threads
         place = getattr(device, "device", torch.device("cpu"))
-        kind = torch.bfloat16 if self._job.dtypes.compute is DType.BF16 else torch.float32
-        factors = product_work(self._job).factors(self._job.seed)
+        kind = torch.bfloat16 if self._case.dtypes.compute is DType.BF16 else torch.float32
+        factors = product_work(self._case).factors(self._case.seed)
         self._a, self._b = (torch.from_numpy(array).to(place, kind) for array in factors)
         self._c = torch.zeros_like(self._a)
 

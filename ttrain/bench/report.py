@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ttrain.bench.results import COST_MODEL, SIMULATED, Earlier, JobResult, Result, Row
+from ttrain.bench.results import COST_MODEL, SIMULATED, CaseResult, Earlier, Result, Row
 from ttrain.bench.tables import Lines, sweep_tables, tables_of
 from ttrain.config.registry import families
 from ttrain.core.tables import fitted, window
@@ -15,85 +15,85 @@ BUSY = 0.1  # share of all cores used by others from which on a note says so
 
 
 def sections(result: Result, earlier: Earlier | None) -> Iterator[tuple[str, list[Lines], list[str]]]:
-    """(heading, tables, notes) in order: one section per job, or one for all sizes of a sweep."""
-    jobs = result.jobs
-    if result.kind == "sweep" and jobs and all(job.basis != COST_MODEL for job in jobs):
-        told = list(dict.fromkeys(note for job in jobs for note in notes(result, job, earlier)))
-        found = sweep_tables(jobs, earlier)
+    """(heading, tables, notes) in order: one section per case, or one for all sizes of a sweep."""
+    cases = result.cases
+    if result.kind == "sweep" and cases and all(case.basis != COST_MODEL for case in cases):
+        told = list(dict.fromkeys(note for case in cases for note in notes(result, case, earlier)))
+        found = sweep_tables(cases, earlier)
         for number, (precision, lines) in enumerate(found):
             yield f"{result.bench}, {precision}", [lines], told if number == len(found) - 1 else []
     else:
         seen: set[str] = set()
-        for job in jobs:
-            told = [note for note in notes(result, job, earlier) if note not in seen]
+        for case in cases:
+            told = [note for note in notes(result, case, earlier) if note not in seen]
             seen.update(told)
-            yield job.heading, tables_of(job, result.kind, earlier), told
+            yield case.heading, tables_of(case, result.kind, earlier), told
     if result.notes:
         yield "", [], result.notes
 
 
-def _verdict(row: Row, job: JobResult, several: bool) -> str:
+def _verdict(row: Row, case: CaseResult, several: bool) -> str:
     """Why there is nothing to compare."""
-    where = f" at {job.title}" if several else ""
+    where = f" at {case.title}" if several else ""
     return f"{row.contender}{where}: {row.status}" + (f", {row.reason}" if row.reason else "").rstrip(".") + "."
 
 
-def notes(result: Result, job: JobResult, earlier: Earlier | None) -> Iterator[str]:
-    """What a reader must know about a job's table."""
-    device = job.device
-    if job.basis == COST_MODEL:
+def notes(result: Result, case: CaseResult, earlier: Earlier | None) -> Iterator[str]:
+    """What a reader must know about a case's table."""
+    device = case.device
+    if case.basis == COST_MODEL:
         yield (
             f"These times are from {device['model']} ({device['name']}), not from a card: there is none here. "
             "docs/planning.md tells what the model rests on."
         )
-        if any(row.published_ms is not None for row in job.rows.values()):
+        if any(row.published_ms is not None for row in case.rows.values()):
             yield f"Published: {device['published']}."
-            if job.parameters is not None and not (job.precision == "bf16_pure" and job.resident):
+            if case.parameters is not None and not (case.precision == "bf16_pure" and case.resident):
                 yield (
                     "The published steps kept their weights in bf16 and the batch on the card, which "
                     "bench.precision=[bf16_pure] bench.resident_batch=true asks for."
                 )
     elif device:
-        if job.basis == SIMULATED:
+        if case.basis == SIMULATED:
             yield f"On a simulator: {device.get('note')}."
         facts = ", ".join(f"{device[key]} {unit}" for key, unit in (("threads", "threads"),) if key in device)
         made = [device.get("hardware") or device.get("arch"), facts.replace("1 threads", "1 thread")]
         packages = ("torch", *(family.package for family in families()))
         versions = [f"{name} {device[name]}" for name in packages if name in device]
         yield f"{device['name']}: {', '.join(filter(None, [*map(str, filter(None, made)), *versions]))}."
-    if job.others_cpu is not None and job.others_cpu >= BUSY:
+    if case.others_cpu is not None and case.others_cpu >= BUSY:
         yield (
-            f"Other processes used {100 * job.others_cpu:.0f} % of the CPU cores during the interleaved steps, so the "
+            f"Other processes used {100 * case.others_cpu:.0f} % of the CPU cores during the interleaved steps, so the "
             "times are noisy. Repeat on a quiet machine."
         )
-    for row in job.rows.values():
+    for row in case.rows.values():
         if row.status not in ("ok", "not measured"):
-            yield _verdict(row, job, result.kind == "sweep")
+            yield _verdict(row, case, result.kind == "sweep")
         elif row.published_ms is not None and row.reason:
             yield f"The source contradicts itself. {row.reason}."
         if row.description.endswith("in this time"):
             yield f"{row.contender}: {row.description.partition('; ')[2]}."
     if earlier:
         yield f"Compared with {earlier.path}."
-        yield from _differences(result, job, earlier)
+        yield from _differences(result, case, earlier)
     if not result.complete:
         yield "Interrupted: the results are partial."
 
 
-def _differences(result: Result, job: JobResult, earlier: Earlier) -> Iterator[str]:
+def _differences(result: Result, case: CaseResult, earlier: Earlier) -> Iterator[str]:
     """What else differs from the earlier result, so that a changed time is not taken for a changed program."""
     before, now = earlier.environment, result.environment
     for key in ("platform", "versions"):
         if before.get(key) != now.get(key):
             yield f"{key} differ: {before.get(key)} earlier, {now.get(key)} now."
     then = before.get("device") or {}
-    places = [f"{device.get('name')}, {device.get('mode', 'measured')}" for device in (then, job.device)]
+    places = [f"{device.get('name')}, {device.get('mode', 'measured')}" for device in (then, case.device)]
     if then.get("name") and places[0] != places[1]:
         yield f"The device differs, so the times do not tell of the program: {places[0]} earlier, {places[1]} now."
         return
     for key in ("hardware", "threads"):
-        if then.get(key) != job.device.get(key):
-            yield f"The {key} differ: {then.get(key)} earlier, {job.device.get(key)} now."
+        if then.get(key) != case.device.get(key):
+            yield f"The {key} differ: {then.get(key)} earlier, {case.device.get(key)} now."
 
 
 def print_result(result: Result, earlier: Earlier | None, folder: Path) -> None:
@@ -102,7 +102,7 @@ def print_result(result: Result, earlier: Earlier | None, folder: Path) -> None:
     from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
-    ours = {row.contender for job in result.jobs for row in job.rows.values() if row.side == "ttrain"}
+    ours = {row.contender for case in result.cases for row in case.rows.values() if row.side == "ttrain"}
     for heading, tables, told in sections(result, earlier):
         if heading:
             console.print(Text(heading, style="bold"))

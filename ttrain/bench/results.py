@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.bench.ratios import Ratio, Spread, ratio, spread
-from ttrain.bench.workload import Job
+from ttrain.bench.workload import Case
 from ttrain.core.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
 BASELINE_SIDE = "PyTorch"
 MEASURED, COST_MODEL, MOCKED, SIMULATED = "measured", "cost model", "mocked board", "simulator"
 _WARNINGS = {
@@ -27,7 +27,7 @@ _WARNINGS = {
 
 @dataclass
 class Row:
-    """One contender at one job. Numbers that were not measured are None."""
+    """One contender at one case. Numbers that were not measured are None."""
 
     contender: str
     side: str = ""
@@ -76,8 +76,8 @@ class Row:
 
 
 @dataclass
-class JobResult:
-    """All contenders at one job."""
+class CaseResult:
+    """All contenders at one case."""
 
     title: str
     precision: str
@@ -94,11 +94,11 @@ class JobResult:
     basis: str = MEASURED  # or COST_MODEL, MOCKED or SIMULATED
 
     @classmethod
-    def of(cls, job: Job) -> JobResult:
-        """Before anybody has done the job."""
-        work = job.work
-        found = cls(job.title, job.precision, work.item_plural, work.items_per_step, asdict(work), {})
-        found.resident = job.resident
+    def of(cls, case: Case) -> CaseResult:
+        """Before anybody has done the case."""
+        work = case.work
+        found = cls(case.title, case.precision, work.item_plural, work.items_per_step, asdict(work), {})
+        found.resident = case.resident
         return found
 
     @property
@@ -153,47 +153,47 @@ class Result:
     label: str
     settings: dict[str, Any]
     environment: dict[str, Any]
-    jobs: list[JobResult] = field(default_factory=list)
+    cases: list[CaseResult] = field(default_factory=list)
     complete: bool = False
     kind: str = "contest"  # see studies.Study
-    notes: list[str] = field(default_factory=list)  # on all jobs
+    notes: list[str] = field(default_factory=list)  # on all cases
     mark: str = ""  # of this result on a page, see page.py
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "format": FORMAT, "bench": self.bench, "label": self.label, "complete": self.complete, "kind": self.kind,
             "notes": self.notes, "settings": self.settings, "environment": self.environment,
-            "jobs": [job.to_dict() for job in self.jobs],
+            "cases": [case.to_dict() for case in self.cases],
         }  # fmt: skip
 
     def to_csv(self) -> str:
-        """One line per job and contender."""
+        """One line per case and contender."""
         text = io.StringIO()
         writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
         writer.writeheader()
-        for job in self.jobs:
-            writer.writerows(_csv_rows(job))
+        for case in self.cases:
+            writer.writerows(_csv_rows(case))
         return text.getvalue()
 
 
 _COLUMNS = (
-    "job", "precision", "basis", "contender", "side", "status", "reason", "median_ms", "q1_ms", "q3_ms", "fastest_ms",
+    "case", "precision", "basis", "contender", "side", "status", "reason", "median_ms", "q1_ms", "q3_ms", "fastest_ms",
     "rounds", "items_per_s", "item", "mfu", "best_baseline", "times_as_fast", "times_low", "times_high",
     "cold_s", "warm_s", "imports_s", "base_bytes", "peak_bytes", "steady_bytes", "loss_difference", "weight_difference",
     "planned_bytes", "planned_ms", "published_ms", "reproduced_ms",
 )  # fmt: skip
 
 
-def _csv_rows(job: JobResult) -> Iterator[dict[str, Any]]:
-    best = job.best_baseline
-    for row in job.rows.values():
-        times, steps = job.ratio(row, best), row.spread
+def _csv_rows(case: CaseResult) -> Iterator[dict[str, Any]]:
+    best = case.best_baseline
+    for row in case.rows.values():
+        times, steps = case.ratio(row, best), row.spread
         plain = {name: value for name, value in asdict(row).items() if name in _COLUMNS}
         yield {
             **plain,
-            "job": job.title, "precision": job.precision, "basis": job.basis, "item": job.item,
+            "case": case.title, "precision": case.precision, "basis": case.basis, "item": case.item,
             "median_ms": steps and steps.median, "q1_ms": steps and steps.q1, "q3_ms": steps and steps.q3,
-            "rounds": len(row.round_ms), "items_per_s": job.per_second(row), "mfu": job.mfu(row),
+            "rounds": len(row.round_ms), "items_per_s": case.per_second(row), "mfu": case.mfu(row),
             "best_baseline": best and best.contender, "times_as_fast": times and times.ratio,
             "times_low": times and times.low, "times_high": times and times.high,
         }  # fmt: skip
@@ -201,14 +201,14 @@ def _csv_rows(job: JobResult) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Earlier:
-    """The step times of an earlier results.json, by (job, precision, contender)."""
+    """The step times of an earlier results.json, by (case, precision, contender)."""
 
     path: str
     environment: dict[str, Any]
     step_ms: dict[tuple[str, str, str], Spread]
 
-    def find(self, job: JobResult, row: Row) -> Spread | None:
-        return self.step_ms.get((job.title, job.precision, row.contender))
+    def find(self, case: CaseResult, row: Row) -> Spread | None:
+        return self.step_ms.get((case.title, case.precision, row.contender))
 
 
 def read_earlier(path: str, bench: str) -> Earlier:
@@ -219,9 +219,9 @@ def read_earlier(path: str, bench: str) -> Earlier:
             raise UserError(f"bench.compare={path}: has format {values['format']}, this ttrain reads format {FORMAT}.")
         found = values["bench"]
         steps = {
-            (job["title"], job["precision"], row["contender"]): Spread(**row["step_ms"])
-            for job in values["jobs"]
-            for row in job["rows"]
+            (case["title"], case["precision"], row["contender"]): Spread(**row["step_ms"])
+            for case in values["cases"]
+            for row in case["rows"]
             if row["step_ms"] and row["status"] == "ok"
         }
         environment = dict(values["environment"])

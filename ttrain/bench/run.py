@@ -17,10 +17,10 @@ from ttrain.bench.contender import compiles
 from ttrain.bench.findings import note_event, note_host, note_memory, note_start
 from ttrain.bench.process import Caches, Event, WorkerFailed, events
 from ttrain.bench.progress import Progress
-from ttrain.bench.results import MOCKED, JobResult, Result, Row
+from ttrain.bench.results import MOCKED, CaseResult, Result, Row
 from ttrain.bench.settings import BenchConfig, StartupBenchConfig, TimedConfig, TrainingBenchConfig
 from ttrain.bench.studies import Study
-from ttrain.bench.workload import Job, ProductWork
+from ttrain.bench.workload import Case, ProductWork
 from ttrain.core.errors import UserError
 from ttrain.core.units import format_bytes, format_duration
 from ttrain.device.family import Variant, family_of
@@ -67,118 +67,118 @@ class Bench:
             if self.mocked:
                 self._mock(Path(folder))
             if not self.modelled and not self.mocked:
-                for number, job in enumerate(self.study.jobs):
-                    self._job(number, job, Path(folder) / f"job{number}")
+                for number, case in enumerate(self.study.cases):
+                    self._case(number, case, Path(folder) / f"case{number}")
         self.result.complete = True
         self.save()
 
     def _model(self) -> None:
-        """Every job on the cost model."""
-        from ttrain.bench.modelled import jobs_of, modelled
+        """Every case on the cost model."""
+        from ttrain.bench.modelled import cases_of, modelled
 
         model = family_of(self.device).time_model(self.device)
-        listed = list(jobs_of(self.study))
+        listed = list(cases_of(self.study))
         self.result.notes += filter(None, [model.told(self.study.published)])
         with self.progress.stage(f"cost model of {self.device.name}") as stage:
-            for number, (job, variants) in enumerate(listed):
-                stage.tell(job.work.title, number / len(listed))
-                self.result.jobs.append(modelled(self.study, job, variants, self.device))
+            for number, (case, variants) in enumerate(listed):
+                stage.tell(case.work.title, number / len(listed))
+                self.result.cases.append(modelled(self.study, case, variants, self.device))
                 self.save()
-            stage.done(f"{len(listed)} jobs; there is no card here")
+            stage.done(f"{len(listed)} cases; there is no card here")
 
     def _mock(self, folder: Path) -> None:
-        """Host time per step by engine, of every job that trains."""
+        """Host time per step by engine, of every case that trains."""
         device = family_of(self.device).mocked(self.device)
         assert device is not None  # or nobody would have asked
-        for job, variants in zip(self.study.jobs, self.study.variants, strict=True):
-            if isinstance(job.work, ProductWork):
+        for case, variants in zip(self.study.cases, self.study.variants, strict=True):
+            if isinstance(case.work, ProductWork):
                 continue
             rows = {name: Row(name) for name in dict.fromkeys(each.engine for each in variants)}
-            found = JobResult.of(job)
+            found = CaseResult.of(case)
             found.rows, found.basis = rows, MOCKED
-            self.result.jobs.append(found)
+            self.result.cases.append(found)
             for row in rows.values():
-                with self.progress.stage(f"{job.title}, {job.precision}: host dispatch of {row.contender}") as stage:
-                    order = self._order("host", job, [row.contender], device)
+                with self.progress.stage(f"{case.title}, {case.precision}: host dispatch of {row.contender}") as stage:
+                    order = self._order("host", case, [row.contender], device)
                     for event in self._events(order, folder, None, row):
                         note_host(found, row, event)
                     stage.done(row.reason or f"{row.round_ms[0] if row.round_ms else 0:.3g} ms on a mocked board")
                 self.save()
 
-    def _job(self, number: int, job: Job, folder: Path) -> None:
+    def _case(self, number: int, case: Case, folder: Path) -> None:
         study = self.study
         chip = study.kind == "chip"
         names = [variant.name for variant in study.variants[number]] if chip else study.contenders
         rows = {name: Row(name) for name in names}
-        found = JobResult.of(job)
+        found = CaseResult.of(case)
         found.rows = rows
-        self.result.jobs.append(found)
+        self.result.cases.append(found)
         caches = Caches(folder / "caches")
-        label = f"{job.title}, {job.precision}" if len(study.jobs) > 1 else job.precision
+        label = f"{case.title}, {case.precision}" if len(study.cases) > 1 else case.precision
         if chip:
-            self._apart(job, found, study.variants[number], folder, label)
+            self._apart(case, found, study.variants[number], folder, label)
         elif study.kind == "startup":
-            self._startup(job, rows, folder, label)
+            self._startup(case, rows, folder, label)
         elif study.kind == "memory":
             for row in rows.values():
-                self._memory(job, row, folder, label)
-            self._contest(job, found, folder, None, label)
+                self._memory(case, row, folder, label)
+            self._contest(case, found, folder, None, label)
         else:
             separate = isinstance(self.config, TrainingBenchConfig) and self.config.startup
             if separate:
                 for row in rows.values():
-                    self._starts(job, row, folder, caches, label)
+                    self._starts(case, row, folder, caches, label)
                     self.save()
-            self._contest(job, found, folder, caches if separate else None, label)
+            self._contest(case, found, folder, caches if separate else None, label)
         self.save()
 
-    def _contest(self, job: Job, found: JobResult, folder: Path, caches: Caches | None, label: str) -> None:
+    def _contest(self, case: Case, found: CaseResult, folder: Path, caches: Caches | None, label: str) -> None:
         """Interleaved steps of everybody who can take part."""
         taking_part = [name for name, row in found.rows.items() if row.status != "failed"]
         for name in _too_many(found.rows, taking_part):
             taking_part.remove(name)
         if taking_part:
-            self._together(job, found, taking_part, folder, caches.all() if caches else None, label)
+            self._together(case, found, taking_part, folder, caches.all() if caches else None, label)
 
-    def _order(self, do: str, job: Job, contenders: list[str], device: DeviceConfig | None = None) -> dict[str, Any]:
+    def _order(self, do: str, case: Case, contenders: list[str], device: DeviceConfig | None = None) -> dict[str, Any]:
         timed = self.config if isinstance(self.config, TimedConfig) else TimedConfig()
         return {
-            "do": do, "job": job.to_dict(), "contenders": contenders, "plugins": self.plugins,
+            "do": do, "case": case.to_dict(), "contenders": contenders, "plugins": self.plugins,
             "device": asdict(device or self.device), "engine": asdict(self.engine), "reference": self.study.reference,
             "seconds": timed.seconds, "rounds": timed.rounds,
             "planned": self.study.kind == "memory",
         }  # fmt: skip
 
-    def _starts(self, job: Job, row: Row, folder: Path, caches: Caches, label: str) -> None:
+    def _starts(self, case: Case, row: Row, folder: Path, caches: Caches, label: str) -> None:
         """Cold and warm start of one contender, each in a new process."""
         two = compiles(row.contender)
         for temperature in ["cold", "warm"] if two else ["warm"]:
             name = f"{label}: {f'{temperature} start' if two else 'start'} of {row.contender}"
             with self.progress.stage(name) as stage:
-                order = self._order("alone", job, [row.contender])
+                order = self._order("alone", case, [row.contender])
                 for event in self._events(order, folder, caches.of(row.contender), row):
                     note_start(row, event, temperature)
                 stage.done(row.reason or f"first step after {format_duration(_first_step(row, temperature))}")
             if row.status == "failed":
                 return
 
-    def _startup(self, job: Job, rows: Mapping[str, Row], folder: Path, label: str) -> None:
+    def _startup(self, case: Case, rows: Mapping[str, Row], folder: Path, label: str) -> None:
         """Starts in turns, each round with empty caches of its own."""
         assert isinstance(self.config, StartupBenchConfig)
-        order, repeats = random.Random(job.seed), self.config.repeats
+        order, repeats = random.Random(case.seed), self.config.repeats
         for number in range(repeats):
             caches, turns = Caches(folder / f"round{number}"), list(rows.values())
             order.shuffle(turns)
             for row in turns:
                 if row.status != "failed":
-                    self._starts(job, row, folder, caches, f"{label}, {number + 1} of {repeats}")
+                    self._starts(case, row, folder, caches, f"{label}, {number + 1} of {repeats}")
                     row.status = "ok" if row.warm_samples_s and row.status != "failed" else row.status
                     self.save()
 
-    def _memory(self, job: Job, row: Row, folder: Path, label: str) -> None:
+    def _memory(self, case: Case, row: Row, folder: Path, label: str) -> None:
         """Peak memory of one contender in a new process."""
         with self.progress.stage(f"{label}: memory of {row.contender}") as stage:
-            order = self._order("memory", job, [row.contender])
+            order = self._order("memory", case, [row.contender])
             for event in self._events(order, folder, _TRIMMING, row):
                 note_memory(row, event)
             stage.done(row.reason or f"{format_bytes(row.used_bytes or 0)} used")
@@ -186,8 +186,8 @@ class Bench:
 
     def _together(
         self,
-        job: Job,
-        found: JobResult,
+        case: Case,
+        found: CaseResult,
         names: list[str],
         folder: Path,
         environment: Mapping[str, str] | None,
@@ -195,7 +195,7 @@ class Bench:
     ) -> None:
         rows = [found.rows[name] for name in names]
         with self.progress.stage(f"{label}: interleaved steps") as stage:
-            order = self._order("together", job, names)
+            order = self._order("together", case, names)
             rounds = 0
             for event in self._events(order, folder, environment, *rows):
                 note_event(found, event)
@@ -206,9 +206,9 @@ class Bench:
                     stage.tell(f"round {rounds} of {order['rounds']}", rounds / order["rounds"])
             stage.done(f"{rounds} rounds")
 
-    def _apart(self, job: Job, found: JobResult, variants: tuple[Variant, ...], folder: Path, label: str) -> None:
+    def _apart(self, case: Case, found: CaseResult, variants: tuple[Variant, ...], folder: Path, label: str) -> None:
         """Variants whose device has to be opened otherwise, each in a process of its own, in turns."""
-        order = random.Random(job.seed)
+        order = random.Random(case.seed)
         for number in range(_APART_ROUNDS):
             turns = list(variants)
             order.shuffle(turns)
@@ -218,14 +218,14 @@ class Bench:
                 if device is None:
                     row.status, row.reason = "left out", "one product can't be shared between sub-devices yet"
                 elif row.status != "failed":
-                    self._variant(job, found, row, variant, device, folder, f"{label}, {number + 1}: {variant.name}")
+                    self._variant(case, found, row, variant, device, folder, f"{label}, {number + 1}: {variant.name}")
                     self.save()
 
     def _variant(
-        self, job: Job, found: JobResult, row: Row, variant: Variant, device: DeviceConfig, folder: Path, label: str
+        self, case: Case, found: CaseResult, row: Row, variant: Variant, device: DeviceConfig, folder: Path, label: str
     ) -> None:
         with self.progress.stage(label) as stage:
-            order = self._order("together", job, [variant.engine], device)
+            order = self._order("together", case, [variant.engine], device)
             order["seconds"] /= _APART_ROUNDS * len(found.rows)
             alone = replace(found, rows={variant.engine: row})
             for event in self._events(order, folder, None, row):

@@ -21,7 +21,7 @@ from ttrain.bench.settings import (
     SubdevicesBenchConfig,
     TrainingBenchConfig,
 )
-from ttrain.bench.workload import GPT_WORK, MLP_WORK, Job, MLPWork, ProductWork, Work
+from ttrain.bench.workload import GPT_WORK, MLP_WORK, Case, MLPWork, ProductWork, Work
 from ttrain.device.family import Variant
 
 T = TypeVar("T")
@@ -30,23 +30,23 @@ PUBLISHED_GPT, PUBLISHED_MLP = GPT_WORK["nano32"], MLP_WORK["1024x512"]
 
 @dataclass(frozen=True)
 class Study:
-    """Jobs, each done by all contenders. The first baseline is what the others' work is checked against.
+    """Cases, each done by all contenders. The first baseline is what the others' work is checked against.
 
     `kind` tells how: "contest" is interleaved steps, before them starts in processes of their own where the config asks
     for that; "sweep" the same over many sizes, shown in one table; "startup" starts only; "memory" peak memory first;
-    "chip" variants of running a job on one chip instead of contenders. `published` names the tables of published times
+    "chip" variants of running a case on one chip instead of contenders. `published` names the tables of published times
     that those of a chip can be compared with.
     """
 
     name: str
     label: str  # short, for file names
-    jobs: tuple[Job, ...]
+    cases: tuple[Case, ...]
     contenders: tuple[str, ...]
     reference: str
     kind: str = "contest"
-    variants: tuple[tuple[Variant, ...], ...] = ()  # of each job, on a chip
+    variants: tuple[tuple[Variant, ...], ...] = ()  # of each case, on a chip
     published: tuple[str, ...] = ()
-    published_jobs: tuple[Job, ...] = ()  # what was published and may not be among the jobs
+    published_cases: tuple[Case, ...] = ()  # what was published and may not be among the cases
 
 
 def mlp(config: MLPBenchConfig, seed: int) -> Study:
@@ -137,32 +137,32 @@ def _contest(
     published: tuple[str, ...],
     seed: int,
 ) -> Study:
-    jobs = tuple(job for work in works for job in _jobs(work, config, seed))
+    cases = tuple(case for work in works for case in _cases(work, config, seed))
     contenders = tuple(_unique([*config.baselines, *config.engines]))
     variants = tuple(Variant(name, name) for name in _unique(config.engines))
     return Study(
-        config.name, label, jobs, contenders, "eager" if "eager" in contenders else contenders[0], kind,
-        (variants,) * len(jobs), published, tuple(_as_published(work, seed) for work in known),
+        config.name, label, cases, contenders, "eager" if "eager" in contenders else contenders[0], kind,
+        (variants,) * len(cases), published, tuple(_as_published(work, seed) for work in known),
     )  # fmt: skip
 
 
 def _chip(
     config: ChipBenchConfig, listed: Sequence[tuple[Work, tuple[Variant, ...]]], published: tuple[str, ...], seed: int
 ) -> Study:
-    pairs = [(job, variants) for work, variants in listed if variants for job in _jobs(work, config, seed)]
-    jobs, variants = tuple(job for job, _ in pairs), tuple(ways for _, ways in pairs)
-    return Study(config.name, config.name, jobs, (), "", "chip", variants, published)
+    pairs = [(case, variants) for work, variants in listed if variants for case in _cases(work, config, seed)]
+    cases, variants = tuple(case for case, _ in pairs), tuple(ways for _, ways in pairs)
+    return Study(config.name, config.name, cases, (), "", "chip", variants, published)
 
 
-def _jobs(work: Work, config: ContestConfig | ChipBenchConfig, seed: int) -> list[Job]:
+def _cases(work: Work, config: ContestConfig | ChipBenchConfig, seed: int) -> list[Case]:
     """The work in every precision. The factors of a product stay on the device anyway."""
     resident = config.resident_batch and not isinstance(work, ProductWork)
-    return [Job(work, precision, seed, resident) for precision in _unique(config.precision)]
+    return [Case(work, precision, seed, resident) for precision in _unique(config.precision)]
 
 
-def _as_published(work: Work, seed: int) -> Job:
+def _as_published(work: Work, seed: int) -> Case:
     """The work as the published steps were measured: weights in bf16, one batch on the card."""
-    return Job(work, "bf16", seed) if isinstance(work, ProductWork) else Job(work, "bf16_pure", seed, resident=True)
+    return Case(work, "bf16", seed) if isinstance(work, ProductWork) else Case(work, "bf16_pure", seed, resident=True)
 
 
 def _unique(values: Iterable[T]) -> list[T]:

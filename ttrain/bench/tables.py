@@ -4,68 +4,68 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ttrain.bench.results import BASELINE_SIDE, COST_MODEL, MOCKED, Earlier, JobResult, Row
+from ttrain.bench.results import BASELINE_SIDE, COST_MODEL, MOCKED, CaseResult, Earlier, Row
 from ttrain.core.units import format_bytes, format_count
 
 Lines = list[list[str]]
 
 
-def tables_of(job: JobResult, kind: str, earlier: Earlier | None) -> list[Lines]:
-    """The tables of one job; `kind` is the study's."""
-    if kind == "chip" or job.basis in (COST_MODEL, MOCKED):
-        found = [chip_table(job, earlier)]
+def tables_of(case: CaseResult, kind: str, earlier: Earlier | None) -> list[Lines]:
+    """The tables of one case; `kind` is the study's."""
+    if kind == "chip" or case.basis in (COST_MODEL, MOCKED):
+        found = [chip_table(case, earlier)]
     elif kind == "startup":
-        found = [startup_table(job)]
+        found = [startup_table(case)]
     elif kind == "memory":
-        found = [memory_table(job), speed_table(job, earlier)]
+        found = [memory_table(case), speed_table(case, earlier)]
     else:
-        found = [speed_table(job, earlier), ratio_table(job), start_table(job)]
+        found = [speed_table(case, earlier), ratio_table(case), start_table(case)]
     return [lines for lines in found if lines]
 
 
-def speed_table(job: JobResult, earlier: Earlier | None) -> Lines:
+def speed_table(case: CaseResult, earlier: Earlier | None) -> Lines:
     """Step times, one line per contender. `x` is how many times as fast as the best of PyTorch."""
-    titles = ["contender", "ms/step", "quartiles", "x", "95 %", f"{job.item}/s", "mfu"]
+    titles = ["contender", "ms/step", "quartiles", "x", "95 %", f"{case.item}/s", "mfu"]
     lines = [[*titles, *(["earlier ms", "x earlier"] if earlier else []), "same work"]]
-    for row in job.rows.values():
-        times, steps, speed, mfu = job.ratio(row, job.best_baseline), row.spread, job.per_second(row), job.mfu(row)
+    for row in case.rows.values():
+        times, steps, speed, mfu = case.ratio(row, case.best_baseline), row.spread, case.per_second(row), case.mfu(row)
         line = [
             row.contender,
             ms(steps.median) if steps else "",
             f"{ms(steps.q1)} – {ms(steps.q3)}" if steps else "",
             f"{times.ratio:.2f}" if times else "",
-            f"{times.low:.2f} – {times.high:.2f}" if times and row is not job.best_baseline else "",
+            f"{times.low:.2f} – {times.high:.2f}" if times and row is not case.best_baseline else "",
             format_count(speed) if speed else "",
             f"{100 * mfu:.1f} %" if mfu else "",
         ]
-        lines.append([*line, *_before(job, row, earlier), "yes" if row.status == "ok" else row.status])
+        lines.append([*line, *_before(case, row, earlier), "yes" if row.status == "ok" else row.status])
     return lines
 
 
-def _before(job: JobResult, row: Row, earlier: Earlier | None) -> list[str]:
+def _before(case: CaseResult, row: Row, earlier: Earlier | None) -> list[str]:
     """Cells about an earlier result, where there is one."""
     if earlier is None:
         return []
-    before, steps = earlier.find(job, row), row.spread
+    before, steps = earlier.find(case, row), row.spread
     return [ms(before.median) if before else "", f"{before.median / steps.median:.2f}" if before and steps else ""]
 
 
-def ratio_table(job: JobResult) -> Lines:
+def ratio_table(case: CaseResult) -> Lines:
     """Ours in lines, everybody in columns: how many times as fast, with the interval of 95 %."""
-    timed = [row for row in job.rows.values() if row.timed]
+    timed = [row for row in case.rows.values() if row.timed]
     ours = [row for row in timed if row.side != BASELINE_SIDE]
     lines = [["times as fast as", *(row.contender for row in timed)]]
     for row in ours:
-        found = [None if other is row else job.ratio(row, other) for other in timed]
+        found = [None if other is row else case.ratio(row, other) for other in timed]
         cells = [f"{times.ratio:.2f} ({times.low:.2f} – {times.high:.2f})" if times else "" for times in found]
         lines.append([row.contender, *cells])
     return lines if ours and len(timed) > 1 else []
 
 
-def start_table(job: JobResult) -> Lines:
+def start_table(case: CaseResult) -> Lines:
     """Starts and memory, from a process per contender; empty where that was left out."""
     lines = [["contender", "cold start", "warm start", "peak memory", "above imports", "after first step"]]
-    for row in job.rows.values():
+    for row in case.rows.values():
         if row.peak_bytes is None or row.base_bytes is None:
             continue
         lines.append(
@@ -81,10 +81,10 @@ def start_table(job: JobResult) -> Lines:
     return lines if len(lines) > 1 else []
 
 
-def startup_table(job: JobResult) -> Lines:
+def startup_table(case: CaseResult) -> Lines:
     """Medians and ranges of repeated starts. The imports of the process come on top of each."""
     lines = [["contender", "cold start", "range", "warm start", "range", "imports", "starts"]]
-    for row in job.rows.values():
+    for row in case.rows.values():
         if row.warm_s is None:
             continue
         lines.append(
@@ -96,10 +96,10 @@ def startup_table(job: JobResult) -> Lines:
     return lines if len(lines) > 1 else []
 
 
-def memory_table(job: JobResult) -> Lines:
+def memory_table(case: CaseResult) -> Lines:
     """Planned beside measured: memory above the process's own, and the time of a step."""
     lines = [["contender", "planned", "measured", "off by", "while building", "process", "planned ms", "ms", "off by"]]
-    for row in job.rows.values():
+    for row in case.rows.values():
         if row.used_bytes is None or row.peak_bytes is None or row.base_bytes is None:
             continue
         planned, used, steps = row.planned_bytes, row.used_bytes, row.spread
@@ -119,15 +119,15 @@ def memory_table(job: JobResult) -> Lines:
     return lines if len(lines) > 1 else []
 
 
-def chip_table(job: JobResult, earlier: Earlier | None) -> Lines:
+def chip_table(case: CaseResult, earlier: Earlier | None) -> Lines:
     """Ways to use a chip: time, rate, share of the peak, and what was published for the same."""
-    titles = ["way", "ms", f"{job.item}/s", "TFLOP/s", "of peak", "bound by", "published ms", "model of it", "off by"]
+    titles = ["way", "ms", f"{case.item}/s", "TFLOP/s", "of peak", "bound by", "published ms", "model of it", "off by"]
     lines = [[*titles, *(["earlier ms", "x earlier"] if earlier else [])]]
-    for row in job.rows.values():
-        steps, speed = row.spread, job.per_second(row)
-        rate = job.flops_per_step / steps.median / 1e9 if steps and job.flops_per_step else None
+    for row in case.rows.values():
+        steps, speed = row.spread, case.per_second(row)
+        rate = case.flops_per_step / steps.median / 1e9 if steps and case.flops_per_step else None
         again, published = row.reproduced_ms, row.published_ms
-        share = row.facts.get("of_peak", job.mfu(row))
+        share = row.facts.get("of_peak", case.mfu(row))
         cells = [
             ms(steps.median) if steps else row.status,
             format_count(speed) if speed else "",
@@ -138,41 +138,41 @@ def chip_table(job: JobResult, earlier: Earlier | None) -> Lines:
             "" if again is None else ms(again),
             _off(again, published) if again and published else "",
         ]
-        lines.append([row.contender, *cells, *_before(job, row, earlier)])
+        lines.append([row.contender, *cells, *_before(case, row, earlier)])
     used = [column for column in range(len(lines[0])) if any(line[column] for line in lines[1:])]
     return [[line[column] for column in used] for line in lines]
 
 
-def sweep_tables(jobs: Sequence[JobResult], earlier: Earlier | None) -> list[tuple[str, Lines]]:
+def sweep_tables(cases: Sequence[CaseResult], earlier: Earlier | None) -> list[tuple[str, Lines]]:
     """One table per precision with a line per size: milliseconds of everybody, and ours against the best of PyTorch."""
     found = []
-    for precision in dict.fromkeys(job.precision for job in jobs):
-        chosen = [job for job in jobs if job.precision == precision]
-        names = list(dict.fromkeys(name for job in chosen for name in job.rows))
-        ours = [name for name in names if any(job.rows[name].side == "ttrain" for job in chosen if name in job.rows)]
+    for precision in dict.fromkeys(case.precision for case in cases):
+        chosen = [case for case in cases if case.precision == precision]
+        names = list(dict.fromkeys(name for case in chosen for name in case.rows))
+        ours = [name for name in names if any(case.rows[name].side == "ttrain" for case in chosen if name in case.rows)]
         products = chosen[0].item == "products"
         rates = [f"{name} TFLOP/s" for name in names] + [f"{name} of peak" for name in names] if products else []
         titles = ["size", *(f"{name} ms" for name in names), *rates, *(f"x {name}" for name in ours)]
         lines = [[*titles, *([f"{name} x earlier" for name in names] if earlier else [])]]
-        lines += [_sweep_line(job, names, ours, products, earlier) for job in chosen]
+        lines += [_sweep_line(case, names, ours, products, earlier) for case in chosen]
         found.append((precision, lines))
     return found
 
 
 def _sweep_line(
-    job: JobResult, names: Sequence[str], ours: Sequence[str], products: bool, earlier: Earlier | None
+    case: CaseResult, names: Sequence[str], ours: Sequence[str], products: bool, earlier: Earlier | None
 ) -> list[str]:
-    rows = [job.rows.get(name) or Row(name) for name in names]
-    line = [job.title, *(_cell(row) for row in rows)]
+    rows = [case.rows.get(name) or Row(name) for name in names]
+    line = [case.title, *(_cell(row) for row in rows)]
     if products:
-        flops = job.flops_per_step or 0.0
+        flops = case.flops_per_step or 0.0
         line += [f"{flops / row.spread.median / 1e9:.3g}" if row.spread else "" for row in rows]
-        line += [f"{100 * share:.0f} %" if (share := job.mfu(row)) else "" for row in rows]
+        line += [f"{100 * share:.0f} %" if (share := case.mfu(row)) else "" for row in rows]
     for name in ours:
-        times = job.ratio(job.rows[name], job.best_baseline) if name in job.rows else None
+        times = case.ratio(case.rows[name], case.best_baseline) if name in case.rows else None
         line.append(f"{times.ratio:.2f}" if times else "")
     if earlier is not None:
-        line += [_before(job, row, earlier)[1] for row in rows]
+        line += [_before(case, row, earlier)[1] for row in rows]
     return line
 
 

@@ -1,6 +1,6 @@
 """The measuring processes of a benchmark: `python -m ttrain.bench.worker <order.json> <events.jsonl>`.
 
-An order holds a job, the contenders and what to do: `alone` measures one contender's start and memory, `memory` its
+An order holds a case, the contenders and what to do: `alone` measures one contender's start and memory, `memory` its
 memory above what the process needs for any work, `together` checks and times several in turns, `host` times what one
 costs the host on a mocked board. Every finding is appended to the events file as one JSON line at once, so that
 whoever started the process has all of it even if the process is ended.
@@ -25,7 +25,7 @@ from ttrain.bench.engines import EngineContender, step_graph
 from ttrain.bench.interleave import Seat, interleave
 from ttrain.bench.memory import PeakMemory, return_free_memory
 from ttrain.bench.reason import reason
-from ttrain.bench.workload import Job, ProductWork
+from ttrain.bench.workload import Case, ProductWork
 from ttrain.config import build, registry
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
@@ -57,26 +57,26 @@ def device_of(order: Mapping[str, Any]) -> DeviceConfig:
     return config
 
 
-def contender_of(name: str, order: Mapping[str, Any], job: Job) -> Contender:
-    return make_contender(name, job, device_of(order), EngineConfig(**order["engine"]))
+def contender_of(name: str, order: Mapping[str, Any], case: Case) -> Contender:
+    return make_contender(name, case, device_of(order), EngineConfig(**order["engine"]))
 
 
-def make_contender(name: str, job: Job, device: DeviceConfig, engine: EngineConfig) -> Contender:
+def make_contender(name: str, case: Case, device: DeviceConfig, engine: EngineConfig) -> Contender:
     """A contender by its name in the config. `engine` gives the options that all engines of ours take."""
-    if isinstance(job.work, ProductWork):
+    if isinstance(case.work, ProductWork):
         from ttrain.bench.products import EngineProduct, TorchProduct
 
-        return TorchProduct(name, job, device) if name == "eager" else EngineProduct(name, job, device, engine)
+        return TorchProduct(name, case, device) if name == "eager" else EngineProduct(name, case, device, engine)
     if name in ("eager", "compile", "compile_all"):
         from ttrain.bench.baselines import PyTorchContender
 
-        return PyTorchContender(name, job, device)
-    return EngineContender(name, job, device, engine)
+        return PyTorchContender(name, case, device)
+    return EngineContender(name, case, device, engine)
 
 
 def alone(order: Mapping[str, Any], emit: Emit) -> None:
     """Start one contender in this fresh process: time to its first step, and memory."""
-    job, name = Job.of(order["job"]), order["contenders"][0]
+    case, name = Case.of(order["case"]), order["contenders"][0]
     opened = build.build_device(device_of(order))
     if not opened.computes:
         return emit({"event": "refused", "reason": _no_values(opened.name)})
@@ -84,7 +84,7 @@ def alone(order: Mapping[str, Any], emit: Emit) -> None:
     base, imports = usage.now(), time.time() - psutil.Process().create_time()
     start = time.perf_counter()
     try:
-        contender = contender_of(name, order, job)
+        contender = contender_of(name, order, case)
         contender.build()
         built = time.perf_counter() - start
         first = contender.loss(contender.step(1))
@@ -113,18 +113,18 @@ def memory(order: Mapping[str, Any], emit: Emit) -> None:
     """Peak memory of a contender in this fresh process, above what the process holds after the same work on a small
     scale and with the batches in memory: what a plan can speak of.
     """
-    job, name = Job.of(order["job"]), order["contenders"][0]
+    case, name = Case.of(order["case"]), order["contenders"][0]
     opened = build.build_device(device_of(order))
     if not opened.computes:
         return emit({"event": "refused", "reason": _no_values(opened.name)})
     usage = PeakMemory(opened.name)
     try:
-        _warm_up(name, order, job)
-        held = sum(array.nbytes for batch in job.batches for array in batch.values())
+        _warm_up(name, order, case)
+        held = sum(array.nbytes for batch in case.batches for array in batch.values())
         return_free_memory()
         base = usage.now()
         usage.reset()
-        contender = contender_of(name, order, job)
+        contender = contender_of(name, order, case)
         contender.build()
         losses = first_steps(contender).losses
         building = usage.peak()
@@ -150,9 +150,9 @@ def host(order: Mapping[str, Any], emit: Emit) -> None:
     """Host time of an optimizer step on a board that computes nothing."""
     from ttrain.train.steps.dry_run import dispatch_ms
 
-    job, name = Job.of(order["job"]), order["contenders"][0]
+    case, name = Case.of(order["case"]), order["contenders"][0]
     try:
-        contender = contender_of(name, order, job)
+        contender = contender_of(name, order, case)
         contender.build()
         assert isinstance(contender, EngineContender) and not contender.device.computes
         found = [dispatch_ms(contender.step) for _ in range(HOST_ROUNDS)]
@@ -163,9 +163,9 @@ def host(order: Mapping[str, Any], emit: Emit) -> None:
     contender.close()
 
 
-def _warm_up(name: str, order: Mapping[str, Any], job: Job) -> None:
+def _warm_up(name: str, order: Mapping[str, Any], case: Case) -> None:
     """The same ops on a small scale: modules, threads, compiled code and the libraries' own memory come to stay."""
-    small = contender_of(name, order, replace(job, work=job.training.smaller()))
+    small = contender_of(name, order, replace(case, work=case.training.smaller()))
     small.build()
     first_steps(small)
     small.close()
@@ -173,37 +173,37 @@ def _warm_up(name: str, order: Mapping[str, Any], job: Job) -> None:
 
 def together(order: Mapping[str, Any], emit: Emit) -> None:
     """Build all contenders in this process, check that they do the same work, and let them take turns."""
-    job = Job.of(order["job"])
+    case = Case.of(order["case"])
     opened = build.build_device(device_of(order))
     if not opened.computes:
         return emit({"event": "refused", "reason": _no_values(opened.name)})
-    emit({"event": "environment", "device": opened.describe(), **_work_facts(job, opened.name, order)})
-    built, firsts = _build_all(order, job, emit)
+    emit({"event": "environment", "device": opened.describe(), **_work_facts(case, opened.name, order)})
+    built, firsts = _build_all(order, case, emit)
     if not built:
         return
-    _check(job, built, firsts, order["reference"], emit)
+    _check(case, built, firsts, order["reference"], emit)
     gc.freeze()  # what exists now lives to the end and need not be searched again
     seats = [Seat(contender, STEPS) for contender in built]
     for seat in seats:
         turn_seconds = order["seconds"] / (order["rounds"] * len(seats))
         seat.size(firsts[seat.contender.name].step_seconds, turn_seconds)
     cpu = _CpuShare()
-    for turns in interleave(seats, order["rounds"], order["seconds"], each=opened.name == "cpu", seed=job.seed):
+    for turns in interleave(seats, order["rounds"], order["seconds"], each=opened.name == "cpu", seed=case.seed):
         emit({"event": "round", "turns": [asdict(turn) for turn in turns], "others_cpu": cpu.others()})
     for contender in built:
         emit({"event": "facts", "contender": contender.name, "facts": contender.facts()})
     if order.get("planned"):
-        _plan(job, built, opened, emit)
+        _plan(case, built, opened, emit)
     for contender in built:
         contender.close()
 
 
-def _plan(job: Job, built: Sequence[Contender], opened: Device, emit: Emit) -> None:
+def _plan(case: Case, built: Sequence[Contender], opened: Device, emit: Emit) -> None:
     """What `task=plan` expects of a step, from kernels that are timed now: while the machine is as it was just now."""
     from ttrain.bench.expected import expected_seconds
 
     for contender in built:
-        seconds = expected_seconds(job, contender, opened)
+        seconds = expected_seconds(case, contender, opened)
         if seconds is not None:
             emit({"event": "planned", "contender": contender.name, "step_ms": 1e3 * seconds})
 
@@ -212,13 +212,13 @@ def _no_values(device: str) -> str:
     return f"device {device} computes no values, so there is nothing to time. Give device=cpu or device=cuda."
 
 
-def _build_all(order: Mapping[str, Any], job: Job, emit: Emit) -> tuple[list[Contender], dict[str, FirstSteps]]:
+def _build_all(order: Mapping[str, Any], case: Case, emit: Emit) -> tuple[list[Contender], dict[str, FirstSteps]]:
     """The contenders that can be built, and what their first steps gave."""
     built, firsts = [], {}
     for name in order["contenders"]:
         emit({"event": "building", "contender": name})
         try:
-            contender = contender_of(name, order, job)
+            contender = contender_of(name, order, case)
             contender.build()
             firsts[name] = first_steps(contender)
         except Exception as error:  # what a contender raises is its result
@@ -229,31 +229,31 @@ def _build_all(order: Mapping[str, Any], job: Job, emit: Emit) -> tuple[list[Con
     return built, firsts
 
 
-def _check(job: Job, built: Sequence[Contender], firsts: Mapping[str, FirstSteps], wanted: str, emit: Emit) -> None:
+def _check(case: Case, built: Sequence[Contender], firsts: Mapping[str, FirstSteps], wanted: str, emit: Emit) -> None:
     """Compare everybody with the wanted reference, or with the first contender where that one could not be built."""
     reference = next((contender for contender in built if contender.name == wanted), built[0])
     for contender in built:
         mine = firsts[contender.name].losses
-        found = agreement(job, contender, mine, reference, firsts[reference.name].losses)
+        found = agreement(case, contender, mine, reference, firsts[reference.name].losses)
         emit(
             {
                 "event": "checked", "contender": contender.name, "reference": reference.name, "losses": mine,
                 "loss_difference": found.loss, "weight_difference": found.weights,
-                "problem": found.problem(job.precision, reference.name),
+                "problem": found.problem(case.precision, reference.name),
             }
         )  # fmt: skip
 
 
-def _work_facts(job: Job, device: str, order: Mapping[str, Any]) -> dict[str, Any]:
+def _work_facts(case: Case, device: str, order: Mapping[str, Any]) -> dict[str, Any]:
     """FLOPs of one step as the ops of our graph declare them, and the peak that mfu is relative to."""
     from ttrain.train.forecast.peak import measured_peak
     from ttrain.train.steps.session import flops_per_step
 
-    peak = measured_peak(device, str(job.dtypes.compute), order["device"].get("index", 0))
-    if isinstance(job.work, ProductWork):
-        return {"flops_per_step": job.work.flops, "peak_flops": peak, "parameters": None}
-    flops = flops_per_step(step_graph(job))
-    return {"flops_per_step": flops, "peak_flops": peak, "parameters": job.model.parameter_count}
+    peak = measured_peak(device, str(case.dtypes.compute), order["device"].get("index", 0))
+    if isinstance(case.work, ProductWork):
+        return {"flops_per_step": case.work.flops, "peak_flops": peak, "parameters": None}
+    flops = flops_per_step(step_graph(case))
+    return {"flops_per_step": flops, "peak_flops": peak, "parameters": case.model.parameter_count}
 
 
 class _CpuShare:

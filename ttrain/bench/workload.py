@@ -188,7 +188,7 @@ def work_of(values: dict[str, Any]) -> Work:
 
 
 @dataclass(frozen=True)
-class Job:
+class Case:
     """One work at one precision from one seed: what a contender is built for."""
 
     work: Work
@@ -238,5 +238,5 @@ class Job:
         return {**asdict(self), "work": asdict(self.work)}
 
     @staticmethod
-    def of(values: dict[str, Any]) -> Job:
-        return Job(**{**values, "work": work_of(values["work"])})
+    def of(values: dict[str, Any]) -> Case:
+        return Case(**{**values, "work": work_of(values["work"])})

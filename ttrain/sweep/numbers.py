@@ -99,11 +99,11 @@ def _bench(results: dict[str, Any]) -> Numbers:
     """
     found: Numbers = {}
     ratios: list[float] = []
-    jobs = results.get("jobs") or []
-    for job in jobs:
-        before = f"{job.get('title')} " if len({other.get("title") for other in jobs}) > 1 else ""
-        before += f"{job.get('precision')} " if len({other.get("precision") for other in jobs}) > 1 else ""
-        times = dict(_times(job))
+    cases = results.get("cases") or []
+    for case in cases:
+        before = f"{case.get('title')} " if len({other.get("title") for other in cases}) > 1 else ""
+        before += f"{case.get('precision')} " if len({other.get("precision") for other in cases}) > 1 else ""
+        times = dict(_times(case))
         found |= {f"{before}{name}_ms": time for (_, name), time in times.items()}
         ours = [time for (side, _), time in times.items() if side == "ttrain"]
         others = [time for (side, _), time in times.items() if side == "PyTorch"]
@@ -113,8 +113,8 @@ def _bench(results: dict[str, Any]) -> Numbers:
     return {**found, "times_as_fast": min(ratios)} if ratios else found
 
 
-def _times(job: dict[str, Any]) -> Iterator[tuple[tuple[str, str], float]]:
-    for row in job.get("rows") or []:
+def _times(case: dict[str, Any]) -> Iterator[tuple[tuple[str, str], float]]:
+    for row in case.get("rows") or []:
         median = (row.get("step_ms") or {}).get("median")
         if row.get("status") == "ok" and median is not None:
             yield (str(row.get("side")), str(row.get("contender"))), float(median)

@@ -43,7 +43,7 @@ def run(config: Config) -> None:
         result.notes.append("PyTorch does not take part: it would run on this machine, and the chip is not here.")
 
     def save() -> None:
-        result.environment["device"] = next((job.device for job in result.jobs if job.device), {})
+        result.environment["device"] = next((case.device for case in result.cases if case.device), {})
         folders.save(result, folder, earlier)
 
     bench = Bench(study, settings, device, config.engine, config.plugins, result, Progress(), save)

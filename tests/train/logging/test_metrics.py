@@ -161,19 +161,19 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         start(tmp_path, [])
 
 
-def test_one_run_per_job_finished_also_on_failure(fake: Any, tmp_path: Path, make_job: Any) -> None:
+def test_one_run_per_job_finished_also_on_failure(fake: Any, tmp_path: Path, make_training: Any) -> None:
     fake.key = "key"
     for number, poison in enumerate([None, 3, None]):
-        (tmp_path / f"job{number}").mkdir()
-        view = start(tmp_path / f"job{number}", [])
-        job = make_job(f"job{number}", views=[view], poison_step=poison)
+        (tmp_path / f"training{number}").mkdir()
+        view = start(tmp_path / f"training{number}", [])
+        training = make_training(f"training{number}", views=[view], poison_step=poison)
         exit_code = 0
         try:
-            job.loop.run()
+            training.loop.run()
         except NonFiniteError as error:
             exit_code = error.exit_code
         finally:
-            job.close(exit_code)
+            training.close(exit_code)
     assert [run.exit_codes for run in fake.runs] == [[0], [1], [0]]
     assert [run.logged[-1]["step"] for run in fake.runs] == [12, 3, 12]
     assert len({run.id for run in fake.runs}) == 3

@@ -26,39 +26,41 @@ from ttrain.train.loop.evaluate import EvaluationResult
 from ttrain.train.steps.seeds import step_seed
 from ttrain.train.steps.step import StepResult, StepUnderWay, TrainStep
 
-MakeJob = Any
+MakeTraining = Any
 
 
-def lines(job: Any) -> list[dict[str, Any]]:
-    return list(read_metrics(job.run_directory.metrics))
+def lines(training: Any) -> list[dict[str, Any]]:
+    return list(read_metrics(training.run_directory.metrics))
 
 
-def losses(job: Any) -> list[tuple[int, str, float]]:
-    return [(line["step"], key, line[key]) for line in lines(job) for key in ("train/loss", "val/loss") if key in line]
+def losses(training: Any) -> list[tuple[int, str, float]]:
+    return [
+        (line["step"], key, line[key]) for line in lines(training) for key in ("train/loss", "val/loss") if key in line
+    ]
 
 
-def steps_on_disk(job: Any) -> list[int]:
-    return [checkpoint.step for checkpoint in list_checkpoints(job.run_directory.checkpoints)[0]]
+def steps_on_disk(training: Any) -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(training.run_directory.checkpoints)[0]]
 
 
-def interrupt_after(job: Any, step: int, number: int = signal.SIGINT) -> None:
+def interrupt_after(training: Any, step: int, number: int = signal.SIGINT) -> None:
     """Sends the process a signal while the step runs."""
-    original = job.loop.driver.step.start
+    original = training.loop.driver.step.start
 
     def start(batch: Any, rates: Any, current: int, following: Any) -> StepUnderWay:
         if current == step:
             os.kill(os.getpid(), number)
         return original(batch, rates, current, following)
 
-    job.loop.driver.step.start = start
+    training.loop.driver.step.start = start
 
 
-def reference_run(job: Any, steps: int) -> list[float]:
+def reference_run(training: Any, steps: int) -> list[float]:
     """The same training written out plainly: one loss per step."""
-    model, table, velocity = job.model, None, None
+    model, table, velocity = training.model, None, None
     found = []
     for step in range(1, steps + 1):
-        batch = job.dataset.batch("train", 7, 4 * (step - 1), 4)
+        batch = training.dataset.batch("train", 7, 4 * (step - 1), 4)
         table = model.state.arrays["table.weight"] if table is None else table
         velocity = np.zeros_like(table) if velocity is None else velocity
         model.state.arrays["table.weight"] = table
@@ -72,19 +74,19 @@ def reference_run(job: Any, steps: int) -> list[float]:
     return found
 
 
-def test_equals_a_plain_loop(make_job: MakeJob) -> None:
-    job, plain = make_job(), make_job("plain")
-    job.loop.run()
+def test_equals_a_plain_loop(make_training: MakeTraining) -> None:
+    training, plain = make_training(), make_training("plain")
+    training.loop.run()
     expected = reference_run(plain, 12)
-    assert [line["train/loss"] for line in lines(job) if "train/loss" in line] == expected
-    assert np.array_equal(job.model.state.arrays["table.weight"], plain.model.state.arrays["table.weight"])
+    assert [line["train/loss"] for line in lines(training) if "train/loss" in line] == expected
+    assert np.array_equal(training.model.state.arrays["table.weight"], plain.model.state.arrays["table.weight"])
     assert expected[-1] < expected[0]
 
 
-def test_metrics_of_a_step(make_job: MakeJob) -> None:
-    job = make_job(steps=2)
-    job.loop.run()
-    first = lines(job)[0]
+def test_metrics_of_a_step(make_training: MakeTraining) -> None:
+    training = make_training(steps=2)
+    training.loop.run()
+    first = lines(training)[0]
     assert first["step"] == 1 and first["lr"] == pytest.approx(0.495) and first["nonfinite_steps"] == 0
     assert first.keys() == {
         "step",
@@ -100,22 +102,22 @@ def test_metrics_of_a_step(make_job: MakeJob) -> None:
     assert first["tokens_per_s"] * first["step_ms"] / 1e3 == pytest.approx(first["tokens"], rel=1e-2)
 
 
-def test_log_every(make_job: MakeJob) -> None:
-    job = make_job(steps=11, log_every=4, eval_every=None)
-    job.loop.run()
-    assert [line["step"] for line in lines(job) if "train/loss" in line] == [4, 8, 11]
+def test_log_every(make_training: MakeTraining) -> None:
+    training = make_training(steps=11, log_every=4, eval_every=None)
+    training.loop.run()
+    assert [line["step"] for line in lines(training) if "train/loss" in line] == [4, 8, 11]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
-def test_accumulation_weighs_by_valid_targets(make_job: MakeJob, accumulation: int) -> None:
+def test_accumulation_weighs_by_valid_targets(make_training: MakeTraining, accumulation: int) -> None:
     """Without dropout, the split into micro-batches changes neither losses nor parameters beyond rounding."""
     results = []
     for count in (1, accumulation):
-        job = make_job(f"run{count}_{len(results)}", accumulation=count)
-        original = job.model._loss
-        job.model._loss = lambda inputs, masked, loss=original: loss(inputs, masked=False)
-        job.loop.run()
-        results.append((losses(job), job.model.state.arrays["table.weight"]))
+        training = make_training(f"run{count}_{len(results)}", accumulation=count)
+        original = training.model._loss
+        training.model._loss = lambda inputs, masked, loss=original: loss(inputs, masked=False)
+        training.loop.run()
+        results.append((losses(training), training.model.state.arrays["table.weight"]))
     (expected, table), (found, other) = results
     assert [entry[:2] for entry in found] == [entry[:2] for entry in expected]
     np.testing.assert_allclose([entry[2] for entry in found], [entry[2] for entry in expected], rtol=1e-5)
@@ -165,140 +167,142 @@ def test_seeds_differ_in_every_argument_and_repeat() -> None:
     assert step_seed(1, 2, 3, 4) == step_seed(1, 2, 3, 4) == 7597657864365363701
 
 
-def test_evaluation_uses_held_out_batches_only(make_job: MakeJob) -> None:
-    job = make_job(steps=8, eval_sequences=8)
-    job.loop.run()
-    assert [entry for entry in job.dataset.asked if entry[0] == "val"] == [("val", 0), ("val", 4)] * 3
-    assert [entry[1] for entry in job.dataset.asked if entry[0] == "train"] == list(range(0, 32, 4))
+def test_evaluation_uses_held_out_batches_only(make_training: MakeTraining) -> None:
+    training = make_training(steps=8, eval_sequences=8)
+    training.loop.run()
+    assert [entry for entry in training.dataset.asked if entry[0] == "val"] == [("val", 0), ("val", 4)] * 3
+    assert [entry[1] for entry in training.dataset.asked if entry[0] == "train"] == list(range(0, 32, 4))
     total, count = 0.0, 0
     for index in range(2):
-        batch = job.dataset.batch("val", 0, 4 * index, 4)
+        batch = training.dataset.batch("val", 0, 4 * index, 4)
         tokens, targets = batch["tokens"].reshape(-1), batch["targets"].reshape(-1)
-        logits = job.model.state.arrays["table.weight"].astype(np.float64)[tokens[targets >= 0]]
+        logits = training.model.state.arrays["table.weight"].astype(np.float64)[tokens[targets >= 0]]
         picked = logits[np.arange(len(logits)), targets[targets >= 0]]
         total += (np.log(np.exp(logits).sum(1)) - picked).sum()
         count += len(logits)
-    assert job.loop.progress.val_loss == pytest.approx(total / count, rel=1e-6)
+    assert training.loop.progress.val_loss == pytest.approx(total / count, rel=1e-6)
 
 
-def test_whole_held_out_split(make_job: MakeJob) -> None:
-    job = make_job(steps=4, eval_sequences=None)
-    job.loop.run()
-    assert [index for split, index in job.dataset.asked if split == "val"] == [0, 4, 8] * 2  # counted first
+def test_whole_held_out_split(make_training: MakeTraining) -> None:
+    training = make_training(steps=4, eval_sequences=None)
+    training.loop.run()
+    assert [index for split, index in training.dataset.asked if split == "val"] == [0, 4, 8] * 2  # counted first
 
 
-def test_last_step_is_evaluated_and_saved_once(make_job: MakeJob) -> None:
-    job = make_job(steps=5, eval_every=None, save_every=None, save_minutes=None)
-    job.loop.run()
-    assert [line["step"] for line in lines(job) if "val/loss" in line] == [5]
-    assert steps_on_disk(job) == [5]
-    manifest = json.loads((job.run_directory.checkpoints / "step_00000005" / "manifest.json").read_text())
-    assert manifest["val_loss"] == job.loop.progress.val_loss
+def test_last_step_is_evaluated_and_saved_once(make_training: MakeTraining) -> None:
+    training = make_training(steps=5, eval_every=None, save_every=None, save_minutes=None)
+    training.loop.run()
+    assert [line["step"] for line in lines(training) if "val/loss" in line] == [5]
+    assert steps_on_disk(training) == [5]
+    manifest = json.loads((training.run_directory.checkpoints / "step_00000005" / "manifest.json").read_text())
+    assert manifest["val_loss"] == training.loop.progress.val_loss
 
 
-def test_saves_by_steps_keep_the_newest(make_job: MakeJob) -> None:
-    job = make_job(steps=11, save_every=2, keep_last=3, keep_best=False, eval_every=None)
-    job.loop.run()
-    assert steps_on_disk(job) == [8, 10, 11]
+def test_saves_by_steps_keep_the_newest(make_training: MakeTraining) -> None:
+    training = make_training(steps=11, save_every=2, keep_last=3, keep_best=False, eval_every=None)
+    training.loop.run()
+    assert steps_on_disk(training) == [8, 10, 11]
 
 
-def test_saves_by_time(make_job: MakeJob) -> None:
-    job = make_job(steps=6, save_every=None, save_minutes=1.0, keep_last=9, eval_every=None)
+def test_saves_by_time(make_training: MakeTraining) -> None:
+    training = make_training(steps=6, save_every=None, save_minutes=1.0, keep_last=9, eval_every=None)
     seconds = iter(range(0, 10_000, 25))
-    job.loop.clock = lambda: float(next(seconds))
-    job.loop.__post_init__()
-    job.loop.run()
-    assert 1 < len(steps_on_disk(job)) < 6
+    training.loop.clock = lambda: float(next(seconds))
+    training.loop.__post_init__()
+    training.loop.run()
+    assert 1 < len(steps_on_disk(training)) < 6
 
 
-def test_the_best_is_kept(make_job: MakeJob) -> None:
-    job = make_job(steps=8, eval_every=1, save_every=None, keep_last=1)
+def test_the_best_is_kept(make_training: MakeTraining) -> None:
+    training = make_training(steps=8, eval_every=1, save_every=None, keep_last=1)
     values = map(EvaluationResult, [3.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0])
-    job.loop.evaluation = lambda stopped: next(values)
-    progress = job.loop.run()
+    training.loop.evaluation = lambda stopped: next(values)
+    progress = training.loop.run()
     assert (progress.best_step, progress.best_val_loss) == (2, 1.0)
-    assert steps_on_disk(job) == [2, 8]
+    assert steps_on_disk(training) == [2, 8]
 
 
-def test_early_stop(make_job: MakeJob) -> None:
-    job = make_job(steps=20, eval_every=2, early_stop=2, min_improvement=0.5)
+def test_early_stop(make_training: MakeTraining) -> None:
+    training = make_training(steps=20, eval_every=2, early_stop=2, min_improvement=0.5)
     values = map(EvaluationResult, [3.0, 2.0, 1.8, 1.6, 0.1])
-    job.loop.evaluation = lambda stopped: next(values)
-    progress = job.loop.run()
+    training.loop.evaluation = lambda stopped: next(values)
+    progress = training.loop.run()
     assert (progress.step, progress.best_step, progress.stale_evaluations) == (8, 4, 2)
-    assert steps_on_disk(job)[-1] == 8
-    job.close()
-    again = make_job(resume=True, steps=20, eval_every=2, early_stop=2, min_improvement=0.5)
+    assert steps_on_disk(training)[-1] == 8
+    training.close()
+    again = make_training(resume=True, steps=20, eval_every=2, early_stop=2, min_improvement=0.5)
     assert again.loop.run().step == 8
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("attempts", [(7, 14), (3, 6, 14), (1, 13, 14)])
-def test_resumed_run_is_the_uninterrupted_one(make_job: MakeJob, attempts: tuple[int, ...], accumulation: int) -> None:
+def test_resumed_run_is_the_uninterrupted_one(
+    make_training: MakeTraining, attempts: tuple[int, ...], accumulation: int
+) -> None:
     """Batches, dropout seeds, losses, parameters and loop state, over two and three attempts, between evaluations."""
     settings = {"steps": 14, "accumulation": accumulation, "save_every": 5}
-    whole = make_job("whole", **settings)
+    whole = make_training("whole", **settings)
     whole.loop.run()
     for number, attempt in enumerate(attempts):
-        job = make_job("attempts", resume=number > 0, **settings)
+        training = make_training("attempts", resume=number > 0, **settings)
         if attempt < 14:
-            interrupt_after(job, attempt)
+            interrupt_after(training, attempt)
             with pytest.raises(Interrupted):
-                job.loop.run()
-            job.close()
+                training.loop.run()
+            training.close()
         else:
-            job.loop.run()
-    assert losses(job) == losses(whole)
+            training.loop.run()
+    assert losses(training) == losses(whole)
     for name, array in whole.model.state.arrays.items():
-        assert array.tobytes() == job.model.state.arrays[name].tobytes()
-    ended, expected = job.loop.progress.to_dict(), whole.loop.progress.to_dict()
+        assert array.tobytes() == training.model.state.arrays[name].tobytes()
+    ended, expected = training.loop.progress.to_dict(), whole.loop.progress.to_dict()
     assert ended.pop("seconds") > 0 and expected.pop("seconds") > 0
     assert ended == expected
 
 
-def test_weights_alone_would_not_continue_the_run(make_job: MakeJob) -> None:
+def test_weights_alone_would_not_continue_the_run(make_training: MakeTraining) -> None:
     """The check above would notice lost optimizer state."""
-    whole = make_job("whole")
+    whole = make_training("whole")
     whole.loop.run()
-    job = make_job("attempts")
-    interrupt_after(job, 6)
+    training = make_training("attempts")
+    interrupt_after(training, 6)
     with pytest.raises(Interrupted):
-        job.loop.run()
-    job.close()
-    cold = make_job("attempts", resume=True)
+        training.loop.run()
+    training.close()
+    cold = make_training("attempts", resume=True)
     cold.model.state.arrays["table.weight/velocity"][:] = 0
     cold.loop.run()
     assert losses(cold) != losses(whole)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_signal_finishes_the_step_and_saves(make_job: MakeJob, number: int) -> None:
+def test_a_stop_signal_finishes_the_step_and_saves(make_training: MakeTraining, number: int) -> None:
     before = signal.getsignal(number)
-    job = make_job()
-    interrupt_after(job, 6, number)
+    training = make_training()
+    interrupt_after(training, 6, number)
     with pytest.raises(Interrupted, match="after step 6.*resume=auto") as raised:
-        job.loop.run()
+        training.loop.run()
     assert raised.value.exit_code == 130
-    assert steps_on_disk(job)[-1] == 6
+    assert steps_on_disk(training)[-1] == 6
     assert signal.getsignal(number) == before
 
 
-def test_a_stop_during_an_evaluation_leaves_it_to_the_next_attempt(make_job: MakeJob) -> None:
-    whole = make_job("whole")
+def test_a_stop_during_an_evaluation_leaves_it_to_the_next_attempt(make_training: MakeTraining) -> None:
+    whole = make_training("whole")
     whole.loop.run()
-    job = make_job("attempts")
-    original = job.dataset.batch
+    training = make_training("attempts")
+    original = training.dataset.batch
 
     def batch(split: str, *arguments: Any, **named: Any) -> Any:
-        if split == "val" and job.loop.progress.step == 8:
+        if split == "val" and training.loop.progress.step == 8:
             os.kill(os.getpid(), signal.SIGINT)
         return original(split, *arguments, **named)
 
-    job.dataset.batch = batch
+    training.dataset.batch = batch
     with pytest.raises(Interrupted, match="after step 8"):
-        job.loop.run()
-    job.close()
-    again = make_job("attempts", resume=True)
+        training.loop.run()
+    training.close()
+    again = make_training("attempts", resume=True)
     again.loop.run()
     assert losses(again) == losses(whole)
 
@@ -320,52 +324,52 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
     assert "once more ends the run at once" in done.stderr
 
 
-def test_outside_the_main_thread_signals_are_left_alone(make_job: MakeJob) -> None:
-    job, failures = make_job(), []
+def test_outside_the_main_thread_signals_are_left_alone(make_training: MakeTraining) -> None:
+    training, failures = make_training(), []
 
     def run() -> None:
         try:
-            job.loop.run()
+            training.loop.run()
         except BaseException as error:
             failures.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join(150)
-    assert failures == [] and job.loop.progress.step == 12
+    assert failures == [] and training.loop.progress.step == 12
 
 
-def test_nan_loss_stops_and_names_step_tensor_and_checkpoint(make_job: MakeJob) -> None:
-    job = make_job(poison_step=10)
+def test_nan_loss_stops_and_names_step_tensor_and_checkpoint(make_training: MakeTraining) -> None:
+    training = make_training(poison_step=10)
     with pytest.raises(NonFiniteError) as raised:
-        job.loop.run()
+        training.loop.run()
     message = str(raised.value)
     assert "Step 10: train/loss is nan" in message
     assert "parameter table.weight (1 of 121 elements)" in message
-    assert f"{job.run_directory.checkpoints / 'step_00000008'} (step 8)" in message
+    assert f"{training.run_directory.checkpoints / 'step_00000008'} (step 8)" in message
     assert raised.value.exit_code == 1
-    assert steps_on_disk(job) == [4, 8]
-    last = lines(job)[-1]
+    assert steps_on_disk(training) == [4, 8]
+    last = lines(training)[-1]
     assert (last["step"], last["train/loss"], last["nonfinite_steps"]) == (10, None, 1)
 
 
-def test_nan_before_any_checkpoint(make_job: MakeJob) -> None:
-    job = make_job(poison_step=1)
+def test_nan_before_any_checkpoint(make_training: MakeTraining) -> None:
+    training = make_training(poison_step=1)
     with pytest.raises(NonFiniteError, match="No checkpoint was saved"):
-        job.loop.run()
+        training.loop.run()
 
 
-def test_infinite_grad_norm_stops(make_job: MakeJob) -> None:
-    job = make_job()
-    job.model._update = lambda inputs: float("inf")
+def test_infinite_grad_norm_stops(make_training: MakeTraining) -> None:
+    training = make_training()
+    training.model._update = lambda inputs: float("inf")
     with pytest.raises(NonFiniteError, match=r"Step 1: grad_norm is inf\. Parameters and optimizer state are finite"):
-        job.loop.run()
+        training.loop.run()
 
 
-def test_a_bad_gradient_is_named_where_the_loss_is_finite(make_job: MakeJob) -> None:
+def test_a_bad_gradient_is_named_where_the_loss_is_finite(make_training: MakeTraining) -> None:
     """The update has spread it over all parameters by then; the stored gradient tells where it began."""
-    job = make_job()
-    state = job.model.state
+    training = make_training()
+    state = training.model.state
     for name in ("a/gradient", "b/gradient"):
         state.kinds[name], state.arrays[name] = Kind.GRADIENT, np.zeros(3, np.float32)
 
@@ -374,111 +378,115 @@ def test_a_bad_gradient_is_named_where_the_loss_is_finite(make_job: MakeJob) -> 
         state.arrays["table.weight"][:] = np.nan
         return float("inf")
 
-    job.model._update = update
+    training.model._update = update
     with pytest.raises(NonFiniteError, match=r"Step 1: grad_norm is inf.*is gradient b/gradient \(1 of 3 elements\)"):
-        job.loop.run()
+        training.loop.run()
 
 
-def test_nan_in_the_state_is_not_saved(make_job: MakeJob) -> None:
+def test_nan_in_the_state_is_not_saved(make_training: MakeTraining) -> None:
     """Where the loss is still finite but the update made an infinity."""
-    job = make_job(keep_best=False, eval_every=None)
-    original = job.model._update
+    training = make_training(keep_best=False, eval_every=None)
+    original = training.model._update
 
     def update(inputs: Any) -> float:
         norm = original(inputs)
         if inputs["step"] == 4:
-            job.model.state.arrays["table.weight/velocity"][0, 0] = np.inf
+            training.model.state.arrays["table.weight/velocity"][0, 0] = np.inf
         return norm
 
-    job.model._update = update
+    training.model._update = update
     with pytest.raises(NonFiniteError, match=r"Step 4: table\.weight/velocity holds NaN or Inf"):
-        job.loop.run()
-    assert steps_on_disk(job) == []
+        training.loop.run()
+    assert steps_on_disk(training) == []
 
 
-def test_nan_in_an_evaluation_stops(make_job: MakeJob) -> None:
-    job = make_job()
-    original = job.model._loss
-    job.model._loss = lambda inputs, masked: original(inputs, masked) if masked else (float("nan"), None)
+def test_nan_in_an_evaluation_stops(make_training: MakeTraining) -> None:
+    training = make_training()
+    original = training.model._loss
+    training.model._loss = lambda inputs, masked: original(inputs, masked) if masked else (float("nan"), None)
     with pytest.raises(NonFiniteError, match="Step 4: val/loss is nan"):
-        job.loop.run()
+        training.loop.run()
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_one_failed_save_is_reported_and_a_second_stops_the_run(
-    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, capsys: Any, asynchronous: bool
+    make_training: MakeTraining, monkeypatch: pytest.MonkeyPatch, capsys: Any, asynchronous: bool
 ) -> None:
-    job = make_job(async_save=asynchronous, steps=16)
+    training = make_training(async_save=asynchronous, steps=16)
     original, fails = saver.save_checkpoint, [8, 12]
 
-    def save(folder: Path, state: Any, content: Any) -> Any:
+    def save(folder: Path, state: Any, content: Any, *rest: Any) -> Any:
         if content.step in fails:
             raise TtrainError(f"step {content.step} could not be saved: No space left on device")
-        return original(folder, state, content)
+        return original(folder, state, content, *rest)
 
     monkeypatch.setattr(saver, "save_checkpoint", save)
     with pytest.raises(TtrainError, match="step 12 could not be saved.*No space left"):
-        job.loop.run()
-    assert steps_on_disk(job) == [4]
+        training.loop.run()
+    assert steps_on_disk(training) == [4]
     assert "WARNING: step 8 could not be saved" in capsys.readouterr().err
-    assert [event["kind"] for event in read_events(job.run_directory.path)][1:] == ["save_failed"] * 2
-    job.close()
+    assert [event["kind"] for event in read_events(training.run_directory.path)][1:] == ["save_failed"] * 2
+    training.close()
 
-    again = make_job(resume=True, async_save=asynchronous, steps=16)
+    again = make_training(resume=True, async_save=asynchronous, steps=16)
     fails[:] = [8]
     again.loop.run()
     assert steps_on_disk(again)[-1] == 16
 
 
-def test_a_last_save_that_fails_is_tried_once_more(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = make_job()
+def test_a_last_save_that_fails_is_tried_once_more(
+    make_training: MakeTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = make_training()
     original, tries = saver.save_checkpoint, []
 
-    def save(folder: Path, state: Any, content: Any) -> Any:
+    def save(folder: Path, state: Any, content: Any, *rest: Any) -> Any:
         tries.append(content.step)
         if tries.count(12) == 1 and content.step == 12:
             raise TtrainError("no room")
-        return original(folder, state, content)
+        return original(folder, state, content, *rest)
 
     monkeypatch.setattr(saver, "save_checkpoint", save)
-    job.loop.run()
-    assert tries == [4, 8, 12, 12] and steps_on_disk(job)[-1] == 12
+    training.loop.run()
+    assert tries == [4, 8, 12, 12] and steps_on_disk(training)[-1] == 12
 
 
-def test_a_full_disk_is_seen_before_a_save(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = make_job()
-    usage = shutil.disk_usage(job.run_directory.path)
+def test_a_full_disk_is_seen_before_a_save(make_training: MakeTraining, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = make_training()
+    usage = shutil.disk_usage(training.run_directory.path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
     with pytest.raises(TtrainError, match=r"step 8 could not be saved in .*: 1\.0 MiB are free, 4\.0 MiB are needed"):
-        job.loop.run()
-    assert list(job.run_directory.checkpoints.iterdir()) == []
+        training.loop.run()
+    assert list(training.run_directory.checkpoints.iterdir()) == []
 
 
-def test_sigusr1_saves_and_goes_on(make_job: MakeJob) -> None:
-    job = make_job(save_every=None, eval_every=None, keep_last=9)
-    interrupt_after(job, 5, signal.SIGUSR1)
-    assert job.loop.run().step == 12
-    assert steps_on_disk(job) == [5, 12]
-    assert "Saving step 5, as SIGUSR1 asked." in [event["message"] for event in read_events(job.run_directory.path)]
+def test_sigusr1_saves_and_goes_on(make_training: MakeTraining) -> None:
+    training = make_training(save_every=None, eval_every=None, keep_last=9)
+    interrupt_after(training, 5, signal.SIGUSR1)
+    assert training.loop.run().step == 12
+    assert steps_on_disk(training) == [5, 12]
+    assert "Saving step 5, as SIGUSR1 asked." in [
+        event["message"] for event in read_events(training.run_directory.path)
+    ]
 
 
-def test_a_finished_run_does_nothing_when_resumed(make_job: MakeJob) -> None:
-    job = make_job()
-    job.loop.run()
-    before = lines(job)
-    job.close()
-    again = make_job(resume=True)
+def test_a_finished_run_does_nothing_when_resumed(make_training: MakeTraining) -> None:
+    training = make_training()
+    training.loop.run()
+    before = lines(training)
+    training.close()
+    again = make_training(resume=True)
     assert again.loop.run().step == 12
     assert lines(again) == before
 
 
-def test_a_longer_run_continues_a_finished_one(make_job: MakeJob) -> None:
-    whole = make_job("whole", steps=16)
+def test_a_longer_run_continues_a_finished_one(make_training: MakeTraining) -> None:
+    whole = make_training("whole", steps=16)
     whole.loop.run()
-    job = make_job("attempts", steps=8)
-    job.loop.run()
-    job.close()
-    again = make_job("attempts", resume=True, steps=16)
+    training = make_training("attempts", steps=8)
+    training.loop.run()
+    training.close()
+    again = make_training("attempts", resume=True, steps=16)
     again.loop.run()
     assert losses(again) == losses(whole)
 
@@ -490,7 +498,7 @@ LONG = {"steps": 5, "save_every": None, "save_minutes": None, "eval_every": None
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("added", [False, True])
 def test_a_kill_during_an_evaluation_loses_no_step(
-    make_job: Any,
+    make_training: Any,
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
     step: int,
@@ -502,18 +510,18 @@ def test_a_kill_during_an_evaluation_loses_no_step(
     The next attempt evaluates, as an undisturbed run does.
     """
     settings = {**settings, "async_save": asynchronous}
-    whole = make_job("whole", **settings)
+    whole = make_training("whole", **settings)
     whole.loop.run()
     child = os.fork()
     if child == 0:
-        job = make_job("run", **settings)
-        original = job.loop.evaluation
+        training = make_training("run", **settings)
+        original = training.loop.evaluation
 
         def kill(stopped: Any) -> Any:
-            if job.loop.progress.step < step:
+            if training.loop.progress.step < step:
                 return original(stopped)
             if step < settings["steps"]:
-                job.loop.saver.join()  # the save beside training needs its time; at the last step it is waited for
+                training.loop.saver.join()  # the save beside training needs its time; at the last step it is waited for
             os.kill(os.getpid(), signal.SIGKILL)
 
         def added_too_late(path: Path, *_: Any, **__: Any) -> None:
@@ -522,11 +530,11 @@ def test_a_kill_during_an_evaluation_loses_no_step(
         if added:
             monkeypatch.setattr(saver, "note_progress", added_too_late)
         else:
-            job.loop.evaluation = kill
-        job.loop.run()
+            training.loop.evaluation = kill
+        training.loop.run()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    again = make_job("run", resume=True, **settings)
+    again = make_training("run", resume=True, **settings)
     assert again.loop.progress.step == step and again.loop.progress.evaluated_at != step
     again.loop.run()
     assert losses(again) == losses(whole)
@@ -541,58 +549,62 @@ def test_a_kill_during_an_evaluation_loses_no_step(
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_tensors_are_written_once_and_the_loss_is_added(
-    make_job: Any, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+    make_training: Any, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
     written: list[tuple[int, float | None]] = []
     original = saver.save_checkpoint
 
-    def save(folder: Path, state: Any, content: CheckpointContent) -> Any:
+    def save(folder: Path, state: Any, content: CheckpointContent, *rest: Any) -> Any:
         written.append((content.step, content.val_loss))
-        return original(folder, state, content)
+        return original(folder, state, content, *rest)
 
     monkeypatch.setattr(saver, "save_checkpoint", save)
-    job = make_job(steps=8, save_every=2, eval_every=2, keep_last=1, async_save=asynchronous)
+    training = make_training(steps=8, save_every=2, eval_every=2, keep_last=1, async_save=asynchronous)
     values = [3.0, 1.0, 2.0, 2.5]
     results = map(EvaluationResult, values)
-    job.loop.evaluation = lambda stopped: next(results)
-    job.loop.run()
+    training.loop.evaluation = lambda stopped: next(results)
+    training.loop.run()
     assert written == [(step, None) for step in (2, 4, 6, 8)]
-    kept = list_checkpoints(job.run_directory.checkpoints)[0]
+    kept = list_checkpoints(training.run_directory.checkpoints)[0]
     assert [(checkpoint.step, checkpoint.val_loss) for checkpoint in kept] == [(4, 1.0), (8, 2.5)]
     assert [checkpoint.verify().progress["evaluated_at"] for checkpoint in kept] == [4, 8]
     assert [checkpoint.progress["best_step"] for checkpoint in kept] == [4, 4]
-    best = best_checkpoint(job.run_directory.checkpoints)
+    best = best_checkpoint(training.run_directory.checkpoints)
     assert best is not None and best.step == 4
 
 
-def test_the_best_between_two_saves_is_saved_with_its_loss(make_job: Any) -> None:
-    job = make_job(steps=6, save_every=4, eval_every=3, keep_last=1)
+def test_the_best_between_two_saves_is_saved_with_its_loss(make_training: Any) -> None:
+    training = make_training(steps=6, save_every=4, eval_every=3, keep_last=1)
     results = map(EvaluationResult, [1.0, 2.0])
-    job.loop.evaluation = lambda stopped: next(results)
-    job.loop.run()
-    kept = list_checkpoints(job.run_directory.checkpoints)[0]
+    training.loop.evaluation = lambda stopped: next(results)
+    training.loop.run()
+    kept = list_checkpoints(training.run_directory.checkpoints)[0]
     assert [(checkpoint.step, checkpoint.val_loss) for checkpoint in kept] == [(3, 1.0), (6, 2.0)]
 
 
-def test_a_step_that_is_trained_again_is_saved_again(make_job: Any) -> None:
+def test_a_step_that_is_trained_again_is_saved_again(make_training: Any) -> None:
     """As after a rollback: what is on the disk under the step's name is of another history."""
-    job = make_job(steps=4, save_every=2, eval_every=None, async_save=False, keep_last=9)
-    loop, table = job.loop, job.model.state.arrays
+    training = make_training(steps=4, save_every=2, eval_every=None, async_save=False, keep_last=9)
+    loop, table = training.loop, training.model.state.arrays
     loop.run()
     loop._resumed_from(2)
     table["table.weight"] = table["table.weight"] + 1
     loop._saved = None
     loop._save(wait=True)
-    stored = read_checkpoint(job.run_directory.checkpoints / "step_00000004").weights()["table.weight"]
+    stored = read_checkpoint(training.run_directory.checkpoints / "step_00000004").weights()["table.weight"]
     assert stored.tobytes() == table["table.weight"].tobytes()
 
 
-def test_adding_to_a_checkpoint_fails_or_succeeds_as_a_whole(make_job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adding_to_a_checkpoint_fails_or_succeeds_as_a_whole(
+    make_training: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who reads it meanwhile goes on; a failure leaves what was there."""
-    job = make_job(steps=4)
-    saved = save_checkpoint(job.run_directory.checkpoints, job.model.state, CheckpointContent(4, {}, {"step": 4}))
+    training = make_training(steps=4)
+    saved = save_checkpoint(
+        training.run_directory.checkpoints, training.model.state, CheckpointContent(4, {}, {"step": 4})
+    )
     files = {path.name: path.stat().st_ino for path in saved.path.iterdir()}
-    held = find_checkpoint(job.run_directory.path, "last")
+    held = find_checkpoint(training.run_directory.path, "last")
     noted = note_progress(saved.path, {"step": 4, "val_loss": 1.5}, val_loss=1.5)
     assert (noted.val_loss, noted.progress["val_loss"]) == (1.5, 1.5)
     assert held.verify().progress == {"step": 4} and read_checkpoint(saved.path) == noted
@@ -608,4 +620,4 @@ def test_adding_to_a_checkpoint_fails_or_succeeds_as_a_whole(make_job: Any, monk
             with pytest.raises(TtrainError, match="No space left"):
                 note_progress(saved.path, {"step": 4, "val_loss": 9.0}, val_loss=9.0)
         assert read_checkpoint(saved.path) == noted
-    assert [path.name for path in job.run_directory.checkpoints.iterdir()] == [saved.path.name]
+    assert [path.name for path in training.run_directory.checkpoints.iterdir()] == [saved.path.name]

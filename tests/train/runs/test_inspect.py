@@ -43,26 +43,28 @@ class Page(HTMLParser):
 
 
 @pytest.fixture
-def runs(make_job: Any, tmp_path: Path) -> dict[str, Path]:
+def runs(make_training: Any, tmp_path: Path) -> dict[str, Path]:
     """One run in each state, named by it."""
-    finished = make_job("finished")
+    finished = make_training("finished")
     finished.loop.run()
     for name, config in (("finished", {"train": {"steps": 12}, "model": {"name": "bigram"}}), ("resumable", {})):
-        job = finished if name == "finished" else make_job(name)
-        job.run_directory.record({**config, "text": "<script>alert(1)</script>"}, {"tokenizer_hash": name, "data": {}})
+        training = finished if name == "finished" else make_training(name)
+        training.run_directory.record(
+            {**config, "text": "<script>alert(1)</script>"}, {"tokenizer_hash": name, "data": {}}
+        )
         if name == "finished":
-            job.run_directory.write_summary({"step": 12, "steps": 12, "model": "bigram", "parameters": 121})
+            training.run_directory.write_summary({"step": 12, "steps": 12, "model": "bigram", "parameters": 121})
         else:
-            job.loop.config.steps = 4
-            job.loop.run()
-        job.close()
-    failed = make_job("failed", poison_step=6)
+            training.loop.config.steps = 4
+            training.loop.run()
+        training.close()
+    failed = make_training("failed", poison_step=6)
     with pytest.raises(Exception, match="Step 6"):
         failed.loop.run()
     Events(failed.run_directory.path).add("failed", "Step 6: train/loss is nan.\nmore", step=6)
     failed.close()
-    make_job("new").close()
-    make_job("running")
+    make_training("new").close()
+    make_training("running")
     return {name: tmp_path / name for name in ("finished", "resumable", "failed", "new", "running")}
 
 

@@ -27,19 +27,19 @@ from ttrain.train.runs.resume import check_architecture, check_tokenizer, config
 
 
 @pytest.fixture
-def run(make_job: Any, tmp_path: Path) -> Path:
-    job = make_job(keep_last=9)
-    job.loop.run()
-    job.close()
+def run(make_training: Any, tmp_path: Path) -> Path:
+    training = make_training(keep_last=9)
+    training.loop.run()
+    training.close()
     return tmp_path / "run"
 
 
-def test_none_and_a_first_auto_start_anew(tmp_path: Path, make_job: Any) -> None:
+def test_none_and_a_first_auto_start_anew(tmp_path: Path, make_training: Any) -> None:
     assert find_resume_point("none", None) is None
     assert find_resume_point("auto", str(tmp_path / "new")) is None
     (tmp_path / "empty").mkdir()
     assert find_resume_point("auto", str(tmp_path / "empty")) is None
-    make_job("killed early").close()
+    make_training("killed early").close()
     assert find_resume_point("auto", str(tmp_path / "killed early")) is None
 
 
@@ -258,23 +258,23 @@ def test_the_same_text_elsewhere_is_the_same(texts: None, capsys: Any) -> None:
     assert "held-out data is not" not in capsys.readouterr().err
 
 
-def attempt(make_job: Any, held_out: str, values: list[float], **settings: Any) -> Any:
-    job = make_job(eval_every=2, save_every=2, keep_last=1, async_save=False, **settings)
-    job.loop.held_out = held_out
-    job.loop.__post_init__()
+def attempt(make_training: Any, held_out: str, values: list[float], **settings: Any) -> Any:
+    training = make_training(eval_every=2, save_every=2, keep_last=1, async_save=False, **settings)
+    training.loop.held_out = held_out
+    training.loop.__post_init__()
     results = map(EvaluationResult, values)
-    job.loop.evaluation = lambda stopped: next(results)
-    job.loop.run()
-    job.close()
-    return job
+    training.loop.evaluation = lambda stopped: next(results)
+    training.loop.run()
+    training.close()
+    return training
 
 
-def test_patience_best_and_what_is_kept(make_job: Any) -> None:
+def test_patience_best_and_what_is_kept(make_training: Any) -> None:
     """Steps 2 to 6 on one text, from 6 on another: the checkpoint of step 6 is measured again, on the new one."""
-    first = attempt(make_job, "one", [1.0, 2.0, 3.0], steps=6, early_stop=3)
+    first = attempt(make_training, "one", [1.0, 2.0, 3.0], steps=6, early_stop=3)
     folder = first.run_directory.checkpoints
     assert (first.loop.progress.best_step, first.loop.progress.stale_evaluations) == (2, 2)
-    second = attempt(make_job, "two", [9.0, 7.0, 8.0], steps=10, early_stop=3, resume=True)
+    second = attempt(make_training, "two", [9.0, 7.0, 8.0], steps=10, early_stop=3, resume=True)
     progress = second.loop.progress
     assert (progress.step, progress.best_step, progress.best_val_loss, progress.stale_evaluations) == (10, 8, 7.0, 1)
     best = best_checkpoint(folder)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.conftest import Job, MakeJob
+from tests.train.conftest import MakeTraining, Training
 from ttrain.cli import main
 from ttrain.data.batches import Sizes
 from ttrain.data.documents import open_documents
@@ -160,12 +160,17 @@ def test_pace_over_all_lines(tmp_path: Path) -> None:
     assert recorded_steps(tmp_path / "none") == RecordedSteps()
 
 
-def test_speed_of_a_run_with_all_its_attempts(make_job: MakeJob, tmp_path: Path) -> None:
+def test_speed_of_a_run_with_all_its_attempts(make_training: MakeTraining, tmp_path: Path) -> None:
     """By a clock of ours: a step takes 1 s, the fourth 21 s, its line of metrics 0.5 s, an evaluation 100 s."""
     now = [0.0]
 
-    def slowed(job: Job) -> Job:
-        loop, batch, evaluation, log = job.loop, job.dataset.batch, job.loop.evaluation, job.loop.loggers.log
+    def slowed(training: Training) -> Training:
+        loop, batch, evaluation, log = (
+            training.loop,
+            training.dataset.batch,
+            training.loop.evaluation,
+            training.loop.loggers.log,
+        )
         loop.meter = Meter(clock=lambda: now[0])
 
         def take(seconds: float, value: Any) -> Any:
@@ -173,17 +178,19 @@ def test_speed_of_a_run_with_all_its_attempts(make_job: MakeJob, tmp_path: Path)
             return value
 
         seconds = iter([1, 1, 1, 21, 1, 1, 1, 1])
-        job.dataset.batch = lambda split, *rest: take(next(seconds) if split == "train" else 0, batch(split, *rest))
+        training.dataset.batch = lambda split, *rest: take(
+            next(seconds) if split == "train" else 0, batch(split, *rest)
+        )
         loop.evaluation = lambda stopped: take(100, evaluation(stopped))
         loop.loggers.log = lambda metrics: take(0.5 if "train/loss" in metrics else 0, log(metrics))
-        return job
+        return training
 
-    first = slowed(make_job(steps=8))
+    first = slowed(make_training(steps=8))
     first.loop.run()
     done = first.loop.progress
     assert done.seconds == 7 * 1.5 + 21.5
     first.close()
-    second = slowed(make_job(resume=True, steps=10))
+    second = slowed(make_training(resume=True, steps=10))
     second.loop.run()
     progress, run = second.loop.progress, second.run_directory
     assert progress.step == 10 and progress.seconds == 32 + 2 * 1.5
