@@ -63,17 +63,19 @@ class Training:
     def __init__(self, config: Config, model: Model | None = None) -> None:
         """Opens the device, sets first values, and builds the steps; nothing is computed yet.
 
-        First values are those of model.from or train.init_from, else drawn from run.seed; of a model that is given
-        they are drawn. Raises UserError for what can't be built: a device that is missing, a model whose sizes are not
-        all given.
+        First values are those of model.from or train.init_from, and lora.from, else drawn from run.seed; of a model
+        that is given they are drawn. Raises UserError for what can't be built: a device that is missing, a model whose
+        sizes are not all given.
         """
         from ttrain.models.base import preparation
 
         if model is None and getattr(config.model, "vocabulary", 0) is None:
             raise UserError("model.vocabulary=null: there is no tokenizer here to ask. Give the number of token ids.")
+        config = replace(config, lora=build.with_adapters(config.lora, config.source.explicit))
         self.config, self.steps = config, 0
         self.model = build.build_model(*config.model_parts) if model is None else model
         warm = build.build_warm_start(config.model, config.train, self.model) if model is None else None
+        adapters = build.build_adapters(config.lora, self.model) if model is None else None
         self._prepare = preparation(self.model)
         self._batch: Batch = {}
         with ExitStack() as stack:
@@ -84,6 +86,8 @@ class Training:
             self._session.initialize(config.run.seed)
             if warm is not None:
                 warm.apply(self._session.state)
+            if adapters is not None:
+                adapters.apply(self._session.state, self.model)
             self._built = self._session.build_training()
             self._driver = build.build_driver(
                 self.model, device, self._built, lambda step: self._batch, *config.rate_parts, config.run.seed

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from ttrain import Training, load_config
 from ttrain.cli import main
 from ttrain.train.checkpoint.checkpoint import read_checkpoint
 
@@ -107,6 +108,33 @@ def test_adapters_come_back_from_pefts_files(capsys: pytest.CaptureFixture[str])
     assert "Adapters start as those of peft." in capsys.readouterr().err
     again, tuned = tensors("again", 1), tensors("tuned", 4)
     assert all(np.array_equal(value, tuned[name]) for name, value in again.items() if "/" not in name)
+
+
+def test_adapters_are_added_to_weights_that_are_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """A model of Transformers with adapters of PEFT becomes one plain model, and Training starts from the two."""
+    assert export("export.form=huggingface", "export.dir=hub", run="base") == 0
+    assert export("export.form=huggingface", "export.dir=merged-hub") == 0
+    words = ["model.from=hub", "lora.from=peft"]
+    assert main(["task=export", *words, "export.form=huggingface", "export.dir=added"]) == 0
+    added, expected = load_file("added/model.safetensors"), load_file("merged-hub/model.safetensors")
+    assert added.keys() == expected.keys() and all(np.array_equal(added[n], value) for n, value in expected.items())
+    assert main(["task=export", "model.from=hub", "lora.rank=2", "export.dir=x"]) == 2
+    assert "Give lora.from=<folder of adapters>" in capsys.readouterr().err
+    assert main(["task=export", "model.from=merged-hub", "lora.from=peft", "export.dir=x"]) == 2
+    assert "was trained beside another model" in capsys.readouterr().err
+    with Training(load_config(*words, "train.batch_size=2", "device=cpu", "device.threads=1")) as training:
+        found, tuned = training.parameters(), tensors("tuned", 4)
+        assert all(np.array_equal(value, tuned.get(name, np.zeros_like(value))) for name, value in found.items())
+
+
+def test_a_file_system_without_hard_links_gets_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert train("copied", "train.steps=4", *ADAPTERS, "train.init_from=base") == 0
+    files = [checkpoint("copied", step) / "frozen-00001-of-00001.safetensors" for step in (2, 4)]
+    assert not os.path.samefile(*files) and files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_another_run_starts_from_a_tuned_one() -> None:

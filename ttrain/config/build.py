@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ttrain.engine.state import State, StateTensor
     from ttrain.models.base import Batch, Model, Prepare
     from ttrain.optim.base import Optimizer
+    from ttrain.train.checkpoint.adapters import PeftAdapter
     from ttrain.train.logging.loggers import Console, Logger
     from ttrain.train.runs.warm_start import WarmStart
     from ttrain.train.steps.driver import Driver
@@ -163,6 +164,17 @@ def build_warm_start(config: Any, train: TrainConfig, model: Model, tokenizer: s
     if source is None:
         return None
     return open_warm_start(source, model, tokenizer, train.init_anyway, whole=folder is not None)
+
+
+def build_adapters(lora: LoraConfig, model: Model) -> PeftAdapter | None:
+    """Where the adapters of a new run take their first values from. Raises CheckpointError for what does not fit."""
+    from ttrain.train.checkpoint.adapters import PeftAdapter
+
+    if lora.from_ is None:
+        return None
+    opened = PeftAdapter.open(lora.from_)
+    opened.values(model)  # that they fit is known before a device is touched
+    return opened
 
 
 def build_optimizer(config: OptimizerConfig) -> Optimizer:

@@ -18,6 +18,7 @@ from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.settings import AGILLMConfig, MLPConfig, TransformerConfig
 from ttrain.nn.precision import PrecisionConfig
+from ttrain.nn.settings import LoraConfig
 from ttrain.optim.settings import AdamWConfig, OptimizerConfig, ScheduleConfig, SGDConfig
 from ttrain.train.settings import (
     EvalConfig,
@@ -259,14 +260,12 @@ def _report(task: TaskConfig, run: RunConfig, report: ReportConfig) -> Iterator[
 
 
 @check
-def _resume(train: TrainConfig, run: RunConfig, resume: str, source: Source) -> Iterator[str]:
+def _resume(train: TrainConfig, lora: LoraConfig, run: RunConfig, resume: str, source: Source) -> Iterator[str]:
     if resume == "auto" and run.dir is None:
         yield "resume=auto: continues the run in run.dir, which has no value. Give run.dir=<run directory> as well."
-    if resume not in ("", "none", "auto") and "train.init_from" in source.explicit:
-        yield (
-            f"train.init_from={train.init_from}: is for new runs, but resume={resume} continues one. "
-            "Leave one of the two out."
-        )
+    for key, value in (("train.init_from", train.init_from), ("lora.from", lora.from_)):
+        if resume not in ("", "none", "auto") and key in source.explicit:
+            yield f"{key}={value}: is for new runs, but resume={resume} continues one. Leave one of the two out."
     if not resume:
         yield "resume='': must be none, auto or the folder of a run or checkpoint."
 

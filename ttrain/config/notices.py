@@ -16,6 +16,12 @@ def notices(config: Config) -> Iterator[str]:
     train, model = config.train, config.model
     if config.optimizer.lr == 0:
         yield "optimizer.lr=0, so no parameter changes."
+    base = getattr(model, "from_", None) or train.init_from
+    if config.lora.rank and base is None and not config.source.merged:
+        yield (
+            "lora.rank trains adapters beside a model of random numbers. train.init_from=<run or file> or model.from="
+            "<folder> gives a trained one."
+        )
     characters = isinstance(config.data, TextConfig) and config.data.tokenizer == "char"
     if config.source.choices.get("model") == "gpt2" and characters and "data.tokenizer" not in config.source.explicit:
         yield (

@@ -132,17 +132,30 @@ def _from_file(config: Config, path: Path) -> _Parameters:
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
         config = dataclasses.replace(config, model=sized)
-    config = dataclasses.replace(config, lora=LoraConfig())  # a file of weights has no adapters
     said = said_of(path, content)
     tokenizer = _tokenizer(config, path, said.tokenizer)
     vocabulary = None if tokenizer is None else parse_tokenizer(tokenizer).vocabulary
+    given, config = config, dataclasses.replace(config, lora=LoraConfig())
     model = build.build_model(*config.model_parts, vocabulary)
     if differences := differing(said.of(model), model.config):
         raise CheckpointError(f"{path} holds another function: {'; '.join(differences)}. Give these keys as they were.")
-    values, step = read_parameters(path, model, content), content.get("step", 0)
+    values, step = with_added(given, read_parameters(path, model, content), vocabulary), content.get("step", 0)
     step = step if isinstance(step, int) and step >= 0 else 0
     settings = tokenizer_settings(path / "tokenizer.json") if path.is_dir() else {}
     return _Parameters(config, model, values, step, tokenizer, str(path), tokenizer_config=settings)
+
+
+def with_added(config: Config, values: Mapping[str, Array], vocabulary: int | None) -> Mapping[str, Array]:
+    """The values of a model that is no run of ours, with what the adapters of lora.from add to them."""
+    from ttrain.train.checkpoint.adapters import PeftAdapter
+
+    lora = build.with_adapters(config.lora, config.source.explicit)
+    if lora.from_ is None and lora.rank:
+        raise ConfigError(f"lora.rank={lora.rank}: is for training. Give lora.from=<folder of adapters> to add them.")
+    if lora.from_ is None:
+        return values
+    model = build.build_model(*dataclasses.replace(config, lora=lora).model_parts, vocabulary)
+    return PeftAdapter.open(lora.from_).added(values, model, lora.scale)
 
 
 def _tokenizer(config: Config, path: Path, own: str | None) -> str | None:

@@ -39,6 +39,7 @@ def _measured(config: Config) -> Profile:
     from ttrain.train.steps.length_schedule import DataReader, Position
 
     dataset = build.build_dataset(config.data, config.model, config.train.length_schedule)
+    config = dataclasses.replace(config, lora=build.with_adapters(config.lora, config.source.explicit))
     model = build.build_model(*config.model_parts, dataset.vocabulary)
     with tempfile.TemporaryDirectory() as folder:
         profiler = family_of(config.device).profiler(config.device, Path(folder))

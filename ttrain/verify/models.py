@@ -72,10 +72,10 @@ class ModelTrial:
         return self.model.loss(graph, self.rows, training=True)
 
     def trace(self, graph: Graph) -> None:
-        """The loss and the gradient of every parameter as layers read it."""
+        """The loss and the gradient of every trained parameter as layers read it."""
         loss = self.trace_loss(graph)
         graph.output(LOSS, loss)
-        parameters = list(self.model.parameters().values())
+        parameters = [parameter for parameter in self.model.parameters().values() if parameter.trainable]
         gradients = backward(loss, [use(graph, parameter, self.model.compute) for parameter in parameters])
         for parameter, gradient in zip(parameters, gradients, strict=True):
             graph.output(parameter.path, gradient)
@@ -84,7 +84,7 @@ class ModelTrial:
         """Loss and gradients by parameter, by an engine."""
         tensors = [buffer.state_tensor for buffer in self.model.buffers().values()]
         for path, parameter in self.model.parameters().items():
-            tensors.append(StateTensor(path, parameter.spec, Kind.PARAMETER))
+            tensors.append(StateTensor(path, parameter.spec, parameter.kind))
             if parameter.has_copy(self.model.compute):
                 tensors.append(StateTensor(parameter.copy_name, parameter.read_spec(self.model.compute), Kind.COPY))
         return run_once(device, make, self.trace, {**self.inputs(), **self.values}, tensors)
@@ -99,11 +99,12 @@ class ModelTrial:
             if value.spec.dtype.is_floating:
                 tensors[value] = tensors[value].double()
         leaves: dict[str, torch.Tensor] = {}
+        trained = {path for path, parameter in self.model.parameters().items() if parameter.trainable}
         for name, value in graph.state.items():
             path = name.removesuffix("/compute")
             leaf = as_torch(rounded(self.values[path], value.spec.dtype))
             assert leaf is not None
-            if path in self.model.buffers():
+            if path not in trained:
                 tensors[value] = leaf.double() if value.spec.dtype.is_floating else leaf
                 continue
             leaves[path] = tensors[value] = leaf.double().requires_grad_(True)

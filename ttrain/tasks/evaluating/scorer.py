@@ -172,6 +172,7 @@ def _from_run(config: Config, run: str) -> _Given:
 def _from_folder(config: Config) -> _Given:
     from ttrain.data.end_token import CONFIG_FILE, configured_end, read_tokenizer_config, token_text
     from ttrain.data.library_tokenizer import parse_tokenizer
+    from ttrain.tasks.export import with_added
     from ttrain.train.checkpoint.hub_folder import find_folder
     from ttrain.train.checkpoint.weights_file import read_file, read_parameters, said_of
 
@@ -181,9 +182,9 @@ def _from_folder(config: Config) -> _Given:
     if text is None:
         raise CheckpointError(f"{folder} has no tokenizer.json, so its model reads no text. Bring the whole folder.")
     tokenizer = parse_tokenizer(text)
-    config = dataclasses.replace(config, lora=LoraConfig(), data=TextConfig())
+    given, config = config, dataclasses.replace(config, lora=LoraConfig(), data=TextConfig())
     model = build.build_model(*config.model_parts, tokenizer.vocabulary)
-    values = read_parameters(folder, model, content)
+    values = with_added(given, read_parameters(folder, model, content), tokenizer.vocabulary)
 
     def load(state: Any) -> None:
         for name, value in values.items():

@@ -18,7 +18,6 @@ from ttrain.core.errors import CheckpointError
 from ttrain.core.units import format_count
 from ttrain.data.settings import DataConfig
 from ttrain.optim.groups import check_groups
-from ttrain.train.checkpoint.adapters import PeftAdapter
 from ttrain.train.checkpoint.checkpoint import CheckpointContent
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.runs import resume as resuming
@@ -185,10 +184,7 @@ def set_up(config: Config, stack: ExitStack) -> Setup:
         resuming.check_documents(point, dataset.description)
     prompt = _prompt(config.sample.prompt, getattr(config.data, "end_token", None), dataset)
     warm = build.build_warm_start(config.model, train, model, tokenizer_json(dataset)) if point is None else None
-    adapter = None
-    if point is None and lora.from_ is not None:
-        adapter = PeftAdapter.open(lora.from_)
-        adapter.values(model)  # that they fit is known before a device is touched
+    adapter = build.build_adapters(lora, model) if point is None else None
     shorter = {length: build.shorter_model(model, length, config.precision, lora) for length in train.length_schedule}
     if base is not None and point is None:
         notes += [f"Changed since the run started: {change}" for change in resuming.config_difference(base, stored)]

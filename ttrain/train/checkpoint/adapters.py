@@ -65,9 +65,9 @@ def peft_names(model: Any) -> dict[str, str]:
 
 
 def base_digest(model: Any, read: Callable[[str], Array]) -> str:
-    """SHA-256 of the frozen model's values in bf16, so that one kept in fp32 and one in bf16 are the same."""
+    """SHA-256 of the weights that adapters stand beside, in bf16: the same for a model kept in fp32 and one in bf16."""
     digest = hashlib.sha256()
-    for path in sorted(model.parameters(adapters=False)):
+    for path in sorted({path.partition(ADAPTER)[0] + ".weight" for path in model.parameters() if ADAPTER in path}):
         bits = np.ascontiguousarray(read(path), np.float32).view(np.uint32)
         rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
         digest.update(path.encode() + rounded.astype("<u2").tobytes())
@@ -158,11 +158,21 @@ class PeftAdapter:
 
     def apply(self, state: State, model: Any) -> None:
         """Overwrites the adapters. Raises CheckpointError where the folder says that it belongs to another model."""
-        digest = metadata_of(self.folder / FILE).get(_BASE)
-        if digest is not None and digest != base_digest(model, state.read):
-            raise CheckpointError(
-                f"lora.from={self.folder} was trained beside another model than train.init_from gives. Give the "
-                "weights that it was trained with."
-            )
+        self._check_base(model, state.read)
         for path, value in self.values(model).items():
             state.write(path, value)
+
+    def added(self, values: Mapping[str, Array], model: Any, scale: float) -> Weights:
+        """The values of a frozen model with what the adapters add; `model` has both. Raises as `apply` does."""
+        self._check_base(model, values.__getitem__)
+        own = self.values(model)
+        both = Weights({**dict.fromkeys(values), **own}, lambda name: (own if name in own else values)[name])
+        return merged(both, scale)
+
+    def _check_base(self, model: Any, read: Callable[[str], Array]) -> None:
+        digest = metadata_of(self.folder / FILE).get(_BASE)
+        if digest is not None and digest != base_digest(model, read):
+            raise CheckpointError(
+                f"lora.from={self.folder} was trained beside another model than the one that is given. Give the "
+                "weights that it was trained with."
+            )
