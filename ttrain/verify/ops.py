@@ -37,6 +37,9 @@ def chosen_ops(names: Sequence[str]) -> list[Op]:
     return chosen
 
 
+TOGETHER = 100  # trials in one step: planning takes the square of their number
+
+
 @dataclass(frozen=True)
 class Reach:
     """What of an op can be seen on a device: `outputs` by number, none where it can't run; `alone` tells whether the
@@ -180,23 +183,26 @@ def trials(op: Op, dtype: DType, reached: Reach) -> list[Trial]:
     return found
 
 
-def run_trials(device: Device, make: MakeEngine, chosen: Sequence[Trial]) -> dict[str, Any]:
-    """Outputs of all trials by one step; where that step fails, of each by a step of its own.
+def run_trials(device: Device, make: MakeEngine, chosen: Sequence[Trial], together: int = TOGETHER) -> dict[str, Any]:
+    """Outputs of all trials, so many by one step; where that step fails, of each by a step of its own.
 
     A trial that fails by itself too has its error among the outputs, under its label.
     """
+    found: dict[str, Any] = {}
+    for start in range(0, len(chosen), together):
+        part = chosen[start : start + together]
+        try:
+            found |= _run_together(device, make, part)
+        except Exception as error:  # whatever a kernel raises: the report has to name the op
+            found |= {part[0].label: error} if len(part) == 1 else run_trials(device, make, part, together=1)
+    return found
 
+
+def _run_together(device: Device, make: MakeEngine, chosen: Sequence[Trial]) -> dict[str, Any]:
     def trace(graph: Graph) -> None:
         for trial in chosen:
             with graph.stage(Stage.FORWARD):
                 trial.record(graph)
 
-    if not chosen:
-        return {}
     feeds = {name: array for trial in chosen for name, array in trial.feeds().items()}
-    try:
-        return run_once(device, make, trace, feeds)
-    except Exception as error:  # whatever a kernel raises: the report has to name the op
-        if len(chosen) == 1:
-            return {chosen[0].label: error}
-    return {name: array for trial in chosen for name, array in run_trials(device, make, [trial]).items()}
+    return run_once(device, make, trace, feeds)
