@@ -177,6 +177,8 @@ def smaller(config: Config, steps: int) -> Config:
     sizes = {"preset": None, "layers": 1, "heads": 1, "width": 16, "rank": 24, "context": 16}
     known = {declared.name for declared in fields(config.model)}
     small |= {f"model.{name}": size for name, size in sizes.items() if name in known}
+    if getattr(config.data, "loss_on", "all") == "replies":
+        small["model.context"] = 128  # so that a reply fits
     if config.data.name == "text":
         small["data.max_bytes"] = 20_000
         if config.source.overrides:  # only the bare command looks through the standard library

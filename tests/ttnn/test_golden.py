@@ -28,7 +28,7 @@ MODELS: dict[str, Callable[..., Any]] = {
     "odd everything, dropout": lambda dtype=DType.FP32: gpt(
         dtype, vocabulary=50, width=40, heads=4, context=20, dropout=0.2, tied=False, bias=False
     ),
-    "packed documents": lambda dtype=DType.FP32: gpt(dtype, context=40).packing_documents(),
+    "packed documents": lambda dtype=DType.FP32: gpt(dtype).packing_documents(),
     "llama": lambda dtype=DType.FP32: llama(
         dtype, vocabulary=50, context=20, head_width=12, hidden=70, rotary_share=0.5, window=7
     ),
