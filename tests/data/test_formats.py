@@ -27,6 +27,7 @@ from ttrain.data.documents import open_documents
 from ttrain.data.prepare import prepare
 from ttrain.data.settings import DocumentsConfig
 from ttrain.data.sources import Reader, find_sources
+from ttrain.data.tokenizer import ByteTokenizer
 from ttrain.train.checkpoint.retention import find_checkpoint
 from ttrain.train.logging.metrics import read_metrics
 
@@ -125,6 +126,20 @@ def test_conversations_and_keys_of_tables() -> None:
     assert read("b.parquet", chat_key="talk") == ["User: Hello\nAssistant: Hi!"]
     arrow("c.arrow", {"a.b": ["dotted"], "b": [1]})
     assert read("c.arrow", text_key="a.b") == ["dotted"]
+
+
+def test_templates_see_the_same_conversations_in_a_table() -> None:
+    """Tools too; what a struct has to hold for other messages is not there for one that lacks it."""
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "look_up", "arguments": {"word": "é"}}]}
+    rows = [{"messages": [*CHAT, call], "tools": [{"name": "look_up"}]}, {"messages": CHAT, "tools": None}]
+    Path("tokenizer.json").write_text(ByteTokenizer().to_json())
+    template = "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    Path("tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows), "rows.parquet")
+    options = {"tokenizer": "tokenizer.json", "template": "tokenizer"}
+    expected = read("rows.jsonl", **options)
+    assert read("rows.parquet", **options) == expected and "tool_calls" not in expected[1] and "look_up" in expected[0]
 
 
 def test_which_files_of_a_folder_are_read() -> None:

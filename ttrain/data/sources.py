@@ -16,7 +16,7 @@ from ttrain.data.chat.jinja import TokenizerTemplate, chat_settings
 from ttrain.data.chat.messages import Rendered, Span, Template, json_kind
 from ttrain.data.corpus import NAME_ROWS, ROW_SUFFIXES, Listing, files_in, holds_json, named_files, not_text
 from ttrain.data.formats.compressed import OnBytes, is_compressed, open_unpacked, plain_name
-from ttrain.data.formats.tables import TABLES, row_value, saved_dataset, table_rows
+from ttrain.data.formats.tables import TABLES, TOOLS, row_value, saved_dataset, table_rows
 from ttrain.data.settings import DocumentsConfig
 
 LONGEST_DOCUMENT = 1 << 30  # bytes; a document is held in memory as a whole
@@ -187,7 +187,7 @@ class Reader:
         if key == text_key and isinstance(value, str):
             return value
         if key == chat_key and isinstance(value, list):
-            return self._chat(value, row.get("tools"))
+            return self._chat(value, row.get(TOOLS))
         if key is not None:
             raise ValueError(
                 f"{key!r} is {json_kind(value)}, not {'text' if key == text_key else 'a list of messages'}"

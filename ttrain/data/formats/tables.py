@@ -13,6 +13,7 @@ from ttrain.data.corpus import READ_BYTES, Listing
 from ttrain.data.formats.compressed import OnBytes, missing_library
 
 TABLES = (".parquet", ".arrow")
+TOOLS = "tools"  # column, or key of a row, with the tools that a conversation may call
 _BATCH_BYTES = 4 << 20  # of a Parquet file's values held at once, unless one row has more
 _BATCH_ROWS = 1024
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
@@ -20,7 +21,7 @@ _NAMED_COLUMNS = 8  # most that an error message lists
 
 
 def table_rows(file: Path, text_key: str, chat_key: str, on_bytes: OnBytes) -> Iterator[tuple[int, Any]]:
-    """The rows of a table, counted from 1, each as a record batch of one row with the columns of the two keys.
+    """The rows of a table, counted from 1, each as a record batch of one row with the columns of the keys.
 
     `on_bytes` gets all bytes of the file in order, in step with the rows. Raises DataError for a file that is damaged,
     or has no such column.
@@ -49,13 +50,25 @@ def table_rows(file: Path, text_key: str, chat_key: str, on_bytes: OnBytes) -> I
 
 
 def row_value(row: Any) -> dict[str, Any]:
-    """A row as a dictionary. Raises ValueError for bytes that are not UTF-8 and places that don't exist."""
+    """A row as a dictionary. Raises ValueError for bytes that are not UTF-8 and places that don't exist.
+
+    Structs of a table have all their fields in every row, so those of a message that are null count as left out.
+    """
     try:
-        return row.to_pylist()[0]
+        return {name: _without_nulls(value) for name, value in row.to_pylist()[0].items()}
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 text: 0x{error.object[error.start]:02x} at byte {error.start + 1}") from None
     except LookupError as error:
         raise ValueError(f"is damaged: {error}") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {name: _without_nulls(item) for name, item in value.items()}
+    return {name: item for name, item in kept.items() if item is not None or name in ("role", "content")}
 
 
 def saved_dataset(folder: Path, found: Listing) -> Listing:
@@ -132,6 +145,8 @@ def _columns(file: Path, schema: Any, text_key: str, chat_key: str) -> list[str]
         )
     if twice := [name for name in columns if schema.names.count(name) > 1]:
         raise DataError(f"data.sources: {file} has the column {twice[0]!r} twice. Rename one.")
+    if chat_key in columns and TOOLS in schema.names:
+        columns.append(TOOLS)
     is_text, kind = columns[0] == text_key, schema.field(columns[0]).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     checks = ("string", "large_string", "string_view") if is_text else ("list", "large_list", "fixed_size_list")
