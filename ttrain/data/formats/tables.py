@@ -14,7 +14,7 @@ from ttrain.data.formats.compressed import OnBytes, missing_library
 
 TABLES = (".parquet", ".arrow")
 TOOLS = "tools"  # column, or key of a row, with the tools that a conversation may call
-_BATCH_BYTES = 4 << 20  # of a Parquet file's values held at once, unless one row has more
+_BATCH_BYTES = 1 << 20  # of a Parquet file's values held at once, unless one row has more
 _BATCH_ROWS = 1024
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 _NAMED_COLUMNS = 8  # most that an error message lists
@@ -96,7 +96,8 @@ def _parquet(file: Path, text_key: str, chat_key: str) -> Iterator[tuple[Any, in
     import pyarrow.parquet as pq
 
     size = file.stat().st_size
-    with pq.ParquetFile(file, buffer_size=READ_BYTES, page_checksum_verification=True) as table:
+    # pre_buffer would hold all of a row group as it is packed, whatever buffer_size says.
+    with pq.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False, page_checksum_verification=True) as table:
         columns = _columns(file, table.schema_arrow, text_key, chat_key)
         for group in range(table.num_row_groups):
             told = table.metadata.row_group(group)
