@@ -18,7 +18,7 @@ from ttrain.core.units import format_duration
 from ttrain.tasks.training import expected as task
 from ttrain.train.forecast import peak
 from ttrain.train.forecast.peak import Rates
-from ttrain.train.logging.meter import Forecast, Other, Pace, evaluations_left
+from ttrain.train.logging.meter import Alternative, Forecast, Pace, evaluations_left
 
 HOUR = 3600.0
 LONG = Forecast(step=147.0, steps=1000, evaluation=600.0, evaluations=4)
@@ -32,7 +32,7 @@ SMALL = [
 ]
 
 
-def pace(forecast: Forecast, said: list[str], others: Any = lambda: [Other("less", 7200.0)]) -> Pace:
+def pace(forecast: Forecast, said: list[str], others: Any = lambda: [Alternative("less", 7200.0)]) -> Pace:
     return Pace(forecast, HOUR, said.append, others)
 
 
@@ -149,17 +149,17 @@ def test_a_run_is_expected_to_take_its_operations_over_the_rate(
 
 
 def test_what_goes_on_gets_no_other_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task._Ways, "planned", lambda self, config: replace(LONG, step=LONG.step / 10))
+    monkeypatch.setattr(task._Alternatives, "planned", lambda self, config: replace(LONG, step=LONG.step / 10))
     for continues in (True, False):
-        ways = task._Ways(load([]), SimpleNamespace(vocabulary=None), LONG, continues)  # type: ignore[arg-type]
-        assert bool(ways.others(LONG, "cpu")) is not continues
+        alternatives = task._Alternatives(load([]), SimpleNamespace(vocabulary=None), LONG, continues)  # type: ignore[arg-type]
+        assert bool(alternatives.others(LONG, "cpu")) is not continues
 
 
 def test_a_card_is_offered_what_takes_less_by_its_cost_model() -> None:
     config = load(["device=n300", "model.vocabulary=65", *SMALL[:3], "model.context=64", "train.batch_size=2"])
     data = SimpleNamespace(vocabulary=65, val_samples=100)
-    ways = task._Ways(config, data, Forecast(0.0, 1000, 0.0, 1), False)  # type: ignore[arg-type]
-    found = ways.planned(config)
-    offered = ways.others(replace(found, step=2 * found.step), "n300")
+    alternatives = task._Alternatives(config, data, Forecast(0.0, 1000, 0.0, 1), False)  # type: ignore[arg-type]
+    found = alternatives.planned(config)
+    offered = alternatives.others(replace(found, step=2 * found.step), "n300")
     assert ["precision=bf16" in other.command for other in offered] == [True]
     assert 0 < offered[0].seconds < 0.8 * 2 * found.total

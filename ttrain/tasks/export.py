@@ -41,7 +41,7 @@ class _Parameters:
 
 def run(config: Config) -> None:
     """Writes what export.file and export.dir ask for, and says what it wrote."""
-    from ttrain.train.checkpoint.weights_file import Said
+    from ttrain.train.checkpoint.weights_file import Metadata
     from ttrain.train.runs.export import export_problems, require_new, write_weights
     from ttrain.train.runs.export_folder import folder_problem
     from ttrain.train.runs.export_gguf import gguf_problem, write_gguf
@@ -68,7 +68,9 @@ def run(config: Config) -> None:
             if wanted.form == "gguf":
                 write_gguf(file, given.model, given.values, given.tokenizer, given.tokenizer_config)
             else:
-                write_weights(given.model, given.values, file, wanted.form, given.step, Said(stored, given.tokenizer))
+                write_weights(
+                    given.model, given.values, file, wanted.form, given.step, Metadata(stored, given.tokenizer)
+                )
         size = format_bytes(file.stat().st_size)
         print(f"{file}: {format_count(given.model.parameter_count)} parameters, {size}.")
     if wanted.dir is not None:
@@ -123,7 +125,7 @@ def _from_file(config: Config, path: Path) -> _Parameters:
     from ttrain.data.chat.jinja import tokenizer_settings
     from ttrain.data.library_tokenizer import parse_tokenizer
     from ttrain.models.agillm_weights import sizes_of
-    from ttrain.train.checkpoint.weights_file import read_file, read_parameters, said_of
+    from ttrain.train.checkpoint.weights_file import read_file, read_metadata, read_parameters
 
     content = read_file(path)
     if isinstance(config.model, AGILLMConfig):
@@ -132,12 +134,12 @@ def _from_file(config: Config, path: Path) -> _Parameters:
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
         config = dataclasses.replace(config, model=sized)
-    said = said_of(path, content)
-    tokenizer = _tokenizer(config, path, said.tokenizer)
+    metadata = read_metadata(path, content)
+    tokenizer = _tokenizer(config, path, metadata.tokenizer)
     vocabulary = None if tokenizer is None else parse_tokenizer(tokenizer).vocabulary
     given, config = config, dataclasses.replace(config, lora=LoraConfig())
     model = build.build_model(*config.model_parts, vocabulary)
-    if differences := differing(said.of(model), model.config):
+    if differences := differing(metadata.of(model), model.config):
         raise CheckpointError(f"{path} holds another function: {'; '.join(differences)}. Give these keys as they were.")
     values, step = with_added(given, read_parameters(path, model, content), vocabulary), content.get("step", 0)
     step = step if isinstance(step, int) and step >= 0 else 0

@@ -17,7 +17,7 @@ from ttrain.data.tokenizer import CharTokenizer
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.train.checkpoint.checkpoint import read_checkpoint
-from ttrain.train.checkpoint.weights_file import said_of
+from ttrain.train.checkpoint.weights_file import read_metadata
 
 SIZE = {"layers": 1, "heads": 2, "width": 16, "context": 8}
 MODEL = ["model=nano-gpt", "model.bias=true", *(f"model.{key}={value}" for key, value in SIZE.items())]
@@ -144,7 +144,7 @@ def test_what_a_stranger_says_of_a_model_never_ends_in_a_traceback(
     assert main(["task=export", *MODEL, "export.source=strange.safetensors", "export.dir=strange"]) == 2
     errors = capsys.readouterr().err
     assert "Traceback" not in errors and "strange.safetensors holds a tokenizer that can't be used" in errors
-    assert said_of(Path("strange.safetensors"), {}).of(GPT(GPTConfig(**SIZE, vocabulary=9))) in ({}, {"name": 7})
+    assert read_metadata(Path("strange.safetensors"), {}).of(GPT(GPTConfig(**SIZE, vocabulary=9))) in ({}, {"name": 7})
 
 
 def test_a_file_with_code_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -174,11 +174,11 @@ def _from_folder(config: Config) -> _Given:
     from ttrain.data.library_tokenizer import parse_tokenizer
     from ttrain.tasks.export import with_added
     from ttrain.train.checkpoint.hub_folder import find_folder
-    from ttrain.train.checkpoint.weights_file import read_file, read_parameters, said_of
+    from ttrain.train.checkpoint.weights_file import read_file, read_metadata, read_parameters
 
     folder = find_folder(config.model.from_, weights=True)  # the config's checks hold it so
     content = read_file(folder)
-    text = said_of(folder, content).tokenizer
+    text = read_metadata(folder, content).tokenizer
     if text is None:
         raise CheckpointError(f"{folder} has no tokenizer.json, so its model reads no text. Bring the whole folder.")
     tokenizer = parse_tokenizer(text)

@@ -1,4 +1,4 @@
-"""What a step, a run and other ways to run it are expected to take: which source of numbers fits, and what it gives."""
+"""What a step, a run and alternatives to it are expected to take: which source of numbers fits, and what it gives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ttrain.config.schema import Config
 from ttrain.device.family import SILICON, family_of
 from ttrain.device.timing import Work
 from ttrain.models.settings import TransformerConfig
-from ttrain.train.logging.meter import Forecast, Other, Pace, evaluations_left
+from ttrain.train.logging.meter import Alternative, Forecast, Pace, evaluations_left
 from ttrain.train.settings import TrainConfig
 from ttrain.train.steps.length_schedule import LengthSchedule
 
@@ -109,11 +109,11 @@ def pace_of(
     plain = Forecast(0.0, _left(config.train, step), 0.0, evaluations_left(step, count, config.train.eval_every))
     if hours is None or step >= count:
         return Pace(plain, float("inf"), say, list)
-    ways, found, device = _Ways(config, dataset, plain, continues), plain, session.engine.device.name
+    alternatives, found, device = _Alternatives(config, dataset, plain, continues), plain, session.engine.device.name
     if family_of(config.device).mode(config.device) == SILICON:
         built = all(each.plan is not None for each in steps.values())
-        found = ways.forecast(config, session, steps) if built else ways.planned(config)
-    return Pace(found, 3600 * hours, say, lambda: ways.others(found, device))
+        found = alternatives.forecast(config, session, steps) if built else alternatives.planned(config)
+    return Pace(found, 3600 * hours, say, lambda: alternatives.others(found, device))
 
 
 def _left(train: TrainConfig, step: int) -> float:
@@ -128,8 +128,8 @@ def _left(train: TrainConfig, step: int) -> float:
     return left
 
 
-class _Ways:
-    """What a run and other ways to run it are expected to take, each by its plan."""
+class _Alternatives:
+    """What a run and alternatives to it are expected to take, each by its plan."""
 
     def __init__(self, config: Config, dataset: Dataset, plain: Forecast, continues: bool) -> None:
         """`plain` knows what is left, and no time of a step. A run that `continues` has to stay what it is."""
@@ -159,23 +159,23 @@ class _Ways:
         available = self._dataset.val_samples * own / other
         return math.ceil(min(config.train.eval_sequences or available, available) / rows)
 
-    def others(self, found: Forecast, device: str) -> list[Other]:
+    def others(self, found: Forecast, device: str) -> list[Alternative]:
         """Ways that take less, each planned."""
         config = self._config
         if self._continues or not found.step:
             return []
-        others: list[Other] = []
+        others: list[Alternative] = []
         together: dict[str, Any] = {}
         for changes in _single(config, device):
             seconds = self._seconds(changes)
             if seconds is not None and seconds < LESS * found.total:
-                others.append(Other(command(config, changes), seconds))
+                others.append(Alternative(command(config, changes), seconds))
                 together |= changes
         if len(others) > 1 and (seconds := self._seconds(together)) is not None:
-            others.append(Other(command(config, together), seconds))
+            others.append(Alternative(command(config, together), seconds))
         return others + self._smaller(found)
 
-    def _smaller(self, found: Forecast) -> list[Other]:
+    def _smaller(self, found: Forecast) -> list[Alternative]:
         """The smaller presets down to one that is not long itself; of many the last."""
         config, model = self._config, self._config.model
         if not isinstance(model, TransformerConfig) or model.preset is None:
@@ -185,11 +185,11 @@ class _Ways:
             return []
         own = _width_and_depth(model.presets[model.preset])
         names = [name for name, sizes in model.presets.items() if _width_and_depth(sizes) < own]
-        last: list[Other] = []
+        last: list[Alternative] = []
         for name in sorted(names, key=lambda name: _width_and_depth(model.presets[name]), reverse=True)[-PRESETS:]:
             seconds = self._seconds({"model.preset": name})
             if seconds is not None and seconds < LESS * found.total:
-                last.append(Other(command(config, {"model.preset": name}), seconds))
+                last.append(Alternative(command(config, {"model.preset": name}), seconds))
                 if seconds <= 3600 * (config.train.long_hours or 0):
                     break
         return last[-SHOWN:]

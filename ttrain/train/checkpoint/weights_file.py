@@ -97,7 +97,7 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Said:
+class Metadata:
     """What a source of weights says of its model and of its tokens, besides the weights."""
 
     model: Mapping[str, Any] | None  # the model's config by our keys
@@ -106,19 +106,19 @@ class Said:
 
     def of(self, model: Any) -> dict[str, Any]:
         """By our keys; a model with `claimed` understands what its original writes. Plain values only."""
-        said = self.model
-        if said is None:
-            said = model.claimed(self.original) if hasattr(model, "claimed") else {}
-        plain = {key: value for key, value in said.items() if isinstance(value, str | int | float | NoneType)}
+        told = self.model
+        if told is None:
+            told = model.claimed(self.original) if hasattr(model, "claimed") else {}
+        plain = {key: value for key, value in told.items() if isinstance(value, str | int | float | NoneType)}
         return plain if self.model is None else whole(plain, model.config)
 
-    def metadata(self) -> dict[str, str]:
-        """As texts by name, for a file of weights."""
+    def to_header(self) -> dict[str, str]:
+        """As texts by name, for the header of a file of weights."""
         tokenizer = {} if self.tokenizer is None else {_TOKENIZER: self.tokenizer}
         return ({} if self.model is None else {_MODEL: json.dumps(dict(self.model))}) | tokenizer
 
 
-def said_of(path: Path, content: Mapping[str, Any]) -> Said:
+def read_metadata(path: Path, content: Mapping[str, Any]) -> Metadata:
     """What a file or folder says besides its weights: in itself, or in a config.json beside it.
 
     `content` is the file's.
@@ -126,7 +126,7 @@ def said_of(path: Path, content: Mapping[str, Any]) -> Said:
     if path.is_dir():
         file = path / "tokenizer.json"
         try:
-            return Said(read_architecture(path), file.read_text("utf-8", "replace") if file.is_file() else None)
+            return Metadata(read_architecture(path), file.read_text("utf-8", "replace") if file.is_file() else None)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
     texts = {**content, **(metadata_of(path) if path.suffix == ".safetensors" else {})}
@@ -135,7 +135,7 @@ def said_of(path: Path, content: Mapping[str, Any]) -> Said:
     if model is None and isinstance(beside.get("model"), dict):  # a shard of a checkpoint of ours
         model, file = beside["model"], path.with_name("tokenizer.json")
         tokenizer = file.read_text("utf-8", "replace") if tokenizer is None and file.is_file() else tokenizer
-    return Said(model, tokenizer if isinstance(tokenizer, str) else None, {**beside, **content})
+    return Metadata(model, tokenizer if isinstance(tokenizer, str) else None, {**beside, **content})
 
 
 def same_tokenizer(one: str | None, other: str | None) -> bool:

@@ -110,7 +110,7 @@ class Forecast:
 
 
 @dataclass(frozen=True)
-class Other:
+class Alternative:
     """Another way to run it, as a command, and the seconds that it takes."""
 
     command: str
@@ -121,11 +121,11 @@ class Pace:
     """Says how long a run takes where that is more than `limit` seconds, and what takes less."""
 
     def __init__(
-        self, forecast: Forecast, limit: float, say: Callable[[str], None], others: Callable[[], Sequence[Other]]
+        self, forecast: Forecast, limit: float, say: Callable[[str], None], others: Callable[[], Sequence[Alternative]]
     ) -> None:
         """`others` finds the other ways; it is only asked where the run is long."""
         self._expected, self._limit, self._say, self._find = forecast, limit, say, others
-        self._others: Sequence[Other] | None = None  # as they were said
+        self._others: Sequence[Alternative] | None = None  # as they were said
         self._done, self._timed, self._seconds = 0, 0, 0.0
 
     def announce(self) -> None:

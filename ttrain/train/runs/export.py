@@ -15,7 +15,7 @@ from ttrain.core.errors import ConfigError, UserError
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.kinds import Kind
 from ttrain.train.checkpoint.checkpoint import CheckpointContent, save_checkpoint
-from ttrain.train.checkpoint.weights_file import Said, write_pt, write_safetensors
+from ttrain.train.checkpoint.weights_file import Metadata, write_pt, write_safetensors
 from ttrain.train.protocols import Array
 from ttrain.train.runs.run_directory import RunDirectory
 
@@ -51,17 +51,19 @@ def export_problems(model: Any, file: Path, form: str) -> list[str]:
     return []
 
 
-def write_weights(model: Any, values: Mapping[str, Array], file: Path, form: str, step: int, said: Said) -> None:
+def write_weights(
+    model: Any, values: Mapping[str, Array], file: Path, form: str, step: int, metadata: Metadata
+) -> None:
     """Writes parameters by path into a file, with what is said of them. Raises ConfigError without such a form."""
     if problems := export_problems(model, file, form):
         raise ConfigError(problems)
-    metadata = said.metadata()
+    header = metadata.to_header()
     if file.suffix == ".pt":
-        write_pt(file, {**model.original_file(values), "step": step, **metadata})
+        write_pt(file, {**model.original_file(values), "step": step, **header})
     elif form == "ttrain":
-        write_safetensors(file, values, metadata)
+        write_safetensors(file, values, header)
     else:
-        write_safetensors(file, model.to_original(values), metadata)
+        write_safetensors(file, model.to_original(values), header)
 
 
 def require_new(folder: Path) -> None:

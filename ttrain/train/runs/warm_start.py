@@ -17,7 +17,7 @@ from ttrain.models.weight_checks import Weight, Weights
 from ttrain.nn.module import ADAPTER
 from ttrain.train.checkpoint.adapters import as_for
 from ttrain.train.checkpoint.hub_folder import find_folder, holds_model
-from ttrain.train.checkpoint.weights_file import Said, read_file, said_of, same_tokenizer, weights_of
+from ttrain.train.checkpoint.weights_file import Metadata, read_file, read_metadata, same_tokenizer, weights_of
 from ttrain.train.protocols import State
 
 _SHOWN = 20  # rows of the table of what does not fit
@@ -80,7 +80,7 @@ def open_warm_start(
     not fit, and, unless `anyway`, where the values would compute something else or belong to other tokens.
     """
     key, path = ("model.from", find_folder(source, weights=True)) if whole else ("train.init_from", Path(source))
-    values, said = _open(path, model, whole)
+    values, metadata = _open(path, model, whole)
     fitting: list[str] = []
     others: dict[str, tuple[int, ...] | None] = {}
     parameters = model.stored()
@@ -96,10 +96,10 @@ def open_warm_start(
             raise CheckpointError(f"{key}={source}: {name} holds NaN or infinity. Give another checkpoint.")
         else:
             fitting.append(name)
-    differences = tuple(differing(said.of(model), model.config))
+    differences = tuple(differing(metadata.of(model), model.config))
     vocabulary = getattr(model.config, "vocabulary", None)
     rows = [name for name in fitting if parameters[name].shape[0] == vocabulary]
-    if rows and not same_tokenizer(said.tokenizer, tokenizer):
+    if rows and not same_tokenizer(metadata.tokenizer, tokenizer):
         differences += (f"its tokenizer is another one, so the rows of {', '.join(rows)} mean other tokens",)
     unused = tuple(name for name in values if name not in parameters)
     start = WarmStart(path, model, tuple(fitting), others, unused, differences)
@@ -122,14 +122,14 @@ def _examined(array: Weight) -> tuple[tuple[int, ...], bool]:
     return array.shape, bool(np.isfinite(array).all())
 
 
-def _open(path: Path, model: Any, whole: bool = False) -> tuple[Mapping[str, Any], Said]:
+def _open(path: Path, model: Any, whole: bool = False) -> tuple[Mapping[str, Any], Metadata]:
     """Values by our paths, each read when it is asked for, and what the source says besides."""
     from ttrain.train.runs.resume import find_resume_point
 
     if path.is_file() or holds_model(path):
         content = read_file(path)
-        said = said_of(path, content)  # first: of another architecture no name fits
-        return Weights.widened(weights_of(path, model, content, strict=whole)), said
+        metadata = read_metadata(path, content)  # first: of another architecture no name fits
+        return Weights.widened(weights_of(path, model, content, strict=whole)), metadata
     if not path.exists():
         raise CheckpointError(
             f"train.init_from={path} does not exist. Give a run, a checkpoint, a folder of Transformers, or a .pt or "
@@ -142,4 +142,4 @@ def _open(path: Path, model: Any, whole: bool = False) -> tuple[Mapping[str, Any
     assert point is not None  # only resume=none and auto give none
     checkpoint = point.checkpoint
     values = as_for(model, checkpoint.weights(), checkpoint.config.get("lora") or {})
-    return Weights.widened(values), Said(checkpoint.config.get("model"), checkpoint.tokenizer)
+    return Weights.widened(values), Metadata(checkpoint.config.get("model"), checkpoint.tokenizer)
