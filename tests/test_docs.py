@@ -175,6 +175,7 @@ def smaller(config: Config, steps: int) -> Config:
     if config.device.name == "auto":
         small["device.name"] = "cpu"
     sizes = {"preset": None, "layers": 1, "heads": 1, "width": 16, "rank": 24, "context": 16}
+    sizes |= {"kv_heads": 1, "head_width": 16, "hidden": 24}
     known = {declared.name for declared in fields(config.model)}
     small |= {f"model.{name}": size for name, size in sizes.items() if name in known}
     if getattr(config.data, "loss_on", "all") == "replies":

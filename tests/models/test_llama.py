@@ -97,6 +97,20 @@ def test_the_smallest_preset_has_about_a_million_parameters() -> None:
     assert LLAMA_PRESETS.keys() == {"tiny", *COUNTS}
 
 
+def test_heads_that_are_given_are_not_mixed_with_those_of_a_preset() -> None:
+    def heads(**given: int) -> tuple[int | None, ...]:
+        config = LlamaConfig(preset="Qwen3-0.6B", vocabulary=9, **given)
+        return config.heads, config.kv_heads, config.head_width
+
+    assert heads() == (16, 8, 128)
+    assert heads(kv_heads=4) == (16, 4, 128)
+    assert heads(heads=4) == (4, 4, 256)
+    assert heads(width=64) == (16, 8, 4)
+    assert heads(width=64, head_width=6) == (16, 8, 6)
+    with pytest.raises(ConfigError, match=r"model\.kv_heads=3: must divide model\.heads=16\. Nearest that does: 2"):
+        Llama(LlamaConfig(preset="Qwen3-0.6B", vocabulary=9, kv_heads=3))
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_loss_and_every_gradient_are_those_of_transformers(variant: str) -> None:
     model, plain = pair(variant)

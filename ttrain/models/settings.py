@@ -133,12 +133,15 @@ class LlamaConfig(TransformerConfig):
     kv_heads: int | None = option(
         None,
         "heads of keys and values, each read by heads / kv_heads heads of queries (Ainslie et al., 2023); null: the "
-        "preset's, else heads",
+        "preset's where model.heads is null too, else heads",
         minimum=1,
         changes="shape",
     )
     head_width: int | None = option(
-        None, "features of each head; null: the preset's, else width / heads", minimum=1, changes="shape"
+        None,
+        "features of a head; null: the preset's where heads and width are, else width / heads",
+        minimum=1,
+        changes="shape",
     )
     activation: str = option(
         "silu", "function of the gate in the feed-forward branch; silu: SwiGLU, gelu: GeGLU", choices=ACTIVATIONS
@@ -188,8 +191,14 @@ class LlamaConfig(TransformerConfig):
     )
 
     def __post_init__(self) -> None:
-        """Where nothing is said, as many heads of keys as of queries, together as wide as the stream."""
+        """Where nothing is said, as many heads of keys as of queries, together as wide as the stream.
+
+        What a preset says of heads goes with its own heads and width.
+        """
+        of_preset = {"kv_heads": self.heads is None, "head_width": self.heads is self.width is None}
         super().__post_init__()
+        for name in (name for name, holds in of_preset.items() if name in self.filled and not holds):
+            setattr(self, name, None)
         width, heads = self.width or 0, self.heads or 1
         self._fill({"kv_heads": self.heads, "head_width": width // heads if width and width % heads == 0 else None})
 
