@@ -98,7 +98,8 @@ def _disagreeing(own: Mapping[str, Any], sizes: Mapping[str, Any], given: str) -
     if any(sizes.get(key, value) != value for key, value in preset.items() if key != "context"):
         yield f"model.preset={own['preset']}: {given} has other sizes. Leave it out, and model=<option> with it."
     for key, value in own.items():
-        shorter = key == "context" and rules[key] != "shape" and isinstance(value, int) and value <= sizes[key]
+        numbers = isinstance(value, int) and isinstance(sizes.get(key), int)
+        shorter = numbers and key == "context" and rules[key] != "shape" and value <= sizes[key]
         free = shorter or rules.get(key) == "nothing"
         if key in sizes and value != sizes[key] and not free:
             yield f"model.{key}={value}: {given} has {sizes[key]}. Leave the key out, or give what the folder has."

@@ -19,7 +19,9 @@ _ARCHITECTURES = {"gpt2": "GPT2", "llama": "LLAMA", "mistral": "LLAMA", "qwen2":
 _LETTERS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_SPLITS = {  # GGUF's name of how a text is cut into words -> the parts of a tokenizer.json that do so
+_SPLITS: dict[
+    str, list[tuple[str, Any]]
+] = {  # GGUF's name of how a text is cut into words -> the parts of a tokenizer.json that do so
     "gpt-2": [("ByteLevel", True)],
     "smollm": [("Digits", True), ("ByteLevel", True)],
     "qwen2": [("Split", _LETTERS % r"\p{N}"), ("ByteLevel", False)],
@@ -104,18 +106,24 @@ def _tensors(model: Any, values: Mapping[str, Array], described: Mapping[str, An
 
 def _vocabulary(described: Mapping[str, Any], rows: int) -> dict[str, Any]:
     """What a file says of a tokenizer, by the writer's methods. Raises ConfigError for a kind that it can't express."""
-    model, splits = described["model"], described["pre_tokenizer"] or {"type": None}
+    model, splits = described["model"], described.get("pre_tokenizer") or {"type": None}
+    steps = splits.get("pretokenizers", [splits])
     parts = [
         (part["type"], part.get("use_regex", part.get("individual_digits", part.get("pattern", {}).get("Regex"))))
-        for part in splits.get("pretokenizers", [splits])
+        for part in steps
     ]
-    found = [name for name, known in _SPLITS.items() if known == parts]
-    if not model.get("merges", True):
-        found = ["gpt-2"]  # of single bytes, whatever the words
-    split = found[0] if found and model["type"] == "BPE" and not model.get("byte_fallback") else None
-    if split is None or (described["normalizer"] or {"type": "NFC"})["type"] != "NFC":
+    if parts == [("ByteLevel", False)] and not model.get("merges"):
+        parts = _SPLITS["gpt-2"]  # of single bytes, whatever the words
+    split = next((name for name, known in _SPLITS.items() if known == parts), None)
+    plain = model.get("type") == "BPE" and not model.get("byte_fallback")
+    if (
+        split is None
+        or not plain
+        or any(part.get("add_prefix_space") for part in steps)
+        or (described.get("normalizer") or {"type": "NFC"})["type"] != "NFC"
+    ):
         raise ConfigError(f"export.form=gguf: no name of GGUF's is known for how this tokenizer splits text. {_ADVICE}")
-    added = {token["id"]: token for token in described["added_tokens"]}
+    added = {token["id"]: token for token in described.get("added_tokens", ())}
     texts = {number: text for text, number in model["vocab"].items()} | {n: added[n]["content"] for n in added}
     kinds = [(3 if added[n]["special"] else 4) if n in added else 1 if n in texts else 5 for n in range(rows)]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
