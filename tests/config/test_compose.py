@@ -35,6 +35,7 @@ NEEDS = {
     "precision=bf8": ["device=tt"],
     "recipe=char-0.8m": ["data.path=x"],
     "recipe=smollm2-135m-finetune": ["model.from=null", "data.sources=[x]"],
+    "recipe=smollm2-135m-lora": ["model.from=null", "data.sources=[x]"],
     "recipe=agillm_large_cpu": ["data.path=x"],
     "recipe=agillm_large_n300": ["data.path=x"],
 }

@@ -178,8 +178,25 @@ def test_other_adapters_do_not_go_on(capsys: pytest.CaptureFixture[str]) -> None
     for overrides in (["resume=auto", "lora.rank=3", "train.steps=9"], ["task=sample", "lora.alpha=1"]):
         assert main(["run.dir=tuned", *overrides]) == 2
         assert "has other adapters: lora." in capsys.readouterr().err
+    assert main(["resume=tuned", "lora.from=peft", "train.steps=9"]) == 2
+    assert "lora.from=peft: is for new runs" in capsys.readouterr().err
     assert main(["run.dir=base", "resume=auto", "lora.rank=2", "train.steps=9"]) == 2
     assert "lora.rank: None there, 2 given" in capsys.readouterr().err
+
+
+def test_a_plan_compares_with_training_the_whole_model(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["task=plan", "data.path=text.txt", *MODEL, *TRAIN, "plan.time=false", "plan.json=plan.json"]
+    assert main([*words, "lora.rank=2", "precision=bf16"]) == 0
+    assert "planned memory" in capsys.readouterr().out
+    found = json.loads(Path("plan.json").read_text())
+    trained = 2 * (16 + 48 + 16 + 16 + 2 * (16 + 64))
+    assert found["lora"]["trained"] == trained and found["memory"]["optimizer"] == 8 * trained
+    matrices, norms = 16 * (13 + 8 + 48 + 16 + 64 + 64), 3 * 16  # of which norms stay in fp32
+    assert found["memory"]["frozen"] == 2 * matrices + 4 * norms
+    assert main([*words, "lora.rank=0", "precision=bf16"]) == 0
+    whole = json.loads(Path("plan.json").read_text())
+    assert "lora" not in whole and "frozen" not in whole["memory"]
+    assert found["lora"]["memory_without"] > found["lora"]["memory"]
 
 
 def test_exports_that_can_not_be(capsys: pytest.CaptureFixture[str]) -> None:
