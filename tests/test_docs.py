@@ -174,6 +174,8 @@ def smaller(config: Config, steps: int) -> Config:
         small |= {"train.length_schedule": [8, 16], "train.phase_steps": 1}
     if config.device.name == "auto":
         small["device.name"] = "cpu"
+    if config.engine.name == "traced":  # compiling takes longer than all else; tests/native does it
+        small["engine.name"] = "static"
     sizes = {"preset": None, "layers": 1, "heads": 1, "width": 16, "rank": 24, "context": 16}
     sizes |= {"kv_heads": 1, "head_width": 16, "hidden": 24}
     known = {declared.name for declared in fields(config.model)}
