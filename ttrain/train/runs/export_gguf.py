@@ -19,9 +19,8 @@ _ARCHITECTURES = {"gpt2": "GPT2", "llama": "LLAMA", "mistral": "LLAMA", "qwen2":
 _LETTERS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_SPLITS: dict[
-    str, list[tuple[str, Any]]
-] = {  # GGUF's name of how a text is cut into words -> the parts of a tokenizer.json that do so
+# GGUF's name of how a text is cut into words -> the parts of a tokenizer.json that do so.
+_SPLITS: dict[str, list[tuple[str, Any]]] = {
     "gpt-2": [("ByteLevel", True)],
     "smollm": [("Digits", True), ("ByteLevel", True)],
     "qwen2": [("Split", _LETTERS % r"\p{N}"), ("ByteLevel", False)],
