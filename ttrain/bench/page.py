@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from ttrain.core.errors import UserError
-from ttrain.core.files import replace_file
+from ttrain.core.files import write_chosen
 
 
 def check_page(path: Path, name: str) -> None:
@@ -25,10 +25,7 @@ def insert(path: Path, name: str, text: str) -> None:
     """Put one result into a page, which is written anew as a whole. Raises UserError where that is not possible."""
     before, after = _parts(path, name)
     first, last = _marks(name)
-    try:
-        replace_file(path, f"{before}{first}\n\n{text.strip()}\n\n{last}{after}")
-    except OSError as error:
-        raise UserError(f"bench.markdown={path}: can't be written ({error.strerror}). Give another file.") from None
+    write_chosen("bench.markdown", path, f"{before}{first}\n\n{text.strip()}\n\n{last}{after}")
 
 
 def _marks(name: str) -> tuple[str, str]:

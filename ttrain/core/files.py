@@ -9,6 +9,8 @@ import shutil
 from pathlib import Path
 from typing import IO, Any
 
+from ttrain.core.errors import UserError
+
 CHUNK_BYTES = 1 << 22
 
 
@@ -35,6 +37,28 @@ def replace_file(path: Path, data: bytes | str) -> None:
     finally:
         beside.unlink(missing_ok=True)
     sync_directory(path.parent)
+
+
+def write_chosen(key: str, path: Path, content: str, folders: bool = False) -> None:
+    """Replaces the file that a key of the config names, with `folders` making those around it.
+
+    Raises UserError where it can't be written.
+    """
+    try:
+        if folders:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content)
+    except OSError as error:
+        raise UserError(f"{key}={path}: can't be written: {error.strerror or error}. Give another file.") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is none."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -9,7 +9,6 @@ outputs/sweeps/<date>/<time>/
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ttrain.core.errors import UserError
-from ttrain.core.files import lock_file, replace_file, to_json
+from ttrain.core.files import lock_file, read_json, replace_file, to_json
 from ttrain.sweep.jobs import Job
 
 SWEEP = "sweep.json"
@@ -120,21 +119,13 @@ class SweepFolder:
 
 def read_sweep(path: Path) -> dict[str, Any] | None:
     """The content of sweep.json; None where the folder is no sweep."""
-    content = _read(path / SWEEP)
-    return content if content and isinstance(content.get("jobs"), list) else None
+    content = read_json(path / SWEEP)
+    return content if isinstance(content.get("jobs"), list) else None
 
 
 def read_status(job: Path) -> Status:
     """The content of a job's status.json; empty without one."""
-    return _read(job / STATUS) or {}
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
+    return read_json(job / STATUS)
 
 
 def _claim(root: Path) -> Path:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ttrain.config.schema import Config
+from ttrain.core.files import read_json
 from ttrain.train.logging.meter import loop_speed
 from ttrain.train.logging.metrics import read_metrics
 
@@ -59,15 +59,6 @@ def objective_key(task: str, numbers: Numbers, wanted: str) -> str:
 def as_number(value: Any) -> float | None:
     """A float where it is a number, else None."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is none."""
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _newest(run: Path) -> Numbers:

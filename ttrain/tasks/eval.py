@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config.schema import Config
-from ttrain.core.errors import ConfigError, UserError
-from ttrain.core.files import replace_file, to_json
+from ttrain.core.errors import ConfigError
+from ttrain.core.files import to_json, write_chosen
 from ttrain.core.units import format_bytes, format_count
 
 
@@ -34,21 +34,13 @@ def run(config: Config) -> dict[str, Any]:
         }
         if wanted.text:
             results["text"] = measure_texts(scorer, wanted.text, wanted.text_key, wanted.limit, wanted.stride)
-            _write(out, results)
+            write_chosen("eval.out", out, to_json(results), folders=True)
         if wanted.choices is not None:
             results["choices"] = measure_choices(scorer, Path(wanted.choices), wanted.limit)
-            _write(out, results)
+            write_chosen("eval.out", out, to_json(results), folders=True)
     for label, value in _lines(results, out):
         print(f"{label.ljust(15)}{value}")
     return results
-
-
-def _write(out: Path, results: dict[str, Any]) -> None:
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(out, to_json(results))
-    except OSError as error:
-        raise UserError(f"{out} can't be written: {error.strerror or error}. Give eval.out=<file>.") from None
 
 
 def _lines(results: dict[str, Any], out: Path) -> list[tuple[str, str]]:

@@ -283,14 +283,10 @@ def _draw(file: str, report: PlanReport, steps: Mapping[str, Step]) -> None:
 def _write_json(config: Config, device: str, values: dict[str, Any]) -> None:
     from pathlib import Path
 
-    from ttrain.core.errors import UserError
-    from ttrain.core.files import replace_file, to_json
+    from ttrain.core.files import to_json, write_chosen
 
     path = Path(str(config.plan.json))
     names = {"model": config.model.name, "device": device, "engine": config.engine.name}
     sizes = {"batch_size": config.train.batch_size, "accumulation": config.train.accumulation}
     head = {**names, "precision": config.precision.name, **sizes}
-    try:
-        replace_file(path, to_json({**head, **values}))
-    except OSError as error:
-        raise UserError(f"plan.json={path}: can't be written: {error.strerror or error}. Give another file.") from None
+    write_chosen("plan.json", path, to_json({**head, **values}))

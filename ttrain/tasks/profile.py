@@ -6,12 +6,11 @@ import dataclasses
 import tempfile
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from ttrain.config import build
 from ttrain.config.registry import family_that
 from ttrain.config.schema import Config
-from ttrain.core.errors import UserError
+from ttrain.core.files import to_json, write_chosen
 from ttrain.core.tables import plain_table
 from ttrain.core.waiting import waited_for
 from ttrain.device.family import Profile, family_of
@@ -24,7 +23,7 @@ def run(config: Config) -> None:
     profile = _given(config) if config.profile.csv is not None else _measured(config)
     print("\n".join(plain_table(table) for table in profile.tables()))
     if config.profile.json is not None:
-        _write(Path(config.profile.json), profile.to_dict())
+        write_chosen("profile.json", Path(config.profile.json), to_json(profile.to_dict()))
 
 
 def _given(config: Config) -> Profile:
@@ -59,12 +58,3 @@ def _measured(config: Config) -> Profile:
             for number in waited_for(range(WARM_UP + 1, last + 1), "Profiling steps"):
                 drive(number)
             return profiler.profile(device, config.profile.steps)
-
-
-def _write(path: Path, values: dict[str, Any]) -> None:
-    from ttrain.core.files import replace_file, to_json
-
-    try:
-        replace_file(path, to_json(values))
-    except OSError as error:
-        raise UserError(f"profile.json={path}: can't be written: {error.strerror or error}.") from None

@@ -14,8 +14,7 @@ from typing import Any
 
 import ttrain
 from ttrain.config.schema import Config
-from ttrain.core.errors import UserError
-from ttrain.core.files import replace_file
+from ttrain.core.files import write_chosen
 from ttrain.core.units import format_bytes, format_count, format_duration
 from ttrain.core.waiting import waited_for
 from ttrain.train.logging.chart import Series, line_chart
@@ -50,11 +49,7 @@ def run(config: Config) -> None:
     runs = [read_run(Path(path)) for path in waited_for(given, "Reading runs")]
     own = runs[0].path / "report.html" if len(runs) == 1 else Path("report.html")
     target = Path(config.report.out) if config.report.out else own
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(target, page(runs))
-    except OSError as error:
-        raise UserError(f"{target} can't be written: {error.strerror}. Give report.out=<file>.") from None
+    write_chosen("report.out", target, page(runs), folders=True)
     print(target)
 
 

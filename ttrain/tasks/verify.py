@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttrain.config import build
 from ttrain.config.registry import family_that, names
 from ttrain.config.schema import Config
-from ttrain.core.errors import CaptureError, ConfigError, UserError
+from ttrain.core.errors import CaptureError, ConfigError
+from ttrain.core.files import to_json, write_chosen
 from ttrain.core.spec import DType
 from ttrain.core.waiting import Waiting
 from ttrain.device.family import family_of
@@ -45,7 +47,8 @@ def run(config: Config) -> None:
             found += work.model() if config.verify.model else []
     _print(report.COLUMNS, report.rows(found), work.notes)
     if config.verify.json is not None:
-        _write(config.verify.json, report.to_dict(found, work.head))
+        content = to_json(report.to_dict(found, work.head))
+        write_chosen("verify.json", Path(config.verify.json), content)
     report.verdict(found)
     print(f"verify: all {len(found)} comparisons passed.")
 
@@ -169,16 +172,3 @@ def _print(columns: tuple[str, ...], rows: list[tuple[str, ...]], notes: list[st
         print("  ".join(cells).rstrip())
     for note in notes:
         print(note)
-
-
-def _write(file: str, values: dict[str, Any]) -> None:
-    from pathlib import Path
-
-    from ttrain.core.files import replace_file, to_json
-
-    try:
-        replace_file(Path(file), to_json(values))
-    except OSError as error:
-        raise UserError(
-            f"verify.json={file}: can't be written: {error.strerror or error}. Give another file."
-        ) from None

@@ -16,7 +16,7 @@ import numpy as np
 from ttrain.config import build
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config
-from ttrain.core.errors import CheckpointError, ConfigError, DataError, NonFiniteError, UserError
+from ttrain.core.errors import CheckpointError, ConfigError, NonFiniteError, UserError
 from ttrain.core.waiting import Waiting
 from ttrain.data.settings import TextConfig
 from ttrain.engine.base import Trace
@@ -27,6 +27,7 @@ from ttrain.train.loop.evaluate import BITS_PER_BYTE, Evaluation, EvaluationResu
 from ttrain.train.protocols import Dataset, Inputs, Outputs
 from ttrain.train.sampling.decode import cache_tensors
 from ttrain.train.sampling.source import Source, sampling_traces
+from ttrain.train.sampling.stream import end_id
 
 _SCORED_PER_ROW = 32  # positions whose scores of the whole vocabulary come to the host at once, for each sequence
 
@@ -164,7 +165,7 @@ def _from_run(config: Config, run: str) -> _Given:
     model = build.build_model(*config.model_parts, tokenizer.vocabulary)
     check_architecture(checkpoint.config, model.config, checkpoint.path, FUNCTION)
     check_adapters(checkpoint.config, config.lora, checkpoint.path)
-    start = None if alone else _end_id(tokenizer, getattr(config.data, "end_token", None))
+    start = None if alone else end_id(tokenizer, getattr(config.data, "end_token", None))
     load = partial(checkpoint.load, optimizer=False)
     return _Given(config, model, tokenizer, start, checkpoint.step, run, load)
 
@@ -191,19 +192,8 @@ def _from_folder(config: Config) -> _Given:
             state.write(name, value)
 
     first = token_text(read_tokenizer_config(folder / CONFIG_FILE).get("bos_token"))
-    start = _end_id(tokenizer, first or configured_end(folder / CONFIG_FILE))
+    start = end_id(tokenizer, first or configured_end(folder / CONFIG_FILE))
     return _Given(config, model, tokenizer, start, None, str(folder), load)
-
-
-def _end_id(tokenizer: Any, named: str | None) -> int | None:
-    """The token that ends a document, or the one that is named; None where the tokenizer has none of itself."""
-    from ttrain.data.end_token import with_end_token
-
-    try:
-        _, token = with_end_token(tokenizer, named, None)
-    except DataError:  # several that could be meant
-        return None
-    return None if token.added else token.id
 
 
 def _trace_scores(model: Any, rows: int, graph: Graph) -> None:

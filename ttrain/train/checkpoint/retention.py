@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ttrain.core.errors import CheckpointError
-from ttrain.core.files import hold_for_reading, lock_file
+from ttrain.core.files import hold_for_reading, lock_file, read_json
 from ttrain.core.units import format_bytes
 from ttrain.graph.kinds import Kind
 from ttrain.train.checkpoint.checkpoint import UNFINISHED, Checkpoint, read_manifest
@@ -40,11 +39,7 @@ class Skipped(NamedTuple):
 
 def is_dry_run(run: Path) -> bool:
     """Whether the record that a run ended with says that no values were computed."""
-    try:
-        summary = json.loads((run / "summary.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(summary, dict) and summary.get("computes") is False
+    return read_json(run / "summary.json").get("computes") is False
 
 
 def list_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Skipped]]:

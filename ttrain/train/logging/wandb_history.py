@@ -8,13 +8,11 @@ are set aside: one folder holds the whole history.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from ttrain.core.files import replace_file, to_json
+from ttrain.core.files import read_json, replace_file, to_json
 from ttrain.train.logging.metrics import Metrics, read_metrics
 
 RECORD = "wandb.json"
@@ -27,7 +25,7 @@ class WandbHistory:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        record = _read(run / RECORD)
+        record = read_json(run / RECORD)
         self.run_id: str | None = record.get("id")
         self._online: dict[str, int] = record.get("online", {})  # kind of line -> last step that was sent online
         self._told = dict(self._online)  # the same for the attempt that runs now
@@ -79,7 +77,7 @@ def note_earlier_attempts(run: Path) -> None:
 
     A killed attempt told every line that is recorded. `wandb sync` leaves a mark beside an offline one that it sent.
     """
-    record = _read(run / RECORD)
+    record = read_json(run / RECORD)
     attempts = sorted((run / "wandb").glob("offline-run-*"))
     synced = bool(attempts) and any(attempts[-1].glob("*.wandb.synced"))
     if not synced and not record.get("active"):
@@ -94,11 +92,3 @@ def note_earlier_attempts(run: Path) -> None:
 
 def _kind(line: Metrics) -> str:
     return next((kind for kind in _KINDS if kind in line), "")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        record = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}

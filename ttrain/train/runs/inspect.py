@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import CheckpointError
-from ttrain.core.files import lock_file
+from ttrain.core.files import lock_file, read_json
 from ttrain.train.checkpoint.retention import list_checkpoints
 from ttrain.train.logging.events import Event, read_events
 from ttrain.train.logging.meter import loop_speed
@@ -88,7 +87,7 @@ def read_run(path: Path) -> RunInfo:
     except CheckpointError:  # a run that was stopped before its first step
         config = {}
     metrics, events = list(read_metrics(path / "metrics.jsonl")), list(read_events(path))
-    summary = _json(path / "summary.json")
+    summary = read_json(path / "summary.json")
     found, _ = list_checkpoints(path / "checkpoints")
     checkpoint = found[-1].step if found else None
     step = max([line["step"] for line in metrics] + [checkpoint or 0])
@@ -97,7 +96,7 @@ def read_run(path: Path) -> RunInfo:
     state = _state(path, finished, events, checkpoint, step)
     if state == "new" and summary.get("computes") is False:
         state = "dry_run"
-    record = _json(path / RECORD)
+    record = read_json(path / RECORD)
     attempts = record.get("attempts", record.get("legs", []))  # see run_directory.stored_attempts
     return RunInfo(path, state, step, steps, checkpoint, config, metrics, events, attempts, summary)
 
@@ -136,11 +135,3 @@ def _held(path: Path) -> bool:
             return not lock_file(file)
     except OSError:  # not ours to write: nobody can tell
         return False
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

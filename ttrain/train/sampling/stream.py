@@ -116,6 +116,7 @@ def stream_text(
 
 
 def end_id(tokenizer: Any, end_token: str | None) -> int | None:
+    """The token that ends a document, or the one that is named; None where the tokenizer has none of itself."""
     from ttrain.data.end_token import with_end_token
 
     try:

@@ -5,7 +5,6 @@ lives.
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import signal
 import time
@@ -50,15 +49,6 @@ class Heartbeat:
                 replace_file(self._path, to_json(self._told))
             except OSError:
                 self._path = None
-
-
-def read_heartbeat(path: Path) -> dict[str, Any]:
-    """What the process told; empty where it told nothing yet."""
-    try:
-        told = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return told if isinstance(told, dict) else {}
 
 
 def seconds_since_start() -> float:

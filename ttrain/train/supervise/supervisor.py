@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import EXIT_DONE, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER
+from ttrain.core.files import read_json
 from ttrain.core.units import format_duration
 from ttrain.train.checkpoint.retention import list_checkpoints
 from ttrain.train.logging.events import Events
 from ttrain.train.settings import SuperviseConfig
 from ttrain.train.supervise.child import Child, PassOn, describe_exit
-from ttrain.train.supervise.heartbeat import VARIABLE, read_heartbeat
+from ttrain.train.supervise.heartbeat import VARIABLE
 
 _POLL_SECONDS = 0.1
 _DUMP_SECONDS = 2.0  # for a hung child to print where it is
@@ -94,11 +95,11 @@ class Supervisor:
         hung = False
         while (code := child.wait(_POLL_SECONDS)) is None:
             if self._run is None:
-                self._learn_run(read_heartbeat(heartbeat))
+                self._learn_run(read_json(heartbeat))
             if not signals.received and self._is_silent(heartbeat):
                 hung = True
                 self._end_hung(child)
-        told = read_heartbeat(heartbeat)
+        told = read_json(heartbeat)
         self._learn_run(told)
         self._child = None
         return _End(code, hung, told, time.monotonic() - start)
