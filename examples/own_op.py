@@ -6,7 +6,7 @@ from ttrain.graph import Case, Value, cases, composite
 
 
 @composite
-def rms_norm(x: Value, weight: Value, eps: float = 1e-6) -> Value:
+def own_rms_norm(x: Value, weight: Value, eps: float = 1e-6) -> Value:
     """y = x / sqrt(mean(x^2) + eps) * weight over the last axis of x [..., C]; weight [C] (Zhang and Sennrich, 2019).
 
     It has no kernel of its own: a device runs its body, and its gradient follows from that.
@@ -14,7 +14,7 @@ def rms_norm(x: Value, weight: Value, eps: float = 1e-6) -> Value:
     return x / ops.sqrt(ops.mean(x * x, -1) + eps) * weight
 
 
-cases(rms_norm, Case(((4, 8), (8,))), Case(((2, 3, 33), (33,))))
+cases(own_rms_norm, Case(((4, 8), (8,))), Case(((2, 3, 33), (33,))))
 
 if __name__ == "__main__":
-    ttrain.run("task=verify", "verify.ops=[rms_norm]", "verify.model=false", "device=cpu")
+    ttrain.run("task=verify", "verify.ops=[own_rms_norm]", "verify.model=false", "device=cpu")
