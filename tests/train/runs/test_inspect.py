@@ -12,6 +12,8 @@ import pytest
 from ttrain.cli import main
 from ttrain.config.compose import load
 from ttrain.core.errors import CheckpointError
+from ttrain.sweep.numbers import columns
+from ttrain.sweep.outcome import _LAST, print_table
 from ttrain.tasks.report import page
 from ttrain.train.logging.chart import Series, line_chart
 from ttrain.train.logging.events import Events, read_events
@@ -110,6 +112,17 @@ def test_task_runs(runs: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
     assert main(["task=runs", f"runs.root={tmp_path}", "runs.state=new"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert main(["task=runs", f"runs.root={tmp_path}/no"]) == 2
+
+
+def test_bits_per_byte_are_in_reports_and_sweeps(runs: dict[str, Path], capsys: Any) -> None:
+    with open(runs["finished"] / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 12, "val/loss": 1.0, "val/bits_per_byte": 1.2345}) + "\n")
+    shown = page([read_run(runs["finished"])])
+    assert "<td>val/bits_per_byte</td><td>1.234" in shown
+    record = {**dict.fromkeys(_LAST), "job": 0, "state": "finished"}
+    print_table([{**record, **columns("train", {"step": 12, "val/bits_per_byte": 1.2345})}], [], "best_val_loss")
+    head, line = capsys.readouterr().out.splitlines()
+    assert "bits/byte" in head and "1.2345" in line
 
 
 def test_the_model_is_told_as_it_was_chosen(runs: dict[str, Path]) -> None:
