@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,11 @@ def _extended(library: LibraryTokenizer, token: str) -> tuple[Tokenizer, EndToke
 
 def _near(named: str, library: LibraryTokenizer) -> str:
     return did_you_mean(named, library.special_tokens()) if library.special_tokens() else "It has no special tokens."
+
+
+def named_end(data: Any, tokenizer_config: Mapping[str, Any]) -> str | None:
+    """The token that ends a document by the config of the data, else by the tokenizer_config.json that is known."""
+    return getattr(data, "end_token", None) or token_text(tokenizer_config.get("eos_token"))
 
 
 def configured_end(file: Path) -> str | None:

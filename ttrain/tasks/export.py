@@ -38,6 +38,13 @@ class _Parameters:
     progress: Mapping[str, Any] = field(default_factory=dict)
     tokenizer_config: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def end_token(self) -> str | None:
+        """The token that ends a document, where one is named."""
+        from ttrain.data.end_token import named_end
+
+        return named_end(self.config.data, self.tokenizer_config)
+
 
 def run(config: Config) -> None:
     """Writes what export.file and export.dir ask for, and says what it wrote."""
@@ -66,7 +73,7 @@ def run(config: Config) -> None:
         stored = build.stored_model(given.config.model, given.model)
         with Waiting(f"Writing {file}"):
             if wanted.form == "gguf":
-                write_gguf(file, given.model, given.values, given.tokenizer, given.tokenizer_config)
+                write_gguf(file, given.model, given.values, given.tokenizer, given.end_token, given.tokenizer_config)
             else:
                 write_weights(
                     given.model, given.values, file, wanted.form, given.step, Metadata(stored, given.tokenizer)
@@ -210,8 +217,7 @@ def _write_folder(given: _Parameters, folder: Path, shard_mb: int) -> None:
 
     stored = {**to_dict(given.config), "model": build.stored_model(given.config.model, given.model)}
     card = model_card(folder.name, stored, given.model.parameter_count, given.origin, given.progress)
-    end_token = getattr(given.config.data, "end_token", None) or given.tokenizer_config.get("eos_token")
-    what = Written(given.model, given.values, given.tokenizer, end_token, card, given.tokenizer_config)
+    what = Written(given.model, given.values, given.tokenizer, given.end_token, card, given.tokenizer_config)
     write_folder(folder, what, shard_mb * 1_000_000)
     parameters = format_count(given.model.parameter_count)
     print(f"{folder}: {parameters} parameters of {given.origin}, as AutoModelForCausalLM.from_pretrained reads them.")

@@ -58,6 +58,7 @@ class Opened:
 @contextmanager
 def opened_run(config: Config) -> Iterator[Opened]:
     """The model of run.dir on the device. It is rebuilt from what its checkpoint says; the data is not needed."""
+    from ttrain.data.end_token import named_end
     from ttrain.data.library_tokenizer import parse_tokenizer
     from ttrain.train.checkpoint.retention import find_checkpoint
     from ttrain.train.runs.resume import check_adapters, check_architecture
@@ -70,14 +71,13 @@ def opened_run(config: Config) -> Iterator[Opened]:
     config = continued(checkpoint.config, config, ("device", "sample", "engine", "logger"))
     tokenizer = parse_tokenizer(_tokenizer(checkpoint))
     tokenizer.config = checkpoint.tokenizer_config
-    end_token = getattr(config.data, "end_token", None) or tokenizer.config.get("eos_token")
     model = build.build_model(*config.model_parts, tokenizer.vocabulary)
     check_architecture(checkpoint.config, model.config, checkpoint.path, FUNCTION)
     check_adapters(checkpoint.config, config.lora, checkpoint.path)
     traces = sampling_traces(model, config.sample)
     source = Source(model, config.sample, tokenizer.vocabulary, traces)
     caches = cache_tensors([trace for steps in traces.values() for trace in steps.values()])
-    made = Opened(config, source, tokenizer, end_token, run)
+    made = Opened(config, source, tokenizer, named_end(config.data, tokenizer.config), run)
     with ExitStack() as stack:
         device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
         if not device.computes:

@@ -14,7 +14,7 @@ from ttrain.core.errors import UserError
 from ttrain.tasks.evaluating.choices import encoded_pair
 from ttrain.tasks.evaluating.scorer import cross_entropy, opened
 from ttrain.tasks.evaluating.texts import Texts
-from ttrain.train.sampling.draw import Stop, stream_text
+from ttrain.train.sampling.stream import Stop, stream_text
 
 try:
     from lm_eval.api.model import LM

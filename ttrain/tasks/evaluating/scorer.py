@@ -150,6 +150,7 @@ def opened(config: Config, *wanted: str) -> Iterator[Scorer]:
 
 
 def _from_run(config: Config, run: str) -> _Given:
+    from ttrain.data.end_token import named_end
     from ttrain.data.library_tokenizer import parse_tokenizer
     from ttrain.train.checkpoint.retention import find_checkpoint
     from ttrain.train.runs.resume import check_adapters, check_architecture
@@ -165,7 +166,7 @@ def _from_run(config: Config, run: str) -> _Given:
     model = build.build_model(*config.model_parts, tokenizer.vocabulary)
     check_architecture(checkpoint.config, model.config, checkpoint.path, FUNCTION)
     check_adapters(checkpoint.config, config.lora, checkpoint.path)
-    start = None if alone else end_id(tokenizer, getattr(config.data, "end_token", None))
+    start = None if alone else end_id(tokenizer, named_end(config.data, checkpoint.tokenizer_config))
     load = partial(checkpoint.load, optimizer=False)
     return _Given(config, model, tokenizer, start, checkpoint.step, run, load)
 

@@ -132,6 +132,7 @@ class Setup:
 
     def print_sample(self, logits: Step | None) -> bool:
         """A sample of what the model writes, where it writes text; whether it does."""
+        from ttrain.data.end_token import named_end
         from ttrain.train.sampling.draw import print_samples
         from ttrain.train.sampling.stream import Stop
 
@@ -141,7 +142,7 @@ class Setup:
         sample = dataclasses.replace(self.config.sample, count=1)
         how = "" if sample.mode == "ar" else f", a token at a time (task=sample draws with sample.mode={sample.mode})"
         print(f"\nA sample of what the model writes{how}:\n", flush=True)
-        stop = Stop.of(tokenizer, sample.stop, tokenizer.config.get("eos_token"))
+        stop = Stop.of(tokenizer, sample.stop, named_end(self.config.data, tokenizer.config))
         print_samples(logits, tokenizer, self.prompt, sample, stop)
         return True
 
@@ -182,7 +183,7 @@ def set_up(config: Config, stack: ExitStack) -> Setup:
         resuming.check_architecture(point.checkpoint.config, model.config, point.checkpoint.path)
         resuming.check_adapters(point.checkpoint.config, lora, point.checkpoint.path)
         resuming.check_documents(point, dataset.description)
-    prompt = _prompt(config.sample.prompt, getattr(config.data, "end_token", None), dataset)
+    prompt = _prompt(config.sample.prompt, config.data, dataset)
     warm = build.build_warm_start(config.model, train, model, tokenizer_json(dataset)) if point is None else None
     adapter = build.build_adapters(lora, model) if point is None else None
     shorter = {length: build.shorter_model(model, length, config.precision, lora) for length in train.length_schedule}
@@ -259,8 +260,10 @@ def _check_tokenizer(point: ResumePoint | None, dataset: Dataset) -> None:
     resuming.check_tokenizer(stored, tokenizer_json(dataset), point.checkpoint.path)
 
 
-def _prompt(text: str | None, end_token: str | None, dataset: Dataset) -> list[int] | None:
+def _prompt(text: str | None, data: DataConfig, dataset: Dataset) -> list[int] | None:
     """Token ids of the sample's prompt, checked before training starts; None where no text can be made."""
+    from ttrain.data.end_token import named_end
     from ttrain.train.sampling.draw import encode_prompt
 
-    return None if dataset.tokenizer is None else encode_prompt(dataset.tokenizer, text, end_token)
+    tokenizer = dataset.tokenizer
+    return None if tokenizer is None else encode_prompt(tokenizer, text, named_end(data, tokenizer.config))

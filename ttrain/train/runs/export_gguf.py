@@ -43,11 +43,18 @@ def gguf_problem(config: Any) -> str | None:
 
 
 def write_gguf(
-    file: Path, model: Any, values: Mapping[str, Array], tokenizer: str | None, tokenizer_config: Mapping[str, Any]
+    file: Path,
+    model: Any,
+    values: Mapping[str, Array],
+    tokenizer: str | None,
+    end_token: str | None,
+    tokenizer_config: Mapping[str, Any],
 ) -> None:
     """Writes weights in fp32, and what a tokenizer.json and a tokenizer_config.json say, where there are any.
 
-    Raises ConfigError for what the form can't hold and where the package gguf is missing."""
+    `end_token` is the name of the token between documents. Raises ConfigError for what the form can't hold and where
+    the package gguf is missing.
+    """
     try:
         import gguf
     except ImportError:
@@ -55,7 +62,7 @@ def write_gguf(
     config, described = model.config, written_config(model.config)
     architecture = getattr(gguf.MODEL_ARCH, _ARCHITECTURES[described["model_type"]])
     said = {} if tokenizer is None else _vocabulary(json.loads(tokenizer), config.vocabulary)
-    if tokenizer is not None and (end := known_end(tokenizer, tokenizer_config.get("eos_token"))) is not None:
+    if tokenizer is not None and (end := known_end(tokenizer, end_token)) is not None:
         said["eos_token_id"] = end[1]
     if isinstance(template := tokenizer_config.get("chat_template"), str):
         said["chat_template"] = template
