@@ -208,6 +208,7 @@ ESCAPES = (
     "{{ strftime_now.__globals__.json }}",
     "{{ raise_exception.__closure__[0].cell_contents }}",
     "{{ cycler.__init__.__globals__.os.popen('touch escaped').read() }}",
+    "{{ messages | tojson(cls=namespace) }}",
     "{% include '/etc/passwd' %}",
     "{{ self.__init__.__globals__ }}",
     "{{ ('{0.__class__.__base__}').format(1) | length + messages.__len__.__self__ }}",
@@ -264,9 +265,11 @@ def test_where_templates_are_found(folder: Path, tmp_path: Path) -> None:
             DataError, match=r"data\.template=tokenizer: .* Give the tokenizer\.json of a model for chats"
         ):
             opened(folder, CHAT, tokenizer=tokenizer)
-    configured(folder, "{% for m in messages %}{{ m.content }}")
-    with pytest.raises(DataError, match=r"chat template, line 1: Unexpected end of template"):
-        opened(folder, CHAT)
+    loops = "{% for m in messages %}"
+    for template, message in ((loops, "Unexpected end of template"), (loops * 25 + "{% endfor %}" * 25, "too many")):
+        configured(folder, template)
+        with pytest.raises(DataError, match=rf"chat template, line \d+: {message}"):
+            opened(folder, CHAT)
 
 
 def test_prompts_of_templates_that_are_filled_in() -> None:

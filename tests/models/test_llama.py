@@ -16,7 +16,7 @@ from ttrain import ops
 from ttrain.core.errors import ConfigError
 from ttrain.graph import Kind
 from ttrain.models.llama import Llama
-from ttrain.models.llama_weights import from_transformers, to_transformers
+from ttrain.models.llama_weights import config_from_transformers, config_to_transformers
 from ttrain.models.presets import LLAMA_PRESETS
 from ttrain.models.settings import LlamaConfig
 from ttrain.nn.module import use
@@ -67,7 +67,7 @@ def pair(variant: str, **changes: Any) -> tuple[Llama, Any]:
     with torch.no_grad():
         for name, parameter in plain.named_parameters():  # which start small, biases and norms at a constant
             parameter.add_(torch.randn_like(parameter) * 0.1 if "norm" in name or "bias" in name else parameter * 3)
-    return Llama(LlamaConfig(**from_transformers(config.to_dict()), **changes)), plain
+    return Llama(LlamaConfig(**config_from_transformers(config.to_dict()), **changes)), plain
 
 
 def arrays(model: Llama, weights: Any) -> dict[str, np.ndarray]:
@@ -184,9 +184,9 @@ def test_caches_serve_the_dynamic_engine() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_configs_and_names_go_to_transformers_and_back(variant: str) -> None:
     model, plain = pair(variant)
-    made = to_transformers(model.config)
+    made = config_to_transformers(model.config)
     assert made["architectures"] == [type(plain).__name__]
-    assert from_transformers(made) == from_transformers(plain.config.to_dict())
+    assert config_from_transformers(made) == config_from_transformers(plain.config.to_dict())
     names = set(plain.state_dict()) - ({"lm_head.weight"} if model.config.tied else set())
     assert set(model.to_original(model.parameters())) == names
 
@@ -204,4 +204,4 @@ def test_configs_and_names_go_to_transformers_and_back(variant: str) -> None:
 )
 def test_a_config_that_this_model_has_not_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        from_transformers({"model_type": "llama", **SIZES, **change})
+        config_from_transformers({"model_type": "llama", **SIZES, **change})

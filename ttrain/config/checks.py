@@ -225,8 +225,7 @@ def _eval(
         yield "task=eval: needs a trained model. Give run.dir=<run directory> or model.from=<model folder>."
     elif run.dir is not None and folder is not None and not source.merged:
         yield "task=eval: run.dir and model.from both name a model. Give one of them."
-    if eval.checkpoint not in ("last", "best") and not eval.checkpoint.isdecimal():
-        yield f"eval.checkpoint={eval.checkpoint}: must be last, best or a step number."
+    yield from _no_checkpoint("eval", eval.checkpoint)
 
 
 @check
@@ -245,8 +244,7 @@ def _export(task: TaskConfig, model: Any, run: RunConfig, export: ExportConfig) 
         yield "export.form=gguf: writes a file. Give export.file=<name>.gguf and no export.dir."
     if export.form in ("huggingface", "peft") and export.file is not None:
         yield f"export.file={export.file}: export.form={export.form} writes a folder. Give export.dir=<new folder>."
-    if export.checkpoint not in ("last", "best") and not export.checkpoint.isdecimal():
-        yield f"export.checkpoint={export.checkpoint}: must be last, best or a step number."
+    yield from _no_checkpoint("export", export.checkpoint)
 
 
 @check
@@ -279,10 +277,14 @@ def _first_values(model: Any, train: TrainConfig) -> Iterator[str]:
 
 @check
 def _sample(sample: SampleConfig) -> Iterator[str]:
-    if (which := sample.checkpoint) not in ("last", "best") and not which.isdecimal():
-        yield f"sample.checkpoint={which}: must be last, best or a step number."
+    yield from _no_checkpoint("sample", sample.checkpoint)
     if "" in sample.stop:
         yield "sample.stop: an empty text would end every sample at once. Give a text, or the name of a special token."
+
+
+def _no_checkpoint(section: str, which: str) -> Iterator[str]:
+    if which not in ("last", "best") and not which.isdecimal():
+        yield f"{section}.checkpoint={which}: must be last, best or a step number."
 
 
 _BENCH_LISTS = {"precision": "fp32", "batch": "256", "dim": "256", "layers": "2", "size": "1024", "work": "gpt"}

@@ -118,7 +118,7 @@ def from_original(
     return Weights(made, lambda path: made[path]())
 
 
-def from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
+def config_from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of GPTConfig for a config.json of GPT-2. Raises CheckpointError for what this model does not compute."""
     width, inner = config.get("n_embd", 768), config.get("n_inner")
     activation = config.get("activation_function", "gelu_new")
@@ -139,7 +139,7 @@ def from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def to_transformers(config: GPTConfig) -> dict[str, Any]:
+def config_to_transformers(config: GPTConfig) -> dict[str, Any]:
     """The config.json of GPT-2 for a config with its sizes."""
     return {
         "architectures": ["GPT2LMHeadModel"],

@@ -83,8 +83,8 @@ class Attention(Module):
     def __call__(
         self, y: Value, angles: Angles, seed: Value | None, positions: Value | None, caches: Caches | None
     ) -> Value:
-        q = self._placed(self.query(y), self.query_norm, self._heads, angles)
-        k = self._placed(self.key(y), self.key_norm, self._kv_heads, angles)
+        q = self._rotated(self.query(y), self.query_norm, self._heads, angles)
+        k = self._rotated(self.key(y), self.key_norm, self._kv_heads, angles)
         if caches is not None:
             return self.projection(self._cached(caches, q, k, self.value(y)))
         p = 0.0 if seed is None else self._p
@@ -98,7 +98,7 @@ class Attention(Module):
         mixed = caches.attend(path, ops.split_heads(q, 1, self._heads)[0], k, v, window=self._window)
         return ops.merge_heads([mixed])
 
-    def _placed(self, x: Value, norm: RMSNorm | None, heads: int, angles: Angles) -> Value:
+    def _rotated(self, x: Value, norm: RMSNorm | None, heads: int, angles: Angles) -> Value:
         """Queries or keys [B, T, heads * width], each head normed and turned by the place of its token."""
         if norm is not None:
             x = ops.reshape(norm(ops.reshape(x, (*x.shape[:2], heads, self._width))), x.shape)
@@ -206,7 +206,7 @@ class Llama(Decoder):
 
     def original_file(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Weights under Transformers' names, and the config that Transformers builds the model with."""
-        return {"model": self.to_original(values), "config": llama_weights.to_transformers(self.config)}
+        return {"model": self.to_original(values), "config": llama_weights.config_to_transformers(self.config)}
 
     def claimed(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """What a file of an original says of its model; see llama_weights.claimed."""

@@ -10,7 +10,7 @@ from ttrain.core.spec import TensorSpec
 from ttrain.models.settings import LlamaConfig
 from ttrain.models.weight_checks import different, same, unfitting, unusable
 
-BLOCK = {  # module of ours in blocks.<i> -> Transformers' in model.layers.<i>
+_BLOCK = {  # module of ours in blocks.<i> -> Transformers' in model.layers.<i>
     "attention_norm": "input_layernorm",
     "attention.query": "self_attn.q_proj",
     "attention.key": "self_attn.k_proj",
@@ -23,31 +23,31 @@ BLOCK = {  # module of ours in blocks.<i> -> Transformers' in model.layers.<i>
     "feed_forward.up": "mlp.up_proj",
     "feed_forward.down": "mlp.down_proj",
 }
-OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }  # fmt: skip
-SIZES = {  # key of ours -> Transformers'
+_SIZES = {  # key of ours -> Transformers'
     "layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
     "head_width": "head_dim", "width": "hidden_size", "hidden": "intermediate_size",
     "context": "max_position_embeddings", "vocabulary": "vocab_size",
 }  # fmt: skip
-LLAMA3 = {  # key of ours -> Transformers' among the rotary parameters
+_LLAMA3 = {  # key of ours -> Transformers' among the rotary parameters
     "rotary_factor": "factor", "rotary_low": "low_freq_factor", "rotary_high": "high_freq_factor",
     "rotary_context": "original_max_position_embeddings",
 }  # fmt: skip
-ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swish": "silu"}  # others have one name
+_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swish": "silu"}  # others have one name
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def original_name(path: str) -> str:
     """Our parameter path -> Transformers': blocks.3.attention.query.bias -> model.layers.3.self_attn.q_proj.bias."""
     module, _, leaf = path.rpartition(".")
-    if module in OUTSIDE:
-        return f"{OUTSIDE[module]}.{leaf}"
+    if module in _OUTSIDE:
+        return f"{_OUTSIDE[module]}.{leaf}"
     _, number, inner = module.split(".", 2)
-    return f"model.layers.{number}.{BLOCK[inner]}.{leaf}"
+    return f"model.layers.{number}.{_BLOCK[inner]}.{leaf}"
 
 
 def to_original(values: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
@@ -90,10 +90,10 @@ def _full_name(name: Any) -> str:
 def claimed(content: Mapping[str, Any]) -> dict[str, Any]:
     """What a file of an original says of its model, by our keys: the config.json beside it, or a config in it."""
     config = content["config"] if isinstance(content.get("config"), Mapping) else content
-    return from_transformers(config) if "model_type" in config else {}
+    return config_from_transformers(config) if "model_type" in config else {}
 
 
-def from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
+def config_from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
     """Transformers' config.json -> keys of LlamaConfig, of versions 4 and 5.
 
     Raises ConfigError naming every entry that this model can't follow.
@@ -102,10 +102,10 @@ def from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
     if kind not in ARCHITECTURES:
         raise ConfigError(f"model_type={kind}: model=llama reads {', '.join(ARCHITECTURES)}.")
     optional = ("kv_heads", "head_width")
-    missing = [theirs for ours, theirs in SIZES.items() if ours not in optional and theirs not in config]
+    missing = [theirs for ours, theirs in _SIZES.items() if ours not in optional and theirs not in config]
     if missing:
         raise ConfigError(f"a config of {kind} without {', '.join(missing)}: give a whole config.json.")
-    said: dict[str, Any] = {ours: config.get(theirs) for ours, theirs in SIZES.items()}
+    said: dict[str, Any] = {ours: config.get(theirs) for ours, theirs in _SIZES.items()}
     said["kv_heads"] = said["kv_heads"] or said["heads"]
     said["head_width"] = said["head_width"] or (128 if kind == "qwen3" else said["width"] // said["heads"])
     bias = bool(config.get("attention_bias", False)) and kind in ("llama", "qwen3")
@@ -113,7 +113,7 @@ def from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
     said |= {
         "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "tied": bool(config.get("tie_word_embeddings", False)),
-        "activation": ACTIVATIONS.get(activation, activation),
+        "activation": _ACTIVATIONS.get(activation, activation),
         "qk_norm": kind == "qwen3",
         "qkv_bias": bias or kind == "qwen2",
         "projection_bias": bias,
@@ -150,28 +150,28 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
     said = {"rotary_base": float(base), "rotary_share": float(share)}
     if kind == "default":
         return said | {"rotary_scaling": "none"}
-    taken = LLAMA3 if kind == "llama3" else {"rotary_factor": "factor"}
+    taken = _LLAMA3 if kind == "llama3" else {"rotary_factor": "factor"}
     return said | {"rotary_scaling": kind} | {ours: given[theirs] for ours, theirs in taken.items()}
 
 
-def to_transformers(config: LlamaConfig) -> dict[str, Any]:
+def config_to_transformers(config: LlamaConfig) -> dict[str, Any]:
     """The config.json with which Transformers builds the same function; `config` is that of a built model.
 
     Raises ConfigError naming every key with a value that none of Transformers' models has.
     """
     plain = "mistral" if config.window is not None else "llama"
     kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias and not config.projection_bias else plain
-    names = {ours: theirs for theirs, ours in ACTIVATIONS.items() if theirs != "swish" and theirs != "gelu_new"}
+    names = {ours: theirs for theirs, ours in _ACTIVATIONS.items() if theirs != "swish" and theirs != "gelu_new"}
     scaling = None
     if config.rotary_scaling != "none":
-        taken = LLAMA3 if config.rotary_scaling == "llama3" else {"rotary_factor": "factor"}
+        taken = _LLAMA3 if config.rotary_scaling == "llama3" else {"rotary_factor": "factor"}
         scaling = {"rope_type": config.rotary_scaling} | {
             theirs: getattr(config, ours) for ours, theirs in taken.items()
         }
     made = {
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
-        **{theirs: getattr(config, ours) for ours, theirs in SIZES.items()},
+        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
         "hidden_act": names.get(config.activation, config.activation),
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied,
@@ -185,7 +185,7 @@ def to_transformers(config: LlamaConfig) -> dict[str, Any]:
     }
     if kind in ("qwen2", "qwen3"):
         made |= {"use_sliding_window": config.window is not None, "max_window_layers": 0}
-    said = from_transformers(made)
+    said = config_from_transformers(made)
     lost = [f"model.{key}={getattr(config, key)}" for key, value in said.items() if getattr(config, key) != value]
     if lost:
         raise ConfigError(f"{', '.join(lost)}: no model of Transformers' that is read here ({kind}) has it.")

@@ -54,6 +54,6 @@ def _lines(results: dict[str, Any], out: Path) -> list[tuple[str, str]]:
         lines.append(("bits per byte", f"{text['bits_per_byte']:.4f}"))
     if choices := results.get("choices"):
         lines.append(("choices", f"{choices['source']}: {choices['questions']:,} questions"))
-        for name in ("acc", "acc_norm", "acc_bytes"):
+        for name in (name for name in choices if f"{name}_stderr" in choices):
             lines.append((name, f"{choices[name]:.4f} ± {choices[f'{name}_stderr']:.4f}"))
     return [*lines, ("results", str(out))]

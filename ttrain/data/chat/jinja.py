@@ -163,8 +163,10 @@ def _compiled(source: str, opening: str = "", closing: str = "") -> Any:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def to_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+    def to_json(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:  # json.dumps takes more, such as a class that it would call
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
@@ -174,6 +176,6 @@ def _compiled(source: str, opening: str = "", closing: str = "") -> Any:
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
         return environment.from_string(source)
-    except jinja2.TemplateError as error:
+    except Exception as error:  # such as Python's own where too many blocks stand inside each other
         line = getattr(error, "lineno", None)
         raise DataError(f"the tokenizer's chat template{f', line {line}' if line else ''}: {error}.") from None

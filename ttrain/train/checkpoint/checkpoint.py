@@ -35,7 +35,7 @@ from ttrain.core.files import link_or_copy, sha256_file, sync_directory, to_json
 from ttrain.core.spec import DType
 from ttrain.core.units import format_bytes
 from ttrain.graph.kinds import Kind
-from ttrain.train.checkpoint.shards import check_header, stored, stored_tensors, tensors
+from ttrain.train.checkpoint.shards import check_header, read_tensors, stored_tensors, tensors_of
 from ttrain.train.checkpoint.state_match import match
 from ttrain.train.protocols import SAVED_KINDS, Array, State, StateValues
 from ttrain.train.settings import with_current_keys
@@ -102,7 +102,7 @@ class Checkpoint:
         files = self.shards(kind)
         try:
             whole = all((self.path / name).stat().st_size == self.files[name]["bytes"] for name in files)
-            found = [tensor for file in files for tensor in stored(self.path / file)] if whole else []
+            found = [tensor for file in files for tensor in tensors_of(self.path / file)] if whole else []
         except (OSError, CheckpointError):
             return False
         specs = {name: state.spec(name) for name in state.names(kind)}
@@ -154,14 +154,14 @@ class Checkpoint:
         kinds = [kind for kind in SAVED_KINDS if optimizer or kind is not Kind.OPTIMIZER]
         wanted = {name: tuple(state.spec(name).shape) for name in state.names(*kinds)}
         shards = self.shards(*kinds)
-        found = {tensor.name: tensor.shape for shard in shards for tensor in stored(self.path / shard)}
+        found = {tensor.name: tensor.shape for shard in shards for tensor in tensors_of(self.path / shard)}
         matched = match(found, wanted, state, self.config)
         if matched.problem is not None:
             what = "model and optimizer" if optimizer else "model"
             mend = " Give the optimizer that it was trained with, or start a new run with train.init_from."
             raise CheckpointError(f"{self.path} does not fit this {what}: {matched.problem}{mend if optimizer else ''}")
         for shard in shards:
-            for name, array in tensors(self.path / shard, wanted):
+            for name, array in read_tensors(self.path / shard, wanted):
                 state.write(name, array)
         for name in matched.zeros:
             state.write(name, np.zeros(wanted[name], np.float32))

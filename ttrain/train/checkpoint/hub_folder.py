@@ -9,7 +9,7 @@ from typing import Any
 
 from ttrain.core.errors import CheckpointError, ConfigError, UserError
 from ttrain.models import gpt_weights, llama_weights
-from ttrain.train.checkpoint.shards import StoredTensor, check_header, stored
+from ttrain.train.checkpoint.shards import StoredTensor, check_header, tensors_of
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -78,7 +78,7 @@ def read_architecture(folder: Path) -> dict[str, Any]:
         )
     name, family = _FAMILIES[kind]
     try:
-        return {"name": name, **family.from_transformers(config)}
+        return {"name": name, **family.config_from_transformers(config)}
     except ConfigError as error:
         raise CheckpointError(f"its config.json: {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
@@ -93,7 +93,7 @@ def is_known(name: str) -> bool:
 def written_config(config: Any) -> dict[str, Any]:
     """The config.json for a model's config with its sizes, without what is said of tokens."""
     family = next(family for name, family in _FAMILIES.values() if name == config.name)
-    return dict(family.to_transformers(config))
+    return dict(family.config_to_transformers(config))
 
 
 def missing_weights(folder: Path) -> str | None:
@@ -124,7 +124,7 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for file in files:
         check_header(file)
-        found |= {tensor.name: tensor for tensor in stored(file)}
+        found |= {tensor.name: tensor for tensor in tensors_of(file)}
     if indexed is not None:
         wrong = [name for name, file in indexed.items() if name not in found or found[name].path.name != file]
         wrong += [name for name in found if name not in indexed]

@@ -41,7 +41,7 @@ class StoredTensor:
 
 def stored_tensors(shards: Iterable[Path]) -> Weights:
     """The tensors of several files by name."""
-    found = {tensor.name: tensor for shard in shards for tensor in stored(shard)}
+    found = {tensor.name: tensor for shard in shards for tensor in tensors_of(shard)}
     return Weights(found, lambda name: np.asarray(found[name]))
 
 
@@ -57,7 +57,7 @@ def check_header(path: Path) -> None:
         )
 
 
-def stored(path: Path) -> Iterator[StoredTensor]:
+def tensors_of(path: Path) -> Iterator[StoredTensor]:
     """Every tensor of a file, from its header alone."""
     with _open_shard(path) as shard:
         for name in shard.keys():  # noqa: SIM118 - not a mapping
@@ -65,7 +65,7 @@ def stored(path: Path) -> Iterator[StoredTensor]:
             yield StoredTensor(path, name, tuple(described.get_shape()), described.get_dtype())
 
 
-def tensors(path: Path, wanted: Container[str]) -> Iterator[tuple[str, Array]]:
+def read_tensors(path: Path, wanted: Container[str]) -> Iterator[tuple[str, Array]]:
     """The wanted tensors of a shard by name, one in memory at a time."""
     with _open_shard(path) as shard:
         for name in shard.keys():  # noqa: SIM118 - not a mapping
