@@ -10,8 +10,8 @@ import numpy as np
 
 from ttrain.core.errors import CheckpointError
 from ttrain.core.spec import TensorSpec
-from ttrain.models.settings import ACTIVATIONS, GPTConfig
-from ttrain.models.weight_checks import Weight, Weights, as_fp32, different, same, unfitting, unusable
+from ttrain.models.settings import ACTIVATIONS, GPTConfig, activation_of
+from ttrain.models.weight_checks import Weight, Weights, as_fp32, different, same, unfitting, unusable, unwrapped
 
 _BLOCK = {
     "attention_norm": "ln_1",
@@ -33,7 +33,6 @@ _CLAIMS = {  # the original's entry -> our key
     "n_head": "heads", "activation_function": "activation", "layer_norm_epsilon": "norm_eps",
     "scale_attn_weights": "scale_attn_weights", "scale_attn_by_inverse_layer_idx": "scale_attn_by_inverse_layer_idx",
 }  # fmt: skip
-_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 _ALWAYS = {  # what Transformers lets a config choose, and this model has so
     "layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
@@ -75,7 +74,7 @@ def claimed(content: Mapping[str, Any]) -> dict[str, Any]:
     args = content["model_args"] if isinstance(content.get("model_args"), Mapping) else content
     said = {ours: args[theirs] for theirs, ours in _CLAIMS.items() if theirs in args}
     if isinstance(activation := said.get("activation"), str):
-        said["activation"] = _ACTIVATIONS.get(activation, activation)
+        said["activation"] = activation_of(activation)
     weights = content["model"] if isinstance(content.get("model"), Mapping) else content
     given = {_full_name(name): weight for name, weight in weights.items()}
     head, embedding = given.get(_HEAD), given.get(_EMBEDDING)
@@ -124,7 +123,7 @@ def config_from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
     activation = config.get("activation_function", "gelu_new")
     wrong = [f"{key}={config[key]}" for key, value in _ALWAYS.items() if config.get(key, value) != value]
     wrong += [f"n_inner={inner}"] if inner not in (None, 4 * width) else []
-    wrong += [] if _ACTIVATIONS.get(activation, activation) in ACTIVATIONS else [f"activation_function={activation}"]
+    wrong += [] if activation_of(activation) in ACTIVATIONS else [f"activation_function={activation}"]
     if wrong:
         raise CheckpointError(f"its config.json has {', '.join(wrong)}, which model=gpt2 does not compute.")
     return {
@@ -134,7 +133,7 @@ def config_from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
         "context": config.get("n_positions", 1024),
         "vocabulary": config.get("vocab_size", 50257),
         "bias": True,
-        "activation": _ACTIVATIONS.get(activation, activation),
+        "activation": activation_of(activation),
         "tied": config.get("tie_word_embeddings", True),
     }
 
@@ -162,7 +161,7 @@ def _read(name: str, value: Any, turned: bool) -> Weight:
 
 
 def _full_name(name: Any) -> str:
-    name = str(name).removeprefix("_orig_mod.").removeprefix("module.")
+    name = unwrapped(name)
     return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
 
 

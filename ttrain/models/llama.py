@@ -28,7 +28,7 @@ from ttrain.nn.layers import Embedding, Linear, RMSNorm
 from ttrain.nn.module import Buffer, Module, use_buffer
 
 STD = 0.02  # of every weight at the start; output projections of the two branches start 1/sqrt(2 layers) smaller
-Angles = tuple[Value, Value]  # cos and sin [T, R] of the places of T tokens
+Angles = tuple[Value, Value]  # cos and sin of the places of tokens: [T, R], of packed documents [B, T, R]
 
 
 def frequencies(config: LlamaConfig, pairs: int) -> NDArray[np.float32]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import TensorSpec
-from ttrain.models.settings import LlamaConfig
-from ttrain.models.weight_checks import different, same, unfitting, unusable
+from ttrain.models.settings import LlamaConfig, activation_of
+from ttrain.models.weight_checks import different, same, unfitting, unusable, unwrapped
 
 _BLOCK = {  # module of ours in blocks.<i> -> Transformers' in model.layers.<i>
     "attention_norm": "input_layernorm",
@@ -37,7 +37,6 @@ _LLAMA3 = {  # key of ours -> Transformers' among the rotary parameters
     "rotary_factor": "factor", "rotary_low": "low_freq_factor", "rotary_high": "high_freq_factor",
     "rotary_context": "original_max_position_embeddings",
 }  # fmt: skip
-_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swish": "silu"}  # others have one name
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -83,7 +82,7 @@ def from_original(weights: Mapping[str, Any], specs: Mapping[str, TensorSpec], s
 
 
 def _full_name(name: Any) -> str:
-    name = str(name).removeprefix("_orig_mod.").removeprefix("module.")
+    name = unwrapped(name)
     return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
 
 
@@ -109,11 +108,10 @@ def config_from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
     said["kv_heads"] = said["kv_heads"] or said["heads"]
     said["head_width"] = said["head_width"] or (128 if kind == "qwen3" else said["width"] // said["heads"])
     bias = bool(config.get("attention_bias", False)) and kind in ("llama", "qwen3")
-    activation = config.get("hidden_act", "silu")
     said |= {
         "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "tied": bool(config.get("tie_word_embeddings", False)),
-        "activation": _ACTIVATIONS.get(activation, activation),
+        "activation": activation_of(config.get("hidden_act", "silu")),
         "qk_norm": kind == "qwen3",
         "qkv_bias": bias or kind == "qwen2",
         "projection_bias": bias,
@@ -161,7 +159,6 @@ def config_to_transformers(config: LlamaConfig) -> dict[str, Any]:
     """
     plain = "mistral" if config.window is not None else "llama"
     kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias and not config.projection_bias else plain
-    names = {ours: theirs for theirs, ours in _ACTIVATIONS.items() if theirs != "swish" and theirs != "gelu_new"}
     scaling = None
     if config.rotary_scaling != "none":
         taken = _LLAMA3 if config.rotary_scaling == "llama3" else {"rotary_factor": "factor"}
@@ -172,7 +169,7 @@ def config_to_transformers(config: LlamaConfig) -> dict[str, Any]:
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
         **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
-        "hidden_act": names.get(config.activation, config.activation),
+        "hidden_act": "gelu_pytorch_tanh" if config.activation == "gelu_tanh" else config.activation,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied,
         "attention_bias": bool(config.qkv_bias),

@@ -13,6 +13,14 @@ from ttrain.models.presets import AGILLM_PRESETS, GPT_PRESETS, LLAMA_PRESETS, Pr
 
 _SIZES = ("layers", "heads", "width", "rank", "hidden", "context")  # of those, the ones that a model has
 ACTIVATIONS = ("gelu_tanh", "gelu", "relu", "tanh", "silu")
+_NAMES_OF_TRANSFORMERS = {  # where they are other ones
+    "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "swish": "silu",
+}  # fmt: skip
+
+
+def activation_of(name: str) -> str:
+    """Our name of an activation of Transformers; one that is not known stays as it is."""
+    return _NAMES_OF_TRANSFORMERS.get(name, name)
 
 
 @dataclass

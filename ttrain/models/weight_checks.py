@@ -31,6 +31,11 @@ def as_fp32(value: Any) -> Weight:
     return np.ascontiguousarray(value, np.float32)
 
 
+def unwrapped(name: Any) -> str:
+    """A weight's name without what torch.compile and DataParallel put before it."""
+    return str(name).removeprefix("_orig_mod.").removeprefix("module.")
+
+
 class Weights(Mapping[str, Array]):
     """Arrays by name, each made by `read` when it is asked for, so that no two have to be in memory at once."""
 

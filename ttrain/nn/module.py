@@ -22,7 +22,7 @@ ADAPTER = ".lora."  # part of the path of every parameter that LoRA adds, see lo
 
 @dataclass(eq=False, slots=True)
 class Parameter:
-    """A trained tensor: master values, fp32 unless the run says otherwise, and how they start.
+    """A tensor of the model, trained or frozen: master values, fp32 unless the run says otherwise, and how they start.
 
     `follows_compute` tells that layers read it in the compute dtype: if that is not fp32, they read a rounded copy that
     is refreshed after every update. Whether it decays is the optimizer's decision. `padding` rows of zeros follow its
@@ -55,7 +55,7 @@ class Parameter:
 
     @property
     def count(self) -> int:
-        """Number of trained elements."""
+        """Number of elements, padding left out."""
         return math.prod(self.shape)
 
     def read_spec(self, compute: DType) -> TensorSpec:
@@ -176,7 +176,7 @@ class Module:
 
     @property
     def parameter_count(self) -> int:
-        """Number of trained elements; tied parameters count once."""
+        """Number of elements, frozen ones and adapters included; tied parameters count once."""
         return sum(parameter.count for parameter in self.parameters().values())
 
 

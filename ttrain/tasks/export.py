@@ -48,10 +48,9 @@ class _Parameters:
 
 def run(config: Config) -> None:
     """Writes what export.file and export.dir ask for, and says what it wrote."""
-    from ttrain.train.checkpoint.weights_file import Metadata
-    from ttrain.train.runs.export import export_problems, require_new, write_weights
+    from ttrain.train.runs.export import export_problems, require_new
     from ttrain.train.runs.export_folder import folder_problem
-    from ttrain.train.runs.export_gguf import gguf_problem, write_gguf
+    from ttrain.train.runs.export_gguf import gguf_problem
 
     with Waiting("Reading the parameters"):
         given = _from_run(config) if config.run.dir is not None else _from_file(config, _source(config))
@@ -70,16 +69,7 @@ def run(config: Config) -> None:
         with Waiting("Compacting the rank matrices"):
             given, report = _compacted(given)
     if file is not None:
-        stored = build.stored_model(given.config.model, given.model)
-        with Waiting(f"Writing {file}"):
-            if wanted.form == "gguf":
-                write_gguf(file, given.model, given.values, given.tokenizer, given.end_token, given.tokenizer_config)
-            else:
-                write_weights(
-                    given.model, given.values, file, wanted.form, given.step, Metadata(stored, given.tokenizer)
-                )
-        size = format_bytes(file.stat().st_size)
-        print(f"{file}: {format_count(given.model.parameter_count)} parameters, {size}.")
+        _write_file(given, file, wanted.form)
     if wanted.dir is not None:
         with Waiting(f"Writing {wanted.dir}"):
             if wanted.form == "huggingface":
@@ -88,6 +78,21 @@ def run(config: Config) -> None:
                 _write_adapters(given, Path(wanted.dir))
             else:
                 _write_run(given, Path(wanted.dir), report)
+
+
+def _write_file(given: _Parameters, file: Path, form: str) -> None:
+    from ttrain.train.checkpoint.weights_file import Metadata
+    from ttrain.train.runs.export import write_weights
+    from ttrain.train.runs.export_gguf import write_gguf
+
+    with Waiting(f"Writing {file}"):
+        if form == "gguf":
+            write_gguf(file, given.model, given.values, given.tokenizer, given.end_token, given.tokenizer_config)
+        else:
+            metadata = Metadata(build.stored_model(given.config.model, given.model), given.tokenizer)
+            write_weights(given.model, given.values, file, form, given.step, metadata)
+    size = format_bytes(file.stat().st_size)
+    print(f"{file}: {format_count(given.model.parameter_count)} parameters, {size}.")
 
 
 def _write_adapters(given: _Parameters, folder: Path) -> None:

@@ -349,8 +349,8 @@ SIZES = {
         ({"quantization_config": {"bits": 4}}, "its weights are quantized"),
         ({"auto_map": {"AutoModel": "evil.Model"}}, "names code of its own (auto_map)"),
         (
-            {"model_type": "gpt2", "activation_function": "swish"},
-            "activation_function=swish, which model=gpt2 does not",
+            {"model_type": "gpt2", "activation_function": "quick_gelu"},
+            "activation_function=quick_gelu, which model=gpt2 does not",
         ),
         ({"model_type": "gpt2", "n_inner": 7}, "n_inner=7, which model=gpt2 does not compute"),
         ({"model_type": ["llama"]}, "has model_type=['llama']"),

@@ -62,6 +62,7 @@ def write_gguf(
     config, described = model.config, written_config(model.config)
     architecture = getattr(gguf.MODEL_ARCH, _ARCHITECTURES[described["model_type"]])
     said = {} if tokenizer is None else _vocabulary(json.loads(tokenizer), config.vocabulary)
+    said |= _sizes(config, described)
     if tokenizer is not None and (end := known_end(tokenizer, end_token)) is not None:
         said["eos_token_id"] = end[1]
     if isinstance(template := tokenizer_config.get("chat_template"), str):
@@ -70,20 +71,7 @@ def write_gguf(
 
     def write(beside: Path) -> None:
         writer = gguf.GGUFWriter(beside, gguf.MODEL_ARCH_NAMES[architecture])
-        writer.add_context_length(config.context)
-        writer.add_embedding_length(config.width)
-        writer.add_block_count(config.layers)
-        writer.add_feed_forward_length(getattr(config, "hidden", 4 * config.width))
-        writer.add_head_count(config.heads)
         writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-        if config.name == "gpt":
-            writer.add_layer_norm_eps(described["layer_norm_epsilon"])
-        else:
-            writer.add_head_count_kv(described["num_key_value_heads"])
-            writer.add_layer_norm_rms_eps(config.norm_eps)
-            writer.add_rope_freq_base(config.rotary_base)
-            for add in (writer.add_rope_dimension_count, writer.add_key_length, writer.add_value_length):
-                add(described["head_dim"])
         for key, value in said.items():
             getattr(writer, f"add_{key}")(value)
         for name, weight in _tensors(model, values, described):
@@ -94,6 +82,20 @@ def write_gguf(
         writer.close()
 
     replaced(file, write)
+
+
+def _sizes(config: Any, described: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file says of a model, by the writer's methods; `described` is its config.json."""
+    sizes = {
+        "context_length": config.context, "embedding_length": config.width, "block_count": config.layers,
+        "feed_forward_length": getattr(config, "hidden", 4 * config.width), "head_count": config.heads,
+    }  # fmt: skip
+    if config.name == "gpt":
+        return sizes | {"layer_norm_eps": described["layer_norm_epsilon"]}
+    return sizes | {
+        "head_count_kv": config.kv_heads, "layer_norm_rms_eps": config.norm_eps, "rope_freq_base": config.rotary_base,
+        **dict.fromkeys(("rope_dimension_count", "key_length", "value_length"), config.head_width),
+    }  # fmt: skip
 
 
 def _tensors(model: Any, values: Mapping[str, Array], described: Mapping[str, Any]) -> Iterator[tuple[str, Array]]:
