@@ -29,6 +29,7 @@ from ttrain.config.help import EXAMPLES
 from ttrain.config.schema import Config, sections
 from ttrain.config.validate import section_type
 from ttrain.core.errors import ConfigError
+from ttrain.core.options import key_of
 from ttrain.data.tokenizer import ByteTokenizer
 from ttrain.device.family import family_of
 
@@ -368,7 +369,7 @@ def known_keys(former: bool = False) -> set[str]:
     for section in sections():
         schemas = [row.config for row in registry.rows() if row.group == section] or [section_type(section, None)]
         listed = [declared for schema in schemas if schema for declared in fields(schema)]
-        found |= {f"{section}.{declared.name}" for declared in listed}
+        found |= {f"{section}.{key_of(declared)}" for declared in listed}
         found |= {f"{section}.{declared.metadata.get('formerly')}" for declared in listed if former}
     return found
 

@@ -52,7 +52,7 @@ def test_kernel_equals_reference(device: NativeDevice, op: Op, case: Case, dtype
     interpreter.run(graph, arrays)
     expected = reference(op, case, [as_torch(array) for array in arrays.values()])
     for index, (output, value) in enumerate(zip(outputs, expected, strict=True)):
-        name = output_name(op, index)
+        name = output_name(op, case, index)
         unit, allowed = tolerance(op.name, name, output.spec.dtype, dtype)
         assert_within(interpreter.read(output), value.double().numpy(), unit, allowed, f"{op.name}.{name}")
 

@@ -44,7 +44,7 @@ def test_decomposition_equals_reference_and_kernel(device: Device, op: Op, case:
     compared = 0
     for index, output in enumerate(outputs):
         compared += 1
-        name = output_name(op, index)
+        name = output_name(op, case, index)
         unit, allowed = tolerance(op.name, name, output.spec.dtype, dtype)
         if dtype is DType.BF16 and (op.name, name) in ROUNDED_TERMS:
             unit, allowed = DType.BF16, ROUNDED_TERMS[op.name, name]

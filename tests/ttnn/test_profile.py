@@ -142,7 +142,6 @@ def test_steps_are_profiled_after_a_warm_up(monkeypatch: pytest.MonkeyPatch, tmp
     pytest.importorskip("ttnn", reason="the package ttnn is not installed")
     from tests.ttnn.runs import golden
     from ttrain.config import build
-    from ttrain.tasks import profile
 
     device: Any = golden()
     clock: list[int] = []
@@ -154,11 +153,9 @@ def test_steps_are_profiled_after_a_warm_up(monkeypatch: pytest.MonkeyPatch, tmp
 
     monkeypatch.setattr(device.mesh.tt, "ReadDeviceProfiler", read, raising=False)
     monkeypatch.setattr(build, "build_device", lambda *_: device)
-    seen: list[Any] = []
-    monkeypatch.setattr(profile, "_write", lambda path, values: seen.append(values))
     overrides = ["task=profile", "model=mlp", "model.width=32", "device=n150", f"device.profile={tmp_path}"]
-    assert main([*overrides, "profile.steps=2", "profile.json=x"]) == 0
-    (values,) = seen
+    assert main([*overrides, "profile.steps=2", f"profile.json={tmp_path / 'found.json'}"]) == 0
+    values = json.loads((tmp_path / "found.json").read_text("utf-8"))
     assert values["steps"] == 2
     assert values["dispatches_per_step"] == (clock[1] - clock[0]) / 2 > 10
     assert values["dispatch_overhead"] == pytest.approx(1 / 3, abs=0.01)

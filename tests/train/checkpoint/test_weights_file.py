@@ -167,7 +167,7 @@ def test_values_that_are_no_weights_are_named(tmp_path: Path, kind: str, own: bo
     content = {name: torch.from_numpy(value) for name, value in named.items()}
     content["norm.weight" if own else "transformer.ln_f.weight"] = value
     torch.save(content, tmp_path / "w.pt")
-    for read in (read_parameters, weights_of):
+    for read in (read_parameters, weights_in):
         with pytest.raises(CheckpointError, match=r"w\.pt") as refused:
             read(tmp_path / "w.pt", model)
         assert message in str(refused.value) and str(tmp_path) in str(refused.value)
@@ -192,6 +192,10 @@ def test_a_head_of_its_own_is_not_lost_in_a_tied_model(tmp_path: Path) -> None:
         read_parameters(written(tmp_path, weights), model)
 
 
+def weights_in(path: Path, model: Any) -> Any:
+    return weights_of(path, model, read_file(path))
+
+
 def written(folder: Path, weights: Any) -> Path:
     write_safetensors(folder / "w.safetensors", weights)
     return folder / "w.safetensors"
@@ -206,10 +210,10 @@ def test_wrong_weights_are_named(tmp_path: Path) -> None:
         read_parameters(tmp_path / "w.safetensors", model)
     for expected in ("positions.weight: missing", "extra: not a parameter", "norm.weight: got [9], expected [8]"):
         assert expected in str(refused.value)
-    assert weights_of(tmp_path / "w.safetensors", model).keys() == changed.keys() - {"extra"}
+    assert weights_in(tmp_path / "w.safetensors", model).keys() == changed.keys() - {"extra"}
     write_safetensors(tmp_path / "other.safetensors", {"layer.weight": np.ones(3, np.float32)})
     with pytest.raises(CheckpointError, match=r"holds no weight of mlp: got layer\.weight"):
-        weights_of(tmp_path / "other.safetensors", MLP(MLPConfig()))
+        weights_in(tmp_path / "other.safetensors", MLP(MLPConfig()))
     with pytest.raises(CheckpointError, match=r"other\.safetensors: the weights do not fit this model"):
         read_parameters(tmp_path / "other.safetensors", model)
 
@@ -220,7 +224,7 @@ def test_weights_of_takes_what_is_there_under_the_originals_names(tmp_path: Path
         weights = model.to_original(values, transposed)
         del weights["transformer.wpe.weight"], weights["lm_head.weight"]
         write_safetensors(tmp_path / "w.safetensors", weights)
-        found = weights_of(tmp_path / "w.safetensors", model)
+        found = weights_in(tmp_path / "w.safetensors", model)
         assert found.keys() == values.keys() - {"positions.weight"}
         assert all(np.array_equal(value, values[path]) for path, value in found.items())
 
