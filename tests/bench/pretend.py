@@ -10,9 +10,10 @@ import numpy as np
 
 from ttrain.bench.contender import Contender
 from ttrain.bench.settings import GPTBenchConfig, MLPBenchConfig
-from ttrain.bench.workload import Case, GPTWork, MLPWork
+from ttrain.bench.workload import Case, GPTWork, LlamaWork, MLPWork
 from ttrain.device.settings import DeviceConfig
 
+SMALL_LLAMA = LlamaWork(1, 4, 16, context=8, rows=4, vocabulary=11, bias=False, kv_heads=2, hidden=24)
 SMALL_GPT = GPTWork(layers=1, heads=2, width=16, context=8, rows=4, vocabulary=11, bias=False)
 SMALL_MLP = MLPWork(layers=2, width=8, rows=4)
 ONE_THREAD = DeviceConfig(name="cpu", threads=1)

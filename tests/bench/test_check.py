@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.bench.pretend import ONE_THREAD, SMALL_GPT, SMALL_MLP, case
+from tests.bench.pretend import ONE_THREAD, SMALL_GPT, SMALL_LLAMA, SMALL_MLP, case
 from ttrain.bench.baselines import PyTorchContender
 from ttrain.bench.check import STEPS, Agreement, agreement, first_steps
 from ttrain.bench.contender import Contender
@@ -38,6 +38,14 @@ def test_our_engines_do_what_plain_pytorch_does(work: Any, engine: str, precisio
     found = compared(given, make_contender(engine, given, ONE_THREAD, EngineConfig()))
     assert found.problem(precision, "eager") is None
     assert found.loss < {"fp32": 1e-6, "bf16": 2e-3, "bf16_pure": 1e-2}[precision]
+
+
+def test_our_llama_does_what_that_of_transformers_does() -> None:
+    pytest.importorskip("transformers", reason="the package transformers is not installed")
+    given = Case(SMALL_LLAMA, "bf16", 3)
+    found = compared(given, make_contender("static", given, ONE_THREAD, EngineConfig()))
+    assert found.problem("bf16", "eager") is None
+    assert found.loss < 2e-3
 
 
 def test_weights_kept_in_bf16_have_no_other_copy() -> None:
@@ -125,6 +133,7 @@ def test_sizes_are_those_that_are_named() -> None:
     parameters = {size: Case(work, "fp32", 0).model.parameter_count for size, work in GPT_WORK.items()}
     assert parameters["char"] == 65 * 128 + 64 * 128 + 4 * (12 * 128**2 + 2 * 128) + 128
     assert parameters["gpt2"] == 124_439_808 - (1024 - 256) * 768  # GPT-2's own count, with 256 positions
+    assert parameters["smollm2"] == 134_515_008
     assert {size: (work.rows, work.width) for size, work in MLP_WORK.items()} == {
         "tiny": (32, 64), "256": (256, 256), "1024x512": (1024, 512),
     }  # fmt: skip

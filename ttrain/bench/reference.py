@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from ttrain.core.errors import UserError
 
 
 class PlainMLP(nn.Module):
@@ -89,4 +94,22 @@ class PlainGPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         logits = self.lm_head(self.transformer(tokens))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class TransformersLlama(nn.Module):
+    """tokens and targets int64 [B, T] -> mean cross-entropy []: the model that Transformers builds of a config."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        try:
+            from transformers import AutoModelForCausalLM, LlamaConfig
+        except ImportError:
+            raise UserError(
+                "bench.size=smollm2: stands beside Transformers. Install it: pip install transformers"
+            ) from None
+        self.causal = AutoModelForCausalLM.from_config(LlamaConfig(**config))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.causal(tokens, use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
