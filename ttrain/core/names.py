@@ -1,4 +1,4 @@
-"""The valid name or number nearest to a wrong one, and line breaks in texts from a command line."""
+"""The valid name or number nearest to a wrong one, lists cut short, and line breaks in texts from a command line."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ def did_you_mean(given: str, valid: Iterable[str]) -> str:
     if near:
         return f"Did you mean {folded[near[0]]!r}? Valid: {', '.join(options)}."
     return f"Valid: {', '.join(options)}." if options else "There is none."
+
+
+def listed(items: Iterable[object], shown: int = 3, between: str = ", ") -> str:
+    """The first few, and how many more there are."""
+    texts = [str(item) for item in items]
+    more = f"{between if between.isspace() else ' '}and {len(texts) - shown} more" if len(texts) > shown else ""
+    return between.join(texts[:shown]) + more
 
 
 def one_slip(given: str, other: str) -> bool:

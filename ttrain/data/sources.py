@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ttrain.core.errors import DataError
+from ttrain.core.names import listed
 from ttrain.core.units import format_bytes
 from ttrain.data.chat.jinja import TokenizerTemplate, chat_settings
 from ttrain.data.chat.messages import Rendered, Span, Template, json_kind
-from ttrain.data.corpus import NAME_ROWS, ROW_SUFFIXES, Listing, files_in, holds_json, named_files, not_text
+from ttrain.data.corpus import NAME_ROWS, ROW_SUFFIXES, Listing, files_in, holds_json, not_text
 from ttrain.data.formats.compressed import OnBytes, is_compressed, open_unpacked, plain_name
 from ttrain.data.formats.tables import TABLES, TOOLS, row_value, saved_dataset, table_rows
 from ttrain.data.settings import DocumentsConfig
@@ -212,11 +213,11 @@ def _source(given: str, config: DocumentsConfig) -> Source:
     if found.others:
         notices.append(
             f"data.sources: {len(found.others)} file(s) of {given} are not read, because their names don't end in "
-            f"{' or '.join(config.suffixes)}: {named_files(found.others)}. data.suffixes says which are."
+            f"{' or '.join(config.suffixes)}: {listed(found.others)}. data.suffixes says which are."
         )
     if rows := [file for file in found.files if not has_rows(file) and holds_json(file, _opened)]:
         notices.append(
-            f"data.sources: {named_files(rows)} are read as plain text, JSON syntax included. To read the rows in "
+            f"data.sources: {listed(rows)} are read as plain text, JSON syntax included. To read the rows in "
             f"them, {NAME_ROWS}."
         )
     if packed := [file for file in found.files if is_compressed(file) and _suffix(file) in TABLES]:

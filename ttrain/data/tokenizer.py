@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError
+from ttrain.core.names import listed
 
 Ids = NDArray[Any]  # uint16 where the vocabulary allows, else uint32
 
@@ -22,7 +23,6 @@ UNKNOWN = "\ufffd"  # what ids that stand for no text are decoded to
 SAMPLE_CHARACTERS = 1 << 12  # of one place of a corpus, or of one document, to check what comes back of it
 _FEWEST_KNOWN = 0.5  # of the visible characters; below it a tokenizer is not one for this text
 _SHOWN_BEFORE, _SHOWN_AFTER = 12, 20  # characters around a difference
-_NAMED_CHARACTERS = 8  # most that an error message lists
 
 
 class Tokenizer(ABC):
@@ -182,10 +182,9 @@ class UnseenText(DataError):
 def unseen(texts: Iterable[str], tokenizer: Tokenizer) -> UnseenText:
     """The error that names the characters or words that a tokenizer has no id for."""
     ordered = sorted(texts)
-    named = ", ".join(map(_named, ordered[:_NAMED_CHARACTERS]))
-    more = f" and {len(ordered) - _NAMED_CHARACTERS} more" if len(ordered) > _NAMED_CHARACTERS else ""
+    named = listed(map(_named, ordered), 8)
     message = (
-        f"the {tokenizer.name} tokenizer of {tokenizer.vocabulary} ids never saw {named}{more}. "
+        f"the {tokenizer.name} tokenizer of {tokenizer.vocabulary} ids never saw {named}. "
         "Leave these characters out, or train with data.tokenizer=byte or bpe, which cover every text."
     )
     return UnseenText(message, ordered)

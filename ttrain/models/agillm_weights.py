@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ttrain.core.errors import CheckpointError
+from ttrain.core.names import listed
 from ttrain.core.spec import TensorSpec
-from ttrain.models.weight_checks import different, same, unusable
+from ttrain.models.weight_checks import different, mismatches, same, unusable
 
 PARTS = ("core", "ar", "sat")
 _COMPILED = "_orig_mod."  # what torch.compile puts before names
@@ -33,7 +34,6 @@ _OUTSIDE = {
     "sat_head.gate": "sat.gate",
 }
 _TIED = {"ar.proj.weight": "embedding.weight"}  # the original keeps a tied weight under both of its names
-_SHOWN = 20
 
 
 def original_name(path: str) -> str:
@@ -84,7 +84,7 @@ def flat(content: Mapping[str, Any]) -> dict[str, Any]:
             "the heads `ar` and `sat`."
         )
     if problems := unusable(weights):
-        raise CheckpointError("the file holds values that are no weights:" + _listed(problems))
+        raise CheckpointError("the file holds values that are no weights:\n  " + listed(problems, 20, "\n  "))
     return weights
 
 
@@ -112,29 +112,17 @@ def from_original(content: Mapping[str, Any], specs: Mapping[str, TensorSpec], s
     if not strict:
         return {path: given[name] for path, name in names.items() if name in given}
     spare = {name for name in given if name in _TIED and name not in names.values()}
-    problems = [f"{name}: missing" for name in names.values() if name not in given]
-    problems += [f"{name}: not a weight of this model" for name in given if name not in {*names.values(), *spare}]
-    problems += list(_other_shapes(given, names, specs))
+    own = {name: weight for name, weight in given.items() if name not in spare}
+    problems = mismatches(own, {name: specs[path].shape for path, name in names.items()})
     if not problems:
         tied = {name: names[_TIED[name]] for name in spare}
         problems += [different(name, other) for name, other in tied.items() if not same(given[name], given[other])]
     if problems:
         raise CheckpointError(
             "the weights do not fit this model; layers, width, heads, rank, vocabulary, tied and objective must "
-            "agree:" + _listed(problems)
+            "agree:\n  " + listed(problems, 20, "\n  ")
         )
     return {path: given[name] for path, name in names.items()}
-
-
-def _listed(problems: list[str]) -> str:
-    more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    return "".join(f"\n  {problem}" for problem in problems[:_SHOWN]) + more
-
-
-def _other_shapes(given: Mapping[str, Any], names: Mapping[str, str], specs: Mapping[str, TensorSpec]) -> Iterator[str]:
-    for path, name in names.items():
-        if name in given and tuple(given[name].shape) != specs[path].shape:
-            yield f"{name}: got {list(given[name].shape)}, expected {list(specs[path].shape)}"
 
 
 def sizes_of(content: Mapping[str, Any]) -> dict[str, Any]:

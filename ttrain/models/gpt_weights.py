@@ -11,7 +11,17 @@ import numpy as np
 from ttrain.core.errors import CheckpointError
 from ttrain.core.spec import TensorSpec
 from ttrain.models.settings import ACTIVATIONS, GPTConfig, activation_of
-from ttrain.models.weight_checks import Weight, Weights, as_fp32, different, same, unfitting, unusable, unwrapped
+from ttrain.models.weight_checks import (
+    Weight,
+    Weights,
+    as_fp32,
+    different,
+    mismatches,
+    same,
+    unfitting,
+    unusable,
+    unwrapped,
+)
 
 _BLOCK = {
     "attention_norm": "ln_1",
@@ -39,7 +49,7 @@ _ALWAYS = {  # what Transformers lets a config choose, and this model has so
 }  # fmt: skip
 _HEAD, _EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 _AGREE = "layers, width, vocabulary, context, bias and tied"  # that the sizes of weights follow from
-_QKV = "transformer.h.0.attn.c_attn.weight"
+_QKV = "c_attn.weight"
 
 
 def original_name(path: str) -> str:
@@ -88,7 +98,7 @@ def from_original(
     """Weights by the original's name (arrays or torch tensors) -> parameters by our path, fp32, each
     converted when it is asked for.
 
-    Takes nanoGPT's form and Hugging Face's, told apart by the shape of the first attention projection; prefixes that
+    Takes nanoGPT's form and Hugging Face's, told apart by the shape of the attention projections; prefixes that
     torch.compile adds, a missing `transformer.`, and nanoGPT's checkpoints, which hold more beside the model, are
     understood. Raises CheckpointError naming every weight that is missing, left over or of another shape; unless
     `strict`, gives what is there under the names of this model, whatever its shape.
@@ -99,17 +109,14 @@ def from_original(
     if problems := unusable({name: given[name] for name in names.values() if name in given}):
         raise unfitting(problems, _AGREE)
     spare = given.pop(_HEAD, None) if "head.weight" not in specs else None
-    projection = given.get(_QKV)
-    turned = projection is not None and list(projection.shape[1:]) == [3 * projection.shape[0]]
+    projections = [given[name].shape for name in names.values() if name in given and name.endswith(_QKV)]
+    turned = any(list(shape[1:]) == [3 * shape[0]] for shape in projections)
     made = {path: partial(_read, name, given[name], turned) for path, name in names.items() if name in given}
     if not strict:
         return Weights(made, lambda path: made[path]())
-    problems = [f"{name}: missing" for name in names.values() if name not in given]
-    problems += [f"{name}: not a weight of this model" for name in given if name not in names.values()]
-    for path, name in names.items() if not problems else ():
-        expected = specs[path].shape[::-1] if turned and name.endswith(_MATRICES) else specs[path].shape
-        if tuple(given[name].shape) != expected:
-            problems.append(f"{name}: got {list(given[name].shape)}, expected {list(specs[path].shape)}")
+    shapes = {name: specs[path].shape for path, name in names.items()}
+    shapes |= {name: shape[::-1] for name, shape in shapes.items() if turned and name.endswith(_MATRICES)}
+    problems = mismatches(given, shapes)
     if not problems and not (unusable({_HEAD: spare}) or same(spare, given[_EMBEDDING])):
         problems.append(different(_HEAD, _EMBEDDING))
     if problems:

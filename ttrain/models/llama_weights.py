@@ -8,7 +8,7 @@ from typing import Any
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import TensorSpec
 from ttrain.models.settings import LlamaConfig, activation_of
-from ttrain.models.weight_checks import different, same, unfitting, unusable, unwrapped
+from ttrain.models.weight_checks import different, mismatches, same, unfitting, unusable, unwrapped
 
 _BLOCK = {  # module of ours in blocks.<i> -> Transformers' in model.layers.<i>
     "attention_norm": "input_layernorm",
@@ -67,13 +67,7 @@ def from_original(weights: Mapping[str, Any], specs: Mapping[str, TensorSpec], s
     problems = unusable({names[path]: weight for path, weight in found.items()})
     if strict and not problems:
         spare = given.pop(_HEAD, None) if "head.weight" not in specs else None
-        problems = [f"{names[path]}: missing" for path in specs if path not in found]
-        problems += [f"{name}: not a weight of this model" for name in given.keys() - set(names.values())]
-        problems += [
-            f"{names[path]}: got {list(weight.shape)}, expected {list(specs[path].shape)}"
-            for path, weight in found.items()
-            if tuple(weight.shape) != specs[path].shape
-        ]
+        problems = mismatches(given, {name: specs[path].shape for path, name in names.items()})
         if not problems and not (unusable({_HEAD: spare}) or same(spare, given[_EMBEDDING])):
             problems.append(different(_HEAD, _EMBEDDING))
     if problems:

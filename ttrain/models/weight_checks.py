@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ttrain.core.errors import CheckpointError
+from ttrain.core.names import listed
 
 Array = NDArray[Any]
 Weight = NDArray[np.float32]
@@ -62,6 +63,23 @@ class Weights(Mapping[str, Array]):
         return cls(given, lambda name: as_fp32(given[name]))
 
 
+def mismatches(
+    given: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], spare: str = "not a weight of this model"
+) -> list[str]:
+    """A sentence for each value that is missing, left over, unusable or, where all can be used, of another shape."""
+    problems = [f"{name}: missing" for name in shapes if name not in given]
+    problems += [f"{name}: {spare}" for name in given if name not in shapes]
+    own = {name: given[name] for name in shapes if name in given}
+    return problems + (
+        unusable(own)
+        or [
+            f"{name}: got {list(value.shape)}, expected {list(shapes[name])}"
+            for name, value in own.items()
+            if tuple(value.shape) != tuple(shapes[name])
+        ]
+    )
+
+
 def different(name: str, other: str) -> str:
     """What is wrong with a head of its own in a file that is read into a tied model."""
     return f"{name}: differs from {other}, which a tied model has in its place"
@@ -69,8 +87,8 @@ def different(name: str, other: str) -> str:
 
 def unfitting(problems: Sequence[str], keys: str, shown: int = 8) -> CheckpointError:
     """Weights that are not those of the model, in one line; `keys` are what their names and shapes follow from."""
-    more = f" and {len(problems) - shown} more" if len(problems) > shown else ""
-    return CheckpointError(f"the weights do not fit this model; {keys} must agree: {'; '.join(problems[:shown])}{more}")
+    told = listed(problems, shown, "; ")
+    return CheckpointError(f"the weights do not fit this model; {keys} must agree: {told}")
 
 
 def _problem(value: Any) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ttrain.core.errors import TtrainError
+from ttrain.core.names import listed
 from ttrain.verify.compare import Comparison
 
 COLUMNS = ("subject", "quantity", "engine", "cases", "max diff", "mean diff", "ULP", "99 %", "allowed", "cosine", "")
@@ -66,7 +67,6 @@ def verdict(found: Sequence[Comparison]) -> None:
     """Raise VerifyError naming what failed."""
     failed = [one for one, _ in worst_of_each(found) if not one.passed]
     if failed:
-        shown = "\n".join(f"  {sentence(one)}" for one in failed[:20])
-        more = f"\n  and {len(failed) - 20} more" if len(failed) > 20 else ""
+        shown = listed(map(sentence, failed), 20, "\n  ")
         total = len({(one.subject, one.quantity, one.engine) for one in found})
-        raise VerifyError(f"verify: {len(failed)} of {total} quantities differ by more than is allowed:\n{shown}{more}")
+        raise VerifyError(f"verify: {len(failed)} of {total} quantities differ by more than is allowed:\n  {shown}")

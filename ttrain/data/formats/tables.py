@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import DataError
+from ttrain.core.names import listed
 from ttrain.data.corpus import READ_BYTES, Listing
 from ttrain.data.formats.compressed import OnBytes, missing_library
 
@@ -17,7 +18,6 @@ TOOLS = "tools"  # column, or key of a row, with the tools that a conversation m
 _BATCH_BYTES = 1 << 20  # of a Parquet file's values held at once, unless one row has more
 _BATCH_ROWS = 1024
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
-_NAMED_COLUMNS = 8  # most that an error message lists
 
 
 def table_rows(file: Path, text_key: str, chat_key: str, on_bytes: OnBytes) -> Iterator[tuple[int, Any]]:
@@ -138,11 +138,9 @@ def _columns(file: Path, schema: Any, text_key: str, chat_key: str) -> list[str]
 
     columns = [key for key in dict.fromkeys((text_key, chat_key)) if key in schema.names]
     if not columns:
-        more = f" and {len(schema.names) - _NAMED_COLUMNS} more" if len(schema.names) > _NAMED_COLUMNS else ""
-        named = ", ".join(schema.names[:_NAMED_COLUMNS]) or "none"
         raise DataError(
             f"data.sources: {file} has neither a column {text_key!r} (data.text_key) nor {chat_key!r} (data.chat_key); "
-            f"its columns are {named}{more}."
+            f"its columns are {listed(schema.names, 8) or 'none'}."
         )
     if twice := [name for name in columns if schema.names.count(name) > 1]:
         raise DataError(f"data.sources: {file} has the column {twice[0]!r} twice. Rename one.")

@@ -13,7 +13,8 @@ import numpy as np
 
 from ttrain.core.errors import CheckpointError
 from ttrain.core.files import replace_file, to_json
-from ttrain.models.weight_checks import Weights
+from ttrain.core.names import listed
+from ttrain.models.weight_checks import Weights, mismatches
 from ttrain.nn.lora import ALL, names
 from ttrain.nn.module import ADAPTER
 from ttrain.nn.settings import LoraConfig
@@ -140,20 +141,14 @@ class PeftAdapter:
     def values(self, model: Any) -> dict[str, Array]:
         """By our paths. Raises CheckpointError where they are not those of the model's adapters."""
         content, named = Weights.widened(self._content()), peft_names(model)
-        problems = [f"{name}: missing" for name in named.values() if name not in content]
-        problems += [f"{name}: no adapter of this model" for name in content if name not in named.values()]
-        shapes = {path: parameter.shape for path, parameter in model.parameters().items()}
+        parameters = model.parameters()
+        shapes = {name: parameters[path].shape for path, name in named.items()}
+        problems = mismatches(content, shapes, "no adapter of this model")
         values = {path: content[name] for path, name in named.items() if name in content}
-        for path, value in values.items():
-            if value.shape != shapes[path]:
-                problems.append(f"{named[path]}: got {list(value.shape)}, expected {list(shapes[path])}")
-            elif not np.isfinite(value).all():
-                problems.append(f"{named[path]}: holds NaN or infinity")
+        problems += [f"{named[path]}: holds NaN or infinity" for path in values if not np.isfinite(values[path]).all()]
         if problems:
-            more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-            raise CheckpointError(
-                f"lora.from={self.folder} is of another model or other lora.targets: {'; '.join(problems[:3])}{more}."
-            )
+            told = listed(problems, between="; ")
+            raise CheckpointError(f"lora.from={self.folder} is of another model or other lora.targets: {told}.")
         return values
 
     def apply(self, state: State, model: Any) -> None:

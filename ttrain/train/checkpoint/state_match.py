@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ttrain.core.names import listed
 from ttrain.graph.kinds import Kind
 from ttrain.optim.groups import frozen
 from ttrain.train.protocols import State
@@ -43,11 +44,11 @@ def match(stored: Shapes, wanted: Shapes, state: State, config: Mapping[str, Any
     notes = []
     if zeros:
         notes.append(
-            f"Frozen until now, so the optimizer starts from zero for them: {_some(_parameters(zeros))}. Their first "
+            f"Frozen until now, so the optimizer starts from zero for them: {listed(_parameters(zeros))}. Their first "
             "updates are larger than usual where moments are corrected for their start by the number of the step."
         )
     if unused:
-        notes.append(f"Frozen from now on, so what the optimizer kept is dropped: {_some(_parameters(unused))}.")
+        notes.append(f"Frozen from now on, so what the optimizer kept is dropped: {listed(_parameters(unused))}.")
     return StateMatch(None, tuple(zeros), tuple(notes))
 
 
@@ -69,16 +70,12 @@ def _parameters(names: list[str]) -> list[str]:
 def _difference(stored: Shapes, wanted: Shapes) -> str:
     parts = []
     if missing := sorted(wanted.keys() - stored.keys()):
-        parts.append(f"it lacks {_some(missing)}")
+        parts.append(f"it lacks {listed(missing)}")
     if extra := sorted(stored.keys() - wanted.keys()):
-        parts.append(f"it also holds {_some(extra)}")
+        parts.append(f"it also holds {listed(extra)}")
     reshaped = [
         f"{n} {stored[n]} instead of {wanted[n]}" for n in sorted(wanted) if n in stored and stored[n] != wanted[n]
     ]
     if reshaped:
-        parts.append(f"other shapes: {_some(reshaped)}")
+        parts.append(f"other shapes: {listed(reshaped)}")
     return "; ".join(parts) + "."
-
-
-def _some(names: list[str], shown: int = 3) -> str:
-    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")

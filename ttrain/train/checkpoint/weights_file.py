@@ -16,9 +16,9 @@ import numpy as np
 
 from ttrain.core.errors import CheckpointError, UserError
 from ttrain.core.files import sync_directory, sync_file
-from ttrain.core.spec import TensorSpec
+from ttrain.core.names import listed
 from ttrain.models.identity import whole
-from ttrain.models.weight_checks import Weights, as_fp32, unusable
+from ttrain.models.weight_checks import Weights, as_fp32, mismatches, unusable
 from ttrain.train.checkpoint.hub_folder import read_architecture, read_folder
 
 SUFFIXES = (".pt", ".safetensors")
@@ -179,11 +179,11 @@ def weights_of(path: Path, model: Any, content: Mapping[str, Any], strict: bool 
     paths = model.stored()
     if found := {name: content[name] for name in content if name in paths}:
         if problems := unusable(found):
-            raise CheckpointError(f"{path} holds values that are no weights:\n" + _listed(problems))
+            raise CheckpointError(f"{path} holds values that are no weights:\n  " + listed(problems, 20, "\n  "))
         return found
     converted = _from_original(path, model, content, strict) if hasattr(model, "from_original") else {}
     if not converted:
-        raise CheckpointError(f"{path} holds no weight of {model.config.name}: got {_some(content)}.")
+        raise CheckpointError(f"{path} holds no weight of {model.config.name}: got {listed(content, 5) or 'nothing'}.")
     return converted
 
 
@@ -195,13 +195,17 @@ def read_parameters(path: Path, model: Any, content: Mapping[str, Any] | None = 
     Raises CheckpointError naming what is missing, left over, of another shape, no tensor or not finite.
     """
     content = read_file(path) if content is None else content
-    specs = {name: parameter.stored_spec for name, parameter in model.stored().items()}
-    if any(name in specs for name in content):
-        found: Mapping[str, Any] = _own(path, content, specs)
+    shapes = {name: parameter.stored_spec.shape for name, parameter in model.stored().items()}
+    if any(name in shapes for name in content):
+        if problems := mismatches(content, shapes, "not a parameter of this model"):
+            raise CheckpointError(f"{path} does not fit this model:\n  " + listed(problems, 20, "\n  "))
+        found: Mapping[str, Any] = content
     elif hasattr(model, "from_original"):
         found = _from_original(path, model, content)
     else:
-        raise CheckpointError(f"{path} holds no parameters of {model.config.name}: got {_some(content)}.")
+        raise CheckpointError(
+            f"{path} holds no parameters of {model.config.name}: got {listed(content, 5) or 'nothing'}."
+        )
     weights = Weights.widened(found)
     for name, weight in weights.items():
         if not np.isfinite(weight).all():
@@ -215,30 +219,6 @@ def _from_original(path: Path, model: Any, content: Mapping[str, Any], strict: b
         return found
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-
-
-def _own(path: Path, content: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
-    problems = [f"{name}: missing" for name in specs if name not in content]
-    problems += [f"{name}: not a parameter of this model" for name in content if name not in specs]
-    problems += (spoilt := unusable({name: content[name] for name in specs if name in content}))
-    problems += [
-        f"{name}: got {list(content[name].shape)}, expected {list(spec.shape)}"
-        for name, spec in specs.items()
-        if name in content and not spoilt and tuple(content[name].shape) != spec.shape
-    ]
-    if problems:
-        raise CheckpointError(f"{path} does not fit this model:\n{_listed(problems)}")
-    return dict(content)
-
-
-def _listed(problems: list[str], shown: int = 20) -> str:
-    more = f"\n  and {len(problems) - shown} more" if len(problems) > shown else ""
-    return "\n".join(f"  {problem}" for problem in problems[:shown]) + more
-
-
-def _some(content: Mapping[str, Any], shown: int = 5) -> str:
-    names = ", ".join(map(str, list(content)[:shown])) or "nothing"
-    return names + (f" and {len(content) - shown} more" if len(content) > shown else "")
 
 
 def write_safetensors(path: Path, weights: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:

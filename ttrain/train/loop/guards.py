@@ -9,6 +9,7 @@ from statistics import median
 
 import numpy as np
 
+from ttrain.core.names import listed
 from ttrain.core.spec import DType
 from ttrain.graph.kinds import Kind
 from ttrain.train.protocols import Array, State
@@ -110,20 +111,15 @@ def _checksum(array: Array) -> int:
     return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).reshape(-1))
 
 
-def first_of(found: list[str], shown: int = 3) -> str:
-    """The first sentences of a list, and how many more there are."""
-    return "; ".join(found[:shown]) + (f" and {len(found) - shown} more" if len(found) > shown else "")
-
-
 def doubts_note(number: int, doubts: list[str]) -> str:
     """One warning for all tensors whose updates hardly move them."""
     mend = " optimizer.stochastic_rounding=true keeps them on average." if any("bf16" in it for it in doubts) else ""
-    return f"Step {number}: {first_of(doubts)}; such updates may be lost in rounding.{mend}"
+    return f"Step {number}: {listed(doubts, between='; ')}; such updates may be lost in rounding.{mend}"
 
 
 def problems_message(number: int, problems: list[str]) -> str:
     """Why a run can't go on whose updates move nothing."""
     return (
-        f"Step {number}: the updates do not reach the model: {first_of(problems)}. This is a fault of the device or "
-        f"engine; try engine=dynamic, or guard.check_learning=null to train on regardless."
+        f"Step {number}: the updates do not reach the model: {listed(problems, between='; ')}. This is a fault of the "
+        f"device or engine; try engine=dynamic, or guard.check_learning=null to train on regardless."
     )

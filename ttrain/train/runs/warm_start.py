@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.errors import CheckpointError
+from ttrain.core.names import listed
 from ttrain.core.units import format_count
 from ttrain.models.identity import differing
 from ttrain.models.weight_checks import Weight, Weights
@@ -59,8 +60,7 @@ class WarmStart:
         if len(self.others) > _SHOWN:
             lines.append(f"  and {len(self.others) - _SHOWN} more start anew")
         if self.unused:
-            more = f" and {len(self.unused) - 3} more" if len(self.unused) > 3 else ""
-            lines.append(f"  not used of the source: {', '.join(self.unused[:3])}{more}")
+            lines.append(f"  not used of the source: {listed(self.unused)}")
         lines += [f"WARNING: taken anyway: {difference}" for difference in self.differences]
         return lines
 
