@@ -77,6 +77,14 @@ def test_what_does_not_fit_is_told_first_with_keys_that_take_less(
         assert key in told
     found = json.loads(file.read_text("utf-8"))
     assert found["fits"]["fits"] is False and found["memory"]["total"] > found["fits"]["available_bytes"]
+    smaller = found["smaller"]
+    both = (
+        "train.accumulation=2 model.recompute=block precision=bf16 optimizer.state_dtype=bf16 "
+        "device.host_resident=[embedding,head]"
+    )
+    assert {"precision=bf16", "lora.rank=8", both, f"lora.rank=8 {both}"} <= smaller.keys()
+    assert smaller[both] < smaller["precision=bf16"] < found["memory"]["total"]
+    assert smaller[f"lora.rank=8 {both}"] < smaller["lora.rank=8"]
     assert "\nIt fits: " in planned(capsys, "device=n300")
     assert "fit" not in planned(capsys, "device=null").splitlines()[1]
     assert fit_text(99, 100, "plan.memory_gb", ["engine=static"]).startswith("It may fit: 99 B of 100 B")

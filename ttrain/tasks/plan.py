@@ -1,11 +1,14 @@
-"""task=plan: what a config will cost, without touching the device."""
+"""task=plan: what a config will cost, before anything is trained."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from ttrain.config import build
 from ttrain.config.schema import Config
@@ -147,6 +150,10 @@ class _Extra:
 
     def slow_tables(self, session: Session, steps: Mapping[str, Step]) -> Iterator[Table]:
         """Those that are timed or searched for, each as soon as it is known."""
+        if not self.values.get("fits", {"fits": True})["fits"]:
+            with Waiting("Planning what takes less"):
+                smaller = self._smaller()
+            yield smaller
         if self.config.plan.time:
             yield from self._time(self._timed_steps(steps), session.graph.chips)
         if self.config.plan.limits:
@@ -177,7 +184,22 @@ class _Extra:
         self.values["fits"] = {"fits": needed <= known[0], "available_bytes": known[0], "source": known[1]}
         keys = shrinking_keys(config.train, model, config.precision.name, config.engine.name, config.optimizer)
         keys[-1:-1] = family_of(config.device).smaller_keys(config.device, self.vocabulary is not None)
+        self.smaller = [key.partition(" ")[0] for key in keys if "=" in key]
         return "\n" + fit_text(needed, *known, keys)
+
+    def _smaller(self) -> Table:
+        """What a plan takes with each key that takes less, with all of them, and with the model frozen."""
+        from ttrain.core.tables import Table
+
+        available = self.values["fits"]["available_bytes"]
+        ways = {key: [key] for key in self.smaller} | {"all of these": self.smaller}
+        if not self.config.lora.rank:
+            ways |= {"lora.rank=8": ["lora.rank=8"], "lora.rank=8 and all of these": ["lora.rank=8", *self.smaller]}
+        needed = {label: self._planned(functools.reduce(_overridden, way, self.config)) for label, way in ways.items()}
+        self.values["smaller"] = {" ".join(ways[label]): size for label, size in needed.items()}
+        rows = [(label, format_bytes(size), "yes" if size <= available else "no") for label, size in needed.items()]
+        note = "With lora.rank the model is frozen, and adapters are trained beside it."
+        return Table("What takes less", ("", "planned memory", "fits"), rows, (note,) * (not self.config.lora.rank))
 
     def _padding(self, session: Session, steps: Mapping[str, Step]) -> None:
         from ttrain.train.forecast.padding import padding_table, padding_values
@@ -268,6 +290,14 @@ class _Extra:
             plans = [step.plan for step in steps if step.plan is not None]
             state = sum(session.state.nbytes(kind, on_host=False) for kind in Kind if kind.is_state)
             return state + max(plan.arena_bytes + plan.outside_bytes for plan in plans)
+
+
+def _overridden(config: Config, override: str) -> Config:
+    """The config with one key set, such as model.recompute=block, or one option of a group."""
+    key, _, value = override.partition("=")
+    section, _, name = key.partition(".")
+    changed = dataclasses.replace(getattr(config, section), **{name or "name": yaml.safe_load(value)})
+    return dataclasses.replace(config, **{section: changed})
 
 
 def _draw(file: str, report: PlanReport, steps: Mapping[str, Step]) -> None:
