@@ -27,7 +27,7 @@ EXAMPLES = (
     ("ttrain model=gpt2 model.preset=355M precision=bf16", "choose another option of a group, set single keys"),
     ("ttrain run.dir=outputs/a resume=auto", "continue where that run stopped"),
     ("ttrain task=sample run.dir=outputs/a sample.prompt='def '", "write text with a trained model"),
-    ("ttrain task=plan model=gpt2", "parameters, FLOPs and memory of a step, without touching a device"),
+    ("ttrain task=plan model=gpt2", "parameters, FLOPs, memory and time of a step, before it is run"),
     ("ttrain task=bench bench=gpt", "time the engines against PyTorch, eager and compiled, at the same work"),
     ("ttrain -m engine=dynamic,static run.seed=1,2", "a sweep: one run per combination"),
     ("ttrain --cfg job", "print the complete config instead of running"),
