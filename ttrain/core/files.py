@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,12 +28,19 @@ def write_synced(path: Path, data: bytes) -> str:
     return digest.hexdigest()
 
 
-def replace_file(path: Path, data: bytes | str) -> None:
-    """Replaces a file in one step: readers see the old content or the new one, never a part."""
+def replace_file(path: Path, content: bytes | str | Callable[[Path], object]) -> None:
+    """Replaces a file in one step: readers see the old content or the new one, never a part.
+
+    `content` may write it, to the path beside that it is given.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     beside.unlink(missing_ok=True)
     try:
-        write_synced(beside, data.encode() if isinstance(data, str) else data)
+        if callable(content):
+            content(beside)
+            sync_file(beside)
+        else:
+            write_synced(beside, content.encode() if isinstance(content, str) else content)
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)

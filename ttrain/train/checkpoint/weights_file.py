@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 import zipfile
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.errors import CheckpointError, UserError
-from ttrain.core.files import sync_directory, sync_file
+from ttrain.core.files import replace_file
 from ttrain.core.names import listed
 from ttrain.models.identity import whole
 from ttrain.models.weight_checks import Weights, as_fp32, mismatches, unusable
@@ -238,7 +237,7 @@ def write_safetensors(path: Path, weights: Mapping[str, Any], metadata: Mapping[
             for weight in weights.values():
                 file.write(memoryview(as_fp32(weight)).cast("B") if np.prod(weight.shape) else b"")
 
-    replaced(path, write)
+    write_file(path, write)
 
 
 def write_pt(path: Path, content: Mapping[str, Any]) -> None:
@@ -258,21 +257,14 @@ def write_pt(path: Path, content: Mapping[str, Any]) -> None:
         with open(beside, "wb") as file:  # a file of ours, so that a full disk is told in the system's words
             torch.save(tensors(content), file)
 
-    replaced(path, write)
+    write_file(path, write)
 
 
-def replaced(path: Path, write: Callable[[Path], object]) -> None:
-    """Lets `write` make a file beside, and puts it in place once it is whole. Raises UserError where that fails."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def write_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Replaces a file with what `write` makes, in a folder that is made. Raises UserError where that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            write(beside)
-            sync_file(beside)
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
-        sync_directory(path.parent)
+        replace_file(path, write)
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError on top of the system's error
         system = error.__context__ if isinstance(error.__context__, OSError) else error
         raise UserError(f"{path} can't be written: {_first_line(str(system))}") from None

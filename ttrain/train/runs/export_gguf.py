@@ -11,7 +11,7 @@ import numpy as np
 
 from ttrain.core.errors import ConfigError
 from ttrain.train.checkpoint.hub_folder import is_known, written_config
-from ttrain.train.checkpoint.weights_file import replaced
+from ttrain.train.checkpoint.weights_file import write_file
 from ttrain.train.protocols import Array
 from ttrain.train.runs.export_folder import known_end
 
@@ -81,7 +81,7 @@ def write_gguf(
         writer.write_tensors_to_file()
         writer.close()
 
-    replaced(file, write)
+    write_file(file, write)
 
 
 def _sizes(config: Any, described: Mapping[str, Any]) -> dict[str, Any]:
