@@ -189,6 +189,7 @@ def _given(flags: argparse.Namespace) -> list[str]:
 
 def _prepare_streams() -> None:
     """A terminal that can't show a character gets an escape instead of an error, a closed stream a place to go."""
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115 - for as long as the process
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for as long as the process
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):

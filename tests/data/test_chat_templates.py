@@ -107,6 +107,19 @@ def test_the_tokens_of_marked_replies_equal_those_of_transformers(folder: Path) 
     assert (ids == next(tokenizer.encode_documents([text]))).all() and 0 < marks.sum() < len(marks)
 
 
+def test_marks_outlive_filters_and_those_that_do_not_are_refused() -> None:
+    marked = "{% generation %}{{ m.content }}{% endgeneration %}"
+    loop = "{% for m in messages %}{% filter FILTER %}BODY{% endfilter %}{% endfor %}"
+    assert TokenizerTemplate({"chat_template": loop.replace("FILTER", "upper").replace("BODY", marked)}, True).render(
+        [{"role": "assistant", "content": "aé"}]
+    ) == ("AÉ", ((0, 2),))
+    nested = marked.replace("{{", "{% generation %}b{% endgeneration %}{{")
+    for filtering, body in (("replace('(', '')", marked), ("trim", nested)):
+        source = loop.replace("FILTER", filtering).replace("BODY", body)
+        with pytest.raises(ValueError, match="nests or changes"):
+            TokenizerTemplate({"chat_template": source}, True).render([{"role": "assistant", "content": "a"}])
+
+
 @pytest.mark.parametrize("attention", ["sequence", "document"])
 @pytest.mark.parametrize(
     ("template", "amid", "last"),

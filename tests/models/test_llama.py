@@ -13,7 +13,7 @@ from tests.models.test_golden_gpt import nanogpt_rate
 from tests.native.conftest import require_compiler
 from tests.train.sampling.test_decode import Reading
 from ttrain import ops
-from ttrain.core.errors import ConfigError
+from ttrain.core.errors import CheckpointError, ConfigError
 from ttrain.graph import Kind
 from ttrain.models.llama import Llama
 from ttrain.models.llama_weights import config_from_transformers, config_to_transformers
@@ -196,6 +196,8 @@ def test_configs_and_names_go_to_transformers_and_back(variant: str) -> None:
     [
         ({"model_type": "gemma2"}, "model_type=gemma2: model=llama reads llama, mistral, qwen2, qwen3"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type=yarn"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
             "1 of 2 layers",
@@ -205,3 +207,11 @@ def test_configs_and_names_go_to_transformers_and_back(variant: str) -> None:
 def test_a_config_that_this_model_has_not_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_from_transformers({"model_type": "llama", **SIZES, **change})
+
+
+def test_a_weight_under_two_names_is_refused() -> None:
+    model = Llama(LlamaConfig(layers=1, heads=1, width=2, hidden=2, context=2, vocabulary=3))
+    weights = {name: np.zeros(spec.shape, np.float32) for name, spec in model.to_original(model._specs()).items()}
+    assert model.from_original(weights).keys() == model._specs().keys()
+    with pytest.raises(CheckpointError, match="model.norm.weight: there twice"):
+        model.from_original(weights | {"norm.weight": np.ones(2, np.float32)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,13 +62,15 @@ def from_original(weights: Mapping[str, Any], specs: Mapping[str, TensorSpec], s
     what is there under the names of this model, whatever its shape.
     """
     weights = weights["model"] if isinstance(weights.get("model"), Mapping) else weights
-    given = {_full_name(name): weight for name, weight in weights.items() if not str(name).endswith(".inv_freq")}
+    weights = {name: weight for name, weight in weights.items() if not str(name).endswith(".inv_freq")}
+    given = {_full_name(name): weight for name, weight in weights.items()}
     names = {path: original_name(path) for path in specs}
     found = {path: given[name] for path, name in names.items() if name in given}
     problems = unusable({names[path]: weight for path, weight in found.items()})
     if strict and not problems:
         spare = given.pop(_HEAD, None) if "head.weight" not in specs else None
         problems = mismatches(given, {name: specs[path].shape for path, name in names.items()})
+        problems += [f"{name}: there twice" for name, count in Counter(map(_full_name, weights)).items() if count > 1]
         if not problems and not (unusable({_HEAD: spare}) or same(spare, given[_EMBEDDING])):
             problems.append(different(_HEAD, _EMBEDDING))
     if problems:
@@ -138,8 +141,10 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise ConfigError(f"rope_type={kind}: model=llama has default, linear and llama3.")
-    share = given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    said = {"rotary_base": float(base), "rotary_share": float(share)}
+    share = float(given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
+    if share != 1:  # Transformers turns whole heads of these models whatever it says
+        raise ConfigError(f"partial_rotary_factor={share}: the models that are read here turn whole heads.")
+    said = {"rotary_base": float(base), "rotary_share": share}
     if kind == "default":
         return said | {"rotary_scaling": "none"}
     taken = _LLAMA3 if kind == "llama3" else {"rotary_factor": "factor"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,8 @@ from ttrain.tasks.sample import Opened, ending_of, opened_run
 
 def run(config: Config) -> None:
     """Answers every line of stdin until it ends or Ctrl-C. `/reset` begins anew."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # what is no text is refused as a message, and the talk goes on
     with opened_run(config) as opened:
         talk = _Conversation(opened)
         if sys.stdin.isatty():

@@ -95,6 +95,20 @@ def test_what_no_longer_fits_is_forgotten(
     assert "the oldest exchange is forgotten" in capsys.readouterr().err
 
 
+def test_what_is_no_text_is_told_and_the_talk_goes_on(
+    run: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\n\xff\ntwo\n"), "utf-8"))
+    assert main(["task=chat", f"run.dir={run}", "device=cpu", "engine=dynamic"]) == 0
+    said = capsys.readouterr()
+    assert said.out == " it is 0\n it is 1\n" and "'\\udcff'" in said.err and "\udcff" not in asked[-1]
+
+
+def test_a_closed_stdin_is_an_empty_one(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["task=chat", f"run.dir={run}", "device=cpu", "engine=dynamic"]) == 0
+
+
 def test_ctrl_c_ends_it(run: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert talk(run, monkeypatch, "one\nstop here\nthree\n") == 0
     assert len(asked) == 2

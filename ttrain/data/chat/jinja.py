@@ -64,7 +64,7 @@ class TokenizerTemplate:
         self._names = {name: settings[name] for name in SPECIAL if name in settings}
         self._marks: tuple[str, ...] = ()
         if replies and _GENERATION.search(source):
-            nonce = os.urandom(8).hex()
+            nonce = str(int.from_bytes(os.urandom(8), "big"))  # filters such as upper leave digits alone
             self._marks = (f"\ue000{nonce}(", f"\ue000{nonce})")
         self._replies = replies
         self._template = _compiled(source, *self._marks)
@@ -121,11 +121,15 @@ def _plain(messages: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _unmarked(text: str, opening: str, closing: str) -> Rendered:
-    """The text without the marks, and what lay between them."""
+    """The text without the marks, and what lay between them. Raises ValueError where they stand inside each other."""
     spans: list[Span] = []
     whole = start = 0
     pieces: list[str] = []
-    for piece in re.split(f"({re.escape(opening)}|{re.escape(closing)})", text):
+    split = re.split(f"({re.escape(opening)}|{re.escape(closing)})", text)
+    marks = split[1::2]
+    if marks != [opening, closing] * (len(marks) // 2) or any(opening[1:-1] in piece for piece in split[::2]):
+        raise ValueError("the tokenizer's chat template nests or changes what it marks with {% generation %}")
+    for piece in split:
         if piece == opening:
             start = whole
         elif piece == closing:
@@ -178,4 +182,5 @@ def _compiled(source: str, opening: str = "", closing: str = "") -> Any:
         return environment.from_string(source)
     except Exception as error:  # such as Python's own where too many blocks stand inside each other
         line = getattr(error, "lineno", None)
-        raise DataError(f"the tokenizer's chat template{f', line {line}' if line else ''}: {error}.") from None
+        why = str(error) or type(error).__name__
+        raise DataError(f"the tokenizer's chat template{f', line {line}' if line else ''}: {why}.") from None
