@@ -42,6 +42,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("fast")
 
 
+def cache_home(folder: Path) -> str:
+    """For XDG_CACHE_HOME: a cache of its own in `folder`, but for compiled kernels, which all tests share."""
+    from ttrain.core.folders import cache_folder
+
+    kernels, link = cache_folder() / "native", folder / "cache" / "ttrain" / "native"
+    kernels.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not link.exists():
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(kernels)
+    return str(folder / "cache")
+
+
 @pytest.fixture
 def plugins_taken_back(tmp_path: Path) -> Iterator[None]:
     """What plugins register during the test is gone after it: options, ops, and the modules that lie under tmp_path."""

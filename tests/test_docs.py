@@ -22,6 +22,7 @@ import pytest
 import yaml
 from hydra.types import RunMode
 
+from tests.conftest import cache_home
 from ttrain.cli import main, parse_arguments, run_task
 from ttrain.config import registry
 from ttrain.config.compose import MAIN_CONFIG, Composer
@@ -133,7 +134,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugins_taken_back: 
     (tmp_path / "hub" / "tokenizer.json").write_text(ByteTokenizer().to_json())
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("COLUMNS", "120")

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import ttrain
+from tests.conftest import cache_home
 from ttrain import api
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -26,7 +27,7 @@ SMALL_MLP = (
 
 def started(name: str, folder: Path, overrides: Sequence[str] = ()) -> str:
     """What an example prints when it is started in an empty folder."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": cache_home(folder)}
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *overrides], cwd=folder, env=environment, capture_output=True, text=True,
         timeout=170,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.conftest import cache_home
 from ttrain import ops
 from ttrain.cli import main
 from ttrain.core.spec import DType, TensorSpec
@@ -276,7 +277,7 @@ def planned(capsys: pytest.CaptureFixture[str], *overrides: str, code: int = 0) 
 def test_the_task_tells_time_limits_and_padding_and_draws(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
     files = [f"plan.json={tmp_path}/plan.json", f"plan.picture={tmp_path}/plan.png"]
     text = planned(capsys, "device=cpu", "train.steps=7000", "plan.limits=true", "plan.memory_gb=0.01", *files)
     assert "Expected time of one optimizer step" in text and "Largest that fits" in text and "Recommended: " in text

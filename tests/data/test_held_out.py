@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import cache_home
 from ttrain import load_config
 from ttrain.cli import main
 from ttrain.config.build import build_dataset
@@ -42,7 +43,7 @@ REGRESSION = ["model=mlp", "model.width=8", "data=regression", "data.examples=10
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty current folder with a text and documents."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
     monkeypatch.chdir(tmp_path)
     words = [f"word{number}" for number in np.random.default_rng(0).integers(0, 1000, 300)]
     Path("book.txt").write_text(" ".join(words))

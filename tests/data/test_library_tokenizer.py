@@ -13,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from tests.conftest import cache_home
 from ttrain.core.errors import CheckpointError, DataError
 from ttrain.data.batches import Sizes, TokenDataset
 from ttrain.data.corpus import PIECE_CHARACTERS
@@ -32,7 +33,7 @@ assert len(LINES) > 2 * PIECE_CHARACTERS
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
 
 
 def byte_level(alphabet: bool = True, text: str = LINES, **options: Any) -> Any:

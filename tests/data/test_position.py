@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.conftest import cache_home
 from ttrain.cli import main
 from ttrain.data.batches import Sizes
 from ttrain.data.documents import open_documents
@@ -66,7 +67,7 @@ SOURCES |= {
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty current folder with a text, documents and token ids of a few passes each."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
     monkeypatch.chdir(tmp_path)
     generator = np.random.default_rng(0)
     words = [f"word{number}" for number in generator.integers(0, 1000, 300)]

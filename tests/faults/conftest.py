@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import cache_home
 from ttrain.cli import main
 from ttrain.train.checkpoint.retention import find_checkpoint
 from ttrain.train.logging.metrics import read_metrics
@@ -24,7 +25,7 @@ Train = Callable[..., int]
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
     """`train("run.dir=a", ...)` -> exit code."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
     return lambda *overrides: main([*TINY, *overrides])
 
 

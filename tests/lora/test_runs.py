@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.conftest import cache_home
 from ttrain import Training, load_config
 from ttrain.cli import main
 from ttrain.train.checkpoint.checkpoint import read_checkpoint
@@ -29,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("lora")
     (path / "text.txt").write_text("abcdefg hijk\n" * 400)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(path / "cache"))
+        patch.setenv("XDG_CACHE_HOME", cache_home(path))
         patch.chdir(path)
         assert train("base", "train.steps=2") == 0
         assert train("tuned", "train.steps=4", *ADAPTERS, "train.init_from=base") == 0

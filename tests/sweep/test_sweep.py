@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import cache_home
 from ttrain.cli import main
 from ttrain.config.compose import Composer
 from ttrain.core.errors import ConfigError, UserError
@@ -275,7 +276,7 @@ def test_jobs_of_ttrain_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Two processes of ttrain itself: one that trains, one that ends in NaN."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(run.__file__).parents[2]))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
     overrides = [
         "model=mlp",
         "data=regression",

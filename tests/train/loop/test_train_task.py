@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import ttrain
+from tests.conftest import cache_home
 from ttrain.cli import main
 from ttrain.train.checkpoint.checkpoint import read_checkpoint
 from ttrain.train.checkpoint.retention import list_checkpoints
@@ -46,7 +47,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def train(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the command line in this process: `train("run.dir=..", ...)` -> exit code."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
     monkeypatch.chdir(tmp_path)
 
     def call(*overrides: str) -> int:
@@ -128,7 +129,7 @@ def start(corpus: Path, folder: Path, *overrides: str) -> subprocess.Popen[str]:
     """The command line in a process of its own."""
     command = [sys.executable, "-m", "ttrain", "data=text", f"data.path={corpus}", *MODEL, *TRAIN, *QUIET, *overrides]
     place = str(Path(ttrain.__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": place, "XDG_CACHE_HOME": str(folder / "cache")}
+    environment = {**os.environ, "PYTHONPATH": place, "XDG_CACHE_HOME": cache_home(folder)}
     return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
 
 
@@ -296,7 +297,7 @@ def test_regression_has_no_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
     overrides = ["model=mlp", "data=regression", "data.examples=256", "model.width=16", "train.steps=40", "run.dir=run"]
     assert main([*overrides, *QUIET, "train.log_every=1", "optimizer.lr=0.01"]) == 0
     printed = capsys.readouterr().out

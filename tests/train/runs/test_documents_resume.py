@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import ttrain
+from tests.conftest import cache_home
 from ttrain.cli import main
 from ttrain.train.checkpoint.retention import find_checkpoint
 from ttrain.train.logging.metrics import read_metrics
@@ -30,7 +31,7 @@ TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16",
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty current folder with documents."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
     monkeypatch.chdir(tmp_path)
     generator = np.random.default_rng(0)
     for name in ("a", "b"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
+from tests.conftest import cache_home
 from tests.models.plain_gpt import PlainGPT
 from ttrain.cli import main
 from ttrain.data.tokenizer import CharTokenizer
@@ -32,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "text.txt").write_text("abcdefg hijk\n" * 400)
     overrides = ["data=text", f"data.path={path / 'text.txt'}", *MODEL, *TRAIN, f"run.dir={path / 'run'}"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(path / "cache"))
+        patch.setenv("XDG_CACHE_HOME", cache_home(path))
         assert main(overrides) == 0
     return path
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.conftest import cache_home
 from tests.models.original_agillm import next_scores, pair_scores
 from tests.train.runs.test_export import TRAIN
 from ttrain.cli import main
@@ -26,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "text.txt").write_text("abcdefg hijk\n" * 400)
     overrides = ["data=text", f"data.path={path / 'text.txt'}", *MODEL, *TRAIN, f"run.dir={path / 'run'}"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(path / "cache"))
+        patch.setenv("XDG_CACHE_HOME", cache_home(path))
         assert main(overrides) == 0
         assert main(["task=export", f"run.dir={path / 'run'}", f"export.file={path / 'whole.pt'}"]) == 0
     return path

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.conftest import cache_home
 from tests.models.session import Session
 from ttrain.api import Training
 from ttrain.cli import main
@@ -127,7 +128,7 @@ def inside(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub_cache"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))  # of compiled kernels
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path_factory.getbasetemp()))  # of compiled kernels
     Path("book.txt").write_text(TEXT)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.conftest import cache_home
 from ttrain.cli import main
 from ttrain.config import build
 from ttrain.config.compose import load
@@ -195,7 +196,7 @@ SMALL = [
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the same characters: one that is easy to predict, and one that is not at all."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
     Path("easy.txt").write_text("ab" * 2000)
     Path("same.txt").write_text("ab" * 2000)
     Path("hard.txt").write_text("".join(np.random.default_rng(0).choice(["a", "b"], 4000)))

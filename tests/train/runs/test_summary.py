@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import cache_home
 from tests.train.conftest import MakeTraining, Training
 from ttrain.cli import main
 from ttrain.data.batches import Sizes
@@ -235,7 +236,7 @@ def test_further_metrics_of_the_newest_evaluation_are_told(tmp_path: Path) -> No
 @pytest.fixture
 def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
     Path("book").mkdir()
     for name in "abcd":
         Path(f"book/{name}.txt").write_text(f"{name}23456789\n" * 25)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from tests.conftest import cache_home
 from tests.models.plain_gpt import PlainGPT
 from ttrain.cli import main
 from ttrain.models.gpt import GPT
@@ -32,7 +33,7 @@ DATA = [
 
 @pytest.fixture
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
     monkeypatch.chdir(tmp_path)
     Path("book.txt").write_text("some words of a book that nobody wrote\n" * 60)
     return lambda *overrides: main([*QUIET, *DATA, *MODEL, "train.steps=1", "optimizer.lr=0", *overrides])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.conftest import cache_home
 from ttrain import load_config
 from ttrain.cli import main
 from ttrain.config.build import build_model
@@ -43,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(folder))
     overrides = np.random.default_rng(0).choice(["the", "cat", "dog", "sat", "on", "mat", "and"], (60, 9))
     Path("rows.jsonl").write_text("".join(json.dumps({"text": " ".join(row)}) + "\n" for row in overrides))
     Path("texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.conftest import cache_home
 from ttrain.cli import main
 from ttrain.core.errors import CheckpointError, UserError
 
@@ -48,7 +49,7 @@ def language_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("harness")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setenv("XDG_CACHE_HOME", cache_home(folder))
         try:
             import lm_eval.api.model  # noqa: F401  # the real one where it is
         except ImportError:

@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import models
 
+from tests.conftest import cache_home
 from ttrain.cli import main
 from ttrain.core.errors import DataError, NonFiniteError, UserError
 from ttrain.core.spec import DType, TensorSpec
@@ -394,7 +395,7 @@ def test_the_sample_of_a_run_and_those_of_the_task_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
     Path("book.txt").write_text("some words of a book that nobody wrote\n" * 60)
     overrides = [
         "model.layers=1",

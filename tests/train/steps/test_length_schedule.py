@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.conftest import cache_home
 from tests.models.plain_gpt import PlainGPT
 from tests.models.session import Session as BareSession
 from tests.models.session import relative_error, token_batch
@@ -47,7 +48,7 @@ QUIET = ["logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=4", "t
 @pytest.fixture
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the command line on documents in this process: `train("run.dir=..", ...)` -> exit code."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
     monkeypatch.chdir(tmp_path)
     generator = np.random.default_rng(0)
     for name, count in (("a.jsonl", 150), ("b.jsonl", 60)):
