@@ -19,6 +19,9 @@ PAIRS = ("model=agillm", "model.preset=femto_1x")
     [
         ((), None),
         (("optimizer.lr=0",), "no parameter changes"),
+        (("lora.targets=[qkv]",), "lora.targets is given without lora.rank"),
+        (("lora.targets=[qkv]", "lora.rank=0"), "lora.targets is given without lora.rank"),
+        (("lora.targets=[qkv]", "lora.rank=2", "train.init_from=x"), None),
         (("model=gpt2",), "data.tokenizer=bpe"),
         (("model=gpt2", "data.tokenizer=bpe"), None),
         (("model=gpt2", "data.tokenizer=char"), None),

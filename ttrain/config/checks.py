@@ -100,6 +100,15 @@ def _length_schedule(model: Any, train: TrainConfig, resume: str, source: Source
 
 
 @check
+def _documents_have_targets(model: Any, data: DataConfig, train: TrainConfig) -> Iterator[str]:
+    if getattr(data, "attention", "") == "document" and 1 in (getattr(model, "context", 0), *train.length_schedule):
+        yield (
+            "data.attention=document: the last token of a document has no target, so sequences of 1 token teach "
+            "nothing. Give model.context and train.length_schedule of 2 or more."
+        )
+
+
+@check
 def _prepared_replies(task: TaskConfig, data: DataConfig) -> Iterator[str]:
     if task.name == "prepare" and getattr(data, "loss_on", "all") != "all":
         yield "data.loss_on=replies: data=tokens counts every token. Train on data=documents, which keeps tokens too."

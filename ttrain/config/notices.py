@@ -22,6 +22,9 @@ def notices(config: Config) -> Iterator[str]:
             "lora.rank trains adapters beside a model of random numbers. train.init_from=<run or file> or model.from="
             "<folder> gives a trained one."
         )
+    idle = [key for key in sorted(config.source.explicit) if key.startswith("lora.") and key != "lora.rank"]
+    if idle and not config.lora.rank:
+        yield f"{idle[0]} is given without lora.rank, so the whole model is trained."
     characters = isinstance(config.data, TextConfig) and config.data.tokenizer == "char"
     if config.source.choices.get("model") == "gpt2" and characters and "data.tokenizer" not in config.source.explicit:
         yield (
