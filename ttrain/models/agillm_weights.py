@@ -12,7 +12,7 @@ from typing import Any
 from ttrain.core.errors import CheckpointError
 from ttrain.core.names import listed
 from ttrain.core.spec import TensorSpec
-from ttrain.models.weight_checks import different, mismatches, same, unusable
+from ttrain.models.weight_checks import different, mismatches, renamed, same, unusable
 
 PARTS = ("core", "ar", "sat")
 _COMPILED = "_orig_mod."  # what torch.compile puts before names
@@ -22,6 +22,7 @@ _BLOCK = {
     "attention.key": "mha.k",
     "attention.value": "mha.v",
     "attention.projection": "mha.proj",
+    "attention.rank_matrix": "mha.U",
     "feed_forward_norm": "ln2",
     "feed_forward.up": "ff.0",
     "feed_forward.down": "ff.2",
@@ -38,13 +39,7 @@ _TIED = {"ar.proj.weight": "embedding.weight"}  # the original keeps a tied weig
 
 def original_name(path: str) -> str:
     """Our path -> the original's: blocks.3.attention.key.weight -> core.blocks.3.mha.k.weight."""
-    module, _, leaf = path.rpartition(".")
-    if module in _OUTSIDE:
-        return f"{_OUTSIDE[module]}.{leaf}"
-    _, number, inner = path.split(".", 2)
-    if inner == "attention.rank_matrix":
-        return f"core.blocks.{number}.mha.U"
-    return f"core.blocks.{number}.{_BLOCK[inner.rpartition('.')[0]]}.{leaf}"
+    return renamed(path, _OUTSIDE, _BLOCK, "core.blocks")
 
 
 def to_original(values: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ttrain.models.weight_checks import (
     as_fp32,
     different,
     mismatches,
+    renamed,
     same,
     unfitting,
     unusable,
@@ -54,11 +55,7 @@ _QKV = "c_attn.weight"
 
 def original_name(path: str) -> str:
     """Our parameter path -> the original's name: blocks.3.attention.qkv.bias -> transformer.h.3.attn.c_attn.bias."""
-    module, _, leaf = path.rpartition(".")
-    if module in _OUTSIDE:
-        return f"{_OUTSIDE[module]}.{leaf}"
-    _, number, inner = module.split(".", 2)
-    return f"transformer.h.{number}.{_BLOCK[inner]}.{leaf}"
+    return renamed(path, _OUTSIDE, _BLOCK, "transformer.h")
 
 
 def to_original(

@@ -9,7 +9,7 @@ from typing import Any
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import TensorSpec
 from ttrain.models.settings import LlamaConfig, activation_of
-from ttrain.models.weight_checks import different, mismatches, same, unfitting, unusable, unwrapped
+from ttrain.models.weight_checks import different, mismatches, renamed, same, unfitting, unusable, unwrapped
 
 _BLOCK = {  # module of ours in blocks.<i> -> Transformers' in model.layers.<i>
     "attention_norm": "input_layernorm",
@@ -43,11 +43,7 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 def original_name(path: str) -> str:
     """Our parameter path -> Transformers': blocks.3.attention.query.bias -> model.layers.3.self_attn.q_proj.bias."""
-    module, _, leaf = path.rpartition(".")
-    if module in _OUTSIDE:
-        return f"{_OUTSIDE[module]}.{leaf}"
-    _, number, inner = module.split(".", 2)
-    return f"model.layers.{number}.{_BLOCK[inner]}.{leaf}"
+    return renamed(path, _OUTSIDE, _BLOCK, "model.layers")
 
 
 def to_original(values: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> dict[str, Any]:

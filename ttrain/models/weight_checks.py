@@ -37,6 +37,18 @@ def unwrapped(name: Any) -> str:
     return str(name).removeprefix("_orig_mod.").removeprefix("module.")
 
 
+def renamed(path: str, outside: Mapping[str, str], block: Mapping[str, str], prefix: str) -> str:
+    """Our path -> an original's name, by tables of modules; `block` may name a whole weight in blocks.<i> as well.
+
+    Raises KeyError or ValueError for what they don't have.
+    """
+    module, _, leaf = path.rpartition(".")
+    if module in outside:
+        return f"{outside[module]}.{leaf}"
+    _, number, inner = path.split(".", 2)
+    return f"{prefix}.{number}." + (block.get(inner) or f"{block[inner.rpartition('.')[0]]}.{leaf}")
+
+
 class Weights(Mapping[str, Array]):
     """Arrays by name, each made by `read` when it is asked for, so that no two have to be in memory at once."""
 
