@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ttrain.config import build
-from ttrain.config.saved import continued
 from ttrain.config.schema import Config
-from ttrain.core.errors import CheckpointError, UserError
+from ttrain.core.errors import UserError
 from ttrain.core.waiting import Waiting
-from ttrain.models.identity import FUNCTION
-from ttrain.train.checkpoint.checkpoint import Checkpoint
+from ttrain.tasks.opening import of_run
 
 if TYPE_CHECKING:
     from ttrain.data.tokenizer import Tokenizer
@@ -57,27 +55,17 @@ class Opened:
 
 @contextmanager
 def opened_run(config: Config) -> Iterator[Opened]:
-    """The model of run.dir on the device. It is rebuilt from what its checkpoint says; the data is not needed."""
-    from ttrain.data.end_token import named_end
-    from ttrain.data.library_tokenizer import parse_tokenizer
-    from ttrain.train.checkpoint.retention import find_checkpoint
-    from ttrain.train.runs.resume import check_adapters, check_architecture
+    """The model of run.dir on the device."""
     from ttrain.train.sampling.decode import cache_tensors
     from ttrain.train.sampling.source import Source, sampling_traces
 
-    run = config.run.dir
-    assert run is not None  # the config's checks hold it so
-    checkpoint = find_checkpoint(Path(run), config.sample.checkpoint)
-    config = continued(checkpoint.config, config, ("device", "sample", "engine", "logger"))
-    tokenizer = parse_tokenizer(_tokenizer(checkpoint))
-    tokenizer.config = checkpoint.tokenizer_config
-    model = build.build_model(*config.model_parts, tokenizer.vocabulary)
-    check_architecture(checkpoint.config, model.config, checkpoint.path, FUNCTION)
-    check_adapters(checkpoint.config, config.lora, checkpoint.path)
+    needs = "makes no text. Give a language model's run."
+    given = of_run(config, config.sample.checkpoint, ("device", "sample", "engine", "logger"), needs)
+    config, model, tokenizer = given.config, given.model, given.tokenizer
     traces = sampling_traces(model, config.sample)
     source = Source(model, config.sample, tokenizer.vocabulary, traces)
     caches = cache_tensors([trace for steps in traces.values() for trace in steps.values()])
-    made = Opened(config, source, tokenizer, named_end(config.data, tokenizer.config), run)
+    made = Opened(config, source, tokenizer, given.end_token, given.origin)
     with ExitStack() as stack:
         device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
         if not device.computes:
@@ -90,7 +78,7 @@ def opened_run(config: Config) -> Iterator[Opened]:
             session = stack.enter_context(
                 closing(build.build_session(model, device, *config.step_parts, False, caches))
             )
-            checkpoint.load(session.state, optimizer=False)
+            given.load(session.state)
             source.build(session.engine.build, session.graph.trace_logits)
         yield made
 
@@ -188,11 +176,3 @@ def ending_of(template: Any) -> str | None:
     first = between.lstrip("\n")
     breaks = len(between) - len(first)
     return "\n" * breaks + first.partition("\n")[0].rstrip() if first.strip() else None
-
-
-def _tokenizer(checkpoint: Checkpoint) -> str:
-    if checkpoint.tokenizer is None:
-        raise CheckpointError(
-            f"{checkpoint.path} has no tokenizer, so its model makes no text. Give a language model's run."
-        )
-    return checkpoint.tokenizer

@@ -8,21 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ttrain.config import build
-from ttrain.config.saved import continued
 from ttrain.config.schema import Config
 from ttrain.core.errors import CheckpointError, ConfigError, NonFiniteError, UserError
 from ttrain.core.waiting import Waiting
 from ttrain.data.settings import TextConfig
 from ttrain.engine.base import Trace
 from ttrain.graph import Graph
-from ttrain.models.identity import FUNCTION
-from ttrain.nn.settings import LoraConfig
+from ttrain.tasks.opening import OpenedModel, of_run, of_weights
 from ttrain.train.loop.evaluate import BITS_PER_BYTE, Evaluation, EvaluationResult
 from ttrain.train.protocols import Dataset, Inputs, Outputs
 from ttrain.train.sampling.decode import cache_tensors
@@ -99,19 +96,6 @@ class Scorer:
         yield from (Likelihood(float(total), bool(each)) for total, each in zip(sums, greedy, strict=True))
 
 
-@dataclass
-class _Given:
-    """A model before it is on a device. `load` gives a state its values."""
-
-    config: Config
-    model: Any
-    tokenizer: Any
-    start: int | None
-    step: int | None
-    origin: str
-    load: Callable[[Any], object]
-
-
 @contextmanager
 def opened(config: Config, *wanted: str) -> Iterator[Scorer]:
     """The model of `run.dir` or `model.from` on the device, with the steps `evaluate` and `scores`, or those wanted.
@@ -120,7 +104,7 @@ def opened(config: Config, *wanted: str) -> Iterator[Scorer]:
 
     Raises CheckpointError for a model that can't be read, UserError for a device that can't do this.
     """
-    given = _from_folder(config) if config.run.dir is None else _from_run(config, config.run.dir)
+    given, start = _from_folder(config) if config.run.dir is None else _from_run(config)
     model, rows = given.model, config.eval.batch_size
     if not hasattr(model, "logits"):
         raise ConfigError(f"model.name={model.config.name}: has no logits, so it predicts no text.")
@@ -146,55 +130,35 @@ def opened(config: Config, *wanted: str) -> Iterator[Scorer]:
             if source is not None:
                 source.build(session.engine.build, session.graph.trace_logits)
         origin, context = given.origin, model.config.context
-        yield Scorer(given.tokenizer, model, context, given.start, given.step, origin, rows, dict(steps), source)
+        yield Scorer(given.tokenizer, model, context, start, given.step, origin, rows, dict(steps), source)
 
 
-def _from_run(config: Config, run: str) -> _Given:
-    from ttrain.data.end_token import named_end
-    from ttrain.data.library_tokenizer import parse_tokenizer
-    from ttrain.train.checkpoint.retention import find_checkpoint
-    from ttrain.train.runs.resume import check_adapters, check_architecture
-
-    checkpoint = find_checkpoint(Path(run), config.eval.checkpoint)
-    if checkpoint.tokenizer is None:
-        raise CheckpointError(f"{checkpoint.path} has no tokenizer, so its model reads no text. Give another run.")
-    config = continued(checkpoint.config, config, ("device", "engine", "logger", "sample"))
-    alone = getattr(config.data, "attention", "") == "document"
-    if alone:  # a row has one document here
-        config.data = dataclasses.replace(config.data, attention="sequence")  # type: ignore[call-arg]
-    tokenizer = parse_tokenizer(checkpoint.tokenizer)
-    model = build.build_model(*config.model_parts, tokenizer.vocabulary)
-    check_architecture(checkpoint.config, model.config, checkpoint.path, FUNCTION)
-    check_adapters(checkpoint.config, config.lora, checkpoint.path)
-    start = None if alone else end_id(tokenizer, named_end(config.data, checkpoint.tokenizer_config))
-    load = partial(checkpoint.load, optimizer=False)
-    return _Given(config, model, tokenizer, start, checkpoint.step, run, load)
+def _from_run(config: Config) -> tuple[OpenedModel, int | None]:
+    """The model, and the token before a text."""
+    needs = "reads no text. Give another run."
+    given = of_run(config, config.eval.checkpoint, ("device", "engine", "logger", "sample"), needs)
+    if getattr(given.config.data, "attention", "") == "document":  # a row has one document here
+        given.config.data = dataclasses.replace(given.config.data, attention="sequence")  # type: ignore[call-arg]
+        return given, None
+    return given, end_id(given.tokenizer, given.end_token)
 
 
-def _from_folder(config: Config) -> _Given:
+def _from_folder(config: Config) -> tuple[OpenedModel, int | None]:
     from ttrain.data.end_token import CONFIG_FILE, configured_end, read_tokenizer_config, token_text
-    from ttrain.data.library_tokenizer import parse_tokenizer
-    from ttrain.tasks.export import with_added
     from ttrain.train.checkpoint.hub_folder import find_folder
-    from ttrain.train.checkpoint.weights_file import read_file, read_metadata, read_parameters
 
     folder = find_folder(config.model.from_, weights=True)  # the config's checks hold it so
-    content = read_file(folder)
-    text = read_metadata(folder, content).tokenizer
-    if text is None:
-        raise CheckpointError(f"{folder} has no tokenizer.json, so its model reads no text. Bring the whole folder.")
-    tokenizer = parse_tokenizer(text)
-    given, config = config, dataclasses.replace(config, lora=LoraConfig(), data=TextConfig())
-    model = build.build_model(*config.model_parts, tokenizer.vocabulary)
-    values = with_added(given, read_parameters(folder, model, content), tokenizer.vocabulary)
 
-    def load(state: Any) -> None:
-        for name, value in values.items():
-            state.write(name, value)
+    def required(text: str | None) -> str:
+        if text is None:
+            raise CheckpointError(
+                f"{folder} has no tokenizer.json, so its model reads no text. Bring the whole folder."
+            )
+        return text
 
+    given = of_weights(dataclasses.replace(config, data=TextConfig()), folder, required)
     first = token_text(read_tokenizer_config(folder / CONFIG_FILE).get("bos_token"))
-    start = end_id(tokenizer, first or configured_end(folder / CONFIG_FILE))
-    return _Given(config, model, tokenizer, start, None, str(folder), load)
+    return given, end_id(given.tokenizer, first or configured_end(folder / CONFIG_FILE))
 
 
 def _trace_scores(model: Any, rows: int, graph: Graph) -> None:

@@ -1,0 +1,132 @@
+"""A trained model as the tasks that use one open it: that of a run's checkpoint, or of a file or folder of weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ttrain.config import build
+from ttrain.config.saved import continued
+from ttrain.config.schema import Config
+from ttrain.core.errors import CheckpointError, ConfigError
+from ttrain.models.identity import FUNCTION, differing
+from ttrain.models.settings import AGILLMConfig
+from ttrain.nn.settings import LoraConfig
+
+if TYPE_CHECKING:
+    from ttrain.train.checkpoint.checkpoint import Checkpoint
+    from ttrain.train.protocols import Array, State
+
+
+@dataclass
+class OpenedModel:
+    """A model that is on no device yet, its values by path, and what is known of where they come from."""
+
+    config: Config
+    values: Mapping[str, Array]
+    tokenizer_json: str | None
+    step: int | None
+    origin: str  # the run, or the file or folder of weights
+    tokenizer_config: dict[str, Any] = field(default_factory=dict)
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: Checkpoint | None = None  # that has the values
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """None where there is none."""
+        from ttrain.data.library_tokenizer import parse_tokenizer
+
+        if self.tokenizer_json is None:
+            return None
+        tokenizer = parse_tokenizer(self.tokenizer_json)
+        tokenizer.config = self.tokenizer_config
+        return tokenizer
+
+    @cached_property
+    def model(self) -> Any:
+        """Built when it is first asked for. Raises CheckpointError where it would not compute what the run's does."""
+        from ttrain.train.runs.resume import check_architecture
+
+        model = build.build_model(*self.config.model_parts, getattr(self.tokenizer, "vocabulary", None))
+        if self.checkpoint is not None:
+            check_architecture(self.checkpoint.config, model.config, self.checkpoint.path, FUNCTION)
+        return model
+
+    @property
+    def end_token(self) -> str | None:
+        """The token that ends a document, where one is named."""
+        from ttrain.data.end_token import named_end
+
+        return named_end(self.config.data, self.tokenizer_config)
+
+    def load(self, state: State) -> None:
+        """Gives the parameters of a session their values."""
+        if self.checkpoint is not None:
+            self.checkpoint.load(state, optimizer=False)
+            return
+        for name, value in self.values.items():
+            state.write(name, value)
+
+
+def of_run(config: Config, chosen: str, always_given: Iterable[str], needs: str = "") -> OpenedModel:
+    """The model of run.dir, as its checkpoint says with what the user gave on top; the data is not needed.
+
+    Raises CheckpointError for other adapters, and where there is no tokenizer and `needs` tells what needs one.
+    """
+    from ttrain.train.checkpoint.retention import find_checkpoint
+    from ttrain.train.runs.resume import check_adapters
+
+    run = config.run.dir
+    assert run is not None  # the config's checks hold it so
+    checkpoint = find_checkpoint(Path(run), chosen)
+    if needs and checkpoint.tokenizer is None:
+        raise CheckpointError(f"{checkpoint.path} has no tokenizer, so its model {needs}")
+    config = continued(checkpoint.config, config, always_given)
+    check_adapters(checkpoint.config, config.lora, checkpoint.path)
+    told = (checkpoint.tokenizer_config, checkpoint.progress, checkpoint)
+    return OpenedModel(config, checkpoint.weights(), checkpoint.tokenizer, checkpoint.step, run, *told)
+
+
+def of_weights(config: Config, path: Path, tokenizer_of: Callable[[str | None], str | None]) -> OpenedModel:
+    """The model of a file or folder, with the adapters of lora.from; `tokenizer_of` gets its own tokenizer's JSON.
+
+    Raises CheckpointError where it holds another model than the config's.
+    """
+    from ttrain.data.chat.jinja import tokenizer_settings
+    from ttrain.models.agillm_weights import sizes_of
+    from ttrain.train.checkpoint.weights_file import read_file, read_metadata, read_parameters
+
+    content = read_file(path)
+    if isinstance(config.model, AGILLMConfig):
+        try:
+            sized = dataclasses.replace(config.model, preset=None, **sizes_of(content))
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        config = dataclasses.replace(config, model=sized)
+    metadata, step = read_metadata(path, content), content.get("step")
+    step = step if isinstance(step, int) and step >= 0 else None
+    alone, tokenizer = dataclasses.replace(config, lora=LoraConfig()), tokenizer_of(metadata.tokenizer)
+    settings = tokenizer_settings(path / "tokenizer.json") if path.is_dir() else {}
+    opened = OpenedModel(alone, {}, tokenizer, step, str(path), settings)
+    if differences := differing(metadata.of(opened.model), opened.model.config):
+        raise CheckpointError(f"{path} holds another function: {'; '.join(differences)}. Give these keys as they were.")
+    vocabulary = getattr(opened.tokenizer, "vocabulary", None)
+    opened.values = _with_added(config, read_parameters(path, opened.model, content), vocabulary)
+    return opened
+
+
+def _with_added(config: Config, values: Mapping[str, Array], vocabulary: int | None) -> Mapping[str, Array]:
+    """The values of a model that is no run of ours, with what the adapters of lora.from add to them."""
+    from ttrain.train.checkpoint.adapters import PeftAdapter
+
+    lora = build.with_adapters(config.lora, config.source.explicit)
+    if lora.from_ is None and lora.rank:
+        raise ConfigError(f"lora.rank={lora.rank}: is for training. Give lora.from=<folder of adapters> to add them.")
+    if lora.from_ is None:
+        return values
+    model = build.build_model(*dataclasses.replace(config, lora=lora).model_parts, vocabulary)
+    return PeftAdapter.open(lora.from_).added(values, model, lora.scale)
