@@ -74,7 +74,8 @@ class Training:
         config = replace(config, lora=build.with_adapters(config.lora, config.source.explicit))
         self.config, self.steps = config, 0
         self.model = build.build_model(*config.model_parts) if model is None else model
-        warm = build.build_warm_start(config.model, config.train, self.model) if model is None else None
+        sections = config.model, config.train, config.optimizer
+        warm = build.build_warm_start(*sections, self.model) if model is None else None
         adapters = build.build_adapters(config.lora, self.model) if model is None else None
         self._prepare = preparation(self.model)
         self._batch: Batch = {}

@@ -152,18 +152,24 @@ def shorter_model(model: Model, length: int, precision: PrecisionConfig, lora: L
     return shorter
 
 
-def build_warm_start(config: Any, train: TrainConfig, model: Model, tokenizer: str | None = None) -> WarmStart | None:
+def build_warm_start(
+    config: Any, train: TrainConfig, optimizer: OptimizerConfig, model: Model, tokenizer: str | None = None
+) -> WarmStart | None:
     """Where a new run takes its first values from: model.from, else train.init_from, else nowhere.
 
-    `tokenizer` is the JSON of the data's. Raises CheckpointError for what can't be taken.
+    `tokenizer` is the JSON of the data's. Raises CheckpointError for what can't be taken, and where what starts anew
+    would not be trained.
     """
+    from ttrain.optim.groups import trained
     from ttrain.train.runs.warm_start import open_warm_start
 
     folder = getattr(config, "from_", None)
     source = folder or train.init_from
     if source is None:
         return None
-    return open_warm_start(source, model, tokenizer, train.init_anyway, whole=folder is not None)
+    start = open_warm_start(source, model, tokenizer, train.init_anyway, whole=folder is not None)
+    start.check_frozen(trained(model.parameters(), optimizer))
+    return start
 
 
 def build_adapters(lora: LoraConfig, model: Model) -> PeftAdapter | None:

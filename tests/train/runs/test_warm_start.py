@@ -91,6 +91,36 @@ def test_only_what_fits_by_name_and_shape(train: Any, source: str, capsys: pytes
     assert "not used of the source: blocks.1." in capsys.readouterr().err
 
 
+FROZEN = {
+    "data.tokenizer=char model.vocabulary=null lora.rank=2": (
+        "embedding.weight [17, 32] ([256, 32]",
+        "data.tokenizer=<its",
+        "lora.rank=null",
+    ),
+    "model.context=12 lora.rank=2": ("positions.weight [12, 32] ([16, 32]", "model.context=16.", "lora.rank=null"),
+    "model.layers=3 lora.rank=2": ("blocks.2.attention.qkv.weight [96, 32] (not", "the model's sizes", "more."),
+    "data.tokenizer=char model.vocabulary=null optimizer.freeze=[embedding]": (
+        "embedding.weight [17, 32]",
+        "byte",
+        "optimizer.unfreeze",
+    ),
+    "model.context=12 optimizer.freeze=[positions]": ("positions.weight [12, 32]", "=16.", "optimizer.freeze"),
+    "model.context=12 optimizer.freeze=[embedding]": (),  # taken, and what starts anew is trained
+}
+
+
+@pytest.mark.parametrize("overrides", FROZEN)
+def test_what_starts_anew_is_trained(
+    overrides: str, train: Any, source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    code = train("run.dir=run", f"train.init_from={source}", *overrides.split())
+    error = capsys.readouterr().err
+    assert code == (2 if FROZEN[overrides] else 0) and Path("run").exists() == (code == 0)
+    assert all(part in error for part in FROZEN[overrides])
+    assert code == 0 or (error.startswith("ttrain: train.init_from=source: ") and error.count("\n") == 1)
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_the_original_names_of_a_pt_file(train: Any, wrapped: bool) -> None:
     torch.manual_seed(0)

@@ -184,7 +184,8 @@ def set_up(config: Config, stack: ExitStack) -> Setup:
         resuming.check_adapters(point.checkpoint.config, lora, point.checkpoint.path)
         resuming.check_documents(point, dataset.description)
     prompt = _prompt(config.sample.prompt, config.data, dataset)
-    warm = build.build_warm_start(config.model, train, model, tokenizer_json(dataset)) if point is None else None
+    sections, tokens = (config.model, train, config.optimizer), tokenizer_json(dataset)
+    warm = build.build_warm_start(*sections, model, tokens) if point is None else None
     adapter = build.build_adapters(lora, model) if point is None else None
     shorter = {length: build.shorter_model(model, length, config.precision, lora) for length in train.length_schedule}
     if base is not None and point is None:

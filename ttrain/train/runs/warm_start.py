@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,29 @@ class WarmStart:
         values, _ = _open(self.source, self.model)
         for path in self.fitting:
             state.write(path, values[path])
+
+    def check_frozen(self, trained: Container[str]) -> None:
+        """Raises CheckpointError for parameters that start anew and are not `trained`: they would stay as drawn."""
+        parameters = self.model.parameters()
+        wrong = [path for path in self.others if path in parameters and path not in trained]
+        if not wrong:
+            return
+        told, keys = list[str](), dict[str, None]()
+        for path in wrong:
+            shape, found = parameters[path].shape, self.others[path]
+            told.append(f"{path} {list(shape)} ({'not' if found is None else list(found)} in the source)")
+            if found and found[0] != shape[0] == getattr(self.model.config, "vocabulary", None):
+                keys["data.tokenizer=<its tokenizer.json>, or data.tokenizer=byte where it has 256 ids"] = None
+            elif found and found[0] != shape[0] == getattr(self.model.config, "context", None):
+                keys[f"model.context={found[0]}"] = None
+            else:
+                keys["the model's sizes"] = None
+        adapted = any(not parameters[path].trainable for path in wrong)
+        raise CheckpointError(
+            f"train.init_from={self.source}: what starts anew is frozen and would stay random: {listed(told)}. Give "
+            f"what the source has: {'; '.join(keys)}. Or train it: "
+            f"{'lora.rank=null' if adapted else 'take it out of optimizer.freeze, or name it in optimizer.unfreeze'}."
+        )
 
     def lines(self) -> list[str]:
         """For people: what was taken, then a row for every parameter that keeps its own first values."""
