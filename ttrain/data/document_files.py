@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import tee
 from pathlib import Path
 from typing import Any
@@ -116,19 +117,16 @@ def _scan(config: DocumentsConfig, sources: list[Source], on_bytes: OnBytes) -> 
     digests = [hashlib.sha256() for _ in sources]
     size = 0
 
-    def counted(digest: Any) -> OnBytes:
-        def called(raw: bytes) -> None:
-            nonlocal size
-            size += len(raw)
-            digest.update(raw)
-            on_bytes(raw)
-
-        return called
+    def counted(digest: Any, raw: bytes) -> None:
+        nonlocal size
+        size += len(raw)
+        digest.update(raw)
+        on_bytes(raw)
 
     reader, hashes, samples = Reader(config), array("Q"), list[str]()
 
     def texts() -> Iterator[str]:
-        for document in reader.in_turn(sources, [counted(digest) for digest in digests]):
+        for document in reader.in_turn(sources, [partial(counted, digest) for digest in digests]):
             if not len(hashes) & (len(hashes) + 1):
                 samples.append(document.text[:SAMPLE_CHARACTERS])
             hashes.append(content_hash(document.text))

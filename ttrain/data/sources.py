@@ -14,10 +14,10 @@ from ttrain.core.errors import DataError
 from ttrain.core.names import listed
 from ttrain.core.units import format_bytes
 from ttrain.data.chat.jinja import TokenizerTemplate, chat_settings
-from ttrain.data.chat.messages import Rendered, Span, Template, json_kind
+from ttrain.data.chat.messages import TOOLS, Rendered, Span, Template, json_kind
 from ttrain.data.corpus import NAME_ROWS, ROW_SUFFIXES, Listing, files_in, holds_json, not_text
 from ttrain.data.formats.compressed import OnBytes, is_compressed, open_unpacked, plain_name
-from ttrain.data.formats.tables import TABLES, TOOLS, row_value, saved_dataset, table_rows
+from ttrain.data.formats.tables import TABLES, row_value, saved_dataset, table_rows
 from ttrain.data.settings import DocumentsConfig
 
 LONGEST_DOCUMENT = 1 << 30  # bytes; a document is held in memory as a whole

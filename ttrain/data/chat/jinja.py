@@ -140,6 +140,12 @@ def _unmarked(text: str, opening: str, closing: str) -> Rendered:
     return Rendered("".join(pieces), tuple(spans))
 
 
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:  # json.dumps takes more, such as a class that it would call
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
 def _compiled(source: str, opening: str = "", closing: str = "") -> Any:
     """The template in a sandbox: nothing of Python but data, no change to what it is given, no import, no file."""
     try:
@@ -167,15 +173,10 @@ def _compiled(source: str, opening: str = "", closing: str = "") -> Any:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def to_json(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:  # json.dumps takes more, such as a class that it would call
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
     )
-    environment.filters["tojson"] = to_json
+    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:

@@ -11,6 +11,7 @@ from ttrain.core.errors import DataError
 from ttrain.core.names import with_line_breaks
 
 Span = tuple[int, int]  # start and end of characters
+TOOLS = "tools"  # column, or key of a row, with the tools that a conversation may call
 REPLIES = "assistant"  # the role whose messages are replies
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from ttrain.core.errors import DataError
 from ttrain.core.names import listed
+from ttrain.data.chat.messages import TOOLS
 from ttrain.data.corpus import READ_BYTES, Listing
 from ttrain.data.formats.compressed import OnBytes, missing_library
 
 TABLES = (".parquet", ".arrow")
-TOOLS = "tools"  # column, or key of a row, with the tools that a conversation may call
 _BATCH_BYTES = 1 << 20  # of a Parquet file's values held at once, unless one row has more
 _BATCH_ROWS = 1024
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"

@@ -104,28 +104,15 @@ def open_warm_start(
     """
     key, path = ("model.from", find_folder(source, weights=True)) if whole else ("train.init_from", Path(source))
     values, metadata = _open(path, model, whole)
-    fitting: list[str] = []
-    others: dict[str, tuple[int, ...] | None] = {}
     parameters = model.stored()
-    for name, parameter in parameters.items():
-        if name not in values:
-            if ADAPTER not in name:  # those begin anew beside any model
-                others[name] = None
-            continue
-        shape, finite = _examined(values[name])
-        if shape != tuple(parameter.shape):
-            others[name] = shape
-        elif not finite:
-            raise CheckpointError(f"{key}={source}: {name} holds NaN or infinity. Give another checkpoint.")
-        else:
-            fitting.append(name)
+    fitting, others = _compared(values, parameters, f"{key}={source}")
     differences = tuple(differing(metadata.of(model), model.config))
     vocabulary = getattr(model.config, "vocabulary", None)
     rows = [name for name in fitting if parameters[name].shape[0] == vocabulary]
     if rows and not same_tokenizer(metadata.tokenizer, tokenizer):
         differences += (f"its tokenizer is another one, so the rows of {', '.join(rows)} mean other tokens",)
     unused = tuple(name for name in values if name not in parameters)
-    start = WarmStart(path, model, tuple(fitting), others, unused, differences)
+    start = WarmStart(path, model, fitting, others, unused, differences)
     if not fitting:
         raise CheckpointError(
             f"{key}={source}: nothing fits this model by name and shape. Give the model's sizes as the "
@@ -138,6 +125,22 @@ def open_warm_start(
             "train.init_anyway=true."
         )
     return start
+
+
+def _compared(
+    values: Mapping[str, Any], parameters: Mapping[str, Any], given: str
+) -> tuple[tuple[str, ...], dict[str, tuple[int, ...] | None]]:
+    """`fitting` and `others` of a WarmStart. Raises CheckpointError for NaN in what fits."""
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    for name, parameter in parameters.items():
+        if name in values:
+            shapes[name], finite = _examined(values[name])
+            if shapes[name] == tuple(parameter.shape) and not finite:
+                raise CheckpointError(f"{given}: {name} holds NaN or infinity. Give another checkpoint.")
+        elif ADAPTER not in name:  # those begin anew beside any model
+            shapes[name] = None
+    fitting = tuple(name for name, shape in shapes.items() if shape == tuple(parameters[name].shape))
+    return fitting, {name: shape for name, shape in shapes.items() if shape != tuple(parameters[name].shape)}
 
 
 def _examined(array: Weight) -> tuple[tuple[int, ...], bool]:
