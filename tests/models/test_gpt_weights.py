@@ -68,3 +68,17 @@ def test_weights_of_another_model_are_refused_by_name(name: str, change: np.ndar
         weights[name] = change
     with pytest.raises(CheckpointError, match=message):
         model.from_original(weights)
+
+
+def test_what_does_not_fit_of_inputs_by_outputs_is_told_as_the_file_has_it() -> None:
+    """Also where the first projection is missing: nothing is turned that should not be."""
+    model = GPT(GPTConfig(**SIZE))
+    weights = model.to_original(initial_values(model, seed=3), transposed=True)
+    del weights["transformer.h.0.attn.c_attn.weight"]
+    weights["transformer.h.1.mlp.c_fc.weight"] = np.ones((8, 31), np.float32)
+    with pytest.raises(CheckpointError) as refused:
+        model.from_original(weights)
+    assert str(refused.value).partition("must agree: ")[2].split("; ") == [
+        "transformer.h.0.attn.c_attn.weight: missing",
+        "transformer.h.1.mlp.c_fc.weight: got [8, 31], expected [8, 32]",
+    ]
