@@ -55,7 +55,7 @@ class _Conversation:
 
     def answer(self, line: str) -> None:
         """Writes the reply to one message as it is drawn, and remembers both."""
-        from ttrain.train.sampling.stream import stream_text
+        from ttrain.train.sampling.stream import print_text, stream_text
 
         self._messages.append({"role": "user", "content": line})
         try:
@@ -65,7 +65,7 @@ class _Conversation:
             print(f"ttrain: {error}", file=sys.stderr)
             return
         drawn = self._opened.source.tokens(prompt, self._replies)
-        reply = stream_text(self._opened.tokenizer, prompt, drawn, _write, self._stop, echo=False)
+        reply = stream_text(self._opened.tokenizer, prompt, drawn, print_text, self._stop, echo=False)
         print(flush=True)
         self._replies += 1
         self._messages.append({"role": "assistant", "content": reply.strip()})
@@ -81,7 +81,3 @@ class _Conversation:
                 return ids
             del self._messages[start : start + 2]
             print("ttrain: the oldest exchange is forgotten, for want of room.", file=sys.stderr)
-
-
-def _write(text: str) -> None:
-    print(text, end="", flush=True)

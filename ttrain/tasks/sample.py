@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from ttrain.config import build
 from ttrain.config.schema import Config
@@ -123,16 +123,18 @@ def _write_results(opened: Opened, rows: list[tuple[str, Any]]) -> None:
 
     The file grows beside its place and takes it when it is whole, so what an interrupted command wrote is not lost.
     """
+    from ttrain.train.sampling.stream import print_text
+
     texts = [(row, *_prompt(opened, place, row)) for place, row in rows]
     target = opened.config.sample.results
     if target is None:
-        _answer(opened, texts, sys.stdout)
+        _answer(opened, texts, print_text)
         return
     file = Path(target).expanduser()
     beside = file.with_name(f"{file.name}.partial")
     try:
-        with open(beside, "w", encoding="utf-8") as stream:
-            _answer(opened, texts, stream)
+        with open(beside, "w", buffering=1, encoding="utf-8") as stream:  # a line at a time
+            _answer(opened, texts, stream.write)
             os.fsync(stream.fileno())
         os.replace(beside, file)
     except OSError as error:
@@ -153,7 +155,7 @@ def _prompt(opened: Opened, place: str, row: Any) -> tuple[list[int], Stop]:
         raise UserError(f"{place}: {error}.") from None
 
 
-def _answer(opened: Opened, prompts: list[tuple[Any, list[int], Stop]], stream: TextIO) -> None:
+def _answer(opened: Opened, prompts: list[tuple[Any, list[int], Stop]], write: Callable[[str], object]) -> None:
     from ttrain.train.sampling.stream import stream_text
 
     for number, (row, prompt, stop) in enumerate(prompts):
@@ -161,7 +163,7 @@ def _answer(opened: Opened, prompts: list[tuple[Any, list[int], Stop]], stream: 
         for sample in range(count):
             drawn = opened.source.tokens(prompt, number * count + sample)
             text = stream_text(opened.tokenizer, prompt, drawn, lambda _: None, stop, echo=False)
-            print(json.dumps({key: row, "text": text}, ensure_ascii=False), file=stream, flush=True)
+            write(json.dumps({key: row, "text": text}, ensure_ascii=False) + "\n")
 
 
 def ending_of(template: Any) -> str | None:

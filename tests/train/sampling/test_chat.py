@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,23 @@ def test_a_conversation(
     later = first + message("assistant", "it is 0") + message("user", " two ")
     assert asked == [first + end, later + end, system + message("user", "three") + end]
     assert capsys.readouterr().out == " it is 0\n it is 1\n it is 2\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_is_shown_control_characters_escaped(
+    terminal: bool, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw, escaped = "\x1b]0;é\x07\ta\n\r\x0b\x7f\x9b", "\\x1b]0;é\\x07\ta\n\\x0d\\x0b\\x7f\\x9b"
+    tokenizer, shown = read_tokenizer(next(run.glob("checkpoints/*")) / "tokenizer.json"), escaped if terminal else raw
+    monkeypatch.setattr(Source, "tokens", lambda self, prompt, number: iter(tokenizer.encode(raw)))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    assert talk(run, monkeypatch, "one\n") == 0 and capsys.readouterr().out == f"{shown}\n"
+    (tmp_path / "prompts.txt").write_text("what\n")
+    command = ["task=sample", f"run.dir={run}", "device=cpu", "engine=dynamic"]
+    assert main([*command, "sample.count=1", "sample.prompt=it"]) == 0 and capsys.readouterr().out == f"it{shown}\n"
+    assert main([*command, "sample.count=1", f"sample.prompts={tmp_path}/prompts.txt"]) == 0
+    row = json.dumps({"prompt": "what", "text": raw}, ensure_ascii=False) + "\n"
+    assert capsys.readouterr().out == (row.replace("\x7f\x9b", "\\x7f\\x9b") if terminal else row)
 
 
 def test_what_no_longer_fits_is_forgotten(

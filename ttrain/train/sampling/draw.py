@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError, NonFiniteError, UserError
 from ttrain.train.protocols import Array, Step, Tokenizer
-from ttrain.train.sampling.stream import NO_STOP, Stop, end_id, stream_text
+from ttrain.train.sampling.stream import NO_STOP, Stop, end_id, print_text, stream_text
 from ttrain.train.settings import SampleConfig
 
 Probabilities = NDArray[np.float64]
@@ -303,6 +303,6 @@ def write_samples(
     for number in range(count):
         if count > 1:
             print(f"--- sample {number + 1} of {count} ---")
-        texts.append(stream_text(tokenizer, prompt, draw(number), lambda text: print(text, end="", flush=True), stop))
+        texts.append(stream_text(tokenizer, prompt, draw(number), print_text, stop))
         print(flush=True)
     return texts

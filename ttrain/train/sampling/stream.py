@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -113,6 +115,13 @@ def stream_text(
     else:
         writer.add(tokenizer.decode(recent)[len(shown) :])
     return start + writer.close()
+
+
+def print_text(text: str) -> None:
+    """Writes what a model wrote to stdout. A terminal, which would obey control characters, is shown them escaped."""
+    if sys.stdout.isatty():
+        text = re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
+    print(text, end="", flush=True)
 
 
 def end_id(tokenizer: Any, end_token: str | None) -> int | None:
