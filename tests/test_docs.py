@@ -231,7 +231,7 @@ def run(command: Command, number: int, capsys: pytest.CaptureFixture[str]) -> No
         raise AssertionError(f"{command.line}: {error}") from None
     if flags.multirun or any(excluded(configs[0]) for excluded in NOT_RUN.values()):
         return  # the jobs of a sweep are processes: tests/sweep runs some
-    run_task(smaller(configs[0], 2 * number))
+    run_task(smaller(configs[0], number + 1))
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=name_of)

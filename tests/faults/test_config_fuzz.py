@@ -24,7 +24,7 @@ from ttrain.config.schema import Config, sections
 from ttrain.config.validate import without_none
 from ttrain.core.options import default_of
 
-EXAMPLES = int(os.environ.get("TTRAIN_FUZZ", "40"))
+EXAMPLES = int(os.environ.get("TTRAIN_FUZZ", "25"))
 # Text that every option may have, so nothing but its type can be wrong.
 NO_NUMBER = ("x", "1e", "--3", "[1,2]", "{a: 1}", "1_x", "''", "true1")
 

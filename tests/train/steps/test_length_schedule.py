@@ -88,7 +88,9 @@ def test_phases_and_what_came_before_them() -> None:
 @pytest.mark.parametrize("engine", ["dynamic", "static", "traced"])
 def test_stopped_anywhere_and_resumed_it_has_the_same_bits(train: Any, engine: str) -> None:
     """Within a phase, at the last step of one and at the first of another."""
-    overrides = [f"engine={engine}", "train.accumulation=2"]
+    phases = [(7, 32)] if engine == "traced" else [(7, 16), (13, 32)]  # compiling is slow
+    lengths = ",".join(str(length) for _, length in phases)
+    overrides = [f"engine={engine}", "train.accumulation=2", f"train.length_schedule=[8,{lengths}]"]
     assert train(*overrides, "run.dir=whole", "train.steps=14") == 0
     for stop in (4, 6, 7) if engine == "static" else (6,):
         assert train(*overrides, f"run.dir=stopped{stop}", f"train.steps={stop}") == 0
@@ -97,13 +99,14 @@ def test_stopped_anywhere_and_resumed_it_has_the_same_bits(train: Any, engine: s
         assert [entry for entry in losses(f"stopped{stop}") if entry[1] == "train/loss"] == [
             entry for entry in losses("whole") if entry[1] == "train/loss"
         ]
-    assert [(event["step"], event["length"]) for event in events("whole", "phase")] == [(7, 16), (13, 32)]
-    assert [event["step"] for event in events("stopped6", "phase")] == [13]  # step 7 began the second attempt
+    assert [(event["step"], event["length"]) for event in events("whole", "phase")] == phases
+    later = [(event["step"], event["length"]) for event in events("stopped6", "phase")]
+    assert later == phases[1:]  # step 7 began the second attempt
     summary = json.loads(Path("whole", "summary.json").read_text())
     if engine != "dynamic":
         assert summary["engine"]["allocations_after_first"] == 0
     if engine == "traced":
-        assert summary["engine"]["captures"] >= 3
+        assert summary["engine"]["captures"] >= 2
 
 
 def test_a_resume_may_give_a_schedule_without_the_model(train: Any, capsys: pytest.CaptureFixture[str]) -> None:
