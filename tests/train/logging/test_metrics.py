@@ -89,12 +89,13 @@ def test_the_bar_shows_loss_rate_speed_and_time_left(capsys: pytest.CaptureFixtu
     for step in range(4, 11):
         console.advance()
         console.log({"step": step, "train/loss": 1.23456, "lr": 1e-3, "tokens_per_s": 12_345.0})
-    console.log({"step": 10, "val/loss": 2.0})
+    console.log({"step": 10, "val/loss": 2.0, "val/bits_per_byte": 1.5})
     console.say("a message")
     console.close()
     errors = capsys.readouterr().err
     assert "10/10" in errors and "loss=1.2346" in errors and "lr=1.00e-03" in errors and "tok/s=12.3k" in errors
     assert "val=2.0000" in errors and "a message\n" in errors
+    assert "bits" not in errors  # a bar of 100 columns has no room for them
 
 
 def start(tmp_path: Path, said: list[str], run_id: str | None = None, **settings: Any) -> WandbLogger:

@@ -76,7 +76,6 @@ class Console:
         if self._bar is None:
             return
         formats = {"train/loss": ("loss", "{:.4f}"), "val/loss": ("val", "{:.4f}"), "lr": ("lr", "{:.2e}")}
-        formats["val/bits_per_byte"] = ("bits/byte", "{:.4f}")
         for key, (label, form) in formats.items():
             if metrics.get(key) is not None:
                 self._shown[label] = form.format(metrics[key])
