@@ -15,9 +15,11 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -160,10 +162,8 @@ class Toolchain:
                 text = work / f"{number}.cpp"
                 text.write_text(source, "utf-8")
                 arguments = [*command, f"-I{HEADERS}", "-c", str(text), "-o", str(work / f"{number}.o")]
-                # In a session of its own, so that Ctrl-C, which lets a run finish its step, does not end the compiler.
-                process = subprocess.Popen(
-                    arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-                )
+                with _interrupts_blocked():
+                    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
                 running.append((process, arguments))
             for (process, arguments), source in zip(running, sources, strict=True):
                 messages = process.communicate()[1]
@@ -177,9 +177,8 @@ class Toolchain:
 
     def _link(self, work: Path, arguments: Sequence[str], key: str) -> Path:
         built = work / "kernels.so"
-        result = subprocess.run(
-            [*arguments, "-o", str(built)], capture_output=True, text=True, check=False, start_new_session=True
-        )
+        with _interrupts_blocked():
+            result = subprocess.run([*arguments, "-o", str(built)], capture_output=True, text=True, check=False)
         if result.returncode or not built.exists():
             raise CompileError(self._failure(key, arguments, "", result.stderr))
         path = self.folder / f"{key}.{_digest(built.read_bytes())}.so"
@@ -195,6 +194,19 @@ class Toolchain:
             f"Command, messages and source are in {log}. "
             "Another compiler can be named by CXX; engine=static needs none."
         )
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Programs that are started inside never see Ctrl-C, which lets a run finish its step and ends no compiler.
+
+    A session of their own would do so too late: a signal that comes while one is made is met without a handler.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _machine_flag() -> str:
