@@ -20,8 +20,9 @@ from ttrain.cli import main
 from ttrain.core import waiting
 from ttrain.core.files import lock_file
 from ttrain.tasks.training.setup import Setup
-from ttrain.train.checkpoint.checkpoint import MANIFEST, UNFINISHED, read_checkpoint, save_checkpoint
+from ttrain.train.checkpoint.checkpoint import MANIFEST, UNFINISHED, read_checkpoint
 from ttrain.train.checkpoint.retention import find_checkpoint, list_checkpoints, prune_checkpoints
+from ttrain.train.checkpoint.save import save_checkpoint
 from ttrain.train.loop.evaluate import Evaluation
 from ttrain.train.loop.loop import Loop
 from ttrain.train.runs import resume

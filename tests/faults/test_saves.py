@@ -19,8 +19,9 @@ from ttrain.core.errors import CheckpointError, TtrainError
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.kinds import Kind
 from ttrain.train.checkpoint import retention
-from ttrain.train.checkpoint.checkpoint import CheckpointContent, read_checkpoint, save_checkpoint
+from ttrain.train.checkpoint.checkpoint import read_checkpoint
 from ttrain.train.checkpoint.retention import find_checkpoint, newest_complete, prune_checkpoints
+from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
 from ttrain.train.logging.events import Events, read_events
 from ttrain.train.loop.saver import Saver, yield_processor
 from ttrain.train.runs.resume import find_resume_point, hold_run

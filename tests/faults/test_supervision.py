@@ -15,7 +15,7 @@ from tests.faults.conftest import losses, tensors
 from ttrain.config.compose import load
 from ttrain.core.errors import ConfigError
 from ttrain.tasks.training import supervised
-from ttrain.train.checkpoint.checkpoint import CheckpointContent, save_checkpoint
+from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
 from ttrain.train.logging.events import read_events
 from ttrain.train.settings import SuperviseConfig
 from ttrain.train.supervise import supervisor as module

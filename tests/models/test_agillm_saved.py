@@ -17,7 +17,8 @@ from ttrain.models.agillm import AGILLM
 from ttrain.models.settings import AGILLMConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
-from ttrain.train.checkpoint.checkpoint import CheckpointContent, read_checkpoint, save_checkpoint
+from ttrain.train.checkpoint.checkpoint import read_checkpoint
+from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
 
 SIZE: dict[str, Any] = {"layers": 1, "heads": 2, "width": 8, "rank": 6, "context": 10, "vocabulary": 37}
 

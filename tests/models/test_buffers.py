@@ -24,7 +24,8 @@ from ttrain.graph.verify import verify
 from ttrain.nn.module import Buffer, use, use_buffer
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
-from ttrain.train.checkpoint.checkpoint import CheckpointContent, read_checkpoint, save_checkpoint
+from ttrain.train.checkpoint.checkpoint import read_checkpoint
+from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
 from ttrain.train.forecast.plan_report import plan_report
 from ttrain.train.runs.export import Stored
 from ttrain.train.runs.warm_start import open_warm_start

@@ -14,8 +14,8 @@ import pytest
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.kinds import Kind
-from ttrain.train.checkpoint.checkpoint import CheckpointContent
 from ttrain.train.checkpoint.progress import Progress
+from ttrain.train.checkpoint.save import CheckpointContent
 from ttrain.train.logging.loggers import Console, Loggers
 from ttrain.train.logging.meter import Meter
 from ttrain.train.logging.metrics import MetricsFile

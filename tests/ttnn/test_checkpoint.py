@@ -13,7 +13,8 @@ pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 from tests.ttnn.runs import Outcome, adamw, cpu, golden, gpt, run
 from ttrain.engine.state import State
 from ttrain.graph import Kind
-from ttrain.train.checkpoint.checkpoint import CheckpointContent, read_checkpoint, save_checkpoint
+from ttrain.train.checkpoint.checkpoint import read_checkpoint
+from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
 from ttrain.train.steps.step_graph import StepGraph
 
 SIZES = {"vocabulary": 97, "width": 96, "context": 33, "layers": 1}

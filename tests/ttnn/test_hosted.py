@@ -26,7 +26,8 @@ from ttrain.nn.initialize import initial_values
 from ttrain.optim.base import EXAMPLE
 from ttrain.optim.settings import SGDConfig
 from ttrain.optim.sgd import SGD
-from ttrain.train.checkpoint.checkpoint import CheckpointContent, read_checkpoint, save_checkpoint
+from ttrain.train.checkpoint.checkpoint import read_checkpoint
+from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
 from ttrain.train.steps.step_graph import StepGraph
 
 ODD = {"tied": False, "vocabulary": 97, "width": 40, "heads": 4, "context": 20, "dropout": 0.1, "recompute": "block"}

@@ -153,8 +153,8 @@ def _write_folder(given: OpenedModel, folder: Path, shard_mb: int) -> None:
 
 
 def _write_run(given: OpenedModel, folder: Path, report: dict[str, Any] | None) -> None:
-    from ttrain.train.checkpoint.checkpoint import CheckpointContent
     from ttrain.train.checkpoint.progress import Progress, position_after
+    from ttrain.train.checkpoint.save import CheckpointContent
     from ttrain.train.runs.export import Stored, write_run
     from ttrain.train.runs.record import environment_record
 

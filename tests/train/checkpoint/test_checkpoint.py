@@ -20,8 +20,8 @@ from ttrain.core.errors import CheckpointError, NonFiniteError, TtrainError
 from ttrain.core.files import sha256_file, to_json
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.kinds import Kind
-from ttrain.train.checkpoint import checkpoint as module
-from ttrain.train.checkpoint.checkpoint import CheckpointContent, read_checkpoint, save_checkpoint, sealed
+from ttrain.train.checkpoint import save as module
+from ttrain.train.checkpoint.checkpoint import read_checkpoint, sealed
 from ttrain.train.checkpoint.retention import (
     SMALL_FILES,
     best_checkpoint,
@@ -31,6 +31,7 @@ from ttrain.train.checkpoint.retention import (
     prune_checkpoints,
     set_aside_after,
 )
+from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
 
 
 class State:
@@ -304,7 +305,7 @@ import sys
 from pathlib import Path
 import numpy as np
 from ttrain.core.spec import TensorSpec
-from ttrain.train.checkpoint.checkpoint import CheckpointContent, save_checkpoint
+from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
 from ttrain.train.checkpoint.retention import newest_complete, prune_checkpoints
 
 class State:

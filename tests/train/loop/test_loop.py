@@ -17,8 +17,9 @@ import pytest
 from ttrain.core.errors import Interrupted, NonFiniteError, TtrainError
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.kinds import Kind
-from ttrain.train.checkpoint.checkpoint import CheckpointContent, note_progress, read_checkpoint, save_checkpoint
+from ttrain.train.checkpoint.checkpoint import read_checkpoint
 from ttrain.train.checkpoint.retention import best_checkpoint, find_checkpoint, list_checkpoints
+from ttrain.train.checkpoint.save import CheckpointContent, note_progress, save_checkpoint
 from ttrain.train.logging.events import read_events
 from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.loop import saver
@@ -616,7 +617,7 @@ def test_adding_to_a_checkpoint_fails_or_succeeds_as_a_whole(
 
     for name in ("write_synced", "os.replace"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"ttrain.train.checkpoint.checkpoint.{name}", fail)
+            patch.setattr(f"ttrain.train.checkpoint.save.{name}", fail)
             with pytest.raises(TtrainError, match="No space left"):
                 note_progress(saved.path, {"step": 4, "val_loss": 9.0}, val_loss=9.0)
         assert read_checkpoint(saved.path) == noted

@@ -18,8 +18,8 @@ from ttrain.core.errors import CheckpointError
 from ttrain.core.units import format_count
 from ttrain.data.settings import DataConfig
 from ttrain.optim.groups import check_groups
-from ttrain.train.checkpoint.checkpoint import CheckpointContent
 from ttrain.train.checkpoint.progress import Progress
+from ttrain.train.checkpoint.save import CheckpointContent
 from ttrain.train.runs import resume as resuming
 from ttrain.train.runs.origin import Origin
 from ttrain.train.runs.run_directory import RunDirectory, chosen_model, read_config

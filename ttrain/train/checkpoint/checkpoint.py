@@ -18,10 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import shutil
-import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,8 +27,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from ttrain.core.errors import CheckpointError, NonFiniteError, TtrainError
-from ttrain.core.files import link_or_copy, sha256_file, sync_directory, to_json, write_synced
+from ttrain.core.errors import CheckpointError
+from ttrain.core.files import sha256_file, to_json
 from ttrain.core.spec import DType
 from ttrain.core.units import format_bytes
 from ttrain.graph.kinds import Kind
@@ -42,25 +39,12 @@ from ttrain.train.settings import with_current_keys
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-SHARD_BYTES = 1 << 29
 MAX_JSON_BYTES = 1 << 30
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|json)")
 UNFINISHED = ".unfinished_"
-_STEMS = {
+STEMS = {
     Kind.PARAMETER: "parameters", Kind.FROZEN: "frozen", Kind.OPTIMIZER: "optimizer", Kind.BUFFER: "buffers",
 }  # fmt: skip # of file names
-
-
-@dataclass(frozen=True)
-class CheckpointContent:
-    """What a checkpoint holds besides tensors."""
-
-    step: int
-    config: dict[str, Any]
-    progress: dict[str, Any] = field(default_factory=dict)
-    tokenizer: str | None = None  # the tokenizer's JSON
-    val_loss: float | None = None
-    tokenizer_config: dict[str, Any] | None = None  # its end token, and the chat template of the data
 
 
 @dataclass(frozen=True)
@@ -95,7 +79,7 @@ class Checkpoint:
 
     def shards(self, *kinds: Kind) -> list[str]:
         """Names of the files that hold tensors of these kinds."""
-        return sorted(name for name in self.files if name.startswith(tuple(_STEMS[kind] for kind in kinds)))
+        return sorted(name for name in self.files if name.startswith(tuple(STEMS[kind] for kind in kinds)))
 
     def holds(self, state: StateValues, kind: Kind) -> bool:
         """Whether it has files of all tensors of a kind in their shapes and dtypes."""
@@ -169,11 +153,11 @@ class Checkpoint:
 
     def weights(self) -> Mapping[str, Array]:
         """Parameters and saved buffers by path; each is read from the disk when it is asked for."""
-        files = self.shards(*(kind for kind in _STEMS if kind is not Kind.OPTIMIZER))
+        files = self.shards(*(kind for kind in STEMS if kind is not Kind.OPTIMIZER))
         return stored_tensors([self.path / name for name in files])
 
     def _json(self, name: str) -> dict[str, Any]:
-        return _read_json(self.path / name)
+        return read_json(self.path / name)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -247,138 +231,7 @@ def _check_seal(path: Path, manifest: dict[str, Any], data: bytes) -> None:
         raise CheckpointError(f"{path / MANIFEST} does not have its own SHA-256: the file was changed or damaged.")
 
 
-def save_checkpoint(
-    folder: Path, state: StateValues, content: CheckpointContent, earlier: Checkpoint | None = None
-) -> Checkpoint:
-    """Writes `folder/step_<step>` and returns it verified. What was there before stays intact if that fails.
-
-    The files of frozen parameters are those of an `earlier` checkpoint that holds them; the state is not read for them.
-    Raises NonFiniteError where a tensor holds NaN or Inf, and TtrainError where the files can't be written.
-    """
-    target = folder / step_name(content.step)
-    beside = folder / f"{UNFINISHED}{target.name}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir()
-        _write_files(beside, state, content, earlier)
-        sync_directory(beside)
-        read_manifest(beside).verify(known=() if earlier is None else earlier.shards(Kind.FROZEN))
-        _take_place(beside, target)
-        sync_directory(folder)
-    except NonFiniteError:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
-    except (OSError, CheckpointError) as error:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise TtrainError(
-            f"The checkpoint of step {content.step} could not be saved in {folder}: {error}. "
-            f"Earlier checkpoints are untouched. Make room or make the folder writable, then resume."
-        ) from error
-    return read_manifest(target)
-
-
-def note_progress(path: Path, progress: dict[str, Any], **facts: Any) -> Checkpoint:
-    """Replaces in one step what a checkpoint says of its progress, and the manifest's keys in `facts`.
-
-    The other files stay, so whoever reads them goes on. Raises TtrainError where that can't be written.
-    """
-    beside = path.with_name(f"{UNFINISHED}{path.name}")
-    try:
-        manifest = {key: value for key, value in _read_json(path / MANIFEST).items() if key != "sha256"}
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir()
-        write_synced(beside / MANIFEST, sealed({**manifest, **facts, "progress": progress}).encode())
-        os.replace(beside / MANIFEST, path / MANIFEST)
-        sync_directory(path)
-    except (OSError, CheckpointError) as error:
-        raise TtrainError(f"{path} could not be told of its progress: {error}. Make room, then resume.") from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-    return read_manifest(path)
-
-
-def _write_files(
-    folder: Path, state: StateValues, content: CheckpointContent, earlier: Checkpoint | None = None
-) -> None:
-    files: dict[str, dict[str, Any]] = {}
-
-    def write(name: str, data: bytes) -> None:
-        files[name] = {"bytes": len(data), "sha256": write_synced(folder / name, data)}
-
-    for kind, stem in _STEMS.items():
-        if kind is Kind.FROZEN and earlier is not None:
-            for name in earlier.shards(kind):
-                link_or_copy(earlier.path / name, folder / name)
-                files[name] = earlier.files[name]
-            continue
-        shards = list(_shards(state, kind))
-        for number, names in enumerate(shards, 1):
-            write(f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors", _serialize(state, names))
-    write("config.json", to_json(content.config).encode())
-    write("progress.json", to_json(content.progress).encode())
-    if content.tokenizer is not None:
-        write("tokenizer.json", content.tokenizer.encode())
-    if content.tokenizer_config:
-        write("tokenizer_config.json", to_json(content.tokenizer_config).encode())
-    manifest: dict[str, Any] = {"format": FORMAT, "step": content.step, "val_loss": content.val_loss}
-    manifest["held_out"] = content.progress.get("held_out")
-    manifest["saved_at"] = round(time.time(), 3)
-    manifest["files"] = files
-    write_synced(folder / MANIFEST, sealed(manifest).encode())
-
-
-def _shards(state: StateValues, kind: Kind) -> Iterator[list[str]]:
-    """Names of one kind in groups of at most SHARD_BYTES, so that a save holds one group in memory."""
-    names: list[str] = []
-    filled = 0
-    for name in state.names(kind):
-        size = state.spec(name).nbytes
-        if names and filled + size > SHARD_BYTES:
-            yield names
-            names, filled = [], 0
-        names.append(name)
-        filled += size
-    if names:
-        yield names
-
-
-def _serialize(state: StateValues, names: list[str]) -> bytes:
-    """A shard in the dtypes of the state."""
-    arrays = {}
-    for name in names:
-        arrays[name] = np.ascontiguousarray(state.read(name))
-        if arrays[name].dtype.kind == "f" and not np.isfinite(arrays[name]).all():
-            raise NonFiniteError(f"{name} holds NaN or Inf, so the state is not saved")
-    narrow = [name for name in names if state.spec(name).dtype is DType.BF16]
-    if not narrow:
-        from safetensors.numpy import save
-
-        return save(arrays, metadata={"format": "pt"})
-    import torch  # numpy has no bf16
-    from safetensors.torch import save as save_torch
-
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return save_torch(tensors | {name: tensors[name].bfloat16() for name in narrow}, metadata={"format": "pt"})
-
-
-def _take_place(beside: Path, target: Path) -> None:
-    """Renames `beside` to `target`. A directory in the way is one that a resume refused or has already replaced."""
-    if not target.exists():
-        os.replace(beside, target)
-        return
-    replaced = target.with_name(f"{UNFINISHED}replaced_{target.name}")
-    shutil.rmtree(replaced, ignore_errors=True)
-    os.replace(target, replaced)
-    try:
-        os.replace(beside, target)
-    except OSError:
-        os.replace(replaced, target)
-        raise
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     return _parsed(path, _read_bytes(path))
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from ttrain.core.errors import Interrupted, NonFiniteError, TtrainError
 from ttrain.graph.kinds import Kind
-from ttrain.train.checkpoint.checkpoint import CheckpointContent
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.checkpoint.retention import newest_complete
+from ttrain.train.checkpoint.save import CheckpointContent
 from ttrain.train.logging.events import Events
 from ttrain.train.logging.loggers import Loggers
 from ttrain.train.logging.meter import Meter

@@ -20,8 +20,9 @@ from ttrain.core.files import sync_file
 from ttrain.core.spec import TensorSpec
 from ttrain.core.units import format_bytes
 from ttrain.graph.kinds import Kind
-from ttrain.train.checkpoint.checkpoint import Checkpoint, CheckpointContent, note_progress, save_checkpoint, step_name
+from ttrain.train.checkpoint.checkpoint import Checkpoint, step_name
 from ttrain.train.checkpoint.retention import checkpoint_bytes, prune_checkpoints, with_frozen
+from ttrain.train.checkpoint.save import CheckpointContent, note_progress, save_checkpoint
 from ttrain.train.logging.events import Events
 from ttrain.train.protocols import SAVED_KINDS, Array, StateValues
 from ttrain.train.runs.run_directory import RunDirectory

@@ -14,7 +14,7 @@ import numpy as np
 from ttrain.core.errors import ConfigError, UserError
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.kinds import Kind
-from ttrain.train.checkpoint.checkpoint import CheckpointContent, save_checkpoint
+from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
 from ttrain.train.checkpoint.weights_file import Metadata, write_pt, write_safetensors
 from ttrain.train.protocols import Array
 from ttrain.train.runs.run_directory import RunDirectory

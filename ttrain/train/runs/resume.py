@@ -18,13 +18,13 @@ from ttrain.train.checkpoint.checkpoint import (
     MANIFEST,
     UNFINISHED,
     Checkpoint,
-    note_progress,
     read_checkpoint,
     read_manifest,
     step_name,
 )
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.checkpoint.retention import DRY_RUN, hold, is_dry_run, newest_complete, set_aside_after
+from ttrain.train.checkpoint.save import note_progress
 from ttrain.train.logging.metrics import cut_metrics
 from ttrain.train.runs.run_directory import RECORD, RunDirectory, stored_attempts
 
