@@ -27,6 +27,13 @@ Train = Callable[..., int]
 REPO = Path(__file__).parents[2]
 
 
+TINY_GPT = (
+    "model=nano-gpt", "data=text", "data.path=text.txt", "model.layers=1", "model.width=8", "model.heads=1",
+    "model.context=8", "logger=jsonl", "device=cpu", "device.threads=1", "train.peak_tflops=1",
+    "schedule.warmup=0",
+)  # fmt: skip
+
+
 def said(capsys: Any, code: int, part: str) -> None:
     errors = capsys.readouterr().err
     assert part in errors and "Traceback" not in errors, (code, errors)
@@ -152,16 +159,7 @@ def test_a_run_that_is_done_already_says_how_to_go_on(train: Train, capsys: Any)
 def test_a_file_name_that_is_not_utf8(train: Train) -> None:
     name = os.fsdecode(b"caf\xe9.txt")
     Path(name).write_text("hello world " * 200)
-    overrides = [
-        "data.path=" + name,
-        "model.layers=1",
-        "model.width=8",
-        "model.heads=1",
-        "model.context=8",
-        "logger=jsonl",
-    ]
-    common = ["device=cpu", "device.threads=1", "train.peak_tflops=1", "train.batch_size=2", "schedule.warmup=0"]
-    assert main([*overrides, *common, "train.steps=2", "run.dir=a"]) == 0
+    assert main([*TINY_GPT, f"data.path={name}", "train.batch_size=2", "train.steps=2", "run.dir=a"]) == 0
     assert main(["run.dir=a", "resume=auto", "train.steps=3"]) == 0
     assert read_config(Path("a"))["data"]["path"] == name
 
@@ -189,16 +187,7 @@ def test_the_same_command_again_after_a_failure_in_the_first_step(train: Train, 
 
 def test_other_text_at_a_resume_is_a_matter_of_the_tokenizer(train: Train, capsys: Any) -> None:
     Path("text.txt").write_text("hello world " * 200)
-    overrides = [
-        "model=nano-gpt",
-        "data=text",
-        "data.path=text.txt",
-        "model.layers=1",
-        "model.width=8",
-        "model.heads=1",
-    ]
-    overrides += ["model.context=8", "logger=jsonl", "device=cpu", "device.threads=1", "train.peak_tflops=1"]
-    assert main([*overrides, "train.steps=2", "run.dir=a"]) == 0
+    assert main([*TINY_GPT, "train.steps=2", "run.dir=a"]) == 0
     Path("text.txt").write_text("HELLO, WORLD? hello world " * 200)
     assert main(["run.dir=a", "resume=auto", "train.steps=3"]) == 2
     said(capsys, 2, "was trained with another tokenizer")
@@ -209,16 +198,7 @@ def test_other_text_at_a_resume_is_a_matter_of_the_tokenizer(train: Train, capsy
 
 def test_text_of_one_character(train: Train, capsys: Any) -> None:
     Path("text.txt").write_text("a" * 2000)
-    overrides = [
-        "model=nano-gpt",
-        "data=text",
-        "data.path=text.txt",
-        "model.layers=1",
-        "model.width=8",
-        "model.heads=1",
-    ]
-    overrides += ["model.context=8", "logger=jsonl", "device=cpu", "device.threads=1", "train.peak_tflops=1"]
-    assert main([*overrides, "train.steps=2", "run.dir=a"]) == 0
+    assert main([*TINY_GPT, "train.steps=2", "run.dir=a"]) == 0
     assert "unigram entropy  0.0000" in capsys.readouterr().out
 
 
@@ -280,14 +260,6 @@ def test_a_console_that_breaks_in_the_middle(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_can_not_be_printed_loses_nothing(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("text.txt").write_text("hello world " * 200)
-    overrides = [
-        "model=nano-gpt",
-        "data=text",
-        "data.path=text.txt",
-        "model.layers=1",
-        "model.width=8",
-        "model.heads=1",
-    ]
     printed = builtins.print
 
     def broken(*given: Any, **named: Any) -> None:
@@ -296,8 +268,7 @@ def test_what_can_not_be_printed_loses_nothing(train: Train, monkeypatch: pytest
         printed(*given, **named)
 
     monkeypatch.setattr(builtins, "print", broken)
-    common = ["device=cpu", "device.threads=1", "train.steps=2", "train.peak_tflops=1", "train.batch_size=2"]
-    code = main([*overrides, *common, "model.context=8", "run.dir=a", "logger=jsonl", "schedule.warmup=0"])
+    code = main([*TINY_GPT, "train.steps=2", "train.batch_size=2", "run.dir=a"])
     assert code == 1  # as everywhere: the reader is gone
     assert Path("a/summary.json").exists() and '"finished"' in Path("a/events.jsonl").read_text()
 
@@ -332,7 +303,6 @@ def test_ctrl_c_during_the_first_imports() -> None:
     assert (done.returncode, done.stderr) == (130, "ttrain: interrupted\n")
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
 def test_a_hangup_saves_unless_nohup_was_asked_for() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the suite itself may run under nohup
     try:

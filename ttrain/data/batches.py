@@ -6,6 +6,7 @@ of one batch of 12, and a run may change its batch size wherever it is.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ class Resizable(Dataset, Protocol):
 _Sequences = TypeVar("_Sequences", bound="TokenSequences")
 
 
-class TokenSequences:
+class TokenSequences(ABC):
     """What datasets of tokens share: sequences of `context` ids whose length can change on the way."""
 
     context: int
@@ -95,9 +96,9 @@ class TokenSequences:
     batch: Callable[[Split, int, int, int], Batch]
 
     @property
+    @abstractmethod
     def val_samples(self) -> int:
         """See Dataset."""
-        raise NotImplementedError
 
     def baseline(self, samples: int | None = None) -> Baseline:
         """Unigram entropy of the targets of the first so many held-out sequences, in nats per token."""

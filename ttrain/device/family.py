@@ -214,7 +214,7 @@ class Family:
 
     def read_profile(self, report: Path, steps: int) -> Profile:
         """Of a report that a profiler wrote. Only where `profiles`."""
-        raise NotImplementedError
+        raise UserError(f"profile.csv={report}: {self.title} devices have no profiler whose report can be read.")
 
     def reference(self, config: DeviceConfig) -> Device:
         """The device, answering by reference functions. Only where `golden`."""

@@ -89,12 +89,12 @@ class Step(ABC):
         The next call still gets its inputs, and writes those that turn out to be others.
         """
 
+    @abstractmethod
     def inspect(self, inputs: Mapping[str, HostValue], look: Look) -> bool:
         """Runs node by node and shows each one to `look` while its outputs are there, until that says True.
 
         Returns whether it did: the nodes behind have not run then. Slow, and only for a step that went wrong.
         """
-        raise NotImplementedError(f"{type(self).__name__} can't be run node by node")
 
     def launches(self) -> list[Launch]:
         """What one run launches, where that is fixed; empty otherwise."""

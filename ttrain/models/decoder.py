@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from copy import copy
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from ttrain.nn.module import Module, use
 Own = TypeVar("Own", bound="Decoder")
 
 
-class Decoder(Module):
+class Decoder(Module, ABC):
     """tokens int64 [B, T] -> loss or logits. A model records `hidden`; the head may be the embedding's weight."""
 
     config: Any
@@ -30,12 +31,12 @@ class Decoder(Module):
     packed: bool = False  # whether sequences hold several documents, which do not see each other
     logit_cap: float | None = None  # logits become cap * tanh(logits / cap)
 
+    @abstractmethod
     def hidden(self, graph: Graph, rows: int, training: bool, positions: Value | None = None) -> Value:
         """What the head reads: [rows * length, width] in the compute dtype.
 
         `positions` int64 [rows, length], where given, count from 0 anew in every document of a row.
         """
-        raise NotImplementedError
 
     def batch_specs(self, rows: int) -> dict[str, TensorSpec]:
         """`tokens`, `targets` and where documents are packed `positions`, int64 [rows, length]; a target below zero
