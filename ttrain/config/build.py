@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttrain.bench.settings import BenchConfig
-from ttrain.config.checks import data_problems
+from ttrain.config.checks.problems import data_problems
 from ttrain.config.registry import component
 from ttrain.core.errors import ConfigError
 from ttrain.core.options import as_keys

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ttrain.config import registry
-from ttrain.config.checks import cross_field_problems
+from ttrain.config.checks.problems import cross_field_problems
 from ttrain.config.schema import Config, Source, sections
 from ttrain.core.errors import ConfigError
 from ttrain.core.names import did_you_mean

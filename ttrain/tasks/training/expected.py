@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ttrain.config import build
-from ttrain.config.checks import cross_field_problems
+from ttrain.config.checks.problems import cross_field_problems
 from ttrain.config.schema import Config
 from ttrain.device.family import SILICON, family_of
 from ttrain.device.timing import Work

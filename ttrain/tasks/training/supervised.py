@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ttrain.config.checks import supervised
+from ttrain.config.checks.device import supervised
 from ttrain.config.schema import Config
 from ttrain.train.supervise.heartbeat import VARIABLE
 from ttrain.train.supervise.supervisor import Supervisor, continuing
