@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 
+from ttrain.models.agillm import AGILLM
 from ttrain.models.gpt import GPT
 from ttrain.models.mlp import MLP
-from ttrain.models.settings import GPTConfig, MLPConfig
+from ttrain.models.settings import AGILLMConfig, GPTConfig, MLPConfig
 from ttrain.nn.initialize import initial_values
 
 SIZE = {"heads": 2, "width": 64, "context": 32, "vocabulary": 128}
@@ -47,3 +48,23 @@ def test_mlp_starts_as_torch_linear_does() -> None:
         if value.size > 100:
             assert np.abs(value).max() > 0.95 * bound
             assert value.std() == pytest.approx(bound / math.sqrt(3), rel=0.05), path
+
+
+def test_parameters_know_what_they_are_between() -> None:
+    """Roles of the models: only embeddings, heads and what is no matrix are not hidden."""
+    sizes: dict[str, int] = {"layers": 1, "heads": 2, "width": 8, "context": 4, "vocabulary": 5}
+    models = [GPT(GPTConfig(**sizes, tied=False)), AGILLM(AGILLMConfig(**sizes, rank=4)), MLP(MLPConfig(layers=3))]
+    ends = [
+        {path: parameter.role.value for path, parameter in model.parameters().items() if parameter.role != "hidden"}
+        for model in models
+    ]
+    matrices = [{path: role for path, role in found.items() if role != "vector"} for found in ends]
+    assert matrices == [
+        {"embedding.weight": "input", "positions.weight": "input", "head.weight": "output"},
+        {"embedding.weight": "input", "ar_head.weight": "output", "sat_head.weight": "output",
+         "sat_head.gate.weight": "output"},
+        {"layers.0.weight": "input", "layers.2.weight": "output"},
+    ]  # fmt: skip
+    for model, found in zip(models, ends, strict=True):
+        vectors = {path for path, parameter in model.parameters().items() if len(parameter.shape) < 2}
+        assert {path for path, role in found.items() if role == "vector"} == vectors

@@ -21,7 +21,7 @@ from ttrain.models.cache import Caches
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.initialize import Orthogonal
 from ttrain.nn.layers import Dropout, Embedding, LayerNorm, Linear
-from ttrain.nn.module import Module, Parameter, use
+from ttrain.nn.module import Module, Parameter, Role, use
 from ttrain.ops.matmul import attention_scale
 
 MASKS = (CAUSAL, PAIRS)  # of the two passes, in the order of their dropout streams
@@ -94,8 +94,8 @@ class SATHead(Linear):
     """Scores of the tokens after a window, and the gate on the window's first position."""
 
     def __init__(self, width: int, vocabulary: int) -> None:
-        super().__init__(width, vocabulary)
-        self.gate = Linear(width, GATE_CLASSES)
+        super().__init__(width, vocabulary, role=Role.OUTPUT)
+        self.gate = Linear(width, GATE_CLASSES, role=Role.OUTPUT)
 
 
 class AGILLM(Module):
@@ -116,7 +116,7 @@ class AGILLM(Module):
             for index in range(self.layers)
         ]
         self.norm = LayerNorm(self.width)
-        self.ar_head = None if config.tied else Linear(self.width, self.vocabulary)
+        self.ar_head = None if config.tied else Linear(self.width, self.vocabulary, role=Role.OUTPUT)
         self.sat_head = SATHead(self.width, self.vocabulary) if self.windows is not None else None
         self._pad(-self.vocabulary % (config.pad_vocabulary or 1))
         self.name_parameters()

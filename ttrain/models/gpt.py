@@ -18,17 +18,16 @@ from ttrain.models.cache import Caches
 from ttrain.models.decoder import Decoder
 from ttrain.models.settings import GPTConfig
 from ttrain.models.weight_checks import Weight
-from ttrain.nn.initialize import Constant, Initializer, Normal
+from ttrain.nn.initialize import Constant, Normal
 from ttrain.nn.layers import Dropout, Embedding, LayerNorm, Linear
-from ttrain.nn.module import Module, use
+from ttrain.nn.module import Module, Role, use
 
 STD = 0.02  # of every weight at the start; output projections of the two branches start 1/sqrt(2 layers) smaller
 _STREAMS_PER_BLOCK = 3  # dropout masks: attention weights, attention branch, feed-forward branch
 
 
-def _linear(inputs: int, outputs: int, bias: bool, std: float = STD) -> Linear:
-    zeros: Initializer = Constant(0.0)
-    return Linear(inputs, outputs, bias, Normal(std), zeros)
+def _linear(inputs: int, outputs: int, bias: bool, std: float = STD, role: Role = Role.HIDDEN) -> Linear:
+    return Linear(inputs, outputs, bias, Normal(std), Constant(0.0), role)
 
 
 class Attention(Module):
@@ -107,7 +106,7 @@ class GPT(Decoder):
             for index in range(self.layers)
         ]
         self.norm = LayerNorm(self.width, config.bias)
-        self.head = None if config.tied else _linear(self.width, self.vocabulary, bias=False)
+        self.head = None if config.tied else _linear(self.width, self.vocabulary, bias=False, role=Role.OUTPUT)
         self.name_parameters()
 
     def extend(self, graph: Graph, count: int, mask: str = CAUSAL) -> Value:

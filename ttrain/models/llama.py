@@ -25,7 +25,7 @@ from ttrain.models.decoder import Decoder
 from ttrain.models.settings import LlamaConfig
 from ttrain.nn.initialize import Constant, Normal
 from ttrain.nn.layers import Embedding, Linear, RMSNorm
-from ttrain.nn.module import Buffer, Module, use_buffer
+from ttrain.nn.module import Buffer, Module, Role, use_buffer
 
 STD = 0.02  # of every weight at the start; output projections of the two branches start 1/sqrt(2 layers) smaller
 Angles = tuple[Value, Value]  # cos and sin of the places of tokens: [T, R], of packed documents [B, T, R]
@@ -45,8 +45,8 @@ def frequencies(config: LlamaConfig, pairs: int) -> NDArray[np.float32]:
     return plain * (kept + (1 - kept) / np.float32(config.rotary_factor))
 
 
-def _linear(inputs: int, outputs: int, bias: bool | None, std: float = STD) -> Linear:
-    return Linear(inputs, outputs, bool(bias), Normal(std), Constant(0.0))
+def _linear(inputs: int, outputs: int, bias: bool | None, std: float = STD, role: Role = Role.HIDDEN) -> Linear:
+    return Linear(inputs, outputs, bool(bias), Normal(std), Constant(0.0), role)
 
 
 class Rotary(Module):
@@ -154,7 +154,7 @@ class Llama(Decoder):
             for index in range(self.layers)
         ]
         self.norm = RMSNorm(self.width, config.norm_eps)
-        self.head = None if config.tied else _linear(self.width, self.vocabulary, bias=False)
+        self.head = None if config.tied else _linear(self.width, self.vocabulary, bias=False, role=Role.OUTPUT)
         self.name_parameters()
 
     def hidden(self, graph: Graph, rows: int, training: bool, positions: Value | None = None) -> Value:

@@ -10,7 +10,7 @@ from ttrain.graph import Graph, Value
 from ttrain.models.base import LOSS_WEIGHT, SCALAR
 from ttrain.models.settings import MLPConfig
 from ttrain.nn.layers import Linear
-from ttrain.nn.module import Module
+from ttrain.nn.module import Module, Role
 
 
 class MLP(Module):
@@ -25,6 +25,7 @@ class MLP(Module):
         self.outputs = config.outputs or config.width
         widths = [self.inputs, *[config.width] * (config.layers - 1), self.outputs]
         self.layers = [Linear(*sizes, bias=config.bias) for sizes in pairwise(widths)]
+        self.layers[0].weight.role, self.layers[-1].weight.role = Role.INPUT, Role.OUTPUT
         self.name_parameters()
 
     def batch_specs(self, rows: int) -> dict[str, TensorSpec]:

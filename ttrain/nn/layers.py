@@ -9,7 +9,7 @@ from ttrain import ops
 from ttrain.core.spec import DType
 from ttrain.graph import Value
 from ttrain.nn.initialize import Constant, Initializer, Normal, Uniform
-from ttrain.nn.module import Module, Parameter, use
+from ttrain.nn.module import Module, Parameter, Role, use
 
 
 class Linear(Module):
@@ -26,9 +26,10 @@ class Linear(Module):
         bias: bool = True,
         weight_initializer: Initializer | None = None,
         bias_initializer: Initializer | None = None,
+        role: Role = Role.HIDDEN,
     ) -> None:
         default = Uniform(1 / math.sqrt(inputs))
-        self.weight = Parameter((outputs, inputs), weight_initializer or default)
+        self.weight = Parameter((outputs, inputs), weight_initializer or default, role=role)
         self.bias = Parameter((outputs,), bias_initializer or default) if bias else None
         self.lora: Callable[[Value], Value] | None = None
 
@@ -71,7 +72,7 @@ class Embedding(Module):
     """y[..., :] = weight[ids[...], :]: ids int64 [...] -> y [..., width], weight [count, width]."""
 
     def __init__(self, count: int, width: int, initializer: Initializer | None = None) -> None:
-        self.weight = Parameter((count, width), initializer or Normal(1.0))
+        self.weight = Parameter((count, width), initializer or Normal(1.0), role=Role.INPUT)
 
     def __call__(self, ids: Value, compute: DType) -> Value:
         return ops.embedding(ids, use(ids.graph, self.weight, compute))

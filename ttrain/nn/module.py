@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,15 @@ from ttrain.nn.initialize import Initializer
 ADAPTER = ".lora."  # part of the path of every parameter that LoRA adds, see lora.py
 
 
+class Role(str, Enum):
+    """What a parameter is between: optimizers and parametrisations treat these apart."""
+
+    INPUT = "input"  # ids or features to the model's width, as an embedding; a tied head's weight is one
+    HIDDEN = "hidden"  # width to width
+    OUTPUT = "output"  # width to scores, as a head
+    VECTOR = "vector"  # no matrix, as a bias or a norm's weight
+
+
 @dataclass(eq=False, slots=True)
 class Parameter:
     """A tensor of the model, trained or frozen: master values, fp32 unless the run says otherwise, and how they start.
@@ -27,7 +37,7 @@ class Parameter:
     `follows_compute` tells that layers read it in the compute dtype: if that is not fp32, they read a rounded copy that
     is refreshed after every update. Whether it decays is the optimizer's decision. `padding` rows of zeros follow its
     own while running; they get no gradient, stay zero and are in no checkpoint. One that is not `trainable` has no
-    gradient and no optimizer state either.
+    gradient and no optimizer state either. What is no matrix has the role of a vector whatever is given.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +47,11 @@ class Parameter:
     master: DType = DType.FP32  # of the master values, and of the optimizer's tensors unless the run says otherwise
     padding: int = 0
     trainable: bool = True
+    role: Role = Role.HIDDEN
+
+    def __post_init__(self) -> None:
+        if len(self.shape) < 2:
+            self.role = Role.VECTOR
 
     @property
     def kind(self) -> Kind:
