@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from ttrain.core.errors import DataError
 from ttrain.data.batches import Sizes
+from ttrain.data.chat import sandbox
 from ttrain.data.chat.jinja import TokenizerTemplate, chat_settings
 from ttrain.data.chat.messages import Template
 from ttrain.data.documents import DocumentDataset, open_documents
@@ -234,6 +236,47 @@ def test_a_template_does_not_leave_the_sandbox(folder: Path, escape: str) -> Non
     with pytest.raises(DataError, match=r"rows.jsonl:1: the tokenizer's chat template (refuses|fails)") as caught:
         opened(folder, CHAT, CHAT[1:3])
     assert caught.value.exit_code == 2 and not Path("escaped").exists() and "\n" not in str(caught.value)
+
+
+NESTED = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+DOUBLINGS = ("n.x + n.x", "n.x ~ n.x", "[n.x, n.x] | join", "'%s%s' % (n.x, n.x)")
+DOUBLED = "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = DOUBLE %}{% endfor %}"
+ENDLESS = (
+    NESTED,
+    "{% for i in range(9999) recursive %}{% if loop.depth < 9 %}{{ loop(range(9999)) }}{% endif %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+    "{{ 'a' * 10 ** 11 }}",
+    "{{ [0] * 10 ** 11 }}",
+    "{{ 10 ** (10 ** 10) }}",
+    "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "{{ 'a' | center(10 ** 11) }}",
+    "{{ 'a'.ljust(10 ** 11) }}",
+    "{{ '%99999999999d' % 1 }}",
+    "{{ '%*d' | format(10 ** 11, 1) }}",
+    "{{ '{:99999999999}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 10 ** 11) }}",
+    "{{ range(10) | slice(10 ** 11) | list }}",
+    "{{ messages | tojson(indent=10 ** 11) }}",
+    "{% set x = 'a' * 99999 %}{{ x.replace('a', x) }}",
+    "{% set x = 'a' * 99999 %}{{ x | replace('a', x) }}",
+    "{% set x = 'a' * 99999 %}{{ x | list | join(x) }}",
+    "{% set x = 'a' * 99999 %}{{ x.join(x | list) }}",
+    *(DOUBLED.replace("DOUBLE", each) for each in DOUBLINGS),
+    DOUBLED.replace("n.x = DOUBLE", "y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("template", ENDLESS)
+def test_a_template_that_does_not_end_is_told(folder: Path, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line that names its file, whatever is done with bad rows."""
+    monkeypatch.setattr(sandbox, "SECONDS", 0.05)
+    monkeypatch.setattr(sandbox, "VOLUME", 5_000_000)
+    configured(folder, template)
+    said = r"the chat template of .*tokenizer_config\.json (computes|makes|gives|writes) .*, so it may never end\. Mend"
+    started = time.thread_time()
+    with pytest.raises(DataError, match=said) as caught:
+        opened(folder, CHAT, CHAT[1:3], bad_rows="skip")
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value) and time.thread_time() - started < 2
 
 
 @pytest.mark.parametrize(

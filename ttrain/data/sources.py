@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 from ttrain.core.errors import DataError
 from ttrain.core.names import listed
 from ttrain.core.units import format_bytes
-from ttrain.data.chat.jinja import TokenizerTemplate, chat_settings
+from ttrain.data.chat.jinja import TokenizerTemplate, chat_settings, template_file
 from ttrain.data.chat.messages import TOOLS, Rendered, Span, Template, json_kind
 from ttrain.data.corpus import NAME_ROWS, ROW_SUFFIXES, Listing, files_in, holds_json, not_text
 from ttrain.data.formats.compressed import OnBytes, is_compressed, open_unpacked, plain_name
@@ -203,8 +203,8 @@ def chat_template(config: DocumentsConfig) -> Template | TokenizerTemplate:
     """What makes texts of conversations. Raises DataError for a template that can't be used."""
     if config.template != "tokenizer":
         return Template(config.template)
-    settings = chat_settings(Path(config.tokenizer).expanduser())
-    return TokenizerTemplate(settings, config.loss_on == "replies")
+    file = Path(config.tokenizer).expanduser()
+    return TokenizerTemplate(chat_settings(file), config.loss_on == "replies", template_file(file))
 
 
 def _source(given: str, config: DocumentsConfig) -> Source:

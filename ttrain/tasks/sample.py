@@ -50,7 +50,7 @@ class Opened:
                 f"run.dir={self.run}: was trained on data={self.config.data.name}, which knows no template "
                 "of conversations. Give a run of data=documents."
             )
-        return TokenizerTemplate(self.tokenizer.config) if named == "tokenizer" else Template(named)
+        return TokenizerTemplate(self.tokenizer.config, place=self.run) if named == "tokenizer" else Template(named)
 
 
 @contextmanager

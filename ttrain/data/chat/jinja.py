@@ -1,23 +1,27 @@
-"""The chat template that a tokenizer brings, run in Jinja2's sandbox with what Transformers puts in its reach."""
+"""The chat template that a tokenizer brings, rendered in the sandbox, and which parts of a text are replies."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import DataError
 from ttrain.data.chat.messages import Rendered, Span
+from ttrain.data.chat.sandbox import Exceeded, Meter, compiled
 from ttrain.data.end_token import CONFIG_FILE, read_tokenizer_config, token_text
 
 TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_SAFE = (3, 1, 6)  # earlier versions of Jinja2 have known ways out of the sandbox
+
+
+def template_file(file: Path) -> Path:
+    """Where the template of a tokenizer.json stands, if there is one."""
+    beside = file.with_name(TEMPLATE_FILE)
+    return beside if os.path.exists(beside) else file.with_name(CONFIG_FILE)
 
 
 def chat_settings(file: Path, key: str = "data.template=tokenizer") -> dict[str, Any]:
@@ -56,18 +60,20 @@ class TokenizerTemplate:
     """A chat template of Transformers, from `chat_settings`. `replies` tells the parts that the assistant wrote.
 
     Those are what the template itself marks with {% generation %}. In one without marks a reply reaches from the prompt
-    for it, which the template makes, to where the next message begins. Raises DataError for what is no template.
+    for it, which the template makes, to where the next message begins. `place` says where the template is from.
+
+    Raises DataError for what is no template, and whenever a rendering takes too long or too much memory.
     """
 
-    def __init__(self, settings: Mapping[str, Any], replies: bool = False) -> None:
+    def __init__(self, settings: Mapping[str, Any], replies: bool = False, place: object = "the tokenizer") -> None:
         source: str = settings["chat_template"]
         self._names = {name: settings[name] for name in SPECIAL if name in settings}
         self._marks: tuple[str, ...] = ()
         if replies and _GENERATION.search(source):
             nonce = str(int.from_bytes(os.urandom(8), "big"))  # filters such as upper leave digits alone
             self._marks = (f"\ue000{nonce}(", f"\ue000{nonce})")
-        self._replies = replies
-        self._template = _compiled(source, *self._marks)
+        self._replies, self._place, self._meter = replies, place, Meter()
+        self._template = compiled(source, self._meter, *self._marks)
 
     def render(self, messages: Sequence[Any], tools: Any = None) -> Rendered:
         """A conversation as text. Raises ValueError, which says what is wrong with it."""
@@ -91,8 +97,14 @@ class TokenizerTemplate:
         from jinja2 import TemplateError
 
         known = {**self._names, "messages": messages, "tools": tools, "documents": None}
+        self._meter.start()
         try:
             text: str = self._template.render(**known, add_generation_prompt=prompting)
+        except Exceeded as error:
+            raise DataError(
+                f"the chat template of {self._place} {error}, so it may never end. Mend it, or give "
+                "data.template=chatml, plain or a text."
+            ) from None
         except TemplateError as error:
             raise ValueError(f"the tokenizer's chat template refuses it: {error.message or error}") from None
         except Exception as error:  # whatever a template may do wrong
@@ -138,50 +150,3 @@ def _unmarked(text: str, opening: str, closing: str) -> Rendered:
             pieces.append(piece)
             whole += len(piece)
     return Rendered("".join(pieces), tuple(spans))
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:  # json.dumps takes more, such as a class that it would call
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _compiled(source: str, opening: str = "", closing: str = "") -> Any:
-    """The template in a sandbox: nothing of Python but data, no change to what it is given, no import, no file."""
-    try:
-        import jinja2
-        from jinja2 import ext, nodes
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise DataError("data.template=tokenizer needs the package jinja2: pip install 'ttrain[hf]'.") from None
-    if tuple(int(part) for part in re.findall(r"\d+", jinja2.__version__)[:3]) < _SAFE:
-        raise DataError(f"jinja2 {jinja2.__version__} has holes in its sandbox: pip install -U 'jinja2>=3.1.6'.")
-
-    class Generation(ext.Extension):
-        """{% generation %} .. {% endgeneration %}: what the assistant wrote."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-        def _marked(self, caller: Any) -> str:
-            return f"{opening}{caller()}{closing}"
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(source)
-    except Exception as error:  # such as Python's own where too many blocks stand inside each other
-        line = getattr(error, "lineno", None)
-        why = str(error) or type(error).__name__
-        raise DataError(f"the tokenizer's chat template{f', line {line}' if line else ''}: {why}.") from None
