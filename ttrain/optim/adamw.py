@@ -1,4 +1,4 @@
-"""Adam with decoupled weight decay."""
+"""Adam with decoupled weight decay, of every element or only of those that the update takes towards zero."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ttrain.graph import Value
 from ttrain.graph.case import Case
 from ttrain.graph.composite import cases
 from ttrain.nn.module import Parameter
-from ttrain.ops import expm1, sqrt
+from ttrain.ops import expm1, relu, sign, sqrt
 from ttrain.ops.update import Rule, update_rule
 from ttrain.optim.base import EXAMPLE, update_cases
 from ttrain.optim.settings import AdamWConfig
@@ -32,12 +32,38 @@ def adamw(
     p <- p (1 - lr weight_decay);  m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2;
     p <- p - lr / (1 - b1^step) * m / (sqrt(v / (1 - b2^step)) + eps).
     """
+    change, first, second = _adam(gradient, first, second, lr, step, beta1, beta2, eps)
+    return parameter * (1.0 - weight_decay * lr) - change, first, second
+
+
+@update_rule
+def cautious_adamw(
+    parameter: Value,
+    gradient: Value,
+    first: Value,
+    second: Value,
+    lr: Value,
+    step: Value,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> tuple[Value, Value, Value]:
+    """adamw whose decay leaves out the elements that the update moves away from zero: those with m p < 0."""
+    change, first, second = _adam(gradient, first, second, lr, step, beta1, beta2, eps)
+    growing = relu(sign(-1.0 * first * parameter))
+    return parameter * (1.0 - weight_decay * lr * (1.0 - growing)) - change, first, second
+
+
+def _adam(
+    gradient: Value, first: Value, second: Value, lr: Value, step: Value, beta1: float, beta2: float, eps: float
+) -> tuple[Value, Value, Value]:
+    """What is subtracted from the parameter, and the new moments."""
     first = beta1 * first + (1 - beta1) * gradient
     second = beta2 * second + (1 - beta2) * (gradient * gradient)
     rate = lr if beta1 == 0 else lr / _unbiased(beta1, step)
     root = sqrt(second) if beta2 == 0 else sqrt(second) * (1.0 / sqrt(_unbiased(beta2, step)))
-    kept = parameter * (1.0 - weight_decay * lr)
-    return kept - rate * first / (root + eps), first, second
+    return rate * first / (root + eps), first, second
 
 
 def _unbiased(beta: float, step: Value) -> Value:
@@ -46,7 +72,7 @@ def _unbiased(beta: float, step: Value) -> Value:
 
 
 class AdamW:
-    """The rule of every parameter is adamw."""
+    """The rule of every parameter is adamw, or where it decays with caution cautious_adamw."""
 
     def __init__(self, config: AdamWConfig) -> None:
         self.config = config
@@ -55,10 +81,15 @@ class AdamW:
         beta1, beta2 = self.config.betas
         settings = {"beta1": beta1, "beta2": beta2, "eps": self.config.eps}
         settings["weight_decay"] = self.config.weight_decay * decays
-        return Rule("adamw", ("first_moment", "second_moment"), tuple(settings.items()))
+        name = "cautious_adamw" if self.config.cautious and settings["weight_decay"] else "adamw"
+        return Rule(name, ("first_moment", "second_moment"), tuple(settings.items()))
 
 
-for _config, _decays in ((AdamWConfig(), True), (AdamWConfig(betas=[0.0, 0.95]), False)):
+for _config, _decays in (
+    (AdamWConfig(), True),
+    (AdamWConfig(betas=[0.0, 0.95]), False),
+    (AdamWConfig(cautious=True), True),
+):
     _rule = AdamW(_config).rule(EXAMPLE, _decays)
     update_cases(_rule, positive=(1,))
-    cases(adamw, Case(((4, 8),) * 4 + ((), ()), dict(_rule.settings), positive=("second", "lr", "step")))
+    cases(_rule.body, Case(((4, 8),) * 4 + ((), ()), dict(_rule.settings), positive=("second", "lr", "step")))

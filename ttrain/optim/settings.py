@@ -63,6 +63,21 @@ class AdamWConfig(OptimizerConfig):
     betas: list[float] = option([0.9, 0.95], "decay of the first and second moment", minimum=0, below=1)
     eps: float = option(1e-8, "added to the root of the second moment", minimum=FP32_NORMAL)
     weight_decay: float = option(0.1, "decoupled decay per unit of learning rate; see decay_rule", minimum=0)
+    cautious: bool = option(
+        False, "decay only the elements that the update moves towards zero (Chen et al., 2025), not those that it grows"
+    )
+
+
+@dataclass
+class LionConfig(OptimizerConfig):
+    """Lion (Chen et al., 2023): the sign of a momentum. Its lr is 3 to 10 times smaller than AdamW's, decay larger."""
+
+    name: str = option("lion", "registered name of the optimizer")
+    lr: float = option(1e-4, "peak learning rate", minimum=0)
+    betas: list[float] = option(
+        [0.9, 0.99], "share of the momentum in the direction, and decay of the momentum", minimum=0, below=1
+    )
+    weight_decay: float = option(1.0, "decoupled decay per unit of learning rate; see decay_rule", minimum=0)
 
 
 @dataclass

@@ -10,6 +10,7 @@ import torch
 
 import ttrain.ops
 import ttrain.optim.adamw
+import ttrain.optim.lion
 import ttrain.optim.sgd  # noqa: F401 - their rules are ops too
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Case, Op
