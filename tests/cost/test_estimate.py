@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from tests.conftest import cache_home
 from ttrain import ops
 from ttrain.cli import main
+from ttrain.core.errors import UserError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.core.units import format_duration
 from ttrain.device.settings import DeviceConfig
@@ -30,7 +32,7 @@ from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.train.forecast import kernel_times, peak
-from ttrain.train.forecast.estimate import host_estimate
+from ttrain.train.forecast.estimate import host_estimate, host_time
 from ttrain.train.forecast.kernel_times import KernelTimes
 from ttrain.train.forecast.memory_picture import memory_over_time
 from ttrain.train.forecast.peak import Rates
@@ -58,21 +60,73 @@ def work(steps: Any) -> Work:
 class Fixed:
     """One millisecond for every kernel."""
 
-    def of(self, nodes: Any) -> list[float]:
+    def of(self, nodes: Any, slices: Any) -> list[float]:
         return [1e-3] * len(nodes)
 
 
 def test_a_host_estimate_adds_the_kernels_up(work: Work) -> None:
-    found = host_estimate(work, Fixed(), "static", 64, "tokens", 10**6, 1e9, "cpu")
-    time = found.time
-    assert time.compute + time.bandwidth == pytest.approx(1e-3 * work.launches)
-    assert time.total == pytest.approx(time.compute + time.bandwidth + time.dispatch + time.host_input)
-    assert time.bottleneck in ("compute", "bandwidth") and found.recommended.engine == "static"
-    dynamic = host_estimate(work, Fixed(), "dynamic", 64, "tokens", 10**6, 1e9, "cpu")
-    assert dynamic.time.total > time.total
-    plugin = host_estimate(work, Fixed(), "faulty", 64, "tokens", 10**6, 1e9, "cpu").time
-    assert plugin.total == time.total and "engine=faulty is taken to launch them as static does" in plugin.source
+    static, traced = (host_time(work, Fixed(), None, name, name) for name in ("static", "traced"))
+    assert static.compute + static.bandwidth == pytest.approx(1e-3 * work.launches)
+    assert static.total == pytest.approx(static.compute + static.bandwidth + static.dispatch + static.host_input)
+    assert traced.total == pytest.approx(static.total - static.dispatch) and static.dispatch > 0 == traced.dispatch
+    found = host_estimate({"static": static, "traced": traced}, "static", 64, "tokens", 10**6, 1e9)
+    assert found.time is static and static.bottleneck in ("compute", "bandwidth")
+    assert found.recommended.engine == "static"  # both take about the same, and it is simpler
+    quick = replace(traced, total=static.total / 2)
+    both = host_estimate({"static": static, "traced": quick}, "dynamic", 64, "tokens", 10**6, 1e9)
+    assert both.recommended.engine == "traced" and both.time.total > static.total
+    assert [way.engine for way in both.ways] == ["static", "traced", "dynamic"]
+    alone = host_estimate({"traced": traced}, "traced", 64, "tokens", 10**6, 1e9)
+    assert alone.time is traced and len(alone.ways) == 1
     assert {"step_ms", "tokens_per_s", "bottleneck", "parts_ms", "recommended", "reason"} <= found.to_dict().keys()
+
+
+def test_a_long_kernel_is_timed_on_fewer_rows_and_its_time_scaled(tmp_path: Path) -> None:
+    def product(rows: int) -> list[Node]:
+        graph = Graph()
+        x, weight = graph.input("x", TensorSpec((rows, 64))), graph.input("weight", TensorSpec((64, 64)))
+        return [ops.matmul(x, weight).producer, ops.gelu(graph.input("small", TensorSpec((8,)))).producer]
+
+    times = machine(tmp_path / "kernels.json", 1e9)
+    whole, part = product(4096), product(1024)
+    assert times.rates is not None and times.rates.seconds(whole[0]) > kernel_times.LONG
+    first, second = times.of(whole, part)
+    assert times.now == pytest.approx(2 * 2 * (times.rates.seconds(part[0]) + times.rates.seconds(whole[1])))
+    assert (first, second) == pytest.approx([2 * times.rates.seconds(node) for node in whole])
+    assert times.measured == 2 and not times.note
+    # Once it was timed itself, that counts; and a slice that is another op stands for nothing.
+    known = json.loads((tmp_path / "kernels.json").read_text("utf-8")) | {times._key(whole[0]): 7.0}
+    (tmp_path / "kernels.json").write_text(json.dumps(known), "utf-8")
+    assert machine(tmp_path / "kernels.json", 0).of(whole, part)[0] == 7.0
+    assert machine(tmp_path / "other.json", 1e9).of(whole, part[::-1]) == pytest.approx([first, second])
+
+
+def test_a_traced_step_is_timed_by_the_kernels_that_it_compiles(tmp_path: Path) -> None:
+    def program() -> list[Node]:
+        graph = Graph()
+        return [ops.gelu(graph.input("x", TensorSpec((4096,)))).producer]
+
+    static, traced = (
+        KernelTimes(lambda: cpu(DeviceConfig(name="cpu", threads=1)), "m", tmp_path / "kernels.json", compiled=compiled)
+        for compiled in (False, True)
+    )
+    for times in (static, traced):
+        assert times.of(program())[0] > 0 and times.measured == 1 and not times.refused
+        times.close()
+    assert traced._open is None and traced._table["gelu"] is not static._table["gelu"]
+    refusing = KernelTimes(
+        lambda: cpu(DeviceConfig(name="cpu", threads=1)), "n", tmp_path / "kernels.json", rates=Rates(1e9, 1e9),
+        compiled=True,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ttrain.device.torch.native.rows.NativeKernels.prepare", _no_compiler)
+        assert refusing.of(program()) == pytest.approx([Rates(1e9, 1e9).seconds(program()[0])])
+    assert "no compiler here" in refusing.note
+    refusing.close()
+
+
+def _no_compiler(_self: Any, _nodes: Any) -> None:
+    raise UserError("no compiler here")
 
 
 def test_a_step_of_small_programs_wants_a_capture(work: Work) -> None:
@@ -152,6 +206,9 @@ class Machine(KernelTimes):
 
     now, slower = 0.0, 1.0
     families: frozenset[str] = frozenset()  # that were measured
+
+    def _prepared(self, nodes: Any) -> bool:
+        return bool(nodes)
 
     def _measure(self, node: Any) -> float:
         assert self.rates is not None
@@ -242,7 +299,7 @@ def test_a_plan_without_times_is_there_before_kernels_are_timed(
     monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path))
     given = []
 
-    def interrupted(times: KernelTimes, nodes: Any) -> list[float]:
+    def interrupted(times: KernelTimes, nodes: Any, slices: Any) -> list[float]:
         given.append(times.seconds)
         raise KeyboardInterrupt
 
@@ -280,7 +337,7 @@ def test_the_task_tells_time_limits_and_padding_and_draws(
     monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
     files = [f"plan.json={tmp_path}/plan.json", f"plan.picture={tmp_path}/plan.png"]
     text = planned(capsys, "device=cpu", "train.steps=7000", "plan.limits=true", "plan.memory_gb=0.01", *files)
-    assert "Expected time of one optimizer step" in text and "Largest that fits" in text and "Recommended: " in text
+    assert "Expected time of one optimizer step" in text and "Largest that fits" in text and "engine=traced" in text
     found = json.loads((tmp_path / "plan.json").read_text("utf-8"))
     run = found["expected"]["run_s"]
     assert run == pytest.approx(7 * found["expected"]["step_ms"]) and f"{format_duration(run)}\n" in text

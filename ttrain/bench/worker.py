@@ -203,7 +203,7 @@ def _plan(case: Case, built: Sequence[Contender], opened: Device, emit: Emit) ->
     from ttrain.bench.expected import expected_seconds
 
     for contender in built:
-        seconds = expected_seconds(case, contender, opened)
+        seconds = expected_seconds(contender, opened)
         if seconds is not None:
             emit({"event": "planned", "contender": contender.name, "step_ms": 1e3 * seconds})
 

@@ -138,4 +138,4 @@ def compared(best: Way, ways: Sequence[Way]) -> str:
     for engine in sorted(others):
         seconds = min(way.seconds for way in ways if way.engine == engine)
         parts.append(f"{engine} {seconds / best.seconds:.2f} times as long")
-    return f"{best.engine} takes {duration(best.seconds)}, {', '.join(parts)}."
+    return ", ".join([f"{best.engine} takes {duration(best.seconds)}", *parts]) + "."

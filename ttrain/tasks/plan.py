@@ -155,7 +155,7 @@ class _Extra:
                 smaller = self._smaller()
             yield smaller
         if self.config.plan.time:
-            yield from self._time(self._timed_steps(steps), session.graph.chips)
+            yield from self._time(steps, session.graph.chips)
         if self.config.plan.limits:
             with Waiting("Searching the largest micro-batch and context that fit"):
                 limits = self._limits()
@@ -226,21 +226,14 @@ class _Extra:
         ]
         self.tables.append(Table("Adapters", ("", "with", "without"), rows))
 
-    def _timed_steps(self, steps: Mapping[str, Step]) -> Mapping[str, Step]:
-        """Steps whose kernels can be timed: a traced step that would be compiled is timed as static runs it."""
-        config = self.config
-        if config.engine.name != "traced" or self.device.compiler() is None:
-            return steps
-        config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, name="static"))
-        with planned_session(config, self.vocabulary) as session:
-            return {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
-
     def _time(self, steps: Mapping[str, Step], chips: int) -> list[Table]:
         from ttrain.core.tables import Table
         from ttrain.tasks.training.expected import expected_time
 
         seconds = self.config.plan.seconds
-        estimate, why_not = expected_time(self.config, steps, self.report, self.device, chips, seconds)
+        estimate, why_not = expected_time(
+            self.config, steps, self.report, self.device, chips, seconds, self._planned_steps
+        )
         if estimate is None:
             return [Table("Expected time of one optimizer step", ("", ""), [], (why_not,))]
         count = self.config.train.steps
@@ -282,6 +275,11 @@ class _Extra:
         return self._planned(
             dataclasses.replace(self.config, model=dataclasses.replace(self.config.model, context=context))
         )
+
+    def _planned_steps(self, config: Config) -> dict[str, Step]:
+        """The training steps of another config, built but never bound."""
+        with planned_session(config, self.vocabulary) as session:
+            return {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
 
     def _planned(self, config: Config) -> int:
         """Planned bytes of the training steps of another config."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ttrain.device.timing import Estimate
     from ttrain.engine.base import Step
     from ttrain.models.base import Model
+    from ttrain.train.forecast.peak import Rates
     from ttrain.train.forecast.plan_report import PlanReport
     from ttrain.train.steps.session import Session
 
@@ -51,48 +52,102 @@ def planned_session(config: Config, vocabulary: int | None) -> Iterator[Session]
         yield opened
 
 
+Planner = Callable[[Config], Mapping[str, "Step"]]  # builds the training steps of another config
+
+
 def expected_time(
-    config: Config, steps: Mapping[str, Step], report: PlanReport, device: Device, chips: int, seconds: float
+    config: Config,
+    steps: Mapping[str, Step],
+    report: PlanReport,
+    device: Device,
+    chips: int,
+    seconds: float,
+    planner: Planner | None = None,
 ) -> tuple[Estimate | None, str]:
     """The expected time of one optimizer step, or why there is none.
 
     Kernels of this machine are timed for so many seconds; with 0 it goes by what was timed before, else by rates.
+    A `planner` is for what other engines take, and for timing long kernels on fewer rows.
     """
-    work = Work.of(steps, report.per_step)
+    plans = _Plans(config, steps, report.per_step, planner)
     context = build.data_sizes(config.model).context
     tokens, unit = config.train.batch_size * (context or 1), "tokens" if context else "examples"
     flops = chips * sum(report.flops.values())
-    engine = config.engine.name
-    found = family_of(config.device).estimate(config.device, work, engine, tokens, unit, flops)
+    found = family_of(config.device).estimate(config.device, plans.own, config.engine.name, tokens, unit, flops)
     if found is not None:
         return (None, found) if isinstance(found, str) else (found, "")
     if device.name not in ("cpu", "cuda"):
         return None, f"device={device.name} computes nothing."
-    return _on_this_machine(config, work, device, tokens, unit, flops, seconds)
+    return _on_this_machine(config, plans, device, tokens, unit, flops, seconds)
+
+
+class _Plans:
+    """The work of a step as it is planned, and as it would be with another engine or on fewer rows."""
+
+    def __init__(
+        self, config: Config, steps: Mapping[str, Step], per_step: Mapping[str, int], planner: Planner | None
+    ) -> None:
+        self.config, self.per_step, self.planner = config, per_step, planner
+        self.own = Work.of(steps, per_step)
+
+    def engine(self, name: str) -> Work | None:
+        """None where it is another one and nobody plans it."""
+        config = changed(self.config, {"engine": name})
+        return None if self.planner is None else Work.of(self.planner(config), self.per_step)
+
+    def sliced(self, engine: str, work: Work, rates: Rates) -> Work | None:
+        """On as few rows as make the longest kernel short enough, or on one; None where it is short already."""
+        from ttrain.train.forecast.kernel_times import LONG
+
+        longest = max((rates.seconds(node) for _, nodes in work.nodes for node in nodes), default=0.0)
+        size, parts = self.config.train.batch_size, self.config.train.accumulation
+        rows = max(1, int(size // parts * LONG / longest)) if longest > LONG else size // parts
+        if self.planner is None or rows == size // parts:
+            return None
+        changes = {"engine": engine, "train.batch_size": rows * parts}
+        return Work.of(self.planner(changed(self.config, changes)), self.per_step)
 
 
 def _on_this_machine(
-    config: Config, work: Work, device: Device, tokens: int, unit: str, flops: int, seconds: float
+    config: Config, plans: _Plans, device: Device, tokens: int, unit: str, flops: int, seconds: float
 ) -> tuple[Estimate | None, str]:
     """Opens the device only where a kernel has not been timed yet, and there is time for it."""
     import torch
 
-    from ttrain.train.forecast.estimate import host_estimate
+    from ttrain.train.forecast.estimate import host_estimate, host_time
     from ttrain.train.forecast.kernel_times import KernelTimes, machine_name
     from ttrain.train.forecast.peak import measured_rates
 
     if device.name == "cuda" and not torch.cuda.is_available():
         return None, "There is no GPU here whose kernels could be timed."
-    threads = getattr(device, "threads", None)
     named = replace(config.device, name=device.name)
     rates = measured_rates(device.name, str(config.precision.compute), config.device.index)
     assert rates is not None  # it is a CPU or a GPU
-    machine = machine_name(device.name, threads)
-    with closing(KernelTimes(lambda: build.build_device(named), machine, bar=True, seconds=seconds, rates=rates)) as by:
-        estimate = host_estimate(work, by, config.engine.name, tokens, unit, flops, rates.flops, device.name)
-    more = "; plan.seconds=<more> times them" if by.note and seconds else ""
-    source = estimate.time.source + by.note + more
-    return replace(estimate, time=replace(estimate.time, source=source)), ""
+    machine = machine_name(device.name, getattr(device, "threads", None))
+    compiles = device.compiler() is not None
+    own = "traced" if config.engine.name == "traced" else "static"
+    times, left, source = {}, seconds, f"the time of each kernel by itself on this {device.name}"
+    for engine in (own, "traced" if own == "static" else "static"):
+        # What a device captures are the launches of static.
+        work = plans.own if engine == own or not compiles else plans.engine(engine)
+        if work is None:
+            continue
+        by = KernelTimes(
+            lambda: build.build_device(named), machine, bar=True, seconds=left, rates=rates,
+            compiled=compiles and engine == "traced",
+        )  # fmt: skip
+        with closing(by):
+            time = host_time(work, by, plans.sliced(engine, work, rates), engine, "")
+        left, more = by.left, "; plan.seconds=<more> times them" if by.note and seconds and not by.refused else ""
+        if engine == own or not by.note:
+            times[engine] = time
+            source += by.note + more
+        else:
+            source += f". engine={engine} is not compared{by.note}{more}"
+    if config.engine.name not in ("static", "traced", "dynamic"):  # of a plugin
+        source += f"; engine={config.engine.name} is taken to launch them as static does"
+    times[own] = replace(times[own], source=source)
+    return host_estimate(times, config.engine.name, tokens, unit, flops, rates.flops), ""
 
 
 def pace_of(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from ttrain.device.timing import Estimate, StepTime, Way, Work, compared, duration, simplest
@@ -16,34 +17,43 @@ LAUNCH = 2.5e-6  # s of Python per launch that a timed kernel does not contain
 class Times(Protocol):
     """Seconds of kernels on this machine."""
 
-    def of(self, nodes: Sequence[Node]) -> list[float]: ...
+    def of(self, nodes: Sequence[Node], slices: Sequence[Node]) -> list[float]: ...
 
 
-def host_estimate(
-    work: Work, times: Times, engine: str, tokens: int, unit: str, flops: int, peak: float | None, device: str
-) -> Estimate:
-    """By the times of this machine's kernels. An engine of a plugin counts as static."""
+def host_time(work: Work, times: Times, sliced: Work | None, engine: str, source: str) -> StepTime:
+    """Of an engine that launches so. `sliced` is the same work on fewer rows, where that is planned."""
     compute = bandwidth = 0.0
-    for repeats, nodes in work.nodes:
-        for node, seconds in zip(nodes, times.of(nodes), strict=True):
+    parts = work.nodes if sliced is None else sliced.nodes
+    for (repeats, nodes), (_, fewer) in zip(work.nodes, parts, strict=True):
+        slices = fewer if [node.op for node in fewer] == [node.op for node in nodes] else nodes
+        for node, seconds in zip(nodes, times.of(nodes, slices), strict=True):
             if node.op.family in COMPUTE_FAMILIES:
                 compute += repeats * seconds
             else:
                 bandwidth += repeats * seconds
-    dispatch, host_input = work.launches * LAUNCH, work.inputs * 5e-6 + work.input_bytes / 4e9
-    total = compute + bandwidth + dispatch + host_input
-    source = f"the time of each kernel by itself on this {device}"
-    if engine == "traced":
-        source += "; of static's kernels, since compiling for traced is left to the run"
-    totals = {"static": total, "traced": max(total - dispatch, 0.0), "dynamic": total + work.launches * RECORD}
-    if engine not in totals:  # of a plugin
-        source += f"; engine={engine} is taken to launch them as static does"
-    ways = [Way(name, f"engine={name}", seconds) for name, seconds in totals.items()]
-    best = simplest(ways)
-    dispatch += work.launches * RECORD * (engine == "dynamic")
-    time = StepTime(totals.get(engine, total), dispatch, compute, bandwidth, host_input, work.launches, source)
-    reason = (
-        f"{compared(best, ways)} {work.launches} launches take Python {duration(dispatch)}, "
-        f"{dispatch / total:.0%} of the step; a compiler may gain more by fusing, which is not counted."
+    # Python launches kernels one by one, unless they are captured or compiled.
+    dispatch, host_input = LAUNCH * work.launches * (engine != "traced"), work.inputs * 5e-6 + work.input_bytes / 4e9
+    return StepTime(
+        compute + bandwidth + dispatch + host_input, dispatch, compute, bandwidth, host_input, work.launches, source
     )
+
+
+def host_estimate(
+    times: Mapping[str, StepTime], engine: str, tokens: int, unit: str, flops: int, peak: float | None
+) -> Estimate:
+    """By the times of this machine's kernels: of engines static, traced or both, `engine` among them.
+
+    dynamic launches what static does, and so is an engine of a plugin taken to.
+    """
+    by = dict(times)
+    if "static" in by:
+        static = by["static"]
+        more = static.launches * RECORD
+        by["dynamic"] = replace(static, dispatch=static.dispatch + more, total=static.total + more)
+    ways = [Way(name, f"engine={name}", by[name].total) for name in ("static", "traced", "dynamic") if name in by]
+    best, time = simplest(ways), by.get(engine) or by["static"]
+    reason = compared(best, ways)
+    if time.dispatch:
+        share = f"{time.dispatch / time.total:.0%} of the step"
+        reason += f" {time.launches} launches take Python {duration(time.dispatch)}, {share}."
     return Estimate(time, tokens, unit, flops, peak, tuple(ways), best, reason)

@@ -1,8 +1,9 @@
 """How long this machine's kernels take: each distinct kernel of a plan is timed, and its best time is kept.
 
 A kernel is timed on zeros in memory of its own. State that one update takes together lies side by side, as in a run.
-Where the time for measuring is over, the rest is estimated from operations and bytes. A few kernels whose time is known
-are timed again by every plan, since the machine may have been busy before.
+A kernel that takes long is timed on fewer rows, and that time scaled by operations and bytes. Where the time for
+measuring is over, the rest is estimated from these alone. A few kernels whose time is known are timed again by every
+plan, since the machine may have been busy before.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ import platform
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ttrain.core.errors import UserError
 from ttrain.core.files import replace_file
 from ttrain.core.folders import cache_folder
 from ttrain.core.spec import TensorSpec, run_offsets
-from ttrain.device.base import Device
+from ttrain.core.waiting import Waiting
+from ttrain.device.base import Device, Kernel
 from ttrain.graph.graph import Node
 from ttrain.train.forecast.peak import LEAST, Rates
 
@@ -34,6 +37,7 @@ SECONDS = 0.25  # but no more launches once this much time has gone into one ker
 BAR_AFTER = 1.0  # seconds; what is done sooner needs no progress bar
 OTHER = 8 * 2**20  # bytes that other kernels touch between two launches: more than a core's own caches hold
 AGAIN = 8  # kernels of a plan whose time is known and which are timed again
+LONG = 0.15  # seconds; a kernel that is expected to take longer is timed on fewer rows where there is such a plan
 LIMIT = 256 * 2**20  # bytes; lists of state are cut to about this much, and the time scaled
 
 
@@ -47,33 +51,52 @@ class KernelTimes:
     bar: bool = False  # shows progress on stderr
     seconds: float = math.inf  # to measure for in all; what is left then is estimated by `rates`
     rates: Rates | None = None
+    compiled: bool = False  # the kernels are those that a traced step compiles
     clock: Callable[[], float] = time.perf_counter
     measured: int = 0
     estimated: dict[str, float] = field(default_factory=dict)  # seconds by kernel
+    refused: str = ""  # why nothing could be compiled
     _known: dict[str, float] | None = None
     _open: Device | None = None
+    _table: Mapping[str, Kernel] = field(default_factory=dict)
     _end: float | None = None  # of measuring, by the clock
     _sums: dict[str, tuple[float, float]] = field(default_factory=dict)  # by family: measured and expected seconds
     _other_work: Any = field(default_factory=lambda: np.zeros(OTHER, np.uint8))
 
-    def of(self, nodes: Iterable[Node]) -> list[float]:
-        """Seconds of every node, in order. What was measured is kept, also where somebody interrupts."""
+    def of(self, nodes: Iterable[Node], slices: Iterable[Node] | None = None) -> list[float]:
+        """Seconds of every node, in order. What was measured is kept, also where somebody interrupts.
+
+        `slices` are the same nodes, on fewer rows where such are planned.
+        """
         if self._known is None:
             self._known = self._read()
-        nodes = list(nodes)
+        whole = list(nodes)
+        nodes = whole if slices is None else list(map(self._timed, whole, slices))
+        seconds = self._seconds(self._known, nodes)
+        return [each * self._ratio(node, timed) for each, node, timed in zip(seconds, whole, nodes, strict=True)]
+
+    def _timed(self, node: Node, part: Node) -> Node:
+        """What is timed for a node: its slice, where it takes long and was never timed itself."""
+        long = self.rates is not None and self.rates.seconds(node) > LONG
+        return part if long and self._known is not None and self._key(node) not in self._known else node
+
+    def _ratio(self, node: Node, timed: Node) -> float:
+        return 1.0 if node is timed or self.rates is None else self.rates.seconds(node) / self.rates.seconds(timed)
+
+    def _seconds(self, known: dict[str, float], nodes: Sequence[Node]) -> list[float]:
         keys = [self._key(node) for node in nodes]
         kernels = dict(zip(keys, nodes, strict=True))
-        missing = {key: node for key, node in kernels.items() if key not in self._known}
+        missing = {key: node for key, node in kernels.items() if key not in known}
         old = [key for key in kernels if key not in missing]
         for key in old:
-            self._learn(kernels[key], self._known[key])
+            self._learn(kernels[key], known[key])
         if self.seconds > 0 or self.rates is None:
             counts = Counter(keys)
-            again = random.choices(old, [self._known[key] * counts[key] for key in old], k=AGAIN) if old else []
+            again = random.choices(old, [known[key] * counts[key] for key in old], k=AGAIN) if old else []
             chosen = self._in_order(missing, counts) | {key: kernels[key] for key in again}
-            self._measure_all(self._known, chosen)
-        self.estimated |= {key: self._expected(node) for key, node in missing.items() if key not in self._known}
-        return [self._known[key] if key in self._known else self.estimated[key] for key in keys]
+            self._measure_all(known, chosen)
+        self.estimated |= {key: self._expected(node) for key, node in missing.items() if key not in known}
+        return [known[key] if key in known else self.estimated[key] for key in keys]
 
     @property
     def note(self) -> str:
@@ -81,7 +104,8 @@ class KernelTimes:
         if not self.estimated:
             return ""
         kernels = "kernel was" if len(self.estimated) == 1 else "kernels were"
-        return f"; {len(self.estimated)} {kernels} not timed but estimated from FLOPs and bytes"
+        why = f" ({self.refused})" if self.refused else ""
+        return f"; {len(self.estimated)} {kernels} not timed but estimated from FLOPs and bytes{why}"
 
     def _in_order(self, missing: dict[str, Node], counts: Mapping[str, int]) -> dict[str, Node]:
         """First those that take most of the step, where the time may not suffice for all."""
@@ -93,7 +117,7 @@ class KernelTimes:
             self._end = self.clock() + self.seconds
         before = self.measured
         try:
-            for key, node in self._shown(chosen):
+            for key, node in self._shown(chosen if self._prepared(chosen.values()) else {}):
                 if self.rates is None or self.clock() + 2 * self._expected(node) < self._end:
                     earlier = known.get(key)
                     known[key] = min(self._measure(node), earlier or math.inf)
@@ -102,6 +126,28 @@ class KernelTimes:
         finally:
             if self.measured > before:
                 self._write(known)
+
+    def _prepared(self, nodes: Collection[Node]) -> bool:
+        """Opens the device, and compiles; False where there is nothing to measure, or no compiler."""
+        if not nodes:
+            return False
+        if self._open is None:
+            self._open = self.device()
+            self._table = self._open.kernels
+        if self.compiled and (compiler := self._open.compiler()) is not None:
+            try:
+                with Waiting("Compiling kernels"):
+                    compiler.prepare(list(nodes))
+            except UserError as error:
+                self.refused = str(error)
+                return False
+            self._table = compiler.kernels
+        return True
+
+    @property
+    def left(self) -> float:
+        """Seconds that measuring may still take."""
+        return self.seconds if self._end is None else max(self._end - self.clock(), 0.0)
 
     def _expected(self, node: Node) -> float:
         """By the rates, and by how much longer kernels of the family were measured to take."""
@@ -125,7 +171,7 @@ class KernelTimes:
         with tqdm(total=len(chosen), desc="timing kernels", unit="kernel", delay=BAR_AFTER, leave=False) as bar:
             for item in chosen.items():
                 if self._end is not None and math.isfinite(self._end):
-                    bar.set_postfix_str(f"at most {max(self._end - self.clock(), 0):.0f} s left", refresh=False)
+                    bar.set_postfix_str(f"at most {self.left:.0f} s left", refresh=False)
                 yield item
                 bar.update()
 
@@ -137,13 +183,13 @@ class KernelTimes:
 
     def _key(self, node: Node) -> str:
         specs = [str(None if value is None else value.spec) for value in (*node.inputs, *node.outputs)]
-        text = " ".join([self.machine, node.op.name, *specs, *(f"{k}={v}" for k, v in sorted(node.attributes.items()))])
+        where = f"{self.machine} compiled" if self.compiled else self.machine
+        text = " ".join([where, node.op.name, *specs, *(f"{k}={v}" for k, v in sorted(node.attributes.items()))])
         return f"{node.op.name} {hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
     def _measure(self, node: Node) -> float:
-        if self._open is None:
-            self._open = self.device()
-        launch, scale = _bound(self._open, node)
+        assert self._open is not None  # by _prepared
+        launch, scale = _bound(self._open, self._table, node)
         launch()
         times: list[float] = []
         end = self.clock() + SECONDS
@@ -179,10 +225,10 @@ def machine_name(device: str, threads: int | None) -> str:
     return " ".join(map(str, parts))
 
 
-def _bound(device: Device, node: Node) -> tuple[Callable[[], Any], float]:
+def _bound(device: Device, table: Mapping[str, Kernel], node: Node) -> tuple[Callable[[], Any], float]:
     """A launch of the node's kernel on memory of its own, and the factor from its time to the node's."""
     node, scale = _cut(node)
-    aliases, kernel = node.op.aliases(node), device.kernels[node.op.name]
+    aliases, kernel = node.op.aliases(node), table[node.op.name]
     ins: list[Any] = [None] * len(node.inputs)
     for group in _groups(node):
         members = [(index, value.spec) for index in group if (value := node.inputs[index]) is not None]
