@@ -40,12 +40,14 @@ def test_our_engines_do_what_plain_pytorch_does(work: Any, engine: str, precisio
     assert found.loss < {"fp32": 1e-6, "bf16": 2e-3, "bf16_pure": 1e-2}[precision]
 
 
-def test_our_llama_does_what_that_of_transformers_does() -> None:
-    pytest.importorskip("transformers", reason="the package transformers is not installed")
-    given = Case(SMALL_LLAMA, "bf16", 3)
+@pytest.mark.parametrize("rank", [0, 2], ids=["whole", "adapters"])
+def test_our_llama_does_what_that_of_transformers_does(rank: int) -> None:
+    pytest.importorskip("peft", reason="the package peft is not installed")
+    given = Case(replace(SMALL_LLAMA, rank=rank), "bf16", 3)
     found = compared(given, make_contender("static", given, ONE_THREAD, EngineConfig()))
     assert found.problem("bf16", "eager") is None
     assert found.loss < 2e-3
+    assert [path for path in given.model.parameters() if given.trains(path)][-1].endswith("lora.b.weight") == bool(rank)
 
 
 def test_weights_kept_in_bf16_have_no_other_copy() -> None:
@@ -134,6 +136,8 @@ def test_sizes_are_those_that_are_named() -> None:
     assert parameters["char"] == 65 * 128 + 64 * 128 + 4 * (12 * 128**2 + 2 * 128) + 128
     assert parameters["gpt2"] == 124_439_808 - (1024 - 256) * 768  # GPT-2's own count, with 256 positions
     assert parameters["smollm2"] == 134_515_008
+    adapters = 30 * 8 * sum(sides for sides in (2 * 1152, 2 * 768, 3 * 2112))  # q and o, k and v, gate, up and down
+    assert parameters["smollm2-lora"] == 134_515_008 + adapters
     assert {size: (work.rows, work.width) for size, work in MLP_WORK.items()} == {
         "tiny": (32, 64), "256": (256, 256), "1024x512": (1024, 512),
     }  # fmt: skip

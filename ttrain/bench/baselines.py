@@ -41,10 +41,14 @@ class PyTorchContender(Contender):
         self._device: torch.device = getattr(device, "device", torch.device("cpu"))
         model = case.training.reference().to(self._device, torch.bfloat16 if case.dtypes.master is DType.BF16 else None)
         self._parameters = dict(model.named_parameters())
+        for parameter in self._parameters.values():
+            if not parameter.requires_grad and parameter.dim() > 1:  # as a user loads a model that stays as it is
+                parameter.data = parameter.data.to(torch.bfloat16 if case.dtypes.compute is DType.BF16 else None)
         self._load()
         self._model: Callable[..., torch.Tensor] = model if self.name == "eager" else torch.compile(model)
+        trained = [parameter for parameter in self._parameters.values() if parameter.requires_grad]
         fused = self.name != "compile_all"  # the fused update is one kernel already, and nothing that can be compiled
-        self._optimizer = make_optimizer(list(self._parameters.values()), case.training.optimizer, fused)
+        self._optimizer = make_optimizer(trained, case.training.optimizer, fused)
         self._update = torch.compile(self._clip_and_step) if self.name == "compile_all" else self._clip_and_step
         self._batches = [
             [torch.from_numpy(array).to(self._device) for array in batch.values()] for batch in case.batches

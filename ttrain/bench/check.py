@@ -65,6 +65,8 @@ def agreement(
     loss = max(abs(mine - theirs) / max(abs(theirs), 1e-12) for mine, theirs in pairs)
     difference = way = 0.0
     for path, start in case.first_weights():
+        if not case.trains(path):
+            continue
         theirs = reference.weight(path)
         difference += _square(contender.weight(path) - theirs)
         way += _square(theirs - start)

@@ -98,17 +98,28 @@ class PlainGPT(nn.Module):
 
 
 class TransformersLlama(nn.Module):
-    """tokens and targets int64 [B, T] -> mean cross-entropy []: the model that Transformers builds of a config."""
+    """tokens and targets int64 [B, T] -> mean cross-entropy []: the model that Transformers builds of a config.
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    With a `rank`, it is frozen and has adapters of PEFT at every linear layer but the head.
+    """
+
+    def __init__(self, config: Mapping[str, Any], rank: int = 0, alpha: float = 1.0) -> None:
         super().__init__()
         try:
             from transformers import AutoModelForCausalLM, LlamaConfig
-        except ImportError:
+
+            self.causal = AutoModelForCausalLM.from_config(LlamaConfig(**config))
+            if rank:
+                import peft
+
+                lora = peft.LoraConfig(
+                    r=rank, lora_alpha=int(alpha), target_modules="all-linear", task_type="CAUSAL_LM"
+                )
+                self.causal = peft.get_peft_model(self.causal, lora)
+        except ImportError as error:
             raise UserError(
-                "bench.size=smollm2: stands beside Transformers. Install it: pip install transformers"
+                f"bench.size: llama stands beside {error.name}, which is missing. Install it: pip install {error.name}"
             ) from None
-        self.causal = AutoModelForCausalLM.from_config(LlamaConfig(**config))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         logits = self.causal(tokens, use_cache=False).logits

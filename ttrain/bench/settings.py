@@ -11,7 +11,7 @@ ENGINES = ("dynamic", "static", "traced")
 BASELINES = ("eager", "compile", "compile_all")
 DEFAULT_PRECISIONS = ["fp32", "bf16"]
 MLP_SIZES = ("tiny", "256", "1024x512")
-GPT_SIZES = ("char", "nano", "nano32", "gpt2", "smollm2")
+GPT_SIZES = ("char", "nano", "nano32", "gpt2", "smollm2", "smollm2-lora")
 PRODUCT_SIZES = [128, 256, 512, 1024, 2048, 4096]
 
 
@@ -95,7 +95,8 @@ class GPTBenchConfig(TrainingBenchConfig):
         "char",
         "char: 4 layers, 128 wide, 12 x 64 tokens; nano: 6 layers, 384 wide, 8 x 256 tokens; nano32: 32 x 256 tokens "
         "and a vocabulary of 256, as others published for one chip; gpt2: 124M parameters, 2 x 256 tokens; "
-        "smollm2: SmolLM2's 135M parameters, 2 x 256 tokens, beside Transformers",
+        "smollm2: SmolLM2's 135M parameters, 2 x 256 tokens, beside Transformers; smollm2-lora: the same by adapters "
+        "of rank 8, beside PEFT",
         choices=GPT_SIZES,
     )
 

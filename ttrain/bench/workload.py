@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ttrain.config import build
 from ttrain.core.spec import DType
 from ttrain.models.settings import GPTConfig, LlamaConfig, MLPConfig
 from ttrain.nn.initialize import generator_of, initial_value
+from ttrain.nn.module import ADAPTER
 from ttrain.nn.precision import PrecisionConfig
+from ttrain.nn.settings import LoraConfig
 from ttrain.optim.settings import AdamWConfig, OptimizerConfig, SGDConfig
 
 if TYPE_CHECKING:
@@ -89,7 +92,7 @@ class GPTWork:
 
 @dataclass(frozen=True)
 class LlamaWork(GPTWork):
-    """The same by Llama's architecture, beside that of Transformers.
+    """The same by Llama's architecture, beside that of Transformers; with a `rank`, by adapters beside those of PEFT.
 
     Thirty layers take a rate of 1e-3 badly without warm-up: losses drift apart within five steps of bf16.
     """
@@ -97,6 +100,15 @@ class LlamaWork(GPTWork):
     kind: str = "llama"
     kv_heads: int = 1
     hidden: int = 1
+    rank: int = 0  # of the adapters; 0 trains the model itself
+
+    @property
+    def title(self) -> str:
+        return super().title + (f", adapters of rank {self.rank}" if self.rank else "")
+
+    @property
+    def adapters(self) -> LoraConfig:
+        return LoraConfig(rank=self.rank)
 
     def _sizes(self) -> dict[str, Any]:
         names = ("layers", "heads", "kv_heads", "width", "hidden", "context", "vocabulary")
@@ -104,19 +116,32 @@ class LlamaWork(GPTWork):
 
     def model(self, compute: DType) -> Model:
         from ttrain.models.llama import Llama
+        from ttrain.nn.lora import attach
 
-        return Llama(LlamaConfig(**self._sizes()), compute)
+        model = Llama(LlamaConfig(**self._sizes()), compute)
+        if self.rank:
+            attach(model, self.adapters)
+        return model
 
     def reference(self) -> nn.Module:
         from ttrain.bench.reference import TransformersLlama
         from ttrain.models.llama_weights import config_to_transformers
 
-        return TransformersLlama(config_to_transformers(LlamaConfig(**self._sizes())))
+        config = config_to_transformers(LlamaConfig(**self._sizes()))
+        return TransformersLlama(config, self.rank, self.adapters.alpha)
 
     def reference_name(self, path: str) -> str:
         from ttrain.models.llama_weights import original_name
 
-        return f"causal.{original_name(path)}"
+        if not self.rank:
+            return f"causal.{original_name(path)}"
+        layer, adapter, matrix = path.partition(ADAPTER)
+        own = original_name(f"{layer}.weight" if adapter else path).removesuffix(".weight")
+        if adapter:
+            own = f"{own}.lora_{matrix[0].upper()}.default"
+        elif original_name(path).endswith("_proj.weight"):
+            own = f"{own}.base_layer"
+        return f"causal.base_model.model.{own}.weight"
 
 
 @dataclass(frozen=True)
@@ -202,14 +227,14 @@ TrainingWork = GPTWork | MLPWork
 Work = TrainingWork | ProductWork
 KINDS: dict[str, Callable[..., Work]] = {"gpt": GPTWork, "llama": LlamaWork, "mlp": MLPWork, "product": ProductWork}
 
+_SMOLLM2 = LlamaWork(30, 9, 576, context=256, rows=2, vocabulary=49152, bias=False, kv_heads=3, hidden=1536, lr=1e-4)
 GPT_WORK = {
     "char": GPTWork(layers=4, heads=4, width=128, context=64, rows=12, vocabulary=65, bias=False),
     "nano": GPTWork(layers=6, heads=6, width=384, context=256, rows=8, vocabulary=65, bias=False),
     "nano32": GPTWork(layers=6, heads=6, width=384, context=256, rows=32, vocabulary=256, bias=True),
     "gpt2": GPTWork(layers=12, heads=12, width=768, context=256, rows=2, vocabulary=50257, bias=True),
-    "smollm2": LlamaWork(
-        30, 9, 576, context=256, rows=2, vocabulary=49152, bias=False, kv_heads=3, hidden=1536, lr=1e-4
-    ),
+    "smollm2": _SMOLLM2,
+    "smollm2-lora": replace(_SMOLLM2, rank=8),
 }
 MLP_WORK = {
     "tiny": MLPWork(layers=2, width=64, rows=32),
@@ -252,8 +277,7 @@ class Case:
     def model(self) -> Model:
         """Ours, on symbolic tensors: the list of parameters, whoever computes."""
         model = self.training.model(self.dtypes.compute)
-        for parameter in model.parameters().values():
-            parameter.master = self.dtypes.master
+        build.set_master_dtypes(model, self.dtypes)
         return model
 
     @cached_property
@@ -269,6 +293,10 @@ class Case:
             return
         for path, parameter in self.model.parameters().items():
             yield path, initial_value(parameter, self.seed)
+
+    def trains(self, path: str) -> bool:
+        """Whether steps change the parameter."""
+        return isinstance(self.work, ProductWork) or self.model.parameters()[path].trainable
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "work": asdict(self.work)}

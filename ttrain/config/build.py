@@ -117,10 +117,15 @@ def _model(config: Any, precision: PrecisionConfig, lora: LoraConfig) -> Model:
 
         attach(made, lora)
     built: Model = made
-    for parameter in built.parameters().values():
+    set_master_dtypes(built, precision)
+    return built
+
+
+def set_master_dtypes(model: Model, precision: PrecisionConfig) -> None:
+    """What is trained is kept in the master dtype; of frozen weights only what layers read."""
+    for parameter in model.parameters().values():
         narrow = not parameter.trainable and parameter.follows_compute
         parameter.master = precision.compute if narrow else precision.master
-    return built
 
 
 def stored_model(config: Any, model: Model) -> dict[str, Any]:
