@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ttrain.config import build
 from ttrain.core.spec import DType
 from ttrain.models.settings import GPTConfig, LlamaConfig, MLPConfig
 from ttrain.nn.initialize import generator_of, initial_value
@@ -277,7 +276,7 @@ class Case:
     def model(self) -> Model:
         """Ours, on symbolic tensors: the list of parameters, whoever computes."""
         model = self.training.model(self.dtypes.compute)
-        build.set_master_dtypes(model, self.dtypes)
+        self.dtypes.set_masters(model.parameters().values())
         return model
 
     @cached_property

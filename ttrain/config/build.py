@@ -117,15 +117,8 @@ def _model(config: Any, precision: PrecisionConfig, lora: LoraConfig) -> Model:
 
         attach(made, lora)
     built: Model = made
-    set_master_dtypes(built, precision)
+    precision.set_masters(built.parameters().values())
     return built
-
-
-def set_master_dtypes(model: Model, precision: PrecisionConfig) -> None:
-    """What is trained is kept in the master dtype; of frozen weights only what layers read."""
-    for parameter in model.parameters().values():
-        narrow = not parameter.trainable and parameter.follows_compute
-        parameter.master = precision.compute if narrow else precision.master
 
 
 def stored_model(config: Any, model: Model) -> dict[str, Any]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ttrain.core.options import option
 from ttrain.core.spec import DType
+
+if TYPE_CHECKING:
+    from ttrain.nn.module import Parameter
 
 _COMPUTE = {"fp32": DType.FP32, "bf16": DType.BF16, "bf16_pure": DType.BF16, "bf8": DType.BF16}
 PRECISIONS = tuple(_COMPUTE)
@@ -31,3 +36,9 @@ class PrecisionConfig:
     def master(self) -> DType:
         """dtype of the weights that updates change, and of the optimizer state unless optimizer.state_dtype is set."""
         return DType.BF16 if self.name == "bf16_pure" else DType.FP32
+
+    def set_masters(self, parameters: Iterable[Parameter]) -> None:
+        """What is trained is kept in the master dtype; of frozen weights only what layers read."""
+        for parameter in parameters:
+            narrow = not parameter.trainable and parameter.follows_compute
+            parameter.master = self.compute if narrow else self.master
