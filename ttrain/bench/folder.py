@@ -15,18 +15,21 @@ RESULTS = "results.json"
 ROOT = Path("outputs/bench")
 
 
-def claim(wanted: str | None, label: str, now: datetime) -> Path:
-    """Makes the folder. Raises UserError where it can't be made or holds results already."""
+def claim(wanted: str | None, label: str, now: datetime, key: str = "bench.out", root: Path = ROOT) -> Path:
+    """Makes the folder that `key` of the config names, or one below `root`.
+
+    Raises UserError where it can't be made or holds results already.
+    """
     try:
         if wanted is not None:
             folder = Path(wanted)
             folder.mkdir(parents=True, exist_ok=True)
             if (folder / RESULTS).exists():
-                raise UserError(f"bench.out={wanted}: holds results already. Give another folder, or move them away.")
+                raise UserError(f"{key}={wanted}: holds results already. Give another folder, or move them away.")
             (folder / RESULTS).touch()  # shows now whether files can be written
             (folder / RESULTS).unlink()
             return folder
-        day = ROOT / now.strftime("%Y-%m-%d")
+        day = root / now.strftime("%Y-%m-%d")
         day.mkdir(parents=True, exist_ok=True)
         name = f"{now.strftime('%H-%M-%S')}_{label}"
         number = 1
@@ -39,9 +42,7 @@ def claim(wanted: str | None, label: str, now: datetime) -> Path:
                 continue
             return folder
     except OSError as error:
-        raise UserError(
-            f"bench.out={wanted or ROOT}: can't be written ({error.strerror}). Give bench.out=<folder>."
-        ) from error
+        raise UserError(f"{key}={wanted or root}: can't be written ({error.strerror}). Give {key}=<folder>.") from error
 
 
 def save(result: Result, folder: Path, earlier: Earlier | None = None) -> None:

@@ -96,6 +96,19 @@ class SweepConfig:
 
 
 @dataclass
+class RampConfig:
+    """What task=lr tries: learning rates that rise by equal factors, one a step."""
+
+    low: float = option(1e-6, "learning rate of the first step", above=0)
+    high: float = option(10.0, "learning rate of the last step", above=0)
+    steps: int = option(200, "steps, at most: where the loss diverges the rest is left out", minimum=10)
+    rise: float = option(
+        0.5, "share of what the loss has fallen by which it rises again, over some steps, where it diverges", above=0
+    )
+    out: str | None = option(None, "folder for results.json and plot.png; null claims one below outputs/lr", path=True)
+
+
+@dataclass
 class RunsConfig:
     """What task=runs lists."""
 
@@ -162,6 +175,7 @@ class Config:
     guard: GuardConfig = option(GuardConfig, "what happens when numbers go wrong")
     recover: RecoverConfig = option(RecoverConfig, "what a run may change to go on")
     sweep: SweepConfig = option(SweepConfig, "how the jobs of -m are run")
+    ramp: RampConfig = option(RampConfig, "what task=lr tries")
     runs: RunsConfig = option(RunsConfig, "what task=runs lists")
     report: ReportConfig = option(ReportConfig, "what task=report writes")
     plugins: list[str] = option([], "modules that register further components; only the command line may name one")

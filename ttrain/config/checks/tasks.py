@@ -10,12 +10,13 @@ from ttrain.config.checks.check import check
 from ttrain.config.checks.device import lacks_precision
 from ttrain.config.components import TaskConfig
 from ttrain.config.registry import family_that
-from ttrain.config.schema import PrepareConfig, ProfileConfig, ReportConfig, Source
+from ttrain.config.schema import PrepareConfig, ProfileConfig, RampConfig, ReportConfig, Source
 from ttrain.data.settings import DataConfig, DocumentsConfig, TextConfig
 from ttrain.device.family import MOCK, family_of
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.settings import AGILLMConfig, TransformerConfig
+from ttrain.optim.settings import OptimizerConfig
 from ttrain.train.settings import (
     EvalConfig,
     ExportConfig,
@@ -96,6 +97,14 @@ def _export(task: TaskConfig, model: Any, run: RunConfig, export: ExportConfig) 
     if export.form in ("huggingface", "peft") and export.file is not None:
         yield f"export.file={export.file}: export.form={export.form} writes a folder. Give export.dir=<new folder>."
     yield from _no_checkpoint("export", export.checkpoint)
+
+
+@check
+def _ramp(task: TaskConfig, optimizer: OptimizerConfig, ramp: RampConfig) -> Iterator[str]:
+    if ramp.low >= ramp.high:
+        yield f"ramp.low={ramp.low:g}: must be less than ramp.high={ramp.high:g}."
+    if task.name == "lr" and optimizer.lr == 0:
+        yield "optimizer.lr=0: task=lr tries rates in proportion to it. Leave it out."
 
 
 @check

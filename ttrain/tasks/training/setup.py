@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ttrain.train.steps.session import Session
 
 
-_LATER = ("lora",)  # sections that runs of earlier versions do not have
+_LATER = ("lora", "ramp")  # sections that runs of earlier versions do not have
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,235 @@
+"""task=lr: the loss while the learning rate rises from step to step, and the rates that this suggests (Smith, 2017)."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ttrain.bench import folder as folders
+from ttrain.config import build
+from ttrain.config.schema import Config, RampConfig
+from ttrain.core.errors import Interrupted, OutOfMemory, UserError
+from ttrain.core.files import replace_file, to_json
+from ttrain.core.waiting import Waiting
+from ttrain.train.loop.interrupt import StopRequests
+
+if TYPE_CHECKING:
+    from ttrain.tasks.training.setup import Setup
+    from ttrain.train.logging.loggers import Console
+    from ttrain.train.steps.driver import Driver
+
+ROOT = Path("outputs/lr")
+_NOISE = 4.0  # times the median distance of a loss from the mean around it: less is no rise and no fall
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a ramp shows. Rates are None where the loss has not fallen by more than its noise."""
+
+    smoothed: list[float]  # losses, each averaged with its neighbours on both sides
+    suggested: float | None = None  # half-way from steepest to lowest, by factors
+    steepest: float | None = None  # rate at which the smoothed loss falls fastest per factor of the rate
+    lowest: float | None = None  # rate at the lowest smoothed loss
+    last: float | None = None  # largest rate before the loss goes up again for good; that of the last step without
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Prints what the ramp suggests, writes results.json and plot.png into ramp.out, and returns the results.
+
+    Nothing is trained that stays: no checkpoint is written. Raises UserError for a device that computes nothing.
+    """
+    from ttrain.tasks.training.setup import set_up
+
+    ramp = config.ramp
+    constant = replace(config.schedule, name="constant", warmup=0, steps=None)
+    train = replace(config.train, steps=ramp.steps, length_schedule=[])
+    with ExitStack() as stack:
+        setup = set_up(replace(config, train=train, schedule=constant), stack)
+        device = stack.enter_context(closing(build.build_device(setup.config.device, setup.config.precision)))
+        if not device.computes:
+            raise UserError(f"device={config.device.name}: computes no values. Choose another, such as device=cpu.")
+        folder = folders.claim(ramp.out, f"{setup.model_name}_{device.name}", datetime.now(), "ramp.out", ROOT)
+        console, stop = build.build_console(setup.config.logger), stack.enter_context(StopRequests())
+        rates, losses, diverged = _losses(setup, device, ramp, console, stop)
+    findings = find(rates, losses, ramp.rise)
+    results = _results(config, setup, rates, losses, diverged, findings)
+    replace_file(folder / folders.RESULTS, to_json(results))
+    _draw(results, folder / "plot.png")
+    for label, value in _lines(results, folder):
+        print(f"{label.ljust(15)}{value}")
+    if stop.requested is not None:
+        raise Interrupted(f"interrupted; what was measured is in {folder}")
+    return results
+
+
+def _losses(
+    setup: Setup, device: Any, ramp: RampConfig, console: Console, stop: StopRequests
+) -> tuple[list[float], list[float], bool]:
+    """Rates and losses of the steps until the loss diverged or the ramp ended; whether it diverged."""
+    from ttrain.train.forecast.out_of_memory import is_out_of_memory, memory_message
+    from ttrain.train.steps.length_schedule import Position
+
+    built: dict[str, Any] = {}
+    rates: list[float] = []
+    losses: list[float] = []
+    try:
+        with closing(setup.open(device)) as session:
+            with Waiting("Placing the model and building its steps", console.say):
+                setup.origin.set_values(session, setup.config.run.seed)
+                for name, trace in session.graph.train_steps().items():
+                    built[name] = session.engine.build(name, trace)
+            driver = _rising(setup.driver(device, built, setup.reader(0, Position()), last=ramp.steps), setup, ramp)
+            console.start(0, ramp.steps)
+            for number in range(1, ramp.steps + 1):
+                result, rate = driver(number), rate_of(ramp, number)
+                if not result.finite:
+                    return rates, losses, True
+                rates.append(rate)
+                losses.append(result.loss)
+                console.log({"train/loss": result.loss, "lr": rate})
+                console.advance()
+                if has_diverged(losses, ramp):
+                    return rates, losses, True
+                if stop.requested is not None:
+                    break
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(memory_message(error, device.name, built, setup.shrinking_keys())) from error
+    finally:
+        console.close()
+    return rates, losses, False
+
+
+def rate_of(ramp: RampConfig, step: int) -> float:
+    """The learning rate of a step, counted from 1: equal factors from ramp.low to ramp.high."""
+    return float(ramp.low * (ramp.high / ramp.low) ** ((step - 1) / max(ramp.steps - 1, 1)))
+
+
+def _rising(driver: Driver, setup: Setup, ramp: RampConfig) -> Driver:
+    """The driver with every learning rate of the constant schedule in proportion to the ramp's."""
+    peak, constant = setup.config.optimizer.lr, driver.rates
+
+    def rates(step: int) -> Mapping[str, float]:
+        return {name: rate * rate_of(ramp, step) / peak for name, rate in constant(step).items()}
+
+    return replace(driver, rates=rates)
+
+
+def has_diverged(losses: Sequence[float], ramp: RampConfig) -> bool:
+    """Whether the mean of the newest losses is above the lowest such mean by more than noise, and by more than
+    ramp.rise of what it had fallen.
+    """
+    size = _window(ramp.steps)
+    if len(losses) < 3 * size:
+        return False
+    sums = np.cumsum([0.0, *losses])
+    means = (sums[size:] - sums[:-size]) / size
+    noise = _NOISE * float(np.median(np.abs(np.asarray(losses[size:]) - means[:-1])))
+    return bool(means[-1] > means.min() + max(noise, ramp.rise * (means[0] - means.min())))
+
+
+def find(rates: Sequence[float], losses: Sequence[float], rise: float) -> Findings:
+    """What the losses show, over rates that rise by equal factors."""
+    size = _window(len(losses))
+    if len(losses) < 3 * size:
+        return Findings(list(losses))
+    start = float(np.mean(losses[:size]))
+    clipped = np.minimum(losses, 2 * start - min(losses))  # one that explodes hides nothing beside it
+    kernel = np.concatenate([np.arange(1, size + 1), np.arange(size - 1, 0, -1)])
+    smoothed = np.convolve(clipped, kernel, "same") / np.convolve(np.ones(len(losses)), kernel, "same")
+    lowest = int(np.argmin(smoothed))
+    gained = start - float(smoothed[lowest])
+    noise = _NOISE * float(np.median(np.abs(clipped - smoothed)))
+    if gained <= noise or lowest == 0:
+        return Findings(smoothed.tolist())
+    steepest = int(np.argmin(np.gradient(smoothed)[: lowest + 1]))
+    above = np.flatnonzero(smoothed[lowest:] > smoothed[lowest] + max(noise, rise * gained))
+    last = lowest + int(above[0]) - 1 if len(above) else len(rates) - 1
+    suggested = math.sqrt(rates[steepest] * rates[lowest])
+    return Findings(smoothed.tolist(), suggested, rates[steepest], rates[lowest], rates[last])
+
+
+def _window(steps: int) -> int:
+    """Over how many steps losses are averaged."""
+    return max(2, steps // 20)
+
+
+def _results(
+    config: Config, setup: Setup, rates: list[float], losses: list[float], diverged: bool, findings: Findings
+) -> dict[str, Any]:
+    own = ("task", "task.name", "optimizer.lr")
+    kept = [
+        override
+        for override in config.source.overrides
+        if (key := override.partition("=")[0].lstrip("+-")) not in own and not key.startswith("ramp.")
+    ]
+    rate = findings.suggested
+    command = None if rate is None else shlex.join(["python", "-m", "ttrain", *kept, f"optimizer.lr={rate:.1e}"])
+    return {
+        "model": setup.model_name,
+        "optimizer": config.optimizer.name,
+        "seed": setup.config.run.seed,
+        "diverged": diverged,
+        "suggested": rate,
+        "steepest": findings.steepest,
+        "lowest": findings.lowest,
+        "last": findings.last,
+        "command": command,
+        "rates": rates,
+        "losses": losses,
+        "smoothed": findings.smoothed,
+        "config": setup.stored,
+    }
+
+
+def _lines(results: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
+    """Label and value of every line for people."""
+    rates = results["rates"]
+    steps = f"{len(rates)} steps" + (f", learning rate {rates[0]:.1e} to {rates[-1]:.1e}" if rates else "")
+    lines = [("ramp", f"{results['model']}, optimizer {results['optimizer']}: {steps}")]
+    if results["steepest"] is None:
+        lines.append(("no rate", "the loss did not fall by more than its noise; give another ramp.low, ramp.high or "
+                      "more ramp.steps"))  # fmt: skip
+    else:
+        until = "before the loss diverged" if results["last"] < rates[-1] or results["diverged"] else (
+            "of the ramp, the loss did not diverge; a larger ramp.high shows where it does"
+        )  # fmt: skip
+        lines += [
+            ("steepest", f"{results['steepest']:.1e}, where the loss falls fastest"),
+            ("lowest", f"{results['lowest']:.1e}, where it is lowest"),
+            ("last", f"{results['last']:.1e}, the largest {until}"),
+            ("suggested", f"{results['suggested']:.1e}, half-way from the first to the second by factors"),
+            ("train", results["command"]),
+        ]
+    return [*lines, ("results", str(folder))]
+
+
+def _draw(results: Mapping[str, Any], image: Path) -> None:
+    """Loss over learning rate, with the rates that it suggests."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    rates, smoothed = results["rates"], results["smoothed"]
+    axes.plot(rates, results["losses"], linewidth=0.8, alpha=0.5, color="tab:blue", label="train/loss")
+    axes.plot(rates, smoothed, color="tab:blue", label="smoothed")
+    for name, color in (("suggested", "tab:green"), ("last", "tab:red")):
+        if results[name] is not None:
+            axes.axvline(results[name], color=color, linestyle="--", label=f"{name} {results[name]:.1e}")
+    axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
+    if smoothed and math.isfinite(low := min(smoothed)):
+        span = max(smoothed[0] - low, 1e-3 * abs(low))
+        axes.set_ylim(low - 0.2 * span, low + 1.5 * span)  # one that explodes would flatten the rest
+    axes.legend()
+    figure.savefig(image, dpi=120)
