@@ -68,7 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             place = f"{error.filename}: " if error.filename else ""
             _say(f"{place}{error.strerror or error}. {FULL_ERROR}=1 shows where it happened.")
         return EXIT_FAILURE
-    except MemoryError as error:  # outside a run, which tells what it needs itself
+    except (MemoryError, RuntimeError) as error:  # outside a run, which tells what it needs itself
+        from ttrain.train.forecast.out_of_memory import is_out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
         _say(f"Out of memory: {error}. {FULL_ERROR}=1 shows where it happened.")
         return EXIT_FAILURE
     finally:

@@ -109,7 +109,7 @@ def test_a_wrong_type_names_key_value_and_expected_type(override: str, problem: 
         (["data=regression"], "data=regression: a language model trains on tokens."),
         (["model=mlp", "data.inputs=3"], "data.inputs=3: the model has 64 inputs."),
         (["data=tokens"], "data.path: no value."),
-        (["task=sample"], "task=sample: needs a trained run."),
+        (["task=sample"], "task=sample: needs a trained model."),
         (["task=prepare"], "prepare.dir: no value."),
         (["task=prepare", "prepare.dir=x", "data=documents", "data.sources=[x]", "data.loss_on=replies"],
          "data.loss_on=replies: data=tokens counts every token"),

@@ -328,6 +328,15 @@ def test_where_templates_are_found(folder: Path, tmp_path: Path) -> None:
             opened(folder, CHAT)
 
 
+@pytest.mark.parametrize("template", ["plain", "chatml", "'{role}'\\n “é😀 {{x}} {content} {Role}{{% "])
+def test_transformers_writes_what_filled_in_templates_do(folder: Path, template: str) -> None:
+    ours = Template(template)
+    other = theirs(folder, ours.to_jinja())
+    for chat in (CHAT, CHAT[:2], CHAT[1:3]):
+        assert other.apply_chat_template(chat, tokenize=False) == ours.render(chat).text
+        assert other.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == ours.prompt(chat)
+
+
 def test_prompts_of_templates_that_are_filled_in() -> None:
     assert Template("plain").prompt([USER]) == "User:   Say “hi” & <b> twice\n\nAssistant:"
     assert Template("chatml").prompt([REPLY]) == "<|im_start|>assistant\nhi, \nhi é <|im_end|>\n<|im_start|>assistant\n"

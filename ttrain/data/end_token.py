@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import DataError
+from ttrain.core.files import read_json
 from ttrain.core.names import did_you_mean
 from ttrain.data.library_tokenizer import LibraryTokenizer
 from ttrain.data.tokenizer import Tokenizer
@@ -18,6 +19,9 @@ ADDED = "<|endoftext|>"
 _KNOWN = (ADDED, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
 _SEPARATORS = ("[SEP]",)
 CONFIG_FILE = "tokenizer_config.json"
+# What a model's folder says of its tokenizer beside it: a number, or of the end several, each of which ends a text.
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_WITH_IDS = (CONFIG_FILE, "config.json", "generation_config.json")  # the later counts
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,23 @@ def read_tokenizer_config(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{file} can't be read: {error}. Mend it, or give data.end_token=<token>.") from None
     return described if isinstance(described, dict) else {}
+
+
+def read_token_ids(folder: Path) -> dict[str, Any]:
+    """Ids of special tokens by the config.json and generation_config.json of a folder, where they are ids."""
+    said = [read_json(folder / name) for name in _WITH_IDS]
+    return {name: value for each in said for name in TOKEN_IDS if _is_ids(value := each.get(name))}
+
+
+def end_ids(tokenizer_config: Mapping[str, Any]) -> list[int]:
+    """The ids that end a text of a model, by the files of its folder."""
+    given = tokenizer_config.get("eos_token_id", [])
+    return list(given) if isinstance(given, list) else [given]
+
+
+def _is_ids(value: Any) -> bool:
+    numbers = value if isinstance(value, list) else [value]
+    return bool(numbers) and all(type(number) is int and number >= 0 for number in numbers)
 
 
 def token_text(described: Any) -> str | None:

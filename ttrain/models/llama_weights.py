@@ -100,6 +100,7 @@ def config_from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
     said: dict[str, Any] = {ours: config.get(theirs) for ours, theirs in _SIZES.items()}
     said["kv_heads"] = said["kv_heads"] or said["heads"]
     said["head_width"] = said["head_width"] or (128 if kind == "qwen3" else said["width"] // said["heads"])
+    said["max_context"] = said["context"]
     bias = bool(config.get("attention_bias", False)) and kind in ("llama", "qwen3")
     said |= {
         "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
@@ -144,7 +145,13 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "default":
         return said | {"rotary_scaling": "none"}
     taken = _LLAMA3 if kind == "llama3" else {"rotary_factor": "factor"}
+    if wrong := [f"{theirs}={given.get(theirs)!r}" for theirs in taken.values() if not _is_number(given.get(theirs))]:
+        raise ConfigError(f"rope_type={kind} has {', '.join(wrong)}: must be a number each.")
     return said | {"rotary_scaling": kind} | {ours: given[theirs] for ours, theirs in taken.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def config_to_transformers(config: LlamaConfig) -> dict[str, Any]:
@@ -164,6 +171,7 @@ def config_to_transformers(config: LlamaConfig) -> dict[str, Any]:
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
         **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
+        "max_position_embeddings": config.longest,
         "hidden_act": "gelu_pytorch_tanh" if config.activation == "gelu_tanh" else config.activation,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied,
@@ -177,7 +185,7 @@ def config_to_transformers(config: LlamaConfig) -> dict[str, Any]:
     }
     if kind in ("qwen2", "qwen3"):
         made |= {"use_sliding_window": config.window is not None, "max_window_layers": 0}
-    said = config_from_transformers(made)
+    said = config_from_transformers(made) | {"context": config.context, "max_context": config.max_context}
     lost = [f"model.{key}={getattr(config, key)}" for key, value in said.items() if getattr(config, key) != value]
     if lost:
         raise ConfigError(f"{', '.join(lost)}: no model of Transformers' that is read here ({kind}) has it.")

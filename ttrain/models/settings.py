@@ -30,7 +30,7 @@ class MLPConfig:
     name: str = option("mlp", "registered name of the model")
     inputs: int | None = option(None, "features per example; null takes width", minimum=1, changes="shape")
     outputs: int | None = option(None, "targets per example; null takes width", minimum=1, changes="shape")
-    layers: int = option(2, "number of linear layers", minimum=1, changes="shape")
+    layers: int = option(2, "number of linear layers", minimum=1, maximum=10_000, changes="shape")
     width: int = option(64, "features of every hidden layer", minimum=1, changes="shape")
     activation: str = option("relu", "function between two layers", choices=ACTIVATIONS)
     bias: bool = option(True, "whether linear layers have a bias", changes="shape")
@@ -56,13 +56,18 @@ class TransformerConfig:
         path=True,
         changes="nothing",
     )
-    layers: int | None = option(None, "number of transformer blocks", minimum=1, changes="shape")
+    layers: int | None = option(None, "number of transformer blocks", minimum=1, maximum=1_000, changes="shape")
     heads: int | None = option(None, "attention heads per block; must divide width", minimum=1)
     width: int | None = option(None, "features of the residual stream", minimum=1, changes="shape")
     context: int | None = option(
         None, "longest sequence in tokens; training uses sequences of exactly this length", minimum=1, changes="shape"
     )
     vocabulary: int | None = option(None, "number of token ids; null takes the tokenizer's", minimum=1, changes="shape")
+
+    @property
+    def longest(self) -> int:
+        """Tokens that an export states as the longest sequence."""
+        return max(self.context or 0, getattr(self, "max_context", None) or 0)
 
     def size_names(self) -> list[str]:
         """Names of the sizes that a model needs apart from the vocabulary."""
@@ -133,6 +138,13 @@ class LlamaConfig(TransformerConfig):
     name: str = option("llama", "registered name of the model")
     context: int | None = option(
         None, "longest sequence in tokens; training uses sequences of exactly this length", minimum=1, changes="loss"
+    )
+    max_context: int | None = option(
+        None,
+        "longest sequence that an export states, where it is more than model.context; model.from gives what its folder "
+        "states",
+        minimum=1,
+        changes="nothing",
     )
     heads: int | None = option(
         None, "attention heads per block; must divide width unless head_width is given", minimum=1

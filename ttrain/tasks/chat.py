@@ -1,4 +1,4 @@
-"""task=chat: a conversation with the model of a run, `python -m ttrain task=chat run.dir=<run>`."""
+"""task=chat: a conversation with the model of run.dir=<run> or model.from=<folder>."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from ttrain.config.schema import Config
 from ttrain.core.errors import DataError
-from ttrain.tasks.sample import Opened, ending_of, opened_run
+from ttrain.tasks.sample import Opened, ending_of, opened_model
 
 
 def run(config: Config) -> None:
     """Answers every line of stdin until it ends or Ctrl-C. `/reset` begins anew."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # what is no text is refused as a message, and the talk goes on
-    with opened_run(config) as opened:
+    with opened_model(config) as opened:
         talk = _Conversation(opened)
         if sys.stdin.isatty():
             print("A line is a message. /reset begins anew; Ctrl-D or Ctrl-C ends.", file=sys.stderr)

@@ -12,6 +12,7 @@ from ttrain.config.schema import Config, to_dict
 from ttrain.core.errors import ConfigError, DataError
 from ttrain.core.units import format_bytes, format_count
 from ttrain.core.waiting import Waiting
+from ttrain.data.settings import DocumentsConfig
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.settings import LoraConfig
 from ttrain.tasks.opening import OpenedModel, of_run, of_weights
@@ -58,12 +59,22 @@ def _write_file(given: OpenedModel, file: Path, form: str) -> None:
 
     with Waiting(f"Writing {file}"):
         if form == "gguf":
-            write_gguf(file, given.model, given.values, given.tokenizer_json, given.end_token, given.tokenizer_config)
+            write_gguf(file, given.model, given.values, given.tokenizer_json, given.end_token, _tokenizer_config(given))
         else:
             metadata = Metadata(build.stored_model(given.config.model, given.model), given.tokenizer_json)
             write_weights(given.model, given.values, file, form, given.step or 0, metadata)
     size = format_bytes(file.stat().st_size)
     print(f"{file}: {format_count(given.model.parameter_count)} parameters, {size}.")
+
+
+def _tokenizer_config(given: OpenedModel) -> dict[str, Any]:
+    """With the template that task=chat talks by; the default one takes no place of a template that came along."""
+    from ttrain.data.chat.messages import Template
+
+    known, named = given.tokenizer_config, given.template
+    if named in (None, "tokenizer") or (named == DocumentsConfig().template and "chat_template" in known):
+        return known
+    return {**known, "chat_template": Template(str(named)).to_jinja()}
 
 
 def _write_adapters(given: OpenedModel, folder: Path) -> None:
@@ -144,7 +155,7 @@ def _write_folder(given: OpenedModel, folder: Path, shard_mb: int) -> None:
 
     stored = {**to_dict(given.config), "model": build.stored_model(given.config.model, given.model)}
     card = model_card(folder.name, stored, given.model.parameter_count, given.origin, given.progress)
-    what = Written(given.model, given.values, given.tokenizer_json, given.end_token, card, given.tokenizer_config)
+    what = Written(given.model, given.values, given.tokenizer_json, given.end_token, card, _tokenizer_config(given))
     write_folder(folder, what, shard_mb * 1_000_000)
     parameters = format_count(given.model.parameter_count)
     print(f"{folder}: {parameters} parameters of {given.origin}, as AutoModelForCausalLM.from_pretrained reads them.")

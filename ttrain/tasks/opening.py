@@ -13,6 +13,7 @@ from ttrain.config import build
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config
 from ttrain.core.errors import CheckpointError, ConfigError
+from ttrain.data.settings import TextConfig
 from ttrain.models.identity import FUNCTION, differing
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.settings import LoraConfig
@@ -62,6 +63,14 @@ class OpenedModel:
         from ttrain.data.end_token import named_end
 
         return named_end(self.config.data, self.tokenizer_config)
+
+    @property
+    def template(self) -> str | None:
+        """What makes texts of conversations, in the words of data.template; None where there is nothing that does."""
+        named: str | None = getattr(self.config.data, "template", None)
+        if named is None and "chat_template" in self.tokenizer_config:
+            return "tokenizer"
+        return None if named == "tokenizer" and "chat_template" not in self.tokenizer_config else named
 
     def load(self, state: State) -> None:
         """Gives the parameters of a session their values."""
@@ -117,6 +126,24 @@ def of_weights(config: Config, path: Path, tokenizer_of: Callable[[str | None], 
     vocabulary = getattr(opened.tokenizer, "vocabulary", None)
     opened.values = _with_added(config, read_parameters(path, opened.model, content), vocabulary)
     return opened
+
+
+def of_folder(config: Config, needs: str) -> OpenedModel:
+    """The model of model.from, with the adapters of lora.from.
+
+    Raises CheckpointError where it has no tokenizer; `needs` tells what needs one.
+    """
+    from ttrain.train.checkpoint.hub_folder import find_folder
+
+    folder = find_folder(config.model.from_, weights=True)  # the config's checks hold it so
+
+    def required(text: str | None) -> str:
+        if text is None:
+            raise CheckpointError(f"{folder} has no tokenizer.json, so its model {needs} Bring the whole folder.")
+        return text
+
+    data = config.data if "data.template" in config.source.explicit else TextConfig()
+    return of_weights(dataclasses.replace(config, data=data), folder, required)
 
 
 def _with_added(config: Config, values: Mapping[str, Array], vocabulary: int | None) -> Mapping[str, Array]:

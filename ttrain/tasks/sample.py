@@ -1,4 +1,4 @@
-"""task=sample: text from the model of a run, `python -m ttrain task=sample run.dir=<run>`."""
+"""task=sample: text from the model of run.dir=<run> or model.from=<folder>."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.errors import UserError
 from ttrain.core.waiting import Waiting
-from ttrain.tasks.opening import of_run
+from ttrain.tasks.opening import of_folder, of_run
 
 if TYPE_CHECKING:
     from ttrain.data.tokenizer import Tokenizer
@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 class Opened:
     """A model that is ready to write."""
 
-    config: Config  # of the run, with the keys of sample that the user gave
+    config: Config  # of a run with the keys of sample that the user gave
     source: Source
     tokenizer: Tokenizer
     end_token: str | None
-    run: str
+    named: str | None  # data.template
+    origin: str
 
     @property
     def stop(self) -> Stop:
@@ -40,32 +41,36 @@ class Opened:
         return Stop.of(self.tokenizer, self.config.sample.stop, self.end_token)
 
     def template(self) -> Any:
-        """What made texts of the conversations that the run was trained on. Raises UserError where there were none."""
+        """What makes texts of conversations: of a run, what made those it was trained on. Raises UserError without."""
         from ttrain.data.chat.jinja import TokenizerTemplate
         from ttrain.data.chat.messages import Template
 
-        named = getattr(self.config.data, "template", None)
-        if named is None or (named == "tokenizer" and "chat_template" not in self.tokenizer.config):
+        if self.named is None:
             raise UserError(
-                f"run.dir={self.run}: was trained on data={self.config.data.name}, which knows no template "
-                "of conversations. Give a run of data=documents."
+                f"{self.origin}: has no template of conversations, neither with its tokenizer nor with its data. Give "
+                "a run of data=documents, or beside model.from data=documents data.sources=[] data.template=chatml."
             )
-        return TokenizerTemplate(self.tokenizer.config, place=self.run) if named == "tokenizer" else Template(named)
+        if self.named == "tokenizer":
+            return TokenizerTemplate(self.tokenizer.config, place=self.origin)
+        return Template(self.named)
 
 
 @contextmanager
-def opened_run(config: Config) -> Iterator[Opened]:
-    """The model of run.dir on the device."""
+def opened_model(config: Config) -> Iterator[Opened]:
+    """The model of run.dir, else of model.from, on the device."""
     from ttrain.train.sampling.decode import cache_tensors
     from ttrain.train.sampling.source import Source, sampling_traces
 
-    needs = "makes no text. Give a language model's run."
-    given = of_run(config, config.sample.checkpoint, ("device", "sample", "engine", "logger"), needs)
+    if config.run.dir is None:
+        given = of_folder(config, "makes no text.")
+    else:
+        needs = "makes no text. Give a language model's run."
+        given = of_run(config, config.sample.checkpoint, ("device", "sample", "engine", "logger"), needs)
     config, model, tokenizer = given.config, given.model, given.tokenizer
     traces = sampling_traces(model, config.sample)
     source = Source(model, config.sample, tokenizer.vocabulary, traces)
     caches = cache_tensors([trace for steps in traces.values() for trace in steps.values()])
-    made = Opened(config, source, tokenizer, given.end_token, given.origin)
+    made = Opened(config, source, tokenizer, given.end_token, given.template, given.origin)
     with ExitStack() as stack:
         device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
         if not device.computes:
@@ -89,7 +94,9 @@ def run(config: Config) -> None:
     from ttrain.train.sampling.source import print_source
 
     rows = [] if config.sample.prompts is None else list(_rows(Path(config.sample.prompts).expanduser()))
-    with opened_run(config) as opened:
+    if config.sample.prompts is not None and not rows:
+        raise UserError(f"sample.prompts={config.sample.prompts}: has no prompt. Give a file with a prompt a line.")
+    with opened_model(config) as opened:
         if config.sample.prompts is not None:
             _write_results(opened, rows)
             return
@@ -115,6 +122,8 @@ def _rows(file: Path) -> Iterator[tuple[str, Any]]:
             row = given.get("prompt", given.get("messages")) if isinstance(given, dict) else given
             if not isinstance(row, str | list):
                 raise UserError(f"{place}: has neither a text 'prompt' nor a list 'messages'.")
+            if not row:
+                raise UserError(f"{place}: is empty. Give a text, or at least one message.")
         yield place, row
 
 

@@ -251,6 +251,25 @@ def test_tokenizers_and_models_of_ours_go_out(tokenizer: str) -> None:
     assert ids == own.encode(ODD) and theirs.decode(ids) == ODD
 
 
+def test_what_a_folder_says_beside_its_weights_comes_out_again() -> None:
+    """Ids of special tokens, and the longest sequence where the run had a shorter one; the ids of a checkpoint, too."""
+    from transformers import AutoConfig, GenerationConfig
+
+    save(_llama("Llama")(), Path("hub"))
+    ids = {"bos_token_id": 7, "eos_token_id": [0, 9], "pad_token_id": 8}
+    Path("hub/generation_config.json").write_text(json.dumps(ids))
+    _changed(bos_token_id=3, pad_token_id=None)(Path("hub"))
+    assert main([*QUIET, "model.from=hub", "model.context=8", "run.dir=run"]) == 0
+    Path("hub").rename("moved")
+    assert main([*QUIET, "resume=auto", "train.steps=2", "run.dir=run"]) == 0
+    assert main(["task=export", "run.dir=run", "export.form=huggingface", "export.dir=out"]) == 0
+    for said in (AutoConfig.from_pretrained("out"), GenerationConfig.from_pretrained("out")):
+        assert {name: getattr(said, name) for name in ids} == ids
+    assert AutoConfig.from_pretrained("out").max_position_embeddings == CONTEXT
+    described = json.loads(Path("out/tokenizer_config.json").read_text())
+    assert described["model_max_length"] == CONTEXT and not ids.keys() & described.keys()
+
+
 def _changed(**entries: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         file = folder / "config.json"
@@ -291,6 +310,10 @@ _LAST = "transformer.ln_f.weight"
 WRONG: list[tuple[Any, list[str], str]] = [
     (_changed(model_type="mamba"), [], "has model_type='mamba'; ttrain has gpt2"),
     (_changed(n_layer="two"), [], "model.layers='two': must be an integer"),
+    (_changed(n_layer=10**9), [], "model.layers=1000000000, but its weights are 28 tensors of at most 300 rows"),
+    (_changed(n_embd=10**12), [], "model.width=1000000000000, but its weights are"),
+    (_changed(vocab_size=10**12), ["task=plan"], "model.vocabulary=1000000000000, but its weights are"),
+    (None, ["model.from=null", "model=llama", "model.layers=1000000000"], "model.layers=1000000000: must be at most"),
     (_changed(n_layer=3), [], "transformer.h.2.ln_1.weight: missing"),
     (_changed(vocab_size=301), [], "transformer.wte.weight: got [300, 32], expected [301, 32]"),
     (_tensors(lambda weights: weights.pop(_LAST)), [], f"must agree: {_LAST}: missing"),
@@ -342,7 +365,9 @@ SIZES = {
     [
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type=yarn: model=llama has default, linear"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type=dynamic: "),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "is damaged (KeyError: 'factor')"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type=llama3 has factor=None, low_freq_factor=None"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_type=linear has factor=None: must be a number"),
+        ({"rope_scaling": {"type": "linear", "factor": "8"}}, "rope_type=linear has factor='8': must be a number"),
         ({"rope_scaling": "llama3"}, "is damaged ("),
         ({"num_attention_heads": 0}, "is damaged ("),
         ({"hidden_size": "wide"}, "is damaged ("),

@@ -155,6 +155,9 @@ def test_a_file_of_prompts(run: Path, tmp_path: Path, asked: list[str], capsys: 
 @pytest.mark.parametrize(
     ("row", "told"),
     [
+        ("\n \n", "prompts.jsonl: has no prompt"),
+        ('{"messages": []}', "prompts.jsonl:1: is empty"),
+        ('{"prompt": ""}', "prompts.jsonl:1: is empty"),
         ("{", "prompts.jsonl:1: not JSON"),
         ('{"text": 1}', "has neither a text 'prompt' nor a list 'messages'"),
         ('{"messages": [{"content": "x"}]}', "prompts.jsonl:1: message 1 is not an object with a role"),
@@ -169,6 +172,42 @@ def test_prompts_that_cannot_be_used(
         file.write_text(row)
     assert main(["task=sample", f"run.dir={run}", "device=cpu", "engine=dynamic", f"sample.prompts={file}"]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["task=sample", "sample.prompts=p.txt", "sample.prompt=x"], "sample.prompt and sample.prompts both"),
+        (["task=chat", "sample.prompts=p.txt"], "sample.prompts: task=chat reads"),
+        (["task=chat", "sample.prompt=x"], "sample.prompt: task=chat reads"),
+        (["task=sample", "sample.results=r.jsonl"], "sample.results=r.jsonl: takes the answers"),
+        (["task=sample", "sample.system=x"], "sample.system: begins a conversation"),
+    ],
+)
+def test_a_key_that_would_do_nothing(overrides: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run.dir=run", "device=cpu", *overrides]) == 2 and told in capsys.readouterr().err
+
+
+def test_the_model_of_a_folder(
+    run: Path, tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Talks by its own template up to its own ends, without a key of data."""
+    folder, answers = tmp_path / "hf", ["device=cpu", "engine=dynamic", f"model.from={tmp_path}/hf"]
+    assert main(["task=export", f"run.dir={run}", f"export.dir={folder}", "export.form=huggingface"]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+    assert main(["task=chat", *answers]) == 0 and capsys.readouterr().out == " it is 0\n"
+    assert asked == [message("user", "one") + "<|im_start|>assistant\n"]
+    tokenizer = read_tokenizer(folder / "tokenizer.json")
+    ends = [tokenizer.token_id("<|im_end|>"), *tokenizer.encode(" is")]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    assert main(["task=sample", "sample.prompt=what", *answers]) == 0 and capsys.readouterr().out == "what it\n"
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert main(["task=chat", *answers]) == 2 and "has no template of conversations" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+    assert main(["task=chat", *answers, "data=documents", "data.sources=[]", "data.template=plain"]) == 0
+    assert asked[-1] == "User: one\nAssistant:"
+    assert main(["task=chat", *answers, f"run.dir={run}"]) == 2 and "both name a model" in capsys.readouterr().err
 
 
 def test_a_checkpoint_has_the_template_and_so_has_its_export(run: Path, tmp_path: Path) -> None:

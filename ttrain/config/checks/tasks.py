@@ -57,27 +57,34 @@ def _profile(task: TaskConfig, device: DeviceConfig, profile: ProfileConfig) -> 
 
 
 @check
-def _sample_needs_a_run(task: TaskConfig, run: RunConfig) -> Iterator[str]:
-    if task.name in ("sample", "chat") and run.dir is None:
-        yield f"task={task.name}: needs a trained run. Give run.dir=<run directory>."
-
-
-@check
-def _eval(
-    task: TaskConfig,
-    model: Any,
-    run: RunConfig,
-    eval: EvalConfig,  # noqa: A002 - the section's name
-    source: Source,
-) -> Iterator[str]:
-    if task.name != "eval":
+def _one_model(task: TaskConfig, model: Any, run: RunConfig, source: Source) -> Iterator[str]:
+    if task.name not in ("sample", "chat", "eval"):
         return
     folder = getattr(model, "from_", None)
     if run.dir is None and folder is None:
-        yield "task=eval: needs a trained model. Give run.dir=<run directory> or model.from=<model folder>."
+        yield f"task={task.name}: needs a trained model. Give run.dir=<run directory> or model.from=<model folder>."
     elif run.dir is not None and folder is not None and not source.merged:
-        yield "task=eval: run.dir and model.from both name a model. Give one of them."
-    yield from _no_checkpoint("eval", eval.checkpoint)
+        yield f"task={task.name}: run.dir and model.from both name a model. Give one of them."
+
+
+@check
+def _prompts(task: TaskConfig, sample: SampleConfig, source: Source) -> Iterator[str]:
+    several = sample.prompts is not None
+    if task.name == "chat" and (several or "sample.prompt" in source.explicit):
+        key = "prompts" if several else "prompt"
+        yield f"sample.{key}: task=chat reads what is typed. Leave the key out, or give task=sample."
+    elif several and "sample.prompt" in source.explicit:
+        yield "sample.prompt and sample.prompts both say what is continued. Give one of them."
+    if sample.results is not None and not several and task.name in ("sample", "chat"):
+        yield f"sample.results={sample.results}: takes the answers to sample.prompts. Give those as well."
+    if task.name == "sample" and sample.system is not None:
+        yield "sample.system: begins a conversation of task=chat. Give a row of sample.prompts messages with that role."
+
+
+@check
+def _eval(task: TaskConfig, eval: EvalConfig) -> Iterator[str]:  # noqa: A002 - the section's name
+    if task.name == "eval":
+        yield from _no_checkpoint("eval", eval.checkpoint)
 
 
 @check

@@ -11,7 +11,7 @@ from typing import Any
 from ttrain.core.errors import DataError
 from ttrain.data.chat.messages import Rendered, Span
 from ttrain.data.chat.sandbox import Exceeded, Meter, compiled
-from ttrain.data.end_token import CONFIG_FILE, read_tokenizer_config, token_text
+from ttrain.data.end_token import CONFIG_FILE, read_token_ids, read_tokenizer_config, token_text
 
 TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -39,7 +39,7 @@ def tokenizer_settings(file: Path) -> dict[str, Any]:
     """What the files beside a tokenizer.json say, in the form of a tokenizer_config.json.
 
     That is `chat_template`, a text, which a file of its own may hold, and the special tokens that templates name, where
-    they are there.
+    they are there. The ids that the configs of a model beside it name come with them, under their names there.
     """
     config = read_tokenizer_config(file.with_name(CONFIG_FILE))
     found: Any = config.get("chat_template")
@@ -52,7 +52,8 @@ def tokenizer_settings(file: Path) -> dict[str, Any]:
     if isinstance(found, list):  # several under names
         named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
         found = named.get("default")
-    special = {name: text for name in SPECIAL if (text := token_text(config.get(name))) is not None}
+    special: dict[str, Any] = {name: text for name in SPECIAL if (text := token_text(config.get(name))) is not None}
+    special |= read_token_ids(file.parent)
     return {"chat_template": found, **special} if isinstance(found, str) else special
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from string import Formatter
 from typing import Any, NamedTuple
 
@@ -86,6 +86,21 @@ class Template:
         *told, (before, _) = (self._message(number, message) for number, message in enumerate(asked, 1))
         return "".join(map("".join, told)) + before.rstrip(" ")  # a blank belongs to the word after it
 
+    def to_jinja(self) -> str:
+        """The same as a template for Transformers' apply_chat_template."""
+        fields = {"role": "message['role']", "Role": "message['role'] | capitalize", "content": "message['content']"}
+
+        def joined(parts: Iterable[tuple[str, str | None]], values: Mapping[str, str]) -> str:
+            return " ~ ".join(f"{_quoted(literal)} ~ {values.get(name or '', _quoted(''))}" for literal, name in parts)
+
+        place = next(place for place, (_, name) in enumerate(self._parts) if name == "content")
+        reply = {"role": _quoted(REPLIES), "Role": _quoted(REPLIES.capitalize())}
+        asked = [*self._parts[:place], (self._parts[place][0].rstrip(" "), None)]
+        return (
+            f"{{%- set text %}}{{% for message in messages %}}{{{{ {joined(self._parts, fields)} }}}}{{% endfor %}}"
+            f"{{% endset -%}}{{{{ text ~ {joined(asked, reply)} if add_generation_prompt else text.rstrip('\\n') }}}}"
+        )
+
     def _message(self, number: int, message: Any) -> tuple[str, str]:
         """What comes before its content, and the rest."""
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
@@ -101,3 +116,9 @@ class Template:
         place = next(place for place, (_, name) in enumerate(self._parts) if name == "content")
         before = "".join(parts[:place]) + self._parts[place][0]
         return before, "".join(parts).removeprefix(before)
+
+
+def _quoted(text: str) -> str:
+    """As a text in a template of Jinja2."""
+    escaped = text.encode("unicode_escape").decode().replace("'", "\\'")
+    return f"'{escaped}'"

@@ -14,12 +14,12 @@ import numpy as np
 
 from ttrain.config import build
 from ttrain.config.schema import Config
-from ttrain.core.errors import CheckpointError, ConfigError, NonFiniteError, UserError
+from ttrain.core.errors import ConfigError, NonFiniteError, UserError
 from ttrain.core.waiting import Waiting
 from ttrain.data.settings import TextConfig
 from ttrain.engine.base import Trace
 from ttrain.graph import Graph
-from ttrain.tasks.opening import OpenedModel, of_run, of_weights
+from ttrain.tasks.opening import OpenedModel, of_folder, of_run
 from ttrain.train.loop.evaluate import BITS_PER_BYTE, Evaluation, EvaluationResult
 from ttrain.train.protocols import Dataset, Inputs, Outputs
 from ttrain.train.sampling.decode import cache_tensors
@@ -144,21 +144,8 @@ def _from_run(config: Config) -> tuple[OpenedModel, int | None]:
 
 
 def _from_folder(config: Config) -> tuple[OpenedModel, int | None]:
-    from ttrain.data.end_token import CONFIG_FILE, configured_end, read_tokenizer_config, token_text
-    from ttrain.train.checkpoint.hub_folder import find_folder
-
-    folder = find_folder(config.model.from_, weights=True)  # the config's checks hold it so
-
-    def required(text: str | None) -> str:
-        if text is None:
-            raise CheckpointError(
-                f"{folder} has no tokenizer.json, so its model reads no text. Bring the whole folder."
-            )
-        return text
-
-    given = of_weights(dataclasses.replace(config, data=TextConfig()), folder, required)
-    first = token_text(read_tokenizer_config(folder / CONFIG_FILE).get("bos_token"))
-    return given, end_id(given.tokenizer, first or configured_end(folder / CONFIG_FILE))
+    given = of_folder(dataclasses.replace(config, data=TextConfig()), "reads no text.")
+    return given, end_id(given.tokenizer, given.tokenizer_config.get("bos_token") or given.end_token)
 
 
 def _trace_scores(model: Any, rows: int, graph: Graph) -> None:

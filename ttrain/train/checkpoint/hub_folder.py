@@ -78,11 +78,30 @@ def read_architecture(folder: Path) -> dict[str, Any]:
         )
     name, family = _FAMILIES[kind]
     try:
-        return {"name": name, **family.config_from_transformers(config)}
+        sizes = {"name": name, **family.config_from_transformers(config)}
     except ConfigError as error:
         raise CheckpointError(f"its config.json: {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"its config.json is damaged ({type(error).__name__}: {error}).") from None
+    _check_sizes(folder, sizes)
+    return sizes
+
+
+def _check_sizes(folder: Path, sizes: dict[str, Any]) -> None:
+    """Raises CheckpointError for a size that no tensor of the folder comes near, before anything is built of it.
+
+    Weights that are not there, damaged or of slightly other shapes are told when they are read.
+    """
+    try:
+        tensors = read_folder(folder).values()
+    except CheckpointError:
+        return
+    largest = max((number for tensor in tensors for number in tensor.shape), default=0)
+    for key in ("layers", "heads", "kv_heads", "head_width", "width", "hidden", "vocabulary"):
+        value, bound = sizes.get(key), len(tensors) if key == "layers" else 10 * largest
+        if isinstance(value, int) and value > bound:
+            held = f"{len(tensors)} tensors of at most {largest} rows or columns"
+            raise CheckpointError(f"its config.json makes model.{key}={value}, but its weights are {held}.")
 
 
 def is_known(name: str) -> bool:

@@ -15,6 +15,7 @@ import ttrain
 from ttrain.core.errors import DataError, UserError
 from ttrain.core.files import sync_directory, to_json, write_synced
 from ttrain.core.units import format_count
+from ttrain.data.end_token import TOKEN_IDS, end_ids, token_text
 from ttrain.train.checkpoint.hub_folder import CONFIG, INDEX, WEIGHTS, is_known, written_config
 from ttrain.train.checkpoint.weights_file import write_safetensors
 from ttrain.train.protocols import Array
@@ -68,16 +69,29 @@ def write_folder(folder: Path, written: Written, shard_bytes: int) -> None:
 def _texts(written: Written) -> dict[str, str]:
     """Content of every file but those of weights."""
     config, files = written.model.config, {"README.md": written.card}
-    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    ids: dict[str, Any] = dict.fromkeys(TOKEN_IDS)
     if written.tokenizer is not None:
-        described: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.context}
+        described: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.longest}
         described["clean_up_tokenization_spaces"] = False
-        if (end := known_end(written.tokenizer, written.end_token)) is not None:
-            described["eos_token"], ids["eos_token_id"] = end
-        described |= written.tokenizer_config
+        end = known_end(written.tokenizer, written.end_token)
+        if end is not None:
+            described["eos_token"] = end[0]
+        described |= {key: value for key, value in written.tokenizer_config.items() if key not in TOKEN_IDS}
+        ids = _token_ids(written, None if end is None else end[1])
         files |= {"tokenizer.json": written.tokenizer, "tokenizer_config.json": to_json(described)}
     files[CONFIG] = to_json({**written_config(config), "dtype": "float32", **ids})
     return files | {"generation_config.json": to_json(ids)}
+
+
+def _token_ids(written: Written, end: int | None) -> dict[str, Any]:
+    """Those that the model came with, else those of the tokenizer's tokens; the end of a document ends a text too."""
+    from ttrain.data.library_tokenizer import LibraryTokenizer
+
+    known, tokenizer = written.tokenizer_config, LibraryTokenizer(written.tokenizer or "")
+    named = {name: token_text(known.get(name.removesuffix("_id"))) for name in TOKEN_IDS}
+    ids = {name: known.get(name, text and tokenizer.token_id(text)) for name, text in named.items()}
+    ends = list(dict.fromkeys([*end_ids(known), *([] if end is None else [end])]))
+    return ids | {"eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None}
 
 
 def known_end(tokenizer: str, named: str | None) -> tuple[str, int] | None:

@@ -87,7 +87,7 @@ def write_gguf(
 def _sizes(config: Any, described: Mapping[str, Any]) -> dict[str, Any]:
     """What a file says of a model, by the writer's methods; `described` is its config.json."""
     sizes = {
-        "context_length": config.context, "embedding_length": config.width, "block_count": config.layers,
+        "context_length": config.longest, "embedding_length": config.width, "block_count": config.layers,
         "feed_forward_length": getattr(config, "hidden", 4 * config.width), "head_count": config.heads,
     }  # fmt: skip
     if config.name == "gpt":

@@ -25,10 +25,13 @@ class Stop:
     def of(tokenizer: Any, texts: Sequence[str], end_token: str | None = None) -> Stop:
         """The token between documents, where the tokenizer has one, and `texts`, of which some may name special tokens.
 
-        `end_token` is data.end_token.
+        `end_token` is data.end_token. What the tokenizer's model says of its end counts too.
         """
+        from ttrain.data.end_token import end_ids
+
         special = special_tokens(tokenizer)
-        ids = {end_id(tokenizer, end_token), *(tokenizer.token_id(text) for text in texts if text in special)}
+        named = (tokenizer.token_id(text) for text in texts if text in special)
+        ids = {end_id(tokenizer, end_token), *end_ids(getattr(tokenizer, "config", {})), *named}
         return Stop(frozenset(ids - {None}), tuple(with_line_breaks(text) for text in texts if text not in special))
 
     def also(self, tokenizer: Any, text: str | None) -> Stop:
