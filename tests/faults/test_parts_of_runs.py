@@ -18,6 +18,7 @@ PURE = ["precision=bf16_pure", "optimizer.stochastic_rounding=true"]
 KEPT = {
     "moments": ["optimizer.state_dtype=bf16"],
     "moments, bf16 compute": ["optimizer.state_dtype=bf16", "precision=bf16"],
+    "moments of muon": ["optimizer=muon", "optimizer.state_dtype=bf16", "precision=bf16"],
     "all": PURE,
     "weights alone": [*PURE, "optimizer.state_dtype=fp32"],
     "sgd": [*PURE, "optimizer=sgd", "optimizer.momentum=0.9"],

@@ -12,16 +12,21 @@ import torch
 
 from tests.native.conftest import require_compiler
 from tests.optim.test_contract import gradient
-from tests.ttnn.runs import ENGINES, cpu, golden
+from tests.ttnn.runs import ENGINES, cpu, golden, gpt, llama, mlp
 from ttrain.core.spec import DType
 from ttrain.engine.state import State
+from ttrain.graph import Kind
+from ttrain.models.agillm import AGILLM
+from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.initialize import Normal
 from ttrain.nn.layers import Embedding, LayerNorm, Linear
-from ttrain.nn.module import Module
+from ttrain.nn.module import Module, Role
+from ttrain.optim.adafactor import Adafactor
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.groups import learning_rates
 from ttrain.optim.lion import Lion
-from ttrain.optim.settings import AdamWConfig, LionConfig
+from ttrain.optim.muon import Muon, NorMuon
+from ttrain.optim.settings import AdafactorConfig, AdamWConfig, LionConfig, MuonConfig, NorMuonConfig
 from ttrain.train.steps.step_graph import StepGraph
 
 PLACES = ("cpu dynamic", "cpu static", "cpu traced", "golden static")
@@ -36,8 +41,10 @@ class Layers(Module):
         self.config, self.compute = None, DType.FP32
         self.embedding = Embedding(11, 8, Normal(1.0))
         self.wide, self.tall = Linear(20, 8), Linear(8, 24)
+        self.packed = Linear(8, 24)
+        self.packed.weight.parts = 3
         self.norm = LayerNorm(8)
-        self.head = Linear(8, 11)
+        self.head = Linear(8, 11, role=Role.OUTPUT)
         self.name_parameters()
 
 
@@ -63,14 +70,68 @@ def cautious(name: str, p: Tensor, g: Tensor, kept: dict[str, Tensor], lr: float
     return p - lr * (change + 0.5 * torch.where(agreeing, p, 0))
 
 
-TABLE: dict[str, tuple[Any, Formula]] = {
-    "lion": (Lion(LionConfig(lr=0.01, weight_decay=0.5)), lion),
-    "cautious": (AdamW(AdamWConfig(lr=0.01, weight_decay=0.5, cautious=True)), cautious),
-}
+def adamw(name: str, p: Tensor, g: Tensor, kept: dict[str, Tensor], lr: float, step: int) -> Tensor:
+    m, v = (kept.get(key, torch.zeros_like(p)) for key in "mv")
+    kept |= {"m": 0.9 * m + 0.1 * g, "v": 0.95 * v + 0.05 * g**2}
+    change = kept["m"] / (1 - 0.9**step) / ((kept["v"] / (1 - 0.95**step)).sqrt() + 1e-8)
+    return decayed(p, lr, 0.5) - lr * change
+
+
+def newton_schulz(x: Tensor) -> Tensor:
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x
+
+
+def muon_direction(name: str, p: Tensor, g: Tensor, kept: dict[str, Tensor]) -> Tensor:
+    kept["m"] = 0.95 * kept.get("m", torch.zeros_like(p)) + 0.05 * g
+    look = 0.95 * kept["m"] + 0.05 * g
+    parts = look.split(len(p) // 3) if name == "packed.weight" else [look]
+    return torch.cat([newton_schulz(part) for part in parts])
+
+
+def muon(name: str, p: Tensor, g: Tensor, kept: dict[str, Tensor], lr: float, step: int) -> Tensor:
+    if name not in HIDDEN:
+        return adamw(name, p, g, kept, lr / 2, step)
+    rows = len(p) // 3 if name == "packed.weight" else len(p)
+    return decayed(p, lr, 0.5) - lr * 0.2 * max(rows, p.shape[1]) ** 0.5 * muon_direction(name, p, g, kept)
+
+
+def normuon(name: str, p: Tensor, g: Tensor, kept: dict[str, Tensor], lr: float, step: int) -> Tensor:
+    if name not in HIDDEN:
+        return adamw(name, p, g, kept, lr, step)
+    o = muon_direction(name, p, g, kept)
+    kept["v"] = 0.95 * kept.get("v", torch.zeros(len(p), 1)) + 0.05 * (o**2).mean(1, keepdim=True)
+    o = o / (kept["v"].sqrt() + 1e-8)
+    parts = o.split(len(p) // 3) if name == "packed.weight" else [o]
+    return decayed(p, lr, 0.5) - lr * torch.cat([0.2 * part.numel() ** 0.5 * part / part.norm() for part in parts])
+
+
+HIDDEN = ("wide.weight", "tall.weight", "packed.weight")
 
 
 def rate(step: int) -> float:
     return 1 / (1 + step % 7)
+
+
+def torch_adafactor(name: str, p: Tensor, g: Tensor, kept: dict[str, Any], lr: float, step: int) -> Tensor:
+    leaf = kept.setdefault("leaf", p.clone().requires_grad_(True))
+    decay = 0.5 * (p.dim() > 1)
+    made = kept.setdefault("made", torch.optim.Adafactor([leaf], eps=(1e-15, 1e-3), weight_decay=decay))
+    made.param_groups[0]["lr"], leaf.grad = lr, g
+    made.step()
+    return leaf.detach().clone()
+
+
+TABLE: dict[str, tuple[Any, Formula]] = {
+    "lion": (Lion(LionConfig(lr=0.01, weight_decay=0.5)), lion),
+    "muon": (Muon(MuonConfig(lr=0.01, adamw_lr=0.005, weight_decay=0.5)), muon),
+    "normuon": (NorMuon(NorMuonConfig(lr=0.01, weight_decay=0.5)), normuon),
+    "adafactor": (Adafactor(AdafactorConfig(lr=0.3, weight_decay=0.5)), torch_adafactor),
+    "cautious": (AdamW(AdamWConfig(lr=0.01, weight_decay=0.5, cautious=True)), cautious),
+}
 
 
 class Run:
@@ -116,3 +177,42 @@ def test_twenty_updates_are_those_of_the_formula(name: str, place: str) -> None:
     for path, wanted in values.items():
         scale = float(wanted.abs().max())
         np.testing.assert_allclose(run.state.read(path), wanted.numpy(), rtol=0, atol=1e-5 * scale, err_msg=path)
+
+
+def test_rows_that_pad_count_for_nothing_in_adafactor() -> None:
+    runs = []
+    for padding in (0, 5):
+        model = Layers()
+        for parameter in (model.embedding.weight, model.head.weight, model.head.bias):
+            assert parameter is not None
+            parameter.padding = padding
+        runs.append(Run("cpu static", Adafactor(AdafactorConfig(lr=0.3)), model))
+        for step in range(1, 4):
+            runs[-1].advance(step)
+    for name in runs[0].state.names(Kind.PARAMETER, Kind.OPTIMIZER):
+        plain, padded = (run.state.read(name) for run in runs)
+        np.testing.assert_allclose(plain, padded, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_muon_takes_the_hidden_matrices_of_every_model() -> None:
+    models: dict[Any, set[str]] = {
+        gpt(layers=1): {"qkv", "projection", "up", "down"},
+        gpt(layers=1, tied=False): {"qkv", "projection", "up", "down"},
+        llama(layers=1): {"query", "key", "value", "projection", "gate", "up", "down"},
+        mlp(layers=3): {"1"},
+        AGILLM(AGILLMConfig(layers=1, width=32, heads=2, rank=8, context=16, vocabulary=40)): {
+            "query", "key", "value", "projection", "rank_matrix", "up", "down",
+        },
+    }  # fmt: skip
+    for model, expected in models.items():
+        rules = {path: Muon(MuonConfig()).rule(p, True) for path, p in model.parameters().items()}
+        assert {rule.name for rule in rules.values()} == {"muon", "adamw"}
+        names = {path.removesuffix(".weight").rpartition(".")[2] for path, rule in rules.items() if rule.whole}
+        assert names == expected
+
+
+def test_what_adamw_updates_has_a_rate_of_its_own() -> None:
+    config = MuonConfig(lr=0.02, adamw_lr=0.003, group_lr={"head": 0.5, "wide": 2.0})
+    rates = learning_rates(Layers().parameters(), config, lambda step: 0.1)(1)
+    wanted = {"lr": 0.002, "lr/wide": 0.004, "lr/adamw": 0.0003, "lr/adamw/head": 0.00015, "lr/adamw/wide": 0.0006}
+    assert rates == pytest.approx(wanted) and next(iter(rates)) == "lr"

@@ -12,7 +12,15 @@ from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.settings import AGILLMConfig, GPTConfig, LlamaConfig, MLPConfig
 from ttrain.nn.precision import PrecisionConfig
-from ttrain.optim.settings import AdamWConfig, LionConfig, ScheduleConfig, SGDConfig
+from ttrain.optim.settings import (
+    AdafactorConfig,
+    AdamWConfig,
+    LionConfig,
+    MuonConfig,
+    NorMuonConfig,
+    ScheduleConfig,
+    SGDConfig,
+)
 from ttrain.train.settings import LoggerConfig, WandbConfig
 
 # Tables of names -> (config, target) that families of devices hold in their own folders.
@@ -61,6 +69,9 @@ for _names in FAMILIES:
 register("optimizer", "sgd", config=SGDConfig, target="ttrain.optim.sgd:SGD")
 register("optimizer", "adamw", config=AdamWConfig, target="ttrain.optim.adamw:AdamW")
 register("optimizer", "lion", config=LionConfig, target="ttrain.optim.lion:Lion")
+register("optimizer", "adafactor", config=AdafactorConfig, target="ttrain.optim.adafactor:Adafactor")
+register("optimizer", "muon", config=MuonConfig, target="ttrain.optim.muon:Muon")
+register("optimizer", "normuon", config=NorMuonConfig, target="ttrain.optim.muon:NorMuon")
 
 register("schedule", "constant", config=ScheduleConfig, target="ttrain.optim.schedules:constant")
 register("schedule", "linear", config=ScheduleConfig, target="ttrain.optim.schedules:linear")

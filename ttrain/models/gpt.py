@@ -35,6 +35,7 @@ class Attention(Module):
 
     def __init__(self, width: int, heads: int, config: GPTConfig, residual_std: float, stream: int) -> None:
         self.qkv = _linear(width, 3 * width, config.bias)
+        self.qkv.weight.parts = 3
         self.projection = _linear(width, width, config.bias, residual_std)
         self._heads, self._p, self._stream = heads, config.dropout, stream
         self._dropout = Dropout(config.dropout, stream + 1)

@@ -48,6 +48,7 @@ class Parameter:
     padding: int = 0
     trainable: bool = True
     role: Role = Role.HIDDEN
+    parts: int = 1  # matrices that lie one below the other in it, as of queries, keys and values; of equal size
 
     def __post_init__(self) -> None:
         if len(self.shape) < 2:

@@ -85,11 +85,31 @@ class Rule:
     over tensors of one shape, with lr and step fp32 [], the step counted from 1. It computes in fp32, and turns zeros
     into zeros. `slots` names the tensors that it keeps for a parameter, which start at zero; `settings` are the
     composite's attributes as (name, value) pairs.
+
+    With a `tail` it is no loop over elements but for whole tensors: any ops, on the gradient in the dtype that layers
+    compute in, and what it returns first is a direction. The tail, elementwise and without slots, takes that in place
+    of the gradient. `averaged` are slots that stay fp32, with the axis along which they have size 1 (None: no axis).
     """
 
     name: str
     slots: tuple[str, ...] = ()
     settings: tuple[tuple[str, float], ...] = ()
+    tail: Rule | None = None
+    averaged: tuple[tuple[str, int | None], ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether it needs whole tensors, so that a run of them can't be cut anywhere."""
+        return self.tail is not None
+
+    def slot_spec(self, slot: str, spec: TensorSpec) -> TensorSpec:
+        """Of one slot of a parameter, `spec` being that of a slot that is not averaged."""
+        averaged = dict(self.averaged)
+        if slot not in averaged:
+            return spec
+        along = averaged[slot]
+        dropped = None if along is None else along % spec.rank
+        return TensorSpec(tuple(1 if axis == dropped else size for axis, size in enumerate(spec.shape)))
 
     @property
     def body(self) -> Composite[..., Any]:

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from ttrain.core.errors import ConfigError
 from ttrain.core.names import did_you_mean
 from ttrain.core.spec import DType
-from ttrain.nn.module import Parameter
+from ttrain.nn.module import Parameter, Role
 from ttrain.ops.update import Rule
 from ttrain.optim.base import Optimizer
 from ttrain.optim.settings import OptimizerConfig
 
 LEARNING_RATE = "lr"  # step input of the parameters that no prefix of group_lr claims; others read lr/<prefix>
+ADAMW_RATE = "lr/adamw"  # likewise, of what muon leaves to AdamW, where optimizer.adamw_lr is given
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def parameter_runs(parameters: Mapping[str, Parameter], optimizer: Optimizer, co
     for path, parameter in trained(parameters, config).items():
         dtype = parameter.read_spec(compute).dtype
         decaying, clipped = decays(parameter, config.decay_rule), in_clip_scope(path, config)
-        key = (lr_input(path, config.group_lr), decaying, dtype, clipped, optimizer.rule(parameter, decaying))
+        key = (lr_input(path, parameter, config), decaying, dtype, clipped, optimizer.rule(parameter, decaying))
         found.setdefault(key, []).append(parameter)
     return [ParameterRun(*key, tuple(members)) for key, members in found.items()]
 
@@ -97,24 +98,36 @@ def in_clip_scope(path: str, config: OptimizerConfig) -> bool:
     return not config.clip_scope or longest(path, config.clip_scope) is not None
 
 
-def lr_input(path: str, prefixes: Iterable[str]) -> str:
+def orthogonalised(parameter: Parameter) -> bool:
+    """Whether muon updates a parameter by its own rule: a matrix between features of the model."""
+    return parameter.role is Role.HIDDEN and parameter.spec.rank == 2
+
+
+def lr_input(path: str, parameter: Parameter, config: OptimizerConfig) -> str:
     """The learning-rate input of a parameter: `lr/<prefix>` of the prefix that wins, else `lr`."""
-    prefix = longest(path, prefixes)
-    return LEARNING_RATE if prefix is None else f"{LEARNING_RATE}/{prefix}"
+    prefix, apart = longest(path, config.group_lr), ADAMW_RATE in _peaks(config) and not orthogonalised(parameter)
+    name = ADAMW_RATE if apart else LEARNING_RATE
+    return name if prefix is None else f"{name}/{prefix}"
+
+
+def _peaks(config: OptimizerConfig) -> dict[str, float]:
+    own = getattr(config, "adamw_lr", None)
+    return {LEARNING_RATE: config.lr} if own is None else {LEARNING_RATE: config.lr, ADAMW_RATE: own}
 
 
 def learning_rates(
     parameters: Mapping[str, Parameter], config: OptimizerConfig, schedule: Callable[[int], float]
 ) -> Callable[[int], dict[str, float]]:
-    """Step (from 1) -> every learning-rate input: lr * schedule(step), times the group's own factor.
+    """Step (from 1) -> every learning-rate input: its peak * schedule(step), times the group's own factor.
 
     `lr` comes first, and is there unless every trained parameter belongs to a prefix.
     """
     check_groups(parameters, config)
-    names = {lr_input(path, config.group_lr) for path in trained(parameters, config)}
-    factors = {LEARNING_RATE: 1.0, **{f"{LEARNING_RATE}/{key}": value for key, value in config.group_lr.items()}}
-    used = {name: factor for name, factor in factors.items() if name in names}
-    return lambda step: {name: config.lr * schedule(step) * factor for name, factor in used.items()}
+    names = {lr_input(path, parameter, config) for path, parameter in trained(parameters, config).items()}
+    factors = {"": 1.0, **{f"/{key}": value for key, value in config.group_lr.items()}}
+    every = {name + key: (peak, factor) for name, peak in _peaks(config).items() for key, factor in factors.items()}
+    used = {name: each for name, each in every.items() if name in names}
+    return lambda step: {name: peak * schedule(step) * factor for name, (peak, factor) in used.items()}
 
 
 def check_groups(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> None:

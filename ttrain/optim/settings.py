@@ -81,6 +81,47 @@ class LionConfig(OptimizerConfig):
 
 
 @dataclass
+class MuonConfig(OptimizerConfig):
+    """Muon (Jordan et al., 2024) for hidden matrices; AdamW for embeddings, heads, norms and biases."""
+
+    name: str = option("muon", "registered name of the optimizer")
+    lr: float = option(2e-3, "peak learning rate of hidden matrices", minimum=0)
+    adamw_lr: float | None = option(None, "peak learning rate of everything else; null takes lr", minimum=0)
+    weight_decay: float = option(0.1, "decoupled decay per unit of learning rate; see decay_rule", minimum=0)
+    momentum: float = option(0.95, "decay of the momentum of hidden matrices", minimum=0, below=1)
+    nesterov: bool = option(True, "look one step ahead along the momentum")
+    iterations: int = option(5, "Newton-Schulz iterations that make a momentum near orthogonal", minimum=1)
+    scale: str = option(
+        "rms",
+        "size of an orthogonal update: rms = that of AdamW's, so that one lr suits both (Liu et al., 2025), spectral = "
+        "sqrt(max(1, outputs / inputs)) as Jordan's, for an lr near 0.02",
+        choices=("rms", "spectral"),
+    )
+    betas: list[float] = option([0.9, 0.95], "AdamW's: decay of the first and second moment", minimum=0, below=1)
+    eps: float = option(1e-8, "AdamW's: added to the root of the second moment", minimum=FP32_NORMAL)
+
+
+@dataclass
+class NorMuonConfig(MuonConfig):
+    """NorMuon (Li et al., 2025): Muon whose rows are scaled to equal size; its scale is always rms."""
+
+    name: str = option("normuon", "registered name of the optimizer")
+    beta2: float = option(0.95, "decay of the mean square of a row of the update", minimum=0, below=1)
+
+
+@dataclass
+class AdafactorConfig(OptimizerConfig):
+    """Adafactor (Shazeer and Stern, 2018): second moments as means of rows and columns, no first moment."""
+
+    name: str = option("adafactor", "registered name of the optimizer")
+    lr: float = option(1e-2, "peak step relative to the root mean square of a parameter", minimum=0)
+    beta2_decay: float = option(-0.8, "the mean of squares takes step^beta2_decay of the newest", below=0)
+    eps: float = option(1e-15, "least root of a second moment", minimum=1e-18)
+    least_rms: float = option(1e-3, "least root mean square that a parameter is taken for", minimum=FP32_NORMAL)
+    threshold: float = option(1.0, "root mean square of an update that larger ones are scaled to", minimum=FP32_NORMAL)
+
+
+@dataclass
 class ScheduleConfig:
     """Learning rate over steps as a factor of optimizer.lr: warm-up from 0, then the named shape."""
 

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 import ttrain.ops
+import ttrain.optim.adafactor
 import ttrain.optim.adamw
 import ttrain.optim.lion
+import ttrain.optim.muon
 import ttrain.optim.sgd  # noqa: F401 - their rules are ops too
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Case, Op

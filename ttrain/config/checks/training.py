@@ -14,7 +14,15 @@ from ttrain.data.settings import DataConfig, DocumentsConfig, RegressionConfig, 
 from ttrain.models.settings import MLPConfig, TransformerConfig
 from ttrain.nn.precision import PrecisionConfig
 from ttrain.nn.settings import LoraConfig
-from ttrain.optim.settings import AdamWConfig, LionConfig, OptimizerConfig, ScheduleConfig, SGDConfig
+from ttrain.optim.settings import (
+    AdafactorConfig,
+    AdamWConfig,
+    LionConfig,
+    MuonConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    SGDConfig,
+)
 from ttrain.train.settings import (
     LoggerConfig,
     RunConfig,
@@ -61,8 +69,13 @@ def _documents_have_targets(model: Any, data: DataConfig, train: TrainConfig) ->
 def _optimizer(optimizer: Any) -> Iterator[str]:
     if isinstance(optimizer, SGDConfig) and optimizer.nesterov and optimizer.momentum == 0:
         yield "optimizer.nesterov=true: needs momentum. Give optimizer.momentum=0.9 or optimizer.nesterov=false."
-    if isinstance(optimizer, AdamWConfig | LionConfig) and len(optimizer.betas) != 2:
+    if isinstance(optimizer, AdamWConfig | LionConfig | MuonConfig) and len(optimizer.betas) != 2:
         yield f"optimizer.betas={optimizer.betas}: must hold two numbers, got {len(optimizer.betas)}."
+    if isinstance(optimizer, AdafactorConfig) and optimizer.state_dtype == "bf16":
+        yield (
+            "optimizer.state_dtype=bf16: adafactor keeps a number a row and column, in fp32: they change too little in "
+            "a step for bf16. Leave it out."
+        )
 
 
 @check

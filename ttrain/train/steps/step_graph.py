@@ -19,6 +19,7 @@ from ttrain.engine.state import StateTensor
 from ttrain.graph import Graph, Kind, Stage, Value
 from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED, LanguageModel, Model, ModelWithMetrics
 from ttrain.nn.module import Parameter, use
+from ttrain.ops.update import Rule
 from ttrain.optim.base import ROUNDING_SEED, STEP, STREAMS, Optimizer
 from ttrain.optim.clip import global_norms
 from ttrain.optim.groups import ParameterRun, parameter_runs
@@ -131,7 +132,8 @@ class StepGraph:
         batch = self.model.batch_specs(self.rows) if self.holds_batch else {}
 
         def tensor(name: str, spec: TensorSpec, kind: Kind, run: str, parameter: Parameter) -> StateTensor:
-            return StateTensor(name, spec, kind, run, parameter.padding)
+            padded = spec.shape[:1] == parameter.spec.shape[:1]  # not so where a slot is averaged over the rows
+            return StateTensor(name, spec, kind, run, parameter.padding * padded)
 
         tensors = [StateTensor(name, spec, Kind.CACHE) for name, spec in batch.items()]
         tensors += [tensor(p.path, p.spec, p.kind, run, p) for run, p in placed]
@@ -141,7 +143,10 @@ class StepGraph:
             tensors += [tensor(gradient_name(p), self._gradient_spec(p), Kind.GRADIENT, run, p) for run, p in members]
             for run in self.runs:
                 kept = [(slot, p) for slot in run.rule.slots for p in run.parameters]
-                tensors += [tensor(f"{p.path}/{s}", self._slot_spec(p), Kind.OPTIMIZER, run.name, p) for s, p in kept]
+                tensors += [
+                    tensor(f"{p.path}/{slot}", self._slot_spec(p, run.rule, slot), Kind.OPTIMIZER, run.name, p)
+                    for slot, p in kept
+                ]
         return [*tensors, *(buffer.state_tensor for buffer in self.model.buffers().values())]
 
     def _loss(self, graph: Graph, rows: int, training: bool) -> Value:
@@ -187,10 +192,10 @@ class StepGraph:
         """fp32 where micro-batches are summed, so that rounding does not add up; else as backward makes it."""
         return parameter.spec if self.accumulation > 1 else parameter.read_spec(self.model.compute)
 
-    def _slot_spec(self, parameter: Parameter) -> TensorSpec:
-        """Of an optimizer's tensor: in the weights' dtype, unless the config names one."""
+    def _slot_spec(self, parameter: Parameter, rule: Rule, slot: str) -> TensorSpec:
+        """Of an optimizer's tensor: in the weights' dtype, unless the config names one or the rule keeps it in fp32."""
         name = self.optimizer.config.state_dtype
-        return parameter.spec if name is None else parameter.spec.with_dtype(DType.parse(name))
+        return rule.slot_spec(slot, parameter.spec if name is None else parameter.spec.with_dtype(DType.parse(name)))
 
     @property
     def _scoped(self) -> bool:
@@ -218,29 +223,33 @@ class StepGraph:
             step = graph.input(STEP, SCALAR)
             for number, run in enumerate(self.runs):
                 with graph.scope(run.name):
+                    lr, scale = graph.input(run.lr, SCALAR), factor if run.clipped else None
                     lists = [[graph.state_value(p.path, p.spec, Kind.PARAMETER) for p in run.parameters]]
                     lists += [[by_path[p.path] for p in run.parameters], *self._slots(graph, run)]
+                    if run.rule.whole:
+                        lists[1:], scale = [_directions(run, lists, lr, step, scale)], None
                     copies = run.parameters[0].has_copy(self.model.compute)  # one run has one read dtype
                     if copies:
                         lists.append([use(graph, parameter, self.model.compute) for parameter in run.parameters])
                     stochastic = self._stochastic(run)
                     seed = graph.input(ROUNDING_SEED, SEED) if stochastic else None
                     ops.update(
-                        run.rule, lists, graph.input(run.lr, SCALAR), step, factor if run.clipped else None, seed,
+                        run.rule.tail or run.rule, lists, lr, step, scale, seed,
                         copies=copies, stochastic=stochastic, stream=STREAMS * number if stochastic else 0,
                     )  # fmt: skip
 
     def _slots(self, graph: Graph, run: ParameterRun) -> list[list[Value]]:
-        return [
-            [graph.state_value(f"{p.path}/{slot}", self._slot_spec(p), Kind.OPTIMIZER) for p in run.parameters]
-            for slot in run.rule.slots
-        ]
+        def slot_of(p: Parameter, slot: str) -> Value:
+            return graph.state_value(f"{p.path}/{slot}", self._slot_spec(p, run.rule, slot), Kind.OPTIMIZER)
+
+        return [[slot_of(p, slot) for p in run.parameters] for slot in run.rule.slots]
 
     def _stochastic(self, run: ParameterRun) -> tuple[int, ...]:
         """Which lists of a run's update are rounded stochastically: 0 the parameters, from 1 the slots."""
         config, parameter = self.optimizer.config, run.parameters[0]
-        asked = config.stochastic_rounding or config.state_dtype is not None
-        slots = range(1, 1 + len(run.rule.slots)) if asked and self._slot_spec(parameter).dtype is DType.BF16 else ()
+        asked = (config.stochastic_rounding or config.state_dtype is not None) and not run.rule.whole
+        specs = [self._slot_spec(parameter, run.rule, slot) for slot in run.rule.slots]
+        slots = [number for number, spec in enumerate(specs, 1) if asked and spec.dtype is DType.BF16]
         masters = config.stochastic_rounding and parameter.master is DType.BF16
         return (*((0,) if masters else ()), *slots)
 
@@ -248,3 +257,19 @@ class StepGraph:
 def gradient_name(parameter: Parameter) -> str:
     """Name of a parameter's gradient in the state."""
     return f"{parameter.path}/gradient"
+
+
+def _directions(
+    run: ParameterRun, lists: Sequence[Sequence[Value]], lr: Value, step: Value, factor: Value | None
+) -> list[Value]:
+    """What a rule of whole tensors puts in the place of each gradient of `lists`; the slots are updated."""
+    directions = []
+    for parameter, gradient, *slots in zip(*lists, strict=True):
+        wide = ops.cast(gradient, DType.FP32)
+        scaled = ops.cast(wide if factor is None else wide * factor, run.dtype)
+        states = [ops.cast(state, DType.FP32) for state in (parameter, *slots)]
+        direction, *new = run.rule.body(states[0], scaled, *states[1:], lr, step, **dict(run.rule.settings))
+        for state, value in zip(slots, new, strict=True):
+            ops.assign(state, ops.cast(value, state.spec.dtype))
+        directions.append(ops.assign(gradient, ops.cast(direction, gradient.spec.dtype)))
+    return directions

@@ -1,0 +1,124 @@
+"""Adafactor: the second moment of a matrix as the means of its rows and columns, so that next to nothing is kept."""
+
+from __future__ import annotations
+
+from math import prod
+
+from ttrain import ops
+from ttrain.core.spec import DType
+from ttrain.graph import Value
+from ttrain.graph.case import Case
+from ttrain.graph.composite import cases
+from ttrain.nn.module import Parameter
+from ttrain.ops.update import Rule, update_rule
+from ttrain.optim.base import EXAMPLE, update_cases
+from ttrain.optim.settings import AdafactorConfig
+
+
+@update_rule
+def adafactor(
+    parameter: Value,
+    gradient: Value,
+    rows: Value,
+    columns: Value,
+    lr: Value,
+    step: Value,
+    beta2_decay: float,
+    eps: float,
+    least_rms: float,
+    threshold: float,
+    padding: int,
+) -> tuple[Value, Value, Value]:
+    """Of a matrix g: R <- mean of g^2 over each row, C over each column, both averaged over steps with
+    beta2 = 1 - step^beta2_decay; u = g / sqrt(R C / mean(R)) (Shazeer and Stern, 2018). See _change.
+    """
+    g = ops.cast(gradient, DType.FP32)
+    square, kept = g * g, g.shape[-2] / (g.shape[-2] - padding)  # the rows that pad have no part in a mean over rows
+    rows = _averaged(rows, ops.mean(square, -1), step, beta2_decay)
+    columns = _averaged(columns, ops.mean(square, -2) * kept, step, beta2_decay)
+    variance = rows / _at_least(ops.mean(rows, -2) * kept, eps) * columns
+    change = _change(parameter, g, variance, lr, step, eps, least_rms, threshold, padding)
+    return change, rows, columns
+
+
+@update_rule
+def adafactor_vector(
+    parameter: Value,
+    gradient: Value,
+    variance: Value,
+    lr: Value,
+    step: Value,
+    beta2_decay: float,
+    eps: float,
+    least_rms: float,
+    threshold: float,
+    padding: int,
+) -> tuple[Value, Value]:
+    """Of what has no rows and columns: the mean of g^2 over steps is kept as it is."""
+    g = ops.cast(gradient, DType.FP32)
+    variance = _averaged(variance, g * g, step, beta2_decay)
+    return _change(parameter, g, variance, lr, step, eps, least_rms, threshold, padding), variance
+
+
+@update_rule
+def subtract_change(parameter: Value, change: Value, lr: Value, step: Value, weight_decay: float) -> Value:
+    """p <- p (1 - lr weight_decay) - change."""
+    return parameter * (1.0 - weight_decay * lr) - change
+
+
+def _averaged(mean: Value, new: Value, step: Value, beta2_decay: float) -> Value:
+    share = ops.exp(beta2_decay * ops.log(step))  # 1 at step 1, so the zeros of the start count for nothing
+    return mean + share * (new - mean)
+
+
+def _change(
+    parameter: Value,
+    gradient: Value,
+    variance: Value,
+    lr: Value,
+    step: Value,
+    eps: float,
+    least_rms: float,
+    threshold: float,
+    padding: int,
+) -> Value:
+    """rate * max(least_rms, rms(p)) / max(1, rms(u) / threshold) * u with u = g / sqrt(variance); the rate is the
+    smaller of lr and 1 / sqrt(step). The last `padding` rows are zeros that count for no mean.
+    """
+    shape = parameter.shape
+    count = prod((*(size - padding for size in shape[:1]), *shape[1:]))
+    u = gradient / ops.sqrt(_at_least(variance, eps * eps))
+    rate = -1.0 * ops.maximum(-1.0 * lr, -1.0 / ops.sqrt(step))
+    rms, size = (ops.global_norm([x]) * count**-0.5 for x in (parameter, u))
+    return u * (rate * _at_least(rms, least_rms) / _at_least(size * (1 / threshold), 1.0))
+
+
+def _at_least(x: Value, least: float) -> Value:
+    return ops.maximum(x, ops.full(x.graph, x.spec.with_shape(), least))
+
+
+class Adafactor:
+    """The rule of a matrix is adafactor, of a vector adafactor_vector."""
+
+    def __init__(self, config: AdafactorConfig) -> None:
+        self.config = config
+
+    def rule(self, parameter: Parameter, decays: bool) -> Rule:
+        config = self.config
+        settings = (
+            ("beta2_decay", config.beta2_decay), ("eps", config.eps), ("least_rms", config.least_rms),
+            ("threshold", config.threshold), ("padding", parameter.padding),
+        )  # fmt: skip
+        tail = Rule("subtract_change", (), (("weight_decay", config.weight_decay * decays),))
+        if parameter.spec.rank < 2:
+            return Rule("adafactor_vector", ("variance",), settings, tail, (("variance", None),))
+        return Rule("adafactor", ("rows", "columns"), settings, tail, (("rows", -1), ("columns", -2)))
+
+
+update_cases(Rule("subtract_change", (), (("weight_decay", 0.1),)))
+cases(subtract_change, Case(((4, 8), (4, 8), (), ()), {"weight_decay": 0.1}))
+for _shape in ((4, 8), (7,)):
+    _rule = Adafactor(AdafactorConfig()).rule(Parameter(_shape, EXAMPLE.initializer), True)
+    _slots = [_rule.slot_spec(slot, EXAMPLE.spec.with_shape(*_shape)).shape for slot in _rule.slots]
+    _positive = ("rows", "columns", "variance", "lr", "step")
+    cases(_rule.body, Case((_shape, _shape, *_slots, (), ()), dict(_rule.settings), positive=_positive))

@@ -1,0 +1,152 @@
+"""Muon: the momentum of a matrix, made near orthogonal. What is no hidden matrix is updated by AdamW."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+from ttrain import ops
+from ttrain.core.spec import DType
+from ttrain.graph import Value
+from ttrain.graph.case import Case
+from ttrain.graph.composite import cases
+from ttrain.nn.module import Parameter
+from ttrain.ops.update import Rule, update_rule
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.base import EXAMPLE, update_cases
+from ttrain.optim.groups import orthogonalised
+from ttrain.optim.settings import AdamWConfig, MuonConfig, NorMuonConfig
+
+QUINTIC = (3.4445, -4.7750, 2.0315)  # of Newton-Schulz: steepest at 0, singular values end between 0.7 and 1.2
+RMS = 0.2  # of an element of AdamW's update (Liu et al., 2025)
+_LEAST = 1e-7  # of a norm that is divided by
+
+
+@update_rule
+def muon(
+    parameter: Value,
+    gradient: Value,
+    momentum: Value,
+    lr: Value,
+    step: Value,
+    beta: float,
+    nesterov: bool,
+    iterations: int,
+    scale: float,
+    parts: int,
+) -> tuple[Value, Value]:
+    """m <- beta m + (1 - beta) g; the direction is scale * orthogonal(m), with Nesterov's look ahead of
+    beta m + (1 - beta) g (Jordan et al., 2024).
+    """
+    look, momentum = _momentum(gradient, momentum, beta, nesterov)
+    matrices = _matrices(ops.cast(look, gradient.spec.dtype), parts)
+    return ops.reshape(orthogonal(matrices, iterations, scale), gradient.shape), momentum
+
+
+@update_rule
+def normuon(
+    parameter: Value,
+    gradient: Value,
+    momentum: Value,
+    second: Value,
+    lr: Value,
+    step: Value,
+    beta: float,
+    nesterov: bool,
+    iterations: int,
+    scale: float,
+    parts: int,
+    beta2: float,
+) -> tuple[Value, Value, Value]:
+    """muon's direction o with every neuron's row as long as the others (Li et al., 2025): v <- b2 v + (1 - b2)
+    mean(o^2) over a row; o / (sqrt(v) + 1e-8) is scaled as a whole to the root mean square `scale` of an element.
+    """
+    look, momentum = _momentum(gradient, momentum, beta, nesterov)
+    matrices = _matrices(ops.cast(look, gradient.spec.dtype), parts)
+    o = ops.cast(ops.reshape(orthogonal(matrices, iterations, 1.0), gradient.shape), DType.FP32)
+    second = beta2 * second + (1 - beta2) * ops.mean(o * o, -1)
+    o = _matrices(o / (ops.sqrt(second) + 1e-8), parts)
+    size = sqrt(o.shape[-2] * o.shape[-1])
+    return ops.reshape(o * (scale * size / (_norm(o) + _LEAST)), gradient.shape), momentum, second
+
+
+@update_rule
+def descend(parameter: Value, direction: Value, lr: Value, step: Value, weight_decay: float) -> Value:
+    """p <- p (1 - lr weight_decay) - lr d."""
+    return parameter * (1.0 - weight_decay * lr) - lr * direction
+
+
+def _momentum(gradient: Value, momentum: Value, beta: float, nesterov: bool) -> tuple[Value, Value]:
+    """Where to go, and the new momentum, in fp32."""
+    wide = (1 - beta) * ops.cast(gradient, DType.FP32)
+    momentum = beta * momentum + wide
+    return (beta * momentum + wide if nesterov else momentum), momentum
+
+
+def _matrices(x: Value, parts: int) -> Value:
+    """[parts * m, n] as [parts, m, n]; one part stays as it is."""
+    return x if parts == 1 else ops.reshape(x, (parts, x.shape[0] // parts, x.shape[1]))
+
+
+def _norm(x: Value) -> Value:
+    """Frobenius norms of matrices, fp32 [..., 1, 1]."""
+    wide = ops.cast(x, DType.FP32)
+    total = ops.reduce_sum(wide * wide, (x.spec.rank - 2, x.spec.rank - 1))
+    return ops.reshape(ops.sqrt(total), (*x.shape[:-2], 1, 1))
+
+
+def orthogonal(x: Value, iterations: int, scale: float) -> Value:
+    """scale * U V^T of x = U S V^T, nearly: x [..., m, n] over its norm, then X <- a X + (b A + c A^2) X with A = X X^T
+    in x's dtype, or with A on the other side where x is tall (Newton-Schulz; Bernstein and Newhouse, 2024).
+    """
+    tall = x.shape[-2] > x.shape[-1]
+    x = ops.cast(ops.cast(x, DType.FP32) * (1.0 / (_norm(x) + _LEAST)), x.spec.dtype)
+    for left in reversed(range(iterations)):
+        a, b, c = (number if left else number * scale for number in QUINTIC)
+        gram = ops.matmul(x, x, transpose_a=tall, transpose_b=not tall)
+        polynomial = b * gram + c * ops.matmul(gram, gram)
+        x = a * x + (ops.matmul(x, polynomial) if tall else ops.matmul(polynomial, x))
+    return x
+
+
+class Muon:
+    """The rule of a hidden matrix is muon, of everything else AdamW's."""
+
+    def __init__(self, config: MuonConfig) -> None:
+        self.config = config
+        self._others = AdamW(AdamWConfig(betas=config.betas, eps=config.eps, weight_decay=config.weight_decay))
+
+    def rule(self, parameter: Parameter, decays: bool) -> Rule:
+        if not orthogonalised(parameter):
+            return self._others.rule(parameter, decays)
+        config, (m, n) = self.config, (parameter.shape[0] // parameter.parts, parameter.shape[1])
+        scale = RMS * sqrt(max(m, n)) if config.scale == "rms" else sqrt(max(1, m / n))
+        settings = (
+            ("beta", config.momentum), ("nesterov", config.nesterov), ("iterations", config.iterations),
+            ("scale", scale), ("parts", parameter.parts),
+        )  # fmt: skip
+        tail = Rule("descend", (), (("weight_decay", config.weight_decay * decays),))
+        return self._rule(settings, tail)
+
+    def _rule(self, settings: tuple[tuple[str, float], ...], tail: Rule) -> Rule:
+        return Rule("muon", ("momentum",), settings, tail)
+
+
+class NorMuon(Muon):
+    """The rule of a hidden matrix is normuon, of everything else AdamW's."""
+
+    config: NorMuonConfig
+
+    def _rule(self, settings: tuple[tuple[str, float], ...], tail: Rule) -> Rule:
+        given = {**dict(settings), "scale": RMS, "beta2": self.config.beta2}
+        averaged = (("second_moment", -1),)
+        return Rule("normuon", ("momentum", "second_moment"), tuple(given.items()), tail, averaged)
+
+
+for _rule in (Muon(MuonConfig()).rule(EXAMPLE, True), NorMuon(NorMuonConfig()).rule(EXAMPLE, True)):
+    _shapes = [_rule.slot_spec(slot, EXAMPLE.spec).shape for slot in _rule.slots]
+    cases(
+        _rule.body,
+        Case(((4, 8), (4, 8), *_shapes, (), ()), dict(_rule.settings), positive=("second",) * len(_shapes[1:])),
+    )
+update_cases(Rule("descend", (), (("weight_decay", 0.1),)))
+cases(descend, Case(((4, 8), (4, 8), (), ()), {"weight_decay": 0.1}))
