@@ -9,17 +9,24 @@ import json
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ttrain import ops
 from ttrain.bench import folder as folders
+from ttrain.bench.engines import EngineContender
+from ttrain.bench.expected import roof_facts
 from ttrain.bench.plot import draw
 from ttrain.bench.report import markdown, notes, print_result
 from ttrain.bench.results import CaseResult, Result, Row, read_earlier
-from ttrain.bench.tables import speed_table
+from ttrain.bench.tables import roof_table, speed_table
 from ttrain.cli import main
 from ttrain.core.errors import UserError
+from ttrain.core.spec import TensorSpec
+from ttrain.graph import Graph
+from ttrain.train.forecast.peak import Rates
 
 
 def result(static_ms: float = 0.5, threads: int = 2) -> Result:
@@ -56,6 +63,33 @@ def test_a_reader_is_told_what_to_make_of_it(capsys: Any, tmp_path: Path) -> Non
     assert "Other processes used 50 % of the CPU cores" in shown
     assert "traced: failed, no [bold] compiler | here." in shown
     assert "bench.compare=" in shown
+
+
+def test_what_kernels_take_at_the_roof_stands_beside_the_step() -> None:
+    case = result().cases[0]
+    assert roof_table(case) == []
+    case.rows["static"].facts = {
+        "roof": {"flops": 3 * 10**9, "nbytes": 2**30, "flops_ms": 0.2, "nbytes_ms": 0.1, "ms": 0.25}
+    }
+    assert roof_table(case)[1:] == [["static", "3.0G", "0.2", "1.0 GiB", "0.1", "0.25", "0.5", "50 %"]]
+
+
+def test_roof_facts_add_up_the_kernels_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ttrain.train.forecast.peak.measured_rates", lambda *_: Rates(1e9, 1e6))
+    graph = Graph()
+    x, weight = graph.input("x", TensorSpec((100, 200))), graph.input("weight", TensorSpec((200, 300)))
+    launched = [ops.matmul(x, weight).producer, ops.add(weight, weight).producer]
+    contender: Any = EngineContender.__new__(EngineContender)
+    contender.built = SimpleNamespace(plan=SimpleNamespace(launched=launched))
+    device: Any = SimpleNamespace(name="cpu")
+    roof = roof_facts(contender, device, "fp32", 0)["roof"]
+    moved = 4 * (100 * 200 + 200 * 300 + 100 * 300), 4 * 2 * 200 * 300
+    assert (roof["flops"], roof["nbytes"]) == (2 * 100 * 200 * 300 + 200 * 300, sum(moved))
+    # The product takes its bytes, so does the sum; with slower operations the product takes those.
+    assert roof["ms"] == pytest.approx(1e3 * sum(moved) / 1e6)
+    monkeypatch.setattr("ttrain.train.forecast.peak.measured_rates", lambda *_: Rates(1e7, 1e6))
+    roof = roof_facts(contender, device, "fp32", 0)["roof"]
+    assert roof["ms"] == pytest.approx(1e3 * (12e6 / 1e7 + moved[1] / 1e6))
 
 
 def test_a_comparison_shows_both_and_names_what_else_changed(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def tables_of(case: CaseResult, kind: str, earlier: Earlier | None) -> list[Line
     elif kind == "memory":
         found = [memory_table(case), speed_table(case, earlier)]
     else:
-        found = [speed_table(case, earlier), ratio_table(case), start_table(case)]
+        found = [speed_table(case, earlier), ratio_table(case), roof_table(case), start_table(case)]
     return [lines for lines in found if lines]
 
 
@@ -60,6 +60,19 @@ def ratio_table(case: CaseResult) -> Lines:
         cells = [f"{times.ratio:.2f} ({times.low:.2f} – {times.high:.2f})" if times else "" for times in found]
         lines.append([row.contender, *cells])
     return lines if ours and len(timed) > 1 else []
+
+
+def roof_table(case: CaseResult) -> Lines:
+    """A step at the machine's measured rates, beside ours: every kernel its FLOPs or bytes, whichever takes longer."""
+    lines = [["at the roof", "FLOP", "by FLOP/s", "bytes", "by bytes/s", "roof ms", "ms/step", "of roof"]]
+    for row in case.rows.values():
+        roof, steps = row.facts.get("roof"), row.spread
+        if roof and steps:
+            flops, moved = format_count(roof["flops"]), format_bytes(roof["nbytes"])
+            sums = flops, ms(roof["flops_ms"]), moved, ms(roof["nbytes_ms"])
+            share = f"{100 * roof['ms'] / steps.median:.0f} %"
+            lines.append([row.contender, *sums, ms(roof["ms"]), ms(steps.median), share])
+    return lines if len(lines) > 1 else []
 
 
 def start_table(case: CaseResult) -> Lines:

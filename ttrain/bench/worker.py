@@ -22,6 +22,7 @@ import psutil
 from ttrain.bench.check import STEPS, FirstSteps, agreement, first_steps
 from ttrain.bench.contender import Contender
 from ttrain.bench.engines import EngineContender, step_graph
+from ttrain.bench.expected import expected_seconds, roof_facts
 from ttrain.bench.interleave import Seat, interleave
 from ttrain.bench.memory import PeakMemory, return_free_memory
 from ttrain.bench.reason import reason
@@ -191,7 +192,8 @@ def together(order: Mapping[str, Any], emit: Emit) -> None:
     for turns in interleave(seats, order["rounds"], order["seconds"], each=opened.name == "cpu", seed=case.seed):
         emit({"event": "round", "turns": [asdict(turn) for turn in turns], "others_cpu": cpu.others()})
     for contender in built:
-        emit({"event": "facts", "contender": contender.name, "facts": contender.facts()})
+        roof = roof_facts(contender, opened, str(case.dtypes.compute), order["device"].get("index", 0))
+        emit({"event": "facts", "contender": contender.name, "facts": contender.facts() | roof})
     if order.get("planned"):
         _plan(case, built, opened, emit)
     for contender in built:
@@ -200,8 +202,6 @@ def together(order: Mapping[str, Any], emit: Emit) -> None:
 
 def _plan(case: Case, built: Sequence[Contender], opened: Device, emit: Emit) -> None:
     """What `task=plan` expects of a step, from kernels that are timed now: while the machine is as it was just now."""
-    from ttrain.bench.expected import expected_seconds
-
     for contender in built:
         seconds = expected_seconds(contender, opened)
         if seconds is not None:

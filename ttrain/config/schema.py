@@ -56,14 +56,19 @@ class PlanConfig:
 
 @dataclass
 class ProfileConfig:
-    """What task=profile measures with the profiler of a device."""
+    """What task=profile measures: the nodes of a step, or on Tenstorrent what the device's own profiler reports."""
 
-    steps: int = option(3, "training steps that are profiled; with profile.csv the steps that it covers", minimum=1)
+    steps: int = option(5, "training steps that are profiled; with profile.csv the steps that it covers", minimum=1)
+    top: int = option(20, "nodes in the table, those first that take longest", minimum=1)
     csv: str | None = option(
         None, "report of such a profiler to read instead of running, such as cpp_device_perf_report.csv",
         path=True,
     )  # fmt: skip
-    json: str | None = option(None, "file to write the same numbers into", path=True)
+    json: str | None = option(None, "file to write the same numbers into, of every node", path=True)
+    trace: str | None = option(
+        None, "file for one step as a timeline in Chrome's trace format, which ui.perfetto.dev opens; not for "
+        "Tenstorrent devices", path=True,
+    )  # fmt: skip
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -235,6 +236,11 @@ class Device(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until everything launched so far is done."""
+
+    def stamp(self) -> Callable[[], float]:
+        """When everything launched so far is done, in seconds since some moment; to be called after `synchronize`."""
+        self.synchronize()
+        return partial(float, time.perf_counter())
 
     @abstractmethod
     def memory(self) -> dict[str, int]:

@@ -90,10 +90,11 @@ class Step(ABC):
         """
 
     @abstractmethod
-    def inspect(self, inputs: Mapping[str, HostValue], look: Look) -> bool:
+    def inspect(self, inputs: Mapping[str, HostValue], look: Look, ready: Launch | None = None) -> bool:
         """Runs node by node and shows each one to `look` while its outputs are there, until that says True.
 
-        Returns whether it did: the nodes behind have not run then. Slow, and only for a step that went wrong.
+        Returns whether it did: the nodes behind have not run then. `ready` is called once the inputs are there. For a
+        step that went wrong, and to profile one.
         """
 
     def launches(self) -> list[Launch]:

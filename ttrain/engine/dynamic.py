@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Arena, Buffer, Kernel, of_side
+from ttrain.device.base import Arena, Buffer, Kernel, Launch, of_side
 from ttrain.engine.base import Engine, HostValue, Look, Step, Trace, host_outputs, traced_graph
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind
@@ -41,11 +41,13 @@ class DynamicStep(Step):
         with self._counted():
             return self._run(inputs, look=None)[0]
 
-    def inspect(self, inputs: Mapping[str, HostValue], look: Look) -> bool:
+    def inspect(self, inputs: Mapping[str, HostValue], look: Look, ready: Launch | None = None) -> bool:
         with self.engine.device.watched(f"step {self.name}"):
-            return self._run(inputs, look)[1]
+            return self._run(inputs, look, ready)[1]
 
-    def _run(self, inputs: Mapping[str, HostValue], look: Look | None) -> tuple[dict[str, Any], bool]:
+    def _run(
+        self, inputs: Mapping[str, HostValue], look: Look | None, ready: Launch | None = None
+    ) -> tuple[dict[str, Any], bool]:
         """Outputs, and whether `look` ended the step at a node; then there are none."""
         device, tape = self.engine.device, _Tape(self.engine)
         arrays = self._arrays(inputs)
@@ -53,6 +55,8 @@ class DynamicStep(Step):
             tape.inputs[key] = tape.allocate(self.inputs[key], f"input {key}")
         device.upload_inputs({key: buffer for key, (_, _, buffer) in tape.inputs.items()}, arrays)
         self._record()
+        if ready is not None:
+            ready()
         try:
             for node, done in self._order:
                 tape.launch(node)

@@ -131,12 +131,14 @@ class StaticStep(Step):
         """Run the bound plan once."""
         bound.run()
 
-    def inspect(self, inputs: Mapping[str, HostValue], look: Look) -> bool:
+    def inspect(self, inputs: Mapping[str, HostValue], look: Look, ready: Launch | None = None) -> bool:
         device = self.engine.device
         arrays = self._arrays(inputs)
         with device.watched(f"step {self.name}"):
             bound = self.take_addresses()
             device.upload_inputs(bound.inputs, arrays)
+            if ready is not None:
+                ready()
             return bound.inspect(look)
 
     def launches(self) -> list[Launch]:

@@ -1,11 +1,15 @@
-"""task=profile: what a device does during training steps, by its own profiler."""
+"""task=profile: what a device does during training steps, node by node or by the device's own profiler."""
 
 from __future__ import annotations
 
 import dataclasses
 import tempfile
-from contextlib import closing
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ttrain.config import build
 from ttrain.config.registry import family_that
@@ -13,17 +17,33 @@ from ttrain.config.schema import Config
 from ttrain.core.files import to_json, write_chosen
 from ttrain.core.tables import plain_table
 from ttrain.core.waiting import waited_for
-from ttrain.device.family import Profile, family_of
+from ttrain.device.family import Profile, Profiler, family_of
+
+if TYPE_CHECKING:
+    from ttrain.device.base import Device
+    from ttrain.train.forecast.node_profile import NodeProfile
+    from ttrain.train.steps.driver import Driver
 
 WARM_UP = 3  # steps that build programs, and capture where the engine does
 
 
 def run(config: Config) -> None:
-    """Prints the tables, and writes profile.json=<file> if asked. Raises UserError where there is no profiler."""
-    profile = _given(config) if config.profile.csv is not None else _measured(config)
+    """Prints the tables, and writes profile.json=<file> and profile.trace=<file> if asked.
+
+    Raises UserError where nothing can be profiled.
+    """
+    chosen = config.profile
+    if chosen.csv is not None:
+        profile: Profile = _given(config)
+    elif family_of(config.device).profiles:
+        profile = _by_device(config)
+    else:
+        profile = nodes = _by_node(config)
+        if chosen.trace is not None:
+            write_chosen("profile.trace", Path(chosen.trace), to_json(nodes.trace()))
     print("\n".join(plain_table(table) for table in profile.tables()))
-    if config.profile.json is not None:
-        write_chosen("profile.json", Path(config.profile.json), to_json(profile.to_dict()))
+    if chosen.json is not None:
+        write_chosen("profile.json", Path(chosen.json), to_json(profile.to_dict()))
 
 
 def _given(config: Config) -> Profile:
@@ -33,28 +53,62 @@ def _given(config: Config) -> Profile:
     return family.read_profile(Path(str(config.profile.csv)), config.profile.steps)
 
 
-def _measured(config: Config) -> Profile:
+def _by_device(config: Config) -> Profile:
     """Steps on the device, with its profiler on."""
+    with tempfile.TemporaryDirectory() as folder:
+        profiler: Profiler | None = family_of(config.device).profiler(config.device, Path(folder))
+        assert profiler is not None  # its family profiles
+        steps, config = config.profile.steps, dataclasses.replace(config, device=profiler.config)
+        with _warmed(config, steps) as (device, drive):
+            profiler.warm(device)
+            for number in waited_for(range(WARM_UP + 1, WARM_UP + steps + 1), "Profiling steps"):
+                drive(number)
+            return profiler.profile(device, steps)
+
+
+def _by_node(config: Config) -> NodeProfile:
+    """Every other step runs node by node, each of them timed; the steps between tell what that costs."""
+    from ttrain.train.forecast.node_profile import NodeProfile, Stopwatch
+    from ttrain.train.forecast.peak import measured_rates
+
+    with _warmed(config, 2 * config.profile.steps) as (device, drive):
+        rates = measured_rates(device.name, str(config.precision.compute), config.device.index)
+        assert rates is not None  # checked with the config
+        watch, plain, watched, spans = Stopwatch(device), [], [], []
+        for number in waited_for(range(WARM_UP + 1, WARM_UP + 2 * config.profile.steps, 2), "Profiling steps"):
+            for at in (number, number + 1):
+                inputs = (*drive.inputs(at), at)
+                if at == number:
+                    plain.append(_seconds(device, partial(drive.step, *inputs)))
+                else:
+                    watched.append(_seconds(device, partial(drive.step.inspect, *inputs, watch.look, watch.ready)))
+            spans.append(watch.spans())
+        return NodeProfile.of(device.name, config.engine.name, config.profile.top, plain, watched, rates, spans)
+
+
+def _seconds(device: Device, call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    device.synchronize()
+    return time.perf_counter() - start
+
+
+@contextmanager
+def _warmed(config: Config, steps: int) -> Iterator[tuple[Device, Driver]]:
+    """The open device, and what drives so many steps more than those that warm it up."""
     from ttrain.train.steps.length_schedule import DataReader, Position
 
     dataset = build.build_dataset(config.data, config.model, config.train.length_schedule)
     config = dataclasses.replace(config, lora=build.with_adapters(config.lora, config.source.explicit))
     model = build.build_model(*config.model_parts, dataset.vocabulary)
-    with tempfile.TemporaryDirectory() as folder:
-        profiler = family_of(config.device).profiler(config.device, Path(folder))
-        assert profiler is not None  # checked with the config
-        config = dataclasses.replace(config, device=profiler.config)
-        device = build.build_device(config.device, config.precision)
-        with closing(device), closing(build.build_session(model, device, *config.step_parts)) as session:
-            session.initialize(config.run.seed)
-            steps = {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
-            last = WARM_UP + config.profile.steps
-            reader = DataReader.of(config.train, getattr(dataset, "context", 1), 0, Position())
-            batch = reader.batches(dataset, config.run.seed)
-            drive = build.build_driver(model, device, steps, batch, *config.rate_parts, config.run.seed, last=last)
-            for number in waited_for(range(1, WARM_UP + 1), "Warming up"):
-                drive(number)
-            profiler.warm(device)
-            for number in waited_for(range(WARM_UP + 1, last + 1), "Profiling steps"):
-                drive(number)
-            return profiler.profile(device, config.profile.steps)
+    device = build.build_device(config.device, config.precision)
+    with closing(device), closing(build.build_session(model, device, *config.step_parts)) as session:
+        session.initialize(config.run.seed)
+        built = {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
+        reader = DataReader.of(config.train, getattr(dataset, "context", 1), 0, Position())
+        batch = reader.batches(dataset, config.run.seed)
+        last = WARM_UP + steps
+        drive = build.build_driver(model, device, built, batch, *config.rate_parts, config.run.seed, last=last)
+        for number in waited_for(range(1, WARM_UP + 1), "Warming up"):
+            drive(number)
+        yield device, drive

@@ -46,14 +46,17 @@ def _prepare(task: TaskConfig, data: DataConfig, prepare: PrepareConfig) -> Iter
 
 @check
 def _profile(task: TaskConfig, device: DeviceConfig, profile: ProfileConfig) -> Iterator[str]:
-    if task.name != "profile" or profile.csv is not None:
+    if task.name != "profile":
         return
     family, profiled = family_of(device), family_that(lambda each: each.profiles)
-    if not family.profiles or family.mode(device) == MOCK:
+    if profile.csv is None and (device.name == "null" or family.mode(device) == MOCK):
         yield (
-            f"task=profile: {family.named(device)} has no device profiler. Give a {profiled.title} card or "
-            "simulator, or profile.csv=<its report>; task=plan plan.show=ops tells what ops cost on any device."
+            f"task=profile: {family.named(device)} computes nothing that takes time. Give device=cpu, device=cuda, a "
+            f"{profiled.title} card or simulator, or profile.csv=<its report>; task=plan plan.show=ops tells what ops "
+            "cost on any device."
         )
+    if profile.trace is not None and (profile.csv is not None or family.profiles):
+        yield "profile.trace: a device's own profiler gives no timeline. Give device=cpu or device=cuda, or null."
 
 
 @check

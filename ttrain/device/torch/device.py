@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -62,6 +62,7 @@ class TorchDevice(Device):
         self.device = torch.device(kind, index) if kind == "cuda" else torch.device("cpu")
         self.context = Context.of(self.device, self.threads)
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._first_event: torch.cuda.Event | None = None
         self._closed = False
 
     @cached_property
@@ -108,6 +109,14 @@ class TorchDevice(Device):
     def synchronize(self) -> None:
         if self.kind == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def stamp(self) -> Callable[[], float]:
+        if self.kind != "cuda":
+            return super().stamp()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        first = self._first_event = self._first_event or event
+        return lambda: first.elapsed_time(event) / 1e3
 
     def memory(self) -> dict[str, int]:
         """Bytes. On the CPU of the whole process (resident set), on a GPU of torch's allocator."""

@@ -34,7 +34,11 @@ class Rates:
 
     def seconds(self, node: Node) -> float:
         """About what a kernel takes, from its operations and bytes."""
-        return LEAST + max(node.op.flops(node) / self.flops, node.op.nbytes(node) / self.nbytes) / REACHED
+        return LEAST + self.roof(node.op.flops(node), node.op.nbytes(node)) / REACHED
+
+    def roof(self, flops: int, nbytes: int) -> float:
+        """Seconds at these rates: of the operations or of the bytes, whichever takes longer."""
+        return max(flops / self.flops, nbytes / self.nbytes)
 
 
 _rates: dict[str, Rates] = {}  # as this process measured them

@@ -92,9 +92,19 @@ class TrainStep:
         """
         return StepUnderWay(self, batch, rates, step, following)
 
-    def inspect(self, batch: Batch, rates: Mapping[str, float], step: int, look: Look) -> bool:
-        """The step node by node, until `look` says True; whether it did. A guarded step's update is left out."""
-        return any(self._steps[name].inspect(inputs, look) for name, inputs in self.calls(batch, rates, step))
+    def inspect(
+        self,
+        batch: Batch,
+        rates: Mapping[str, float],
+        step: int,
+        look: Look,
+        ready: Callable[[], object] | None = None,
+    ) -> bool:
+        """The step node by node, until `look` says True; whether it did. A guarded step's update is left out.
+
+        `ready` is called before the first node of every call, once the device has its inputs.
+        """
+        return any(self._steps[name].inspect(inputs, look, ready) for name, inputs in self.calls(batch, rates, step))
 
     def calls(self, batch: Batch, rates: Mapping[str, float], step: int) -> list[Call]:
         """Built steps with their inputs, in order; not the update of a guarded step, which hangs on the others."""

@@ -1,0 +1,204 @@
+"""What each node of a step took, beside what the machine could do at best; as tables, values and a timeline."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from statistics import median
+from typing import Any
+
+from ttrain.core.tables import Table
+from ttrain.core.units import format_bytes, format_count
+from ttrain.device.base import Device
+from ttrain.device.timing import duration
+from ttrain.graph.graph import Node
+from ttrain.train.forecast.peak import Rates
+
+Span = tuple[Node, float, float]  # a node, and when it began and ended, in seconds
+
+
+class Stopwatch:
+    """Takes the times of the nodes that a step shows it, one step after another."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._stamps: list[tuple[Node | None, Callable[[], float]]] = []
+
+    def ready(self) -> None:
+        """The next node begins now."""
+        self._stamps.append((None, self._device.stamp()))
+
+    def look(self, node: Node, _read: object) -> bool:
+        """It has been launched."""
+        self._stamps.append((node, self._device.stamp()))
+        return False
+
+    def spans(self) -> list[Span]:
+        """Of the step that ran, which is forgotten."""
+        self._device.synchronize()
+        stamps, self._stamps = [(node, when()) for node, when in self._stamps], []
+        pairs = pairwise(stamps)
+        return [(node, before, after) for (_, before), (node, after) in pairs if node is not None]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What some launches of one step took, did and moved."""
+
+    launches: int
+    seconds: float
+    flops: int
+    nbytes: int
+    roof: float  # seconds at the machine's rates
+
+    @classmethod
+    def of(cls, parts: Iterable[Share]) -> Share:
+        rows = [(part.launches, part.seconds, part.flops, part.nbytes, part.roof) for part in parts]
+        launches, seconds, flops, nbytes, roof = map(sum, zip(*rows, strict=True))
+        return cls(int(launches), seconds, int(flops), int(nbytes), roof)
+
+    def cells(self, whole: float) -> tuple[str, ...]:
+        """For a table: count, time, share of the step, work and rates, share of the roof."""
+        seconds = max(self.seconds, 1e-12)
+        return (
+            str(self.launches), duration(self.seconds), f"{self.seconds / whole:.1%}", format_count(self.flops),
+            format_bytes(self.nbytes), format_count(self.flops / seconds), format_bytes(int(self.nbytes / seconds)),
+            f"{self.roof / seconds:.0%}",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class NodeProfile:
+    """Of one optimizer step: medians over `steps` steps."""
+
+    device: str
+    engine: str
+    steps: int
+    top: int
+    plain: float  # seconds of a step that nobody looks into
+    watched: float  # seconds of one whose nodes are timed
+    rates: Rates
+    nodes: Mapping[Node, Share]
+    timeline: Sequence[Span] = field(repr=False)  # of the last step
+
+    @classmethod
+    def of(
+        cls, device: str, engine: str, top: int, plain: Sequence[float], watched: Sequence[float], rates: Rates,
+        steps: Sequence[Sequence[Span]],
+    ) -> NodeProfile:  # fmt: skip
+        """From the seconds of plain and of watched steps, and the spans of the latter."""
+        taken: dict[Node, list[float]] = {}
+        for spans in steps:
+            sums: dict[Node, float] = {}
+            for node, begin, end in spans:
+                sums[node] = sums.get(node, 0.0) + end - begin
+            for node, took in sums.items():
+                taken.setdefault(node, []).append(took)
+        counts = {node: sum(span[0] is node for span in steps[-1]) for node in taken}
+        nodes = {}
+        for node, seconds in taken.items():
+            count, flops, nbytes = counts[node] or 1, node.op.flops(node), node.op.nbytes(node)
+            times = count * flops, count * nbytes
+            nodes[node] = Share(count, median(seconds), *times, count * rates.roof(flops, nbytes))
+        return cls(device, engine, len(steps), top, median(plain), median(watched), rates, nodes, steps[-1])
+
+    @property
+    def whole(self) -> Share:
+        return Share.of(self.nodes.values())
+
+    @property
+    def overhead(self) -> float:
+        """Share by which timing the nodes makes a step longer."""
+        return self.watched / self.plain - 1
+
+    def by(self, key: Callable[[Node], str]) -> dict[str, Share]:
+        """Nodes of one key together, those first that take longest."""
+        groups: dict[str, list[Share]] = {}
+        for node, share in self.nodes.items():
+            groups.setdefault(key(node), []).append(share)
+        found = {name: Share.of(shares) for name, shares in groups.items()}
+        return dict(sorted(found.items(), key=lambda item: -item[1].seconds))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "device": self.device, "engine": self.engine, "steps": self.steps, "step_ms": 1e3 * self.plain,
+            "profiled_step_ms": 1e3 * self.watched, "overhead": self.overhead,
+            "flops_per_s": self.rates.flops, "bytes_per_s": self.rates.nbytes, "roof_ms": 1e3 * self.whole.roof,
+            "of_roof": self.whole.roof / self.plain,
+            "nodes": [
+                {"op": node.op.name, "part": _part(node), "stage": node.stage.value, **vars(share),
+                 "of_roof": share.roof / max(share.seconds, 1e-12), "outputs": [str(v.spec) for v in node.outputs]}
+                for node, share in self.nodes.items()
+            ],
+            "parts": {name: vars(share) for name, share in self.by(part_of).items()},
+            "ops": {name: vars(share) for name, share in self.by(_op).items()},
+        }  # fmt: skip
+
+    def tables(self) -> list[Table]:
+        """For people."""
+        whole = self.whole
+        columns = ("launches", "time", "share", "FLOP", "bytes", "FLOP/s", "bytes/s", "of roof")
+        longest = sorted(self.nodes.items(), key=lambda item: -item[1].seconds)[: self.top]
+        nodes = [(_part(node), node.stage.value, _op(node), *share.cells(whole.seconds)) for node, share in longest]
+        rates = f"{format_count(self.rates.flops)} FLOP/s and {format_bytes(int(self.rates.nbytes))}/s"
+        notes = (
+            f"A step takes {duration(self.plain)}, and {duration(self.watched)} with its nodes timed one by one: "
+            f"{self.overhead:+.1%}. The nodes together take {duration(whole.seconds)}.",
+            f"At the roof, {rates} as measured here, they would take {duration(whole.roof)}: each kernel its FLOPs or "
+            f"its bytes, whichever takes longer. That is {whole.roof / self.plain:.0%} of the step.",
+        )
+        return [
+            Table(f"Longest {len(nodes)} of {len(self.nodes)} nodes", ("part", "stage", "op", *columns), nodes),
+            *(
+                Table(title, (name, *columns), [(key, *share.cells(whole.seconds)) for key, share in groups.items()])
+                for title, name, groups in (
+                    ("By part of the model", "part", self.by(part_of)), ("By op", "op", self.by(_op)),
+                )
+            ),
+            Table("One step", ("", *columns), [("all nodes", *whole.cells(whole.seconds))], notes),
+        ]  # fmt: skip
+
+    def trace(self) -> dict[str, Any]:
+        """The last step as events of Chrome's trace format: nodes within the parts of the model, within stages."""
+        start = self.timeline[0][1]
+        spans = [([node.stage.value, *_path(node), _op(node)], node, begin, end) for node, begin, end in self.timeline]
+        facts = {node: {**vars(share), "outputs": " ".join(str(v.spec) for v in node.outputs)}
+                 for node, share in self.nodes.items()}  # fmt: skip
+        return {"traceEvents": list(_events(spans, 0, start, facts)), "displayTimeUnit": "ms"}
+
+
+def _events(
+    spans: Sequence[tuple[list[str], Node, float, float]], depth: int, start: float, facts: Mapping[Node, Any]
+) -> Iterator[dict[str, Any]]:
+    """Complete events: runs of neighbours with one name at this depth are one, with those of the next depth inside."""
+    for (name, last), group in groupby(spans, lambda span: (span[0][depth], len(span[0]) == depth + 1)):
+        members = list(group)
+        for part in [[member] for member in members] if last else [members]:
+            begin, end = part[0][2], part[-1][3]
+            times = {"ts": 1e6 * (begin - start), "dur": 1e6 * (end - begin)}
+            yield {"name": name, "ph": "X", "pid": 1, "tid": 1, **times, "args": facts[part[0][1]] if last else {}}
+            if not last:
+                yield from _events(part, depth + 1, start, facts)
+
+
+def _op(node: Node) -> str:
+    return node.label
+
+
+def _part(node: Node) -> str:
+    """The node's part of the model: the layer whose parameter it reads, else its scope."""
+    inside = (value.name for value in node.values if value.kind.is_state and value.name.startswith(f"{node.scope}."))
+    return next((name.rpartition(".")[0] for name in inside if node.scope), node.scope)
+
+
+def _path(node: Node) -> list[str]:
+    """`blocks.3.attention` -> blocks.3, attention: a number belongs to the name before it."""
+    return re.findall(r"[^./]+(?:\.\d+)?", _part(node))
+
+
+def part_of(node: Node) -> str:
+    """The same of all blocks together; the stage of what has none."""
+    return re.sub(r"\.\d+", ".*", _part(node)) or node.stage.value
