@@ -16,7 +16,7 @@ ROWS = [
     ("device",),
     ("graph", "ops"),
     ("plan", "autodiff"),
-    ("engine",),
+    ("engine", "parallel"),
     ("nn", "optim", "data"),
     ("models",),
     ("train",),

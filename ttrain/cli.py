@@ -117,9 +117,12 @@ def _run_or_sweep(composer: Composer, overrides: list[str], flags: argparse.Name
 
 
 def _run_one(config: Config, overrides: list[str], flags: list[str]) -> int:
+    from ttrain.parallel.launch import launch, wanted
     from ttrain.tasks.training import supervised
     from ttrain.train.supervise.heartbeat import Heartbeat
 
+    if processes := wanted(config.parallel):
+        return launch(processes, [*flags, *overrides])
     if supervised.wanted(config):
         return supervised.run(config, overrides, flags)
     heartbeat = Heartbeat.of_process()

@@ -59,7 +59,7 @@ def test_every_shipped_yaml_composes_and_passes_the_checks(override: str) -> Non
 
 
 def test_the_number_of_shipped_yaml_files_is_known() -> None:
-    assert len(shipped_options()) == 87
+    assert len(shipped_options()) == 90
     assert set(ALWAYS_THERE) < set(shipped_options())
 
 
@@ -75,7 +75,7 @@ def test_defaults() -> None:
     config = load()
     assert config.source.choices == {
         "task": "train", "data": "stdlib", "model": "nano-gpt", "optimizer": "adamw", "schedule": "cosine",
-        "precision": "fp32", "engine": "static", "device": "auto", "logger": "console",
+        "precision": "fp32", "engine": "static", "device": "auto", "parallel": "none", "logger": "console",
         "bench": "gpt",
     }  # fmt: skip
     assert (config.run.dir, config.resume, config.plugins) == (None, "none", [])

@@ -64,6 +64,7 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("reduce_sum", [fp32(2, 3)], {"axes": (0, 0)}, "different axes"),
     ("reduce_max", [fp32(2, 3)], {"axes": (2,)}, "axes from 0 to 1"),
     ("global_norm", [], {}, "at least one"),
+    ("block_norms", [fp32(4, 8)], {"places": (0, 1), "total": 4, "block": 32}, "1 places"),
     ("matmul", [fp32(2, 3), fp32(2, 3)], {"transpose_a": False, "transpose_b": False}, "inner sizes, not 3 and 2"),
     ("matmul", [fp32(2, 3), bf16(3, 2)], {"transpose_a": False, "transpose_b": False}, "equal dtypes"),
     ("matmul", [fp32(2, 2, 3), fp32(3, 3, 2)], {"transpose_a": False, "transpose_b": False}, "leading axes"),
@@ -159,7 +160,8 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("cached_attention", [fp32(1, 2, 3, 5), *CACHED[1:]], {"scale": 1.0}, "rows of the cache's batch, heads and width"),
     ("cached_attention", CACHED, {"scale": 1.0, "position_bias": "near"}, "one of none, future, distance"),
 ]
-ANYTHING_GOES = {"full", "all_reduce_state"} | {op.name for op in REGISTRY if op.family == "rule"}
+OVER_RANKS = {"all_reduce_state", "reduce_scatter_state", "all_gather_state"}
+ANYTHING_GOES = {"full", *OVER_RANKS} | {op.name for op in REGISTRY if op.family == "rule"}
 
 
 def test_every_op_with_a_rule_is_listed() -> None:

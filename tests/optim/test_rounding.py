@@ -21,6 +21,8 @@ from ttrain.nn.module import Module, Parameter
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD
+from ttrain.parallel.ranks import Ranks
+from ttrain.parallel.world import World
 from ttrain.train.steps.seeds import step_seed
 from ttrain.train.steps.step import TrainStep
 from ttrain.train.steps.step_graph import StepGraph
@@ -282,9 +284,11 @@ def test_the_rounding_of_a_step_hangs_on_seed_and_step_alone() -> None:
             return {"loss": 1.0, "grad_norm": 1.0}
 
     for rank in (0, 1):
-        TrainStep({"train": Built()}, 1, seed=3, rank=rank)(token_batch(17, 4, 16, 0), {"lr": 1.0}, 5)  # type: ignore[dict-item]
-    assert seen[0]["rounding_seed"] == seen[1]["rounding_seed"] == step_seed(3, 5, -1)
-    assert seen[0]["seed"] != seen[1]["seed"] and seen[0]["seed"] != seen[0]["rounding_seed"]
+        steps: Any = {"accumulate_first": Built(), "update": Built()}
+        TrainStep(steps, 1, seed=3, world=World(Ranks(rank, 2, 2)))(token_batch(17, 4, 16, 0), {"lr": 1.0}, 5)
+    first, second = seen[0], seen[2]
+    assert first["rounding_seed"] == second["rounding_seed"] == step_seed(3, 5, -1)
+    assert first["seed"] != second["seed"] and first["seed"] != first["rounding_seed"]
 
 
 @pytest.mark.parametrize("compute", [FP32, BF16])

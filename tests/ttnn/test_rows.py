@@ -20,6 +20,7 @@ from ttrain.graph import REGISTRY, Case, Graph, Kind, Op, Value
 from ttrain.verify.cases import input_names
 
 TOLERANCE = 2e-5
+OVER_RANKS = {"reduce_scatter_state", "all_gather_state", "block_norms"}  # no step of a mesh records them
 
 
 def cases() -> list[Any]:
@@ -27,7 +28,7 @@ def cases() -> list[Any]:
         pytest.param(op, case, id=f"{op.name}-{number}")
         for op in REGISTRY
         for number, case in enumerate(op.cases())
-        if not op.view
+        if not op.view and op.name not in OVER_RANKS
     ]
 
 

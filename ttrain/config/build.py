@@ -27,6 +27,10 @@ from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.precision import PrecisionConfig
 from ttrain.nn.settings import LoraConfig
 from ttrain.optim.settings import OptimizerConfig, ScheduleConfig
+from ttrain.parallel.place import place
+from ttrain.parallel.ranks import Ranks
+from ttrain.parallel.settings import ParallelConfig
+from ttrain.parallel.world import World
 from ttrain.train.settings import GuardConfig, LoggerConfig, TrainConfig, WandbConfig
 
 if TYPE_CHECKING:
@@ -196,12 +200,14 @@ def build_session(
     engine: EngineConfig,
     training: bool = True,
     further: Sequence[StateTensor] = (),
+    ranks: Ranks | None = None,
 ) -> Session:
     """The model on the device, its values still unset, and `further` tensors beside it."""
     from ttrain.train.steps.session import Session
     from ttrain.train.steps.step_graph import StepGraph
 
-    rows = train.batch_size // train.accumulation // device.chips
+    ranks = ranks or Ranks()
+    rows = train.batch_size // ranks.slices // train.accumulation // device.chips
     if device.uniform_compute:
         model.follow_compute()
     graph = StepGraph(
@@ -212,6 +218,7 @@ def build_session(
         guarded=guard.nonfinite == "skip",
         watched=guard.activations,
         chips=device.chips,
+        ranks=ranks,
     )
     return Session.open(graph, device, lambda on, state: build_engine(engine, on, state), training, further)
 
@@ -227,6 +234,7 @@ def build_driver(
     seed: int,
     prepare: Prepare | None = None,
     last: int = 0,
+    world: World | None = None,
 ) -> Driver:
     """What runs the built steps by their number, with seed and learning rates; see Driver for the rest."""
     from ttrain.models.base import preparation
@@ -235,7 +243,7 @@ def build_driver(
     from ttrain.train.steps.step import TrainStep
 
     prepare = prepare or preparation(model)
-    step = TrainStep(steps, train.accumulation, seed, prepare=prepare, overlaps=device.overlaps)
+    step = TrainStep(steps, train.accumulation, seed, prepare, device.overlaps, world)
     rates = learning_rates(model.parameters(), optimizer, build_schedule(schedule, train.steps))
     return Driver(step, batch, rates, last)
 
@@ -246,14 +254,36 @@ def build_schedule(config: ScheduleConfig, steps: int) -> Callable[[int], float]
     return built
 
 
-def build_device(config: DeviceConfig, precision: PrecisionConfig | None = None) -> Device:
-    """The device, opened: target(config). Raises DeviceUnavailable or DeviceBusy.
+def build_world(config: ParallelConfig, device: DeviceConfig) -> World:
+    """This process among the ranks of a run, once all of them are there."""
+    here, shards = place(), config.name == "zero1"
+    if config.name == "none" or here is None:
+        return World(Ranks(slices=config.slices or 1, shards=shards))
+    from ttrain.parallel.distributed import DistributedWorld
 
-    A precision may say how the device holds matrices.
+    return DistributedWorld(here, config.slices or here.count, shards, config.timeout, _is_gpu(device.name))
+
+
+def _is_gpu(device: str) -> bool:
+    if device != "auto":
+        return device == "cuda"
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def build_device(config: DeviceConfig, precision: PrecisionConfig | None = None, world: World | None = None) -> Device:
+    """The device, opened: target(config), with the group of ranks that it belongs to where there are any.
+
+    Raises DeviceUnavailable or DeviceBusy. A precision may say how the device holds matrices.
     """
     if precision is not None:
         config = family_of(config).held(config, precision.name)
-    built: Device = component("device", config.name).load()(config)
+    opens, here = component("device", config.name).load(), place()
+    if world is None or world.group is None or here is None:
+        built: Device = opens(config)
+    else:
+        built = opens(replace(config, index=here.local_rank), world.group)
     return built
 
 
@@ -283,11 +313,11 @@ def build_study(config: BenchConfig, seed: int) -> Study:
     return built
 
 
-def build_console(config: LoggerConfig, name: str | None = None, bar: bool = True) -> Console:
+def build_console(config: LoggerConfig, name: str | None = None, bar: bool = True, silent: bool = False) -> Console:
     """What the user sees of a run; without a progress bar for logger=jsonl. `name` marks its messages."""
     from ttrain.train.logging.loggers import Console
 
-    return Console(bar=bar and config.name != "jsonl", name=name)
+    return Console(bar=bar and config.name != "jsonl", name=name, silent=silent)
 
 
 def build_views(

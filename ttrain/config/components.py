@@ -21,6 +21,7 @@ from ttrain.optim.settings import (
     ScheduleConfig,
     SGDConfig,
 )
+from ttrain.parallel.settings import ParallelConfig
 from ttrain.train.settings import LoggerConfig, WandbConfig
 
 # Tables of names -> (config, target) that families of devices hold in their own folders.
@@ -87,6 +88,9 @@ register("precision", "fp32", config=PrecisionConfig, target=PrecisionConfig)
 register("precision", "bf16", config=PrecisionConfig, target=PrecisionConfig)
 register("precision", "bf16_pure", config=PrecisionConfig, target=PrecisionConfig)
 register("precision", "bf8", config=PrecisionConfig, target=PrecisionConfig)
+
+for _way in ("none", "ddp", "zero1"):
+    register("parallel", _way, config=ParallelConfig, target=ParallelConfig)
 
 register("logger", "console", config=LoggerConfig, target="ttrain.config.build:no_views")
 register("logger", "jsonl", config=LoggerConfig, target="ttrain.config.build:no_views")

@@ -16,6 +16,7 @@ from ttrain.models.settings import GPTConfig
 from ttrain.nn.precision import PrecisionConfig
 from ttrain.nn.settings import LoraConfig
 from ttrain.optim.settings import AdamWConfig, OptimizerConfig, ScheduleConfig
+from ttrain.parallel.settings import ParallelConfig
 from ttrain.train.settings import (
     EvalConfig,
     ExportConfig,
@@ -162,6 +163,7 @@ class Config:
     precision: PrecisionConfig = option(PrecisionConfig, "dtypes of compute and weights")
     engine: EngineConfig = option(EngineConfig, "how a derived step is run")
     device: DeviceConfig = option(DeviceConfig, "where a step runs")
+    parallel: ParallelConfig = option(ParallelConfig, "how several processes train one model")
     logger: LoggerConfig = option(LoggerConfig, "who else sees the metrics")
     run: RunConfig = option(RunConfig, "where the run lives and its seed")
     replicas: ReplicasConfig = option(ReplicasConfig, "how replicas on sub-devices differ")

@@ -81,3 +81,16 @@ def run_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
         offsets.append(end)
         end += -(-size // RUN_ALIGNMENT) * RUN_ALIGNMENT
     return offsets, end
+
+
+Part = tuple[int, int]  # [start, stop) of the elements of a tensor, in their order
+
+
+def part_name(name: str, part: Part) -> str:
+    """What a part of a persistent tensor is called."""
+    return f"{name}[{part[0]}:{part[1]}]"
+
+
+def part_spec(spec: TensorSpec, part: Part) -> TensorSpec:
+    """Of a part of a tensor: a vector, or the tensor itself where it is all of it."""
+    return spec if part == (0, spec.size) else spec.with_shape(part[1] - part[0])

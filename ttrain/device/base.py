@@ -137,6 +137,22 @@ class StepCompiler(Protocol):
     def join(self, launches: Sequence[Launch]) -> list[Launch]: ...
 
 
+class Group(Protocol):
+    """The ranks, processes that compute one step together, as their devices see them. Launches move device memory."""
+
+    rank: int
+    count: int
+
+    def exchange(self, sends: Sequence[tuple[int, Buffer]], receives: Sequence[tuple[int, Buffer]]) -> Launch:
+        """Sends flat buffers to other ranks and receives others from them; empty ones are left out."""
+
+    def sum(self, buffer: Buffer) -> Launch:
+        """buffer <- its sum over all ranks, in any order: for numbers of which all but one rank's are zero."""
+
+    def join(self, array: np.ndarray) -> None:
+        """Fills in, in place, the elements of a host array (4 bytes each) that other ranks have and here are zero."""
+
+
 class Device(ABC):
     """Allocates, moves, launches. A device that has no kernel for an op gets the op's decomposition instead."""
 
@@ -149,6 +165,7 @@ class Device(ABC):
     overlaps = False  # True where a step's inputs are written, or steps of others launched, while a step computes
     uniform_compute = False  # True where norms want their weights in the compute dtype as well
     host: Device | None = None  # that runs the nodes of parameters which are offloaded to host memory
+    group: Group | None = None  # the ranks that it belongs to
     caution: str | None = None  # what everybody who sees its numbers has to know, such as that it is simulated
 
     def __init__(self) -> None:

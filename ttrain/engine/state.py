@@ -9,7 +9,7 @@ import numpy as np
 
 from ttrain.core.errors import GraphError
 from ttrain.core.names import did_you_mean
-from ttrain.core.spec import DType, TensorSpec, run_offsets
+from ttrain.core.spec import DType, Part, TensorSpec, part_name, part_spec, run_offsets
 from ttrain.device.base import Arena, Buffer, Device
 from ttrain.graph.graph import Graph
 from ttrain.graph.kinds import Kind
@@ -21,6 +21,9 @@ class StateTensor:
 
     The last `padding` rows of `spec` are zeros that the host neither reads nor writes. `first` computes the values that
     it starts with, in the shape of `host_spec`; without it they are zeros.
+
+    `parts` are those that this rank owns, each a vector under a name of its own (core.spec.part_name), or all of it in
+    its shape. Where all ranks hold the tensor, `everywhere`, they lie in its memory; else no more of it is here.
     """
 
     name: str
@@ -29,6 +32,18 @@ class StateTensor:
     run: str = ""
     padding: int = 0
     first: Callable[[], np.ndarray] | None = field(default=None, compare=False)
+    parts: tuple[Part, ...] = ()
+    everywhere: bool = True
+
+    @property
+    def placed(self) -> list[tuple[str, TensorSpec]]:
+        """What of it takes memory here."""
+        return [(self.name, self.spec)] if self.everywhere else self.part_specs
+
+    @property
+    def part_specs(self) -> list[tuple[str, TensorSpec]]:
+        """Names and specs of its parts."""
+        return [(part_name(self.name, part), part_spec(self.spec, part)) for part in self.parts]
 
     @property
     def host_spec(self) -> TensorSpec:
@@ -43,6 +58,9 @@ class State:
     Tensors of one (kind, dtype, run, slot) share an arena in list order at 64-element alignment, where the slot is what
     follows the last "/" of the name (such as first_moment). Lists that name the same parameters in the same order
     therefore get the same element offsets in every slot. Gaps stay zero.
+
+    Whole tensors are read and written by their names, also those of which other ranks hold parts: then all ranks have
+    to call `read` for the same tensors in the same order.
     """
 
     def __init__(self, device: Device, tensors: Sequence[StateTensor]) -> None:
@@ -51,22 +69,35 @@ class State:
         if len(self._tensors) != len(tensors):
             raise GraphError("two persistent tensors have the same name")
         self._placed: dict[str, tuple[Arena, int, Buffer]] = {}
-        groups: dict[tuple[Kind, DType, str, str, bool], list[StateTensor]] = {}
+        self._declared: dict[str, tuple[TensorSpec, Kind]] = {}  # of whole tensors and parts, as graphs use them
+        groups: dict[tuple[Kind, DType, str, str, bool], list[tuple[str, TensorSpec]]] = {}
         for tensor in tensors:
             slot = tensor.name.rpartition("/")[2] if "/" in tensor.name else ""
             key = (tensor.kind, tensor.spec.dtype, tensor.run, slot, self.on_host(tensor.name))
-            groups.setdefault(key, []).append(tensor)
+            groups.setdefault(key, []).extend(tensor.placed)
+            self._declared |= {name: (spec, tensor.kind) for name, spec in (*tensor.placed, *tensor.part_specs)}
         for (kind, dtype, run, slot, on_host), members in groups.items():
-            offsets, end = run_offsets([member.spec.size for member in members])
+            offsets, end = run_offsets([spec.size for _, spec in members])
             side = device.side(on_host)
             purpose = " ".join(filter(None, (kind.value, run, slot)))
             arena = side.allocate_arena(end * dtype.itemsize, purpose, copies=kind in (Kind.COPY, Kind.FROZEN))
-            for member, offset in zip(members, offsets, strict=True):
+            for (name, spec), offset in zip(members, offsets, strict=True):
                 byte = offset * dtype.itemsize
-                self._placed[member.name] = (arena, byte, side.place(arena, byte, member.spec))
+                self._placed[name] = (arena, byte, side.place(arena, byte, spec))
+        for tensor in tensors:
+            if tensor.everywhere and tensor.parts:
+                self._place_parts(tensor)
         for tensor in tensors:
             if tensor.first is not None:
                 self.write(tensor.name, tensor.first())
+
+    def _place_parts(self, tensor: StateTensor) -> None:
+        """In the memory of the whole."""
+        arena, byte, _ = self._placed[tensor.name]
+        side = self.device.side(self.on_host(tensor.name))
+        for (name, spec), (start, _) in zip(tensor.part_specs, tensor.parts, strict=True):
+            place = byte + start * spec.dtype.itemsize
+            self._placed[name] = (arena, place, side.place(arena, place, spec))
 
     def names(self, *kinds: Kind) -> list[str]:
         """Names of the tensors of these kinds (all kinds where none is given), in order of declaration."""
@@ -87,37 +118,56 @@ class State:
         return self.tensor(name).host_spec
 
     def placed(self, name: str) -> tuple[Arena, int, Buffer]:
-        """Arena, byte offset and buffer of one tensor."""
-        self.tensor(name)
+        """Arena, byte offset and buffer of one tensor or part."""
+        if name not in self._placed:
+            self.tensor(name)
         return self._placed[name]
 
     def read(self, name: str) -> np.ndarray:
         """A host copy; bf16 comes as fp32."""
-        values = self.device.side(self.on_host(name)).download(self.placed(name)[2])
-        return values[: len(values) - self.tensor(name).padding] if self.tensor(name).padding else values
+        tensor, side = self.tensor(name), self.device.side(self.on_host(name))
+        values = side.download(self._placed[name][2]) if tensor.everywhere else self._joined(tensor, side)
+        return values[: len(values) - tensor.padding] if tensor.padding else values
+
+    def _joined(self, tensor: StateTensor, side: Device) -> np.ndarray:
+        """A tensor of which each rank holds parts."""
+        whole = np.zeros(tensor.spec.size, np.float32)
+        for (name, _), (start, stop) in zip(tensor.part_specs, tensor.parts, strict=True):
+            whole[start:stop] = side.download(self._placed[name][2]).reshape(-1)
+        if self.device.group is not None:
+            self.device.group.join(whole)
+        return whole.reshape(tensor.spec.shape)
 
     def write(self, name: str, array: np.ndarray) -> None:
         """Overwrite one tensor, and the compute-dtype copy that derives from it. Shapes must be equal."""
-        spec = self.spec(name)
-        if tuple(array.shape) != spec.shape:
-            raise GraphError(f"{name}: got an array {list(array.shape)}, expected {spec}.")
-        if padding := self.tensor(name).padding:
+        tensor = self.tensor(name)
+        if tuple(array.shape) != tensor.host_spec.shape:
+            raise GraphError(f"{name}: got an array {list(array.shape)}, expected {tensor.host_spec}.")
+        if padding := tensor.padding:
             array = np.concatenate([array, np.zeros((padding, *array.shape[1:]), array.dtype)])
         side = self.device.side(self.on_host(name))
-        side.upload(self.placed(name)[2], array)
+        if tensor.everywhere:
+            side.upload(self._placed[name][2], array)
+        else:
+            for (part, _), (start, stop) in zip(tensor.part_specs, tensor.parts, strict=True):
+                values = array.reshape(-1)[start:stop]
+                side.upload(self._placed[part][2], values.reshape(self._declared[part][0].shape))
         copy = f"{name}/compute"
         if copy in self._placed:
             side.upload(self._placed[copy][2], array)
 
     def nbytes(self, kind: Kind, on_host: bool | None = None) -> int:
-        """Bytes of all tensors of one kind; with `on_host` only of those that lie, or do not lie, in host memory."""
+        """Bytes here of all tensors of one kind; with `on_host` only of those that are, or are not, in host memory."""
         tensors = [tensor for tensor in self._tensors.values() if tensor.kind is kind]
-        return sum(t.spec.nbytes for t in tensors if on_host is None or self.on_host(t.name) is on_host)
+        chosen = [tensor for tensor in tensors if on_host is None or self.on_host(tensor.name) is on_host]
+        return sum(spec.nbytes for tensor in chosen for _, spec in tensor.placed)
 
     def check(self, graph: Graph) -> None:
         """Raise GraphError where a graph uses state that was not declared, or declared otherwise."""
         for name, value in graph.state.items():
-            tensor = self.tensor(name)
-            if tensor.spec != value.spec or tensor.kind is not value.kind:
-                placed, used = f"{tensor.kind.value} {tensor.spec}", f"{value.kind.value} {value.spec}"
+            if name not in self._declared:
+                self.tensor(name)
+            spec, kind = self._declared[name]
+            if spec != value.spec or kind is not value.kind:
+                placed, used = f"{kind.value} {spec}", f"{value.kind.value} {value.spec}"
                 raise GraphError(f"{name} is placed as {placed}, the graph uses {used}.")

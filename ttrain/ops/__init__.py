@@ -6,7 +6,13 @@ Importing this package fills the registry; the functions here record nodes into 
 from ttrain.ops.activation import activation, gated_activation, gelu
 from ttrain.ops.attention import attention
 from ttrain.ops.cache import cache_write, cached_attention
-from ttrain.ops.collective import all_reduce, all_reduce_state
+from ttrain.ops.collective import (
+    all_gather_state,
+    all_reduce,
+    all_reduce_state,
+    block_norms,
+    reduce_scatter_state,
+)
 from ttrain.ops.elementwise import (
     add,
     cast,

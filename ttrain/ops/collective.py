@@ -1,37 +1,93 @@
-"""Sums over the chips that share a batch. On one chip they change nothing."""
+"""Sums over the chips or ranks that share a batch, and what follows where each rank owns a part. Alone they do nothing.
+
+Ranks exchange runs of state, whose tensors lie side by side: `bounds` tells for each bucket of a run where the ranks'
+shares begin, and where it ends, in elements; see parallel.ranks.Division. Parts of a tensor lie in its own memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from ttrain.core.spec import TensorSpec
+from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.case import Case
 from ttrain.graph.composite import cases, primitive, require
 from ttrain.graph.graph import Value, op
 
+Bounds = tuple[tuple[int, ...], ...]
+_OVER_STATE: dict[str, Any] = {
+    "outputs": ("written*",),
+    "wide": ("tensors",),
+    "aliases": lambda node: {index: index for index in range(len(node.inputs))},
+    "reference": lambda *tensors, **attributes: list(tensors),
+}
+
 
 @primitive(reference=lambda x: x)
 def all_reduce(x: Value) -> TensorSpec:
-    """y = the sum of x over all chips."""
+    """y = the sum of x over all chips or ranks."""
     require(x.spec.dtype.is_floating, "all_reduce", x.spec, "a floating-point tensor")
     return x.spec
 
 
-@primitive(
-    outputs=("sums*",),
-    wide=("tensors",),
-    aliases=lambda node: {index: index for index in range(len(node.inputs))},
-    reference=lambda *tensors: list(tensors),
-)
-def _all_reduce_state(tensors: Sequence[Value]) -> list[TensorSpec]:
-    """tensors <- their sums over all chips, as a group: a device may send them in one piece."""
+@primitive(**_OVER_STATE)
+def _all_reduce_state(tensors: Sequence[Value], bounds: Bounds = ()) -> list[TensorSpec]:
+    """tensors <- their sums over all chips or ranks, as a group: a device may send them in one piece."""
     return [tensor.spec for tensor in tensors]
 
 
+@primitive(**_OVER_STATE)
+def _reduce_scatter_state(tensors: Sequence[Value], bounds: Bounds = ()) -> list[TensorSpec]:
+    """The parts that this rank owns <- their sums over all ranks; what else the tensors held is spoilt.
+
+    `tensors` are those of the run, and after them the parts.
+    """
+    return [tensor.spec for tensor in tensors]
+
+
+@primitive(**_OVER_STATE)
+def _all_gather_state(tensors: Sequence[Value], bounds: Bounds = ()) -> list[TensorSpec]:
+    """Every part of the tensors <- what the rank that owns it holds there; `tensors` as in reduce_scatter_state."""
+    return [tensor.spec for tensor in tensors]
+
+
+@primitive(
+    reference=lambda *tensors, places, total, block: _block_norms(tensors, places, total, block),
+    wide=("tensors",),
+)
+def block_norms(tensors: Sequence[Value], places: tuple[int, ...], total: int, block: int) -> TensorSpec:
+    """y [total] fp32: from places[i] on the L2 norms of every `block` elements of tensor i, and zeros elsewhere."""
+    require(len(places) == len(tensors), "block_norms", f"{places=}", f"{len(tensors)} places")
+    return TensorSpec((total,), DType.FP32)
+
+
+def _block_norms(tensors: Sequence[Any], places: Sequence[int], total: int, block: int) -> Any:
+    import torch
+
+    y = torch.zeros(total, dtype=torch.float64)
+    for tensor, place in zip(tensors, places, strict=True):
+        norms = [part.double().norm() for part in tensor.reshape(-1).split(block)]
+        y[place : place + len(norms)] = torch.stack(norms)
+    return y
+
+
+for _op in (_all_reduce_state, _reduce_scatter_state, _all_gather_state):
+    cases(_op, Case(((4, 8), (257,))), Case(((3,),)))
 cases(all_reduce, Case(((4, 8),)), Case(((),)))
-cases(_all_reduce_state, Case(((4, 8), (257,))), Case(((3,),)))
+cases(block_norms, Case(((4, 8), (257,)), {"places": (1, 2), "total": 12, "block": 32}))
 
 
-def all_reduce_state(tensors: Sequence[Value]) -> list[Value]:
-    """Overwrite state with its sums over all chips; returns the new values."""
-    return list(op("all_reduce_state").record(*tensors))
+def all_reduce_state(tensors: Sequence[Value], bounds: Bounds = ()) -> list[Value]:
+    """Overwrite state with its sums over all chips or ranks; returns the new values."""
+    given: dict[str, Any] = {"bounds": bounds} if bounds else {}
+    return list(op("all_reduce_state").record(*tensors, **given))
+
+
+def reduce_scatter_state(tensors: Sequence[Value], parts: Sequence[Value], bounds: Bounds) -> list[Value]:
+    """See the op; returns the new values of the parts."""
+    return list(op("reduce_scatter_state").record(*tensors, *parts, bounds=bounds)[len(tensors) :])
+
+
+def all_gather_state(tensors: Sequence[Value], parts: Sequence[Value], bounds: Bounds) -> list[Value]:
+    """See the op; returns the new values of the whole tensors."""
+    return list(op("all_gather_state").record(*tensors, *parts, bounds=bounds)[: len(tensors)])

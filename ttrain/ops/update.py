@@ -152,7 +152,8 @@ class Update(Op):
     that is cut off: its mean is the exact number (Gupta et al., "Deep Learning with Limited Numerical Precision",
     2015). The random bits are a hash of (seed, stream, element), as a dropout mask's are: 16 of them are added to the
     16 that bf16 has no room for, so they are the same on every engine and after a resume. An element's number counts
-    the tensors of a list side by side, as core.spec.run_offsets lays them; a list's stream is `stream` plus its number.
+    the tensors of a list side by side, as core.spec.run_offsets lays them, or from `numbers[i]` on for tensor i; a
+    list's stream is `stream` plus its number.
     """
 
     name = "update"
@@ -279,9 +280,10 @@ def update(
 ) -> list[Value]:
     """Apply a rule to lists of equal length: parameters, gradients, each slot, and perhaps copies. See the op.
 
-    Returns the new parameters.
+    Returns the new parameters as layers read them: the copies where there are any.
     """
     count = len(lists[0])
     chosen = {name: value for name, value in attributes.items() if value}
     inputs = [*(value for values in lists for value in values), lr, step, factor, seed]
-    return list(op("update").record(*inputs, rule=rule, count=count, **chosen)[:count])
+    written = op("update").record(*inputs, rule=rule, count=count, **chosen)
+    return list(written[-count:] if attributes.get("copies") else written[:count])

@@ -38,9 +38,11 @@ def _run(config: Config) -> float | None:
     from ttrain.tasks.training.dry_run import dry_run
 
     with ExitStack() as stack:
-        setup = set_up(config, stack)
-        device = stack.enter_context(closing(build.build_device(setup.config.device, setup.config.precision)))
-        console = build.build_console(setup.config.logger)
+        world = stack.enter_context(closing(build.build_world(config.parallel, config.device)))
+        setup = set_up(config, stack, world)
+        given = setup.config
+        device = stack.enter_context(closing(build.build_device(given.device, given.precision, world)))
+        console = build.build_console(given.logger, silent=not world.leads)
         if device.computes:
             return train(setup, device, console)
         dry_run(setup, device, console.say)

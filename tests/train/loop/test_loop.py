@@ -142,7 +142,7 @@ def test_inputs_of_accumulation_steps() -> None:
     micro = "tokens targets loss_weight seed"
     inputs = {"accumulate_first": micro, "accumulate_next": micro, "update": "lr lr/head step"}
     assert inputs.keys() == set(TrainStep.names(3))
-    step = TrainStep({name: Recorder(name, names, asked) for name, names in inputs.items()}, 3, seed=5, rank=2)
+    step = TrainStep({name: Recorder(name, names, asked) for name, names in inputs.items()}, 3, seed=5)
     tokens = np.arange(6).reshape(6, 1)
     targets = np.array([[1], [-1], [2], [3], [-1], [-1]])
     result = step({"tokens": tokens, "targets": targets}, {"lr": 0.1, "lr/head": 0.2}, 9)
@@ -150,7 +150,7 @@ def test_inputs_of_accumulation_steps() -> None:
     assert [name for name, _ in asked] == ["accumulate_first", "accumulate_next", "accumulate_next", "update"]
     assert [entry["tokens"].tolist() for _, entry in asked[:3]] == [[[0], [1]], [[2], [3]], [[4], [5]]]
     assert [entry["loss_weight"] for _, entry in asked[:3]] == [1 / 3] * 3
-    assert [entry["seed"] for _, entry in asked[:3]] == [step_seed(5, 9, micro, 2) for micro in range(3)]
+    assert [entry["seed"] for _, entry in asked[:3]] == [step_seed(5, 9, micro) for micro in range(3)]
     assert asked[3][1] == {"lr": 0.1, "lr/head": 0.2, "step": 9}
 
 

@@ -48,8 +48,8 @@ class Chip(TorchDevice):
 def chip(monkeypatch: pytest.MonkeyPatch) -> None:
     original = build.build_device
 
-    def opened(config: Any, precision: Any) -> Any:
-        return Chip() if config.name == "n150" else original(config, precision)
+    def opened(config: Any, precision: Any, world: Any = None) -> Any:
+        return Chip() if config.name == "n150" else original(config, precision, world)
 
     monkeypatch.setattr(build, "build_device", opened)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Any, Protocol
 
-from ttrain.config.checks import device, tasks, training  # noqa: F401 - they fill the table
+from ttrain.config.checks import device, parallel, tasks, training  # noqa: F401 - they fill the table
 from ttrain.config.checks.check import CHECKS
 from ttrain.config.schema import Config
 

@@ -16,7 +16,7 @@ from ttrain.core.cores import default_threads
 from ttrain.core.errors import CaptureError, DeviceUnavailable, GraphError
 from ttrain.core.options import LARGEST_INTEGER
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Device, Kernel, Launch, StepCompiler
+from ttrain.device.base import Device, Group, Kernel, Launch, StepCompiler
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch.kernels import kernel_table
 from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context, flat_launches
@@ -25,19 +25,19 @@ _PINNED_FROM = 1 << 16  # bytes; below this the driver stages a pageable copy it
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve", "bf16")
 
 
-def cpu(config: DeviceConfig) -> TorchDevice:
+def cpu(config: DeviceConfig, group: Group | None = None) -> TorchDevice:
     """device=cpu."""
-    return TorchDevice("cpu", threads=config.threads)
+    return TorchDevice("cpu", config.threads, group=group)
 
 
-def cuda(config: DeviceConfig) -> TorchDevice:
+def cuda(config: DeviceConfig, group: Group | None = None) -> TorchDevice:
     """device=cuda. Raises DeviceUnavailable where there is no such GPU."""
-    return TorchDevice("cuda", threads=config.threads, index=config.index)
+    return TorchDevice("cuda", config.threads, config.index, group)
 
 
-def auto(config: DeviceConfig) -> TorchDevice:
+def auto(config: DeviceConfig, group: Group | None = None) -> TorchDevice:
     """device=auto: a GPU where torch can use one, else the CPU."""
-    return cuda(config) if torch.cuda.is_available() else cpu(config)
+    return cuda(config, group) if torch.cuda.is_available() else cpu(config, group)
 
 
 class TorchDevice(Device):
@@ -48,8 +48,15 @@ class TorchDevice(Device):
     quota leave.
     """
 
-    def __init__(self, kind: Literal["cpu", "cuda"] = "cpu", threads: int | None = None, index: int = 0) -> None:
+    def __init__(
+        self,
+        kind: Literal["cpu", "cuda"] = "cpu",
+        threads: int | None = None,
+        index: int = 0,
+        group: Group | None = None,
+    ) -> None:
         super().__init__()
+        self.group = group
         self.kind, self.name = kind, kind
         self.supports_capture = kind == "cuda"
         self.threads = threads or default_threads()
@@ -60,7 +67,7 @@ class TorchDevice(Device):
             # Sums of bf16 products stay in fp32 until the end, as on the CPU.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.device = torch.device(kind, index) if kind == "cuda" else torch.device("cpu")
-        self.context = Context.of(self.device, self.threads)
+        self.context = Context.of(self.device, self.threads, group)
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._first_event: torch.cuda.Event | None = None
         self._closed = False

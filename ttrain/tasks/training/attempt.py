@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ttrain.device.base import Device
     from ttrain.engine.base import Step
     from ttrain.models.base import Model
+    from ttrain.parallel.world import World
     from ttrain.train.logging.loggers import Console, Loggers
     from ttrain.train.logging.meter import Meter
     from ttrain.train.loop.evaluate import Evaluation
@@ -68,7 +69,7 @@ def turns(setup: Setup, device: Device, console: Console, stop: StopRequests) ->
     console.flag = None if device.caution is None else device.caution.partition(" ")[0]
     with ExitStack() as stack:
         run = setup.origin.held or stack.enter_context(closing(setup.claim(device)))
-        events = Events(run.path)
+        events = Events(run.events)
         heartbeat.tell(run=str(run.path.resolve()))
         if run.note is not None:
             console.say(run.note)
@@ -82,6 +83,10 @@ def turns(setup: Setup, device: Device, console: Console, stop: StopRequests) ->
                     yield
             console.close()
             progress = loop.progress
+            setup.world.barrier()
+            setup.world.close()
+            if not setup.world.leads:
+                return progress.best_val_loss
             baseline = setup.dataset.baseline(train.eval_sequences)  # of the very targets that evaluations count
             model = (setup.model_name, setup.model.parameter_count)
             summary = summarize(*model, train.steps, baseline, run, device, progress, loop.counters())
@@ -116,9 +121,9 @@ def _assembled(
     pace.announce()
     timed = _timed(pace, say, stack, config.train.steps - progress.step)
     driver = setup.driver(device, steps, reader, phases, last=config.train.steps)
-    evaluation = _evaluation(config.train, setup.model, dataset, steps, say)
+    evaluation = _evaluation(config.train, setup.model, dataset, steps, say, setup.world)
     start = Start(progress.step, partial(setup.origin.set_values, session, config.run.seed))
-    parameters = list(setup.model.parameters())
+    parameters, alone = list(setup.model.parameters()), setup.world.ranks.count == 1
     return Loop(
         config=config.train,
         driver=driver,
@@ -133,12 +138,15 @@ def _assembled(
         progress=progress,
         guard=config.guard,
         rounds_stochastically=config.optimizer.stochastic_rounding,
-        search=StepSearch(session.state, driver.step, parameters, start, config.guard.search_seconds),
+        search=StepSearch(session.state, driver.step, parameters, start, config.guard.search_seconds)
+        if alone
+        else None,
         stop=stop,
         heartbeat=beat,
         counters=lambda: asdict(session.engine.counters),
         command=start_command(config.plugins),
         phases=phases,
+        world=setup.world,
     )
 
 
@@ -242,24 +250,29 @@ def _loggers(
     from ttrain.train.logging.loggers import Loggers
     from ttrain.train.logging.metrics import MetricsFile
 
-    views = build.build_views(config, run.path, stored, progress.wandb_id, console.say)
+    views = build.build_views(config, run.path, stored, progress.wandb_id, console.say) if run.leads else []
     progress.wandb_id = next((view.run_id for view in views if view.run_id), progress.wandb_id)
-    return Loggers(MetricsFile(run.metrics), console, views)
+    return Loggers(MetricsFile(run.metrics, run.leads), console, views)
 
 
 def _evaluation(
-    config: TrainConfig, model: Model, dataset: Dataset, steps: Mapping[str, Step], say: Callable[[str], None]
+    config: TrainConfig,
+    model: Model,
+    dataset: Dataset,
+    steps: Mapping[str, Step],
+    say: Callable[[str], None],
+    world: World,
 ) -> Evaluation:
     """Of the step that was built last."""
     from ttrain.data.text import byte_counter
     from ttrain.models.base import preparation
     from ttrain.train.loop.evaluate import Evaluation
 
-    rows, prepare = config.batch_size // config.accumulation, preparation(model)
+    rows, prepare = config.batch_size // world.ranks.slices // config.accumulation, preparation(model)
     end = dataset.description.get("end_token") or {}
     count = None if dataset.tokenizer is None else byte_counter(dataset.tokenizer, end.get("id"))
     samples = config.eval_sequences
-    return Evaluation(lambda inputs: steps["evaluate"](inputs), dataset, rows, samples, prepare, say, count)
+    return Evaluation(lambda inputs: steps["evaluate"](inputs), dataset, rows, samples, prepare, say, count, world)
 
 
 def _timed(

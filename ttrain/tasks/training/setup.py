@@ -18,11 +18,12 @@ from ttrain.core.errors import CheckpointError
 from ttrain.core.units import format_count
 from ttrain.data.settings import DataConfig
 from ttrain.optim.groups import check_groups
+from ttrain.parallel.world import World
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.checkpoint.save import CheckpointContent
 from ttrain.train.runs import resume as resuming
 from ttrain.train.runs.origin import Origin
-from ttrain.train.runs.run_directory import RunDirectory, chosen_model, read_config
+from ttrain.train.runs.run_directory import FollowedRun, RunDirectory, chosen_model, read_config
 from ttrain.train.steps.length_schedule import DataReader, Phases, Position
 from ttrain.train.supervise.heartbeat import Heartbeat
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from ttrain.train.steps.session import Session
 
 
-_LATER = ("lora", "ramp")  # sections that runs of earlier versions do not have
+_LATER = ("lora", "ramp", "parallel")  # sections that runs of earlier versions do not have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,18 +54,26 @@ class Setup:
     origin: Origin
     rate: Rate
     warnings: list[str]  # what has to be known before the run starts
+    world: World  # the ranks that train together
 
     def claim(self, device: Device) -> RunDirectory:
         """A directory for a run that is new, or branches off from another."""
         label = f"{self.model_name}_{device.name}_{self.config.engine.name}"
-        return self.origin.claim(self.config.run.dir, label, self.stored, branches=device.computes)
+        claimed: list[RunDirectory] = []
+
+        def claim() -> str:
+            claimed.append(self.origin.claim(self.config.run.dir, label, self.stored, branches=device.computes))
+            return str(claimed[0].path)
+
+        path = self.world.once(claim)
+        return claimed[0] if claimed else FollowedRun(Path(path))
 
     def open(self, device: Device, engine: str | None = None) -> Session:
         """The model on the device, under the run's engine or another."""
         config = self.config
         if engine is not None:
             config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, name=engine))
-        return build.build_session(self.model, device, *config.step_parts)
+        return build.build_session(self.model, device, *config.step_parts, ranks=self.world.ranks)
 
     def reader(self, step: int, read: Position) -> DataReader:
         """What hands out the data after a step."""
@@ -82,7 +91,8 @@ class Setup:
         seed = self.config.run.seed
         batch = reader.batches(self.dataset, seed) if phases is None else phases.batches(seed)
         prepare, last = (None, last) if phases is None else (phases.prepare, 0)
-        return build.build_driver(self.model, device, steps, batch, *self.config.rate_parts, seed, prepare, last)
+        parts = self.config.rate_parts
+        return build.build_driver(self.model, device, steps, batch, *parts, seed, prepare, last, self.world)
 
     def record(
         self,
@@ -155,12 +165,26 @@ class Setup:
         return shrinking_keys(config.train, self.model.config, *names, config.optimizer)
 
 
-def set_up(config: Config, stack: ExitStack) -> Setup:
+def _held(config: Config, world: World, stack: ExitStack) -> RunDirectory | None:
+    """The run that is continued, held until the exit stack closes."""
+    found: list[RunDirectory] = []
+
+    def hold() -> str:
+        held = resuming.hold_run(config.resume, config.run.dir)
+        if held is None:
+            return ""
+        found.append(stack.enter_context(closing(held)))
+        return str(held.path)
+
+    path = world.once(hold)
+    return found[0] if found else FollowedRun(Path(path)) if path else None
+
+
+def set_up(config: Config, stack: ExitStack, world: World | None = None) -> Setup:
     """A run that is continued is held before it is read, until the exit stack closes."""
     Heartbeat.of_process().beat()
-    held = resuming.hold_run(config.resume, config.run.dir)
-    if held is not None:
-        stack.enter_context(closing(held))
+    world = world or World()
+    held = _held(config, world, stack)
     point = resuming.find_resume_point(config.resume, config.run.dir)
     if point is not None and held is not None:  # this run alone removes it
         point = dataclasses.replace(point, checkpoint=dataclasses.replace(point.checkpoint, reader=None))
@@ -174,7 +198,8 @@ def set_up(config: Config, stack: ExitStack) -> Setup:
     train, lora = config.train, config.lora
     folder = getattr(config.model, "from_", None)
     data, refuse = _with_tokenizer(config.data, folder, point), partial(_check_tokenizer, point)
-    dataset = build.build_dataset(data, config.model, train.length_schedule, refuse)
+    with world.leader_first():
+        dataset = build.build_dataset(data, config.model, train.length_schedule, refuse)
     model = build.build_model(*config.model_parts, dataset.vocabulary)
     check_groups(model.parameters(), config.optimizer)
     stored = {**to_dict(config), "model": build.stored_model(config.model, model)}
@@ -195,7 +220,7 @@ def set_up(config: Config, stack: ExitStack) -> Setup:
     jump = None if point is None else rate_jump(point.checkpoint.config, rate, Progress.of(point.checkpoint))
     warnings = [*notices(config), *filter(None, [jump]), *dataset.description.get("notices", ())]
     origin = Origin(held, point, warm, adapter, notes)
-    return Setup(config, stored, dataset, model, name, shorter, prompt, origin, rate, warnings)
+    return Setup(config, stored, dataset, model, name, shorter, prompt, origin, rate, warnings, world)
 
 
 def _with_tokenizer(data: Any, folder: str | None, point: ResumePoint | None) -> DataConfig:

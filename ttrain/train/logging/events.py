@@ -20,13 +20,16 @@ Event = dict[str, Any]
 class Events:
     """Appends to the events of a run. A line that can't be written is lost, never the run."""
 
-    def __init__(self, run: Path) -> None:
-        self._path = run / EVENTS
+    def __init__(self, run: Path | None) -> None:
+        """Without a run nothing is noted."""
+        self._path = None if run is None else run / EVENTS
 
     def add(self, kind: str, message: str, step: int | None = None, **facts: Any) -> None:
         """Adds a line; `facts` are further JSON values."""
         event: Event = {"time": datetime.now().astimezone().isoformat(timespec="seconds"), "kind": kind}
         event |= ({} if step is None else {"step": step}) | {"message": message} | facts
+        if self._path is None:
+            return
         try:
             with open(self._path, "a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(json.dumps(event, ensure_ascii=False) + "\n")

@@ -17,9 +17,14 @@ Metrics = dict[str, float | int | None]
 class MetricsFile:
     """Appends lines; a line is handed to the system at once, so that a killed run loses none."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115 - held for as long as the run
+    def __init__(self, path: Path, keeps: bool = True) -> None:
+        """A file that is not kept takes in lines and drops them."""
+        self.path, self._keeps = path, keeps
+        self._open()
+
+    def _open(self) -> None:
+        place = self.path if self._keeps else os.devnull
+        self._file: IO[str] = open(place, "a", encoding="utf-8")  # noqa: SIM115 - held for as long as the run
 
     def append(self, metrics: Metrics) -> None:
         """Adds a line. NaN and infinities are written as null, because JSON has none."""
@@ -35,8 +40,8 @@ class MetricsFile:
     def cut(self, step: int, evaluated: bool) -> int:
         """Does what `cut_metrics` does and goes on appending."""
         self._file.close()
-        removed = cut_metrics(self.path, step, evaluated)
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - held for as long as the run
+        removed = cut_metrics(self.path, step, evaluated) if self._keeps else 0
+        self._open()
         return removed
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from ttrain.core.errors import NonFiniteError
 from ttrain.core.waiting import Waiting
 from ttrain.models.base import LOSS_WEIGHT, Batch, Prepare, loss_weights, prepare_plain
+from ttrain.parallel.world import World
 from ttrain.train.protocols import Dataset, Inputs, Outputs
 
 BITS_PER_BYTE = "bits_per_byte"
@@ -41,11 +42,14 @@ class Evaluation:
         prepare: Prepare = prepare_plain,
         say: Callable[[str], None] | None = None,
         count_bytes: Callable[[Batch], int] | None = None,
+        world: World | None = None,
     ) -> None:
         """`rows` per call as the step was built for; `samples` None covers the whole split.
 
         `say` is told how far an evaluation is that takes long. `count_bytes` tells the bytes of a batch's targets.
+        The ranks of a `world` take turns at the batches, whose sums are added in the order of the batches.
         """
+        self._world = world or World()
         self._step, self._dataset, self._rows, self._prepare, self._say = step, dataset, rows, prepare, say
         self.samples = min(samples or dataset.val_samples, dataset.val_samples)
         self.tokens = self.bytes = 0  # targets and their bytes, known after an evaluation
@@ -63,12 +67,15 @@ class Evaluation:
         if self._counts is None:
             return None
         sums: dict[str, float] = {}
-        for index, batch in enumerate(self._batches()):
-            if stopped():
+        weights, ranks = loss_weights(self._counts), self._world.ranks
+        for first in range(0, self._batch_count, ranks.count):
+            if self._stopped(stopped):
                 return None
-            waiting.at(index * self._rows, self.samples)
-            for name, value in self._sums(batch, loss_weights(self._counts)).items():
-                sums[name] = sums.get(name, 0.0) + value
+            waiting.at(first * self._rows, self.samples)
+            own = self._sums(self._batch(min(first + ranks.rank, self._batch_count - 1)), weights)
+            for found in self._world.gather([own])[: self._batch_count - first]:
+                for name, value in found.items():
+                    sums[name] = sums.get(name, 0.0) + value
         loss = sums.pop("loss")
         if not math.isfinite(loss):
             raise NonFiniteError(f"val/loss is {loss}")
@@ -77,18 +84,27 @@ class Evaluation:
             sums[BITS_PER_BYTE] = entropy * self.tokens / math.log(2) / self.bytes
         return EvaluationResult(loss, sums)
 
-    def _batches(self) -> Iterator[Batch]:
-        """The samples in their order; the last batch may have fewer rows than the others."""
-        for first in range(0, self.samples, self._rows):
-            yield self._dataset.batch("val", 0, first, min(self._rows, self.samples - first))
+    @property
+    def _batch_count(self) -> int:
+        return -(-self.samples // self._rows)
+
+    def _batch(self, index: int) -> Batch:
+        """Samples in their order; the last batch may have fewer rows than the others."""
+        first = index * self._rows
+        return self._dataset.batch("val", 0, first, min(self._rows, self.samples - first))
+
+    def _stopped(self, stopped: Callable[[], bool]) -> bool:
+        """Whether any rank is to stop."""
+        return self._world.largest({"stopped": float(stopped())})["stopped"] > 0
 
     def _counted(self, stopped: Callable[[], bool]) -> Counter[str] | None:
         """What each weight averages over all batches, which stays the same; None if `stopped` became true."""
         total: Counter[str] = Counter()
         counted = 0
-        for batch in self._batches():
-            if stopped():
+        for index in range(self._batch_count):
+            if self._stopped(stopped):
                 return None
+            batch = self._batch(index)
             total.update(self._prepare(batch)[1])
             counted += 0 if self._count_bytes is None else self._count_bytes(batch)
         self.tokens, self.bytes = total[LOSS_WEIGHT], counted

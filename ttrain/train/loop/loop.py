@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 
 from ttrain.core.errors import Interrupted, NonFiniteError, TtrainError
 from ttrain.graph.kinds import Kind
+from ttrain.parallel.world import World
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.checkpoint.retention import newest_complete
 from ttrain.train.checkpoint.save import CheckpointContent
@@ -60,14 +62,16 @@ class Loop:
     stop: StopRequests = field(default_factory=StopRequests)
     heartbeat: Callable[[], None] = lambda: None  # tells whoever watches that this process is alive
     counters: Callable[[], dict[str, int]] = dict  # what the engine has built so far
+    world: World = field(default_factory=World)
     command: str = "python -m ttrain"  # what a command that continues the run begins with
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self.events = Events(self.run_directory.path)
+        self.events = Events(self.run_directory.events)
         self._say = self.loggers.console.say
-        self.saver = Saver(self.run_directory, self.state, self.config, self.events, self._say)
+        self.saver = Saver(self.run_directory, self.state, self.config, self.events, self._say, self.world)
         self._last_save = self.clock()
+        self._stop: int = 0  # number of the signal by which all ranks are to stop
         self._measure()
         self._resumed_from(self.progress.step)
         self._spikes = SpikeDetector(self.guard)
@@ -105,8 +109,8 @@ class Loop:
         while True:
             if self._under_way is None:
                 self._evaluate_and_save()
-                if self.stop.requested is not None:
-                    raise self._interrupted(self.stop.requested.name)
+                if self._stop:
+                    raise self._interrupted(signal.Signals(self._stop).name)
                 if self._done():
                     self._finish()
                     return False
@@ -252,6 +256,7 @@ class Loop:
     def _roll_back(self, number: int, why: str) -> bool:
         """Goes back to the newest checkpoint with a lower learning rate; False where there is none to go back to."""
         self.saver.join()
+        self.world.barrier()
         checkpoint, _ = newest_complete(self.run_directory.checkpoints)
         factor, rollbacks = self.progress.lr_factor * self.guard.lr_factor, self.progress.rollbacks + 1
         if checkpoint is None or rollbacks > self.guard.max_rollbacks:
@@ -315,12 +320,11 @@ class Loop:
         step, config = self.progress.step, self.config
         with self._saving():
             self.saver.poll()
+        by_time, asked = self._asked()
         if step == 0:
             return
         last = step >= config.steps
         by_step = config.save_every is not None and step % config.save_every == 0
-        by_time = config.save_minutes is not None and self.clock() - self._last_save >= 60 * config.save_minutes
-        asked = self.stop.take_save()
         if asked:
             note = f"Saving step {step}, as SIGUSR1 asked."
             self.events.add("asked", note, step)
@@ -330,8 +334,18 @@ class Loop:
             self._save(wait=last)
         evaluates = last or (config.eval_every is not None and step % config.eval_every == 0)
         improved = evaluates and self._evaluate()
-        if self.saver.step == step if due else improved and config.keep_best:  # one that failed is tried when next due
+        kept = self.world.of_leader(self.saver.step == step)
+        if kept if due else improved and config.keep_best:  # one that failed is tried when next due
             self._save()
+
+    def _asked(self) -> tuple[bool, bool]:
+        """Whether a save is due by the clock, and by SIGUSR1; notes by which signal to stop. The same on all ranks."""
+        minutes = self.config.save_minutes
+        due = minutes is not None and self.clock() - self._last_save >= 60 * minutes
+        asked = {"stop": self.stop.requested or 0, "due": due and self.world.leads, "save": self.stop.take_save()}
+        found = self.world.largest(asked)
+        self._stop = int(found["stop"])
+        return found["due"] > 0, found["save"] > 0
 
     def _evaluate(self) -> bool:
         """Evaluates unless this step was; whether the loss is the best so far."""
@@ -344,6 +358,7 @@ class Loop:
             message = self._message(str(error), progress.step, first_bad_state(self.state, *SAVED_KINDS))
             raise NonFiniteError(message, step=progress.step) from None
         if result is None:
+            self._asked()
             return False
         further = {f"val/{name}": value for name, value in result.metrics.items()}
         self.loggers.log({"step": progress.step, "val/loss": result.loss, **further})
@@ -359,7 +374,7 @@ class Loop:
         if wait:
             with self._saving():
                 self.saver.finish()
-        if self._saved == self._save_key() and not self.saver.failed:
+        if self._saved == self._save_key() and not self.world.of_leader(self.saver.failed):
             return
         progress, key = self.progress, self._save_key()
         with self._saving():

@@ -20,6 +20,7 @@ from ttrain.core.files import sync_file
 from ttrain.core.spec import TensorSpec
 from ttrain.core.units import format_bytes
 from ttrain.graph.kinds import Kind
+from ttrain.parallel.world import World
 from ttrain.train.checkpoint.checkpoint import Checkpoint, step_name
 from ttrain.train.checkpoint.retention import checkpoint_bytes, prune_checkpoints, with_frozen
 from ttrain.train.checkpoint.save import CheckpointContent, note_progress, save_checkpoint
@@ -56,8 +57,16 @@ class Saver:
     """Writes the checkpoints of one run and lets old ones go once the new one is verified."""
 
     def __init__(
-        self, run: RunDirectory, state: StateValues, config: TrainConfig, events: Events, say: Callable[[str], None]
+        self,
+        run: RunDirectory,
+        state: StateValues,
+        config: TrainConfig,
+        events: Events,
+        say: Callable[[str], None],
+        world: World | None = None,
     ) -> None:
+        """All ranks of a `world` call `save`, since each may hold parts of the state; the leading one writes."""
+        self._world = world or World()
         self._run, self._state, self._config, self._events, self._say = run, state, config, events, say
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -74,7 +83,11 @@ class Saver:
         start = time.perf_counter()
         if wait or content.step != self.step:
             self.finish()
-        noted = content.step == self.step
+        noted = self._world.of_leader(content.step == self.step)
+        if not self._world.leads or self._world.ranks.sharding:
+            self._save_joined(content, noted, wait)
+            self.delay_seconds += time.perf_counter() - start
+            return
         earlier = None if noted else with_frozen(self._run.checkpoints, self._state)
         if self._config.async_save and not wait:
             copy, before = None if noted else HostCopy(self._state, frozen=earlier is None), self._thread
@@ -88,6 +101,23 @@ class Saver:
                 self._report()
                 self._write(self._state, content)
         self.delay_seconds += time.perf_counter() - start
+        if self._thread is None:
+            self._report()
+
+    def _save_joined(self, content: CheckpointContent, noted: bool, wait: bool) -> None:
+        """Where other ranks hold parts: all read the whole state, and the leading rank writes it."""
+        copy = None if noted or not self._world.ranks.sharding else HostCopy(self._state)
+        if not self._world.leads:
+            self.step = content.step
+        elif self._config.async_save and not wait:
+            before, self.step = self._thread, content.step
+            self._thread = threading.Thread(target=self._write_beside, args=(copy, content, before, None), name="save")
+            self._thread.start()
+        else:
+            self._write(copy, content)
+            if wait and copy is not None and self._error is not None:
+                self._report()
+                self._write(copy, content)
         if self._thread is None:
             self._report()
 

@@ -52,6 +52,9 @@ class Origin:
         self, run: RunDirectory, session: Session, seed: int, stored: dict[str, Any], data: dict[str, Any]
     ) -> tuple[Progress, dict[str, Any], list[str]]:
         """Sets the state, and makes the run's files go on from it: how far it is, what to record, and what to tell."""
+        if not run.leads:
+            self.set_values(session, seed)
+            return Progress() if self.point is None else Progress.of(self.point.checkpoint), {}, []
         remove_unfinished(run.checkpoints)
         note_earlier_attempts(run.path)
         fitted = self.set_values(session, seed)

@@ -37,11 +37,18 @@ _LOOKS, _LOOK_SECONDS = 5, 0.05  # at a lock: who lists runs holds each for a mo
 class RunDirectory:
     """A directory that this process holds until `close`."""
 
+    leads = True  # whether this process writes the run's files
+
     def __init__(self, path: Path, lock: IO[str]) -> None:
         self.path = path
         self.note: str | None = None  # what the user should know of how it was claimed
         self._made = False  # by this process, and nothing worth keeping is in it yet
         self._lock: IO[str] | None = lock
+
+    @property
+    def events(self) -> Path | None:
+        """Where this process notes events; None where another one does."""
+        return self.path if self.leads else None
 
     @property
     def checkpoints(self) -> Path:
@@ -232,6 +239,27 @@ class RunDirectory:
         if self._lock is not None:
             self._lock.close()  # releases the lock
             self._lock = None
+
+
+class FollowedRun(RunDirectory):
+    """The directory of a run that another rank leads: read here, and never written."""
+
+    leads = False
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.note, self._made, self._lock = path, None, False, None
+
+    def write_config(self, config: dict[str, Any]) -> None:
+        return
+
+    def record(self, config: dict[str, Any], attempt: dict[str, Any]) -> None:
+        return
+
+    def write_plan(self, text: str) -> None:
+        return
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        return
 
 
 def _locked(lock: IO[str]) -> bool:

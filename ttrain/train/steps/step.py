@@ -6,16 +6,21 @@ An engine builds `train` (forward, backward and update in one) where a step is a
 A guarded step is built in parts too, with `norm` before `update`: the host looks at the loss and at the gradient norm,
 and does not run the update where one of them is not finite. Parameters and optimizer tensors are untouched then, on
 every engine and device.
+
+A batch of several slices is computed slice by slice, each in micro-batches. Gradients of slices are summed in a tree:
+`keep` sets a sum aside, `merge` adds one that was set aside, level by level as a counter carries. The ranks sum theirs
+in `norm` or `update`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ttrain.models.base import Batch, Prepare, loss_weights, prepare_plain, valid_targets
+from ttrain.parallel.world import World
 from ttrain.train.protocols import Array, Inputs, Look, Outputs, Step
 from ttrain.train.steps.seeds import ROUNDING, step_seed
 
@@ -59,16 +64,18 @@ class TrainStep:
         steps: Mapping[str, Step],
         accumulation: int,
         seed: int,
-        rank: int = 0,
         prepare: Prepare = prepare_plain,
         overlaps: bool = False,
+        world: World | None = None,
     ) -> None:
         """`steps` holds those of `names`; a step `norm` among them makes the update guarded.
 
         `overlaps` tells that the device can take in inputs, or launch others' steps, while a step computes.
         """
-        self._steps, self._accumulation, self._seed, self._rank = steps, accumulation, seed, rank
+        self._steps, self._accumulation, self._seed = steps, accumulation, seed
         self._prepare, self.overlaps = prepare, overlaps
+        self._world = world or World()
+        self._ranks = self._world.ranks
         self.guarded = "norm" in steps
 
     @staticmethod
@@ -110,14 +117,27 @@ class TrainStep:
         """Built steps with their inputs, in order; not the update of a guarded step, which hangs on the others."""
         fields, counts = self._prepare(batch)
         weights = loss_weights(counts)
-        if self._accumulation == 1 and not self.guarded:
-            return [("train", self._whole("train", {**fields, **rates, **weights}, step, 0))]
+        if self._accumulation == 1 and self._ranks.single and not self.guarded:
+            return [("train", self._whole("train", {**fields, **rates, **weights}, step))]
         calls: list[Call] = []
-        for number, part in enumerate(micro_batches(fields, self._accumulation)):
-            name = "accumulate_next" if number else "accumulate_first"
-            calls.append((name, self._whole(name, {**part, **weights}, step, number)))
+        parts = micro_batches(fields, self._ranks.slices * self._accumulation)
+        for place, slice_ in enumerate(self._ranks.own):
+            for number in range(self._accumulation):
+                name = "accumulate_next" if number else "accumulate_first"
+                part = parts[slice_ * self._accumulation + number]
+                calls.append((name, self._whole(name, {**part, **weights}, step, number, slice_)))
+            calls += [(name, {}) for name in self._tree(place)]
         name, inputs = ("norm", {}) if self.guarded else ("update", rates)
-        return [*calls, (name, self._whole(name, inputs, step, 0))]
+        return [*calls, (name, self._whole(name, inputs, step))]
+
+    def _tree(self, place: int) -> Iterator[str]:
+        """What follows a slice, so that the gradients of all of this rank's are summed in the end."""
+        level = 0
+        while place >> level & 1:
+            yield f"merge{level}"
+            level += 1
+        if place + 1 < len(self._ranks.own):
+            yield f"keep{level}"
 
     def launch(self, name: str, inputs: Inputs) -> Callable[[], Outputs]:
         """Launches a built step where the device computes beside the host; the returned call waits for the outputs."""
@@ -129,27 +149,37 @@ class TrainStep:
     def guarded_update(self, rates: Mapping[str, float], norms: Mapping[str, float], step: int) -> Call:
         """The update of a guarded step, which takes in the norms that were looked at."""
         given = {name: value for name, value in norms.items() if name in self._steps["update"].inputs}
-        return "update", self._whole("update", {**rates, **given}, step, 0)
+        return "update", self._whole("update", {**rates, **given}, step)
 
     def result(self, outputs: Sequence[Outputs], valid: int) -> tuple[StepResult, dict[str, float]]:
         """What the calls of a step gave, its guarded update aside, and the norms of its gradient."""
         norms = {name: float(outputs[-1][name]) for name in ("grad_norm", "clipped_norm") if name in outputs[-1]}
-        loss, activation = 0.0, None
-        metrics: dict[str, float] = {}
-        for each in outputs[: self._accumulation]:
-            loss, activation = loss + float(each["loss"]), _activation(activation, each)
-            metrics = summed_metrics(metrics, each)
-        metrics |= {name: value for name, value in norms.items() if name != "grad_norm"}
+        parts = [each for each in outputs[:-1] or outputs if "loss" in each]  # the last one updates, or does all
+        slices = [parts[at : at + self._accumulation] for at in range(0, len(parts), self._accumulation)]
+        sums = self._world.sum_slices([_summed(own) for own in slices])
+        activation = self._largest_activation(parts)
+        loss = sums.pop("loss")
+        metrics = {**sums, **{name: value for name, value in norms.items() if name != "grad_norm"}}
         found = StepResult(loss, norms["grad_norm"], valid, True, activation, metrics)
         return replace(found, applied=found.finite) if self.guarded else found, norms
 
-    def _whole(self, name: str, inputs: Inputs, step: int, micro_batch: int) -> Inputs:
+    def _largest_activation(self, parts: Sequence[Outputs]) -> float | None:
+        own: float | None = None
+        for each in parts:
+            own = _activation(own, each)
+        if own is None:
+            return None
+        for record in self._world.gather([{"activation_norm": own}]):
+            own = _activation(own, record)
+        return own
+
+    def _whole(self, name: str, inputs: Inputs, step: int, micro_batch: int = 0, slice_: int = 0) -> Inputs:
         """With the seed and the step's number where the built step has such an input."""
         declared = self._steps[name].inputs
         added: dict[str, int] = {}
         if "seed" in declared:
-            added["seed"] = step_seed(self._seed, step, micro_batch, self._rank)
-        if "rounding_seed" in declared:  # the same on all replicas, whose parameters stay equal
+            added["seed"] = step_seed(self._seed, step, micro_batch, slice_)
+        if "rounding_seed" in declared:  # the same on all ranks, whose parameters stay equal
             added["rounding_seed"] = step_seed(self._seed, step, ROUNDING)
         if "step" in declared:
             added["step"] = step
@@ -210,6 +240,15 @@ def _activation(largest: float | None, outputs: Outputs) -> float | None:
         return largest
     norm = float(outputs["activation_norm"])
     return norm if largest is None or norm > largest or norm != norm else largest
+
+
+def _summed(parts: Sequence[Outputs]) -> dict[str, float]:
+    """Loss and metrics of a slice, over its micro-batches."""
+    loss, metrics = 0.0, dict[str, float]()
+    for each in parts:
+        loss += float(each["loss"])
+        metrics = summed_metrics(metrics, each)
+    return {"loss": loss, **metrics}
 
 
 def summed_metrics(so_far: Mapping[str, float], outputs: Outputs) -> dict[str, float]:

@@ -6,8 +6,9 @@ Names of the state: a parameter's path; `<path>/compute` for its copy in the com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 from ttrain import ops
@@ -21,8 +22,10 @@ from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED, LanguageModel, Model, 
 from ttrain.nn.module import Parameter, use
 from ttrain.ops.update import Rule
 from ttrain.optim.base import ROUNDING_SEED, STEP, STREAMS, Optimizer
-from ttrain.optim.clip import global_norms
+from ttrain.optim.clip import Norms, global_norms
 from ttrain.optim.groups import ParameterRun, parameter_runs
+from ttrain.parallel.ranks import Ranks
+from ttrain.train.steps.pieces import Piece, RunPieces, block_norm, part_of
 
 GRAD_NORM = "grad_norm"
 CLIPPED_NORM = "clipped_norm"
@@ -38,6 +41,7 @@ class StepGraph:
         trace_accumulate  batch fields, loss_weight, seed                    -> loss
         trace_update      lr inputs, step                                    -> grad_norm
         trace_norm        nothing                                            -> grad_norm
+        trace_keep, trace_merge  nothing
         trace_evaluate    batch fields, loss_weight                          -> loss
         trace_logits      tokens [1, context], position                      -> logits [1, vocabulary]
     Steps with the output loss also have the metrics that the model names, and the weight inputs of its terms.
@@ -58,10 +62,13 @@ class StepGraph:
     watched: bool = False  # also output the norm of the activations that the loss reads
     holds_batch: bool = False  # batch fields are state, written once, instead of inputs
     shorter: Model | None = None  # records training in its place, on shorter sequences, over the same parameters
+    ranks: Ranks = Ranks()  # that divide a batch of several slices: each works on slices of `rows` * `accumulation`
     runs: list[ParameterRun] = field(init=False)
+    pieces: list[RunPieces] = field(init=False)  # of the runs
 
     def __post_init__(self) -> None:
         self.runs = parameter_runs(self.model.parameters(), self.optimizer, self.model.compute)
+        self.pieces = [RunPieces(run, self.ranks) for run in self.runs]
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -76,11 +83,14 @@ class StepGraph:
 
     def train_steps(self) -> dict[str, Trace]:
         """The steps that one optimizer step is made of, by name."""
-        if self.accumulation == 1 and not self.guarded:
+        if self.accumulation == 1 and self.ranks.single and not self.guarded:
             return {"train": self.trace_train}
         steps: dict[str, Trace] = {"accumulate_first": lambda graph: self.trace_accumulate(graph, first=True)}
         if self.accumulation > 1:
             steps["accumulate_next"] = lambda graph: self.trace_accumulate(graph, first=False)
+        for level in range(self.ranks.levels):
+            steps[f"keep{level}"] = partial(self.trace_keep, level=level)
+            steps[f"merge{level}"] = partial(self.trace_merge, level=level)
         if self.guarded:
             steps["norm"] = self.trace_norm
         return {**steps, "update": self.trace_update}
@@ -100,16 +110,31 @@ class StepGraph:
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 store(self._gradient(graph, parameter), gradient)
 
+    def trace_keep(self, graph: Graph, level: int) -> None:
+        """Sets the sum over some slices aside, until as many more are summed."""
+        self._with_kept(graph, level, ops.assign, keep=True)
+
+    def trace_merge(self, graph: Graph, level: int) -> None:
+        """Adds to the sum over some slices that over as many before them."""
+        self._with_kept(graph, level, ops.accumulate, keep=False)
+
+    def _with_kept(self, graph: Graph, level: int, write: Callable[[Value, Value], Value], keep: bool) -> None:
+        with graph.stage(Stage.UPDATE), graph.scope("gradients"):
+            for p in self.parameters:
+                kept = graph.state_value(kept_name(p, level), self._gradient_spec(p), Kind.GRADIENT)
+                gradient = self._gradient(graph, p)
+                write(*((kept, gradient) if keep else (gradient, kept)))
+
     def trace_update(self, graph: Graph) -> None:
         """Clipping and optimizer on accumulated gradients."""
         norm = graph.input(CLIPPED_NORM if self._scoped else GRAD_NORM, SCALAR) if self.guarded else None
         self._update(graph, [self._gradient(graph, parameter) for parameter in self.parameters], norm)
 
     def trace_norm(self, graph: Graph) -> None:
-        """The global norm of the accumulated gradients; changes nothing but to sum them over chips."""
+        """The global norm of the accumulated gradients; changes nothing but to sum them over chips or ranks."""
         with graph.stage(Stage.UPDATE), graph.scope("clip"):
             gradients = [self._gradient(graph, parameter) for parameter in self.parameters]
-            self._norm(graph, self._over_chips(gradients))
+            self._norm(graph, self._summed(graph, gradients))
 
     def trace_evaluate(self, graph: Graph) -> None:
         """The loss without dropout; changes nothing."""
@@ -131,20 +156,32 @@ class StepGraph:
         placed = [*members, *(("frozen", parameter) for parameter in self.frozen)]
         batch = self.model.batch_specs(self.rows) if self.holds_batch else {}
 
-        def tensor(name: str, spec: TensorSpec, kind: Kind, run: str, parameter: Parameter) -> StateTensor:
+        sharding = training and self.ranks.sharding
+        owned = {p: run.parts(at) for run in self.pieces for at, p in enumerate(run.run.parameters)} if sharding else {}
+
+        def tensor(
+            name: str, spec: TensorSpec, kind: Kind, run: str, parameter: Parameter, everywhere: bool = True
+        ) -> StateTensor:
             padded = spec.shape[:1] == parameter.spec.shape[:1]  # not so where a slot is averaged over the rows
-            return StateTensor(name, spec, kind, run, parameter.padding * padded)
+            parts = tuple(part_of(parameter, part, spec) for part in owned.get(parameter, ()))
+            everywhere = everywhere or parameter not in owned
+            return StateTensor(name, spec, kind, run, parameter.padding * padded, None, parts, everywhere)
 
         tensors = [StateTensor(name, spec, Kind.CACHE) for name, spec in batch.items()]
-        tensors += [tensor(p.path, p.spec, p.kind, run, p) for run, p in placed]
+        tensors += [tensor(p.path, p.spec, p.kind, run, p, not p.has_copy(compute)) for run, p in placed]
         copied = [(run, p) for run, p in placed if p.has_copy(compute)]
         tensors += [tensor(p.copy_name, p.read_spec(compute), Kind.COPY, run, p) for run, p in copied]
         if training:
             tensors += [tensor(gradient_name(p), self._gradient_spec(p), Kind.GRADIENT, run, p) for run, p in members]
+            tensors += [
+                StateTensor(kept_name(p, level), self._gradient_spec(p), Kind.GRADIENT, run, p.padding)
+                for level in range(self.ranks.levels)
+                for run, p in members
+            ]
             for run in self.runs:
                 kept = [(slot, p) for slot in run.rule.slots for p in run.parameters]
                 tensors += [
-                    tensor(f"{p.path}/{slot}", self._slot_spec(p, run.rule, slot), Kind.OPTIMIZER, run.name, p)
+                    tensor(f"{p.path}/{slot}", self._slot_spec(p, run.rule, slot), Kind.OPTIMIZER, run.name, p, False)
                     for slot, p in kept
                 ]
         return [*tensors, *(buffer.state_tensor for buffer in self.model.buffers().values())]
@@ -182,15 +219,33 @@ class StepGraph:
         """A sum over the batch of one chip -> over that of all."""
         return ops.all_reduce(value) if self.chips > 1 else value
 
-    def _over_chips(self, gradients: Sequence[Value]) -> Sequence[Value]:
-        return ops.all_reduce_state(gradients) if self.chips > 1 else gradients
+    def _summed(self, graph: Graph, gradients: Sequence[Value]) -> list[list[Value]]:
+        """By run, the gradients of what this rank updates, summed over all chips or ranks."""
+        left = iter(ops.all_reduce_state(gradients) if self.chips > 1 else gradients)
+        found = [[next(left) for _ in run.parameters] for run in self.runs]
+        if self.ranks.sharding:
+            return [
+                ops.reduce_scatter_state(given, self._gradients(graph, run), run.bounds)
+                for run, given in zip(self.pieces, found, strict=True)
+            ]
+        if self.ranks.count > 1:
+            return [ops.all_reduce_state(given, run.bounds) for run, given in zip(self.pieces, found, strict=True)]
+        return found
+
+    def _gradients(self, graph: Graph, run: RunPieces) -> list[Value]:
+        """Of what this rank updates of a run, as they are in the state."""
+        return [
+            piece.of(graph, gradient_name(piece.parameter), self._gradient_spec(piece.parameter), Kind.GRADIENT)
+            for piece in run.pieces
+        ]
 
     def _gradient(self, graph: Graph, parameter: Parameter) -> Value:
         return graph.state_value(gradient_name(parameter), self._gradient_spec(parameter), Kind.GRADIENT)
 
     def _gradient_spec(self, parameter: Parameter) -> TensorSpec:
-        """fp32 where micro-batches are summed, so that rounding does not add up; else as backward makes it."""
-        return parameter.spec if self.accumulation > 1 else parameter.read_spec(self.model.compute)
+        """fp32 where micro-batches or slices are summed, so that no rounding adds up; else as backward makes it."""
+        summed = self.accumulation > 1 or not self.ranks.single
+        return parameter.spec if summed else parameter.read_spec(self.model.compute)
 
     def _slot_spec(self, parameter: Parameter, rule: Rule, slot: str) -> TensorSpec:
         """Of an optimizer's tensor: in the weights' dtype, unless the config names one or the rule keeps it in fp32."""
@@ -202,13 +257,23 @@ class StepGraph:
         """Whether some gradients are left out of the norm that is clipped."""
         return not all(run.clipped for run in self.runs)
 
-    def _norm(self, graph: Graph, gradients: Sequence[Value]) -> Value:
+    def _norm(self, graph: Graph, gradients: Sequence[Sequence[Value]]) -> Value:
         """The norm to be clipped; outputs it, and that of all gradients where it is another."""
-        norms = global_norms(gradients, [run.clipped for run in self.runs for _ in run.parameters])
+        if self.ranks.single:
+            every = [gradient for given in gradients for gradient in given]
+            norms = global_norms(every, [run.clipped for run in self.runs for _ in run.parameters])
+        else:
+            norms = self._block_norms(graph, gradients)
         graph.output(GRAD_NORM, norms.whole)
         if self._scoped:
             graph.output(CLIPPED_NORM, norms.clipped)
         return norms.clipped
+
+    def _block_norms(self, graph: Graph, gradients: Sequence[Sequence[Value]]) -> Norms:
+        pairs = list(zip(self.pieces, gradients, strict=True))
+        sides = ([pair for pair in pairs if pair[0].run.clipped is clipped] for clipped in (True, False))
+        found = [block_norm(graph, side, self.ranks) for side in sides if side]
+        return Norms(ops.global_norm(found) if len(found) > 1 else found[0], found[0])
 
     def _update(self, graph: Graph, gradients: Sequence[Value], norm: Value | None = None) -> None:
         """Clip, update every run, and round the new parameters into their copies. A `norm` given is that of before."""
@@ -216,33 +281,50 @@ class StepGraph:
             with graph.scope("clip"):
                 limit = self.optimizer.config.clip_norm
                 if norm is None:
-                    gradients = self._over_chips(gradients)
-                    norm = self._norm(graph, gradients)
+                    given = self._summed(graph, gradients)
+                    norm = self._norm(graph, given)
+                else:
+                    given = [self._gradients(graph, run) for run in self.pieces]
                 factor = None if limit is None else ops.clip_factor(norm, limit)
-            by_path = {p.path: gradient for p, gradient in zip(self.parameters, gradients, strict=True)}
             step = graph.input(STEP, SCALAR)
-            for number, run in enumerate(self.runs):
-                with graph.scope(run.name):
-                    lr, scale = graph.input(run.lr, SCALAR), factor if run.clipped else None
-                    lists = [[graph.state_value(p.path, p.spec, Kind.PARAMETER) for p in run.parameters]]
-                    lists += [[by_path[p.path] for p in run.parameters], *self._slots(graph, run)]
-                    if run.rule.whole:
-                        lists[1:], scale = [_directions(run, lists, lr, step, scale)], None
-                    copies = run.parameters[0].has_copy(self.model.compute)  # one run has one read dtype
-                    if copies:
-                        lists.append([use(graph, parameter, self.model.compute) for parameter in run.parameters])
-                    stochastic = self._stochastic(run)
-                    seed = graph.input(ROUNDING_SEED, SEED) if stochastic else None
-                    ops.update(
-                        run.rule.tail or run.rule, lists, lr, step, scale, seed,
-                        copies=copies, stochastic=stochastic, stream=STREAMS * number if stochastic else 0,
-                    )  # fmt: skip
+            for number, (run, own) in enumerate(zip(self.pieces, given, strict=True)):
+                with graph.scope(run.run.name):
+                    self._update_run(graph, number, run, own, step, factor if run.run.clipped else None)
 
-    def _slots(self, graph: Graph, run: ParameterRun) -> list[list[Value]]:
-        def slot_of(p: Parameter, slot: str) -> Value:
-            return graph.state_value(f"{p.path}/{slot}", self._slot_spec(p, run.rule, slot), Kind.OPTIMIZER)
+    def _update_run(
+        self, graph: Graph, number: int, pieces: RunPieces, gradients: list[Value], step: Value, factor: Value | None
+    ) -> None:
+        run, sharding = pieces.run, self.ranks.sharding
+        lr, compute, stochastic = graph.input(run.lr, SCALAR), self.model.compute, self._stochastic(run)
+        seed = graph.input(ROUNDING_SEED, SEED) if stochastic else None
+        copies = run.parameters[0].has_copy(compute)  # one run has one read dtype
+        written: Sequence[Value] = []
+        if pieces.pieces:
+            lists = [[piece.of(graph, p.path, p.spec, Kind.PARAMETER) for piece, p in _parameters(pieces)], gradients]
+            lists += self._slots(graph, pieces)
+            if run.rule.whole:
+                lists[1:], factor = [_directions(run, lists, lr, step, factor)], None
+            if copies:
+                named = [(piece, p.copy_name, p.read_spec(compute)) for piece, p in _parameters(pieces)]
+                lists.append([piece.of(graph, name, spec, Kind.COPY) for piece, name, spec in named])
+            written = ops.update(
+                run.rule.tail or run.rule, lists, lr, step, factor, seed, copies=copies, stochastic=stochastic,
+                stream=STREAMS * number if stochastic else 0,
+                numbers=tuple(piece.number for piece in pieces.pieces) if stochastic and sharding else (),
+            )  # fmt: skip
+        if sharding:
+            ops.all_gather_state(
+                [use(graph, parameter, compute) for parameter in run.parameters], written, pieces.bounds
+            )
 
-        return [[slot_of(p, slot) for p in run.parameters] for slot in run.rule.slots]
+    def _slots(self, graph: Graph, pieces: RunPieces) -> list[list[Value]]:
+        rule = pieces.run.rule
+
+        def slot_of(piece: Piece, slot: str) -> Value:
+            p = piece.parameter
+            return piece.of(graph, f"{p.path}/{slot}", self._slot_spec(p, rule, slot), Kind.OPTIMIZER)
+
+        return [[slot_of(piece, slot) for piece in pieces.pieces] for slot in rule.slots]
 
     def _stochastic(self, run: ParameterRun) -> tuple[int, ...]:
         """Which lists of a run's update are rounded stochastically: 0 the parameters, from 1 the slots."""
@@ -252,6 +334,15 @@ class StepGraph:
         slots = [number for number, spec in enumerate(specs, 1) if asked and spec.dtype is DType.BF16]
         masters = config.stochastic_rounding and parameter.master is DType.BF16
         return (*((0,) if masters else ()), *slots)
+
+
+def _parameters(pieces: RunPieces) -> list[tuple[Piece, Parameter]]:
+    return [(piece, piece.parameter) for piece in pieces.pieces]
+
+
+def kept_name(parameter: Parameter, level: int) -> str:
+    """Name of the sum of a parameter's gradients over 2^level slices that waits for as many more."""
+    return f"{parameter.path}/kept{level}"
 
 
 def gradient_name(parameter: Parameter) -> str:

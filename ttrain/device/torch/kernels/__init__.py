@@ -19,6 +19,7 @@ from ttrain.device.base import Kernel
 from ttrain.device.torch.kernels import (
     attention,
     cache,
+    collective,
     elementwise,
     embedding,
     layout,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Delivery, Kernel, Launch
+from ttrain.device.base import Delivery, Group, Kernel, Launch
 from ttrain.device.torch.chunks import CHUNK_LOGITS, chunk_rows
 
 Tensor = torch.Tensor
@@ -43,6 +43,7 @@ class Context:
     query_rows: rows of probabilities that it forms at a time, each up to the block's last column; 0 takes what
         measured fastest.
     logits: of how many logits the cross-entropy of a head forms at a time.
+    group: the ranks that this device belongs to; None where it is alone.
     """
 
     device: torch.device
@@ -52,13 +53,14 @@ class Context:
     explicit_up_to: int | None = None
     query_rows: int = 0
     logits: int = CHUNK_LOGITS
+    group: Group | None = None
 
     @staticmethod
-    def of(device: torch.device, threads: int = 1) -> Context:
+    def of(device: torch.device, threads: int = 1, group: Group | None = None) -> Context:
         """The context of a device whose kernels use that many CPU threads, with sizes as measured."""
         if device.type == "cpu":
-            return Context(device, block=2**18 * threads)
-        return Context(device, block=2**25, kind="cuda", explicit_up_to=0)
+            return Context(device, block=2**18 * threads, group=group)
+        return Context(device, block=2**25, kind="cuda", explicit_up_to=0, group=group)
 
     def chunk_rows(self, vocabulary: int) -> int:
         """Rows of a head's logits that are formed at a time."""

@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from ttrain.device.base import Delivery, Launch
+from ttrain.device.base import Launch
 from ttrain.device.torch.kernels.common import Attributes, Context, Tensor, Tensors, chain, copying, row
 
 
@@ -18,7 +18,6 @@ def heads_view(x: Tensor, parts: int, heads: int) -> Tensor:
 
 @row("reshape")
 @row("copy_reshape")
-@row("all_reduce")
 def _reshape(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     return copying(outs[0], ins[0].view(outs[0].shape))
 
@@ -59,8 +58,3 @@ def _index_put(context: Context, ins: Tensors, outs: Tensors, attributes: Attrib
 @lru_cache(maxsize=16)
 def _index(rows: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=device)
-
-
-@row("all_reduce_state", delivery=Delivery.INPLACE)
-def _nothing(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    return chain()

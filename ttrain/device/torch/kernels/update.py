@@ -220,6 +220,7 @@ class _Blocks:
 
     def __init__(self, context: Context, call: _Call, attributes: Attributes, work: Sequence[Tensor]) -> None:
         self.call, self.stochastic = call, attributes.get("stochastic", ())
+        self.numbers = attributes.get("numbers", ())
         exact, rounded, self.keys, self.g, self.t, *rest = work
         self.program = _program(attributes)
         self.scratch = rest[len(rest) - self.program.registers :]
@@ -241,11 +242,11 @@ class _Blocks:
     def _vectors(self) -> Iterator[tuple[list[Tensor], int]]:
         """One vector per list with the number of its first element; whole lists where they lie side by side."""
         lists = self.call.lists
-        flat = flatten(*lists)
+        flat = None if self.numbers else flatten(*lists)
         if flat is not None:
             yield flat, 0
             return
-        offsets, _ = run_offsets([tensor.numel() for tensor in lists[0]])
+        offsets = self.numbers or run_offsets([tensor.numel() for tensor in lists[0]])[0]
         for tensors, offset in zip(zip(*lists, strict=True), offsets, strict=True):
             yield [tensor.view(-1) for tensor in tensors], offset
 

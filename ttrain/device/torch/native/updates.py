@@ -21,13 +21,16 @@ from ttrain.device.torch.native.request import Request, c_bool, c_double, c_floa
 Tensors = Sequence[Any]
 
 
-def _table(slots: Sequence[Tensors], block: int, threads: int, numbered: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def _table(
+    slots: Sequence[Tensors], block: int, threads: int, numbers: Sequence[int] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Rows (address per slot, elements) of all blocks, and where each thread begins: near equal numbers of elements.
 
-    If `numbered`, one more slot holds the number of the block's first element, by run_offsets, in place of an address.
+    With the `numbers` of the tensors' first elements, one more slot holds that of the block's in place of an address.
     """
     rows: list[tuple[int, ...]] = []
-    numbers, _ = run_offsets([tensor.numel() for tensor in slots[0]])
+    numbered = numbers is not None
+    numbers = numbers if numbers is not None else [0] * len(slots[0])
     for number, tensors in zip(numbers, zip(*slots, strict=True), strict=True):
         bases, sizes = [address(tensor) for tensor in tensors], [tensor.element_size() for tensor in tensors]
         count = tensors[0].numel()
@@ -44,10 +47,15 @@ def _table(slots: Sequence[Tensors], block: int, threads: int, numbered: bool = 
 
 
 def _bound(
-    function: int, slots: Sequence[Tensors], block: int, threads: int, others: Sequence[Any], numbered: bool = False
+    function: int,
+    slots: Sequence[Tensors],
+    block: int,
+    threads: int,
+    others: Sequence[Any],
+    numbers: Sequence[int] | None = None,
 ) -> Launch:
     """A launch on (table, begins, others...)."""
-    table, begins = _table(slots, block, threads, numbered)
+    table, begins = _table(slots, block, threads, numbers)
     arguments = [table.ctypes.data, begins.ctypes.data, *(address(item) for item in others)]
     return launch(function, arguments, (table, begins, list(slots), list(others)))
 
@@ -150,7 +158,8 @@ def _update(request: Request, sizing: Sizing) -> Native | None:
 
     def bind(functions: Sequence[int], ins: Tensors, outs: Tensors, work: Tensors) -> Launch:
         given, others = _slots(ins, count, lists)
-        return _bound(functions[0], given, sizing.block, team, others, numbered)
+        numbers = settings.get("numbers") or run_offsets([tensor.numel() for tensor in given[0]])[0]
+        return _bound(functions[0], given, sizing.block, team, others, numbers if numbered else None)
 
     return Native(("\n".join(body),), (), bind)
 

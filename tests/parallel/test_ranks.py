@@ -1,0 +1,58 @@
+"""How a batch and runs of state are divided among ranks, and the order of their sums."""
+
+from __future__ import annotations
+
+import pytest
+
+from ttrain.core.errors import ConfigError
+from ttrain.core.spec import run_offsets
+from ttrain.parallel.place import first_host, place
+from ttrain.parallel.ranks import BLOCK, Ranks, divide, tree_sum
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("limit", [4 * BLOCK, 1 << 23])
+@pytest.mark.parametrize("whole", [False, True])
+def test_every_element_of_a_run_has_one_owner(count: int, limit: int, whole: bool) -> None:
+    sizes = [1, 64, 3 * BLOCK + 7, 65, 40 * BLOCK, BLOCK]
+    division = divide(sizes, count, whole, limit)
+    for size, ranks in zip(sizes, division.parts, strict=True):
+        owned = sorted(part for parts in ranks for part in parts)
+        assert [element for start, stop in owned for element in range(start, stop)] == list(range(size))
+        assert all(start % BLOCK == 0 for start, _ in owned)
+        assert not whole or owned == [(0, size)]
+    starts = [bucket[0] for bucket in division.bounds]
+    assert starts == [0, *(bucket[-1] for bucket in division.bounds[:-1])]
+    assert division.bounds[-1][-1] == run_offsets(sizes)[1]
+    if not whole and limit > sum(sizes):
+        shares = [stop - start for start, stop in zip(division.bounds[0], division.bounds[0][1:], strict=False)]
+        assert max(shares) - min(shares) <= 2 * BLOCK
+
+
+def test_a_sum_in_a_tree_is_that_of_its_subtrees() -> None:
+    def joined(x: str, y: str) -> str:
+        return f"({x}+{y})"
+
+    slices = list("abcdefgh")
+    assert tree_sum(slices, joined) == "(((a+b)+(c+d))+((e+f)+(g+h)))"
+    for count in (1, 2, 4, 8):
+        ranks = [Ranks(rank, count, 8) for rank in range(count)]
+        assert [slice_ for each in ranks for slice_ in each.own] == list(range(8))
+        parts = [tree_sum([slices[slice_] for slice_ in each.own], joined) for each in ranks]
+        assert tree_sum(parts, joined) == tree_sum(slices, joined)
+        assert 2 ** ranks[0].levels == 8 // count
+
+
+def test_where_a_process_stands() -> None:
+    assert place({}) is None
+    given = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
+    found = place({**given, "MASTER_PORT": "29500"})
+    assert found is not None and (found.rank, found.count, found.local_rank, found.local_count) == (3, 4, 1, 2)
+    with pytest.raises(ConfigError, match="RANK is set but not MASTER_PORT"):
+        place(given)
+    slurm = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "12345"}
+    found = place({**slurm, "SLURM_STEP_NODELIST": "gpu[07-09,12]", "SLURM_STEP_TASKS_PER_NODE": "2(x4)"})
+    assert found is not None and (found.rank, found.local_count) == (5, 2)
+    assert (found.address, found.port) == ("gpu07", 22345)
+    assert [first_host(names) for names in ("a,b", "n[3]", "x[1-2]-ib,y")] == ["a", "n3", "x1-ib"]
+    assert place({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None  # a batch script is no step

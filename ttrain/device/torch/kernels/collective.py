@@ -1,0 +1,127 @@
+"""Sums over ranks, in one order whoever computes: contributions to a share are sent to its owner, who adds them up.
+
+The sum is that of `parallel.ranks.tree_sum` over ranks, so no library's order of summing gets into the bits.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+
+import torch
+
+from ttrain.core.spec import TensorSpec
+from ttrain.device.base import Delivery, Launch
+from ttrain.device.torch.kernels.common import (
+    Attributes,
+    Context,
+    Specs,
+    Tensor,
+    Tensors,
+    chain,
+    copying,
+    row,
+)
+
+
+@row("all_reduce")
+def _all_reduce(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    copy = copying(outs[0], ins[0])
+    return copy if context.group is None else chain(copy, context.group.sum(outs[0]))
+
+
+def _received(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    """Room for the largest share of a bucket from every other rank."""
+    bounds = attributes.get("bounds", ())
+    shares = [stop - start for bucket in bounds for start, stop in pairwise(bucket)]
+    others = len(bounds[0]) - 2 if bounds else 0
+    return [TensorSpec((others * max(shares),), ins[0].dtype)] if others > 0 and max(shares) else []
+
+
+@row("all_reduce_state", _received, delivery=Delivery.INPLACE)
+def _all_reduce_state(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    bounds = attributes.get("bounds", ())
+    if context.group is None or not bounds:
+        return chain()
+    run = _run(ins, bounds)
+    return chain(
+        *(part for bucket in bounds for part in (*_reduce(context, run, bucket, work), *_gather(context, run, bucket)))
+    )
+
+
+@row("reduce_scatter_state", _received, delivery=Delivery.INPLACE)
+def _reduce_scatter(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    if context.group is None:
+        return chain()
+    run = _run(ins, attributes["bounds"])
+    return chain(*(part for bucket in attributes["bounds"] for part in _reduce(context, run, bucket, work)))
+
+
+@row("all_gather_state", delivery=Delivery.INPLACE)
+def _all_gather(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    if context.group is None:
+        return chain()
+    run = _run(ins, attributes["bounds"])
+    return chain(*(part for bucket in attributes["bounds"] for part in _gather(context, run, bucket)))
+
+
+def _run(tensors: Tensors, bounds: tuple[tuple[int, ...], ...]) -> Tensor:
+    """The run that begins with the first tensor, as one vector with its gaps; parts of it may follow in the list."""
+    return tensors[0].as_strided((bounds[-1][-1],), (1,), tensors[0].storage_offset())
+
+
+def _reduce(context: Context, run: Tensor, bucket: tuple[int, ...], work: Tensors) -> list[Launch]:
+    """This rank's share of a bucket <- its sum over ranks."""
+    group = context.group
+    assert group is not None
+    rank, shares = group.rank, [run[start:stop] for start, stop in pairwise(bucket)]
+    own, others = shares[rank], [other for other in range(group.count) if other != rank]
+    given: list[Tensor] = [own] * group.count
+    for place, other in enumerate(others if own.numel() else ()):
+        given[other] = work[0][place * own.numel() : (place + 1) * own.numel()]
+    launches = [
+        group.exchange([(other, shares[other]) for other in others], [(other, given[other]) for other in others])
+    ]
+    while len(given) > 1 and own.numel():
+        for x, y in zip(given[::2], given[1::2], strict=True):
+            launches.append(partial(torch.add, x, y, out=y if y is own else x))
+        given = [y if y is own else x for x, y in zip(given[::2], given[1::2], strict=True)]
+    return launches
+
+
+def _gather(context: Context, run: Tensor, bucket: tuple[int, ...]) -> list[Launch]:
+    """Every share of a bucket <- what its owner holds there."""
+    group = context.group
+    assert group is not None
+    shares = [run[start:stop] for start, stop in pairwise(bucket)]
+    others = [other for other in range(group.count) if other != group.rank]
+    sends = [(other, shares[group.rank]) for other in others]
+    return [group.exchange(sends, [(other, shares[other]) for other in others])]
+
+
+def _norms_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    if all(spec.dtype is outs[0].dtype for spec in ins):
+        return []
+    return [outs[0].with_shape(min(max(spec.size for spec in ins), max(context.block, attributes["block"])))]
+
+
+@row("block_norms", _norms_workspace)
+def _block_norms(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    (y,), block = outs, attributes["block"]
+    launches: list[Launch] = [y.zero_]
+    for tensor, place in zip(ins, attributes["places"], strict=True):
+        x = tensor.view(-1)
+        at_once = x.numel() if x.dtype is y.dtype else max(work[0].numel() // block, 1) * block
+        for part in x.split(max(at_once, 1)):
+            if part.dtype is not y.dtype:
+                wide = work[0][: part.numel()]
+                launches.append(copying(wide, part))
+                part = wide
+            whole = part.numel() // block
+            rows = [part[: whole * block].view(-1, block), part[whole * block :].view(1, -1)]
+            for matrix in rows:
+                if matrix.numel():
+                    out = y[place : place + len(matrix)]
+                    launches.append(partial(torch.linalg.vector_norm, matrix, 2, 1, out=out))
+                    place += len(matrix)
+    return chain(*launches)

@@ -1,0 +1,1 @@
+"""Ranks: processes that train one model together, and who of them owns what."""

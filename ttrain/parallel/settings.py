@@ -1,0 +1,27 @@
+"""Small config of training by several processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ttrain.core.options import option
+
+
+@dataclass
+class ParallelConfig:
+    """How several processes, the ranks, train one model: each on its slices of every batch."""
+
+    name: str = option(
+        "none", "none, ddp (each rank updates all of the model) or zero1 (each its share, of which it keeps the state)",
+        choices=("none", "ddp", "zero1"),
+    )  # fmt: skip
+    processes: int | None = option(
+        None, "ranks to start on this machine; null takes those that torchrun or SLURM started, else one", minimum=1
+    )
+    slices: int | None = option(
+        None,
+        "parts of every batch, divided among the ranks; a run with fixed slices keeps its bits on any number of ranks; "
+        "null takes the number of ranks",
+        minimum=1,
+    )
+    timeout: float = option(600.0, "seconds until ranks that wait for another one take it for lost", above=0)

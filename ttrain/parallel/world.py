@@ -1,0 +1,63 @@
+"""The ranks of a run as its host side sees them: numbers that all have to agree on, and who leads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from ttrain.device.base import Group
+from ttrain.parallel.ranks import Ranks, tree_sum
+
+T = TypeVar("T", bound=float | str | bool)
+Numbers = Mapping[str, float]  # truth values count as numbers
+
+
+class World:
+    """One process alone. Every method is called by all ranks, at the same place of the same run."""
+
+    group: Group | None = None  # what devices exchange tensors through
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks or Ranks()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes the run's files and talks to the user."""
+        return self.ranks.rank == 0
+
+    def gather(self, records: Sequence[Numbers]) -> list[dict[str, float]]:
+        """The records of all ranks, in the order of the ranks; all have the same keys, and each rank as many."""
+        return [dict(record) for record in records]
+
+    def of_leader(self, value: T) -> T:
+        """What the leading rank gives."""
+        return value
+
+    def once(self, work: Callable[[], str]) -> str:
+        """What the work of the leading rank returns. Where that fails, all fail likewise."""
+        return work()
+
+    @contextmanager
+    def leader_first(self) -> Iterator[None]:
+        """The others enter once the leading rank is done: what it left on the disk they need not do."""
+        yield
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+
+    def close(self) -> None:
+        """Leaves the other ranks."""
+
+    def sum_slices(self, records: Sequence[Numbers]) -> dict[str, float]:
+        """The sums over all slices of numbers that this rank has for its own, added in one order."""
+        return tree_sum(self.gather(records), _added)
+
+    def largest(self, numbers: Numbers) -> dict[str, float]:
+        """By name, the largest number that any rank has."""
+        gathered = self.gather([numbers])
+        return {name: max(record[name] for record in gathered) for name in numbers}
+
+
+def _added(x: dict[str, float], y: dict[str, float]) -> dict[str, float]:
+    return {name: value + y[name] for name, value in x.items()}

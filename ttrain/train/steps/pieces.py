@@ -1,0 +1,97 @@
+"""What one rank updates of a model: whole parameters, or with ZeRO-1 the parts of them that it owns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ttrain import ops
+from ttrain.core.spec import Part, TensorSpec, part_name, part_spec, run_offsets
+from ttrain.graph import Graph, Kind, Value
+from ttrain.nn.module import Parameter
+from ttrain.ops.collective import Bounds
+from ttrain.optim.groups import ParameterRun
+from ttrain.parallel.ranks import BLOCK, Division, Ranks, divide
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter, or a part of one, that this rank updates."""
+
+    parameter: Parameter
+    part: Part | None
+    number: int  # of its first element within the run
+    blocks: int  # of the run before its first one
+
+    def of(self, graph: Graph, name: str, spec: TensorSpec, kind: Kind) -> Value:
+        """The same piece of a tensor of the state that goes with the parameter."""
+        if self.part is None:
+            return graph.state_value(name, spec, kind)
+        part = part_of(self.parameter, self.part, spec)
+        return graph.state_value(part_name(name, part), part_spec(spec, part), kind)
+
+
+def part_of(parameter: Parameter, part: Part, spec: TensorSpec) -> Part:
+    """The part of a tensor that belongs to one of a parameter: of another shape it has only its whole."""
+    return (0, spec.size) if part == (0, parameter.spec.size) else part
+
+
+class RunPieces:
+    """A run of parameters as the ranks divide it."""
+
+    def __init__(self, run: ParameterRun, ranks: Ranks) -> None:
+        self.run, self._ranks = run, ranks
+        self._sizes = [parameter.spec.size for parameter in run.parameters]
+
+    @cached_property
+    def division(self) -> Division:
+        """Who owns what."""
+        return divide(self._sizes, self._ranks.count, self.run.rule.whole)
+
+    @property
+    def bounds(self) -> Bounds:
+        return self.division.bounds
+
+    @property
+    def blocks(self) -> int:
+        """Of BLOCK elements or less, of all parameters."""
+        return sum(-(-size // BLOCK) for size in self._sizes)
+
+    def parts(self, position: int) -> tuple[Part, ...]:
+        """Those of a parameter that this rank owns; none where it owns all."""
+        return self.division.parts[position][self._ranks.rank] if self._ranks.sharding else ()
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        return list(self._pieces())
+
+    def _pieces(self) -> Iterator[Piece]:
+        offsets, _ = run_offsets(self._sizes)
+        blocks = 0
+        for position, (parameter, offset) in enumerate(zip(self.run.parameters, offsets, strict=True)):
+            if self._ranks.sharding:
+                for part in self.parts(position):
+                    yield Piece(parameter, part, offset + part[0], blocks + part[0] // BLOCK)
+            else:
+                yield Piece(parameter, None, offset, blocks)
+            blocks += -(-self._sizes[position] // BLOCK)
+
+
+def block_norm(graph: Graph, runs: Sequence[tuple[RunPieces, Sequence[Value]]], ranks: Ranks) -> Value:
+    """The L2 norm of the gradients of some runs, whose bits do not depend on who holds which piece of them.
+
+    It is that of the norms of fixed blocks, each of which one rank has; the others have a zero there.
+    """
+    tensors: list[Value] = []
+    places: list[int] = []
+    before = 0
+    for run, given in runs:
+        tensors += given
+        places += [before + piece.blocks for piece in run.pieces]
+        before += run.blocks
+    if tensors:
+        norms = ops.block_norms(tensors, tuple(places), before, BLOCK)
+    else:
+        norms = ops.full(graph, TensorSpec((before,)), 0.0)
+    return ops.global_norm([ops.all_reduce(norms) if ranks.sharding else norms])
