@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.ttnn.runs import Outcome, adamw, cpu, gpt, mlp, run, sgd, side_by_side, turns
+from tests.ttnn.runs import Outcome, adamw, cpu, gpt, llama, mlp, run, sgd, side_by_side, turns
 from ttrain.core.spec import DType
 from ttrain.device.ttnn.device import open_device
 from ttrain.device.ttnn.settings import TenstorrentConfig
@@ -23,6 +23,8 @@ def model_of(order: dict[str, Any], compute: DType) -> Any:
     sizes = order.get("sizes", {})
     if order["model"] == "mlp":
         return mlp(compute, **{"width": 32, "inputs": None, "outputs": None, **sizes})
+    if order["model"] == "llama":
+        return llama(compute, **sizes)
     return gpt(compute, **{"layers": 1, "heads": 2, "width": 32, "context": 32, "vocabulary": 65, **sizes})
 
 

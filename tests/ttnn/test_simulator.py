@@ -75,7 +75,8 @@ def named(arrays: Arrays, prefix: str) -> Arrays:
 
 
 def name_of(order: dict[str, Any]) -> str:
-    return "mlp, fp32" if order["model"] == "mlp" else "one block of nano-gpt, bf16, dropout"
+    names = {"mlp": "mlp, fp32", "gpt": "one block of nano-gpt, bf16", "llama": "two blocks of llama, bf16"}
+    return names[order["model"]] + (", dropout" if order.get("sizes", {}).get("dropout") else "")
 
 
 def unequal(one: Arrays, two: Arrays) -> list[str]:
@@ -90,12 +91,16 @@ def test_mlp_trains_five_steps(tmp_path: Path, optimizer: str) -> None:
     assert loss_error(arrays) < 0.01
 
 
-@pytest.mark.parametrize("sizes", [{}, {"width": 48, "vocabulary": 97}], ids=["head of 16", "head of 24"])
-def test_a_block_of_nano_gpt(tmp_path: Path, sizes: dict[str, int]) -> None:
-    arrays = simulated(tmp_path, fast=False, model="gpt", steps=1, sizes=sizes)
-    errors, width = gradient_errors(arrays), sizes.get("width", 32)
+@pytest.mark.parametrize(
+    "order",
+    [{"model": "gpt"}, {"model": "gpt", "sizes": {"width": 48, "vocabulary": 97}}, {"model": "llama"}],
+    ids=["nano-gpt, heads of 16", "nano-gpt, heads of 24", "llama, grouped heads of 16"],
+)
+def test_gradients_of_a_decoder(tmp_path: Path, order: dict[str, Any]) -> None:
+    arrays = simulated(tmp_path, fast=False, **order, steps=1)
+    errors = gradient_errors(arrays)
     ROWS.append((
-        f"one block of nano-gpt, bf16, {width} wide, heads of {width // 2}, against the CPU",
+        f"{name_of(order)}, {order.get('sizes', 'usual sizes')}, against the CPU",
         f"loss within {loss_error(arrays):.2%}, every gradient within {max(errors.values()):.1%}",
     ))  # fmt: skip
     assert loss_error(arrays) < 0.01
@@ -105,14 +110,16 @@ def test_a_block_of_nano_gpt(tmp_path: Path, sizes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(
     "order",
-    [{"model": "mlp", "fp32": True, "rows": 32}, {"model": "gpt", "sizes": {"dropout": 0.1}}],
-    ids=["mlp", "nano-gpt with dropout"],
+    [{"model": "mlp", "fp32": True, "rows": 32}, {"model": "gpt", "sizes": {"dropout": 0.1}}, {"model": "llama"}],
+    ids=["mlp", "nano-gpt with dropout", "llama"],
 )
 def test_replays_equal_launches_bit_for_bit(tmp_path: Path, order: dict[str, Any]) -> None:
     """While learning rate, step number and dropout seed move."""
     outcomes = [simulated(tmp_path, **order, engine=engine) for engine in ("static", "traced")]
     assert unequal(*(named(outcome, "there:") for outcome in outcomes)) == []
-    ROWS.append((f"{name_of(order)}, 5 steps, traced against static", "bit-equal"))
+    off = loss_error(outcomes[0])
+    ROWS.append((f"{name_of(order)}, 5 steps, traced against static", f"bit-equal, losses within {off:.2%} of the CPU"))
+    assert off < 0.01
 
 
 @pytest.mark.parametrize("engine", ["static", "traced"])

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
-from tests.ttnn.runs import adamw, golden, gpt, mlp, run, sgd
+from tests.ttnn.runs import adamw, golden, gpt, llama, mlp, run, sgd
 from ttrain.core.spec import DType
 from ttrain.device.ttnn.cost.lowering import node_programs
 from ttrain.device.ttnn.cost.programs import Product
@@ -20,6 +20,8 @@ MODELS = {
     "gpt bf16 with dropout": lambda: (gpt(DType.BF16, dropout=0.1), adamw()),
     "gpt that fills no tiles": lambda: (gpt(DType.BF16, context=20), adamw()),
     "gpt with rounded moments": lambda: (gpt(), adamw(state_dtype="bf16")),
+    "llama bf16": lambda: (llama(DType.BF16, rotary_share=0.5), adamw()),
+    "llama fp32": lambda: (llama(), adamw()),
     "mlp with momentum": lambda: (mlp(), sgd(momentum=0.9)),
 }
 

@@ -109,6 +109,33 @@ def _layer_norm_grad(node: Node) -> Iterator[Program]:
         yield _streamed(x, x, x)
 
 
+def _rms_norm(node: Node) -> Iterator[Program]:
+    x, wide = node.input("x").spec, node.input("x").spec.with_dtype(DType.FP32)
+    yield from (_streamed(x, wide), _streamed(wide), _scattered(x, x))
+    yield _streamed(wide.with_shape(*x.shape[:-1], 1))
+
+
+def _rms_norm_grad(node: Node) -> Iterator[Program]:
+    x, wide = node.input("x").spec, node.input("x").spec.with_dtype(DType.FP32)
+    yield from (_streamed(x, wide), _streamed(x, wide, wide), _column_sum(wide))
+    yield _product(*_size(x), 1, DType.FP32)
+    yield from [_streamed(x, x)] + [_streamed(x, wide)] * (x.dtype is not DType.FP32)
+    yield from (_streamed(wide, wide, wide), _streamed(wide, x))
+    if node.inputs[-1] is not None:
+        yield _streamed(wide, x, x)
+
+
+def _rotary(node: Node) -> Iterator[Program]:
+    x, table = node.input("x").spec, node.input("cos").spec
+    (rows, features), wide = _size(x), x.with_dtype(DType.FP32)
+    places, pairs = _size(table)
+    yield from [_product(places, pairs, features, table.dtype)] * 2
+    if features > 2 * pairs * node.attributes["heads"]:
+        yield _streamed(table.with_shape(places, features), table.with_shape(places, features))
+    yield _product(rows, features, features, x.dtype)
+    yield from (_streamed(x, wide, wide), _streamed(wide, wide, wide, x))
+
+
 def _softmax(node: Node) -> Iterator[Program]:
     x = node.input("x").spec
     if not (node.attributes["mask"].is_causal and x.rank == 4 and x.shape[-1] % TILE == 0):
@@ -232,6 +259,10 @@ def _two(node: Node) -> Iterator[Program]:
     yield from [_streamed(*_specs(node))] * 2
 
 
+def _three(node: Node) -> Iterator[Program]:
+    yield from [_streamed(*_specs(node))] * 3
+
+
 def _joined(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
     """Matrices as one tensor and vectors as another, as the device stacks state; what fills no tiles stays single."""
     groups: dict[int, list[TensorSpec]] = {2: [], 1: []}
@@ -276,10 +307,6 @@ def _update(node: Node) -> Iterator[Program]:
         yield from [_streamed(*[spec] * 2, wide=True)] * bool(attributes.get("copies"))
 
 
-def _clip_factor(node: Node) -> Iterator[Program]:
-    yield from [_streamed(*_specs(node))] * 3
-
-
 def _dropout_mask(node: Node) -> Iterator[Program]:
     """A hash of every element in int32: see device/ttnn/kernels/random.py."""
     mask = node.outputs[0].spec
@@ -288,11 +315,12 @@ def _dropout_mask(node: Node) -> Iterator[Program]:
 
 _ROWS: dict[str, Callable[[Node], Iterator[Program]]] = {
     "matmul": _matmul, "linear": _linear, "reduce_sum": _reduce_sum, "layer_norm": _layer_norm,
-    "layer_norm_grad": _layer_norm_grad, "softmax": _softmax, "softmax_grad": _softmax_grad,
+    "layer_norm_grad": _layer_norm_grad, "rms_norm": _rms_norm, "rms_norm_grad": _rms_norm_grad,
+    "rotary": _rotary, "silu_grad": _three, "softmax": _softmax, "softmax_grad": _softmax_grad,
     "split_heads": _split_heads, "merge_heads": _merge_heads, "transpose": _out_of_order,
     "copy_reshape": _out_of_order, "embedding": _embedding, "embedding_grad": _embedding_grad,
     "cross_entropy": _cross_entropy, "cross_entropy_grad": _cross_entropy_grad,
     "head_cross_entropy": _head_cross_entropy, "squared_error": _squared_error, "squared_error_grad": _two,
     "expand": _two, "tanh_grad": _two, "global_norm": _global_norm, "update": _update,
-    "clip_factor": _clip_factor, "dropout_mask": _dropout_mask,
+    "clip_factor": _three, "dropout_mask": _dropout_mask,
 }  # fmt: skip

@@ -73,6 +73,39 @@ def _head_product(c: Context, ins: Tensors, outs: Tensors, attributes: Attribute
     return run
 
 
+@row("rotary")
+def _rotary(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    """y = x cos + p sin: p has the other feature of each pair, signed, and the tables one number a feature of x.
+
+    ttnn's own rotation takes heads of whole tiles apart: with the moves that this needs, it is as many launches.
+    """
+    (x, cos, sin), (y,), heads, tt = ins, outs, attributes["heads"], c.tt
+    pairs, features = cos.spec.shape[-1], x.spec.shape[-1]
+    key, width = (heads, pairs), features // heads
+    first = np.eye(pairs, width, dtype=np.float32)
+    second = np.roll(first, pairs, axis=1)
+    table = c.constant(("table", key), TileLayout((pairs, features), "float32"), lambda: np.tile(first + second, heads))
+    partner = c.constant(
+        ("partner", key), TileLayout((features, features), "bfloat16"),
+        lambda: np.kron(np.eye(heads, dtype=np.float32), first.T @ second - second.T @ first),
+    )  # fmt: skip
+    kept = c.constant(
+        ("kept", key), TileLayout((1, features), "float32"),
+        lambda: np.tile(np.arange(width) >= 2 * pairs, heads)[None].astype(np.float32),
+    )  # fmt: skip
+    sign = -1.0 if attributes["inverse"] else 1.0
+
+    def run() -> None:
+        of_x, of_partner = (tt.matmul(each.t, table.t, **c.product) for each in (cos, sin))
+        if width > 2 * pairs:
+            of_x = tt.add(of_x, kept.t)
+        swapped = tt.matmul(x.t, partner.t, dtype=tt.float32, **c.product)
+        scaled = tt.multiply(x.t, of_x, dtype=tt.float32)
+        tt.addcmul(scaled, swapped, of_partner, value=sign, output_tensor=y.t)
+
+    return run
+
+
 def _picking(c: Context, batch: int, rows: tuple[int, ...], time: int, dtype: DType) -> DeviceTensor:
     """[batch, len(rows), time]: a product with it picks rows, one with its transpose puts them back."""
 

@@ -1,4 +1,4 @@
-"""Layer normalisation: fused kernels where tensors are bf16, sums in fp32 otherwise."""
+"""Norms over the last axis: fused kernels where tensors are bf16, sums in fp32 otherwise."""
 
 from __future__ import annotations
 
@@ -121,3 +121,40 @@ def _plain_grad(c: Context, ins: Sequence[Any], outs: Tensors, bias: bool) -> No
     tt.multiply(rest, rstd.t, output_tensor=outs[0].t)
     if residual is not None:
         tt.add(outs[0].t, residual.t, output_tensor=outs[0].t)
+
+
+@row("rms_norm", Delivery.FRESH, layouts=lambda c, ins, outs, _: [None, _column(ins[0].shape, "float32")])
+def _rms_norm(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    tt, (x, weight), eps, root = c.tt, ins, attributes["eps"], [c.tt.UnaryOpType.RSQRT]
+    outs[1].hold_as(_column(x.spec.shape, "float32"))
+
+    def run() -> list[Any]:
+        square = tt.multiply(x.t, x.t, dtype=tt.float32)
+        mean = tt.sum(square, dim=-1, keepdim=True, scalar=1 / x.spec.shape[-1], **c.exact)
+        return [tt.rms_norm(x.t, epsilon=eps, weight=weight.t, **c.exact), tt.add(mean, eps, activations=root)]
+
+    return run
+
+
+@row("rms_norm_grad")
+def _rms_norm_grad(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    """dx = rstd (s - n mean(s n)) with s = dy weight and n the normalised x; in fp32 but for s."""
+    tt, (dy, x, rstd, weight, residual), (dx, dweight) = c.tt, ins, outs
+    rstd.hold_as(_column(x.spec.shape, "float32"))
+
+    def run() -> None:
+        normal = tt.multiply(x.t, rstd.t, dtype=tt.float32)
+        product = tt.multiply(dy.t, normal, dtype=tt.float32)
+        total = column_sum(c, product, x.spec.shape, DType.FP32, dweight)
+        if total is not None:
+            tt.copy(total, dweight.t)
+        projected = tt.matmul(product, weight.t, transpose_b=True, dtype=tt.float32, **c.product)
+        scaled = tt.multiply(dy.t, weight.t)
+        scaled = tt.typecast(scaled, tt.float32) if is_bf16(dy) else scaled
+        rest = tt.addcmul(scaled, normal, projected, value=-1 / x.spec.shape[-1])
+        if residual is None:
+            tt.multiply(rest, rstd.t, output_tensor=dx.t)
+        else:
+            tt.add(tt.multiply(rest, rstd.t), residual.t, output_tensor=dx.t)
+
+    return run

@@ -212,6 +212,8 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "RSQRT": torch.rsqrt,
     "RECIP": torch.reciprocal,
     "GTZ": lambda x: (x > 0).to(x.dtype),
+    "SIGMOID": torch.sigmoid,
+    "SILU": torch.nn.functional.silu,
 }
 
 

@@ -24,7 +24,7 @@ Constant = Callable[[Any, TileLayout, Callable[[], np.ndarray]], Any]
 _TOLD = (
     "add", "subtract", "multiply", "div", "squared_difference", "eq", "ge", "bitwise_xor", "logical_right_shift", "mac",
     "where", "fill", "typecast", "reshape", "slice", "concat", "identity", "sqrt", "square", "exp", "log",
-    "tanh", "relu", "gelu", "silu", "sigmoid", "erf", "neg", "reciprocal", "rsqrt",
+    "tanh", "relu", "gelu", "silu", "sigmoid", "erf", "neg", "reciprocal", "rsqrt", "sign",
 )  # fmt: skip
 # Calls that launch nothing.
 _HOST = (
@@ -207,13 +207,18 @@ class CoreSubsetRuntime:
         return result if x.dtype == tt.float32 else self.typecast(result, x.dtype)
 
     def layer_norm(self, x: Any, epsilon: float, weight: Any = None, bias: Any = None, **options: Any) -> Any:
-        tt, share, given = self._tt, 1 / x.shape[-1], self._wide(x)
-        centred = self.subtract(given, self.sum(given, dim=-1, scalar=share, **options))
-        variance = self.sum(self.multiply(centred, centred), dim=-1, scalar=share, **options)
-        y = self.multiply(centred, self.add(variance, epsilon, activations=[tt.UnaryOpType.RSQRT]))
-        y = y if weight is None else self.multiply(y, self._wide(weight))
+        given = self._wide(x)
+        centred = self.subtract(given, self.sum(given, dim=-1, scalar=1 / x.shape[-1], **options))
+        y = self.rms_norm(centred, epsilon, weight, **options)
         y = y if bias is None else self.add(y, self._wide(bias))
-        return y if x.dtype == tt.float32 else self.typecast(y, x.dtype)
+        return y if x.dtype == self._tt.float32 else self.typecast(y, x.dtype)
+
+    def rms_norm(self, x: Any, epsilon: float, weight: Any = None, **options: Any) -> Any:
+        given, root = self._wide(x), [self._tt.UnaryOpType.RSQRT]
+        square = self.sum(self.multiply(given, given), dim=-1, scalar=1 / x.shape[-1], **options)
+        y = self.multiply(given, self.add(square, epsilon, activations=root))
+        y = y if weight is None else self.multiply(y, self._wide(weight))
+        return y if x.dtype == self._tt.float32 else self.typecast(y, x.dtype)
 
     def gelu_bw(self, dy: Any, x: Any, variant: Any, input_grad: Any) -> list[Any]:
         """dy (P + x P') with gelu = x P: P is the normal distribution, or its approximation by tanh."""
