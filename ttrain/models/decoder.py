@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from copy import copy
@@ -12,8 +13,9 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Value
 from ttrain.models.base import LOSS_WEIGHT, SCALAR, scored_positions
 from ttrain.models.cache import POSITIONS
-from ttrain.nn.layers import Embedding, Linear
-from ttrain.nn.module import Module, use
+from ttrain.nn.initialize import Constant, Normal
+from ttrain.nn.layers import Embedding, Linear, RMSNorm
+from ttrain.nn.module import Module, Parameter, Role, use
 
 Own = TypeVar("Own", bound="Decoder")
 
@@ -29,7 +31,18 @@ class Decoder(Module, ABC):
     context: int  # longest text
     length: int  # of the sequences of a batch
     packed: bool = False  # whether sequences hold several documents, which do not see each other
-    logit_cap: float | None = None  # logits become cap * tanh(logits / cap)
+    value_embedding: Embedding | None = None  # what values of attention have added to them, token by token
+
+    def finish(self) -> None:
+        """Called at the end of construction: names the parameters, and starts them as the config's switches say."""
+        self.name_parameters()
+        ratio = self.config.width_ratio
+        for path, parameter in self.parameters().items():
+            parameter.width_ratio = ratio
+            if parameter.role is Role.HIDDEN and isinstance(parameter.initializer, Normal):
+                parameter.initializer = Normal(parameter.initializer.std / math.sqrt(ratio))
+            if self.config.zero_init and path.endswith((".projection.weight", ".down.weight")):
+                parameter.initializer = Constant(0.0)
 
     @abstractmethod
     def hidden(self, graph: Graph, rows: int, training: bool, positions: Value | None = None) -> Value:
@@ -64,9 +77,10 @@ class Decoder(Module, ABC):
         targets = ops.reshape(fields["targets"], hidden.shape[:1])
         weight = graph.input(LOSS_WEIGHT, SCALAR)
         with graph.scope("loss"):
-            if self.logit_cap is None:
+            if self.config.logit_cap is None:
+                hidden = self._narrowed(hidden)
                 return ops.head_cross_entropy(hidden, self._head(graph), None, targets, weight)[0]
-            return ops.cross_entropy(self._capped(ops.linear(hidden, self._head(graph))), targets, weight)
+            return ops.cross_entropy(self._capped(self._scores(hidden)), targets, weight)
 
     def logits(self, graph: Graph, rows: int, count: int | None = None) -> Value:
         """Scores of the next token, fp32 [1, vocabulary], at step input `position`; see LanguageModel.logits."""
@@ -77,10 +91,22 @@ class Decoder(Module, ABC):
 
     def scores(self, rows: Value) -> Value:
         """Scores of the token after each of these rows of hidden states: [N, width] -> fp32 [N, vocabulary]."""
-        return self._capped(ops.cast(ops.linear(rows, self._head(rows.graph)), DType.FP32))
+        return self._capped(ops.cast(self._scores(rows), DType.FP32))
+
+    def _scores(self, rows: Value) -> Value:
+        return ops.linear(self._narrowed(rows), self._head(rows.graph))
+
+    def _narrowed(self, hidden: Value) -> Value:
+        """Hidden states as the head reads them: a sum over more features has to stay as large (muP)."""
+        ratio = self.config.width_ratio
+        return hidden if ratio == 1 else hidden * (1 / ratio)
+
+    def _values(self, tokens: Value) -> Value | None:
+        """What is added to the values of every block: tokens [B, T] -> [B, T, width of all heads of values]."""
+        return None if self.value_embedding is None else self.value_embedding(tokens, self.compute)
 
     def _capped(self, logits: Value) -> Value:
-        cap = self.logit_cap
+        cap = self.config.logit_cap
         return logits if cap is None else cap * ops.tanh(logits * (1 / cap))
 
     def _placed(self, table: Value, positions: Value | None) -> Value:
@@ -98,3 +124,20 @@ class Decoder(Module, ABC):
 
     def _specs(self) -> Mapping[str, TensorSpec]:
         return {path: parameter.spec for path, parameter in self.parameters(adapters=False).items()}
+
+
+class Heads(Module):
+    """What queries, keys and values may have before they meet: norms of each head, and embeddings of the tokens."""
+
+    def __init__(self, config: Any, head_width: int, values: int, eps: float) -> None:
+        """`values` is the width of all heads of values."""
+        norms = [RMSNorm(head_width, eps) if config.qk_norm else None for _ in range(2)]
+        self.query_norm, self.key_norm = norms
+        self.value_mix = Parameter((values,), Constant(1.0)) if config.value_embeddings else None
+        self._scale = config.attention_scale(head_width)
+
+    def with_embedding(self, v: Value, added: Value | None) -> Value:
+        """Values [B, T, all heads] with the embeddings of their tokens, of the same shape."""
+        if self.value_mix is None or added is None:
+            return v
+        return v + added * use(v.graph, self.value_mix, v.spec.dtype)

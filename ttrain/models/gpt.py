@@ -15,7 +15,7 @@ from ttrain.graph import Graph, Value
 from ttrain.models import gpt_weights
 from ttrain.models.base import SEED
 from ttrain.models.cache import Caches
-from ttrain.models.decoder import Decoder
+from ttrain.models.decoder import Decoder, Heads
 from ttrain.models.settings import GPTConfig
 from ttrain.models.weight_checks import Weight
 from ttrain.nn.initialize import Constant, Normal
@@ -30,10 +30,11 @@ def _linear(inputs: int, outputs: int, bias: bool, std: float = STD, role: Role 
     return Linear(inputs, outputs, bias, Normal(std), Constant(0.0), role)
 
 
-class Attention(Module):
+class Attention(Heads):
     """Causal multi-head self-attention: y [B, T, C] -> branch [B, T, C]."""
 
     def __init__(self, width: int, heads: int, config: GPTConfig, residual_std: float, stream: int) -> None:
+        super().__init__(config, width // heads, width, eps=1e-5)
         self.qkv = _linear(width, 3 * width, config.bias)
         self.qkv.weight.parts = 3
         self.projection = _linear(width, width, config.bias, residual_std)
@@ -41,16 +42,28 @@ class Attention(Module):
         self._dropout = Dropout(config.dropout, stream + 1)
 
     def __call__(
-        self, y: Value, seed: Value | None, positions: Value | None = None, caches: Caches | None = None
+        self, y: Value, seed: Value | None, positions: Value | None, caches: Caches | None, values: Value | None
     ) -> Value:
         qkv = self.qkv(y)
-        if caches is None:
-            random: dict[str, Any] = {"seed": seed, "p": 0.0 if seed is None else self._p, "stream": self._stream}
-            mixed = ops.attention(qkv, heads=self._heads, positions=positions, **random)
+        if caches is not None:
+            q, k, v = self._apart(qkv, values)
+            mixed = ops.merge_heads([caches.attend(self._path, q, k, v, self._scale)])
         else:
-            q, k, v = ops.split_heads(qkv, 3, self._heads)
-            mixed = ops.merge_heads([caches.attend(self._path, q, k, v)])
+            given: list[Value] = [qkv]
+            if self.query_norm is not None or self.value_mix is not None:
+                given = [ops.merge_heads([part]) for part in self._apart(qkv, values)]
+            random: dict[str, Any] = {"seed": seed, "p": 0.0 if seed is None else self._p, "stream": self._stream}
+            mixed = ops.attention(*given, heads=self._heads, scale=self._scale, positions=positions, **random)
         return self._dropout(self.projection(mixed), seed)
+
+    def _apart(self, qkv: Value, values: Value | None) -> tuple[Value, Value, Value]:
+        """Queries, keys and values by heads, [B, H, T, C / H] each."""
+        q, k, v = ops.split_heads(qkv, 3, self._heads)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if values is not None:
+            (v,) = ops.split_heads(self.with_embedding(ops.merge_heads([v]), values), 1, self._heads)
+        return q, k, v
 
     @property
     def _path(self) -> str:
@@ -80,10 +93,10 @@ class Block(Module):
         self.feed_forward = FeedForward(width, config, residual_std, stream + 2)
 
     def __call__(
-        self, x: Value, seed: Value | None, positions: Value | None = None, caches: Caches | None = None
+        self, x: Value, seed: Value | None, positions: Value | None, caches: Caches | None, values: Value | None
     ) -> Value:
         """Residual stream x [B, T, C] -> [B, T, C]."""
-        x = x + self.attention(self.attention_norm(x), seed, positions, caches)
+        x = x + self.attention(self.attention_norm(x), seed, positions, caches, values)
         return x + self.feed_forward(self.feed_forward_norm(x), seed)
 
 
@@ -108,7 +121,8 @@ class GPT(Decoder):
         ]
         self.norm = LayerNorm(self.width, config.bias)
         self.head = None if config.tied else _linear(self.width, self.vocabulary, bias=False, role=Role.OUTPUT)
-        self.name_parameters()
+        self.value_embedding = Embedding(self.vocabulary, self.width, Normal(STD)) if config.value_embeddings else None
+        self.finish()
 
     def extend(self, graph: Graph, count: int, mask: str = CAUSAL) -> Value:
         """Hidden states [count, width] of `count` tokens of one text, of which the caches hold what comes before.
@@ -119,7 +133,8 @@ class GPT(Decoder):
         with graph.scope("embedding"):
             places = ops.embedding(caches.positions, use(graph, self.positions.weight, self.compute))
             x = ops.add(self.embedding(caches.tokens, self.compute), ops.reshape(places, (1, count, self.width)))
-        return ops.reshape(self._blocks(x, None, False, caches=caches), (count, self.width))
+            values = self._values(caches.tokens)
+        return ops.reshape(self._blocks(x, None, False, values, caches=caches), (count, self.width))
 
     def hidden(self, graph: Graph, rows: int, training: bool, positions: Value | None = None) -> Value:
         """What the head reads: the last norm's output [rows * length, width] in the compute dtype."""
@@ -128,13 +143,15 @@ class GPT(Decoder):
         with graph.scope("embedding"):
             places = self._placed(use(graph, self.positions.weight, self.compute), positions)
             x = self._dropout(ops.add(self.embedding(tokens, self.compute), places), seed)
-        return ops.reshape(self._blocks(x, seed, training, positions), (rows * self.length, self.width))
+            values = self._values(tokens)
+        return ops.reshape(self._blocks(x, seed, training, values, positions), (rows * self.length, self.width))
 
     def _blocks(
         self,
         x: Value,
         seed: Value | None,
         training: bool,
+        values: Value | None,
         positions: Value | None = None,
         caches: Caches | None = None,
     ) -> Value:
@@ -142,7 +159,7 @@ class GPT(Decoder):
         graph = x.graph
         for index, block in enumerate(self.blocks):
             with graph.scope(f"blocks.{index}"), graph.segment(training and self.config.recompute == "block"):
-                x = block(x, seed, positions, caches)
+                x = block(x, seed, positions, caches, values)
         with graph.scope("norm"):
             return self.norm(x)
 
@@ -161,7 +178,11 @@ class GPT(Decoder):
         return weights
 
     def original_file(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What nanoGPT keeps of a model in a file: its weights, and the sizes to build it with."""
+        """What nanoGPT keeps of a model in a file: its weights, and the sizes to build it with.
+
+        Raises ConfigError for what nanoGPT does not compute.
+        """
+        gpt_weights.refuse_switches(self.config, "export.form=original")
         sizes: dict[str, Any] = {
             "n_layer": self.layers,
             "n_head": self.heads,

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.core.errors import CheckpointError
+from ttrain.core.errors import CheckpointError, ConfigError
 from ttrain.core.spec import TensorSpec
-from ttrain.models.settings import ACTIVATIONS, GPTConfig, activation_of
+from ttrain.models.settings import ACTIVATIONS, GPTConfig, activation_of, name_of_activation
 from ttrain.models.weight_checks import (
     Weight,
     Weights,
@@ -27,6 +27,9 @@ from ttrain.models.weight_checks import (
 _BLOCK = {
     "attention_norm": "ln_1",
     "attention.qkv": "attn.c_attn",
+    "attention.query_norm": "attn.q_norm",
+    "attention.key_norm": "attn.k_norm",
+    "attention.value_mix": "attn.value_mix",
     "attention.projection": "attn.c_proj",
     "feed_forward_norm": "ln_2",
     "feed_forward.up": "mlp.c_fc",
@@ -37,6 +40,7 @@ _OUTSIDE = {
     "positions": "transformer.wpe",
     "norm": "transformer.ln_f",
     "head": "lm_head",
+    "value_embedding": "transformer.value_embedding",
 }
 _MATRICES = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face keeps them as [inputs, outputs]
 _MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks that some files carry as if they were weights
@@ -143,7 +147,8 @@ def config_from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_to_transformers(config: GPTConfig) -> dict[str, Any]:
-    """The config.json of GPT-2 for a config with its sizes."""
+    """The config.json of GPT-2 for a config with its sizes. Raises ConfigError for what GPT-2 does not compute."""
+    refuse_switches(config, "export.form=huggingface")
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -152,11 +157,17 @@ def config_to_transformers(config: GPTConfig) -> dict[str, Any]:
         "n_embd": config.width,
         "n_positions": config.context,
         "vocab_size": config.vocabulary,
-        "activation_function": "gelu_new" if config.activation == "gelu_tanh" else config.activation,
+        "activation_function": name_of_activation(config.activation),
         **_ALWAYS,
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout),
         "tie_word_embeddings": config.tied,
     }
+
+
+def refuse_switches(config: GPTConfig, form: str) -> None:
+    """Raises ConfigError naming the switches that a form of another library does not hold."""
+    if lost := config.switched_on():
+        raise ConfigError(f"{form}: GPT-2 has no {', '.join(lost)}. Give export.form=ttrain.")
 
 
 def _read(name: str, value: Any, turned: bool) -> Weight:

@@ -21,7 +21,7 @@ from ttrain.graph import Graph, Value
 from ttrain.models import llama_weights
 from ttrain.models.base import SEED
 from ttrain.models.cache import Caches
-from ttrain.models.decoder import Decoder
+from ttrain.models.decoder import Decoder, Heads
 from ttrain.models.settings import LlamaConfig
 from ttrain.nn.initialize import Constant, Normal
 from ttrain.nn.layers import Embedding, Linear, RMSNorm
@@ -67,35 +67,41 @@ class Rotary(Module):
         return rows(use_buffer(graph, self.cos)), rows(use_buffer(graph, self.sin))
 
 
-class Attention(Module):
+class Attention(Heads):
     """Causal self-attention of grouped heads: y [B, T, C] -> branch [B, T, C]."""
 
     def __init__(self, config: LlamaConfig, width: int, heads: int, residual_std: float, stream: int) -> None:
         assert config.kv_heads is not None and config.head_width is not None and config.norm_eps is not None
+        super().__init__(config, config.head_width, config.kv_heads * config.head_width, config.norm_eps)
         self.query = _linear(width, heads * config.head_width, config.qkv_bias)
         self.key, self.value = (_linear(width, config.kv_heads * config.head_width, config.qkv_bias) for _ in range(2))
         self.projection = _linear(heads * config.head_width, width, config.projection_bias, residual_std)
-        norms = [RMSNorm(config.head_width, config.norm_eps) if config.qk_norm else None for _ in range(2)]
-        self.query_norm, self.key_norm = norms
         self._heads, self._kv_heads, self._width = heads, config.kv_heads, config.head_width
         self._window, self._p, self._stream = config.window, config.dropout, stream
 
     def __call__(
-        self, y: Value, angles: Angles, seed: Value | None, positions: Value | None, caches: Caches | None
+        self,
+        y: Value,
+        angles: Angles,
+        seed: Value | None,
+        positions: Value | None,
+        caches: Caches | None,
+        values: Value | None,
     ) -> Value:
         q = self._rotated(self.query(y), self.query_norm, self._heads, angles)
         k = self._rotated(self.key(y), self.key_norm, self._kv_heads, angles)
+        v = self.with_embedding(self.value(y), values)
         if caches is not None:
-            return self.projection(self._cached(caches, q, k, self.value(y)))
+            return self.projection(self._cached(caches, q, k, v))
         p = 0.0 if seed is None else self._p
         heads: dict[str, Any] = {"heads": self._heads, "kv_heads": self._kv_heads, "window": self._window}
         random: dict[str, Any] = {"seed": seed, "p": p, "stream": self._stream}
-        return self.projection(ops.attention(q, k, self.value(y), positions=positions, **heads, **random))
+        return self.projection(ops.attention(q, k, v, scale=self._scale, positions=positions, **heads, **random))
 
     def _cached(self, caches: Caches, q: Value, k: Value, v: Value) -> Value:
         path = self.query.weight.path.removesuffix(".query.weight")
         k, v = (ops.split_heads(x, 1, self._kv_heads)[0] for x in (k, v))
-        mixed = caches.attend(path, ops.split_heads(q, 1, self._heads)[0], k, v, window=self._window)
+        mixed = caches.attend(path, ops.split_heads(q, 1, self._heads)[0], k, v, self._scale, window=self._window)
         return ops.merge_heads([mixed])
 
     def _rotated(self, x: Value, norm: RMSNorm | None, heads: int, angles: Angles) -> Value:
@@ -114,7 +120,10 @@ class FeedForward(Module):
         self._activation = config.activation
 
     def __call__(self, y: Value) -> Value:
-        return self.down(ops.gated_activation(self.gate(y), self.up(y), self._activation))
+        gate, up = self.gate(y), self.up(y)
+        if self._activation == "relu_squared":  # of which no device has a gated kernel
+            return self.down(ops.activation(gate, self._activation) * up)
+        return self.down(ops.gated_activation(gate, up, self._activation))
 
 
 class Block(Module):
@@ -128,10 +137,16 @@ class Block(Module):
         self.feed_forward = FeedForward(config, width, hidden, std)
 
     def __call__(
-        self, x: Value, angles: Angles, seed: Value | None, positions: Value | None, caches: Caches | None
+        self,
+        x: Value,
+        angles: Angles,
+        seed: Value | None,
+        positions: Value | None,
+        caches: Caches | None,
+        values: Value | None,
     ) -> Value:
         """Residual stream x [B, T, C] -> [B, T, C]."""
-        x = x + self.attention(self.attention_norm(x), angles, seed, positions, caches)
+        x = x + self.attention(self.attention_norm(x), angles, seed, positions, caches, values)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -144,7 +159,7 @@ class Llama(Decoder):
 
     def __init__(self, config: LlamaConfig, compute: DType = DType.FP32) -> None:
         self.layers, self.heads, self.width, self.hidden_width, self.context, self.vocabulary = config.required_sizes()
-        self.config, self.compute, self.length, self.logit_cap = config, compute, self.context, config.logit_cap
+        self.config, self.compute, self.length = config, compute, self.context
         residual_std = STD / math.sqrt(2 * self.layers)
         assert config.head_width is not None and config.norm_eps is not None
         self.embedding = Embedding(self.vocabulary, self.width, Normal(STD))
@@ -155,7 +170,10 @@ class Llama(Decoder):
         ]
         self.norm = RMSNorm(self.width, config.norm_eps)
         self.head = None if config.tied else _linear(self.width, self.vocabulary, bias=False, role=Role.OUTPUT)
-        self.name_parameters()
+        if config.value_embeddings:
+            values = (config.kv_heads or self.heads) * config.head_width
+            self.value_embedding = Embedding(self.vocabulary, values, Normal(STD))
+        self.finish()
 
     def hidden(self, graph: Graph, rows: int, training: bool, positions: Value | None = None) -> Value:
         """What the head reads: the last norm's output [rows * length, width] in the compute dtype."""
@@ -164,7 +182,8 @@ class Llama(Decoder):
         with graph.scope("embedding"):
             x = self.embedding(tokens, self.compute)
             angles = self.rotary(graph, lambda table: self._placed(table, positions))
-        return self._blocks(x, angles, training, seed, positions)
+            values = self._values(tokens)
+        return self._blocks(x, angles, values, training, seed, positions)
 
     def extend(self, graph: Graph, count: int, mask: str = CAUSAL) -> Value:
         """Hidden states [count, width] of `count` tokens of one text, of which the caches hold what comes before.
@@ -175,12 +194,14 @@ class Llama(Decoder):
         with graph.scope("embedding"):
             x = self.embedding(caches.tokens, self.compute)
             angles = self.rotary(graph, lambda table: ops.embedding(caches.positions, table))
-        return self._blocks(x, angles, caches=caches)
+            values = self._values(caches.tokens)
+        return self._blocks(x, angles, values, caches=caches)
 
     def _blocks(
         self,
         x: Value,
         angles: Angles,
+        values: Value | None,
         training: bool = False,
         seed: Value | None = None,
         positions: Value | None = None,
@@ -190,7 +211,7 @@ class Llama(Decoder):
         graph = x.graph
         for index, block in enumerate(self.blocks):
             with graph.scope(f"blocks.{index}"), graph.segment(training and self.config.recompute == "block"):
-                x = block(x, angles, seed, positions, caches)
+                x = block(x, angles, seed, positions, caches, values)
         with graph.scope("norm"):
             return ops.reshape(self.norm(x), (x.spec.size // self.width, self.width))
 

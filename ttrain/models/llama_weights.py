@@ -8,7 +8,7 @@ from typing import Any
 
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import TensorSpec
-from ttrain.models.settings import LlamaConfig, activation_of
+from ttrain.models.settings import LlamaConfig, activation_of, name_of_activation
 from ttrain.models.weight_checks import different, mismatches, renamed, same, unfitting, unusable, unwrapped
 
 _BLOCK = {  # module of ours in blocks.<i> -> Transformers' in model.layers.<i>
@@ -18,13 +18,19 @@ _BLOCK = {  # module of ours in blocks.<i> -> Transformers' in model.layers.<i>
     "attention.value": "self_attn.v_proj",
     "attention.query_norm": "self_attn.q_norm",
     "attention.key_norm": "self_attn.k_norm",
+    "attention.value_mix": "self_attn.value_mix",
     "attention.projection": "self_attn.o_proj",
     "feed_forward_norm": "post_attention_layernorm",
     "feed_forward.gate": "mlp.gate_proj",
     "feed_forward.up": "mlp.up_proj",
     "feed_forward.down": "mlp.down_proj",
 }
-_OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_OUTSIDE = {
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "value_embedding": "model.value_embedding",
+}
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -172,7 +178,7 @@ def config_to_transformers(config: LlamaConfig) -> dict[str, Any]:
         "model_type": kind,
         **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
         "max_position_embeddings": config.longest,
-        "hidden_act": "gelu_pytorch_tanh" if config.activation == "gelu_tanh" else config.activation,
+        "hidden_act": name_of_activation(config.activation, "gelu_pytorch_tanh"),
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied,
         "attention_bias": bool(config.qkv_bias),
@@ -187,6 +193,7 @@ def config_to_transformers(config: LlamaConfig) -> dict[str, Any]:
         made |= {"use_sliding_window": config.window is not None, "max_window_layers": 0}
     said = config_from_transformers(made) | {"context": config.context, "max_context": config.max_context}
     lost = [f"model.{key}={getattr(config, key)}" for key, value in said.items() if getattr(config, key) != value]
+    lost += config.switched_on()
     if lost:
         raise ConfigError(f"{', '.join(lost)}: no model of Transformers' that is read here ({kind}) has it.")
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar
@@ -12,10 +13,16 @@ from ttrain.core.options import option
 from ttrain.models.presets import AGILLM_PRESETS, GPT_PRESETS, LLAMA_PRESETS, Preset
 
 _SIZES = ("layers", "heads", "width", "rank", "hidden", "context")  # of those, the ones that a model has
-ACTIVATIONS = ("gelu_tanh", "gelu", "relu", "tanh", "silu")
+ACTIVATIONS = ("gelu_tanh", "gelu", "relu", "relu_squared", "tanh", "silu")
 _NAMES_OF_TRANSFORMERS = {  # where they are other ones
     "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "swish": "silu",
+    "relu2": "relu_squared",
 }  # fmt: skip
+
+
+def name_of_activation(activation: str, gelu_tanh: str = "gelu_new") -> str:
+    """Transformers' name of one of ours; `gelu_tanh` is that which the family has for this one."""
+    return {"gelu_tanh": gelu_tanh, "relu_squared": "relu2"}.get(activation, activation)
 
 
 def activation_of(name: str) -> str:
@@ -101,7 +108,76 @@ class TransformerConfig:
 
 
 @dataclass
-class GPTConfig(TransformerConfig):
+class DecoderConfig(TransformerConfig):
+    """What the decoders of GPT and Llama have in common. All that is here is off unless it is given."""
+
+    qk_norm: bool | None = option(
+        None,
+        "whether each head of queries and keys has an RMS norm, before it is rotated where it is; null: the preset's, "
+        "else false",
+        changes="shape",
+    )
+    zero_init: bool = option(
+        False, "whether the output projections of both branches start at zero: a block then adds nothing at first",
+        changes="nothing",
+    )  # fmt: skip
+    logit_cap: float | None = option(
+        None, "logits become cap tanh(logits / cap), so none is larger; null leaves them alone", above=0
+    )
+    value_embeddings: bool = option(
+        False,
+        "whether the values of every block have a second embedding of the tokens added to them, times a learned factor "
+        "for each feature of a block",
+        changes="shape",
+    )
+    parametrization: str = option(
+        "standard",
+        "mup: initial values, learning rates, attention and logits follow the width, so that the best learning rate of "
+        "base_width is the best of model.width (Yang et al., 2022)",
+        choices=("standard", "mup"),
+    )
+    base_width: int | None = option(None, "mup only: width at which it changes nothing", minimum=1)
+    base_head_width: int | None = option(
+        None, "mup only: features of a head there; null: base_width / heads, the number of heads stays", minimum=1
+    )
+
+    @property
+    def width_ratio(self) -> float:
+        """The width relative to the base; 1 without mup."""
+        if self.parametrization != "mup" or not self.width or not self.base_width:
+            return 1.0
+        return self.width / self.base_width
+
+    def attention_scale(self, head_width: int) -> float | None:
+        """Factor of the scores; None: 1 / sqrt(head width). With mup sqrt(head width of the base) / head width."""
+        if self.parametrization != "mup":
+            return None
+        together = head_width * (self.heads or 1) == self.width  # heads that are as wide as the stream grow with it
+        base = self.base_head_width or (head_width / self.width_ratio if together else head_width)
+        return math.sqrt(base) / head_width
+
+    def head_problems(self) -> Iterator[str]:
+        yield from super().head_problems()
+        yield from self.base_problems()
+
+    def base_problems(self) -> Iterator[str]:
+        """What is wrong with the width that learning rates were tuned at."""
+        if (self.parametrization == "mup") != (self.base_width is not None):
+            yield (
+                f"model.parametrization={self.parametrization}, model.base_width={self.base_width}: mup needs the "
+                "width that learning rates were tuned at. Give both, or none."
+            )
+
+    def switched_on(self) -> list[str]:
+        """Keys of the switches that change what weights compute, which no form of another library holds."""
+        names = {"value_embeddings": False, "parametrization": "standard"} | (
+            {"qk_norm": None, "logit_cap": None} if self.name == "gpt" else {}
+        )
+        return [f"model.{key}={getattr(self, key)}" for key, off in names.items() if (getattr(self, key) or off) != off]
+
+
+@dataclass
+class GPTConfig(DecoderConfig):
     """A decoder-only transformer: learned positions, pre-norm blocks, causal attention."""
 
     presets = GPT_PRESETS
@@ -123,7 +199,7 @@ class GPTConfig(TransformerConfig):
 
 
 @dataclass
-class LlamaConfig(TransformerConfig):
+class LlamaConfig(DecoderConfig):
     """The decoder of Llama, Mistral, Qwen2, Qwen3, SmolLM2 and others: rotary positions, RMS norms, a gated branch.
 
     Heads of keys and values may be fewer than those of queries, and any width.
@@ -174,19 +250,11 @@ class LlamaConfig(TransformerConfig):
     )
     projection_bias: bool = option(False, "whether the attention's output projection has a bias", changes="shape")
     feed_forward_bias: bool = option(False, "whether the layers of the feed-forward branch have one", changes="shape")
-    qk_norm: bool | None = option(
-        None,
-        "whether each head of queries and keys has an RMS norm before it is rotated; null: the preset's, else false",
-        changes="shape",
-    )
     norm_eps: float | None = option(
         None, "added to the mean square in every norm; null: the preset's, else 1e-5", minimum=0
     )
     window: int | None = option(
         None, "a token sees so many tokens, itself and those right before it; null: all before it", minimum=1
-    )
-    logit_cap: float | None = option(
-        None, "logits become cap tanh(logits / cap), so none is larger; null leaves them alone", above=0
     )
     rotary_base: float | None = option(
         None, "base of the wavelengths of rotary positions; null: the preset's, else 10000", above=0
@@ -225,6 +293,8 @@ class LlamaConfig(TransformerConfig):
     def head_problems(self) -> Iterator[str]:
         if self.head_width is None:
             yield from super().head_problems()
+        else:
+            yield from self.base_problems()
         if self.heads is not None and self.kv_heads is not None and self.heads % self.kv_heads:
             hint = nearest_divisor(self.heads, self.kv_heads)
             yield f"model.kv_heads={self.kv_heads}: must divide model.heads={self.heads}. {hint}"

@@ -49,6 +49,7 @@ class Parameter:
     trainable: bool = True
     role: Role = Role.HIDDEN
     parts: int = 1  # matrices that lie one below the other in it, as of queries, keys and values; of equal size
+    width_ratio: float = 1.0  # of the model's width to that at which learning rates were tuned
 
     def __post_init__(self) -> None:
         if len(self.shape) < 2:

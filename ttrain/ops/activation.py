@@ -89,9 +89,12 @@ for _shape in PLAIN_SHAPES:
 
 
 def activation(x: Value, name: str) -> Value:
-    """An activation by its config name: relu, tanh, silu, gelu (exact) or gelu_tanh."""
+    """An activation by its config name: relu, relu_squared, tanh, silu, gelu (exact) or gelu_tanh."""
     if name in ("gelu", "gelu_tanh"):
         return gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
+    if name == "relu_squared":  # So et al., 2021
+        x = activation(x, "relu")
+        return x * x
     return x.graph.apply(name, x)
 
 

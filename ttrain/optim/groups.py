@@ -33,12 +33,14 @@ class ParameterRun:
     dtype: DType  # that layers read the parameters in
     clipped: bool  # whether their gradients are multiplied by the clip factor
     rule: Rule
+    width_factor: float  # that the learning rate is multiplied by
     parameters: tuple[Parameter, ...]
 
     @property
     def name(self) -> str:
         """Label of the run within a state."""
         label = f"{self.lr}/{self.rule.name}/{'decay' if self.decays else 'no_decay'}/{self.dtype}"
+        label += f"/width_{self.width_factor:g}" * (self.width_factor != 1)
         return label + "/unclipped" * (not self.clipped)
 
 
@@ -49,13 +51,20 @@ def parameter_runs(parameters: Mapping[str, Parameter], optimizer: Optimizer, co
     """
     config = optimizer.config
     check_groups(parameters, config)
-    found: dict[tuple[str, bool, DType, bool, Rule], list[Parameter]] = {}
+    found: dict[tuple[str, bool, DType, bool, Rule, float], list[Parameter]] = {}
     for path, parameter in trained(parameters, config).items():
         dtype = parameter.read_spec(compute).dtype
         decaying, clipped = decays(parameter, config.decay_rule), in_clip_scope(path, config)
-        key = (lr_input(path, parameter, config), decaying, dtype, clipped, optimizer.rule(parameter, decaying))
+        rule, factor = optimizer.rule(parameter, decaying), width_factor(parameter, config)
+        key = (lr_input(path, parameter, config), decaying, dtype, clipped, rule, factor)
         found.setdefault(key, []).append(parameter)
     return [ParameterRun(*key, tuple(members)) for key, members in found.items()]
+
+
+def width_factor(parameter: Parameter, config: OptimizerConfig) -> float:
+    """Learning-rate factor of a parameter in a model wider than its base (muP: Yang et al., 2022, table 8)."""
+    hidden, other = config.width_powers
+    return float(parameter.width_ratio ** (hidden if parameter.role is Role.HIDDEN else other))
 
 
 def decays(parameter: Parameter, rule: str) -> bool:

@@ -44,6 +44,14 @@ class OptimizerConfig:
         False, "precision=bf16_pure: round new weights and optimizer state up or down at random, right on average"
     )
 
+    @property
+    def width_powers(self) -> tuple[float, float]:
+        """Of a model's width, that the learning rate of hidden matrices and that of all else go with under muP.
+
+        A step that does not grow with the gradient is summed over the inputs of a hidden matrix.
+        """
+        return -1.0, 0.0
+
 
 @dataclass
 class SGDConfig(OptimizerConfig):
@@ -53,6 +61,11 @@ class SGDConfig(OptimizerConfig):
     lr: float = option(0.1, "peak learning rate", minimum=0)
     momentum: float = option(0.0, "factor of the velocity kept per step", minimum=0, below=1)
     nesterov: bool = option(False, "look one step ahead along the velocity; needs momentum above 0")
+
+    @property
+    def width_powers(self) -> tuple[float, float]:
+        """A step in proportion to the gradient is as much smaller outside the hidden matrices."""
+        return 0.0, 1.0
 
 
 @dataclass
@@ -100,6 +113,11 @@ class MuonConfig(OptimizerConfig):
     betas: list[float] = option([0.9, 0.95], "AdamW's: decay of the first and second moment", minimum=0, below=1)
     eps: float = option(1e-8, "AdamW's: added to the root of the second moment", minimum=FP32_NORMAL)
 
+    @property
+    def width_powers(self) -> tuple[float, float]:
+        """An orthogonal step changes what it reads by as much at every width; one of equal elements by its root."""
+        return (0.0 if self.scale == "spectral" and self.name == "muon" else -0.5), 0.0
+
 
 @dataclass
 class NorMuonConfig(MuonConfig):
@@ -119,6 +137,11 @@ class AdafactorConfig(OptimizerConfig):
     eps: float = option(1e-15, "least root of a second moment", minimum=1e-18)
     least_rms: float = option(1e-3, "least root mean square that a parameter is taken for", minimum=FP32_NORMAL)
     threshold: float = option(1.0, "root mean square of an update that larger ones are scaled to", minimum=FP32_NORMAL)
+
+    @property
+    def width_powers(self) -> tuple[float, float]:
+        """Steps are relative to a parameter's size, which falls with the root of the width already."""
+        return -0.5, 0.0
 
 
 @dataclass

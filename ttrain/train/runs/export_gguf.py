@@ -38,7 +38,7 @@ def gguf_problem(config: Any) -> str | None:
         f"model.{key}={getattr(config, key)}"
         for key in expected
         if getattr(config, key, expected[key]) != expected[key]
-    ]
+    ] + config.switched_on()
     return f"export.form=gguf: is not written with {', '.join(other)}. {_ADVICE}" if other else None
 
 

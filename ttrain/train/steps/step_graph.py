@@ -296,6 +296,7 @@ class StepGraph:
     ) -> None:
         run, sharding = pieces.run, self.ranks.sharding
         lr, compute, stochastic = graph.input(run.lr, SCALAR), self.model.compute, self._stochastic(run)
+        lr = lr if run.width_factor == 1 else lr * run.width_factor
         seed = graph.input(ROUNDING_SEED, SEED) if stochastic else None
         copies = run.parameters[0].has_copy(compute)  # one run has one read dtype
         written: Sequence[Value] = []
