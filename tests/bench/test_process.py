@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.bench.pretend import ONE_THREAD, SMALL_MLP
-from ttrain.bench.process import Caches, WorkerFailed, events
+from ttrain.bench.process import Caches, Neighbour, WorkerFailed, events
 from ttrain.bench.reason import reason
 from ttrain.bench.workload import Case
 from ttrain.core.errors import UserError
@@ -37,6 +39,35 @@ def test_a_process_builds_checks_and_times(tmp_path: Path) -> None:
     assert all(seconds > 0 for turn in turns for seconds in turn["seconds"])
     counters = by_kind["facts"][1]["facts"]["counters"]
     assert counters["allocations_after_first"] == 0
+
+
+def test_turns_beside_a_neighbour_are_rows_of_their_own(tmp_path: Path) -> None:
+    asked = order(contenders=["static"], rounds=2, seconds=0.01, beside="same")
+    found = list(events(asked, tmp_path / "p"))
+    assert [event["contender"] for event in found if event["event"] == "seated"] == ["static", "static beside"]
+    turns = [{turn["contender"] for turn in event["turns"]} for event in found if event["event"] == "round"]
+    assert turns == [{"static", "static beside"}] * 2
+
+
+def test_a_neighbour_uses_a_core_only_while_it_is_let_run() -> None:
+    neighbour = Neighbour()
+    process = psutil.Process(neighbour._child.pid)
+
+    def used(seconds: float) -> float:
+        before = process.cpu_times().user
+        time.sleep(seconds)
+        return process.cpu_times().user - before
+
+    try:
+        time.sleep(0.05)  # until it stands still
+        assert used(0.1) < 0.02
+        with neighbour.running():
+            assert any(used(0.1) > 0.02 for _ in range(100))
+        time.sleep(0.05)
+        assert used(0.1) < 0.02
+    finally:
+        neighbour.close()
+    assert not process.is_running()
 
 
 def test_a_start_alone_tells_time_and_memory(tmp_path: Path) -> None:

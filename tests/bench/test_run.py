@@ -93,6 +93,27 @@ def test_numbers_of_a_row() -> None:
     assert (line["contender"], line["side"], line["status"], line["rounds"]) == ("static", "ttrain", "ok", "20")
 
 
+def test_turns_beside_a_neighbour_have_a_row_that_is_compared_with_all() -> None:
+    def script(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        assert order["beside"] == "busy"
+        yield environment_event()
+        yield from built_events("eager", "PyTorch")
+        yield from built_events("static", "ttrain")
+        for name in ("eager", "static"):
+            yield {"event": "seated", "contender": name, "like": name}
+            yield {"event": "seated", "contender": f"{name} beside", "like": name}
+        for number in range(3):
+            seconds = {"eager": 2e-3, "static": 1e-3, "eager beside": 8e-3, "static beside": 2e-3}
+            yield round_event(number, **seconds)
+
+    made, _, _ = bench(only(beside="busy"), script)
+    made.run()
+    rows = {row["contender"]: row for row in made.result.to_dict()["cases"][0]["rows"]}
+    assert rows["static beside"]["side"] == "ttrain"
+    assert rows["static"]["times_as_fast_as"]["static beside"]["ratio"] == pytest.approx(2.0)
+    assert rows["static beside"]["times_as_fast_as"]["eager beside"]["ratio"] == pytest.approx(4.0)
+
+
 def test_every_precision_is_a_case_and_a_name_given_twice_counts_once() -> None:
     config = replace(only(), precision=["bf16", "fp32", "bf16"], engines=["static", "static"], baselines=[])
     study = studies.gpt(config, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ttrain.bench.process import Event
@@ -49,7 +50,7 @@ def note_host(found: CaseResult, row: Row, event: Event) -> None:
 def note_event(found: CaseResult, event: Event) -> None:
     """Enter one event of the interleaved process into the case's rows."""
     kind = event["event"]
-    row = found.rows[event["contender"]] if "contender" in event else None
+    row = found.rows.get(event.get("contender", ""))
     if kind == "environment":
         found.device, found.parameters = event["device"], event["parameters"]
         found.basis = SIMULATED if event["device"].get("mode") == "simulator" else found.basis
@@ -58,6 +59,10 @@ def note_event(found: CaseResult, event: Event) -> None:
         found.others_cpu = event["others_cpu"]
         for turn in event["turns"]:
             _note_turn(found.rows[turn["contender"]], turn)
+    elif kind == "seated":
+        found.rows.setdefault(
+            event["contender"], replace(found.rows[event["like"]], contender=event["contender"], round_ms=[])
+        )
     elif row is not None:
         _note_contender(row, event)
 

@@ -7,10 +7,12 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
 from ttrain.bench.contender import Contender
+from ttrain.bench.process import Neighbour
 
 Clock = Callable[[], float]
 LEAST_ROUNDS = 3
@@ -38,6 +40,12 @@ class Seat:
     step: int  # last step done
     settle: int = 1  # steps that warm the caches up again and are not timed
     timed: int = 1
+    beside: Neighbour | None = None  # what runs meanwhile
+
+    @property
+    def name(self) -> str:
+        """Of its row."""
+        return self.contender.name if self.beside is None else beside(self.contender.name)
 
     def size(self, step_seconds: float, turn_seconds: float) -> None:
         """Fit a turn into `turn_seconds`: at least one untimed and one timed step."""
@@ -46,8 +54,18 @@ class Seat:
         self.timed = steps - self.settle
 
 
+def beside(contender: str) -> str:
+    """The row of what a contender does beside a neighbour."""
+    return f"{contender} beside"
+
+
 def take_turn(seat: Seat, number: int, each: bool, clock: Clock = time.perf_counter) -> Turn:
     """Settle, then time: every step by itself, or without `each` the whole turn, so that a device can run ahead."""
+    with nullcontext() if seat.beside is None else seat.beside.running():
+        return Turn(seat.name, number, _timed(seat, each, clock))
+
+
+def _timed(seat: Seat, each: bool, clock: Clock) -> tuple[float, ...]:
     contender, handle = seat.contender, None
     for _ in range(seat.settle):
         seat.step += 1
@@ -64,8 +82,8 @@ def take_turn(seat: Seat, number: int, each: bool, clock: Clock = time.perf_coun
     if not each:
         contender.synchronize()
         marks.append(clock())
-        return Turn(contender.name, number, ((marks[1] - marks[0]) / seat.timed,))
-    return Turn(contender.name, number, tuple(after - before for before, after in pairwise(marks)))
+        return ((marks[1] - marks[0]) / seat.timed,)
+    return tuple(after - before for before, after in pairwise(marks))
 
 
 def interleave(

@@ -1,13 +1,16 @@
-"""Measuring processes as their starter sees them: an order goes in, events come out one by one."""
+"""Measuring processes as their starter sees them: an order goes in, events come out one by one; and neighbours."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +39,7 @@ def events(
     The process is ended when the iterator is closed. Raises WorkerFailed where it dies or says nothing for too long.
     """
     folder.mkdir(parents=True)
-    order_file, events_file, log = folder / "order.json", folder / "events.jsonl", folder / "output.txt"
-    order_file.write_text(json.dumps(order), "utf-8")
-    events_file.touch()
-    command = [sys.executable, "-m", "ttrain.bench.worker", str(order_file), str(events_file)]
-    child = Child(command, {**_importable(), **(environment or {})}, log)
+    child, events_file, log = _started(order, folder, environment)
     try:
         yield from _follow(child, events_file, silence)
         code = child.wait()
@@ -49,6 +48,44 @@ def events(
     finally:
         child.kill()
         child.wait()
+
+
+def _started(order: Mapping[str, Any], folder: Path, environment: Mapping[str, str] | None) -> tuple[Child, Path, Path]:
+    """A worker with this order, and the files of its events and of what it prints."""
+    order_file, events_file, log = folder / "order.json", folder / "events.jsonl", folder / "output.txt"
+    order_file.write_text(json.dumps(order), "utf-8")
+    events_file.touch()
+    command = [sys.executable, "-m", "ttrain.bench.worker", str(order_file), str(events_file)]
+    # A neighbour that was stopped hears no other signal.
+    orphaned = signal.SIGKILL if order["do"] == "repeat" else signal.SIGTERM
+    return Child(command, {**_importable(), **(environment or {})}, log, orphaned), events_file, log
+
+
+class Neighbour:
+    """A process that keeps one core busy, or does the steps of an order for ever. It stands still until let run."""
+
+    def __init__(self, order: Mapping[str, Any] | None = None, silence: float = SILENCE_SECONDS) -> None:
+        """Raises WorkerFailed where the process does not come to run."""
+        if order is None:
+            self._child = Child([sys.executable, "-c", "while True: pass"], orphaned=signal.SIGKILL)
+        else:
+            with tempfile.TemporaryDirectory(prefix="ttrain-neighbour-") as name:
+                self._child, events_file, log = _started(order, Path(name), None)
+                if not any(event["event"] == "built" for event in _follow(self._child, events_file, silence)):
+                    raise WorkerFailed(f"the neighbour ended{_last_words(log)}")
+        os.kill(self._child.pid, signal.SIGSTOP)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        os.kill(self._child.pid, signal.SIGCONT)
+        try:
+            yield
+        finally:
+            os.kill(self._child.pid, signal.SIGSTOP)
+
+    def close(self) -> None:
+        self._child.kill()
+        self._child.wait()
 
 
 def _follow(child: Child, path: Path, silence: float) -> Iterator[Event]:

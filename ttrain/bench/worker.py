@@ -2,8 +2,9 @@
 
 An order holds a case, the contenders and what to do: `alone` measures one contender's start and memory, `memory` its
 memory above what the process needs for any work, `together` checks and times several in turns, `host` times what one
-costs the host on a mocked board. Every finding is appended to the events file as one JSON line at once, so that
-whoever started the process has all of it even if the process is ended.
+costs the host on a mocked board, `repeat` does steps beside another process until it is ended. Every finding is
+appended to the events file as one JSON line at once, so that whoever started the process has all of it even if the
+process is ended.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ from ttrain.bench.engines import EngineContender, step_graph
 from ttrain.bench.expected import expected_seconds, roof_facts
 from ttrain.bench.interleave import Seat, interleave
 from ttrain.bench.memory import PeakMemory, return_free_memory
+from ttrain.bench.process import Neighbour
 from ttrain.bench.reason import reason
 from ttrain.bench.workload import Case, ProductWork
 from ttrain.config import build, registry
@@ -48,7 +51,9 @@ def main(order: Path, events: Path) -> None:
             file.flush()
 
         registry.load_plugins(given["plugins"])
-        {"alone": alone, "memory": memory, "together": together, "host": host}[given["do"]](given, emit)
+        {"alone": alone, "memory": memory, "together": together, "host": host, "repeat": repeat}[given["do"]](
+            given, emit
+        )
 
 
 def device_of(order: Mapping[str, Any]) -> DeviceConfig:
@@ -184,8 +189,11 @@ def together(order: Mapping[str, Any], emit: Emit) -> None:
         return
     _check(case, built, firsts, order["reference"], emit)
     gc.freeze()  # what exists now lives to the end and need not be searched again
+    neighbours = [_neighbour(contender.name, order) for contender in built] if order.get("beside") else []
     seats = [Seat(contender, STEPS) for contender in built]
+    seats += [Seat(contender, STEPS, beside=near) for contender, near in zip(built, neighbours, strict=False)]
     for seat in seats:
+        emit({"event": "seated", "contender": seat.name, "like": seat.contender.name})
         turn_seconds = order["seconds"] / (order["rounds"] * len(seats))
         seat.size(firsts[seat.contender.name].step_seconds, turn_seconds)
     cpu = _CpuShare()
@@ -198,6 +206,24 @@ def together(order: Mapping[str, Any], emit: Emit) -> None:
         _plan(case, built, opened, emit)
     for contender in built:
         contender.close()
+    for neighbour in neighbours:
+        neighbour.close()
+
+
+def _neighbour(contender: str, order: Mapping[str, Any]) -> Neighbour:
+    """What runs beside a contender."""
+    same = {**order, "do": "repeat", "contenders": [contender], "beside": None}
+    return Neighbour(same if order["beside"] == "same" else None)
+
+
+def repeat(order: Mapping[str, Any], emit: Emit) -> None:
+    """One step after the other until somebody ends this process."""
+    contender = contender_of(order["contenders"][0], order, Case.of(order["case"]))
+    contender.build()
+    contender.loss(contender.step(1))
+    emit({"event": "built", "contender": contender.name})
+    for number in count(2):
+        contender.loss(contender.step(number))
 
 
 def _plan(case: Case, built: Sequence[Contender], opened: Device, emit: Emit) -> None:

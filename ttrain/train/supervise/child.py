@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any
@@ -23,9 +24,16 @@ class Child:
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str] | None = None, log: Path | None = None
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        orphaned: signal.Signals = signal.SIGTERM,
     ) -> None:
-        """`environment` is added to ours. Raises OSError where the process or the file can't be made."""
+        """`environment` is added to ours, `orphaned` is the signal that it gets where we are killed.
+
+        Raises OSError where the process or the file can't be made.
+        """
         self.command = list(command)
         self._file: IO[bytes] | None = None if log is None else open(log, "ab")  # noqa: SIM115 - held while it runs
         try:
@@ -36,7 +44,7 @@ class Child:
                 stdout=self._file,
                 stderr=None if self._file is None else subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+                preexec_fn=partial(_end_with_parent, orphaned) if sys.platform == "linux" else None,
             )
         except OSError:
             self._close()
@@ -79,9 +87,9 @@ class Child:
             self._file = None
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(orphaned: signal.Signals) -> None:
     """Runs in the child: where the parent is killed, the child is told to stop and saves its state."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, orphaned, 0, 0, 0)
 
 
 class PassOn:

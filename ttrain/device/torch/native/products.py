@@ -9,7 +9,7 @@ from ttrain.device.torch.native.native import Native, Rule, Sizing, fp32
 from ttrain.device.torch.native.request import Request, c_float, c_type, rows_and_width, template
 
 _AFTER = {None: "nothing", "relu": "relu", "tanh": "tanh", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
-_INNER, _RIGHT, _DOWN, _WAITING = 512, 2**17, 128, 2**18  # as in kernels/gemm.h
+_INNER, _RIGHT, _DOWN, _WAITING, _LINE = 512, 2**17, 128, 2**18, 16  # as in kernels/gemm.h
 
 
 def _up(number: int, step: int) -> int:
@@ -21,7 +21,7 @@ def _scratch(inner: int, dtype: DType) -> int:
     steps = -(-inner // 2) if dtype is DType.BF16 else inner
     blocks = -(-steps // _INNER)
     each = _up(-(-steps // blocks), 16)
-    return each * _DOWN + _RIGHT + (_WAITING if blocks > 1 else 0)
+    return _LINE + each * _DOWN + _RIGHT + (_WAITING if blocks > 1 else 0)
 
 
 def _threads(m: int, n: int, k: int, dtype: DType, sizing: Sizing) -> int:

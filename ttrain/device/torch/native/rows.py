@@ -15,7 +15,7 @@ from typing import Any
 from ttrain.core.errors import PlanError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Delivery, Kernel, Launch
-from ttrain.device.torch.native import attention, openmp, products, rules, updates
+from ttrain.device.torch.native import attention, pool, products, rules, updates
 from ttrain.device.torch.native.codegen import function_name, library_sources
 from ttrain.device.torch.native.launch import joined
 from ttrain.device.torch.native.native import Native, Sizing
@@ -24,11 +24,6 @@ from ttrain.device.torch.native.toolchain import Toolchain, has_feature
 
 RULES = {**rules.RULES, **updates.RULES, **attention.RULES, **products.RULES}
 _INPLACE = ("accumulate", "assign", "update")
-_POINTERS = {
-    "ttrain_fork": openmp.FORK,
-    "ttrain_thread_number": openmp.NUMBER,
-    "ttrain_thread_count": openmp.COUNT,
-}
 
 
 class NativeKernels:
@@ -85,13 +80,11 @@ class NativeKernels:
         else:
             self.cached += len(bodies)
         self.compilations = self._toolchain.compilations
-        entry_points = openmp.entry_points() if self.sizing.threads > 1 else {}
-        if self.sizing.threads > 1 and not entry_points:
+        found = pool.join(library, self.sizing.threads)
+        if found < self.sizing.threads:
             logging.getLogger(__name__).warning(
-                "torch runs on no OpenMP runtime that is known here, so the compiled kernels use one thread"
+                "the system grants %d threads of %d to the compiled kernels", found, self.sizing.threads
             )
-        for pointer, name in _POINTERS.items() if entry_points else ():
-            ctypes.c_void_p.in_dll(library, pointer).value = entry_points[name]
         self._libraries.append(library)
         self._functions.update({body: _address(library, function_name(body)) for body in bodies})
 

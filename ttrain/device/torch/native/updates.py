@@ -19,12 +19,13 @@ from ttrain.device.torch.native.native import Native, Rule, Sizing, address, fp3
 from ttrain.device.torch.native.request import Request, c_bool, c_double, c_float, c_type, template
 
 Tensors = Sequence[Any]
+EACH = 4  # chunks of a thread, as in kernels/parallel.h
 
 
 def _table(
     slots: Sequence[Tensors], block: int, threads: int, numbers: Sequence[int] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows (address per slot, elements) of all blocks, and where each thread begins: near equal numbers of elements.
+    """Rows (address per slot, elements) of all blocks, and where each chunk begins: near equal numbers of elements.
 
     With the `numbers` of the tensors' first elements, one more slot holds that of the block's in place of an address.
     """
@@ -41,7 +42,8 @@ def _table(
             rows.append((*places, min(block, count - start)))
     table = np.array(rows, dtype=np.int64).reshape(-1, len(slots) + numbered + 1)
     ends = np.cumsum(table[:, -1])
-    marks = np.arange(threads + 1) * (ends[-1] if len(ends) else 0) / threads
+    chunks = 1 if threads == 1 else EACH * threads
+    marks = np.arange(chunks + 1) * (ends[-1] if len(ends) else 0) / chunks
     begins = np.searchsorted(ends, marks[:-1], side="right")
     return table, np.array([*begins, len(table)], dtype=np.int64)
 

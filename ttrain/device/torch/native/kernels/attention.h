@@ -86,11 +86,12 @@ INLINE void attention(
     const i64* positions, Mask mask, float* scratch) {
     using S = HeadSizes<T, D>;
     constexpr i64 each = H / K;  // heads that share keys and values: one thread takes them all
-    parallel<Threads>([&](int part) {
-        float* q = scratch + part * S::forward;
+    constexpr i64 chunks = chunks_of(B * K, Threads);
+    parallel<Threads>(chunks, [&](int chunk, int seat) {
+        float* q = scratch + seat * S::forward;
         float *k = q + S::matrix, *v = k + S::matrix, *scores = v + S::matrix, *out = scores + S::scores;
         if (S::padded) __builtin_memset(q, 0, 3 * S::matrix * sizeof(float));
-        for (i64 head = share(B * K, part, Threads) * each; head < share(B * K, part + 1, Threads) * each; ++head) {
+        for (i64 head = share(B * K, chunk, chunks) * each; head < share(B * K, chunk + 1, chunks) * each; ++head) {
             const i64 shared = head / H * T * Apart + head % H / each * D;
             const i64* places = Documents ? positions + head / H * T : nullptr;
             if (head % each == 0) {
@@ -149,13 +150,14 @@ INLINE void attention_grad(
     float* scratch) {
     using S = HeadSizes<T, D>;
     constexpr i64 each = H / K;  // heads that share keys and values: one thread takes them all
-    parallel<Threads>([&](int part) {
-        float* q = scratch + part * S::backward;
+    constexpr i64 chunks = chunks_of(B * K, Threads);
+    parallel<Threads>(chunks, [&](int chunk, int seat) {
+        float* q = scratch + seat * S::backward;
         float *k = q + S::matrix, *k_turned = k + S::matrix, *v = k_turned + S::matrix, *v_turned = v + S::matrix;
         float *g = v_turned + S::matrix, *dq = g + S::matrix, *dk = dq + S::matrix, *dv = dk + S::matrix;
         float *p = dv + S::matrix, *ds = p + S::scores;
         if (S::padded) __builtin_memset(q, 0, 6 * S::matrix * sizeof(float));
-        for (i64 head = share(B * K, part, Threads) * each; head < share(B * K, part + 1, Threads) * each; ++head) {
+        for (i64 head = share(B * K, chunk, chunks) * each; head < share(B * K, chunk + 1, chunks) * each; ++head) {
             const i64 at = (head / H * T * H + head % H) * D, given = head / H * T * Stride + head % H * D;
             const i64 shared = head / H * T * Apart + head % H / each * D;
             const i64* places = Documents ? positions + head / H * T : nullptr;

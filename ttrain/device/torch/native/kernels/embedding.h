@@ -14,12 +14,10 @@ INLINE void embedding_grad(const T* dy, const i64* ids, const T* base, T* dweigh
     for (i64 i = 0; i < N; ++i)
         if (u64(ids[i]) < u64(V)) order[starts[ids[i]]++] = i32(i);  // afterwards starts[v] is where id v ends
     if constexpr (!Base)  // in one piece, which goes past the caches where it is large
-        parallel<Threads>([&](int part) {
-            const i64 begin = share(V * C, part, Threads, 64), end = share(V * C, part + 1, Threads, 64);
+        over_ranges(Threads, V * C, 64, [&](i64 begin, i64 end) {
             __builtin_memset(dweight + begin, 0, (end - begin) * sizeof(T));
         });
-    parallel<Threads>([&](int part) {
-        const i64 left = share(C, part, Threads, 64 / sizeof(T)), right = share(C, part + 1, Threads, 64 / sizeof(T));
+    over_ranges(Threads, C, 64 / sizeof(T), [&](i64 left, i64 right) {
         for (i64 v = 0, k = 0; v < V; ++v) {
             const i64 end = starts[v];
             T* row = dweight + v * C;

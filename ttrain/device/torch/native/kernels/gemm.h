@@ -106,7 +106,7 @@ INLINE void multiply(
 // packed at a time: at most INNER steps of the inner axis, as many columns of B as make RIGHT units, DOWN rows of a transposed
 // A. They stay in a core's second-level cache. Sums of WAITING elements of C wait in scratch for the next block of the
 // inner axis. native/products.py computes the scratch in the same way.
-constexpr i64 INNER = 512, RIGHT = 1 << 17, DOWN = 128, WAITING = 1 << 18;
+constexpr i64 INNER = 512, RIGHT = 1 << 17, DOWN = 128, WAITING = 1 << 18, LINE = 16;
 struct Sizes {
     i64 M, N, K, a_row, b_row, c_row;
     template <class E>
@@ -228,16 +228,27 @@ INLINE void finish(const float* sums, C* c, i64 c_row, const B* bias, i64 rows, 
         }
 }
 
-// Rows i0 .. i1 and columns j0 .. j1 of C. The inner axis is summed in blocks, always in the same order.
+// Steps of the inner axis that are summed at a time: blocks of equal size, always in the same order.
+template <class E>
+INLINE i64 inner_block(Sizes s) {
+    const i64 all = s.steps<E>(), blocks = (all + INNER - 1) / INNER;
+    return round_up((all + blocks - 1) / blocks, 16);
+}
+// Columns of B that are packed at a time.
+INLINE i64 columns_packed(i64 inner) { return RIGHT / inner / 32 * 32; }
+
+// Rows i0 .. i1 and columns j0 .. j1 of C. Scratch begins with a line that tells which columns of B lie packed in it, -1
+// for none, where one block is the whole inner axis: the next rows of the same columns find them.
 template <bool TurnA, bool TurnB, bool Bias, bool Adding, After What, class E, class C, class B>
 INLINE void product_part(
     Sizes s, const E* a, const E* b, const B* bias, C* c, i64 i0, i64 i1, i64 j0, i64 j1, float* scratch) {
-    const i64 all = s.steps<E>(), blocks = (all + INNER - 1) / INNER, inner = round_up((all + blocks - 1) / blocks, 16);
-    const i64 across = RIGHT / inner / 32 * 32, rows_waiting = WAITING / across / 32 * 32;
+    const i64 all = s.steps<E>(), inner = inner_block<E>(s), blocks = (all + inner - 1) / inner;
+    const i64 across = columns_packed(inner), rows_waiting = WAITING / across / 32 * 32;
     const i64 down_most = blocks > 1 ? rows_waiting : s.M, a_row = s.a_row / Inner<E>::elements;
-    auto* left = reinterpret_cast<Unit<E>*>(scratch);
+    auto& packed = *reinterpret_cast<i64*>(scratch);
+    auto* left = reinterpret_cast<Unit<E>*>(scratch + LINE);
     auto* right = left + DOWN * inner;
-    float* waiting = scratch + DOWN * inner + RIGHT;
+    float* waiting = scratch + LINE + DOWN * inner + RIGHT;
     const auto* rows = reinterpret_cast<const Unit<E>*>(a);
     alignas(64) float tile[TILE_ROWS * TILE_COLUMNS];
     for (i64 jc = j0; jc < j1; jc += across)
@@ -246,7 +257,8 @@ INLINE void product_part(
                 const i64 jend = jc + across < j1 ? jc + across : j1, imend = im + down_most < i1 ? im + down_most : i1;
                 const i64 k1 = k0 + inner < all ? k0 + inner : all, steps = k1 - k0;
                 const bool last = k1 == all;
-                if (blocks > 1 || im == i0) pack_right<E, TurnB>(s, b, k0, k1, jc, jend, right);
+                if (blocks > 1 || packed != jc) pack_right<E, TurnB>(s, b, k0, k1, jc, jend, right);
+                packed = jc;
                 for (i64 ic = im; ic < imend; ic += DOWN) {
                     const i64 iend = ic + DOWN < imend ? ic + DOWN : imend;
                     // Whole tiles of an A in order are read where they lie.
@@ -275,21 +287,36 @@ INLINE void product_part(
             }
 }
 
+// Into how many ranges of columns and of rows C is cut. Columns come first, since each range packs its part of B but once a
+// thread, and no range is wider than what is packed at a time; rows make up the number where there are more of them.
+struct Cut {
+    i64 across = 1, down = 1;
+    template <class E>
+    static INLINE Cut of(Sizes s, int threads) {
+        if (threads == 1) return {};
+        const i64 wanted = EACH * threads, tiles = (s.N + TILE_COLUMNS - 1) / TILE_COLUMNS, whole = columns_packed(inner_block<E>(s));
+        Cut cut;
+        cut.across = (s.N + whole - 1) / whole;
+        if (s.N >= s.M && cut.across < wanted) cut.across = tiles < wanted ? tiles : wanted;
+        cut.down = (wanted + cut.across - 1) / cut.across;
+        const i64 most = (s.M + 4 * TILE_ROWS - 1) / (4 * TILE_ROWS);
+        if (cut.down > most) cut.down = most;
+        return cut;
+    }
+};
+
 // C = f(A B + bias), or C += A B where Adding. A is stored [M, K], or [K, M] where TurnA; B [K, N], or [N, K] where TurnB. For
 // bf16 matrices whose rows run along K the distance of rows is even, and an odd K needs zeros between rows.
 // Scratch: `own` floats a thread. Compiled once for all sizes, so not inlined.
 template <bool TurnA, bool TurnB, bool Bias, bool Adding, After What, class E, class C, class B>
 __attribute__((noinline)) void product(
     Sizes s, const E* a, const E* b, const B* bias, C* c, float* scratch, i64 own, int threads) {
-    parallel(threads, [&](int part) {
-        i64 i0 = 0, i1 = s.M, j0 = 0, j1 = s.N;
-        if (s.N >= s.M) {
-            j0 = share(s.N, part, threads, TILE_COLUMNS);
-            j1 = share(s.N, part + 1, threads, TILE_COLUMNS);
-        } else {
-            i0 = share(s.M, part, threads, TILE_ROWS);
-            i1 = share(s.M, part + 1, threads, TILE_ROWS);
-        }
-        product_part<TurnA, TurnB, Bias, Adding, What>(s, a, b, bias, c, i0, i1, j0, j1, scratch + part * own);
+    const Cut cut = Cut::of<E>(s, threads);
+    for (int seat = 0; seat < threads; ++seat) *reinterpret_cast<i64*>(scratch + seat * own) = -1;
+    parallel(threads, cut.across * cut.down, [&](int chunk, int seat) {
+        const i64 j = chunk / cut.down, i = chunk % cut.down;
+        product_part<TurnA, TurnB, Bias, Adding, What>(
+            s, a, b, bias, c, share(s.M, i, cut.down, TILE_ROWS), share(s.M, i + 1, cut.down, TILE_ROWS),
+            share(s.N, j, cut.across, TILE_COLUMNS), share(s.N, j + 1, cut.across, TILE_COLUMNS), scratch + seat * own);
     });
 }

@@ -10,8 +10,8 @@ template <class T, bool Gradient, bool Each, bool Smooth, i64 C>
 INLINE void head_rows(
     i64 rows, i64 stride, T* logits, const i64* targets, const float* weights, float smoothing, float* losses,
     float* plain, int threads) {
-    parallel(threads, [&](int part) {
-        for (i64 i = share(rows, part, threads); i < share(rows, part + 1, threads); ++i) {
+    over_ranges(threads, rows, 1, [&](i64 begin, i64 end) {
+        for (i64 i = begin; i < end; ++i) {
             T* x = logits + i * stride;
             const i64 target = targets[i];
             if (target < 0) {
@@ -70,9 +70,8 @@ INLINE void head_cross_entropy(
             else
                 product<true, false, false, true, After::nothing>(s, logits, h, no_bias, total, scratch, own, threads);
             if constexpr (Bias)
-                parallel(threads, [&](int part) {
-                    const i64 end = share(C, part + 1, threads, 64);
-                    for (i64 j = share(C, part, threads, 64); j < end; ++j) {
+                over_ranges(threads, C, 64, [&](i64 begin, i64 end) {
+                    for (i64 j = begin; j < end; ++j) {
                         float sum = row == 0 ? 0.0f : columns[j];
                         for (i64 i = 0; i < rows; ++i) sum += get(logits + i * stride + j);
                         columns[j] = sum;
@@ -85,9 +84,8 @@ INLINE void head_cross_entropy(
     if constexpr (Smooth) sum_losses(N, plain, Each ? &one : weights, entropy);
     if constexpr (Whole) {
         if constexpr (sizeof(T) != sizeof(Total))
-            parallel(threads, [&](int part) {
-                const i64 end = share(C * H, part + 1, threads, 64);
-                for (i64 j = share(C * H, part, threads, 64); j < end; ++j) put(dhead + j, get(total + j));
+            over_ranges(threads, C * H, 64, [&](i64 begin, i64 end) {
+                for (i64 j = begin; j < end; ++j) put(dhead + j, get(total + j));
             });
         __builtin_memset(dhead + C * H, 0, (V - C) * H * sizeof(T));
         if constexpr (Bias)

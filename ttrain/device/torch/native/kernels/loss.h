@@ -34,8 +34,8 @@ INLINE void row_gradient(const T* x, i64 target, float log_sum_exp, float weight
 template <class T, i64 C>
 INLINE void cross_entropy(
     i64 rows, const T* logits, const i64* targets, float* losses, float* log_sum_exp, int threads) {
-    parallel(threads, [&](int part) {
-        for (i64 i = share(rows, part, threads); i < share(rows, part + 1, threads); ++i) {
+    over_ranges(threads, rows, 1, [&](i64 begin, i64 end) {
+        for (i64 i = begin; i < end; ++i) {
             const T* x = logits + i * C;
             const i64 target = targets[i];
             log_sum_exp[i] = log_sum_exp_of<C>(x);

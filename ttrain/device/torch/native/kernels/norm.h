@@ -49,31 +49,29 @@ template <class T, class P, bool Centred, bool Bias, bool Extra, i64 Rows, i64 C
 INLINE void layer_norm_grad(
     const T* dy, const T* x, const float* mean, const float* rstd, const P* weight, const T* extra, T* dx, P* dweight,
     P* dbias, float* sums) {
-    parallel<Threads>([&](int thread) {
-        for (int part = int(share(Parts, thread, Threads)); part < share(Parts, thread + 1, Threads); ++part) {
-            float* weight_sum = sums + part * 2 * C;
-            float* bias_sum = weight_sum + C;
-            __builtin_memset(weight_sum, 0, 2 * C * sizeof(float));
-            for (i64 i = share(Rows, part, Parts); i < share(Rows, part + 1, Parts); ++i) {
-                const float m = Centred ? mean[i] : 0.0f, r = rstd[i];
-                vf inner[4] = {};
-                const vf sum = sum_over<C>([&](i64 j, auto lanes) {
-                    vf d = load(dy + i * C + j, lanes), normal = (load(x + i * C + j, lanes) - m) * r;
-                    vf dn = d * normal, w = load(weight + j, lanes);
-                    store(weight_sum + j, load(weight_sum + j, lanes) + dn, lanes);
-                    if constexpr (Bias) store(bias_sum + j, load(bias_sum + j, lanes) + d, lanes);
-                    inner[j / W % 4] += dn * w;
-                    return d * w;
-                });
-                const float a = Centred ? sum_lanes(sum) / C : 0.0f;
-                const float b = sum_lanes((inner[0] + inner[1]) + (inner[2] + inner[3])) / C;
-                over_row<C>([&](i64 j, auto lanes) {
-                    vf normal = (load(x + i * C + j, lanes) - m) * r;
-                    vf v = (load(dy + i * C + j, lanes) * load(weight + j, lanes) - a - normal * b) * r;
-                    if constexpr (Extra) v += load(extra + i * C + j, lanes);
-                    store(dx + i * C + j, v, lanes);
-                });
-            }
+    parallel<Threads>(Parts, [&](int part, int) {
+        float* weight_sum = sums + part * 2 * C;
+        float* bias_sum = weight_sum + C;
+        __builtin_memset(weight_sum, 0, 2 * C * sizeof(float));
+        for (i64 i = share(Rows, part, Parts); i < share(Rows, part + 1, Parts); ++i) {
+            const float m = Centred ? mean[i] : 0.0f, r = rstd[i];
+            vf inner[4] = {};
+            const vf sum = sum_over<C>([&](i64 j, auto lanes) {
+                vf d = load(dy + i * C + j, lanes), normal = (load(x + i * C + j, lanes) - m) * r;
+                vf dn = d * normal, w = load(weight + j, lanes);
+                store(weight_sum + j, load(weight_sum + j, lanes) + dn, lanes);
+                if constexpr (Bias) store(bias_sum + j, load(bias_sum + j, lanes) + d, lanes);
+                inner[j / W % 4] += dn * w;
+                return d * w;
+            });
+            const float a = Centred ? sum_lanes(sum) / C : 0.0f;
+            const float b = sum_lanes((inner[0] + inner[1]) + (inner[2] + inner[3])) / C;
+            over_row<C>([&](i64 j, auto lanes) {
+                vf normal = (load(x + i * C + j, lanes) - m) * r;
+                vf v = (load(dy + i * C + j, lanes) * load(weight + j, lanes) - a - normal * b) * r;
+                if constexpr (Extra) v += load(extra + i * C + j, lanes);
+                store(dx + i * C + j, v, lanes);
+            });
         }
     });
     over_row<C>([&](i64 j, auto lanes) {

@@ -5,25 +5,23 @@
 // x [R, C] -> y [C]: the rows are cut into Parts ranges, whose sums `sums` [Parts, C] are added in order.
 template <class T, class Y, i64 R, i64 C, int Parts, int Threads>
 INLINE void sum_columns(const T* x, Y* y, float* sums) {
-    parallel<Threads>([&](int thread) {
-        for (int part = int(share(Parts, thread, Threads)); part < share(Parts, thread + 1, Threads); ++part) {
-            float* sum = sums + part * C;
-            __builtin_memset(sum, 0, C * sizeof(float));
-            i64 i = share(R, part, Parts);
-            const i64 end = share(R, part + 1, Parts);
-            for (; i + 4 <= end; i += 4) {
-                const T* row = x + i * C;
-                over_row<C>([&](i64 j, auto lanes) {
-                    vf four = (load(row + j, lanes) + load(row + C + j, lanes)) +
-                              (load(row + 2 * C + j, lanes) + load(row + 3 * C + j, lanes));
-                    store(sum + j, load(sum + j, lanes) + four, lanes);
-                });
-            }
-            for (; i < end; ++i)
-                over_row<C>([&](i64 j, auto lanes) {
-                    store(sum + j, load(sum + j, lanes) + load(x + i * C + j, lanes), lanes);
-                });
+    parallel<Threads>(Parts, [&](int part, int) {
+        float* sum = sums + part * C;
+        __builtin_memset(sum, 0, C * sizeof(float));
+        i64 i = share(R, part, Parts);
+        const i64 end = share(R, part + 1, Parts);
+        for (; i + 4 <= end; i += 4) {
+            const T* row = x + i * C;
+            over_row<C>([&](i64 j, auto lanes) {
+                vf four = (load(row + j, lanes) + load(row + C + j, lanes)) +
+                          (load(row + 2 * C + j, lanes) + load(row + 3 * C + j, lanes));
+                store(sum + j, load(sum + j, lanes) + four, lanes);
+            });
         }
+        for (; i < end; ++i)
+            over_row<C>([&](i64 j, auto lanes) {
+                store(sum + j, load(sum + j, lanes) + load(x + i * C + j, lanes), lanes);
+            });
     });
     over_row<C>([&](i64 j, auto lanes) {
         vf sum = {};
@@ -86,7 +84,7 @@ INLINE float square_sum(const T* p, i64 count) {
 }
 
 // Blocks of several tensors for kernels that treat all elements alike. Row k of the table holds the block's addresses
-// in every slot and, last, its number of elements; `begins` [Threads + 1] tells which blocks each thread takes.
+// in every slot and, last, its number of elements; `begins` [chunks + 1] tells which blocks each chunk has.
 template <int Slots>
 struct Block {
     void* address[Slots];
@@ -98,9 +96,9 @@ struct Block {
 };
 template <int Slots, int Threads, class Body>
 INLINE void over_blocks(const void* table, const i64* begins, const Body& body) {
-    parallel<Threads>([&](int part) {
+    parallel<Threads>(Threads == 1 ? 1 : EACH * Threads, [&](int chunk, int) {
         const auto* blocks = static_cast<const Block<Slots>*>(table);
-        for (i64 k = begins[part]; k < begins[part + 1]; ++k) body(k, blocks[k]);
+        for (i64 k = begins[chunk]; k < begins[chunk + 1]; ++k) body(k, blocks[k]);
     });
 }
 
