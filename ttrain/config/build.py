@@ -254,6 +254,12 @@ def build_schedule(config: ScheduleConfig, steps: int) -> Callable[[int], float]
     return built
 
 
+def planned_ranks(config: ParallelConfig) -> Ranks:
+    """The first of the ranks of a run that is planned only."""
+    count = config.world or config.processes or 1
+    return Ranks(0, count, config.slices or count, config.name == "zero1")
+
+
 def build_world(config: ParallelConfig, device: DeviceConfig) -> World:
     """This process among the ranks of a run, once all of them are there."""
     here, shards = place(), config.name == "zero1"

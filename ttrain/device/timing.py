@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ttrain.core.tables import Table
@@ -45,11 +45,16 @@ class StepTime:
     host_input: float
     launches: int
     source: str
+    communication: float = 0.0  # with other ranks
 
     @property
     def bottleneck(self) -> str:
-        """dispatch, compute, bandwidth or host_input."""
-        return max(PARTS, key=lambda name: getattr(self, name))
+        """dispatch, compute, bandwidth, host_input or communication."""
+        return max((*PARTS, "communication"), key=lambda name: getattr(self, name))
+
+    def communicating(self, seconds: float) -> StepTime:
+        """The same step, followed by so many seconds of communication."""
+        return replace(self, total=self.total + seconds, communication=seconds)
 
 
 @dataclass(frozen=True)
@@ -75,13 +80,17 @@ class Estimate:
     reason: str
     more: Mapping[str, Any] = field(default_factory=dict)  # for JSON, of this kind of device alone
 
+    @property
+    def _communication(self) -> tuple[str, ...]:
+        return ("communication",) if self.time.communication else ()
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {
             "step_ms": 1e3 * self.time.total,
             f"{self.unit}_per_s": self.tokens / self.time.total,
             "bottleneck": self.time.bottleneck,
-            "parts_ms": {name: 1e3 * getattr(self.time, name) for name in PARTS},
+            "parts_ms": {name: 1e3 * getattr(self.time, name) for name in (*PARTS, *self._communication)},
             "launches": self.time.launches,
             "source": self.time.source,
             "flops_per_s": self.flops / self.time.total,
@@ -105,6 +114,7 @@ class Estimate:
             ("compute", duration(time.compute)),
             ("memory bandwidth", duration(time.bandwidth)),
             ("host input", duration(time.host_input)),
+            *(("communication", duration(getattr(time, name))) for name in self._communication),
         ]
         ways = [
             (way.settings, duration(way.seconds), "recommended" if way is self.recommended else "") for way in self.ways

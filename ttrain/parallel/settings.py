@@ -24,4 +24,6 @@ class ParallelConfig:
         "null takes the number of ranks",
         minimum=1,
     )
+    world: int | None = option(None, "ranks that task=plan plans for; null takes parallel.processes", minimum=1)
+    link_gbps: float = option(10.0, "speed of the link between ranks that task=plan reckons with, in Gbit/s", above=0)
     timeout: float = option(600.0, "seconds until ranks that wait for another one take it for lost", above=0)

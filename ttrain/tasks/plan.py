@@ -20,7 +20,7 @@ from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind
 from ttrain.nn.module import ADAPTER
 from ttrain.nn.settings import LoraConfig
-from ttrain.tasks.training.expected import planned_session, session_to_plan
+from ttrain.tasks.training.expected import micro_batches, planned_session, session_to_plan
 
 if TYPE_CHECKING:
     from ttrain.core.tables import Table
@@ -92,7 +92,11 @@ def _title(config: Config, model: Model, device: str) -> str:
     parts = [f"Plan of {name} on {device}, engine {config.engine.name}, {config.precision.name}"]
     rows, count = config.train.batch_size, config.train.accumulation
     examples = "example" if rows == 1 else "examples"
-    parts.append(f"{rows} {examples} per optimizer step" + (f" in {count} micro-batches" if count > 1 else ""))
+    ranks = build.planned_ranks(config.parallel)
+    divided = [f"{ranks.slices} slices"] * (ranks.slices > 1) + [f"{count} micro-batches"] * (count > 1)
+    parts.append(f"{rows} {examples} per optimizer step" + (f" in {' of '.join(divided)}" if divided else ""))
+    if ranks.count > 1:
+        parts.append(f"the share of one of {ranks.count} ranks, parallel={config.parallel.name}")
     vocabulary = getattr(model.config, "vocabulary", None)
     if vocabulary is not None:
         given = "" if getattr(config.model, "vocabulary", None) is not None else ", that of the data"
@@ -146,6 +150,8 @@ class _Extra:
         self._padding(session, steps)
         if config.lora.rank:
             self._adapters(session)
+        if session.graph.ranks.count > 1:
+            self._communication(session, steps)
         self.verdict = self._fits(session.graph.model.config)
 
     def slow_tables(self, session: Session, steps: Mapping[str, Step]) -> Iterator[Table]:
@@ -226,6 +232,15 @@ class _Extra:
         ]
         self.tables.append(Table("Adapters", ("", "with", "without"), rows))
 
+    def _communication(self, session: Session, steps: Mapping[str, Step]) -> None:
+        from ttrain.device.timing import Work
+        from ttrain.train.forecast.communication import collectives, communication_table
+
+        ranks, gbps = session.graph.ranks, self.config.parallel.link_gbps
+        found = collectives(Work.of(steps, self.report.per_step), ranks)
+        self.values["communication"] = {each.name: vars(each) for each in found}
+        self.tables.append(communication_table(found, ranks, gbps))
+
     def _time(self, steps: Mapping[str, Step], chips: int) -> list[Table]:
         from ttrain.core.tables import Table
         from ttrain.tasks.training.expected import expected_time
@@ -252,8 +267,7 @@ class _Extra:
             note = f"The memory of {self.device.name} can't be told without it; give plan.memory_gb."
             return Table("Largest that fits", ("", ""), [], (note,))
         available, source = known
-        train = self.config.train
-        rows = largest(self._with_rows, train.batch_size // train.accumulation, available)
+        rows = largest(self._with_rows, self.config.train.batch_size // micro_batches(self.config), available)
         found = {"micro_batch": vars(rows)}
         lines = [("micro-batch, at this context", limit_text(rows, "micro-batch"))]
         context = build.data_sizes(self.config.model).context
@@ -266,9 +280,9 @@ class _Extra:
         return Table("Largest that fits", ("", "value (planned memory)"), lines, (note,))
 
     def _with_rows(self, rows: int) -> int:
-        train = self.config.train
+        batch_size = rows * micro_batches(self.config)
         return self._planned(
-            dataclasses.replace(self.config, train=dataclasses.replace(train, batch_size=rows * train.accumulation))
+            dataclasses.replace(self.config, train=dataclasses.replace(self.config.train, batch_size=batch_size))
         )
 
     def _with_context(self, context: int) -> int:

@@ -11,21 +11,25 @@ from ttrain.parallel.place import place
 from ttrain.parallel.settings import ParallelConfig
 from ttrain.train.settings import TrainConfig
 
+TASKS = ("train", "plan")
+
 
 def rank_count(parallel: ParallelConfig) -> int:
-    """Ranks of a run: those that started, or that are to be started."""
+    """Ranks of a run: those that are planned for, that started, or that are to be started."""
     here = place()
-    return parallel.processes or 1 if here is None else here.count
+    return parallel.world or (parallel.processes or 1 if here is None else here.count)
 
 
 @check
 def _parallel(task: TaskConfig, parallel: ParallelConfig) -> Iterator[str]:
     here = place()
-    for key in ("processes", "slices"):
+    for key in ("processes", "world", "slices"):
         if parallel.name == "none" and (getattr(parallel, key) or 1) > 1:
             yield f"parallel.{key}={getattr(parallel, key)}: parallel=none is one process. Give parallel=ddp or zero1."
     if task.name != "train":
         return
+    if parallel.world is not None:
+        yield f"parallel.world={parallel.world}: is for task=plan. Give parallel.processes, or use torchrun."
     if here is not None and here.count > 1 and parallel.name == "none":
         yield f"parallel=none: {here.count} processes were started. Give parallel=ddp or zero1, or start one."
     if here is not None and parallel.processes not in (None, here.local_count):
@@ -37,7 +41,7 @@ def _parallel(task: TaskConfig, parallel: ParallelConfig) -> Iterator[str]:
 
 @check
 def _slices(task: TaskConfig, train: TrainConfig, parallel: ParallelConfig) -> Iterator[str]:
-    if parallel.name == "none" or task.name != "train":
+    if parallel.name == "none" or task.name not in TASKS:
         return
     ranks = rank_count(parallel)
     slices, key = parallel.slices or ranks, "ranks" if parallel.slices is None else "parallel.slices"
@@ -60,7 +64,7 @@ def _slices(task: TaskConfig, train: TrainConfig, parallel: ParallelConfig) -> I
 def _parallel_device(
     task: TaskConfig, train: TrainConfig, parallel: ParallelConfig, device: DeviceConfig
 ) -> Iterator[str]:
-    if parallel.name == "none" or task.name != "train":
+    if parallel.name == "none" or task.name not in TASKS:
         return
     if device.name not in ("cpu", "cuda", "auto"):
         yield f"parallel={parallel.name}: runs on device=cpu or cuda, not on device={device.name}. Give parallel=none."

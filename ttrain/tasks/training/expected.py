@@ -38,7 +38,13 @@ SHORTEST = 32  # tokens of a context that is still offered
 def session_to_plan(config: Config, model: Model, device: Device) -> Session:
     """A session on a device that is planned only. What the dynamic engine would run is planned as static does."""
     engine = replace(config.engine, name="static") if config.engine.name == "dynamic" else config.engine
-    return build.build_session(model, device, *replace(config, engine=engine).step_parts)
+    ranks = build.planned_ranks(config.parallel)
+    return build.build_session(model, device, *replace(config, engine=engine).step_parts, ranks=ranks)
+
+
+def micro_batches(config: Config) -> int:
+    """Into how many equal parts a batch is divided."""
+    return config.train.accumulation * build.planned_ranks(config.parallel).slices
 
 
 @contextmanager
@@ -100,7 +106,7 @@ class _Plans:
         from ttrain.train.forecast.kernel_times import LONG
 
         longest = max((rates.seconds(node) for _, nodes in work.nodes for node in nodes), default=0.0)
-        size, parts = self.config.train.batch_size, self.config.train.accumulation
+        size, parts = self.config.train.batch_size, micro_batches(self.config)
         rows = max(1, int(size // parts * LONG / longest)) if longest > LONG else size // parts
         if self.planner is None or rows == size // parts:
             return None
@@ -114,6 +120,7 @@ def _on_this_machine(
     """Opens the device only where a kernel has not been timed yet, and there is time for it."""
     import torch
 
+    from ttrain.train.forecast.communication import collectives, link_seconds
     from ttrain.train.forecast.estimate import host_estimate, host_time
     from ttrain.train.forecast.kernel_times import KernelTimes, machine_name
     from ttrain.train.forecast.peak import measured_rates
@@ -147,6 +154,12 @@ def _on_this_machine(
     if config.engine.name not in ("static", "traced", "dynamic"):  # of a plugin
         source += f"; engine={config.engine.name} is taken to launch them as static does"
     times[own] = replace(times[own], source=source)
+    ranks = build.planned_ranks(config.parallel)
+    sent = sum(each.nbytes for each in collectives(plans.own, ranks))
+    if sent:
+        times = {
+            name: time.communicating(link_seconds(sent, config.parallel.link_gbps)) for name, time in times.items()
+        }
     return host_estimate(times, config.engine.name, tokens, unit, flops, rates.flops), ""
 
 

@@ -177,9 +177,9 @@ def plan_report(graph: StepGraph, state: State, steps: Mapping[str, Step]) -> Pl
         parameters=parameter_groups(graph.model),
         placed=_by_kind(state, on_host=False),
         offloaded={kind: size for kind, size in _by_kind(state, on_host=True).items() if size},
-        checkpoint=sum(state.nbytes(kind) for kind in SAVED_KINDS),
+        checkpoint=sum(state.spec(name).nbytes for name in state.names(*SAVED_KINDS)),
         costs=costs,
-        per_step={name: graph.accumulation - 1 if name == "accumulate_next" else 1 for name in training},
+        per_step=graph.repeats,
     )
 
 

@@ -60,14 +60,13 @@ class Session:
 
 
 def flops_per_step(graph: StepGraph) -> int:
-    """Floating-point operations of one optimizer step as its ops declare them.
+    """Floating-point operations of one optimizer step of this rank, as its ops declare them.
 
     What a plan computes again to save memory is not counted, so that mfu rates the model and not the plan.
     """
-    total = 0
+    total, repeats = 0, graph.repeats
     for name, trace in graph.train_steps().items():
         recorded = Graph()
         trace(recorded)
-        repeats = graph.accumulation - 1 if name == "accumulate_next" else 1
-        total += repeats * sum(model_flops(recorded).values())
+        total += repeats[name] * sum(model_flops(recorded).values())
     return total

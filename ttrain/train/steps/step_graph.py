@@ -95,6 +95,15 @@ class StepGraph:
             steps["norm"] = self.trace_norm
         return {**steps, "update": self.trace_update}
 
+    @property
+    def repeats(self) -> dict[str, int]:
+        """How often each of `train_steps` runs in one optimizer step of this rank."""
+        slices = len(self.ranks.own)
+        counts = {"accumulate_first": slices, "accumulate_next": slices * (self.accumulation - 1)}
+        for level in range(self.ranks.levels):
+            counts[f"keep{level}"] = counts[f"merge{level}"] = slices >> level + 1
+        return {name: counts.get(name, 1) for name in self.train_steps()}
+
     def trace_train(self, graph: Graph) -> None:
         """Forward, backward and update of a whole batch."""
         gradients = self._backward(graph)
