@@ -239,3 +239,14 @@ def test_a_vocabulary_smaller_than_the_tokenizers(tmp_path: Path) -> None:
         ConfigError, match="model.vocabulary=3: the tokenizer has 8 ids. Give model.vocabulary=8 or more"
     ):
         build_dataset(config.data, config.model, [])
+
+
+def test_what_a_recipe_sets_is_its_own(tmp_path: Path) -> None:
+    """What the command line gives is not."""
+    (tmp_path / "recipe").mkdir()
+    write(tmp_path / "recipe", "mine.yaml", "# @package _global_\ntrain:\n  steps: -3\n  batch_size: 0\n")
+    said = problems("recipe=mine", "train.batch_size=-1", config_dir=tmp_path)
+    assert said == [
+        "train.steps=-3 (set in recipe/mine.yaml): must be at least 1.",
+        "train.batch_size=-1: must be at least 1.",
+    ]

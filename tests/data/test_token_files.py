@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ttrain.cli import main
 from ttrain.core.errors import DataError
 from ttrain.data import corpus as corpus_module
 from ttrain.data import tokens as tokens_module
@@ -267,3 +268,15 @@ def test_text_that_does_not_fit_in_memory_is_sent_to_prepare(text: Path, monkeyp
     with pytest.raises(DataError, match=r"task=prepare .* data=tokens"):
         open_text(TextConfig(path=str(text)), SIZES)
     assert open_text(TextConfig(path=str(text), max_bytes=250), Sizes(context=4)).description["bytes"]["train"] == 225
+
+
+def test_the_command_that_trains_on_prepared_files_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a text whose held-out part is shorter than a default context."""
+    (tmp_path / "book.txt").write_text("some words " * 100)
+    folder = tmp_path / "tokens"
+    text = [f"data.path={tmp_path}/book.txt", "data.tokenizer=byte", "data.held_out=0.02"]
+    assert main(["task=prepare", *text, f"prepare.dir={folder}"]) == 0
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told == f"train on it: python -m ttrain data=tokens data.path={folder} model.context=21"
+    quiet = ["device=cpu", "engine=dynamic", "train.steps=1", "train.batch_size=2", "logger=jsonl"]
+    assert main([*told.partition("ttrain ")[2].split(), *quiet, f"run.dir={tmp_path}/run"]) == 0

@@ -70,6 +70,31 @@ def test_a_run_goes_on_to_the_bit() -> None:
     assert len(adapters) == 4 and all(whole[name].any() for name in adapters)
 
 
+def test_an_export_that_fails_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ttrain.train.checkpoint.adapters.replace_file", full)
+    assert export("export.form=peft", "export.dir=full") == 2
+    assert "export.dir=full can't be written: No space left" in capsys.readouterr().err
+    assert not list(Path().glob("*full*")) and not list(Path().glob(".full*"))
+
+
+def test_adapters_of_another_model_are_told_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("other", "model=llama", "lora.from=peft", "train.init_from=base", "model.heads=2") == 2
+    said = capsys.readouterr().err
+    assert "those of lora.from=peft: no linear layer of a block is 'transformer.h.0.attn.c_attn', " in said
+    assert "and 1 more. Valid: down, " in said and said.count("\n") == 1
+    config = json.loads(Path("peft/adapter_config.json").read_text())
+    shutil.copytree("peft", "renamed")
+    (Path("renamed") / "adapter_config.json").write_text(json.dumps({**config, "target_modules": "all-linear"}))
+    assert train("other", "model=llama", "lora.from=renamed", "model.kv_heads=2") == 2
+    said = capsys.readouterr().err
+    assert "none of its 8 matrices is one of this model's; it has " in said and said.count("lora_A") == 2
+
+
 def test_what_is_frozen_lies_on_the_disk_once_and_every_checkpoint_has_it() -> None:
     files = [checkpoint("tuned", step) / "frozen-00001-of-00001.safetensors" for step in (2, 4)]
     assert os.path.samefile(*files)

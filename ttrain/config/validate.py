@@ -40,6 +40,14 @@ class Findings:
         self.problems.append(problem)
         self.bad_sections.update(sections_)
 
+    def with_recipe(self, problem: str) -> str:
+        """The problem with the recipe or preset that set its key, which the user did not give himself."""
+        key, _, rest = problem.partition("=")
+        value, told, advice = rest.partition(": ")
+        if not self.origins.get(key, "").startswith(("recipe/", "debug/")) or not told or "(set in" in problem:
+            return problem
+        return f"{key}={value}{self.origin(key)}: {advice}"
+
     def origin(self, key: str) -> str:
         return f" (set in {self.origins[key]})" if key in self.origins else ""
 
@@ -67,7 +75,7 @@ def typed_config(values: Mapping[str, Any], source: Source | None = None, findin
             found.bad_sections |= {name} if bounds else set()
     found.problems += cross_field_problems(config, found.bad_sections)
     if found.problems:
-        raise ConfigError(list(dict.fromkeys(found.problems)))
+        raise ConfigError(list(dict.fromkeys(map(found.with_recipe, found.problems))))
     return config
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,10 +35,11 @@ def replace_file(path: Path, content: bytes | str | Callable[[Path], object]) ->
 
     `content` may write it, to the path beside that it is given.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    beside = _beside(path)
     beside.unlink(missing_ok=True)
     try:
         if callable(content):
+            _remove_left(path)
             content(beside)
             sync_file(beside)
         else:
@@ -45,6 +48,44 @@ def replace_file(path: Path, content: bytes | str | Callable[[Path], object]) ->
     finally:
         beside.unlink(missing_ok=True)
     sync_directory(path.parent)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Gives a folder beside to fill, which takes the name of the new one once it is whole, or is removed."""
+    beside = _beside(folder)
+    try:
+        _remove_left(folder)
+        beside.mkdir(parents=True)
+        yield beside
+        sync_directory(beside)
+        os.replace(beside, folder)
+        sync_directory(folder.parent)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def _remove_left(path: Path) -> None:
+    """Removes what processes that are gone have left beside a path."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        number = left.name.split(".")[-2]
+        if not number.isdecimal() or (os.name == "posix" and _runs(int(number))):
+            continue
+        shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # it is somebody else's
+        pass
+    return True
 
 
 def write_chosen(key: str, path: Path, content: str, folders: bool = False) -> None:

@@ -31,3 +31,8 @@ def format_duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def counted(number: int, noun: str) -> str:
+    """1 -> "1 step", 2000 -> "2,000 steps"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -29,7 +29,8 @@ def as_fp32(value: Any) -> Weight:
     """A contiguous fp32 array of an array or a tensor of any floating dtype, without a copy where possible."""
     if hasattr(value, "detach"):
         value = value.detach().cpu().float().numpy()
-    return np.ascontiguousarray(value, np.float32)
+    with np.errstate(over="ignore"):  # what is too large becomes infinite, which is told as such
+        return np.ascontiguousarray(value, np.float32)
 
 
 def unwrapped(name: Any) -> str:

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from ttrain import ops
 from ttrain.core.errors import ConfigError
-from ttrain.core.names import did_you_mean
+from ttrain.core.names import did_you_mean, listed
 from ttrain.graph import Value
 from ttrain.nn.initialize import Constant
 from ttrain.nn.layers import Linear
@@ -47,7 +47,8 @@ def attach(model: Module, config: LoraConfig) -> None:
     assert config.rank, "there is nothing to attach"
     layers = {path: layer for path, layer in model.modules() if isinstance(layer, Linear) and _in_block(path)}
     original = getattr(model, "original_name", None)
-    chosen = targets(config.targets, {path: names(path, original) for path in layers})
+    key = "lora.targets" if config.from_ is None else f"lora.targets, those of lora.from={config.from_}"
+    chosen = targets(config.targets, {path: names(path, original) for path in layers}, key)
     for path in chosen:
         if config.rank > min(layers[path].weight.shape):
             raise ConfigError(
@@ -67,16 +68,16 @@ def names(path: str, original: Callable[[str], str] | None) -> tuple[str, ...]:
     return (path,) if original is None else (path, original(f"{path}.weight").removesuffix(".weight"))
 
 
-def targets(wanted: list[str], layers: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Paths of the layers that are wanted, of `layers` with their names."""
+def targets(wanted: list[str], layers: Mapping[str, tuple[str, ...]], key: str) -> list[str]:
+    """Paths of the layers that are wanted, of `layers` with their names. Raises ConfigError, which names the `key`."""
     found = {target: [path for path, called in layers.items() if _named(target, called)] for target in wanted}
     ends = {name.rpartition(".")[2] for called in layers.values() for name in called}
     unknown = [target for target, paths in found.items() if not paths]
-    problems = [f"lora.targets: no linear layer of a block is {each!r}. {did_you_mean(each, ends)}" for each in unknown]
+    if unknown:
+        told = listed(map(repr, unknown))
+        raise ConfigError(f"{key}: no linear layer of a block is {told}. {did_you_mean(unknown[0], ends)}")
     if not wanted:
-        problems = [f"lora.targets=[]: nothing would be trained. Name some of {', '.join(sorted(ends))}."]
-    if problems:
-        raise ConfigError(problems)
+        raise ConfigError(f"{key}=[]: nothing would be trained. Name some of {', '.join(sorted(ends))}.")
     chosen = {path for paths in found.values() for path in paths}
     return [path for path in layers if path in chosen]
 

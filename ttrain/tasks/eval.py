@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import shlex
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ttrain.bench import folder as folders
 from ttrain.config.schema import Config
 from ttrain.core.errors import ConfigError
 from ttrain.core.files import to_json, write_chosen
-from ttrain.core.units import format_bytes, format_count
+from ttrain.core.units import counted, format_bytes, format_count
+
+ROOT = Path("outputs/eval")
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Prints what eval.text and eval.choices ask for, writes it to eval.out, and returns it."""
+    """Prints what eval.text and eval.choices ask for, writes it to eval.out or a new folder, and returns it."""
     from ttrain.tasks.evaluating.choices import measure_choices
     from ttrain.tasks.evaluating.scorer import opened
     from ttrain.tasks.evaluating.texts import measure_texts
@@ -23,37 +28,51 @@ def run(config: Config) -> dict[str, Any]:
         raise ConfigError(
             "task=eval: nothing to measure. Give eval.text=[<file or folder>] or eval.choices=<file of questions>."
         )
-    out = Path(config.run.dir or "", "results.json") if wanted.out is None else Path(wanted.out)
     steps = [name for name, given in (("evaluate", wanted.text), ("scores", wanted.choices)) if given]
     with opened(config, *steps) as scorer:
         results: dict[str, Any] = {
             "source": scorer.origin,
             "step": scorer.step,
+            "adapters": config.lora.from_,
             "model": chosen_model(Path(config.run.dir or "")) or scorer.model.config.name,
+            "context": scorer.context,
             "tokenizer": scorer.tokenizer.hash,
+            "device": config.device.name,
+            "precision": config.precision.name,
+            "command": shlex.join(["python", "-m", "ttrain", *config.source.overrides]),
         }
+        out = _place(wanted.out, f"{results['model']}_{Path(scorer.origin).name}")
         if wanted.text:
             results["text"] = measure_texts(scorer, wanted.text, wanted.text_key, wanted.limit, wanted.stride)
             write_chosen("eval.out", out, to_json(results), folders=True)
         if wanted.choices is not None:
             results["choices"] = measure_choices(scorer, Path(wanted.choices), wanted.limit)
             write_chosen("eval.out", out, to_json(results), folders=True)
+    results["out"] = str(out)
     for label, value in _lines(results, out):
         print(f"{label.ljust(15)}{value}")
     return results
 
 
+def _place(wanted: str | None, label: str) -> Path:
+    """The file for the results: that of eval.out, which is replaced, or one in a new folder."""
+    if wanted is not None:
+        return Path(wanted)
+    return folders.claim(None, label, datetime.now(), "eval.out", ROOT) / folders.RESULTS
+
+
 def _lines(results: dict[str, Any], out: Path) -> list[tuple[str, str]]:
     step = "" if results["step"] is None else f", step {results['step']}"
-    lines = [("model", f"{results['model']} of {results['source']}{step}")]
+    adapters = "" if results["adapters"] is None else f", with the adapters of {results['adapters']}"
+    lines = [("model", f"{results['model']} of {results['source']}{step}{adapters}")]
     if text := results.get("text"):
         size = f"{format_count(text['tokens'])} tokens, {format_bytes(text['bytes'])}"
-        lines.append(("text", f"{', '.join(text['source'])}: {text['documents']:,} document(s), {size}"))
+        lines.append(("text", f"{', '.join(text['source'])}: {counted(text['documents'], 'document')}, {size}"))
         lines.append(("loss", f"{text['loss']:.4f}"))
         lines.append(("perplexity", f"{text['perplexity']:.4f}"))
         lines.append(("bits per byte", f"{text['bits_per_byte']:.4f}"))
     if choices := results.get("choices"):
-        lines.append(("choices", f"{choices['source']}: {choices['questions']:,} questions"))
+        lines.append(("choices", f"{choices['source']}: {counted(choices['questions'], 'question')}"))
         for name in (name for name in choices if f"{name}_stderr" in choices):
             lines.append((name, f"{choices[name]:.4f} ± {choices[f'{name}_stderr']:.4f}"))
     return [*lines, ("results", str(out))]

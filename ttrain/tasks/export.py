@@ -10,7 +10,7 @@ from typing import Any
 from ttrain.config import build
 from ttrain.config.schema import Config, to_dict
 from ttrain.core.errors import ConfigError, DataError
-from ttrain.core.units import format_bytes, format_count
+from ttrain.core.units import counted, format_bytes, format_count
 from ttrain.core.waiting import Waiting
 from ttrain.data.settings import DocumentsConfig
 from ttrain.models.settings import AGILLMConfig
@@ -79,12 +79,14 @@ def _tokenizer_config(given: OpenedModel) -> dict[str, Any]:
 
 def _write_adapters(given: OpenedModel, folder: Path) -> None:
     from ttrain.train.checkpoint.adapters import peft_names, write_peft
+    from ttrain.train.runs.export import whole_folder
 
     if not given.config.lora.rank:
         raise ConfigError(f"export.form=peft: {given.origin} has no adapters. Give a run with lora.rank.")
     base = getattr(given.config.model, "from_", None) or given.config.train.init_from
-    write_peft(folder, given.model, given.values, given.config.lora, base)
-    print(f"{folder}: {len(peft_names(given.model)) // 2} adapters of {given.origin}, as PEFT reads them.")
+    with whole_folder(folder) as beside:
+        write_peft(beside, given.model, given.values, given.config.lora, base)
+    print(f"{folder}: {counted(len(peft_names(given.model)) // 2, 'adapter')} of {given.origin}, as PEFT reads them.")
 
 
 def _from_file(config: Config) -> OpenedModel:

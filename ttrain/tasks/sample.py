@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.errors import UserError
+from ttrain.core.units import counted
 from ttrain.core.waiting import Waiting
 from ttrain.tasks.opening import of_folder, of_run
 
@@ -148,7 +149,7 @@ def _write_results(opened: Opened, rows: list[tuple[str, Any]]) -> None:
         os.replace(beside, file)
     except OSError as error:
         raise UserError(f"sample.results={file}: can't be written: {error.strerror or error}.") from None
-    print(f"{file}: {len(texts) * opened.config.sample.count} rows.", file=sys.stderr)
+    print(f"{file}: {counted(len(texts) * opened.config.sample.count, 'row')}.", file=sys.stderr)
 
 
 def _prompt(opened: Opened, place: str, row: Any) -> tuple[list[int], Stop]:

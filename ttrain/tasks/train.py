@@ -43,6 +43,7 @@ def _run(config: Config) -> float | None:
         given = setup.config
         device = stack.enter_context(closing(build.build_device(given.device, given.precision, world)))
         console = build.build_console(given.logger, silent=not world.leads)
+        console.unit = setup.unit
         if device.computes:
             return train(setup, device, console)
         dry_run(setup, device, console.say)

@@ -228,7 +228,7 @@ class EvalConfig:
     batch_size: int = option(8, "sequences that are computed at once", minimum=1)
     checkpoint: str = option("last", "which checkpoint of the run: last, best, or a step number")
     out: str | None = option(
-        None, "JSON file for the results; null takes results.json in the run, or in this folder", path=True
+        None, "JSON file for the results; null takes results.json in a new folder below outputs/eval", path=True
     )
 
 

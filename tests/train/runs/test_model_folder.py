@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tracemalloc
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -251,7 +252,7 @@ def test_tokenizers_and_models_of_ours_go_out(tokenizer: str) -> None:
     assert ids == own.encode(ODD) and theirs.decode(ids) == ODD
 
 
-def test_what_a_folder_says_beside_its_weights_comes_out_again() -> None:
+def test_what_a_folder_says_beside_its_weights_comes_out_again(capsys: pytest.CaptureFixture[str]) -> None:
     """Ids of special tokens, and the longest sequence where the run had a shorter one; the ids of a checkpoint, too."""
     from transformers import AutoConfig, GenerationConfig
 
@@ -260,6 +261,10 @@ def test_what_a_folder_says_beside_its_weights_comes_out_again() -> None:
     Path("hub/generation_config.json").write_text(json.dumps(ids))
     _changed(bos_token_id=3, pad_token_id=None)(Path("hub"))
     assert main([*QUIET, "model.from=hub", "model.context=8", "run.dir=run"]) == 0
+    save(_llama("Llama")(), Path("other"))
+    for key in ("model.from=other", "train.init_from=other"):
+        assert main([*QUIET, "resume=auto", key, "run.dir=run"]) == 2
+        assert f"{key}: is for new runs" in capsys.readouterr().err
     Path("hub").rename("moved")
     assert main([*QUIET, "resume=auto", "train.steps=2", "run.dir=run"]) == 0
     assert main(["task=export", "run.dir=run", "export.form=huggingface", "export.dir=out"]) == 0
@@ -319,6 +324,12 @@ WRONG: list[tuple[Any, list[str], str]] = [
     (_tensors(lambda weights: weights.pop(_LAST)), [], f"must agree: {_LAST}: missing"),
     (_tensors(lambda weights: weights.update(odd=weights[_LAST])), [], "transformer.odd: not a weight of this model"),
     (_tensors(lambda weights: weights[_LAST].fill(np.nan)), [], "norm.weight holds NaN or infinity"),
+    (
+        _tensors(lambda weights: weights.update({_LAST: weights[_LAST] * np.float64(1e200)})),
+        [],
+        "norm.weight holds NaN",
+    ),
+    (lambda folder: (folder / "model.safetensors").write_bytes(b""), [], "is not a safetensors file: it has 0 bytes"),
     (_cut, [], "model.safetensors is not a safetensors file that can be read"),
     (lambda folder: (folder / "model.safetensors").unlink(), [], "has no model.safetensors"),
     (lambda folder: (folder / "config.json").write_text("{"), [], "config.json can't be read"),
@@ -348,7 +359,9 @@ def test_one_line_before_any_step(
     shutil.copytree(gpt2, "hub")
     if change is not None:
         change(Path("hub"))
-    assert main([*QUIET, "model.from=hub", "run.dir=run", *overrides]) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert main([*QUIET, "model.from=hub", "run.dir=run", *overrides]) == 2
     errors = capsys.readouterr().err
     assert message in errors and "Traceback" not in errors and errors.count("\n") == 1
     assert not Path("run").exists()
@@ -473,7 +486,11 @@ def test_a_killed_export_leaves_no_folder(gpt2: Path) -> None:
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
     assert not Path("out").exists()
+    (left,) = Path().glob(".out.*.tmp")
+    foreign = Path(f".out.{os.getppid()}.tmp")  # of a process that is at work
+    foreign.mkdir()
     assert main(["task=export", "run.dir=run", "export.form=huggingface", "export.dir=out"]) == 0
+    assert not left.exists() and foreign.exists()
 
 
 def test_the_recipe_trains_a_model_of_its_form_on_chats(tmp_path: Path) -> None:

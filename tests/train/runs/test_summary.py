@@ -253,7 +253,7 @@ def test_the_start_tells_files_bytes_tokens_and_passes(book: Path) -> None:
     assert "A pass is 8 sequences of 9 tokens (data.limit); 10 steps of 4 make 5.00 passes." in extent_line(
         text, 10, 4, limit=8
     )
-    assert "1 steps of 1 make less than 0.01 passes" in extent_line(text, 1, 1, tokens=8)
+    assert "1 step of 1 make less than 0.01 passes" in extent_line(text, 1, 1, tokens=8)
     prepare(TextConfig(path="book", separator="", tokenizer="byte"), "tokens", progress=False)
     tokens = open_tokens(TokensConfig(path="tokens"), Sizes(context=9))
     assert extent_line(tokens, 10, 4).startswith("Data: tokens, 2 files, 2.0 KiB: 900 tokens to train on, 100 held")
@@ -273,6 +273,15 @@ def test_the_start_tells_of_documents_and_examples(book: Path) -> None:
         "Data: synthetic regression: 900 examples to train on, 100 held out. "
         "A pass is 900 examples; 450 steps of 4 make 2.00 passes."
     )
+
+
+def test_numbers_are_no_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """16 rows of 2 targets, in 3 steps."""
+    small = ["model=mlp", "data=regression", "model.outputs=2", "device=cpu", "engine=dynamic", "train.steps=3"]
+    assert main([*small, "train.batch_size=16", f"run.dir={tmp_path}/numbers"]) == 0
+    printed = capsys.readouterr()
+    told = printed.out + printed.err
+    assert ", 96 target values" in told and "target values/s" in told and "tok/s" not in told and " tokens" not in told
 
 
 def test_a_run_begins_with_its_data_and_what_is_left_out(book: Path, capsys: pytest.CaptureFixture[str]) -> None:

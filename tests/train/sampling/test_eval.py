@@ -140,8 +140,27 @@ def test_without_a_token_between_documents_the_first_is_only_read() -> None:
     assert not found["first_tokens_predicted"] and found["tokens"] == found["bytes"] == 24 - 1
     assert found["bits_per_byte"] == pytest.approx(math.log2(found["perplexity"]))
     assert main(["task=eval", f"run.dir={run}", "eval.text=[part.txt]", "device=cpu"]) == 0
-    again = json.loads(Path(run, "results.json").read_text())["text"]  # with other threads and another engine
+    (file,) = Path("outputs/eval").glob("*/*_char/results.json")
+    again = json.loads(file.read_text())["text"]  # with other threads and another engine
     assert again.pop("loss") == pytest.approx(found.pop("loss"), rel=1e-6) and again.keys() == found.keys()
+
+
+def test_each_evaluation_has_a_folder_that_names_what_was_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
+    gpt()
+    run = trained("adapted", *SIZES, *DOCUMENTS, "lora.rank=2", "train.init_from=gpt", "optimizer.lr=0.1")
+    for form in ("peft", "huggingface"):
+        source = run if form == "peft" else gpt()
+        assert main(["task=export", f"run.dir={source}", f"export.form={form}", f"export.dir={form}"]) == 0
+    command = ["task=eval", "model.from=huggingface", "eval.text=[texts.jsonl]", "device=cpu"]
+    capsys.readouterr()
+    for adapters in ([], ["lora.from=peft"], ["lora.from=peft"]):
+        assert main([*command, *adapters]) == 0
+        said = capsys.readouterr().out
+        assert " of huggingface" in said and ("with the adapters of peft" in said) == bool(adapters)
+    found = [json.loads(file.read_text()) for file in sorted(Path("outputs/eval").glob("*/*_huggingface*/*.json"))]
+    assert [each["adapters"] for each in found] == [None, "peft", "peft"] and found[1]["text"] == found[2]["text"]
+    assert found[0]["text"]["loss"] != found[1]["text"]["loss"] and "task=eval" in found[0]["command"]
+    assert main([*command, "lora.from=peft", "model.from=null", f"run.dir={run}"]) == 0
 
 
 def test_the_token_before_a_text_is_that_of_the_tokenizers_config() -> None:

@@ -93,8 +93,8 @@ def test_the_sum_of_likelihoods_is_that_of_the_whole(language_model: Any) -> Non
 
 def test_rolling_likelihoods_are_those_of_task_eval(language_model: Any) -> None:
     Path("texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    assert main(["task=eval", "run.dir=run", "device=cpu", "eval.text=[texts.jsonl]"]) == 0
-    found = json.loads(Path("run/results.json").read_text())["text"]
+    assert main(["task=eval", "run.dir=run", "device=cpu", "eval.text=[texts.jsonl]", "eval.out=found.json"]) == 0
+    found = json.loads(Path("found.json").read_text())["text"]
     each = language_model.loglikelihood_rolling(asked(*((text,) for text in TEXTS)), disable_tqdm=True)
     assert -sum(each) == pytest.approx(found["loss"] * found["tokens"], rel=1e-5)
     assert -sum(each) / math.log(2) / len("".join(TEXTS)) == pytest.approx(found["bits_per_byte"], rel=1e-5)

@@ -50,7 +50,9 @@ class Scorer:
     steps: dict[str, Callable[[Inputs], Outputs]]
     source: Source | None = None  # of text, where that is wanted
 
-    def loss(self, data: Dataset, told: Callable[[int], object] = lambda rows: None) -> EvaluationResult:
+    def loss(
+        self, data: Dataset, told: Callable[[int], object] = lambda rows: None, what: str = "text"
+    ) -> EvaluationResult:
         """The mean loss over all targets of held-out samples; `told` gets how many sequences are done."""
         from ttrain.models.base import preparation
 
@@ -58,7 +60,7 @@ class Scorer:
             told(self.rows)
             return self.steps["evaluate"](inputs)
 
-        result = Evaluation(step, data, self.rows, None, preparation(self.model))()
+        result = Evaluation(step, data, self.rows, None, preparation(self.model), what=what)()
         assert result is not None
         return result
 

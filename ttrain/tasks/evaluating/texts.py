@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.errors import DataError
+from ttrain.core.names import listed
 from ttrain.data.settings import DocumentsConfig
 from ttrain.data.sources import Reader, find_sources
 from ttrain.data.tokenizer import Ids, named_place
@@ -90,7 +91,7 @@ def measure_texts(
     if not tokens or not size:
         raise DataError(f"eval.text={','.join(sources)} has nothing to predict: its documents have a token each.")
     with tqdm(total=data.val_samples, desc="predicting text", unit="seq") as bar:
-        result = scorer.loss(data, lambda rows: bar.update(min(rows, data.val_samples - bar.n)))
+        result = scorer.loss(data, lambda rows: bar.update(min(rows, data.val_samples - bar.n)), listed(sources))
     loss = cross_entropy(result)
     return {
         "source": sources,

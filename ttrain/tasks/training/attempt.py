@@ -89,7 +89,7 @@ def turns(setup: Setup, device: Device, console: Console, stop: StopRequests) ->
                 return progress.best_val_loss
             baseline = setup.dataset.baseline(train.eval_sequences)  # of the very targets that evaluations count
             model = (setup.model_name, setup.model.parameter_count)
-            summary = summarize(*model, train.steps, baseline, run, device, progress, loop.counters())
+            summary = summarize(*model, train.steps, baseline, run, device, progress, loop.counters(), setup.unit)
         events.add("finished", "All steps are done.")
         writes_text = setup.print_sample(steps.get("logits"))  # the run is done, whatever becomes of the terminal
         on = train_on(setup.rate, progress)

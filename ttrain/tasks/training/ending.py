@@ -22,6 +22,7 @@ def summarize(
     device: Device,
     progress: Progress,
     counters: Mapping[str, int],
+    unit: str,
 ) -> Summary:
     """Writes summary and loss curve of a run that is done."""
     from ttrain.train.runs.summary import Summary, draw_loss_curve, last_rates, last_val_metrics, recorded_steps
@@ -39,6 +40,7 @@ def summarize(
         bits_per_byte=val_metrics.pop("bits_per_byte", None),
         val_metrics=val_metrics,
         caution=device.caution,
+        unit=unit,
     )
     run.write_summary({**summary.to_dict(), "engine": dict(counters)})
     draw_loss_curve(run.metrics, run.loss_curve, summary.loss_baseline, summary.caution)

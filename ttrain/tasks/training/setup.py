@@ -56,6 +56,13 @@ class Setup:
     warnings: list[str]  # what has to be known before the run starts
     world: World  # the ranks that train together
 
+    @property
+    def unit(self) -> str:
+        """What a step counts: tokens, or the target values of numbers."""
+        from ttrain.train.runs.summary import TOKENS, VALUES
+
+        return TOKENS if "tokens" in self.dataset.description else VALUES
+
     def claim(self, device: Device) -> RunDirectory:
         """A directory for a run that is new, or branches off from another."""
         label = f"{self.model_name}_{device.name}_{self.config.engine.name}"
@@ -190,6 +197,8 @@ def set_up(config: Config, stack: ExitStack, world: World | None = None) -> Setu
         point = dataclasses.replace(point, checkpoint=dataclasses.replace(point.checkpoint, reader=None))
     base, notes = _base(point, held)
     if base is not None:
+        if point is not None:
+            resuming.check_sources(base, config)
         config = continued(base, config)
     elif config.resume == "auto":
         notes.append(f"resume=auto: {config.run.dir} holds no run yet; a new one starts, as command and defaults say.")

@@ -143,6 +143,12 @@ class PeftAdapter:
         content, named = Weights.widened(self._content()), peft_names(model)
         parameters = model.parameters()
         shapes = {name: parameters[path].shape for path, name in named.items()}
+        if not (shapes.keys() & content.keys()):
+            theirs, ours = (min(each, default="nothing") for each in (map(str, content), shapes))
+            raise CheckpointError(
+                f"lora.from={self.folder} is of another model or other lora.targets: none of its {len(content)} "
+                f"matrices is one of this model's; it has {theirs}, this model {ours}."
+            )
         problems = mismatches(content, shapes, "no adapter of this model")
         values = {path: content[name] for path, name in named.items() if name in content}
         problems += [f"{named[path]}: holds NaN or infinity" for path in values if not np.isfinite(values[path]).all()]

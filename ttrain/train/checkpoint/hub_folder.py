@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def find_folder(given: str, weights: bool = False) -> Path:
     try:
         return Path(snapshot_download(given, allow_patterns=patterns))
     except Exception as error:  # those of the system, of the hub and of whatever it speaks HTTP with
-        why = " ".join(str(error).split())[:120]
+        why = textwrap.shorten(str(error), 300, placeholder=" ...")
         raise UserError(f"is no folder, nor a model of the hub that can be had here ({why}). {by_hand}") from None
 
 

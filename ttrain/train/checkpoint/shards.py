@@ -49,8 +49,10 @@ def check_header(path: Path) -> None:
     """A safetensors file starts with the length of its JSON header, 8 bytes little-endian."""
     with open(path, "rb") as file:
         start = file.read(9)
-    length = struct.unpack("<Q", start[:8])[0] if len(start) == 9 else 0
+    if len(start) < 9:
+        raise CheckpointError(f"{path} is not a safetensors file: it has {len(start)} bytes. Bring it anew.")
     limit = min(MAX_HEADER_BYTES, path.stat().st_size - 8)
+    (length,) = struct.unpack("<Q", start[:8])
     if not 2 <= length <= limit or start[8:9] != b"{":
         raise CheckpointError(
             f"{path} is not a safetensors file: its header should have 2 to {limit} bytes, not {length}."

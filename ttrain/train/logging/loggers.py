@@ -33,6 +33,7 @@ class Console:
     def __init__(self, *, bar: bool = True, name: str | None = None, silent: bool = False) -> None:
         """`name` marks every message, where several runs share the terminal. A `silent` one shows nothing."""
         self._wanted, self._mark = bar, "" if name is None else f"{name}: "
+        self.unit = "tokens"  # what steps count
         self.flag: str | None = None  # a word before the bar: what the numbers in it are
         self._bar: Any = None
         self._gone = silent  # or the stream can't be written any more
@@ -83,7 +84,8 @@ class Console:
             if "/" in key and not key.startswith(("train/", "val/", "lr/")) and value is not None:
                 self._shown[key] = f"{value:.3f}"
         if metrics.get("tokens_per_s"):
-            self._shown["tok/s"] = format_count(float(metrics["tokens_per_s"] or 0))
+            speed = "tok/s" if self.unit == "tokens" else f"{self.unit}/s"
+            self._shown[speed] = format_count(float(metrics["tokens_per_s"] or 0))
         self._bar.set_postfix(self._shown, refresh=False)
 
     def close(self, exit_code: int = 0) -> None:

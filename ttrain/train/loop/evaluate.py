@@ -43,14 +43,17 @@ class Evaluation:
         say: Callable[[str], None] | None = None,
         count_bytes: Callable[[Batch], int] | None = None,
         world: World | None = None,
+        what: str = "held-out data",
     ) -> None:
         """`rows` per call as the step was built for; `samples` None covers the whole split.
 
-        `say` is told how far an evaluation is that takes long. `count_bytes` tells the bytes of a batch's targets.
+        `say` is told how far an evaluation is that takes long, and on `what`. `count_bytes` tells the bytes of a
+        batch's targets.
         The ranks of a `world` take turns at the batches, whose sums are added in the order of the batches.
         """
         self._world = world or World()
         self._step, self._dataset, self._rows, self._prepare, self._say = step, dataset, rows, prepare, say
+        self._what = what
         self.samples = min(samples or dataset.val_samples, dataset.val_samples)
         self.tokens = self.bytes = 0  # targets and their bytes, known after an evaluation
         self._count_bytes = count_bytes
@@ -58,7 +61,7 @@ class Evaluation:
 
     def __call__(self, stopped: Callable[[], bool] = lambda: False) -> EvaluationResult | None:
         """The loss per valid target; None if `stopped` became true on the way. Raises NonFiniteError."""
-        with Waiting("Evaluating on held-out data", self._say) as waiting:
+        with Waiting(f"Evaluating on {self._what}", self._say) as waiting:
             return self._evaluated(stopped, waiting)
 
     def _evaluated(self, stopped: Callable[[], bool], waiting: Waiting) -> EvaluationResult | None:
@@ -78,7 +81,7 @@ class Evaluation:
                     sums[name] = sums.get(name, 0.0) + value
         loss = sums.pop("loss")
         if not math.isfinite(loss):
-            raise NonFiniteError(f"val/loss is {loss}")
+            raise NonFiniteError(f"the loss on {self._what} is {loss}")
         if self.bytes:
             entropy = next((value for name, value in sums.items() if name.endswith("/ce")), loss)
             sums[BITS_PER_BYTE] = entropy * self.tokens / math.log(2) / self.bytes

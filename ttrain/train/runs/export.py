@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.errors import ConfigError, UserError
+from ttrain.core.files import new_folder
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.kinds import Kind
 from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
@@ -70,6 +71,20 @@ def require_new(folder: Path) -> None:
     """Raises UserError for a folder that holds something."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"export.dir={folder} exists and is not empty. Give a new folder.")
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A place to write what goes into a new folder, which is there whole or not at all.
+
+    Raises UserError where it is not new or can't be written.
+    """
+    require_new(folder)
+    try:
+        with new_folder(folder) as beside:
+            yield beside
+    except OSError as error:
+        raise UserError(f"export.dir={folder} can't be written: {error.strerror or error}.") from None
 
 
 def write_run(folder: Path, stored: Stored, content: CheckpointContent, attempt: dict[str, Any]) -> Path:

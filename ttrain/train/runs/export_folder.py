@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +10,14 @@ from typing import Any
 import numpy as np
 
 import ttrain
-from ttrain.core.errors import DataError, UserError
-from ttrain.core.files import sync_directory, to_json, write_synced
+from ttrain.core.errors import DataError
+from ttrain.core.files import to_json, write_synced
 from ttrain.core.units import format_count
 from ttrain.data.end_token import TOKEN_IDS, end_ids, token_text
 from ttrain.train.checkpoint.hub_folder import CONFIG, INDEX, WEIGHTS, is_known, written_config
 from ttrain.train.checkpoint.weights_file import write_safetensors
 from ttrain.train.protocols import Array
-from ttrain.train.runs.export import require_new
+from ttrain.train.runs.export import whole_folder
 
 _IN_CARD = ("model", "data", "train", "optimizer", "schedule", "precision")
 
@@ -50,20 +48,10 @@ def write_folder(folder: Path, written: Written, shard_bytes: int) -> None:
 
     Raises UserError where it is not new or can't be written; a folder that does not get whole never has its name.
     """
-    require_new(folder)
-    beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    try:
-        beside.mkdir(parents=True)
+    with whole_folder(folder) as beside:
         for name, content in _texts(written).items():
             write_synced(beside / name, content.encode())
         _write_weights(beside, written.model.to_transformers(written.values), shard_bytes)
-        sync_directory(beside)
-        os.replace(beside, folder)
-        sync_directory(folder.parent)
-    except OSError as error:
-        raise UserError(f"export.dir={folder} can't be written: {error.strerror or error}.") from None
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _texts(written: Written) -> dict[str, str]:

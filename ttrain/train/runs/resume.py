@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.errors import CheckpointError, UserError
+from ttrain.core.errors import CheckpointError, ConfigError, UserError
 from ttrain.core.names import one_slip
+from ttrain.core.options import as_keys
 from ttrain.models.identity import ALL, differing, whole
 from ttrain.nn.settings import LoraConfig
 from ttrain.train.checkpoint.checkpoint import (
@@ -172,6 +173,17 @@ def config_difference(stored: dict[str, Any], given: dict[str, Any]) -> list[str
         for key, old, new in _differences(stored, given)
         if not any(key == skipped or key.startswith(f"{skipped}.") for skipped in _UNREPORTED)
     ]
+
+
+def check_sources(stored: Mapping[str, Any], given: Any) -> None:
+    """Raises ConfigError where the user names another source of first values, which a run that goes on has no more."""
+    for section, key in (("model", "from"), ("train", "init_from"), ("lora", "from")):
+        before, now = stored.get(section, {}).get(key), as_keys(getattr(given, section)).get(key)
+        if f"{section}.{key}" in given.source.explicit and now != before:
+            raise ConfigError(
+                f"{section}.{key}={now}: is for new runs, and this one goes on from its checkpoint; it began with "
+                f"{before or 'none'}. Leave the key out, or give another run.dir and resume=none."
+            )
 
 
 def check_documents(point: ResumePoint, description: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ttrain.core.units import format_bytes, format_count, format_duration
+from ttrain.core.units import counted, format_bytes, format_count, format_duration
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.logging.meter import loop_speed
 from ttrain.train.logging.metrics import read_metrics
@@ -16,6 +16,7 @@ from ttrain.train.logging.metrics import read_metrics
 if TYPE_CHECKING:
     from ttrain.data.batches import Dataset
 
+TOKENS, VALUES = "tokens", "target values"  # what steps count
 _ALIKE = 0.1  # speeds that differ by less than this share of the greater are told as one
 
 
@@ -43,6 +44,7 @@ class Summary:
     val_metrics: Mapping[str, float] = field(default_factory=dict)  # the model's further metrics, newest evaluation
     bits_per_byte: float | None = None  # of held-out text, newest evaluation
     caution: str | None = None  # what has to be known of the numbers; see Device.caution
+    unit: str = TOKENS  # what `progress.tokens` counts
 
     def to_dict(self) -> dict[str, Any]:
         """Values for summary.json."""
@@ -77,7 +79,7 @@ class Summary:
             ("model", f"{self.model}, {format_count(self.parameters)} parameters"),
             (
                 "steps",
-                f"{progress.step} in {format_duration(progress.seconds)}, {format_count(progress.tokens)} tokens",
+                f"{progress.step} in {format_duration(progress.seconds)}, {format_count(progress.tokens)} {self.unit}",
             ),
             ("train loss", _loss(progress.train_loss)),
             ("val loss", self._val_loss()),
@@ -107,7 +109,7 @@ class Summary:
         median, step = self.recorded.tokens_per_s, self.recorded.step_ms
         differs = median and step and abs(median - mean) > _ALIKE * max(median, mean)
         told = f"; {format_count(median)} in the median step, {step:.4g} ms" if differs and median and step else ""
-        return f"{format_count(mean)} tokens/s{mfu}{told}"
+        return f"{format_count(mean)} {self.unit}/s{mfu}{told}"
 
     @property
     def loss_baseline(self) -> tuple[str, float] | None:
@@ -132,13 +134,12 @@ def extent_line(dataset: Dataset, steps: int, rows: int, tokens: int | None = No
     parts = [f"Data: {', '.join(source) if isinstance(source, list) else source}"]
     if "files" in described:
         size = described["bytes"]
-        plural = "" if described["files"] == 1 else "s"
-        parts.append(f", {described['files']:,} file{plural}, ")
+        parts.append(f", {counted(described['files'], 'file')}, ")
         parts.append(format_bytes(sum(size.values()) if isinstance(size, dict) else size))
     if not counts:
         return "".join(parts) + "."
-    unit = "tokens" if "tokens" in described else "examples"
-    parts.append(f": {counts['train']:,} {unit} to train on, {counts['val']:,} held out.")
+    unit = "token" if "tokens" in described else "example"
+    parts.append(f": {counted(counts['train'], unit)} to train on, {counts['val']:,} held out.")
     length = dataset.fields["tokens"].shape[0] if "tokens" in described else 1
     # Documents follow one another without end; elsewhere the last token of a split is a target alone.
     whole = counts["train"] - ("tokens" in described and "documents" not in described)
@@ -146,9 +147,11 @@ def extent_line(dataset: Dataset, steps: int, rows: int, tokens: int | None = No
     sequences = min(laid["train"] if laid else max(1, whole // length), limit or whole)
     a_pass = sequences * length if limit or laid else counts["train"]
     passes = (steps * rows * length if tokens is None else tokens) / a_pass
-    what = f"sequences of {length:,} tokens" if "tokens" in described else "examples"
+    what = f"{counted(sequences, 'sequence')} of {counted(length, 'token')}"
+    if unit == "example":
+        what = counted(sequences, unit)
     only = " (data.limit)" if limit else ""
-    parts.append(f" A pass is {sequences:,} {what}{only}; {steps:,} steps of {rows:,} make {_passes(passes)}.")
+    parts.append(f" A pass is {what}{only}; {counted(steps, 'step')} of {rows:,} make {_passes(passes)}.")
     return "".join(parts)
 
 
