@@ -111,11 +111,15 @@ class Training:
         return result
 
     def evaluate(self, batch: Batch) -> float:
-        """The loss of train.batch_size / train.accumulation rows, without dropout; changes nothing."""
+        """The loss of train.batch_size / train.accumulation rows, without dropout, of the averages of the weights where
+        the config keeps some; changes nothing.
+        """
         from ttrain.models.base import loss_weights
+        from ttrain.train.steps.session import averaged
 
         fields, counts = self._prepare(batch)
-        return float(self._built["evaluate"]({**fields, **loss_weights(counts)})["loss"])
+        with averaged(self._built):
+            return float(self._built["evaluate"]({**fields, **loss_weights(counts)})["loss"])
 
     def parameters(self) -> dict[str, np.ndarray]:
         """Host copies of the parameters by path; bf16 comes as fp32."""

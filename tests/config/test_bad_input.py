@@ -228,7 +228,8 @@ def test_a_file_that_would_hide_behind_ours(tmp_path: Path) -> None:
 def test_a_file_without_a_name_chooses_nothing(tmp_path: Path) -> None:
     write(tmp_path, "optimizer/mine.yaml", "lr: 0.1\n")
     assert problems("optimizer=mine", config_dir=tmp_path) == [
-        "optimizer: has no name, so nothing is chosen. Valid: adafactor, adamw, lion, muon, normuon, sgd."
+        "optimizer: has no name, so nothing is chosen. "
+        "Valid: adafactor, adamw, lion, muon, normuon, schedule_free, sgd."
     ]
 
 

@@ -26,7 +26,15 @@ from ttrain.optim.adamw import AdamW
 from ttrain.optim.groups import learning_rates
 from ttrain.optim.lion import Lion
 from ttrain.optim.muon import Muon, NorMuon
-from ttrain.optim.settings import AdafactorConfig, AdamWConfig, LionConfig, MuonConfig, NorMuonConfig
+from ttrain.optim.schedule_free import ScheduleFree
+from ttrain.optim.settings import (
+    AdafactorConfig,
+    AdamWConfig,
+    LionConfig,
+    MuonConfig,
+    NorMuonConfig,
+    ScheduleFreeConfig,
+)
 from ttrain.train.steps.step_graph import StepGraph
 
 PLACES = ("cpu dynamic", "cpu static", "cpu traced", "golden static")
@@ -116,6 +124,16 @@ def rate(step: int) -> float:
     return 1 / (1 + step % 7)
 
 
+def schedule_free(name: str, p: Tensor, g: Tensor, kept: dict[str, Tensor], lr: float, step: int) -> Tensor:
+    x, z, v = (kept.get(key, start) for key, start in (("x", p), ("z", p), ("v", torch.zeros_like(p))))
+    v = 0.999 * v + 0.001 * g**2
+    z = z - lr * (g / ((v / (1 - 0.999**step)).sqrt() + 1e-8) + 0.5 * (p.dim() > 1) * p)
+    share = 1 / max(1, step - 3)
+    x = (1 - share) * x + share * z
+    kept |= {"x": x, "z": z, "v": v}
+    return 0.1 * z + 0.9 * x
+
+
 def torch_adafactor(name: str, p: Tensor, g: Tensor, kept: dict[str, Any], lr: float, step: int) -> Tensor:
     leaf = kept.setdefault("leaf", p.clone().requires_grad_(True))
     decay = 0.5 * (p.dim() > 1)
@@ -130,6 +148,7 @@ TABLE: dict[str, tuple[Any, Formula]] = {
     "muon": (Muon(MuonConfig(lr=0.01, adamw_lr=0.005, weight_decay=0.5)), muon),
     "normuon": (NorMuon(NorMuonConfig(lr=0.01, weight_decay=0.5)), normuon),
     "adafactor": (Adafactor(AdafactorConfig(lr=0.3, weight_decay=0.5)), torch_adafactor),
+    "schedule_free": (ScheduleFree(ScheduleFreeConfig(lr=0.01, weight_decay=0.5, average_after=3)), schedule_free),
     "cautious": (AdamW(AdamWConfig(lr=0.01, weight_decay=0.5, cautious=True)), cautious),
 }
 
@@ -137,18 +156,19 @@ TABLE: dict[str, tuple[Any, Formula]] = {
 class Run:
     """Updates on gradients that the test writes. Accumulation makes the update a step of its own."""
 
-    def __init__(self, place: str, optimizer: Any, model: Any) -> None:
+    def __init__(self, place: str, optimizer: Any, model: Any, ema: float | None = None) -> None:
         device, engine = place.split()
         if device == "golden":
             pytest.importorskip("ttnn", reason="the package ttnn is not installed")
         elif engine == "traced":
             require_compiler()
         self.model, self.optimizer = model, optimizer
-        self.graph = StepGraph(model, optimizer, rows=1, accumulation=2)
+        self.graph = StepGraph(model, optimizer, rows=1, accumulation=2, ema=ema)
         self.state = State(golden() if device == "golden" else cpu(), self.graph.state_tensors())
         for path, parameter in model.parameters().items():
             self.state.write(path, gradient(path, parameter.shape, 99))
-        self.step = ENGINES[engine](self.state.device, self.state).build("update", self.graph.trace_update)
+        self.engine = ENGINES[engine](self.state.device, self.state)
+        self.step = self.engine.build("update", self.graph.trace_update)
         self.rates = learning_rates(model.parameters(), optimizer.config, rate)
 
     def advance(self, step: int) -> None:

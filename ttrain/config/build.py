@@ -219,6 +219,7 @@ def build_session(
         watched=guard.activations,
         chips=device.chips,
         ranks=ranks,
+        ema=train.ema,
     )
     return Session.open(graph, device, lambda on, state: build_engine(engine, on, state), training, further)
 

@@ -19,6 +19,7 @@ from ttrain.optim.settings import (
     MuonConfig,
     NorMuonConfig,
     ScheduleConfig,
+    ScheduleFreeConfig,
     SGDConfig,
 )
 from ttrain.parallel.settings import ParallelConfig
@@ -71,6 +72,7 @@ register("optimizer", "sgd", config=SGDConfig, target="ttrain.optim.sgd:SGD")
 register("optimizer", "adamw", config=AdamWConfig, target="ttrain.optim.adamw:AdamW")
 register("optimizer", "lion", config=LionConfig, target="ttrain.optim.lion:Lion")
 register("optimizer", "adafactor", config=AdafactorConfig, target="ttrain.optim.adafactor:Adafactor")
+register("optimizer", "schedule_free", config=ScheduleFreeConfig, target="ttrain.optim.schedule_free:ScheduleFree")
 register("optimizer", "muon", config=MuonConfig, target="ttrain.optim.muon:Muon")
 register("optimizer", "normuon", config=NorMuonConfig, target="ttrain.optim.muon:NorMuon")
 

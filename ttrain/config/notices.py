@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ttrain.config.schema import Config
 from ttrain.data.settings import TextConfig
 from ttrain.models.settings import AGILLMConfig
+from ttrain.optim.settings import ScheduleFreeConfig
 
 _SHORTEST_PAIRS = 4  # tokens: a window of two and the two that it predicts
 
@@ -16,6 +17,8 @@ def notices(config: Config) -> Iterator[str]:
     train, model = config.train, config.model
     if config.optimizer.lr == 0:
         yield "optimizer.lr=0, so no parameter changes."
+    if isinstance(config.optimizer, ScheduleFreeConfig) and config.schedule.name != "constant":
+        yield "optimizer=schedule_free is meant for schedule=constant: its average takes the place of a falling rate."
     base = getattr(model, "from_", None) or train.init_from
     if config.lora.rank and base is None and not config.source.merged:
         yield (

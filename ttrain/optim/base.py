@@ -16,6 +16,7 @@ SCALAR = TensorSpec((), DType.FP32)
 STEP = "step"  # step input fp32 []: number of this update, counted from 1
 ROUNDING_SEED = "rounding_seed"  # step input int64 []: what stochastic rounding draws from
 EXAMPLE = Parameter((4, 8), Constant(0.0))  # what the generated tests update
+AVERAGE = "average"  # slot that evaluations read in the place of its parameter, see averages.py
 STREAMS = 8  # of random bits that one update may use: one for each tensor it writes per parameter
 
 

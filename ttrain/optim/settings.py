@@ -145,6 +145,20 @@ class AdafactorConfig(OptimizerConfig):
 
 
 @dataclass
+class ScheduleFreeConfig(OptimizerConfig):
+    """Schedule-free AdamW (Defazio et al., 2024), for schedule=constant: evaluations read an average of the weights."""
+
+    name: str = option("schedule_free", "registered name of the optimizer")
+    lr: float = option(2.5e-3, "learning rate, which does not fall", minimum=0)
+    betas: list[float] = option(
+        [0.9, 0.999], "share of the average where gradients are taken; decay of the second moment", above=0, below=1
+    )
+    eps: float = option(1e-8, "added to the root of the second moment", minimum=FP32_NORMAL)
+    weight_decay: float = option(0.1, "decoupled decay per unit of learning rate; see decay_rule", minimum=0)
+    average_after: int = option(0, "steps that the average leaves out, such as schedule.warmup", minimum=0)
+
+
+@dataclass
 class ScheduleConfig:
     """Learning rate over steps as a factor of optimizer.lr: warm-up from 0, then the named shape."""
 

@@ -100,7 +100,7 @@ def _from_file(config: Config) -> OpenedModel:
 def _from_run(config: Config) -> OpenedModel:
     from ttrain.train.checkpoint.adapters import merged
 
-    given = of_run(config, config.export.checkpoint, ("export", "run", "device", "engine", "logger"))
+    given = of_run(config, config.export, ("export", "run", "device", "engine", "logger"))
     given.origin = f"step {given.step} of {given.origin}"
     if given.config.lora.rank and config.export.merge and config.export.form != "peft":
         given.values = merged(given.values, given.config.lora.scale)

@@ -35,6 +35,7 @@ class OpenedModel:
     tokenizer_config: dict[str, Any] = field(default_factory=dict)
     progress: Mapping[str, Any] = field(default_factory=dict)
     checkpoint: Checkpoint | None = None  # that has the values
+    averages: bool = False  # whether the values are averages of the checkpoint's
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -76,13 +77,15 @@ class OpenedModel:
         """Gives the parameters of a session their values."""
         if self.checkpoint is not None:
             self.checkpoint.load(state, optimizer=False)
-            return
+            if not self.averages:
+                return
         for name, value in self.values.items():
             state.write(name, value)
 
 
-def of_run(config: Config, chosen: str, always_given: Iterable[str], needs: str = "") -> OpenedModel:
-    """The model of run.dir, as its checkpoint says with what the user gave on top; the data is not needed.
+def of_run(config: Config, wanted: Any, always_given: Iterable[str], needs: str = "") -> OpenedModel:
+    """The model of run.dir, as its checkpoint says with what the user gave on top; the data is not needed. The section
+    `wanted` says which checkpoint, and whether averages stand for the weights.
 
     Raises CheckpointError for other adapters, and where there is no tokenizer and `needs` tells what needs one.
     """
@@ -91,13 +94,15 @@ def of_run(config: Config, chosen: str, always_given: Iterable[str], needs: str 
 
     run = config.run.dir
     assert run is not None  # the config's checks hold it so
-    checkpoint = find_checkpoint(Path(run), chosen)
+    checkpoint = find_checkpoint(Path(run), wanted.checkpoint)
     if needs and checkpoint.tokenizer is None:
         raise CheckpointError(f"{checkpoint.path} has no tokenizer, so its model {needs}")
     config = continued(checkpoint.config, config, always_given)
     check_adapters(checkpoint.config, config.lora, checkpoint.path)
-    told = (checkpoint.tokenizer_config, checkpoint.progress, checkpoint)
-    return OpenedModel(config, checkpoint.weights(), checkpoint.tokenizer, checkpoint.step, run, *told)
+    averages = wanted.average and checkpoint.has_averages
+    told = (checkpoint.tokenizer_config, checkpoint.progress, checkpoint, averages)
+    values = checkpoint.weights(averages)
+    return OpenedModel(config, values, checkpoint.tokenizer, checkpoint.step, run, *told)
 
 
 def of_weights(config: Config, path: Path, tokenizer_of: Callable[[str | None], str | None]) -> OpenedModel:

@@ -66,7 +66,7 @@ def opened_model(config: Config) -> Iterator[Opened]:
         given = of_folder(config, "makes no text.")
     else:
         needs = "makes no text. Give a language model's run."
-        given = of_run(config, config.sample.checkpoint, ("device", "sample", "engine", "logger"), needs)
+        given = of_run(config, config.sample, ("device", "sample", "engine", "logger"), needs)
     config, model, tokenizer = given.config, given.model, given.tokenizer
     traces = sampling_traces(model, config.sample)
     source = Source(model, config.sample, tokenizer.vocabulary, traces)

@@ -17,6 +17,13 @@ class TrainConfig:
     steps: int = option(1000, "optimizer steps of the whole run, counted from the first attempt", minimum=1)
     batch_size: int = option(16, "sequences (or examples) per optimizer step", minimum=1)
     accumulation: int = option(1, "micro-batches per step; must divide batch_size", minimum=1)
+    ema: float | None = option(
+        None,
+        "decay of an exponential moving average of the weights, such as 0.999, which evaluations and what is made of "
+        "the run read instead of them; null keeps none",
+        minimum=0,
+        below=1,
+    )
     length_schedule: list[int] = option(
         [],
         "lengths of training sequences in tokens, from short to model.context, each for phase_steps steps and the last "
@@ -199,6 +206,7 @@ class SampleConfig:
         128, "how many of the newest tokens count for the three penalties; null counts all", minimum=1
     )
     checkpoint: str = option("last", "which checkpoint of the run: last, best, or a step number")
+    average: bool = option(True, "take the averages of the weights, where the run keeps them; false: the weights")
 
 
 @dataclass
@@ -227,6 +235,7 @@ class EvalConfig:
     limit: int | None = option(None, "read no more documents and questions than this; null reads all", minimum=1)
     batch_size: int = option(8, "sequences that are computed at once", minimum=1)
     checkpoint: str = option("last", "which checkpoint of the run: last, best, or a step number")
+    average: bool = option(True, "take the averages of the weights, where the run keeps them; false: the weights")
     out: str | None = option(
         None, "JSON file for the results; null takes results.json in a new folder below outputs/eval", path=True
     )
@@ -243,6 +252,7 @@ class ExportConfig:
         path=True,
     )
     checkpoint: str = option("last", "which checkpoint of the run: last, best, or a step number")
+    average: bool = option(True, "take the averages of the weights, where the run keeps them; false: the weights")
     file: str | None = option(None, "file to write: .pt, .safetensors or .gguf", path=True)
     form: str = option(
         "original",

@@ -11,8 +11,10 @@ import torch
 import ttrain.ops
 import ttrain.optim.adafactor
 import ttrain.optim.adamw
+import ttrain.optim.averages
 import ttrain.optim.lion
 import ttrain.optim.muon
+import ttrain.optim.schedule_free
 import ttrain.optim.sgd  # noqa: F401 - their rules are ops too
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Case, Op

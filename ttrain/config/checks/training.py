@@ -21,6 +21,7 @@ from ttrain.optim.settings import (
     MuonConfig,
     OptimizerConfig,
     ScheduleConfig,
+    ScheduleFreeConfig,
     SGDConfig,
 )
 from ttrain.train.settings import (
@@ -69,7 +70,7 @@ def _documents_have_targets(model: Any, data: DataConfig, train: TrainConfig) ->
 def _optimizer(optimizer: Any) -> Iterator[str]:
     if isinstance(optimizer, SGDConfig) and optimizer.nesterov and optimizer.momentum == 0:
         yield "optimizer.nesterov=true: needs momentum. Give optimizer.momentum=0.9 or optimizer.nesterov=false."
-    if isinstance(optimizer, AdamWConfig | LionConfig | MuonConfig) and len(optimizer.betas) != 2:
+    if isinstance(optimizer, AdamWConfig | LionConfig | MuonConfig | ScheduleFreeConfig) and len(optimizer.betas) != 2:
         yield f"optimizer.betas={optimizer.betas}: must hold two numbers, got {len(optimizer.betas)}."
     if isinstance(optimizer, AdafactorConfig) and optimizer.state_dtype == "bf16":
         yield (
@@ -85,6 +86,16 @@ def _stochastic_rounding(optimizer: OptimizerConfig, precision: PrecisionConfig)
             f"optimizer.stochastic_rounding=true: precision={precision.name} keeps fp32 weights, so there is "
             "nothing to round. Give precision=bf16_pure, or optimizer.state_dtype=bf16 for moments alone."
         )
+
+
+@check
+def _averages(train: TrainConfig, optimizer: Any, precision: PrecisionConfig) -> Iterator[str]:
+    averages = isinstance(optimizer, ScheduleFreeConfig)
+    if averages and train.ema is not None:
+        yield f"train.ema={train.ema}: optimizer=schedule_free keeps an average of its own. Give train.ema=null."
+    elif (averages or train.ema is not None) and precision.name == "bf16_pure":
+        key = "optimizer=schedule_free" if averages else f"train.ema={train.ema}"
+        yield f"{key}: an average needs weights in fp32, and precision=bf16_pure has none. Give precision=bf16."
 
 
 @check

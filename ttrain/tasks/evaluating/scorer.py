@@ -138,7 +138,7 @@ def opened(config: Config, *wanted: str) -> Iterator[Scorer]:
 def _from_run(config: Config) -> tuple[OpenedModel, int | None]:
     """The model, and the token before a text."""
     needs = "reads no text. Give another run."
-    given = of_run(config, config.eval.checkpoint, ("device", "engine", "logger", "sample"), needs)
+    given = of_run(config, config.eval, ("device", "engine", "logger", "sample"), needs)
     if getattr(given.config.data, "attention", "") == "document":  # a row has one document here
         given.config.data = dataclasses.replace(given.config.data, attention="sequence")  # type: ignore[call-arg]
         return given, None

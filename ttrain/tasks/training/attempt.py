@@ -83,6 +83,8 @@ def turns(setup: Setup, device: Device, console: Console, stop: StopRequests) ->
                     yield
             console.close()
             progress = loop.progress
+            if "swap" in steps:
+                steps["swap"]({})  # all is saved, and a sample is to show the averages
             setup.world.barrier()
             setup.world.close()
             if not setup.world.leads:
@@ -267,12 +269,14 @@ def _evaluation(
     from ttrain.data.text import byte_counter
     from ttrain.models.base import preparation
     from ttrain.train.loop.evaluate import Evaluation
+    from ttrain.train.steps.session import averaged
 
     rows, prepare = config.batch_size // world.ranks.slices // config.accumulation, preparation(model)
     end = dataset.description.get("end_token") or {}
     count = None if dataset.tokenizer is None else byte_counter(dataset.tokenizer, end.get("id"))
     samples = config.eval_sequences
-    return Evaluation(lambda inputs: steps["evaluate"](inputs), dataset, rows, samples, prepare, say, count, world)
+    step, around = (lambda inputs: steps["evaluate"](inputs)), partial(averaged, steps)
+    return Evaluation(step, dataset, rows, samples, prepare, say, count, world, around=around)
 
 
 def _timed(

@@ -32,6 +32,8 @@ from ttrain.core.files import sha256_file, to_json
 from ttrain.core.spec import DType
 from ttrain.core.units import format_bytes
 from ttrain.graph.kinds import Kind
+from ttrain.models.weight_checks import Weights
+from ttrain.optim.base import AVERAGE
 from ttrain.train.checkpoint.shards import check_header, read_tensors, stored_tensors, tensors_of
 from ttrain.train.checkpoint.state_match import match
 from ttrain.train.protocols import SAVED_KINDS, Array, State, StateValues
@@ -149,12 +151,24 @@ class Checkpoint:
                 state.write(name, array)
         for name in matched.zeros:
             state.write(name, np.zeros(wanted[name], np.float32))
+        for name in matched.averages:
+            state.write(name, state.read(name.rpartition("/")[0]))
         return matched.notes
 
-    def weights(self) -> Mapping[str, Array]:
-        """Parameters and saved buffers by path; each is read from the disk when it is asked for."""
-        files = self.shards(*(kind for kind in STEMS if kind is not Kind.OPTIMIZER))
-        return stored_tensors([self.path / name for name in files])
+    @property
+    def has_averages(self) -> bool:
+        """Whether the run keeps averages of its weights."""
+        files = [self.path / name for name in self.shards(Kind.OPTIMIZER)]
+        return any(name.endswith(f"/{AVERAGE}") for name in stored_tensors(files))
+
+    def weights(self, averages: bool) -> Mapping[str, Array]:
+        """Parameters and saved buffers by path, with `averages` those in their place that the run keeps; each is read
+        from the disk when it is asked for.
+        """
+        plain = stored_tensors(self.path / name for name in self.shards(*STEMS.keys() - {Kind.OPTIMIZER}))
+        kept = stored_tensors(self.path / name for name in self.shards(Kind.OPTIMIZER)) if averages else {}
+        names = {path: f"{path}/{AVERAGE}" for path in plain}
+        return Weights(plain.keys(), lambda path: kept[names[path]] if names[path] in kept else plain[path])
 
     def _json(self, name: str) -> dict[str, Any]:
         return read_json(self.path / name)

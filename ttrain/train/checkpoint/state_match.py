@@ -8,6 +8,7 @@ from typing import Any
 
 from ttrain.core.names import listed
 from ttrain.graph.kinds import Kind
+from ttrain.optim.base import AVERAGE
 from ttrain.optim.groups import frozen
 from ttrain.train.protocols import State
 
@@ -17,11 +18,12 @@ Shapes = Mapping[str, tuple[int, ...]]  # by name
 @dataclass(frozen=True)
 class StateMatch:
     """`problem` tells what does not fit, or is None. Then `zeros` are tensors of the state that the checkpoint has no
-    values for, and `notes` what to tell of them.
+    values for, `averages` those that start as their parameters are, and `notes` what to tell of them.
     """
 
     problem: str | None
     zeros: tuple[str, ...] = ()
+    averages: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -29,16 +31,18 @@ def match(stored: Shapes, wanted: Shapes, state: State, config: Mapping[str, Any
     """Names and shapes have to be equal, but for the optimizer's tensors of parameters that are frozen on one side.
 
     A parameter that was frozen when the checkpoint was written (`config` is that run's) starts with zeros, as it would
-    in a new run; what is stored for one that is frozen now is left out.
+    in a new run; what is stored for one that is frozen now is left out. Averages may begin and end with any attempt.
     """
     optimizer = {name for name in state.names(Kind.OPTIMIZER) if name in wanted}
     before = {key: _strings(config.get("optimizer"), key) for key in ("freeze", "unfreeze")}
-    zeros = [name for name in sorted(optimizer - stored.keys()) if frozen(_parameter(name), **before)]
+    missing, kept = sorted(optimizer - stored.keys()), {name for name in stored if _averages(name)}
+    averages = [name for name in missing if _averages(name)]
+    zeros = [name for name in missing if name not in averages and frozen(_parameter(name), **before)]
     trained = {_parameter(name) for name in state.names(Kind.GRADIENT)}
     idle = set(state.names(Kind.PARAMETER)) - trained if trained else set()
-    unused = [name for name in sorted(stored.keys() - wanted.keys()) if _parameter(name) in idle]
+    unused = [name for name in sorted(stored.keys() - wanted.keys()) if _parameter(name) in idle or name in kept]
     rest = {name: shape for name, shape in stored.items() if name not in unused}
-    needed = {name: shape for name, shape in wanted.items() if name not in zeros}
+    needed = {name: shape for name, shape in wanted.items() if name not in zeros and name not in averages}
     if rest != needed:
         return StateMatch(_difference(rest, needed))
     notes = []
@@ -47,9 +51,17 @@ def match(stored: Shapes, wanted: Shapes, state: State, config: Mapping[str, Any
             f"Frozen until now, so the optimizer starts from zero for them: {listed(_parameters(zeros))}. Their first "
             "updates are larger than usual where moments are corrected for their start by the number of the step."
         )
-    if unused:
+    if averages:
+        notes.append("No averages of the weights were kept until now, so they start as the weights are.")
+    if kept and not kept & wanted.keys():
+        notes.append("Averages of the weights are kept no more; those of the checkpoint are dropped.")
+    if unused := [name for name in unused if name not in kept]:
         notes.append(f"Frozen from now on, so what the optimizer kept is dropped: {listed(_parameters(unused))}.")
-    return StateMatch(None, tuple(zeros), tuple(notes))
+    return StateMatch(None, tuple(zeros), tuple(averages), tuple(notes))
+
+
+def _averages(name: str) -> bool:
+    return name.endswith(f"/{AVERAGE}")
 
 
 def _strings(section: Any, key: str) -> list[str]:

@@ -167,7 +167,7 @@ _PLURAL = {
 def plan_report(graph: StepGraph, state: State, steps: Mapping[str, Step]) -> PlanReport:
     """The report on built steps, training steps first."""
     training = graph.train_steps()
-    traces: dict[str, Trace] = {**training, "evaluate": graph.trace_evaluate, "logits": graph.trace_logits}
+    traces: dict[str, Trace] = {**training, **graph.further_steps()}
     costs = {}
     for name, step in steps.items():
         recorded = Graph()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,11 +45,12 @@ class Evaluation:
         count_bytes: Callable[[Batch], int] | None = None,
         world: World | None = None,
         what: str = "held-out data",
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`rows` per call as the step was built for; `samples` None covers the whole split.
 
         `say` is told how far an evaluation is that takes long, and on `what`. `count_bytes` tells the bytes of a
-        batch's targets.
+        batch's targets. `around` is open while the step runs.
         The ranks of a `world` take turns at the batches, whose sums are added in the order of the batches.
         """
         self._world = world or World()
@@ -56,12 +58,12 @@ class Evaluation:
         self._what = what
         self.samples = min(samples or dataset.val_samples, dataset.val_samples)
         self.tokens = self.bytes = 0  # targets and their bytes, known after an evaluation
-        self._count_bytes = count_bytes
+        self._count_bytes, self._around = count_bytes, around
         self._counts: Counter[str] | None = None
 
     def __call__(self, stopped: Callable[[], bool] = lambda: False) -> EvaluationResult | None:
         """The loss per valid target; None if `stopped` became true on the way. Raises NonFiniteError."""
-        with Waiting(f"Evaluating on {self._what}", self._say) as waiting:
+        with Waiting(f"Evaluating on {self._what}", self._say) as waiting, self._around():
             return self._evaluated(stopped, waiting)
 
     def _evaluated(self, stopped: Callable[[], bool], waiting: Waiting) -> EvaluationResult | None:

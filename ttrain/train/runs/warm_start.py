@@ -167,5 +167,5 @@ def _open(path: Path, model: Any, whole: bool = False) -> tuple[Mapping[str, Any
         raise CheckpointError(f"train.init_from: {str(error).removeprefix('resume=')}") from None
     assert point is not None  # only resume=none and auto give none
     checkpoint = point.checkpoint
-    values = as_for(model, checkpoint.weights(), checkpoint.config.get("lora") or {})
+    values = as_for(model, checkpoint.weights(averages=True), checkpoint.config.get("lora") or {})
     return Weights.widened(values), Metadata(checkpoint.config.get("model"), checkpoint.tokenizer)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from ttrain import ops
-from ttrain.core.spec import Part, TensorSpec, part_name, part_spec, run_offsets
+from ttrain.core.spec import DType, Part, TensorSpec, part_name, part_spec, run_offsets
 from ttrain.graph import Graph, Kind, Value
 from ttrain.nn.module import Parameter
 from ttrain.ops.collective import Bounds
@@ -66,6 +66,11 @@ class RunPieces:
     def pieces(self) -> list[Piece]:
         return list(self._pieces())
 
+    def values(self, graph: Graph, slot: str, spec_of: Callable[[Parameter], TensorSpec], kind: Kind) -> list[Value]:
+        """What this rank updates of the tensors `<parameter path><slot>`."""
+        named = [(piece, piece.parameter) for piece in self.pieces]
+        return [piece.of(graph, parameter.path + slot, spec_of(parameter), kind) for piece, parameter in named]
+
     def _pieces(self) -> Iterator[Piece]:
         offsets, _ = run_offsets(self._sizes)
         blocks = 0
@@ -95,3 +100,24 @@ def block_norm(graph: Graph, runs: Sequence[tuple[RunPieces, Sequence[Value]]], 
     else:
         norms = ops.full(graph, TensorSpec((before,)), 0.0)
     return ops.global_norm([ops.all_reduce(norms) if ranks.sharding else norms])
+
+
+def average_spec(parameter: Parameter) -> TensorSpec:
+    """Of the average of a parameter over steps."""
+    return parameter.spec.with_dtype(DType.FP32)
+
+
+def directions(
+    run: ParameterRun, lists: Sequence[Sequence[Value]], lr: Value, step: Value, factor: Value | None
+) -> list[Value]:
+    """What a rule of whole tensors puts in the place of each gradient of `lists`; the slots are updated."""
+    found = []
+    for parameter, gradient, *slots in zip(*lists, strict=True):
+        wide = ops.cast(gradient, DType.FP32)
+        scaled = ops.cast(wide if factor is None else wide * factor, run.dtype)
+        states = [ops.cast(state, DType.FP32) for state in (parameter, *slots)]
+        direction, *new = run.rule.body(states[0], scaled, *states[1:], lr, step, **dict(run.rule.settings))
+        for state, value in zip(slots, new, strict=True):
+            ops.assign(state, ops.cast(value, state.spec.dtype))
+        found.append(ops.assign(gradient, ops.cast(direction, gradient.spec.dtype)))
+    return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ttrain.device.base import Device
@@ -49,14 +50,25 @@ class Session:
             self.state.write(path, initial_value(parameter, seed))
 
     def build_training(self) -> dict[str, Step]:
-        """The steps of training, `evaluate`, and `logits` where the model has them; all before the first one runs."""
-        traces = {**self.graph.train_steps(), "evaluate": self.graph.trace_evaluate}
-        if hasattr(self.graph.model, "logits"):
-            traces["logits"] = self.graph.trace_logits
+        """All steps of a run by name, before the first one runs."""
+        traces = {**self.graph.train_steps(), **self.graph.further_steps()}
         return {name: self.engine.build(name, trace) for name, trace in traces.items()}
 
     def close(self) -> None:
         self.engine.close()
+
+
+@contextmanager
+def averaged(steps: Mapping[str, Step]) -> Iterator[None]:
+    """Where weights are averaged, the averages are in their place meanwhile: two passes over them, exact to the bit."""
+    if "swap" not in steps:
+        yield
+        return
+    steps["swap"]({})
+    try:
+        yield
+    finally:
+        steps["swap"]({})
 
 
 def flops_per_step(graph: StepGraph) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from ttrain import ops
 from ttrain.autodiff import backward
@@ -21,12 +21,14 @@ from ttrain.graph import Graph, Kind, Stage, Value
 from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED, LanguageModel, Model, ModelWithMetrics
 from ttrain.nn.module import Parameter, use
 from ttrain.ops.update import Rule
-from ttrain.optim.base import ROUNDING_SEED, STEP, STREAMS, Optimizer
+from ttrain.optim.averages import SWAP, ema_rule
+from ttrain.optim.base import AVERAGE, ROUNDING_SEED, STEP, STREAMS, Optimizer
 from ttrain.optim.clip import Norms, global_norms
 from ttrain.optim.groups import ParameterRun, parameter_runs
 from ttrain.parallel.ranks import Ranks
-from ttrain.train.steps.pieces import Piece, RunPieces, block_norm, part_of
+from ttrain.train.steps.pieces import RunPieces, average_spec, block_norm, directions, part_of
 
+GRADIENT = "/gradient"  # after the path of a parameter
 GRAD_NORM = "grad_norm"
 CLIPPED_NORM = "clipped_norm"
 ACTIVATION_NORM = "activation_norm"
@@ -41,7 +43,7 @@ class StepGraph:
         trace_accumulate  batch fields, loss_weight, seed                    -> loss
         trace_update      lr inputs, step                                    -> grad_norm
         trace_norm        nothing                                            -> grad_norm
-        trace_keep, trace_merge  nothing
+        trace_keep, trace_merge, trace_swap  nothing
         trace_evaluate    batch fields, loss_weight                          -> loss
         trace_logits      tokens [1, context], position                      -> logits [1, vocabulary]
     Steps with the output loss also have the metrics that the model names, and the weight inputs of its terms.
@@ -61,6 +63,7 @@ class StepGraph:
     chips: int = 1  # that share a batch: each works on `rows` of its own, and gradients are summed over all of them
     watched: bool = False  # also output the norm of the activations that the loss reads
     holds_batch: bool = False  # batch fields are state, written once, instead of inputs
+    ema: float | None = None  # decay of the averages of the weights; None keeps none
     shorter: Model | None = None  # records training in its place, on shorter sequences, over the same parameters
     ranks: Ranks = Ranks()  # that divide a batch of several slices: each works on slices of `rows` * `accumulation`
     runs: list[ParameterRun] = field(init=False)
@@ -104,6 +107,13 @@ class StepGraph:
             counts[f"keep{level}"] = counts[f"merge{level}"] = slices >> level + 1
         return {name: counts.get(name, 1) for name in self.train_steps()}
 
+    def further_steps(self) -> dict[str, Trace]:
+        """`evaluate`; `logits` where the model has them, `swap` where weights are averaged."""
+        steps: dict[str, Trace] = {"evaluate": self.trace_evaluate}
+        if hasattr(self.model, "logits"):
+            steps["logits"] = self.trace_logits
+        return {**steps, "swap": self.trace_swap} if self.averages else steps
+
     def trace_train(self, graph: Graph) -> None:
         """Forward, backward and update of a whole batch."""
         gradients = self._backward(graph)
@@ -144,6 +154,19 @@ class StepGraph:
         with graph.stage(Stage.UPDATE), graph.scope("clip"):
             gradients = [self._gradient(graph, parameter) for parameter in self.parameters]
             self._norm(graph, self._summed(graph, gradients))
+
+    @property
+    def averages(self) -> bool:
+        """Whether there are averages of the weights, which evaluations read in their place."""
+        return self.ema is not None or any(AVERAGE in run.rule.slots for run in self.runs)
+
+    def trace_swap(self, graph: Graph) -> None:
+        """Weights and averages take each other's place, bit for bit."""
+        with graph.stage(Stage.UPDATE), graph.scope("averages"):
+            none = ops.full(graph, SCALAR, 0.0)  # the rule reads neither rate nor step
+            for run in self.pieces:
+                averages = run.values(graph, f"/{AVERAGE}", average_spec, Kind.OPTIMIZER)
+                self._apply(graph, run, SWAP, [self._gradients(graph, run), averages], none, none)
 
     def trace_evaluate(self, graph: Graph) -> None:
         """The loss without dropout; changes nothing."""
@@ -193,6 +216,10 @@ class StepGraph:
                     tensor(f"{p.path}/{slot}", self._slot_spec(p, run.rule, slot), Kind.OPTIMIZER, run.name, p, False)
                     for slot, p in kept
                 ]
+            averaged = [(run, p) for run, p in members if self.ema is not None]
+            tensors += [
+                tensor(f"{p.path}/{AVERAGE}", average_spec(p), Kind.OPTIMIZER, run, p, False) for run, p in averaged
+            ]
         return [*tensors, *(buffer.state_tensor for buffer in self.model.buffers().values())]
 
     def _loss(self, graph: Graph, rows: int, training: bool) -> Value:
@@ -243,10 +270,7 @@ class StepGraph:
 
     def _gradients(self, graph: Graph, run: RunPieces) -> list[Value]:
         """Of what this rank updates of a run, as they are in the state."""
-        return [
-            piece.of(graph, gradient_name(piece.parameter), self._gradient_spec(piece.parameter), Kind.GRADIENT)
-            for piece in run.pieces
-        ]
+        return run.values(graph, GRADIENT, self._gradient_spec, Kind.GRADIENT)
 
     def _gradient(self, graph: Graph, parameter: Parameter) -> Value:
         return graph.state_value(gradient_name(parameter), self._gradient_spec(parameter), Kind.GRADIENT)
@@ -303,38 +327,46 @@ class StepGraph:
     def _update_run(
         self, graph: Graph, number: int, pieces: RunPieces, gradients: list[Value], step: Value, factor: Value | None
     ) -> None:
-        run, sharding = pieces.run, self.ranks.sharding
-        lr, compute, stochastic = graph.input(run.lr, SCALAR), self.model.compute, self._stochastic(run)
+        run, rule = pieces.run, pieces.run.rule
+        lr, stochastic = graph.input(run.lr, SCALAR), self._stochastic(run)
         lr = lr if run.width_factor == 1 else lr * run.width_factor
         seed = graph.input(ROUNDING_SEED, SEED) if stochastic else None
-        copies = run.parameters[0].has_copy(compute)  # one run has one read dtype
+        lists = [gradients, *(self._slot(graph, pieces, slot) for slot in rule.slots)]
+        if rule.whole:
+            lists, factor = [directions(run, [self._weights(graph, pieces), *lists], lr, step, factor)], None
+        written = self._apply(
+            graph, pieces, rule.tail or rule, lists, lr, step, factor, seed, stochastic=stochastic,
+            stream=STREAMS * number if stochastic else 0,
+            numbers=tuple(piece.number for piece in pieces.pieces) if stochastic and self.ranks.sharding else (),
+        )  # fmt: skip
+        if self.ema is not None and written:
+            averages = pieces.values(graph, f"/{AVERAGE}", average_spec, Kind.OPTIMIZER)
+            ops.update(ema_rule(self.ema), [averages, written], lr, step)
+
+    def _apply(
+        self, graph: Graph, pieces: RunPieces, rule: Rule, lists: Sequence[Sequence[Value]], *scalars: Value | None,
+        **attributes: Any,
+    ) -> Sequence[Value]:  # fmt: skip
+        """A rule on the weights of a run and all copies; `lists` are gradients and slots. Returns the new weights."""
+        run, compute = pieces.run, self.model.compute
         written: Sequence[Value] = []
         if pieces.pieces:
-            lists = [[piece.of(graph, p.path, p.spec, Kind.PARAMETER) for piece, p in _parameters(pieces)], gradients]
-            lists += self._slots(graph, pieces)
-            if run.rule.whole:
-                lists[1:], factor = [_directions(run, lists, lr, step, factor)], None
+            given = [self._weights(graph, pieces), *lists]
+            copies = run.parameters[0].has_copy(compute)  # one run has one read dtype
             if copies:
-                named = [(piece, p.copy_name, p.read_spec(compute)) for piece, p in _parameters(pieces)]
-                lists.append([piece.of(graph, name, spec, Kind.COPY) for piece, name, spec in named])
-            written = ops.update(
-                run.rule.tail or run.rule, lists, lr, step, factor, seed, copies=copies, stochastic=stochastic,
-                stream=STREAMS * number if stochastic else 0,
-                numbers=tuple(piece.number for piece in pieces.pieces) if stochastic and sharding else (),
-            )  # fmt: skip
-        if sharding:
+                given.append(pieces.values(graph, "/compute", lambda p: p.read_spec(compute), Kind.COPY))
+            written = ops.update(rule, given, *scalars, copies=copies, **attributes)  # type: ignore[arg-type]
+        if self.ranks.sharding:
             ops.all_gather_state(
                 [use(graph, parameter, compute) for parameter in run.parameters], written, pieces.bounds
             )
+        return written
 
-    def _slots(self, graph: Graph, pieces: RunPieces) -> list[list[Value]]:
-        rule = pieces.run.rule
+    def _weights(self, graph: Graph, pieces: RunPieces) -> list[Value]:
+        return pieces.values(graph, "", lambda p: p.spec, Kind.PARAMETER)
 
-        def slot_of(piece: Piece, slot: str) -> Value:
-            p = piece.parameter
-            return piece.of(graph, f"{p.path}/{slot}", self._slot_spec(p, rule, slot), Kind.OPTIMIZER)
-
-        return [[slot_of(piece, slot) for piece in pieces.pieces] for slot in rule.slots]
+    def _slot(self, graph: Graph, pieces: RunPieces, slot: str) -> list[Value]:
+        return pieces.values(graph, f"/{slot}", lambda p: self._slot_spec(p, pieces.run.rule, slot), Kind.OPTIMIZER)
 
     def _stochastic(self, run: ParameterRun) -> tuple[int, ...]:
         """Which lists of a run's update are rounded stochastically: 0 the parameters, from 1 the slots."""
@@ -346,10 +378,6 @@ class StepGraph:
         return (*((0,) if masters else ()), *slots)
 
 
-def _parameters(pieces: RunPieces) -> list[tuple[Piece, Parameter]]:
-    return [(piece, piece.parameter) for piece in pieces.pieces]
-
-
 def kept_name(parameter: Parameter, level: int) -> str:
     """Name of the sum of a parameter's gradients over 2^level slices that waits for as many more."""
     return f"{parameter.path}/kept{level}"
@@ -357,20 +385,4 @@ def kept_name(parameter: Parameter, level: int) -> str:
 
 def gradient_name(parameter: Parameter) -> str:
     """Name of a parameter's gradient in the state."""
-    return f"{parameter.path}/gradient"
-
-
-def _directions(
-    run: ParameterRun, lists: Sequence[Sequence[Value]], lr: Value, step: Value, factor: Value | None
-) -> list[Value]:
-    """What a rule of whole tensors puts in the place of each gradient of `lists`; the slots are updated."""
-    directions = []
-    for parameter, gradient, *slots in zip(*lists, strict=True):
-        wide = ops.cast(gradient, DType.FP32)
-        scaled = ops.cast(wide if factor is None else wide * factor, run.dtype)
-        states = [ops.cast(state, DType.FP32) for state in (parameter, *slots)]
-        direction, *new = run.rule.body(states[0], scaled, *states[1:], lr, step, **dict(run.rule.settings))
-        for state, value in zip(slots, new, strict=True):
-            ops.assign(state, ops.cast(value, state.spec.dtype))
-        directions.append(ops.assign(gradient, ops.cast(direction, gradient.spec.dtype)))
-    return directions
+    return parameter.path + GRADIENT

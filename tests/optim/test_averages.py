@@ -1,0 +1,85 @@
+"""Averages of the weights: what they are after each step, and how they and the weights take each other's place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.optim.test_contract import Parameters, gradient
+from tests.optim.test_rules import PLACES, Layers, Run
+from tests.ttnn.runs import cpu
+from ttrain.core.spec import DType
+from ttrain.engine.state import State
+from ttrain.engine.static import StaticEngine
+from ttrain.graph import Graph, Kind
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.muon import Muon
+from ttrain.optim.schedule_free import ScheduleFree
+from ttrain.optim.settings import AdamWConfig, MuonConfig, ScheduleFreeConfig
+from ttrain.train.steps.step_graph import StepGraph
+
+DECAY = 0.75  # an exponential mean from step 4 on
+
+
+def weights(run: Any, slot: str = "") -> dict[str, np.ndarray]:
+    return {path: run.state.read(path + slot) for path in run.model.parameters()}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_average_is_the_mean_until_it_is_exponential(place: str) -> None:
+    run = Run(place, Muon(MuonConfig()), Layers(), ema=DECAY)
+    wanted: dict[str, np.ndarray] = {}
+    for step in range(1, 9):
+        run.advance(step)
+        for path, value in weights(run).items():
+            share = max(1 - DECAY, 1 / step)
+            wanted[path] = value if step == 1 else wanted[path] + share * (value - wanted[path])
+    for path, value in weights(run, "/average").items():
+        np.testing.assert_allclose(value, wanted[path], rtol=1e-6, atol=1e-6, err_msg=path)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_weights_and_averages_take_each_others_place_bit_for_bit(place: str) -> None:
+    for optimizer, ema in ((AdamW(AdamWConfig()), DECAY), (ScheduleFree(ScheduleFreeConfig()), None)):
+        run = Run(place, optimizer, Layers(), ema=ema)
+        for step in range(1, 4):
+            run.advance(step)
+        before = weights(run), weights(run, "/average")
+        assert all(not np.array_equal(before[0][path], before[1][path]) for path in before[0])
+        swap = run.engine.build("swap", run.graph.trace_swap)
+        for places in (("/average", ""), ("", "/average")):
+            swap({})
+            for place_of, values in zip(places, before, strict=True):
+                for path, value in weights(run, place_of).items():
+                    assert np.array_equal(value, values[path]), path
+
+
+def test_copies_that_layers_read_are_those_of_the_averages_meanwhile() -> None:
+    model = Parameters(DType.BF16)
+    graph = StepGraph(model, AdamW(AdamWConfig()), rows=1, ema=DECAY)
+    state = State(cpu(), graph.state_tensors())
+    for path, parameter in model.parameters().items():
+        state.write(path, gradient(path, parameter.shape, 1))
+        state.write(f"{path}/average", gradient(path, parameter.shape, 2))
+    swap = StaticEngine(state.device, state).build("swap", graph.trace_swap)
+    for number in (2, 1):
+        swap({})
+        for path, parameter in model.parameters().items():
+            if parameter.has_copy(DType.BF16):
+                wanted = torch.from_numpy(gradient(path, parameter.shape, number)).bfloat16().float()
+                assert np.array_equal(state.read(f"{path}/compute"), wanted.numpy())
+
+
+def test_they_cost_nothing_where_they_are_off() -> None:
+    traced = {}
+    for ema in (None, DECAY):
+        graph = Graph()
+        steps = StepGraph(Layers(), AdamW(AdamWConfig()), rows=1, accumulation=2, ema=ema)
+        steps.trace_update(graph)
+        averages = [t for t in steps.state_tensors() if t.name.endswith("/average")]
+        traced[ema] = sum(node.op.name == "update" for node in graph.nodes), len(averages)
+        assert {t.kind for t in averages} <= {Kind.OPTIMIZER}
+    assert traced[None] == (2, 0) and traced[DECAY] == (4, len(Layers().parameters()))

@@ -1,0 +1,64 @@
+"""Schedule-free AdamW: an average of the iterates takes the place of a learning rate that falls."""
+
+from __future__ import annotations
+
+from math import log
+
+from ttrain.graph import Value
+from ttrain.graph.case import Case
+from ttrain.graph.composite import cases
+from ttrain.nn.module import Parameter
+from ttrain.ops import expm1, full, maximum, sqrt
+from ttrain.ops.update import Rule, update_rule
+from ttrain.optim.base import AVERAGE, EXAMPLE, update_cases
+from ttrain.optim.settings import ScheduleFreeConfig
+
+
+@update_rule
+def schedule_free(
+    parameter: Value,
+    gradient: Value,
+    average: Value,
+    second: Value,
+    lr: Value,
+    step: Value,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    average_after: float,
+) -> tuple[Value, Value, Value]:
+    """Schedule-free AdamW (Defazio et al., 2024) on y = (1 - b1) z + b1 x, where gradients are taken; x is the average.
+
+    v <- b2 v + (1 - b2) g^2;  z <- z - lr (g / (sqrt(v / (1 - b2^step)) + eps) + weight_decay y);
+    x <- x + (z - x) / n with the number n of steps beyond `average_after`, or 1. z follows from the other two.
+    """
+    scalar = step.spec
+    second = beta2 * second + (1 - beta2) * (gradient * gradient)
+    root = sqrt(second) * (1.0 / sqrt(-expm1(log(beta2) * step)))
+    first = maximum(2.0 - step, full(step.graph, scalar, 0.0))  # 1 at step 1, when x is zero instead of y
+    x = average + first * (parameter - average)
+    z = (parameter - beta1 * x) * (1 / (1 - beta1)) - lr * (gradient / (root + eps) + weight_decay * parameter)
+    share = 1.0 / maximum(step - average_after, full(step.graph, scalar, 1.0))
+    x = x + share * (z - x)
+    return (1 - beta1) * z + beta1 * x, x, second
+
+
+class ScheduleFree:
+    """The rule of every parameter is schedule_free."""
+
+    def __init__(self, config: ScheduleFreeConfig) -> None:
+        self.config = config
+
+    def rule(self, parameter: Parameter, decays: bool) -> Rule:
+        config, (beta1, beta2) = self.config, self.config.betas
+        settings = (
+            ("beta1", beta1), ("beta2", beta2), ("eps", config.eps),
+            ("weight_decay", config.weight_decay * decays), ("average_after", config.average_after),
+        )  # fmt: skip
+        return Rule("schedule_free", (AVERAGE, "second_moment"), settings, averaged=((AVERAGE, None),))
+
+
+_rule = ScheduleFree(ScheduleFreeConfig()).rule(EXAMPLE, True)
+update_cases(_rule, positive=(1,))
+cases(_rule.body, Case(((4, 8),) * 4 + ((), ()), dict(_rule.settings), positive=("second", "lr", "step")))
