@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ttrain.core import cores
+from ttrain.core import cores, processor
+from ttrain.tasks import doctor
 
 
 def write(folder: Path, name: str, text: str) -> None:
@@ -68,3 +69,26 @@ def test_the_least_counts_and_a_part_of_a_core_is_one(
     assert cores.usable_cores() == expected
     assert cores.default_threads({}) == expected
     assert cores.default_threads({"OMP_NUM_THREADS": "7"}) == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "state", "told"),
+    [
+        ("model name : A\nflags : fpu avx2 avx512f amx_tile\n", "ok",
+         "avx2, avx512f, amx_tile (not avx512_vnni, avx512_bf16, amx_bf16)"),
+        ("Features : fp asimd sve bf16\n", "ok", "asimd, sve, bf16"),
+        ("model name : B\nflags : fpu sse2\n", "missing", "none (not avx2, "),
+        (None, "missing", "none (not avx2, "),
+    ],
+)  # fmt: skip
+def test_the_doctor_tells_cores_memory_and_vector_units(
+    text: str | None, state: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if text is not None:
+        (tmp_path / "cpuinfo").write_text(text)
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(doctor, "core_limits", lambda: {"physical": 1, "affinity": 3, "quota": 2})
+    cores, memory, vectors = doctor._machine()
+    assert cores.text.endswith(": 1 physical core, 3 that this process may use, a container's quota of 2")
+    assert "GiB" in memory.text and memory.text.endswith(" free") and vectors.state == state
+    assert vectors.text.startswith(told)

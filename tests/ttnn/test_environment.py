@@ -195,7 +195,7 @@ def test_the_doctor_says_what_is_missing_and_how_to_mend_it(monkeypatch: pytest.
     doctor.report(lines.append, opening=False)
     text = "\n".join(lines)
     assert "Python" in text
-    assert "+ torch" in text
+    assert "+ torch" in text and "+ processor" in text and "+ memory" in text
     assert "- driver           the kernel module tenstorrent is not loaded  -> " in text
     assert "! simulator" in text
 

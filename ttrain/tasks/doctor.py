@@ -8,9 +8,14 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 
+import psutil
+
 from ttrain.config.registry import families
 from ttrain.config.schema import Config
+from ttrain.core.cores import core_limits
 from ttrain.core.errors import UserError
+from ttrain.core.processor import ARM, X86, processor_name, vector_extensions
+from ttrain.core.units import counted, format_bytes
 from ttrain.device.family import Finding
 
 
@@ -22,11 +27,30 @@ def run(config: Config) -> None:
 def examine(opening: bool = True) -> Iterator[Finding]:
     """All findings in order. With `opening` devices are opened too, each in a process of its own, and C++ compiled."""
     yield Finding("Python", "ok", f"{platform.python_version()} on {platform.platform()}")
+    yield from _machine()
     yield _package("torch", "pip install torch")
     yield _gpu()
     yield _cpp_compiler(opening)
     for family in families():
         yield from family.findings(opening)
+
+
+def _machine() -> Iterator[Finding]:
+    """Cores, memory and vector extensions."""
+    from ttrain.train.forecast.limits import device_memory
+
+    limits = core_limits()
+    cores = f"{counted(limits['physical'], 'physical core')}, {limits['affinity']:,} that this process may use"
+    quota = f", a container's quota of {limits['quota']:,}" if "quota" in limits else ""
+    yield Finding("processor", "ok", f"{processor_name()}: {cores}{quota}")
+    if (memory := device_memory("cpu")) is not None:
+        free = psutil.virtual_memory().available
+        yield Finding("memory", "ok", f"{format_bytes(memory[0])}, {memory[1]}; {format_bytes(free)} free")
+    found = vector_extensions()
+    known = ARM if set(found) & set(ARM) else X86
+    absent = f" (not {', '.join(each for each in known if each not in found)})" if set(known) - set(found) else ""
+    fix = "kernels run without them, more slowly"
+    yield Finding("vector units", "ok" if found else "missing", f"{', '.join(found) or 'none'}{absent}", fix)
 
 
 def _package(name: str, fix: str) -> Finding:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +13,7 @@ import torch
 from ttrain.core.cores import default_threads
 from ttrain.core.errors import CaptureError, DeviceUnavailable, GraphError
 from ttrain.core.options import LARGEST_INTEGER
+from ttrain.core.processor import processor_name, vector_extensions
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Device, Group, Kernel, Launch, StepCompiler
 from ttrain.device.settings import DeviceConfig
@@ -22,7 +21,6 @@ from ttrain.device.torch.kernels import kernel_table
 from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context, flat_launches
 
 _PINNED_FROM = 1 << 16  # bytes; below this the driver stages a pageable copy itself
-_CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve", "bf16")
 
 
 def cpu(config: DeviceConfig, group: Group | None = None) -> TorchDevice:
@@ -139,8 +137,8 @@ class TorchDevice(Device):
     def describe(self) -> dict[str, Any]:
         facts: dict[str, Any] = {
             "name": self.name,
-            "hardware": _cpu_name(),
-            "cpu_features": _cpu_features(),
+            "hardware": processor_name(),
+            "cpu_features": vector_extensions(),
             "threads": self.threads,
             "torch": torch.__version__,
         }
@@ -241,22 +239,3 @@ def _process_memory() -> dict[str, int]:
         unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
         peak = max(peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
     return {"in_use": in_use, "peak": peak, "total": psutil.virtual_memory().total}
-
-
-def _cpu_info(key: str) -> str:
-    """The first value of a field of /proc/cpuinfo, or nothing."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == key), "")
-
-
-def _cpu_name() -> str:
-    return _cpu_info("model name") or platform.processor() or platform.machine()
-
-
-def _cpu_features() -> list[str]:
-    """Vector and matrix extensions that kernels can use."""
-    flags = set((_cpu_info("flags") or _cpu_info("Features")).split())
-    return [feature for feature in _CPU_FEATURES if feature in flags]
