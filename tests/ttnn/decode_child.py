@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.ttnn.runs import ENGINES, adamw, gpt
+from tests.ttnn.runs import ENGINES, adamw, gpt, llama
 from ttrain.core.attention_mask import CAUSAL, PAIRS
 from ttrain.core.spec import DType
 from ttrain.device.ttnn.device import open_device
@@ -20,6 +20,7 @@ from ttrain.train.sampling.decode import Reader, cache_tensors, reading_traces
 from ttrain.train.steps.step_graph import StepGraph
 
 GPT = {"layers": 6, "heads": 6, "width": 384, "context": 256, "vocabulary": 96}
+LLAMA = {"layers": 2, "heads": 6, "kv_heads": 2, "width": 384, "hidden": 1024, "context": 256, "qk_norm": True}
 READS = {CAUSAL: (1, 1), PAIRS: (4, 2)}
 
 
@@ -30,6 +31,7 @@ def agillm(compute: DType, **settings: Any) -> AGILLM:
 CASES: dict[str, tuple[Any, str, str]] = {
     "nano-gpt": (lambda: gpt(DType.BF16, **GPT), CAUSAL, "static"),
     "nano-gpt fp32 traced": (lambda: gpt(DType.FP32, **{**GPT, "layers": 1, "context": 33}), CAUSAL, "traced"),
+    "llama": (lambda: llama(DType.BF16, **LLAMA), CAUSAL, "static"),
     "agillm": (lambda: agillm(DType.BF16, preset="nano_1x"), CAUSAL, "static"),
     "agillm pairs": (lambda: agillm(DType.BF16, preset="nano_3x"), PAIRS, "traced"),
     "agillm pairs, standard bias": (lambda: agillm(DType.FP32, preset="nano_3x", alibi="standard"), PAIRS, "static"),

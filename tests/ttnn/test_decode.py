@@ -6,21 +6,26 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
-from tests.train.sampling.test_decode import CONTEXT, Reading, small_gpt, tokens
+from tests.train.sampling.test_decode import CONTEXT, VOCABULARY, Reading, small_gpt, tokens
 from tests.train.sampling.test_decode_agillm import Opened
-from tests.ttnn.runs import ENGINES, golden
+from tests.ttnn.runs import ENGINES, golden, llama
 from ttrain.core.spec import DType
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_token_scores_as_in_the_whole_text(engine: str) -> None:
-    reading, text = Reading(small_gpt(), engine, device=golden()), tokens(CONTEXT + 3)
+@pytest.mark.parametrize(
+    "make", [small_gpt, lambda: llama(width=16, context=CONTEXT, vocabulary=VOCABULARY)], ids=["gpt", "llama"]
+)
+def test_every_token_scores_as_in_the_whole_text(engine: str, make: Callable[[], Any]) -> None:
+    reading, text = Reading(make(), engine, device=golden()), tokens(CONTEXT + 3)
     assert max(reading.error(text[:length][-CONTEXT:]) for length in (1, 2, 3, 5, 64, 65, 70, 73)) < 2e-5
     assert reading.engine.counters.captures == (3 if engine == "traced" else 0)  # two that read, and the whole text
 
@@ -52,7 +57,7 @@ def test_bf16_stays_within_its_rounding() -> None:
 
 
 # Device ops of a token: on six layers, and on two.
-LIMITS = {"nano-gpt": 340, "agillm": 140, "agillm pairs": 145}
+LIMITS = {"nano-gpt": 340, "llama": 214, "agillm": 140, "agillm pairs": 145}
 
 
 def test_a_mocked_board_takes_every_op_and_settles(kernels: str) -> None:
@@ -61,8 +66,8 @@ def test_a_mocked_board_takes_every_op_and_settles(kernels: str) -> None:
     command, root = [sys.executable, "-m", "tests.ttnn.decode_child"], Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    cases = {case["name"]: case for case in map(json.loads, done.stdout.splitlines()[-5:])}
-    assert len(cases) == 5
+    cases = {case["name"]: case for case in map(json.loads, done.stdout.splitlines()[-6:])}
+    assert len(cases) == 6
     captured = {name: case["captures"] for name, case in cases.items() if case["captures"]}
     assert captured == {"nano-gpt fp32 traced": 2, "agillm pairs": 2}  # the step of a chunk, and that of a token
     assert all(cases[name]["ops"] <= limit for name, limit in LIMITS.items())
