@@ -18,7 +18,6 @@ from ttrain.graph.kinds import Kind
 if TYPE_CHECKING:
     from ttrain.device.base import Device
     from ttrain.engine.base import Step
-    from ttrain.models.base import Batch
     from ttrain.train.steps.driver import Driver
     from ttrain.train.steps.session import Session
     from ttrain.train.steps.step_graph import StepGraph
@@ -26,19 +25,15 @@ if TYPE_CHECKING:
 
 def step_graph(case: Case, device: Device | None = None) -> StepGraph:
     """The steps that an engine builds for a case, on a device that may want norms' weights in the compute dtype."""
+    from ttrain.train.steps.resident import Resident
     from ttrain.train.steps.step_graph import StepGraph
 
     if device is not None and device.uniform_compute:
         case.model.follow_compute()
     optimizer = build.build_optimizer(case.training.optimizer)
-    return StepGraph(case.model, optimizer, case.training.rows, holds_batch=case.resident)
-
-
-def prepare_resident(batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
-    """See models.base.Prepare: where the batch lies on the device, only the weight of its loss is an input."""
-    from ttrain.models.base import prepare_plain
-
-    return {}, prepare_plain(batch)[1]
+    rows = case.training.rows
+    resident = Resident(case.model.batch_specs(rows)) if case.resident else None
+    return StepGraph(case.model, optimizer, rows, resident=resident)
 
 
 class EngineContender(Contender):
@@ -71,11 +66,11 @@ class EngineContender(Contender):
         for path, values in case.first_weights():
             self.session.state.write(path, values)
         self.built = self.session.engine.build("train", graph.trace_train)
-        for batch in case.batches if case.resident else ():
-            for name, array in batch.items():
-                self.session.state.write(name, array)
+        held = graph.resident
+        if held is not None:
+            held.write(self.session.state, case.batches[0])
         batches, lr = case.batches, case.training.optimizer.lr
-        prepare = prepare_resident if case.resident else prepare_plain
+        prepare = prepare_plain if held is None else held.prepare
         train = TrainStep({"train": self.built}, 1, case.seed, prepare=prepare, overlaps=self.device.overlaps)
         self._drive = Driver(train, lambda number: batches[number % len(batches)], lambda _: {"lr": lr}, sys.maxsize)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ttrain.bench.settings import BenchConfig
 from ttrain.config.checks.problems import data_problems
 from ttrain.config.registry import component
-from ttrain.core.errors import ConfigError
+from ttrain.core.errors import ConfigError, UserError
 from ttrain.core.options import as_keys
 from ttrain.core.waiting import Waiting
 from ttrain.data.settings import DataConfig
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ttrain.train.logging.loggers import Console, Logger
     from ttrain.train.runs.warm_start import WarmStart
     from ttrain.train.steps.driver import Driver
+    from ttrain.train.steps.resident import Resident
     from ttrain.train.steps.session import Session
 
 
@@ -201,6 +202,7 @@ def build_session(
     training: bool = True,
     further: Sequence[StateTensor] = (),
     ranks: Ranks | None = None,
+    resident: Resident | None = None,
 ) -> Session:
     """The model on the device, its values still unset, and `further` tensors beside it."""
     from ttrain.train.steps.session import Session
@@ -220,8 +222,32 @@ def build_session(
         chips=device.chips,
         ranks=ranks,
         ema=train.ema,
+        resident=resident,
     )
     return Session.open(graph, device, lambda on, state: build_engine(engine, on, state), training, further)
+
+
+def build_resident(data: DataConfig, train: TrainConfig, model: Model, device: Device) -> Resident | None:
+    """What of the training split lies on the device, as data.resident says; None where every batch is handed over.
+
+    auto asks for memory of the device's own that looks rows up quickly. Raises UserError for a mesh of chips.
+    """
+    from ttrain.train.steps.resident import LIMIT, Resident
+
+    gains = device.name not in ("cpu", "null") and not device.narrow_lookups
+    if data.resident == "host" or (data.resident == "auto" and not gains):
+        return None
+    examples, rows = data.training_examples, train.batch_size // train.accumulation
+    if examples is None or hasattr(model, "prepare"):
+        return None
+    if device.chips > 1 and data.resident == "device":
+        raise UserError(
+            "data.resident=device: the chips of a mesh share every batch, which is handed over by the host. Give auto "
+            "or host."
+        )
+    found = Resident(model.batch_specs(rows), examples, device.narrow_lookups)
+    small = sum(spec.nbytes for spec in found.specs.values()) <= LIMIT
+    return found if small or data.resident == "device" else None
 
 
 def build_driver(

@@ -33,8 +33,9 @@ class RegressionDataset:
         self.tokenizer: Tokenizer | None = None
         self.fields = {"inputs": TensorSpec((inputs,), DType.FP32), "targets": TensorSpec((outputs,), DType.FP32)}
         self._config = config
-        held = min(config.examples - 1, max(1, round(config.examples * config.held_out)))
-        self._counts = {"train": config.examples - held, "val": held}
+        train = config.training_examples
+        assert train is not None
+        self._counts = {"train": train, "val": config.examples - train}
         self._shape = inputs, outputs
         self._first = self._weights(_FIRST_LAYER, inputs, _HIDDEN) / np.sqrt(inputs)
         self._second = self._weights(_SECOND_LAYER, _HIDDEN, outputs) / np.sqrt(_HIDDEN * _TANH_VARIANCE)
@@ -50,17 +51,21 @@ class RegressionDataset:
 
     def batch(self, split: Split, seed: int, first: int, rows: int) -> Batch:
         """Arrays `inputs` fp32 [rows, inputs] and `targets` fp32 [rows, outputs]. See batches.Dataset."""
-        numbers = sample_numbers(first, rows)
-        count = self._counts[split]
         if split == "val":
-            return self.examples(held_out(numbers, count) + np.uint64(self._counts["train"]))
+            places = held_out(sample_numbers(first, rows), self._counts["val"])
+            return self.examples(places + np.uint64(self._counts["train"]))
+        return self.examples(self.places(seed, first, rows))
+
+    def places(self, seed: int, first: int, rows: int) -> Words:
+        """Numbers of the examples that a batch of the training split has, uint64 [rows]."""
+        numbers, count = sample_numbers(first, rows), self._counts["train"]
         if self._config.limit is not None:
             numbers = numbers % np.uint64(self._config.limit)
         if self._config.order == "random":
-            return self.examples(drawn(seed, numbers, count))
+            return drawn(seed, numbers, count)
         if self._config.order == "read":
-            return self.examples(numbers % np.uint64(count))
-        return self.examples(shuffled_passes(seed, numbers, count)[1])
+            return numbers % np.uint64(count)
+        return shuffled_passes(seed, numbers, count)[1]
 
     @property
     def val_samples(self) -> int:

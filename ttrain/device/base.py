@@ -164,6 +164,7 @@ class Device(ABC):
     rematerializes = True  # False where a launch costs more than the memory that computing again would save
     overlaps = False  # True where a step's inputs are written, or steps of others launched, while a step computes
     uniform_compute = False  # True where norms want their weights in the compute dtype as well
+    narrow_lookups = False  # True where rows of a table are looked up in bf16 only
     host: Device | None = None  # that runs the nodes of parameters which are offloaded to host memory
     group: Group | None = None  # the ranks that it belongs to
     caution: str | None = None  # what everybody who sees its numbers has to know, such as that it is simulated

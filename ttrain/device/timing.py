@@ -15,7 +15,7 @@ PARTS = ("dispatch", "compute", "bandwidth", "host_input")
 
 @dataclass(frozen=True)
 class Work:
-    """What one optimizer step does: the launched nodes with how often they run, and the bytes of its inputs."""
+    """What one optimizer step does: launched nodes with how often they run, inputs that are uploaded, their bytes."""
 
     nodes: tuple[tuple[int, tuple[Any, ...]], ...]
     inputs: int
@@ -23,10 +23,10 @@ class Work:
 
     @classmethod
     def of(cls, steps: Mapping[str, Any], per_step: Mapping[str, int]) -> Work:
-        """From built steps (`plan` and `inputs` of each count) and how often each runs."""
+        """From built steps (`plan` and `uploads` of each count) and how often each runs."""
         built = [(times, steps[name]) for name, times in per_step.items()]
         planned = tuple((times, tuple(step.plan.launched)) for times, step in built if step.plan is not None)
-        specs = [(times, spec) for times, step in built for spec in step.inputs.values()]
+        specs = [(times, spec) for times, step in built for spec in step.uploads.values()]
         return cls(planned, sum(times for times, _ in specs), sum(times * spec.nbytes for times, spec in specs))
 
     @property

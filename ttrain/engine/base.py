@@ -53,10 +53,13 @@ class Step(ABC):
     plan: Plan | None = None
     _calls = 0
 
-    def __init__(self, engine: Engine, name: str, inputs: Mapping[str, Value]) -> None:
+    def __init__(self, engine: Engine, name: str, graph: Graph, fixed: bool = True) -> None:
+        """Of a `fixed` graph only the inputs are uploaded that it reads."""
         self.engine, self.name = engine, name
-        self.inputs = {key: value.spec for key, value in inputs.items()}
-        self._arrays = HostInputs(name, self.inputs, engine.device.chips)
+        self.inputs = {key: value.spec for key, value in graph.inputs.items()}
+        read = {value for node in graph.nodes for value in node.inputs} | {*graph.outputs.values()}
+        self.uploads = {key: value.spec for key, value in graph.inputs.items() if value in read or not fixed}
+        self._arrays = HostInputs(name, self.inputs, self.uploads, engine.device.chips)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -120,15 +123,17 @@ class Engine(ABC):
 
 
 class HostInputs:
-    """The inputs of a step as arrays of the declared shape. A changed shape is refused, never rebuilt for.
+    """Inputs that a step reads, as arrays of the declared shape. A changed shape is refused, never rebuilt for.
 
     Where several chips share a batch, its fields hold the rows of all of them.
     """
 
-    def __init__(self, name: str, specs: Mapping[str, TensorSpec], chips: int = 1) -> None:
+    def __init__(
+        self, name: str, specs: Mapping[str, TensorSpec], uploads: Mapping[str, TensorSpec], chips: int = 1
+    ) -> None:
         self._name, self._specs = name, specs
         self._expected = []
-        for key, spec in specs.items():
+        for key, spec in uploads.items():
             whole = (chips * spec.shape[0], *spec.shape[1:]) if spec.rank >= 2 else spec.shape
             self._expected.append((key, np.dtype(NUMPY_DTYPES[spec.dtype]), spec.shape, whole))
 

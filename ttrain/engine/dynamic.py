@@ -32,7 +32,7 @@ class DynamicStep(Step):
         # Traced once beforehand without launching: mistakes show now, and the inputs are known.
         graph = verify(traced_graph(trace, engine.device), "recording")
         engine.state.check(graph)
-        super().__init__(engine, name, graph.inputs)
+        super().__init__(engine, name, graph, fixed=False)
         self._trace = trace
         self._recorded: Any = None  # what `_facts` tells of the last recorded graph
         self._joined, self._order = graph, list[tuple[Node, list[Value]]]()  # what was made of it

@@ -101,7 +101,7 @@ class StaticStep(Step):
     engine: StaticEngine
 
     def __init__(self, engine: StaticEngine, name: str, plan: Plan) -> None:
-        super().__init__(engine, name, plan.graph.inputs)
+        super().__init__(engine, name, plan.graph)
         self.plan: Plan = plan
         self._bound: BoundPlan | None = None
         self._prefetched: PrefetchedInputs | None = None

@@ -282,7 +282,7 @@ class Graph:
     inputs: dict[str, Value] = field(default_factory=dict)
     state: dict[str, Value] = field(default_factory=dict)
     outputs: dict[str, Value] = field(default_factory=dict)
-    held: frozenset[str] = frozenset()  # names of inputs that are given once, as state, instead of for every step
+    given: Mapping[str, Value] = field(default_factory=dict)  # what stands for inputs that are not handed to every step
     needed: Container[Value] | None = None  # values whose gradients the backward pass asks for, while it is recorded
     _marks: Mapping[str, Any] = field(default_factory=dict)  # fields of the nodes that are recorded
     _segments: int = 0
@@ -294,8 +294,8 @@ class Graph:
 
     def input(self, name: str, spec: TensorSpec) -> Value:
         """The step input of that name, declared on first use."""
-        if name in self.held:
-            return self.state_value(name, spec, Kind.CACHE)
+        if name in self.given:
+            return self.given[name]
         return self._named(self.inputs, name, spec, Kind.INPUT)
 
     def state_value(self, name: str, spec: TensorSpec, kind: Kind) -> Value:

@@ -29,12 +29,12 @@ class MLP(Module):
         self.name_parameters()
 
     def batch_specs(self, rows: int) -> dict[str, TensorSpec]:
-        """`inputs` fp32 [rows, inputs] and `targets` fp32 [rows, outputs]."""
-        return {"inputs": TensorSpec((rows, self.inputs)), "targets": TensorSpec((rows, self.outputs))}
+        """`inputs` [rows, inputs], which are read in the compute dtype, and `targets` fp32 [rows, outputs]."""
+        return {"inputs": TensorSpec((rows, self.inputs), self.compute), "targets": TensorSpec((rows, self.outputs))}
 
     def predict(self, graph: Graph, rows: int) -> Value:
         """Predictions [rows, outputs] in the compute dtype."""
-        x = ops.cast(graph.input("inputs", self.batch_specs(rows)["inputs"]), self.compute)
+        x = graph.input("inputs", self.batch_specs(rows)["inputs"])
         for index, layer in enumerate(self.layers):
             with graph.scope(f"layers.{index}"):
                 x = layer(x)

@@ -102,13 +102,18 @@ def _warmed(config: Config, steps: int) -> Iterator[tuple[Device, Driver]]:
     config = dataclasses.replace(config, lora=build.with_adapters(config.lora, config.source.explicit))
     model = build.build_model(*config.model_parts, dataset.vocabulary)
     device = build.build_device(config.device, config.precision)
-    with closing(device), closing(build.build_session(model, device, *config.step_parts)) as session:
+    resident = build.build_resident(config.data, config.train, model, device)
+    opened = build.build_session(model, device, *config.step_parts, resident=resident)
+    with closing(device), closing(opened) as session:
         session.initialize(config.run.seed)
+        reads, prepare = (dataset, None) if resident is None else (resident.picked(dataset), resident.prepare)
+        if resident is not None:
+            resident.write(session.state, dataset)
         built = {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
         reader = DataReader.of(config.train, getattr(dataset, "context", 1), 0, Position())
-        batch = reader.batches(dataset, config.run.seed)
+        batch = reader.batches(reads, config.run.seed)
         last = WARM_UP + steps
-        drive = build.build_driver(model, device, built, batch, *config.rate_parts, config.run.seed, last=last)
+        drive = build.build_driver(model, device, built, batch, *config.rate_parts, config.run.seed, prepare, last)
         for number in waited_for(range(1, WARM_UP + 1), "Warming up"):
             drive(number)
         yield device, drive

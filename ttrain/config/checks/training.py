@@ -124,6 +124,15 @@ def _transformer_size(model: Any) -> Iterator[str]:
 
 
 @check
+def _resident(model: Any, data: DataConfig) -> Iterator[str]:
+    if data.resident == "device" and data.training_examples is None:
+        yield (
+            f"data.resident=device: data={data.name} hands out sequences cut from a stream, and only numbered examples "
+            "(data=regression) can lie on the device. Give auto or host."
+        )
+
+
+@check
 def _data_fits_model(model: Any, data: DataConfig) -> Iterator[str]:
     numbers = isinstance(data, RegressionConfig)
     if isinstance(model, MLPConfig) and not numbers:

@@ -83,6 +83,7 @@ class TenstorrentDevice(Device):
     arenas = False
     rematerializes = False
     uniform_compute = True
+    narrow_lookups = True
 
     def __init__(self, mesh: Mesh, config: TenstorrentConfig, watch: Watch | None = None) -> None:
         """Parts of one chip share the `watch` of the whole."""

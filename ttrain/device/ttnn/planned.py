@@ -26,6 +26,7 @@ class PlannedDevice(NullDevice):
     arenas = False
     rematerializes = False
     uniform_compute = True
+    narrow_lookups = True
     is_offloaded: Callable[[str], bool]
 
     def offloaded(self, name: str) -> bool:

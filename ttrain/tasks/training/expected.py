@@ -39,7 +39,10 @@ def session_to_plan(config: Config, model: Model, device: Device) -> Session:
     """A session on a device that is planned only. What the dynamic engine would run is planned as static does."""
     engine = replace(config.engine, name="static") if config.engine.name == "dynamic" else config.engine
     ranks = build.planned_ranks(config.parallel)
-    return build.build_session(model, device, *replace(config, engine=engine).step_parts, ranks=ranks)
+    resident = build.build_resident(config.data, config.train, model, device)
+    return build.build_session(
+        model, device, *replace(config, engine=engine).step_parts, ranks=ranks, resident=resident
+    )
 
 
 def micro_batches(config: Config) -> int:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ttrain.models.base import Model
     from ttrain.train.runs.resume import ResumePoint
     from ttrain.train.steps.driver import Driver
+    from ttrain.train.steps.resident import Resident
     from ttrain.train.steps.session import Session
 
 
@@ -80,7 +81,15 @@ class Setup:
         config = self.config
         if engine is not None:
             config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, name=engine))
-        return build.build_session(self.model, device, *config.step_parts, ranks=self.world.ranks)
+        resident = self.resident(device)
+        session = build.build_session(self.model, device, *config.step_parts, ranks=self.world.ranks, resident=resident)
+        if resident is not None:
+            resident.write(session.state, self.dataset)
+        return session
+
+    def resident(self, device: Device) -> Resident | None:
+        """What of the training split lies on the device."""
+        return build.build_resident(self.config.data, self.config.train, self.model, device)
 
     def reader(self, step: int, read: Position) -> DataReader:
         """What hands out the data after a step."""
@@ -95,9 +104,12 @@ class Setup:
         last: int = 0,
     ) -> Driver:
         """What runs the built steps; where sequences grow, the `phases` say on which data. For `last` see Driver."""
-        seed = self.config.run.seed
-        batch = reader.batches(self.dataset, seed) if phases is None else phases.batches(seed)
-        prepare, last = (None, last) if phases is None else (phases.prepare, 0)
+        seed, resident = self.config.run.seed, self.resident(device)
+        dataset, prepare = (
+            (self.dataset, None) if resident is None else (resident.picked(self.dataset), resident.prepare)
+        )
+        batch = reader.batches(dataset, seed) if phases is None else phases.batches(seed)
+        prepare, last = (prepare, last) if phases is None else (phases.prepare, 0)
         parts = self.config.rate_parts
         return build.build_driver(self.model, device, steps, batch, *parts, seed, prepare, last, self.world)
 

@@ -160,7 +160,7 @@ class PlanReport:
 
 _PLURAL = {
     "parameter": "parameters", "frozen": "frozen parameters", "gradient": "gradients", "optimizer": "optimizer state",
-    "copy": "compute copies", "buffer": "saved buffers", "constant": "derived buffers",
+    "copy": "compute copies", "buffer": "saved buffers", "constant": "derived buffers", "cache": "data on the device",
 }  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from ttrain.optim.clip import Norms, global_norms
 from ttrain.optim.groups import ParameterRun, parameter_runs
 from ttrain.parallel.ranks import Ranks
 from ttrain.train.steps.pieces import RunPieces, average_spec, block_norm, directions, part_of
+from ttrain.train.steps.resident import Resident
 
 GRADIENT = "/gradient"  # after the path of a parameter
 GRAD_NORM = "grad_norm"
@@ -39,7 +40,8 @@ class StepGraph:
     """Records the steps of one run.
 
     Inputs are declared whether a step reads them or not, so that a run hands over the same record whatever the model:
-        trace_train       batch fields, loss_weight, seed, lr inputs, step   -> outputs loss, grad_norm
+        trace_train       batch fields or what picks them on the device, loss_weight, seed, lr inputs, step
+                                                                             -> outputs loss, grad_norm
         trace_accumulate  batch fields, loss_weight, seed                    -> loss
         trace_update      lr inputs, step                                    -> grad_norm
         trace_norm        nothing                                            -> grad_norm
@@ -62,7 +64,7 @@ class StepGraph:
     guarded: bool = False  # the update is a step of its own, which runs only where the gradients are finite
     chips: int = 1  # that share a batch: each works on `rows` of its own, and gradients are summed over all of them
     watched: bool = False  # also output the norm of the activations that the loss reads
-    holds_batch: bool = False  # batch fields are state, written once, instead of inputs
+    resident: Resident | None = None  # batch fields that lie on the device instead of being inputs
     ema: float | None = None  # decay of the averages of the weights; None keeps none
     shorter: Model | None = None  # records training in its place, on shorter sequences, over the same parameters
     ranks: Ranks = Ranks()  # that divide a batch of several slices: each works on slices of `rows` * `accumulation`
@@ -186,7 +188,7 @@ class StepGraph:
         members = [(run.name, parameter) for run in self.runs for parameter in run.parameters]
         compute = self.model.compute
         placed = [*members, *(("frozen", parameter) for parameter in self.frozen)]
-        batch = self.model.batch_specs(self.rows) if self.holds_batch else {}
+        held = {} if self.resident is None else self.resident.specs
 
         sharding = training and self.ranks.sharding
         owned = {p: run.parts(at) for run in self.pieces for at, p in enumerate(run.run.parameters)} if sharding else {}
@@ -199,7 +201,7 @@ class StepGraph:
             everywhere = everywhere or parameter not in owned
             return StateTensor(name, spec, kind, run, parameter.padding * padded, None, parts, everywhere)
 
-        tensors = [StateTensor(name, spec, Kind.CACHE) for name, spec in batch.items()]
+        tensors = [StateTensor(name, spec, Kind.CACHE) for name, spec in held.items()]
         tensors += [tensor(p.path, p.spec, p.kind, run, p, not p.has_copy(compute)) for run, p in placed]
         copied = [(run, p) for run, p in placed if p.has_copy(compute)]
         tensors += [tensor(p.copy_name, p.read_spec(compute), Kind.COPY, run, p) for run, p in copied]
@@ -224,8 +226,8 @@ class StepGraph:
 
     def _loss(self, graph: Graph, rows: int, training: bool) -> Value:
         model = self.shorter if training and self.shorter is not None else self.model
-        if self.holds_batch:
-            graph.held = frozenset(model.batch_specs(rows))
+        if self.resident is not None and training:
+            graph.given = self.resident.values(graph, rows)
         for name, spec in model.batch_specs(rows).items():
             graph.input(name, spec)
         graph.input(LOSS_WEIGHT, SCALAR)

@@ -1,0 +1,95 @@
+"""Training data that lies on the device: the same numbers as of batches that are handed over, to the bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ttrain.cli import main
+from ttrain.config import build
+from ttrain.core.errors import UserError
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.data.settings import RegressionConfig
+from ttrain.device.settings import DeviceConfig
+from ttrain.models.mlp import MLP
+from ttrain.models.settings import MLPConfig
+from ttrain.train.settings import TrainConfig
+from ttrain.train.steps.resident import PLACES, Resident
+
+SMALL = ["model=mlp", "model.width=8", "data=regression", "data.examples=100", "train.batch_size=6", "device=cpu"]
+
+
+def losses(folder: Path, *overrides: str) -> list[dict[str, Any]]:
+    steps = ["train.steps=4", "train.log_every=1", "train.eval_every=2", f"run.dir={folder}"]
+    assert main([*SMALL, *steps, *overrides]) == 0
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text("utf-8").splitlines())
+    return [{key: value for key, value in line.items() if "loss" in key or key == "grad_norm"} for line in lines]
+
+
+@pytest.mark.parametrize("more", [["engine=dynamic"], ["train.accumulation=2"], ["precision=bf16", "data.order=epoch"]])
+def test_a_run_is_the_same_to_the_bit(more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handed = losses(tmp_path / "host", *more, "data.resident=host")
+    written: list[Any] = []
+    write = Resident.write
+    monkeypatch.setattr(Resident, "write", lambda self, *given: (written.append(self), write(self, *given)))
+    assert losses(tmp_path / "device", *more, "data.resident=device") == handed
+    assert len(handed) > 4 and [resident.examples for resident in written] == [90]
+
+
+def test_a_step_is_handed_places_alone(tmp_path: Path) -> None:
+    given: list[set[str]] = []
+    model = MLP(MLPConfig(layers=2, width=8))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "ttrain.device.torch.device.TorchDevice.upload_inputs", lambda _, __, arrays: given.append({*arrays})
+        )
+        losses(tmp_path / "run", "data.resident=device", "optimizer=sgd", "train.eval_every=100", "engine=static")
+    # The seed is read by nobody here.
+    assert given[0] == {PLACES, "loss_weight", "lr", "step"} and model.batch_specs(6).keys() == {"inputs", "targets"}
+
+
+def test_fp32_lies_in_parts_on_a_device_that_looks_up_bf16(tmp_path: Path) -> None:
+    fields = {"inputs": TensorSpec((32, 32), DType.BF16), "targets": TensorSpec((32, 32))}
+    resident = Resident(fields, 64, in_parts=True)
+    assert {spec.dtype for spec in resident.specs.values()} == {DType.BF16} and len(resident.specs) == 1 + 3
+    written: dict[str, np.ndarray] = {}
+
+    class State:
+        def write(self, name: str, array: np.ndarray) -> None:
+            written[name] = array
+
+    random = np.random.default_rng(0)
+    whole = (random.standard_normal((64, 32)) * 10.0 ** random.integers(-20, 20, (64, 32))).astype(np.float32)
+    resident_state: Any = State()
+    resident.write(resident_state, {"inputs": whole, "targets": whole})
+    parts = [written[f"data/targets/{part}"] for part in range(3)]
+    assert not any((part.view(np.uint32) & 0xFFFF).any() for part in parts)  # each is a bf16 number
+    assert np.array_equal(parts[0] + parts[1] + parts[2], whole)
+
+
+def test_where_the_data_lies() -> None:
+    train, model = TrainConfig(batch_size=6), MLP(MLPConfig(layers=2, width=8))
+
+    def found(device: str, **data: Any) -> Resident | None:
+        return build.build_resident(
+            RegressionConfig(**data), train, model, build.planned_device(DeviceConfig(name=device))
+        )
+
+    assert found("cuda") == Resident(model.batch_specs(6), 7373)
+    assert found("cpu") is None and found("null") is None and found("cuda", resident="host") is None
+    assert (
+        found("cuda", examples=5_000_000) is None and found("cuda", examples=5_000_000, resident="device") is not None
+    )
+    assert found("cpu", resident="device") is not None
+
+
+def test_what_can_t_lie_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data.resident=device", "device=cpu"]) == 2
+    assert "data.resident=device: data=text hands out sequences" in capsys.readouterr().err
+    mesh: Any = type("Mesh", (), {"name": "t3000", "chips": 8, "narrow_lookups": True})()
+    with pytest.raises(UserError, match="chips of a mesh share every batch"):
+        build.build_resident(RegressionConfig(resident="device"), TrainConfig(), MLP(MLPConfig()), mesh)
