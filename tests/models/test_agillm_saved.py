@@ -83,4 +83,4 @@ def test_padding_that_follows_from_the_device_is_not_kept() -> None:
     config = load(["model=agillm", "model.preset=femto_1x", "model.vocabulary=40", "device=n300"])
     model: Any = build.build_model(*config.model_parts)
     assert model.config.pad_vocabulary == 32 and model.embedding.weight.padding == 24
-    assert build.stored_model(config.model, model)["pad_vocabulary"] is None
+    assert build.resolved_model(config.model, model)["pad_vocabulary"] is None

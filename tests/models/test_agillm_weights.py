@@ -170,13 +170,15 @@ def test_what_a_file_of_the_original_says_of_the_function() -> None:
     """Heads and tying as the original writes them; a head of its own under our name says that it is not tied."""
     model = small()
     file = model.original_file(initial_values(model, 0))
-    assert model.claimed(file) == {"heads": 2, "tied": False} and not differing(model.claimed(file), model.config)
+    assert model.original_config(file) == {"heads": 2, "tied": False} and not differing(
+        model.original_config(file), model.config
+    )
     other = {**file, "cfg": {**file["cfg"], "heads": 4}, "tie_weights": True}
-    assert differing(model.claimed(other), model.config) == [
+    assert differing(model.original_config(other), model.config) == [
         "model.heads: 4 where the weights come from, 2 given",
         "model.tied: True where the weights come from, False given",
     ]
-    assert model.claimed(initial_values(model, 0)) == {"tied": False}
+    assert model.original_config(initial_values(model, 0)) == {"tied": False}
     standard = dataclasses.replace(model.config, alibi="standard", dropout=0.0, label_smoothing=0.0)
     assert differing(dataclasses.asdict(model.config), standard) == [
         "model.alibi: 'agillm3' where the weights come from, 'standard' given"

@@ -27,7 +27,7 @@ from ttrain.optim.settings import AdamWConfig
 from ttrain.train.checkpoint.checkpoint import read_checkpoint
 from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
 from ttrain.train.forecast.plan_report import plan_report
-from ttrain.train.runs.export import Stored
+from ttrain.train.runs.export import WeightState
 from ttrain.train.runs.warm_start import open_warm_start
 from ttrain.train.steps import session as run_session
 from ttrain.train.steps.step_graph import StepGraph
@@ -145,7 +145,7 @@ def test_sampling_and_export_have_it(tmp_path: Path) -> None:
     reader = State(open_cpu(), StepGraph(Centred(), AdamW(AdamWConfig()), ROWS).state_tensors(training=False))
     saved.load(reader, optimizer=False)
     assert np.array_equal(reader.read("mean"), session.state.read("mean"))
-    exported = save_checkpoint(tmp_path / "exported", Stored(saved.weights(), Centred()), CONTENT)
+    exported = save_checkpoint(tmp_path / "exported", WeightState(saved.weights(), Centred()), CONTENT)
     assert exported.weights().keys() == {"linear.weight", "linear.bias", "mean"}
     assert np.array_equal(exported.weights()["mean"], session.state.read("mean"))
 
@@ -153,7 +153,7 @@ def test_sampling_and_export_have_it(tmp_path: Path) -> None:
 def test_a_warm_start_takes_it(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
-    values = {name: np.ones(tensor.shape, np.float32) for name, tensor in Centred().stored().items()}
+    values = {name: np.ones(tensor.shape, np.float32) for name, tensor in Centred().persistent().items()}
     save_file(values, tmp_path / "w.safetensors")
     start = open_warm_start(str(tmp_path / "w.safetensors"), Centred())
     assert start.fitting == ("linear.weight", "linear.bias", "mean")

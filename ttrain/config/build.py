@@ -126,7 +126,7 @@ def _model(config: Any, precision: PrecisionConfig, lora: LoraConfig) -> Model:
     return built
 
 
-def stored_model(config: Any, model: Model) -> dict[str, Any]:
+def resolved_model(config: Any, model: Model) -> dict[str, Any]:
     """The model's config as checkpoints keep it: with its sizes, and without what a null leaves to the device."""
     kept = as_keys(model.config)
     return kept | ({"pad_vocabulary": config.pad_vocabulary} if isinstance(config, AGILLMConfig) else {})

@@ -263,9 +263,9 @@ class AGILLM(Module):
         sizes = {"d": self.width, "layers": self.layers, "heads": self.heads, "rank": self.rank}
         return {**agillm_weights.nested(self.to_original(values)), "cfg": sizes, "tie_weights": self.config.tied}
 
-    def claimed(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """What a file of the original says of its model; see agillm_weights.claimed."""
-        return agillm_weights.claimed(content)
+    def original_config(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """What a file of the original says of its model; see agillm_weights.original_config."""
+        return agillm_weights.original_config(content)
 
     def from_original(self, content: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
         """The content of an original's file -> its values by path; see agillm_weights.from_original."""

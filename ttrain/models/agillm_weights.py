@@ -87,7 +87,7 @@ def _plain(name: Any) -> str:
     return str(name).replace(_COMPILED, "")
 
 
-def claimed(content: Mapping[str, Any]) -> dict[str, Any]:
+def original_config(content: Mapping[str, Any]) -> dict[str, Any]:
     """What a file of the original says of its model besides shapes, by our keys."""
     cfg, tied = content.get("cfg"), content.get("tie_weights")
     heads = {"heads": cfg["heads"]} if isinstance(cfg, Mapping) and "heads" in cfg else {}

@@ -73,7 +73,7 @@ class Model(Protocol):
         """Tensors that are not trained by path, saved or derived."""
         ...
 
-    def stored(self) -> dict[str, Parameter | Buffer]:
+    def persistent(self) -> dict[str, Parameter | Buffer]:
         """What files of weights hold, by path: parameters, and buffers that are saved."""
         ...
 

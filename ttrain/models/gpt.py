@@ -192,9 +192,9 @@ class GPT(Decoder):
         sizes |= {"bias": self.config.bias, "vocab_size": self.vocabulary, "dropout": self.config.dropout}
         return {"model": self.to_original(values), "model_args": sizes}
 
-    def claimed(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """What a file of an original says of its model; see gpt_weights.claimed."""
-        return gpt_weights.claimed(content)
+    def original_config(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """What a file of an original says of its model; see gpt_weights.original_config."""
+        return gpt_weights.original_config(content)
 
     def from_original(self, weights: Mapping[str, Any], strict: bool = True) -> Mapping[str, Weight]:
         """Weights of nanoGPT or of Hugging Face's GPT-2 -> parameters by path; see gpt_weights.from_original."""

@@ -29,16 +29,16 @@ def whole(stored: Mapping[str, Any], config: Any) -> dict[str, Any]:
     return {**{declared.name: default_of(declared) for declared in fields(config)}, **stored}
 
 
-def differing(said: Mapping[str, Any], config: Any, effects: Collection[str] = FUNCTION) -> list[str]:
+def differing(source: Mapping[str, Any], config: Any, effects: Collection[str] = FUNCTION) -> list[str]:
     """One `model.key: old where the weights come from, new given` per key whose value is another one.
 
-    `said` is what the weights' source says of the model, by our keys: the whole config or a part. `config` is that of
+    `source` is what the weights' source says of the model, by our keys: the whole config or a part. `config` is that of
     the model that is to take the weights, sizes filled in.
     """
     return [
-        f"{f'model.{key}' if hasattr(config, key) else key}: {said[key]!r} where the weights come from, {new!r} given"
+        f"{f'model.{key}' if hasattr(config, key) else key}: {source[key]!r} where the weights come from, {new!r} given"
         for key, new in _compared(config, effects)
-        if key in said and said[key] != new
+        if key in source and source[key] != new
     ]
 
 

@@ -229,9 +229,9 @@ class Llama(Decoder):
         """Weights under Transformers' names, and the config that Transformers builds the model with."""
         return {"model": self.to_original(values), "config": llama_weights.config_to_transformers(self.config)}
 
-    def claimed(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """What a file of an original says of its model; see llama_weights.claimed."""
-        return llama_weights.claimed(content)
+    def original_config(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """What a file of an original says of its model; see llama_weights.original_config."""
+        return llama_weights.original_config(content)
 
     def from_original(self, weights: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
         """Weights of Transformers -> parameters by path; see llama_weights.from_original."""

@@ -85,7 +85,7 @@ def _full_name(name: Any) -> str:
     return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
 
 
-def claimed(content: Mapping[str, Any]) -> dict[str, Any]:
+def original_config(content: Mapping[str, Any]) -> dict[str, Any]:
     """What a file of an original says of its model, by our keys: the config.json beside it, or a config in it."""
     config = content["config"] if isinstance(content.get("config"), Mapping) else content
     return config_from_transformers(config) if "model_type" in config else {}

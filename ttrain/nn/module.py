@@ -164,7 +164,7 @@ class Module:
         """Buffers by path, likewise."""
         return {path: tensor for path, tensor in self._tensors().items() if isinstance(tensor, Buffer)}
 
-    def stored(self) -> dict[str, Parameter | Buffer]:
+    def persistent(self) -> dict[str, Parameter | Buffer]:
         """What files of weights hold, by path: parameters, and buffers that are saved."""
         return {**self.parameters(), **{path: buffer for path, buffer in self.buffers().items() if buffer.saved}}
 

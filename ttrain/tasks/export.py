@@ -61,7 +61,7 @@ def _write_file(given: OpenedModel, file: Path, form: str) -> None:
         if form == "gguf":
             write_gguf(file, given.model, given.values, given.tokenizer_json, given.end_token, _tokenizer_config(given))
         else:
-            metadata = Metadata(build.stored_model(given.config.model, given.model), given.tokenizer_json)
+            metadata = Metadata(build.resolved_model(given.config.model, given.model), given.tokenizer_json)
             write_weights(given.model, given.values, file, form, given.step or 0, metadata)
     size = format_bytes(file.stat().st_size)
     print(f"{file}: {format_count(given.model.parameter_count)} parameters, {size}.")
@@ -155,7 +155,7 @@ def _compacted(given: OpenedModel) -> tuple[OpenedModel, dict[str, Any]]:
 def _write_folder(given: OpenedModel, folder: Path, shard_mb: int) -> None:
     from ttrain.train.runs.export_folder import Written, model_card, write_folder
 
-    stored = {**to_dict(given.config), "model": build.stored_model(given.config.model, given.model)}
+    stored = {**to_dict(given.config), "model": build.resolved_model(given.config.model, given.model)}
     card = model_card(folder.name, stored, given.model.parameter_count, given.origin, given.progress)
     what = Written(given.model, given.values, given.tokenizer_json, given.end_token, card, _tokenizer_config(given))
     write_folder(folder, what, shard_mb * 1_000_000)
@@ -168,10 +168,10 @@ def _write_folder(given: OpenedModel, folder: Path, shard_mb: int) -> None:
 def _write_run(given: OpenedModel, folder: Path, report: dict[str, Any] | None) -> None:
     from ttrain.train.checkpoint.progress import Progress, position_after
     from ttrain.train.checkpoint.save import CheckpointContent
-    from ttrain.train.runs.export import Stored, write_run
+    from ttrain.train.runs.export import WeightState, write_run
     from ttrain.train.runs.record import environment_record
 
-    stored = {**to_dict(given.config), "model": build.stored_model(given.config.model, given.model)}
+    stored = {**to_dict(given.config), "model": build.resolved_model(given.config.model, given.model)}
     stored["run"]["dir"] = None  # a run does not know where it lies, so it can be moved
     stored["task"]["name"] = "train"
     step = given.step or 0
@@ -183,7 +183,7 @@ def _write_run(given: OpenedModel, folder: Path, report: dict[str, Any] | None) 
     attempt = {**environment_record(stored, {}, {}, None, arguments), "exported_from": given.origin}
     if report is not None:
         attempt["compacted"] = report
-    written = write_run(folder, Stored(given.values, given.model), content, attempt)
+    written = write_run(folder, WeightState(given.values, given.model), content, attempt)
     print(f"{written}: a run with the parameters of {given.origin}, without optimizer state.")
     if given.tokenizer_json is None:
         print("It has no tokenizer, so it can't be sampled. Give export.tokenizer=<tokenizer.json>.")

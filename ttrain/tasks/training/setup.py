@@ -223,7 +223,7 @@ def set_up(config: Config, stack: ExitStack, world: World | None = None) -> Setu
         dataset = build.build_dataset(data, config.model, train.length_schedule, refuse)
     model = build.build_model(*config.model_parts, dataset.vocabulary)
     check_groups(model.parameters(), config.optimizer)
-    stored = {**to_dict(config), "model": build.stored_model(config.model, model)}
+    stored = {**to_dict(config), "model": build.resolved_model(config.model, model)}
     stored["run"]["dir"] = None  # a run does not know where it lies, so it can be moved
     if point is not None:
         resuming.check_architecture(point.checkpoint.config, model.config, point.checkpoint.path)

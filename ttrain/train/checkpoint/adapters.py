@@ -94,16 +94,16 @@ class PeftAdapter:
     """A folder of PEFT, its config read and understood."""
 
     folder: Path
-    said: Mapping[str, Any]
+    config: Mapping[str, Any]
 
     @classmethod
     def open(cls, folder: str) -> PeftAdapter:
         """Raises CheckpointError where it is none, or holds what is not understood."""
         path = Path(folder) / CONFIG
         try:
-            said = json.loads(path.read_text("utf-8"))
-            other = {key: said[key] for key, plain in _PLAIN.items() if said.get(key, plain) not in (plain, None)}
-            rank, alpha = int(said["r"]), float(said["lora_alpha"])
+            config = json.loads(path.read_text("utf-8"))
+            other = {key: config[key] for key, plain in _PLAIN.items() if config.get(key, plain) not in (plain, None)}
+            rank, alpha = int(config["r"]), float(config["lora_alpha"])
             if rank < 1 or alpha <= 0:
                 raise ValueError("r and lora_alpha must be greater than 0")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -114,14 +114,14 @@ class PeftAdapter:
         if other:
             told = ", ".join(f"{key}={value!r}" for key, value in other.items())
             raise CheckpointError(f"lora.from={folder}: {told}: only plain LoRA is understood.")
-        return cls(Path(folder), said)
+        return cls(Path(folder), config)
 
     def adopted(self, lora: LoraConfig, given: Iterable[str]) -> LoraConfig:
         """The config with what the folder says; `given` are the keys that the user gave, which have to agree."""
-        wanted, chosen = self.said.get("target_modules"), ("layers_to_transform", "exclude_modules")
-        whole = isinstance(wanted, list) and not any(self.said.get(key) for key in chosen)
+        wanted, chosen = self.config.get("target_modules"), ("layers_to_transform", "exclude_modules")
+        whole = isinstance(wanted, list) and not any(self.config.get(key) for key in chosen)
         targets = sorted(map(str, wanted or [])) if whole else sorted(self._layers())
-        found = replace(lora, rank=int(self.said["r"]), alpha=float(self.said["lora_alpha"]))
+        found = replace(lora, rank=int(self.config["r"]), alpha=float(self.config["lora_alpha"]))
         for key in ("rank", "alpha"):
             if f"lora.{key}" in given and getattr(lora, key) != getattr(found, key):
                 raise CheckpointError(

@@ -34,7 +34,7 @@ from ttrain.core.units import format_bytes
 from ttrain.graph.kinds import Kind
 from ttrain.models.weight_checks import Weights
 from ttrain.optim.base import AVERAGE
-from ttrain.train.checkpoint.shards import check_header, read_tensors, stored_tensors, tensors_of
+from ttrain.train.checkpoint.shards import check_header, lazy_tensors, read_tensors, tensors_of
 from ttrain.train.checkpoint.state_match import match
 from ttrain.train.protocols import SAVED_KINDS, Array, State, StateValues
 from ttrain.train.settings import with_current_keys
@@ -159,14 +159,14 @@ class Checkpoint:
     def has_averages(self) -> bool:
         """Whether the run keeps averages of its weights."""
         files = [self.path / name for name in self.shards(Kind.OPTIMIZER)]
-        return any(name.endswith(f"/{AVERAGE}") for name in stored_tensors(files))
+        return any(name.endswith(f"/{AVERAGE}") for name in lazy_tensors(files))
 
-    def weights(self, averages: bool) -> Mapping[str, Array]:
+    def weights(self, averages: bool = False) -> Mapping[str, Array]:
         """Parameters and saved buffers by path, with `averages` those in their place that the run keeps; each is read
         from the disk when it is asked for.
         """
-        plain = stored_tensors(self.path / name for name in self.shards(*STEMS.keys() - {Kind.OPTIMIZER}))
-        kept = stored_tensors(self.path / name for name in self.shards(Kind.OPTIMIZER)) if averages else {}
+        plain = lazy_tensors(self.path / name for name in self.shards(*STEMS.keys() - {Kind.OPTIMIZER}))
+        kept = lazy_tensors(self.path / name for name in self.shards(Kind.OPTIMIZER)) if averages else {}
         names = {path: f"{path}/{AVERAGE}" for path in plain}
         return Weights(plain.keys(), lambda path: kept[names[path]] if names[path] in kept else plain[path])
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ttrain.core.errors import CheckpointError, ConfigError, UserError
 from ttrain.models import gpt_weights, llama_weights
-from ttrain.train.checkpoint.shards import StoredTensor, check_header, tensors_of
+from ttrain.train.checkpoint.shards import LazyTensor, check_header, tensors_of
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -132,7 +132,7 @@ def missing_weights(folder: Path) -> str | None:
     return f"{folder} has no {WEIGHTS}. Bring the whole folder."
 
 
-def read_folder(folder: Path) -> dict[str, StoredTensor]:
+def read_folder(folder: Path) -> dict[str, LazyTensor]:
     """The tensors of a folder by the names in its files; values are read when they are needed.
 
     Raises CheckpointError where a file is missing or damaged, or the index names other tensors than the files hold.
@@ -141,7 +141,7 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(problem)
     indexed = _weight_map(folder) if (folder / INDEX).is_file() else None
     files = [folder / name for name in ([WEIGHTS] if indexed is None else sorted(set(indexed.values())))]
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, LazyTensor] = {}
     for file in files:
         check_header(file)
         found |= {tensor.name: tensor for tensor in tensors_of(file)}

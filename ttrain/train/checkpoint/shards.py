@@ -20,7 +20,7 @@ MAX_HEADER_BYTES = 100_000_000  # of a safetensors file: the limit of the librar
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class LazyTensor:
     """A tensor of a file by its header; the values are read whenever an array is made of it, bf16 as fp32."""
 
     path: Path
@@ -39,7 +39,7 @@ class StoredTensor:
             return np.asarray(_array(shard, self.path, self.name), dtype)
 
 
-def stored_tensors(shards: Iterable[Path]) -> Weights:
+def lazy_tensors(shards: Iterable[Path]) -> Weights:
     """The tensors of several files by name."""
     found = {tensor.name: tensor for shard in shards for tensor in tensors_of(shard)}
     return Weights(found, lambda name: np.asarray(found[name]))
@@ -59,12 +59,12 @@ def check_header(path: Path) -> None:
         )
 
 
-def tensors_of(path: Path) -> Iterator[StoredTensor]:
+def tensors_of(path: Path) -> Iterator[LazyTensor]:
     """Every tensor of a file, from its header alone."""
     with _open_shard(path) as shard:
         for name in shard.keys():  # noqa: SIM118 - not a mapping
             described = shard.get_slice(name)
-            yield StoredTensor(path, name, tuple(described.get_shape()), described.get_dtype())
+            yield LazyTensor(path, name, tuple(described.get_shape()), described.get_dtype())
 
 
 def read_tensors(path: Path, wanted: Container[str]) -> Iterator[tuple[str, Array]]:

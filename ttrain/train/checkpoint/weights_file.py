@@ -104,10 +104,10 @@ class Metadata:
     original: Mapping[str, Any] = field(default_factory=dict)  # all that a file of another program holds
 
     def of(self, model: Any) -> dict[str, Any]:
-        """By our keys; a model with `claimed` understands what its original writes. Plain values only."""
+        """By our keys; a model with `original_config` understands what its original writes. Plain values only."""
         told = self.model
         if told is None:
-            told = model.claimed(self.original) if hasattr(model, "claimed") else {}
+            told = model.original_config(self.original) if hasattr(model, "original_config") else {}
         plain = {key: value for key, value in told.items() if isinstance(value, str | int | float | NoneType)}
         return plain if self.model is None else whole(plain, model.config)
 
@@ -170,12 +170,12 @@ def _object(text: Any) -> dict[str, Any] | None:
 
 
 def weights_of(path: Path, model: Any, content: Mapping[str, Any], strict: bool = False) -> Mapping[str, Any]:
-    """The weights in a file by the paths of `model.stored()`, as arrays or tensors: what fits by name, no more.
+    """The weights in a file by the paths of `model.persistent()`, as arrays or tensors: what fits by name, no more.
 
     `content` is the file's. Raises CheckpointError for a file in which no name fits, or one fits a value that is no
     weight, and for an original's, if `strict`, where its names and shapes are not exactly the model's.
     """
-    paths = model.stored()
+    paths = model.persistent()
     if found := {name: content[name] for name in content if name in paths}:
         if problems := unusable(found):
             raise CheckpointError(f"{path} holds values that are no weights:\n  " + listed(problems, 20, "\n  "))
@@ -194,7 +194,7 @@ def read_parameters(path: Path, model: Any, content: Mapping[str, Any] | None = 
     Raises CheckpointError naming what is missing, left over, of another shape, no tensor or not finite.
     """
     content = read_file(path) if content is None else content
-    shapes = {name: parameter.stored_spec.shape for name, parameter in model.stored().items()}
+    shapes = {name: parameter.stored_spec.shape for name, parameter in model.persistent().items()}
     if any(name in shapes for name in content):
         if problems := mismatches(content, shapes, "not a parameter of this model"):
             raise CheckpointError(f"{path} does not fit this model:\n  " + listed(problems, 20, "\n  "))

@@ -22,18 +22,18 @@ from ttrain.train.runs.run_directory import RunDirectory
 
 
 @dataclass
-class Stored:
+class WeightState:
     """Weights by path as the state that a checkpoint is written from; each is read when it is asked for."""
 
     values: Mapping[str, Array]
     model: Any
 
     def names(self, *kinds: Kind) -> list[str]:
-        of = {path: tensor.kind for path, tensor in self.model.stored().items()}
+        of = {path: tensor.kind for path, tensor in self.model.persistent().items()}
         return [path for path, kind in of.items() if not kinds or kind in kinds]
 
     def spec(self, name: str) -> TensorSpec:
-        spec: TensorSpec = self.model.stored()[name].stored_spec
+        spec: TensorSpec = self.model.persistent()[name].stored_spec
         return spec
 
     def read(self, name: str) -> Array:
@@ -87,7 +87,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         raise UserError(f"export.dir={folder} can't be written: {error.strerror or error}.") from None
 
 
-def write_run(folder: Path, stored: Stored, content: CheckpointContent, attempt: dict[str, Any]) -> Path:
+def write_run(folder: Path, stored: WeightState, content: CheckpointContent, attempt: dict[str, Any]) -> Path:
     """A new run folder with one checkpoint that holds parameters only. Returns the folder.
 
     Raises UserError where the folder can't be made or is not new; nothing is left of one that does not get whole.

@@ -70,7 +70,7 @@ class WarmStart:
 
     def lines(self) -> list[str]:
         """For people: what was taken, then a row for every parameter that keeps its own first values."""
-        stored = self.model.stored()
+        stored = self.model.persistent()
         shapes = {path: stored[path].shape for path in (*self.fitting, *self.others)}
         taken = sum(math.prod(shapes[path]) for path in self.fitting)
         counts = f"{len(self.fitting)} of {len(shapes)} parameters"
@@ -104,7 +104,7 @@ def open_warm_start(
     """
     key, path = ("model.from", find_folder(source, weights=True)) if whole else ("train.init_from", Path(source))
     values, metadata = _open(path, model, whole)
-    parameters = model.stored()
+    parameters = model.persistent()
     fitting, others = _compared(values, parameters, f"{key}={source}")
     differences = tuple(differing(metadata.of(model), model.config))
     vocabulary = getattr(model.config, "vocabulary", None)
