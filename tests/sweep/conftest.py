@@ -35,6 +35,16 @@ if seed in (106, 108) and not fixed:  # the user interrupts; 108 does not stop f
     for _ in range(100): time.sleep(0.1); _ == 3 and os.kill(os.getppid(), signal.SIGINT)
 if seed == 107: time.sleep(0.5)
 value = float(overrides.get("optimizer.lr", 1)) + seed
+if seed in (110, 111):  # ten evaluations; 111 kills the sweep before the first one of its third job
+    (folder / "run.json").write_text("{}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
+    for number in range(1, 11):
+        time.sleep(0.0 if os.path.exists("fast") else 0.05)
+        if seed == 111 and number == 1 and folder.name.startswith("002") and not fixed:
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"step": number, "val/loss": value + 1 / number}) + "\\n")
 if "plan.json" in overrides:
     plan = {"parameters": {"total": 7}, "memory": {"total": 2048}, "expected": {"step_ms": 2.0 * value}}
     sys.exit(pathlib.Path(overrides["plan.json"].strip("'")).write_text(json.dumps(plan)) and 0)

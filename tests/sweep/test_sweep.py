@@ -215,6 +215,69 @@ def test_an_interrupted_search_repeats_nothing_it_knows(sweep: Sweep) -> None:
     assert len(started()) == 2
 
 
+PRUNED = ("optimizer.lr=interval(0.1,1)", "train.steps=100", "train.eval_every=10", "sweep.search=random")
+
+
+def test_a_pruned_search_takes_half_the_steps_and_finds_the_same(sweep: Sweep, capfd: Any) -> None:
+    """The same draws with and without: the best is the best of all, and what is pruned is worse than it."""
+    pytest.importorskip("optuna", reason="sweep.search needs the package optuna")
+    overrides = (*PRUNED, "run.seed=110", "sweep.trials=6")
+    Path("fast").touch()
+    assert sweep(*overrides, "sweep.dir=whole") == 0
+    Path("fast").unlink()
+    assert sweep(*overrides, "sweep.dir=pruned", "sweep.prune=asha") == 0
+    told = [line for line in capfd.readouterr().err.splitlines() if "best: job" in line]
+    assert len(told) == 2 and told[0] == told[1] and " optimizer.lr=0." in told[0]
+    done = {
+        name: [len(path.read_text().splitlines()) for path in Path(name).glob("*/metrics.jsonl")]
+        for name in ("whole", "pruned")
+    }
+    assert len(done["pruned"]) == 6 and done["whole"] == [10] * 6 and sum(done["pruned"]) <= 30
+    rows = table(Path("pruned"))
+    finished = [float(row["optimizer.lr"]) for row in rows if row["state"] == "finished"]
+    pruned = [float(row["optimizer.lr"]) for row in rows if row["state"] == "pruned"]
+    assert finished and pruned and len(finished) + len(pruned) == 6 and min(finished) < min(pruned)
+    drawn = Path("pruned/evaluations.svg").read_text()
+    assert drawn.count("<polyline") + drawn.count("<circle") >= 6
+    Path("started.jsonl").unlink()
+    assert sweep(*overrides, "sweep.dir=pruned", "sweep.prune=hyperband") == 0
+    assert not started(), "a search that is done is not run again"
+
+
+def test_a_killed_search_goes_on_where_it_was(sweep: Sweep) -> None:
+    """What finished or was pruned is not repeated; the job that ran goes on."""
+    pytest.importorskip("optuna", reason="sweep.search needs the package optuna")
+    overrides = [*PRUNED, "run.seed=111", "sweep.trials=5", "sweep.prune=median", "sweep.dir=mine"]
+    program = f"""
+from ttrain.config.compose import Composer
+from ttrain.sweep import command, run
+run.PROGRAM, run._POLL_SECONDS = {run.PROGRAM!r}, 0.005
+with Composer() as composer: command.run(composer, {overrides!r}, ())
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(run.__file__).parents[2])}
+    killed = subprocess.run([sys.executable, "-c", program], env=environment, timeout=170, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert statuses(Path("mine"))["002"]["state"] == "running" and len(started()) == 3
+    before = {number: status["state"] for number, status in statuses(Path("mine")).items()}
+    Path("fixed").touch()
+    assert sweep(*overrides) == 0
+    again = [next(word for word in entry["overrides"] if word.startswith("run.dir=")) for entry in started()][3:]
+    assert len(again) == 3 and "002" in again[0], "the one that ran, and two that are new"
+    assert "resume=auto" in started()[3]["overrides"] and "resume=auto" not in started()[4]["overrides"]
+    after = statuses(Path("mine"))
+    assert len(after) == 5 and {status["state"] for status in after.values()} <= {"finished", "pruned"}
+    assert all(after[number]["state"] == state for number, state in before.items() if number != "002")
+    assert after["000"]["attempts"] == 1 and after["002"]["attempts"] == 2
+
+
+def test_what_pruning_needs(sweep: Sweep) -> None:
+    given = ("optimizer.lr=interval(0.1,1)", "sweep.prune=asha")
+    with pytest.raises(ConfigError, match=r"sweep.prune=asha: ends jobs of a search. Give sweep.search=tpe"):
+        sweep("optimizer.lr=0.1,0.2", "sweep.prune=asha")
+    with pytest.raises(ConfigError, match=r"needs more than sweep.prune_after=1 .* at most 50"):
+        sweep(*given, "sweep.search=random", "train.steps=100", "train.eval_every=null")
+
+
 def test_plans_are_listed_by_what_they_need(sweep: Sweep, capfd: Any) -> None:
     assert sweep("task=plan", "optimizer.lr=0.1,0.2", "run.seed=1") == 0
     path = only_sweep()

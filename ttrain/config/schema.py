@@ -99,6 +99,14 @@ class SweepConfig:
         choices=("tpe", "random", "cmaes", "gp", "qmc"),
     )  # fmt: skip
     trials: int = option(20, "jobs of a search", minimum=1)
+    prune: str | None = option(
+        None,
+        "end a job of a search early where its evaluations are hopeless beside those of the others: asha (successive "
+        "halving), hyperband or median, as Optuna has them; null lets every job finish",
+        choices=("asha", "hyperband", "median"),
+    )
+    prune_after: int = option(1, "evaluations that every job gets", minimum=1)
+    prune_factor: int = option(3, "asha and hyperband: one of so many jobs goes on at each rung", minimum=2)
 
 
 @dataclass

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -14,7 +16,7 @@ from ttrain.config.compose import Composer
 from ttrain.config.schema import SweepConfig
 from ttrain.core.errors import ConfigError, UserError
 from ttrain.sweep import outcome
-from ttrain.sweep.folder import FINISHED, SweepFolder, read_sweep
+from ttrain.sweep.folder import DONE, FINISHED, SweepFolder, read_sweep
 from ttrain.sweep.jobs import Job, SweepOverrides, check_directories, compose_job
 from ttrain.sweep.numbers import as_number, objective_key
 from ttrain.sweep.run import Queue, Runner
@@ -71,8 +73,13 @@ def _search(
         raise UserError(f"sweep.dir={directory} holds another search. Give its overrides again, or another sweep.dir.")
     folder = SweepFolder.open(directory, identity, overrides)
     try:
-        seed = first.config.run.seed
-        search = Search(sweep, settings, folder, seed, lambda job: compose_job(composer, master, job, sweep.own))
+        seed, train = first.config.run.seed, first.config.train
+        evaluations = train.steps // (train.eval_every or train.steps)
+
+        def compose(job: Job) -> Job:
+            return compose_job(composer, master, job, sweep.own)
+
+        search = Search(sweep, settings, folder, seed, compose, evaluations)
         _say(f"sweep {folder.path}: search by {settings.search}, {len(search.jobs)} of {settings.trials} jobs known")
         runner = Runner(folder, settings, flags, _say)
         runner.run(search)
@@ -113,15 +120,35 @@ def _finish(folder: SweepFolder, jobs: Sequence[Job], settings: SweepConfig, run
     axes = list(dict.fromkeys(key for job in jobs for key in job.axes))
     objective = _objective(folder, jobs, settings)
     outcome.draw_axes(folder.path, records, axes, objective)
+    if settings.prune is not None:
+        outcome.draw_evaluations(folder, jobs, objective)
     if records:
         outcome.print_table(records, axes, objective)
-    finished = sum(record["state"] == FINISHED for record in records)
-    done = finished == len(records) and not runner.interrupted
+    finished, pruned = (sum(record["state"] == state for record in records) for state in DONE)
+    done = finished + pruned == len(records) and not runner.interrupted
     folder.finish(done)
-    _say(f"sweep {folder.path}: {finished} of {len(records)} jobs finished; table in {folder.path / 'sweep.csv'}")
+    early = f", {pruned} pruned" if pruned else ""
+    _say(
+        f"sweep {folder.path}: {finished} of {len(records)} jobs finished{early}; table in {folder.path / 'sweep.csv'}"
+    )
+    _tell_best(folder, jobs, records, objective, settings)
     if not done:
         _say("the same command again runs the jobs that are missing or failed")
     return runner.exit_code
+
+
+def _tell_best(
+    folder: SweepFolder, jobs: Sequence[Job], records: Sequence[dict[str, Any]], objective: str, settings: SweepConfig
+) -> None:
+    """The job with the best objective of those that finished, with the command that does it alone."""
+    found = [(r["objective"], job) for r, job in zip(records, jobs, strict=True) if r["state"] == FINISHED and job.axes]
+    found = [(value, job) for value, job in found if value is not None]
+    if not found:
+        return
+    choose = max if (settings.direction == "maximize" or objective == "times_as_fast") else min
+    value, best = choose(found, key=lambda pair: pair[0])
+    own = [override for override in best.overrides if not override.startswith(("hydra.", "run.dir="))]
+    _say(f"best: job {best.name}, {objective} {value:.6g}: {shlex.join(['python', '-m', 'ttrain', *own])}")
 
 
 def _objective(folder: SweepFolder, jobs: Sequence[Job], settings: SweepConfig) -> str:

@@ -25,6 +25,8 @@ STATUS = "status.json"
 LOG = "log.txt"
 ROOT = Path("outputs/sweeps")
 FINISHED = "finished"
+PRUNED = "pruned"  # ended early, because others do better
+DONE = (FINISHED, PRUNED)  # what is not run again
 _MAX_CLAIMS = 10_000
 _SEARCHED = 200  # newest sweeps that are looked at for one to continue
 

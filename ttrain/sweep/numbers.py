@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from ttrain.train.logging.metrics import read_metrics
 TRAINING = ("step", "train/loss", "val/loss", "val/bits_per_byte", "best_val_loss", "tokens_per_s")
 _OUTPUT = {"bench": "bench.out", "plan": "plan.json", "verify": "verify.json"}  # key that says where results go
 _OBJECTIVE = {"bench": "times_as_fast", "plan": "step_ms"}  # where none of the job's numbers is called sweep.objective
+
+METRICS = "metrics.jsonl"
 
 Numbers = dict[str, Any]
 
@@ -56,6 +59,13 @@ def objective_key(task: str, numbers: Numbers, wanted: str) -> str:
     return wanted if wanted in numbers else _OBJECTIVE.get(task, wanted)
 
 
+def measured(run: Path, objective: str) -> list[float]:
+    """What a run's evaluations have found for an objective, oldest first, NaN where that was no finite number."""
+    key = "val/loss" if objective == "best_val_loss" else objective
+    found = [line[key] for line in read_metrics(run / METRICS) if key in line]
+    return [math.nan if value is None else float(value) for value in found]
+
+
 def as_number(value: Any) -> float | None:
     """A float where it is a number, else None."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
@@ -63,7 +73,7 @@ def as_number(value: Any) -> float | None:
 
 def _newest(run: Path) -> Numbers:
     newest: Numbers = {}
-    for line in read_metrics(run / "metrics.jsonl"):
+    for line in read_metrics(run / METRICS):
         newest.update({key: value for key, value in line.items() if value is not None})
     return newest
 

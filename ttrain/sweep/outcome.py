@@ -12,9 +12,9 @@ from typing import Any
 from ttrain.core.files import replace_file
 from ttrain.core.tables import fitted, window
 from ttrain.core.units import format_bytes, format_count, format_duration
-from ttrain.sweep.folder import Status, SweepFolder
+from ttrain.sweep.folder import PRUNED, Status, SweepFolder
 from ttrain.sweep.jobs import Job
-from ttrain.sweep.numbers import TRAINING, Numbers, columns, numbers_of
+from ttrain.sweep.numbers import TRAINING, Numbers, columns, measured, numbers_of
 from ttrain.train.logging.chart import Series, line_chart
 
 _LOG_BYTES = 1 << 18
@@ -115,13 +115,23 @@ def draw_axes(folder: Path, records: Sequence[dict[str, Any]], axes: Sequence[st
     """One SVG per swept key: the objective of every finished job, and the mean of each value."""
     drawn = []
     for key in axes:
-        points = [(r[key], float(r["objective"])) for r in records if r.get(key) and r["objective"] is not None]
+        judged = [r for r in records if r.get(key) and r["objective"] is not None and r["state"] != PRUNED]
+        points = [(r[key], float(r["objective"])) for r in judged]
         chart = _axis_chart(key, points, objective)
         if chart:
             path = folder / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', key)}.svg"
             replace_file(path, chart + "\n")
             drawn.append(path)
     return drawn
+
+
+def draw_evaluations(folder: SweepFolder, jobs: Sequence[Job], objective: str) -> None:
+    """evaluations.svg: what each job's evaluations found, up to where it finished or was pruned."""
+    runs = {job.number: folder.path / str(folder.status(job).get("run", job.name)) for job in jobs}
+    series = [Series(str(number), list(enumerate(measured(run, objective), 1))) for number, run in runs.items()]
+    chart = line_chart(series, f"{objective} of {len(jobs)} jobs", "evaluation", objective)
+    if chart:
+        replace_file(folder.path / "evaluations.svg", chart + "\n")
 
 
 def _axis_chart(key: str, points: Sequence[tuple[str, float]], objective: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -16,9 +17,9 @@ from ttrain.config.schema import SweepConfig
 from ttrain.core.cores import default_threads
 from ttrain.core.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER
 from ttrain.core.units import format_duration
-from ttrain.sweep.folder import FINISHED, LOG, Status, SweepFolder, relative
+from ttrain.sweep.folder import FINISHED, LOG, PRUNED, Status, SweepFolder, relative
 from ttrain.sweep.jobs import Job
-from ttrain.sweep.numbers import as_number, objective_key, output_override
+from ttrain.sweep.numbers import as_number, measured, objective_key, output_override
 from ttrain.sweep.outcome import failure_text, job_numbers
 from ttrain.train.runs.run_directory import RECORD
 from ttrain.train.supervise.child import Child, PassOn, describe_exit
@@ -39,6 +40,10 @@ class Source(Protocol):
         """A job that `next` gave has ended."""
         ...
 
+    def hopeless(self, job: Job, run: Path) -> bool:
+        """Whether the job, which runs in that directory, is not worth to be finished."""
+        ...
+
 
 class Queue:
     """Jobs in a fixed order."""
@@ -52,6 +57,9 @@ class Queue:
     def tell(self, job: Job, status: Status) -> None:
         return
 
+    def hopeless(self, job: Job, run: Path) -> bool:
+        return False
+
 
 @dataclass
 class _Running:
@@ -61,6 +69,7 @@ class _Running:
     log_start: int  # bytes of the log before this start
     started: float
     on_card: bool
+    pruned: bool = False  # was told to stop, because others do better
 
 
 class Runner:
@@ -87,6 +96,8 @@ class Runner:
                     break
                 time.sleep(_POLL_SECONDS)
                 self._collect(source)
+                if not stopping:
+                    self._prune(source)
                 if self.settings.fail_fast and self.failed and not signals.received:
                     signals.received = 1
                     for running in self._running:
@@ -185,6 +196,13 @@ class Runner:
             self.folder.write_status(running.job, status)
             source.tell(running.job, status)
 
+    def _prune(self, source: Source) -> None:
+        """Ends the jobs that are not worth to be finished, as Ctrl-C does: what they have is saved."""
+        for running in self._running:
+            if not running.pruned and source.hopeless(running.job, self._run_directory(running.job)):
+                running.pruned = True
+                running.child.send(signal.SIGTERM)
+
     def _ended(self, running: _Running, code: int) -> Status:
         job, status = running.job, dict(running.status)
         seconds = time.monotonic() - running.started
@@ -198,6 +216,13 @@ class Runner:
             dry_run = "dry run: values are not computed" if numbers.get("computes") is False else None
             reason = dry_run or numbers.get("caution")
             return {**status, "state": FINISHED, **({} if reason is None else {"reason": reason})}
+        if running.pruned and code in (EXIT_INTERRUPTED, -signal.SIGTERM):
+            found = measured(self._run_directory(job), self.settings.objective)
+            best = min if self.settings.direction == "minimize" else max
+            status["objective"] = best(filter(math.isfinite, found), default=None)
+            reason = f"pruned after {len(found)} evaluation(s)"
+            self._say(f"job {job.name} was {reason}{reached}")
+            return {**status, "state": PRUNED, "reason": reason}
         if code == EXIT_INTERRUPTED:
             self._say(f"job {job.name} was interrupted; its state is saved")
             return {**status, "state": "interrupted", "reason": "interrupted"}

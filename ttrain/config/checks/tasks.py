@@ -10,7 +10,7 @@ from ttrain.config.checks.check import check
 from ttrain.config.checks.device import lacks_precision
 from ttrain.config.components import TaskConfig
 from ttrain.config.registry import family_that
-from ttrain.config.schema import PrepareConfig, ProfileConfig, RampConfig, ReportConfig, Source
+from ttrain.config.schema import PrepareConfig, ProfileConfig, RampConfig, ReportConfig, Source, SweepConfig
 from ttrain.data.settings import DataConfig, DocumentsConfig, TextConfig
 from ttrain.device.family import MOCK, family_of
 from ttrain.device.settings import DeviceConfig
@@ -22,6 +22,7 @@ from ttrain.train.settings import (
     ExportConfig,
     RunConfig,
     SampleConfig,
+    TrainConfig,
 )
 
 
@@ -115,6 +116,21 @@ def _ramp(task: TaskConfig, optimizer: OptimizerConfig, ramp: RampConfig) -> Ite
         yield f"ramp.low={ramp.low:g}: must be less than ramp.high={ramp.high:g}."
     if task.name == "lr" and optimizer.lr == 0:
         yield "optimizer.lr=0: task=lr tries rates in proportion to it. Leave it out."
+
+
+@check
+def _prune(task: TaskConfig, train: TrainConfig, sweep: SweepConfig) -> Iterator[str]:
+    if sweep.prune is None:
+        return
+    if sweep.search is None:
+        yield f"sweep.prune={sweep.prune}: ends jobs of a search. Give sweep.search=tpe as well."
+    if task.name != "train":
+        yield f"sweep.prune={sweep.prune}: task={task.name} has no evaluations to go by. Leave it out."
+    elif train.eval_every is None or train.eval_every * (sweep.prune_after + 1) > train.steps:
+        yield (
+            f"sweep.prune={sweep.prune}: needs more than sweep.prune_after={sweep.prune_after} evaluation(s) of a job. "
+            f"Give train.eval_every=<steps>, at most {max(train.steps // (sweep.prune_after + 1), 1)}."
+        )
 
 
 @check
