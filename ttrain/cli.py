@@ -121,7 +121,7 @@ def _run_one(config: Config, overrides: list[str], flags: list[str]) -> int:
     from ttrain.tasks.training import supervised
     from ttrain.train.supervise.heartbeat import Heartbeat
 
-    if processes := wanted(config.parallel):
+    if config.task.name == "train" and (processes := wanted(config.parallel)):
         return launch(processes, [*flags, *overrides])
     if supervised.wanted(config):
         return supervised.run(config, overrides, flags)

@@ -58,7 +58,7 @@ def test_communication_is_part_of_the_expected_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["parallel=ddp", "parallel.world=3"], "ranks=3: must be a power of two, such as 2 or 4"),
+        (["parallel=ddp", "parallel.world=3"], "parallel.world=3: must be a power of two, such as 2 or 4"),
         (["parallel.world=2"], "parallel.world=2: parallel=none is one process"),
         (["task=train", "parallel=ddp", "parallel.world=2"], "parallel.world=2: is for task=plan"),
         (["parallel=ddp", "parallel.world=128"], "Give train.batch_size=128"),

@@ -23,6 +23,8 @@ from ttrain.parallel.world import Numbers, T, World
 class DistributedWorld(World):
     """One of several processes."""
 
+    group: DistributedGroup
+
     def __init__(self, place: Place, slices: int, shards: bool, timeout: float, on_gpu: bool) -> None:
         super().__init__(Ranks(place.rank, place.count, slices, shards))
         wait = timedelta(seconds=timeout)
@@ -31,7 +33,8 @@ class DistributedWorld(World):
             world_size=place.count, timeout=wait,
             device_id=torch.device("cuda", place.local_rank) if on_gpu else None,
         )  # fmt: skip
-        self._host = dist.new_group(backend="gloo", timeout=wait) if on_gpu else dist.group.WORLD
+        # None is the group of all. To hold it would keep its threads beyond close(), and they abort an ending process.
+        self._host = dist.new_group(backend="gloo", timeout=wait) if on_gpu else None
         self.group = DistributedGroup(place.rank, place.count, self._host)
 
     def gather(self, records: Sequence[Numbers]) -> list[dict[str, float]]:
@@ -85,6 +88,8 @@ class DistributedWorld(World):
         dist.barrier(group=self._host)
 
     def close(self) -> None:
+        self._host = None
+        self.group.host = None
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -98,16 +103,14 @@ class DistributedGroup:
     """Messages between devices. See device.base.Group."""
 
     def __init__(self, rank: int, count: int, host: Any) -> None:
-        self.rank, self.count, self._host = rank, count, host
+        self.rank, self.count, self.host = rank, count, host
 
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Launch:
         pairs: list[tuple[Any, Any, int]] = [(dist.irecv, buffer, rank) for rank, buffer in receives if buffer.numel()]
         pairs += [(dist.isend, buffer, rank) for rank, buffer in sends if buffer.numel()]
         if not pairs:
             return lambda: None
-        if pairs[0][
-            1
-        ].is_cuda:  # NCCL wants them together; with gloo, batches abort the process now and then as it ends
+        if pairs[0][1].is_cuda:  # NCCL wants them together; over gloo each operation would hold the group
             operations = [dist.P2POp(*pair) for pair in pairs]
             return lambda: _wait(dist.batch_isend_irecv(operations))
         return lambda: _wait([start(buffer, rank) for start, buffer, rank in pairs])
@@ -116,4 +119,4 @@ class DistributedGroup:
         return lambda: dist.all_reduce(buffer)
 
     def join(self, array: np.ndarray) -> None:
-        dist.all_reduce(torch.from_numpy(array.view(np.int32)), group=self._host)  # bits, so that no sign is lost
+        dist.all_reduce(torch.from_numpy(array.view(np.int32)), group=self.host)  # bits, so that no sign is lost

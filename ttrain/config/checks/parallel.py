@@ -9,15 +9,17 @@ from ttrain.config.components import TaskConfig
 from ttrain.device.settings import DeviceConfig
 from ttrain.parallel.place import place
 from ttrain.parallel.settings import ParallelConfig
-from ttrain.train.settings import TrainConfig
+from ttrain.train.settings import RecoverConfig, TrainConfig
 
 TASKS = ("train", "plan")
 
 
-def rank_count(parallel: ParallelConfig) -> int:
-    """Ranks of a run: those that are planned for, that started, or that are to be started."""
+def rank_count(parallel: ParallelConfig, local: bool = False) -> int:
+    """Ranks of a run, or with `local` on this machine: planned for, started, or to be started."""
     here = place()
-    return parallel.world or (parallel.processes or 1 if here is None else here.count)
+    if here is None or parallel.world is not None:
+        return parallel.world or parallel.processes or 1
+    return here.local_count if local else here.count
 
 
 @check
@@ -27,6 +29,8 @@ def _parallel(task: TaskConfig, parallel: ParallelConfig) -> Iterator[str]:
         if parallel.name == "none" and (getattr(parallel, key) or 1) > 1:
             yield f"parallel.{key}={getattr(parallel, key)}: parallel=none is one process. Give parallel=ddp or zero1."
     if task.name != "train":
+        if (parallel.processes or 1) > 1 and task.name not in TASKS:
+            yield f"parallel.processes={parallel.processes}: task={task.name} is one process. Leave it out."
         return
     if parallel.world is not None:
         yield f"parallel.world={parallel.world}: is for task=plan. Give parallel.processes, or use torchrun."
@@ -44,29 +48,40 @@ def _slices(task: TaskConfig, train: TrainConfig, parallel: ParallelConfig) -> I
     if parallel.name == "none" or task.name not in TASKS:
         return
     ranks = rank_count(parallel)
-    slices, key = parallel.slices or ranks, "ranks" if parallel.slices is None else "parallel.slices"
-    for name, count in (("ranks", ranks), ("parallel.slices", slices)):
+    given = [key for key in ("world", "processes") if getattr(parallel, key) is not None]
+    of_ranks = f"parallel.{given[0]}" if given else "the number of ranks"
+    slices, of_slices = parallel.slices or ranks, of_ranks if parallel.slices is None else "parallel.slices"
+    for key, count in ((of_ranks, ranks), (of_slices, slices)):
         if count & (count - 1):
             nearest = 1 << count.bit_length() - 1
-            yield f"{name}={count}: must be a power of two, such as {nearest} or {2 * nearest}."
+            yield f"{key}={count}: must be a power of two, such as {nearest} or {2 * nearest}."
             return
     if slices < ranks:
         yield f"parallel.slices={slices}: must be at least the number of ranks, {ranks}. Give parallel.slices={ranks}."
     parts = slices * train.accumulation
     if train.batch_size % parts:
         yield (
-            f"train.batch_size={train.batch_size}: must divide into {key}={slices} times train.accumulation="
+            f"train.batch_size={train.batch_size}: must divide into {of_slices}={slices} times train.accumulation="
             f"{train.accumulation}. Give train.batch_size={-(-train.batch_size // parts) * parts}."
         )
 
 
 @check
 def _parallel_device(
-    task: TaskConfig, train: TrainConfig, parallel: ParallelConfig, device: DeviceConfig
+    task: TaskConfig, parallel: ParallelConfig, device: DeviceConfig, recover: RecoverConfig
 ) -> Iterator[str]:
     if parallel.name == "none" or task.name not in TASKS:
         return
     if device.name not in ("cpu", "cuda", "auto"):
         yield f"parallel={parallel.name}: runs on device=cpu or cuda, not on device={device.name}. Give parallel=none."
-    if train.length_schedule:
-        yield f"train.length_schedule={train.length_schedule}: is for parallel=none. Leave it empty, or give that."
+    elif task.name == "train" and device.name != "cpu" and (here := rank_count(parallel, local=True)) > 1:
+        import torch
+
+        gpus = torch.cuda.device_count()
+        if gpus < here and (gpus or device.name == "cuda"):
+            yield (
+                f"device={device.name}: {here} ranks on this machine need a GPU each, and it has {gpus}. Give "
+                f"parallel.processes={max(gpus, 1)}, or device=cpu."
+            )
+    if recover.oom == "shrink" and rank_count(parallel) > 1:
+        yield "recover.oom=shrink: one of several ranks can't shrink its batch alone. Give recover.oom=stop."

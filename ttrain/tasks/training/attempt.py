@@ -86,7 +86,6 @@ def turns(setup: Setup, device: Device, console: Console, stop: StopRequests) ->
             if "swap" in steps:
                 steps["swap"]({})  # all is saved, and a sample is to show the averages
             setup.world.barrier()
-            setup.world.close()
             if not setup.world.leads:
                 return progress.best_val_loss
             baseline = setup.dataset.baseline(train.eval_sequences)  # of the very targets that evaluations count

@@ -1,0 +1,177 @@
+"""What one rank of the tests does: small models, trained for some steps in every way, with all that came of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.models.plain_gpt import PlainGPT
+from ttrain.config import build
+from ttrain.core.spec import DType
+from ttrain.device.torch.device import TorchDevice
+from ttrain.engine.settings import EngineConfig
+from ttrain.graph import Kind
+from ttrain.models.agillm import AGILLM
+from ttrain.models.base import preparation
+from ttrain.models.gpt import GPT
+from ttrain.models.llama import Llama
+from ttrain.models.settings import AGILLMConfig, GPTConfig, LlamaConfig
+from ttrain.nn.initialize import initial_values
+from ttrain.optim.settings import AdamWConfig, MuonConfig
+from ttrain.parallel.distributed import DistributedWorld
+from ttrain.parallel.place import Place
+from ttrain.parallel.ranks import Ranks
+from ttrain.parallel.world import World
+from ttrain.train.loop.evaluate import Evaluation
+from ttrain.train.settings import GuardConfig, TrainConfig
+from ttrain.train.steps.step import TrainStep
+
+SLICES, ROWS, STEPS = 4, 16, 3
+SIZE: dict[str, Any] = {"layers": 1, "heads": 2, "width": 32, "context": 8, "vocabulary": 40}
+ADAMW = AdamWConfig(lr=1e-2, clip_norm=0.5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is trained; `shards` takes ZeRO-1 where there are several ranks."""
+
+    name: str
+    model: Callable[[DType], Any]
+    engine: str = "static"
+    compute: DType = DType.FP32
+    optimizer: Any = None  # ADAMW
+    shards: bool = False
+    guarded: bool = False
+    accumulation: int = 2
+
+
+def _gpt(compute: DType) -> GPT:
+    return GPT(GPTConfig(dropout=0.2, **SIZE), compute)
+
+
+def _plain_gpt(compute: DType) -> GPT:
+    return GPT(GPTConfig(dropout=0.0, bias=False, **SIZE), compute)
+
+
+def _llama(compute: DType) -> Llama:
+    return Llama(LlamaConfig(kv_heads=1, hidden=64, **SIZE), compute)
+
+
+def _agillm(compute: DType) -> AGILLM:
+    return AGILLM(AGILLMConfig(rank=8, pad_vocabulary=1, **SIZE), compute)
+
+
+BF16 = DType.BF16
+STOCHASTIC = AdamWConfig(lr=1e-2, clip_norm=0.5, state_dtype="bf16")
+SCOPED = AdamWConfig(lr=1e-2, clip_norm=0.1, clip_scope=["blocks"])
+CASES = [
+    *(Case(f"gpt-{engine}-{'zero1' if shards else 'ddp'}", _gpt, engine, shards=shards)
+      for engine in ("static", "traced") for shards in (False, True)),
+    Case("gpt-bf16-zero1", _gpt, "traced", BF16, shards=True, guarded=True),
+    Case("gpt-rounding-zero1", _gpt, "static", BF16, STOCHASTIC, shards=True, accumulation=1),
+    Case("gpt-scoped-zero1", _gpt, "dynamic", optimizer=SCOPED, shards=True),
+    Case("gpt-muon-zero1", _gpt, "static", BF16, MuonConfig(lr=1e-2), shards=True),
+    Case("llama-zero1", _llama, shards=True),
+    Case("agillm-ddp", _agillm, accumulation=1),
+    Case("agillm-zero1", _agillm, shards=True, accumulation=1),
+    Case("gpt-plain-ddp", _plain_gpt),
+]  # fmt: skip
+
+
+def cases_of(count: int) -> list[Case]:
+    """Those that so many ranks run; of four only the first ones, to save time."""
+    return CASES if count < 4 else CASES[:5]
+
+
+class Samples:
+    """Held-out sequences of random tokens, and batches by the number of their step."""
+
+    val_samples = 21  # the last batch is not full
+
+    def batch(self, split: str, seed: int, first: int, rows: int) -> dict[str, np.ndarray]:
+        drawn = np.random.default_rng(7).integers(0, SIZE["vocabulary"], (4 * ROWS, SIZE["context"] + 1))
+        drawn = drawn[first : first + rows]
+        return {"tokens": drawn[:, :-1].copy(), "targets": drawn[:, 1:].copy()}
+
+
+def trained(case: Case, world: World) -> dict[str, np.ndarray]:
+    """Numbers of every step, the evaluation at the end, and the whole state; bf16 as fp32."""
+    model = case.model(case.compute)
+    device = TorchDevice("cpu", 1, group=world.group)
+    train = TrainConfig(batch_size=ROWS, accumulation=case.accumulation)
+    guard = GuardConfig(nonfinite="skip" if case.guarded else "stop", activations=case.guarded)
+    engine = EngineConfig(name=case.engine)
+    session = build.build_session(model, device, train, case.optimizer or ADAMW, guard, engine, ranks=world.ranks)
+    with closing(device), closing(session):
+        for name, value in initial_values(model, seed=3).items():
+            session.state.write(name, value)
+        steps, prepare, data = session.build_training(), preparation(model), Samples()
+        step = TrainStep(steps, case.accumulation, 11, prepare, world=world)
+        results = [
+            step(data.batch("train", 0, ROWS * number, ROWS), {"lr": 1e-2}, number) for number in range(1, STEPS + 1)
+        ]
+        rows = ROWS // SLICES // case.accumulation
+        evaluated = Evaluation(steps["evaluate"], data, rows, None, prepare, world=world)()  # type: ignore[arg-type]
+        assert evaluated is not None and all(result.applied for result in results)
+        found = {"losses": [(r.loss, r.grad_norm, r.activation_norm or 0.0, *r.metrics.values()) for r in results]}
+        found["evaluation"] = [(evaluated.loss, *evaluated.metrics.values())]
+        kinds = (Kind.PARAMETER, Kind.OPTIMIZER, Kind.COPY)
+        held = {kind: session.state.nbytes(kind) for kind in (Kind.PARAMETER, Kind.OPTIMIZER)}
+        arrays = {name: session.state.read(name) for name in session.state.names(*kinds)}
+    return {**{key: np.array(value) for key, value in found.items()}, **arrays, "held": np.array([*held.values()])}
+
+
+def trained_by_pytorch(world: World) -> dict[str, np.ndarray]:
+    """The case gpt-plain-ddp by torch's DistributedDataParallel."""
+    model = _plain_gpt(DType.FP32)
+    plain = PlainGPT(**SIZE, bias=False)
+    original = model.to_original(initial_values(model, seed=3))
+    plain.load_state_dict({name: torch.as_tensor(np.asarray(value)) for name, value in original.items()}, strict=False)
+    parallel = torch.nn.parallel.DistributedDataParallel(plain)
+    matrices, vectors = ([p for p in plain.parameters() if (p.dim() >= 2) is wanted] for wanted in (True, False))
+    decay = ADAMW.weight_decay
+    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=tuple(ADAMW.betas), eps=ADAMW.eps)
+    losses, share = [], ROWS // world.ranks.count
+    for number in range(1, STEPS + 1):
+        batch = Samples().batch("train", 0, ROWS * number + share * world.ranks.rank, share)
+        logits = parallel(torch.from_numpy(batch["tokens"]))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch["targets"]).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        mean = sum(record["loss"] for record in world.gather([{"loss": loss.item()}])) / world.ranks.count
+        losses.append((mean, norm.item()))
+    found = model.from_original({name: value.detach() for name, value in plain.state_dict().items()})
+    return {"losses": np.array(losses), **{name: np.asarray(value) for name, value in found.items()}}
+
+
+@contextmanager
+def opened(rank: int, count: int, port: int) -> Iterator[World]:
+    world: World = (
+        World()
+        if count == 1
+        else DistributedWorld(Place(rank, count, 0, 1, "127.0.0.1", port), SLICES, False, 60, False)
+    )
+    with closing(world):
+        yield world
+
+
+def work(rank: int, count: int, port: int, folder: Path) -> None:
+    """Writes what every case gives as `<case>.<count>.<rank>.npz`."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    with opened(rank, count, port) as world:
+        for case in cases_of(count):
+            world.ranks = Ranks(rank, count, SLICES, case.shards)
+            np.savez(folder / f"{case.name}.{count}.{rank}.npz", **trained(case, world))
+        if count == 2:
+            np.savez(folder / f"pytorch.{count}.{rank}.npz", **trained_by_pytorch(world))

@@ -1,0 +1,78 @@
+"""One, two and four ranks compute the same bits, in both modes and on every engine; PyTorch's DDP nearly the same."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.parallel.ranks_worker import CASES, cases_of, work
+from ttrain.core.spec import DType
+
+COUNTS = (1, 2, 4)
+
+
+def free_port() -> int:
+    with socket.socket() as given:
+        given.bind(("127.0.0.1", 0))
+        return int(given.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case by all counts of ranks; processes are forked from one that has imported everything."""
+    folder = tmp_path_factory.mktemp("ranks")
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.parallel.ranks_worker"])
+    for count in COUNTS:
+        port = free_port()
+        ranks = [context.Process(target=work, args=(rank, count, port, folder)) for rank in range(count)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(120)
+        assert [rank.exitcode for rank in ranks] == [0] * count
+    return folder
+
+
+def loaded(folder: Path, name: str, count: int, rank: int = 0) -> dict[str, np.ndarray]:
+    with np.load(folder / f"{name}.{count}.{rank}.npz") as file:
+        return dict(file)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_any_number_of_ranks_gives_the_same_bits(case: Any, results: Path) -> None:
+    alone = loaded(results, case.name, 1)
+    held = alone.pop("held")
+    assert np.isfinite(alone["losses"]).all() and len({tuple(row) for row in alone["losses"]}) == len(alone["losses"])
+    for count in [count for count in COUNTS[1:] if case in cases_of(count)]:
+        shares = []
+        for rank in range(count):
+            found = loaded(results, case.name, count, rank)
+            shares.append(found.pop("held"))
+            assert found.keys() == alone.keys()
+            assert [name for name in alone if found[name].tobytes() != alone[name].tobytes()] == []
+        whole, own = np.sum(shares, axis=0), np.max(shares, axis=0)
+        if case.shards:
+            assert whole[1] == held[1] and own[1] < 0.75 * held[1]  # tiny tensors are not cut
+            assert (whole[0] < count * held[0]) == (case.compute is DType.BF16)  # masters beside the copies
+        else:
+            assert (whole == count * held).all()
+
+
+def test_modes_and_micro_batches_compute_the_same_and_slices_draw_their_own(results: Path) -> None:
+    ddp, zero1 = (loaded(results, f"gpt-static-{mode}", 2) for mode in ("ddp", "zero1"))
+    assert all(ddp[name].tobytes() == zero1[name].tobytes() for name in ddp if name != "held")
+    plain = loaded(results, "gpt-plain-ddp", 2)
+    assert abs(ddp["losses"][0, 0] - plain["losses"][0, 0]) > 1e-4  # there is dropout in the one
+
+
+def test_pytorch_ddp_computes_the_same(results: Path) -> None:
+    ours, theirs = loaded(results, "gpt-plain-ddp", 2), loaded(results, "pytorch", 2)
+    np.testing.assert_allclose(ours["losses"][:, :2], theirs.pop("losses"), rtol=1e-5)
+    for name, value in theirs.items():
+        assert np.linalg.norm(ours[name] - value) <= 1e-5 * np.linalg.norm(value), name

@@ -1,0 +1,62 @@
+"""What a config may ask of several processes: one sentence for each mistake, before any of them starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from ttrain.config.compose import load
+from ttrain.core.errors import ConfigError
+
+RANKS = {
+    "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("parallel.processes=2", "parallel.processes=2: parallel=none is one process. Give parallel=ddp or zero1."),
+        ("parallel.slices=2", "parallel.slices=2: parallel=none is one process. Give parallel=ddp or zero1."),
+        ("parallel=ddp parallel.processes=3", "parallel.processes=3: must be a power of two, such as 2 or 4."),
+        ("parallel=ddp parallel.slices=6", "parallel.slices=6: must be a power of two, such as 4 or 8."),
+        (
+            "parallel=ddp parallel.processes=4 parallel.slices=2",
+            "parallel.slices=2: must be at least the number of ranks, 4. Give parallel.slices=4.",
+        ),
+        (
+            "parallel=ddp parallel.slices=4 train.batch_size=20 train.accumulation=2",
+            "train.batch_size=20: must divide into parallel.slices=4 times train.accumulation=2. Give "
+            "train.batch_size=24.",
+        ),
+        (
+            "parallel=zero1 device=n300",
+            "parallel=zero1: runs on device=cpu or cuda, not on device=n300. Give parallel=none.",
+        ),
+        (
+            "parallel=ddp parallel.processes=1024 train.batch_size=1024 device=cuda",
+            "device=cuda: 1024 ranks on this machine need a GPU each, and it has ",
+        ),
+        (
+            "parallel=ddp parallel.processes=2 recover.oom=shrink",
+            "recover.oom=shrink: one of several ranks can't shrink its batch alone. Give recover.oom=stop.",
+        ),
+        (
+            "parallel=ddp parallel.processes=2 task=sample run.dir=x",
+            "parallel.processes=2: task=sample is one process. Leave it out.",
+        ),
+    ],
+)
+def test_a_mistake_is_one_sentence(overrides: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(overrides.split())
+    assert len(caught.value.problems) == 1 and caught.value.problems[0].startswith(expected)
+
+
+def test_what_was_started_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in RANKS.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="parallel=none: 2 processes were started. Give parallel=ddp or zero1, or"):
+        load([])
+    with pytest.raises(ConfigError, match="parallel.processes=4: 2 were started on this machine already. Leave it"):
+        load(["parallel=ddp", "parallel.processes=4"])
+    assert load(["parallel=ddp", "device=cpu"]).parallel.name == "ddp"
