@@ -15,10 +15,12 @@ from ttrain.core.spec import DType
 from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine
 from ttrain.graph import Graph, Kind
+from ttrain.graph.verify import verify
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.muon import Muon
 from ttrain.optim.schedule_free import ScheduleFree
 from ttrain.optim.settings import AdamWConfig, MuonConfig, ScheduleFreeConfig
+from ttrain.parallel.ranks import Ranks
 from ttrain.train.steps.step_graph import StepGraph
 
 DECAY = 0.75  # an exponential mean from step 4 on
@@ -83,3 +85,12 @@ def test_they_cost_nothing_where_they_are_off() -> None:
         traced[ema] = sum(node.op.name == "update" for node in graph.nodes), len(averages)
         assert {t.kind for t in averages} <= {Kind.OPTIMIZER}
     assert traced[None] == (2, 0) and traced[DECAY] == (4, len(Layers().parameters()))
+
+
+def test_a_rank_averages_its_share_before_others_overwrite_it() -> None:
+    graph = Graph()
+    steps = StepGraph(Layers(), Muon(MuonConfig()), rows=1, ema=DECAY, ranks=Ranks(0, 2, 2, shards=True))
+    steps.trace_update(graph)
+    verify(graph, "of two ranks")
+    averaged = {t.name: t for t in steps.state_tensors() if t.name.endswith("/average")}
+    assert len(averaged) == len(Layers().parameters()) and not all(t.parts for t in averaged.values())

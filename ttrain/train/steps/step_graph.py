@@ -168,7 +168,8 @@ class StepGraph:
             none = ops.full(graph, SCALAR, 0.0)  # the rule reads neither rate nor step
             for run in self.pieces:
                 averages = run.values(graph, f"/{AVERAGE}", average_spec, Kind.OPTIMIZER)
-                self._apply(graph, run, SWAP, [self._gradients(graph, run), averages], none, none)
+                written = self._apply(graph, run, SWAP, [self._gradients(graph, run), averages], none, none)
+                self._gather(graph, run, written)
 
     def trace_evaluate(self, graph: Graph) -> None:
         """The loss without dropout; changes nothing."""
@@ -344,25 +345,26 @@ class StepGraph:
         if self.ema is not None and written:
             averages = pieces.values(graph, f"/{AVERAGE}", average_spec, Kind.OPTIMIZER)
             ops.update(ema_rule(self.ema), [averages, written], lr, step)
+        self._gather(graph, pieces, written)
 
     def _apply(
         self, graph: Graph, pieces: RunPieces, rule: Rule, lists: Sequence[Sequence[Value]], *scalars: Value | None,
         **attributes: Any,
     ) -> Sequence[Value]:  # fmt: skip
         """A rule on the weights of a run and all copies; `lists` are gradients and slots. Returns the new weights."""
-        run, compute = pieces.run, self.model.compute
-        written: Sequence[Value] = []
-        if pieces.pieces:
-            given = [self._weights(graph, pieces), *lists]
-            copies = run.parameters[0].has_copy(compute)  # one run has one read dtype
-            if copies:
-                given.append(pieces.values(graph, "/compute", lambda p: p.read_spec(compute), Kind.COPY))
-            written = ops.update(rule, given, *scalars, copies=copies, **attributes)  # type: ignore[arg-type]
+        if not pieces.pieces:
+            return []
+        given, compute = [self._weights(graph, pieces), *lists], self.model.compute
+        copies = pieces.run.parameters[0].has_copy(compute)  # one run has one read dtype
+        if copies:
+            given.append(pieces.values(graph, "/compute", lambda p: p.read_spec(compute), Kind.COPY))
+        return ops.update(rule, given, *scalars, copies=copies, **attributes)  # type: ignore[arg-type]
+
+    def _gather(self, graph: Graph, pieces: RunPieces, written: Sequence[Value]) -> None:
+        """Let every rank have what each wrote of a run."""
         if self.ranks.sharding:
-            ops.all_gather_state(
-                [use(graph, parameter, compute) for parameter in run.parameters], written, pieces.bounds
-            )
-        return written
+            read = [use(graph, parameter, self.model.compute) for parameter in pieces.run.parameters]
+            ops.all_gather_state(read, written, pieces.bounds)
 
     def _weights(self, graph: Graph, pieces: RunPieces) -> list[Value]:
         return pieces.values(graph, "", lambda p: p.spec, Kind.PARAMETER)
