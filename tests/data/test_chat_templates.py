@@ -36,7 +36,21 @@ TEMPLATES = {
     "{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no ' + m.role) }}{% endif %}"
     "{% set ns.n = ns.n + 1 %}[{{ ns.n }}] {{ m | tojson }}{{ eos_token }}{% if ns.n > 2 %}{% break %}{% endif %}"
     "{% endfor %}{{ strftime_now('%Y') }}",
+    "all kinds": (
+        "{%- macro said(m, mark='>') -%}{{ mark ~ m.role.upper() ~ ': ' ~ m.content.split('i') | join('I') }}"
+        "{{ caller() if caller is defined else '' }}{%- endmacro -%}"
+        "{%- for m in messages[::-1] if m.role != 'system' -%}{{ loop.length }}{{ loop.last }}"
+        "{{ loop.previtem is defined }}"
+        "{% set text %}{{ said(m) | indent(2) }}{% endset %}{{ text.strip().rjust(30) }}{% else %}none{%- endfor -%}"
+        "{%- for key, value in messages[0].items() | sort -%}{{ '%s=%-5s' % (key, value) }}{{ '{:>4}'.format(key) }}"
+        "{%- endfor -%}{% call said(messages[0], mark='*') %}!{% endcall %}{{ [1, [2, [3]]] | tojson }}"
+        "{%- for x in [1, [2, [3]]] recursive %}{{ loop(x) if x is iterable else x * 1700000000 }}{% endfor -%}"
+        "{{ {'n': 1700000000} | tojson(indent=2) }}{{ 2 ** 10 + 7 % 4 }}"
+        "{{ messages | map(attribute='role') | unique | list }}"
+    ),
 }
+
+TOLD = ("marked", "by prefixes")  # templates that tell replies
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +104,7 @@ def test_texts_and_prompts_equal_those_of_transformers(folder: Path, name: str, 
     configured(folder, TEMPLATES[name])
     other = theirs(folder, TEMPLATES[name])
     for replies in (False, True):
-        ours = TokenizerTemplate(chat_settings(folder / "tokenizer.json"), replies and name != "loops and refusals")
+        ours = TokenizerTemplate(chat_settings(folder / "tokenizer.json"), replies and name in TOLD)
         for chat in (CHAT, CHAT[1:3], CHAT[:2]):
             how: dict[str, Any] = {"tools": tools, "tokenize": False}
             assert ours.render(chat, tools).text == other.apply_chat_template(chat, **how)

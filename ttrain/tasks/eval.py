@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -33,32 +35,39 @@ def run(config: Config) -> dict[str, Any]:
         results: dict[str, Any] = {
             "source": scorer.origin,
             "step": scorer.step,
-            "adapters": config.lora.from_,
+            "adapters": None if config.run.dir else config.lora.from_,
             "model": chosen_model(Path(config.run.dir or "")) or scorer.model.config.name,
             "context": scorer.context,
             "tokenizer": scorer.tokenizer.hash,
             "device": config.device.name,
-            "precision": config.precision.name,
+            "precision": scorer.precision,
             "command": shlex.join(["python", "-m", "ttrain", *config.source.overrides]),
         }
-        out = _place(wanted.out, f"{results['model']}_{Path(scorer.origin).name}")
-        if wanted.text:
-            results["text"] = measure_texts(scorer, wanted.text, wanted.text_key, wanted.limit, wanted.stride)
-            write_chosen("eval.out", out, to_json(results), folders=True)
-        if wanted.choices is not None:
-            results["choices"] = measure_choices(scorer, Path(wanted.choices), wanted.limit)
-            write_chosen("eval.out", out, to_json(results), folders=True)
+        with _place(wanted.out, f"{results['model']}_{Path(scorer.origin).name}") as out:
+            if wanted.text:
+                results["text"] = measure_texts(scorer, wanted.text, wanted.text_key, wanted.limit, wanted.stride)
+                write_chosen("eval.out", out, to_json(results), folders=True)
+            if wanted.choices is not None:
+                results["choices"] = measure_choices(scorer, Path(wanted.choices), wanted.limit)
+                write_chosen("eval.out", out, to_json(results), folders=True)
     results["out"] = str(out)
     for label, value in _lines(results, out):
         print(f"{label.ljust(15)}{value}")
     return results
 
 
-def _place(wanted: str | None, label: str) -> Path:
-    """The file for the results: that of eval.out, which is replaced, or one in a new folder."""
+@contextmanager
+def _place(wanted: str | None, label: str) -> Iterator[Path]:
+    """The file for the results: that of eval.out, which is replaced, or one in a new folder, kept if used."""
     if wanted is not None:
-        return Path(wanted)
-    return folders.claim(None, label, datetime.now(), "eval.out", ROOT) / folders.RESULTS
+        yield Path(wanted)
+        return
+    folder = folders.claim(None, label, datetime.now(), "eval.out", ROOT)
+    try:
+        yield folder / folders.RESULTS
+    finally:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _lines(results: dict[str, Any], out: Path) -> list[tuple[str, str]]:

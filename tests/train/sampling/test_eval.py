@@ -160,7 +160,8 @@ def test_each_evaluation_has_a_folder_that_names_what_was_evaluated(capsys: pyte
     found = [json.loads(file.read_text()) for file in sorted(Path("outputs/eval").glob("*/*_huggingface*/*.json"))]
     assert [each["adapters"] for each in found] == [None, "peft", "peft"] and found[1]["text"] == found[2]["text"]
     assert found[0]["text"]["loss"] != found[1]["text"]["loss"] and "task=eval" in found[0]["command"]
-    assert main([*command, "lora.from=peft", "model.from=null", f"run.dir={run}"]) == 0
+    before = list(Path("outputs/eval").glob("*/*"))
+    assert main([*command, "eval.text=[none.txt]"]) == 2 and list(Path("outputs/eval").glob("*/*")) == before
 
 
 def test_the_token_before_a_text_is_that_of_the_tokenizers_config() -> None:

@@ -46,6 +46,7 @@ class Scorer:
     start: int | None
     step: int | None  # of the checkpoint, where it is one
     origin: str  # the run, or the folder of weights
+    precision: str
     rows: int
     steps: dict[str, Callable[[Inputs], Outputs]]
     source: Source | None = None  # of text, where that is wanted
@@ -131,8 +132,8 @@ def opened(config: Config, *wanted: str) -> Iterator[Scorer]:
             source = Source(model, config.sample, given.tokenizer.vocabulary, reads) if "text" in wanted else None
             if source is not None:
                 source.build(session.engine.build, session.graph.trace_logits)
-        origin, context = given.origin, model.config.context
-        yield Scorer(given.tokenizer, model, context, start, given.step, origin, rows, dict(steps), source)
+        of = (given.step, given.origin, config.precision.name)
+        yield Scorer(given.tokenizer, model, model.config.context, start, *of, rows, dict(steps), source)
 
 
 def _from_run(config: Config) -> tuple[OpenedModel, int | None]:
