@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,10 @@ from tests.bench.pretend import ONE_THREAD, SMALL_GPT, SMALL_LLAMA, SMALL_MLP, c
 from ttrain.bench.baselines import PyTorchContender
 from ttrain.bench.check import STEPS, Agreement, agreement, first_steps
 from ttrain.bench.contender import Contender
+from ttrain.bench.ranks import RanksContender
 from ttrain.bench.worker import make_contender
 from ttrain.bench.workload import GPT_WORK, MLP_WORK, Case, GPTWork
+from ttrain.core.errors import TtrainError
 from ttrain.engine.settings import EngineConfig
 from ttrain.graph.kinds import Kind
 from ttrain.optim.settings import AdamWConfig
@@ -48,6 +50,28 @@ def test_our_llama_does_what_that_of_transformers_does(rank: int) -> None:
     assert found.problem("bf16", "eager") is None
     assert found.loss < 2e-3
     assert [path for path in given.model.parameters() if given.trains(path)][-1].endswith("lora.b.weight") == bool(rank)
+
+
+def test_two_processes_do_what_one_does() -> None:
+    """Ours and PyTorch's, each with half of the batch."""
+    given = case()
+    order = {"device": asdict(ONE_THREAD), "engine": asdict(EngineConfig()), "plugins": []}
+    contenders = [RanksContender(name, given, order) for name in ("static zero1 x2", "eager ddp x2")]
+    try:
+        for contender in contenders:
+            found = compared(given, contender)
+            assert found.problem("fp32", "eager") is None
+            assert found.loss < 1e-6
+    finally:
+        for contender in contenders:
+            contender.close()
+
+
+def test_a_rank_that_ends_is_told() -> None:
+    contender = RanksContender("static ddp x2", case(), {"device": {"name": "nowhere"}, "engine": {}, "plugins": []})
+    with pytest.raises(TtrainError, match="rank 0 of static ddp x2 ended by itself"):
+        contender.build()
+    contender.close()
 
 
 def test_weights_kept_in_bf16_have_no_other_copy() -> None:

@@ -45,7 +45,7 @@ class PyTorchContender(Contender):
             if not parameter.requires_grad and parameter.dim() > 1:  # as a user loads a model that stays as it is
                 parameter.data = parameter.data.to(torch.bfloat16 if case.dtypes.compute is DType.BF16 else None)
         self._load()
-        self._model: Callable[..., torch.Tensor] = model if self.name == "eager" else torch.compile(model)
+        self._model: Callable[..., torch.Tensor] = self._wrapped(model)
         trained = [parameter for parameter in self._parameters.values() if parameter.requires_grad]
         fused = self.name != "compile_all"  # the fused update is one kernel already, and nothing that can be compiled
         self._optimizer = make_optimizer(trained, case.training.optimizer, fused)
@@ -53,6 +53,10 @@ class PyTorchContender(Contender):
         self._batches = [
             [torch.from_numpy(array).to(self._device) for array in batch.values()] for batch in case.batches
         ]
+
+    def _wrapped(self, model: torch.nn.Module) -> Callable[..., torch.Tensor]:
+        """What is called instead of the model."""
+        return model if self.name == "eager" else torch.compile(model)
 
     def _load(self) -> None:
         """The same first weights as ours; every parameter must get one."""
@@ -88,6 +92,33 @@ class PyTorchContender(Contender):
     def synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+class DistributedContender(PyTorchContender):
+    """One of several ranks under DistributedDataParallel, on gloo or NCCL; it has an equal share of every batch."""
+
+    def build(self) -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("nccl" if self._device_config.name == "cuda" else "gloo")
+        super().build()
+        rank, count = dist.get_rank(), dist.get_world_size()
+        self._batches = [[array.chunk(count)[rank].contiguous() for array in batch] for batch in self._batches]
+
+    def _wrapped(self, model: torch.nn.Module) -> Callable[..., torch.Tensor]:
+        return super()._wrapped(torch.nn.parallel.DistributedDataParallel(model))
+
+    def loss(self, handle: torch.Tensor) -> float:
+        """Its mean over the ranks."""
+        import torch.distributed as dist
+
+        dist.all_reduce(handle)
+        return float(handle) / dist.get_world_size()
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
 
 
 def make_optimizer(parameters: list[torch.nn.Parameter], config: OptimizerConfig, fused: bool) -> torch.optim.Optimizer:

@@ -48,3 +48,8 @@ class Contender(ABC):
 def compiles(name: str) -> bool:
     """Whether a contender makes machine code that is cached on disk, so that a cold start differs from a warm one."""
     return name in ("traced", "compile", "compile_all")
+
+
+def ranks_name(name: str, mode: str, count: int) -> str:
+    """The contender that is an engine, or a way of PyTorch, in so many processes."""
+    return f"{name} {mode} x{count}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,12 @@ import numpy as np
 
 from ttrain.bench.contender import Contender
 from ttrain.bench.workload import Case
-from ttrain.config import build
+from ttrain.config import build, registry
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.graph.kinds import Kind
+from ttrain.parallel.ranks import Ranks
+from ttrain.parallel.settings import ParallelConfig
 
 if TYPE_CHECKING:
     from ttrain.device.base import Device
@@ -23,17 +26,25 @@ if TYPE_CHECKING:
     from ttrain.train.steps.step_graph import StepGraph
 
 
-def step_graph(case: Case, device: Device | None = None) -> StepGraph:
+def step_graph(case: Case, device: Device | None = None, ranks: Ranks | None = None) -> StepGraph:
     """The steps that an engine builds for a case, on a device that may want norms' weights in the compute dtype."""
     from ttrain.train.steps.resident import Resident
     from ttrain.train.steps.step_graph import StepGraph
 
+    ranks = ranks or Ranks()
     if device is not None and device.uniform_compute:
         case.model.follow_compute()
     optimizer = build.build_optimizer(case.training.optimizer)
-    rows = case.training.rows
+    rows = case.training.rows // ranks.slices
     resident = Resident(case.model.batch_specs(rows)) if case.resident else None
-    return StepGraph(case.model, optimizer, rows, resident=resident)
+    return StepGraph(case.model, optimizer, rows, resident=resident, ranks=ranks)
+
+
+def device_of(order: Mapping[str, Any]) -> DeviceConfig:
+    """The small config of the device."""
+    values = order["device"]
+    config: DeviceConfig = registry.component("device", values["name"]).config(**values)
+    return config
 
 
 class EngineContender(Contender):
@@ -46,8 +57,16 @@ class EngineContender(Contender):
     built: Step
     _drive: Driver
 
-    def __init__(self, name: str, case: Case, device: DeviceConfig, engine: EngineConfig) -> None:
-        self.name, self._case = name, case
+    def __init__(
+        self,
+        name: str,
+        case: Case,
+        device: DeviceConfig,
+        engine: EngineConfig,
+        parallel: ParallelConfig | None = None,
+    ) -> None:
+        """`parallel` is for one of several ranks, each of which does this."""
+        self.name, self._case, self._parallel = name, case, parallel or ParallelConfig()
         self._device_config, self._engine_config = device, replace(engine, name=name)
         self.description = f"engine={name}, rematerialize={str(engine.rematerialize).lower()}"
 
@@ -58,20 +77,23 @@ class EngineContender(Contender):
         from ttrain.train.steps.step import TrainStep
 
         case = self._case
-        self.device = build.build_device(self._device_config, case.dtypes)
-        graph = step_graph(case, self.device)
+        self._world = build.build_world(self._parallel, self._device_config)
+        self.device = build.build_device(self._device_config, case.dtypes, self._world)
+        graph = step_graph(case, self.device, self._world.ranks)
         self.session = Session.open(
             graph, self.device, lambda device, state: build.build_engine(self._engine_config, device, state)
         )
         for path, values in case.first_weights():
             self.session.state.write(path, values)
-        self.built = self.session.engine.build("train", graph.trace_train)
+        steps = {name: self.session.engine.build(name, trace) for name, trace in graph.train_steps().items()}
+        self.built = next(iter(steps.values()))
         held = graph.resident
         if held is not None:
             held.write(self.session.state, case.batches[0])
         batches, lr = case.batches, case.training.optimizer.lr
         prepare = prepare_plain if held is None else held.prepare
-        train = TrainStep({"train": self.built}, 1, case.seed, prepare=prepare, overlaps=self.device.overlaps)
+        overlaps = self.device.overlaps
+        train = TrainStep(steps, 1, case.seed, prepare=prepare, overlaps=overlaps, world=self._world)
         self._drive = Driver(train, lambda number: batches[number % len(batches)], lambda _: {"lr": lr}, sys.maxsize)
 
     def step(self, number: int) -> float:
@@ -102,3 +124,4 @@ class EngineContender(Contender):
     def close(self) -> None:
         self.session.close()
         self.device.close()
+        self._world.close()

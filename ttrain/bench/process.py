@@ -58,7 +58,7 @@ def _started(order: Mapping[str, Any], folder: Path, environment: Mapping[str, s
     command = [sys.executable, "-m", "ttrain.bench.worker", str(order_file), str(events_file)]
     # A neighbour that was stopped hears no other signal.
     orphaned = signal.SIGKILL if order["do"] == "repeat" else signal.SIGTERM
-    return Child(command, {**_importable(), **(environment or {})}, log, orphaned), events_file, log
+    return Child(command, {**importable(), **(environment or {})}, log, orphaned), events_file, log
 
 
 class Neighbour:
@@ -107,8 +107,8 @@ def _follow(child: Child, path: Path, silence: float) -> Iterator[Event]:
             time.sleep(_POLL_SECONDS)
 
 
-def _importable() -> dict[str, str]:
-    """Environment in which the process finds this very ttrain, wherever we were started."""
+def importable() -> dict[str, str]:
+    """Environment in which a process finds this very ttrain, wherever we were started."""
     root = str(Path(ttrain.__file__).resolve().parent.parent)
     return {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
 

@@ -174,6 +174,20 @@ class MemoryBenchConfig(ContestConfig, TimedConfig):
 
 
 @dataclass
+class ScalingBenchConfig(ContestConfig, TimedConfig):
+    """One process with all threads against several that share them and the batch, and against PyTorch's."""
+
+    name: str = option("scaling", "registered name of the benchmark")
+    size: str = option("nano", "what is trained, as in bench=gpt", choices=GPT_SIZES[:4])
+    ranks: int = option(2, "processes that share a batch, a power of two", minimum=2, maximum=64)
+    precision: list[str] = option(["fp32"], "precisions, each measured by itself", choices=PRECISIONS)
+    engines: list[str] = option(["traced"], "engines that take part", choices=ENGINES)
+    baselines: list[str] = option(
+        ["eager"], "PyTorch's DistributedDataParallel: eager; compile: of the compiled model", choices=BASELINES[:2]
+    )
+
+
+@dataclass
 class ChipBenchConfig(TimedConfig):
     """A benchmark of ways to use one chip of a card; on the cost model where there is no card."""
 
@@ -215,6 +229,7 @@ STUDIES: dict[str, type[BenchConfig]] = {
     "depth": DepthBenchConfig,
     "matmul": MatmulBenchConfig,
     "startup": StartupBenchConfig,
+    "scaling": ScalingBenchConfig,
     "memory": MemoryBenchConfig,
     "dispatch": DispatchBenchConfig,
     "core_grid": CoreGridBenchConfig,

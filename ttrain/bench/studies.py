@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from ttrain.bench.contender import ranks_name
 from ttrain.bench.settings import (
     ChipBenchConfig,
     ContestConfig,
@@ -16,6 +17,7 @@ from ttrain.bench.settings import (
     MatmulBenchConfig,
     MemoryBenchConfig,
     MLPBenchConfig,
+    ScalingBenchConfig,
     ShapesBenchConfig,
     StartupBenchConfig,
     SubdevicesBenchConfig,
@@ -77,6 +79,15 @@ def matmul(config: MatmulBenchConfig, seed: int) -> Study:
     works = [ProductWork(size) for size in _unique(config.size)]
     known = [ProductWork(size) for size in (4032, 1024, 512)]
     return _contest(config, "sweep", "matmul", works, known, ("matmul_rate",), seed)
+
+
+def scaling(config: ScalingBenchConfig, seed: int) -> Study:
+    """bench=scaling."""
+    found = _contest(config, "contest", f"scaling_{config.size}", [GPT_WORK[config.size]], [], (), seed)
+    contenders = [ranks_name(name, "ddp", config.ranks) for name in _unique(config.baselines)]
+    for name in _unique(config.engines):
+        contenders += [name, *(ranks_name(name, mode, config.ranks) for mode in ("ddp", "zero1"))]
+    return replace(found, contenders=tuple(contenders), reference=contenders[0], variants=())
 
 
 def startup(config: StartupBenchConfig, seed: int) -> Study:

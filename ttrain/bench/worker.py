@@ -23,11 +23,12 @@ import psutil
 
 from ttrain.bench.check import STEPS, FirstSteps, agreement, first_steps
 from ttrain.bench.contender import Contender
-from ttrain.bench.engines import EngineContender, step_graph
+from ttrain.bench.engines import EngineContender, device_of, step_graph
 from ttrain.bench.expected import expected_seconds, roof_facts
 from ttrain.bench.interleave import Seat, interleave
 from ttrain.bench.memory import PeakMemory, return_free_memory
 from ttrain.bench.process import Neighbour
+from ttrain.bench.ranks import RanksContender
 from ttrain.bench.reason import reason
 from ttrain.bench.workload import Case, ProductWork
 from ttrain.config import build, registry
@@ -56,14 +57,9 @@ def main(order: Path, events: Path) -> None:
         )
 
 
-def device_of(order: Mapping[str, Any]) -> DeviceConfig:
-    """The small config of the device."""
-    values = order["device"]
-    config: DeviceConfig = registry.component("device", values["name"]).config(**values)
-    return config
-
-
 def contender_of(name: str, order: Mapping[str, Any], case: Case) -> Contender:
+    if " " in name:
+        return RanksContender(name, case, order)
     return make_contender(name, case, device_of(order), EngineConfig(**order["engine"]))
 
 
@@ -289,10 +285,10 @@ class _CpuShare:
         self._busy, self._own, self._start = self._read()
 
     def _read(self) -> tuple[float, float, float]:
-        times = psutil.cpu_times()
+        times, process = psutil.cpu_times(), psutil.Process()
         idle = times.idle + getattr(times, "iowait", 0.0)
-        own = psutil.Process().cpu_times()
-        return sum(times[:8]) - idle, own.user + own.system, time.perf_counter()
+        own = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+        return sum(times[:8]) - idle, sum(each.user + each.system for each in own), time.perf_counter()
 
     def others(self) -> float:
         busy, own, now = self._read()
