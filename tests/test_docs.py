@@ -25,6 +25,7 @@ from hydra.types import RunMode
 from tests.conftest import cache_home
 from ttrain.cli import main, parse_arguments, run_task
 from ttrain.config import registry
+from ttrain.config.build import planned_ranks
 from ttrain.config.compose import MAIN_CONFIG, Composer
 from ttrain.config.help import EXAMPLES
 from ttrain.config.schema import Config, sections
@@ -54,6 +55,8 @@ OTHER_PROGRAMS = {
     "wandb sync": "sends a run to an account",
     "wandb sweep": "needs an account",
     "wandb agent": "needs an account",
+    "torchrun": "waits for other machines; tests/parallel starts ranks",
+    "srun": "needs a cluster",
     'eval "$(ttrain -sc install=bash)"': "changes the shell; tests/config/test_cli.py asks for the completions",
 }
 NOT_RUN: dict[str, Callable[[Config], bool]] = {
@@ -169,6 +172,7 @@ def composed(overrides: list[str]) -> list[Config]:
 def smaller(config: Config, steps: int) -> Config:
     """The same command with a run that is cheap, as if these keys were on the command line too."""
     small: dict[str, Any] = {"train.steps": steps, "train.batch_size": 2 * config.train.accumulation}
+    small["train.batch_size"] *= planned_ranks(config.parallel).slices
     small |= {"train.eval_sequences": 2, "train.peak_tflops": 1.0, "schedule.warmup": 0}
     small["train.log_every"] = steps  # one point is no curve, so nothing is drawn
     small |= {"sample.tokens": 4, "device.threads": 1}
