@@ -279,4 +279,7 @@ def test_the_command_that_trains_on_prepared_files_works(tmp_path: Path, capsys:
     told = capsys.readouterr().out.splitlines()[-1]
     assert told == f"train on it: python -m ttrain data=tokens data.path={folder} model.context=21"
     quiet = ["device=cpu", "engine=dynamic", "train.steps=1", "train.batch_size=2", "logger=jsonl"]
+    assert main(["data=tokens", f"data.path={folder}", *quiet, f"run.dir={tmp_path}/run"]) == 2
+    advice = "Prepare the tokens anew with a larger data.held_out, or set model.context to at most 21."
+    assert advice in capsys.readouterr().err
     assert main([*told.partition("ttrain ")[2].split(), *quiet, f"run.dir={tmp_path}/run"]) == 0

@@ -11,6 +11,8 @@ import torch
 
 from tests.models.plain_agillm import PlainAGILLM, slopes
 from tests.models.session import Session, token_batch
+from ttrain.config.build import build_model
+from ttrain.config.compose import load
 from ttrain.core.attention_mask import alibi_slopes
 from ttrain.core.errors import ConfigError
 from ttrain.graph import Graph
@@ -225,3 +227,10 @@ def test_standard_alibi_sees_distance() -> None:
     assert ours.evaluate(batch)["sat/ce"] == pytest.approx(
         plain.sat_losses(tokens, targets, 0.0, window_starts(12, 1, 0))[1].item(), rel=1e-5
     )
+
+
+def test_documents_apart_are_refused() -> None:
+    sizes = ["model=agillm", "model.preset=femto_1x", "model.context=32"]
+    config = load([*sizes, "data=documents", "data.sources=[x]", "data.attention=document"])
+    with pytest.raises(ConfigError, match=r"^data\.attention=document: model=agillm attends to whole sequences\. Give"):
+        build_model(*config.model_parts, 256)

@@ -146,13 +146,15 @@ class TokenDataset(TokenSequences):
         tokenizer: Tokenizer | None = None,
         description: Mapping[str, Any] | None = None,
         check_batches: bool = False,
+        held_out_advice: str | None = None,
     ) -> None:
         self.vocabulary: int | None = vocabulary
         self._ids = vocabulary
         self.tokenizer = tokenizer
         self._order, self._limit, self._check = config.order, config.limit, check_batches
         _require_length("training", len(train), context, "Give a longer corpus (data.path)")
-        _require_length("held-out", len(val), context, f"Raise data.held_out={config.held_out:g}, give a longer corpus")
+        advice = held_out_advice or f"Raise data.held_out={config.held_out:g}, give a longer corpus"
+        _require_length("held-out", len(val), context, advice)
         # Plain arrays over the same bytes: indexing a memory map as such costs several times as much.
         self._splits = {"train": train.view(np.ndarray), "val": val.view(np.ndarray)}
         self._resize(context, 0, 0)

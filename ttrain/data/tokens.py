@@ -81,6 +81,7 @@ def open_tokens(config: TokensConfig, sizes: Sizes) -> TokenDataset:
         tokenizer=files.tokenizer,
         description=description,
         check_batches=not whole,
+        held_out_advice=None if files.val is None else "Prepare the tokens anew with a larger data.held_out",
     )
 
 
