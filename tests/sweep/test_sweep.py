@@ -134,6 +134,21 @@ def test_parallel_jobs_share_the_threads(sweep: Sweep, monkeypatch: pytest.Monke
     assert {entry["group"] for entry in entries} == {only_sweep().name}
 
 
+def test_slurm_starts_jobs_on_nodes_of_their_own(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ("run.seed=1,2", "sweep.parallel=2", "device=cuda", "sweep.srun='--gpus=1 --time=2:00:00'")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="there is no srun here"):
+        sweep(*given)
+    Path("srun").write_text(f"#!{sys.executable}\nimport os, sys\n"
+                            "open('srun.txt', 'a').write(' '.join(sys.argv[1:4]) + '\\n')\n"
+                            "os.execv(sys.argv[4], sys.argv[4:])\n")  # fmt: skip
+    Path("srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(Path.cwd()))
+    assert sweep(*given) == 0
+    assert Path("srun.txt").read_text() == 2 * "--ntasks=1 --gpus=1 --time=2:00:00\n"
+    assert sorted(job["seed"] for job in started()) == [1, 2]
+
+
 def test_a_card_takes_one_job_at_a_time(sweep: Sweep) -> None:
     assert sweep("run.seed=107", "optimizer.lr=0.1,0.2", "device=cuda", "sweep.parallel=4") == 0
     first, second = (entry["time"] for entry in started())

@@ -47,7 +47,7 @@ _INSTEAD = {
     "hydra.output_subdir": "Give run.dir=<folder>; the config lies in it.",
     "hydra.sweep": "Give sweep.dir=<folder>.",
     "hydra.sweeper": "ttrain runs sweeps itself: see sweep.search=tpe, sweep.trials, sweep.parallel.",
-    "hydra.launcher": "ttrain starts jobs itself; give sweep.parallel=<jobs>.",
+    "hydra.launcher": "ttrain starts jobs itself; give sweep.parallel=<jobs>, under SLURM sweep.srun.",
     "hydra.job.name": "Give logger.run_name=<name>, or run.dir=<folder>.",
     "hydra.job.chdir": "ttrain never changes the folder; paths are those of the folder it is started in.",
     "hydra.job.env_set": "Set the variable in the shell, before the command.",

@@ -91,6 +91,10 @@ class SweepConfig:
         path=True,
     )
     parallel: int = option(1, "jobs on the CPU that run at once and share its threads; a card takes one job", minimum=1)
+    srun: str | None = option(
+        None,
+        "arguments of SLURM's srun, such as '--gpus=1 --time=2:00:00', by which each job starts on its own",
+    )
     fail_fast: bool = option(False, "whether the first job that fails ends the sweep")
     objective: str = option("best_val_loss", "key of a job's summary.json that the table and a search go by")
     direction: str = option("minimize", "whether low or high is good", choices=("minimize", "maximize"))

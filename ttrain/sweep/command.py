@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 from hydra.types import RunMode
@@ -92,7 +93,10 @@ def _settings(jobs: Sequence[Job]) -> SweepConfig:
     """The section `sweep`, which all jobs share. Raises ConfigError where every job has a problem."""
     for job in jobs:
         if job.config is not None:
-            return job.config.sweep
+            settings = job.config.sweep
+            if settings.srun is not None and which("srun") is None:
+                raise ConfigError("sweep.srun: there is no srun here. Start the sweep where SLURM is, or leave it out.")
+            return settings
     problems = []
     for job in jobs:
         label = " ".join(f"{key}={value}" for key, value in job.axes.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import signal
 import sys
 import time
@@ -123,7 +124,7 @@ class Runner:
                 if self.settings.fail_fast:
                     return
                 continue
-            on_card = _on_card(job)
+            on_card = self.settings.srun is None and _on_card(job)
             if on_card and any(running.on_card for running in self._running):
                 self._waiting = job
                 return
@@ -137,7 +138,8 @@ class Runner:
         path = self.folder.job_folder(job)
         log = path / LOG
         size = log.stat().st_size if log.exists() else 0
-        command = [*PROGRAM, *self._flags, *overrides, "hydra.mode=RUN", *_numbered(job)]
+        srun = [] if self.settings.srun is None else ["srun", "--ntasks=1", *shlex.split(self.settings.srun)]
+        command = [*srun, *PROGRAM, *self._flags, *overrides, "hydra.mode=RUN", *_numbered(job)]
         child = Child(command, self._environment(), log)
         self.folder.write_status(job, {**status, "pid": child.pid})
         self._running.append(_Running(job, child, status, size, time.monotonic(), on_card))
@@ -182,7 +184,7 @@ class Runner:
         """CPU jobs that run at once share the threads; runs of one sweep are one group of W&B."""
         environment = {"PYTHONUNBUFFERED": "1"}  # so that a log has lines in the order in which they were printed
         environment |= {"WANDB_RUN_GROUP": os.environ.get("WANDB_RUN_GROUP", self.folder.path.name)}
-        if self.settings.parallel > 1:
+        if self.settings.parallel > 1 and self.settings.srun is None:
             environment["OMP_NUM_THREADS"] = str(max(1, default_threads() // self.settings.parallel))
         return environment
 
