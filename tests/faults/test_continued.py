@@ -23,6 +23,7 @@ from ttrain.tasks.training.setup import Setup
 from ttrain.train.checkpoint.checkpoint import MANIFEST, UNFINISHED, read_checkpoint
 from ttrain.train.checkpoint.retention import find_checkpoint, list_checkpoints, prune_checkpoints
 from ttrain.train.checkpoint.save import save_checkpoint
+from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.loop.evaluate import Evaluation
 from ttrain.train.loop.loop import Loop
 from ttrain.train.runs import resume
@@ -284,3 +285,25 @@ def test_the_config_has_every_section(train: Train) -> None:
 
     assert train("run.dir=run", *OWN) == 0
     assert list(yaml.safe_load(Path("run/config.yaml").read_text())) == sections()
+
+
+def test_a_decay_branches_off_from_any_save(train: Train, capsys: Any) -> None:
+    """One stable run, two decays; the same command again goes on with the same decay."""
+    assert train("run.dir=a", "schedule=constant", "schedule.warmup=1", "train.steps=6") == 0
+    branch = ("schedule=wsd", "schedule.decay_from=0", "train.steps=8")
+    assert train("run.dir=b", "resume=a/checkpoints/step_00000004", *branch) == 0
+    assert train("run.dir=c", "resume=a", *branch) == 0
+    assert train("run.dir=c", "resume=auto", *branch[:2], "train.steps=10") == 0
+    wanted = {"b": [0.5, 1, 1, 1, 0.775, 0.55, 0.325, 0.1], "c": [0.5, 1, 1, 1, 1, 1, 0.55, 0.1, 0.325, 0.1]}
+    for run, factors in wanted.items():
+        rates = [line["lr"] / 1e-3 for line in read_metrics(Path(run) / "metrics.jsonl") if "lr" in line]
+        assert rates == pytest.approx(factors)
+    assert [read_config(Path(run))["schedule"]["decay_from"] for run in "bc"] == [4, 6]
+    capsys.readouterr()
+    for given, message in (
+        (["schedule=wsd", "schedule.decay_from=0"], "this one starts anew"),
+        (["schedule.decay_from=3"], "schedule.decay_from=3: is for schedule=wsd, not cosine"),
+        (["schedule=wsd", "schedule.decay_from=8"], "must be below train.steps=8, where the decay ends"),
+        (["resume=a", *branch[:2], "train.steps=6"], "is step 6 here, and the schedule ends at step 6"),
+    ):
+        assert train("run.dir=d", *given) == 2 and message in capsys.readouterr().err

@@ -113,3 +113,13 @@ def test_warmup_as_long_as_the_run_divides_by_nothing(name: str) -> None:
     factor = build(name, warmup=STEPS)
     assert factor(STEPS) == pytest.approx(STEPS / (STEPS + 1))
     assert math.isfinite(factor(STEPS + 1))
+
+
+def test_a_decay_from_a_given_step_is_a_line_from_there_to_the_end() -> None:
+    factor = build("wsd", final=0.25, warmup=9, decay_from=60)
+    assert [factor(step) for step in (10, 59, 60)] == [1.0] * 3
+    for step in range(60, STEPS + 1):
+        assert factor(step) == pytest.approx(1 - (step - 60) / 40 * 0.75, abs=1e-12)
+    assert [build("wsd", decay_from=80)(step) for step in range(1, 101)] == [
+        build("wsd")(step) for step in range(1, 101)
+    ]

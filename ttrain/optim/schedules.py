@@ -7,7 +7,8 @@ step after the warm-up and 1 at step S:
     constant  1
     linear    1 - r (1 - final)
     cosine    final + (1 - final) (1 + cos(pi r)) / 2          (Loshchilov and Hutter, 2017)
-    wsd       1 up to step S - decay S, then linear to final at step S  (warm-up, stable, decay; Hu et al., 2024)
+    wsd       1 up to step S - decay S, or decay_from, then linear to final at step S  (warm-up, stable, decay; Hu et
+              al., 2024)
 
 Step S and those after it have the factor `final`; where it is the only step after the warm-up, it has the peak.
 """
@@ -43,10 +44,11 @@ def cosine(config: ScheduleConfig, steps: int) -> Schedule:
 
 
 def wsd(config: ScheduleConfig, steps: int) -> Schedule:
-    """The peak, then a straight line to `final` over the last `decay` share of the steps."""
+    """The peak, then a straight line to `final` over the last `decay` share of the steps, or from `decay_from` on."""
 
     def shape(index: int, end: int) -> float:
-        start = max(config.warmup, end - 1 - config.decay * end)
+        stable = config.decay_from or end - config.decay * end
+        start = max(config.warmup, stable - 1)
         return _line(_progress(index, start, end), config.final)
 
     return _shaped(config, steps, shape)

@@ -167,3 +167,8 @@ class ScheduleConfig:
     steps: int | None = option(None, "step that the final factor is reached at; null takes train.steps", minimum=1)
     final: float = option(0.1, "factor of the peak at the end; unused by constant", minimum=0, maximum=1)
     decay: float = option(0.2, "wsd only: share of the steps spent decaying at the end", minimum=0, maximum=1)
+    decay_from: int | None = option(
+        None,
+        "wsd only: last step at the peak, instead of decay; 0: that of the checkpoint that a run branches off from",
+        minimum=0,
+    )

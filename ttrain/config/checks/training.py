@@ -103,7 +103,11 @@ def _schedule(train: TrainConfig, schedule: ScheduleConfig) -> Iterator[str]:
     end, key = (train.steps, "train.steps") if schedule.steps is None else (schedule.steps, "schedule.steps")
     if schedule.warmup > end:
         yield f"schedule.warmup={schedule.warmup}: must be at most {key}={end}."
-    elif schedule.name == "wsd" and schedule.warmup + schedule.decay * end > end:
+    elif schedule.decay_from is not None and schedule.name != "wsd":
+        yield f"schedule.decay_from={schedule.decay_from}: is for schedule=wsd, not {schedule.name}. Give schedule=wsd."
+    elif schedule.decay_from is not None and schedule.decay_from >= end:
+        yield f"schedule.decay_from={schedule.decay_from}: must be below {key}={end}, where the decay ends."
+    elif schedule.decay_from is None and schedule.name == "wsd" and schedule.warmup + schedule.decay * end > end:
         yield (
             f"schedule.decay={schedule.decay}: warm-up ({schedule.warmup} steps) and decay "
             f"({schedule.decay * end:g} steps) together are longer than {key}={end}."

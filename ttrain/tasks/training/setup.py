@@ -14,10 +14,11 @@ from ttrain.config.notices import notices
 from ttrain.config.rates import Rate, rate_jump
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config, Source, sections, to_dict
-from ttrain.core.errors import CheckpointError
+from ttrain.core.errors import CheckpointError, ConfigError
 from ttrain.core.units import format_count
 from ttrain.data.settings import DataConfig
 from ttrain.optim.groups import check_groups
+from ttrain.optim.settings import ScheduleConfig
 from ttrain.parallel.world import World
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.checkpoint.save import CheckpointContent
@@ -216,6 +217,7 @@ def set_up(config: Config, stack: ExitStack, world: World | None = None) -> Setu
         notes.append(f"resume=auto: {config.run.dir} holds no run yet; a new one starts, as command and defaults say.")
     if point is None:
         config = dataclasses.replace(config, lora=build.with_adapters(config.lora, config.source.explicit))
+    config = dataclasses.replace(config, schedule=_branched(config.schedule, config.train.steps, point, held, base))
     train, lora = config.train, config.lora
     folder = getattr(config.model, "from_", None)
     data, refuse = _with_tokenizer(config.data, folder, point), partial(_check_tokenizer, point)
@@ -242,6 +244,26 @@ def set_up(config: Config, stack: ExitStack, world: World | None = None) -> Setu
     warnings = [*notices(config), *filter(None, [jump]), *dataset.description.get("notices", ())]
     origin = Origin(held, point, warm, adapter, notes)
     return Setup(config, stored, dataset, model, name, shorter, prompt, origin, rate, warnings, world)
+
+
+def _branched(
+    schedule: ScheduleConfig, steps: int, point: ResumePoint | None, held: RunDirectory | None, base: Any
+) -> ScheduleConfig:
+    """With the step that a decay begins from, where that is the one of the checkpoint. A branch keeps its own."""
+    if schedule.decay_from != 0:
+        return schedule
+    if point is None:
+        raise ConfigError(
+            "schedule.decay_from=0: is the step that a run branches off from, and this one starts anew. Give "
+            "resume=<run or checkpoint>, or the number of a step."
+        )
+    known = None if held is None else base["schedule"].get("decay_from")
+    step = known or point.checkpoint.step
+    if step >= (end := schedule.steps or steps):
+        raise ConfigError(
+            f"schedule.decay_from=0: is step {step} here, and the schedule ends at step {end}. Give more train.steps."
+        )
+    return dataclasses.replace(schedule, decay_from=step)
 
 
 def _with_tokenizer(data: Any, folder: str | None, point: ResumePoint | None) -> DataConfig:
