@@ -8,16 +8,19 @@ from collections.abc import Mapping
 from copy import copy
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Value
-from ttrain.models.base import LOSS_WEIGHT, SCALAR, scored_positions
+from ttrain.models.base import LOSS_WEIGHT, SCALAR, Batch, prepare_plain, scored_positions
 from ttrain.models.cache import POSITIONS
 from ttrain.nn.initialize import Constant, Normal
 from ttrain.nn.layers import Embedding, Linear, RMSNorm
 from ttrain.nn.module import Module, Parameter, Role, use
 
 Own = TypeVar("Own", bound="Decoder")
+FUTURE = "future_targets"
 
 
 class Decoder(Module, ABC):
@@ -31,10 +34,13 @@ class Decoder(Module, ABC):
     context: int  # longest text
     length: int  # of the sequences of a batch
     packed: bool = False  # whether sequences hold several documents, which do not see each other
+    future: Linear | None = None  # what hidden states have added to them to predict the token after the next
     value_embedding: Embedding | None = None  # what values of attention have added to them, token by token
 
     def finish(self) -> None:
         """Called at the end of construction: names the parameters, and starts them as the config's switches say."""
+        if self.config.future_weight:
+            self.future = Linear(self.width, self.width, bias=False, weight_initializer=Normal(0.02))
         self.name_parameters()
         ratio = self.config.width_ratio
         for path, parameter in self.parameters().items():
@@ -52,11 +58,20 @@ class Decoder(Module, ABC):
         """
 
     def batch_specs(self, rows: int) -> dict[str, TensorSpec]:
-        """`tokens`, `targets` and where documents are packed `positions`, int64 [rows, length]; a target below zero
-        counts for nothing.
+        """`tokens`, `targets`, where documents are packed `positions`, and with a future layer `future_targets`: int64
+        [rows, length]; a target below zero counts for nothing.
         """
-        spec = TensorSpec((rows, self.length), DType.INT64)
-        return {"tokens": spec, "targets": spec, **({POSITIONS: spec} if self.packed else {})}
+        names = ["tokens", "targets", *([POSITIONS] if self.packed else []), *([FUTURE] if self.future else [])]
+        return dict.fromkeys(names, TensorSpec((rows, self.length), DType.INT64))
+
+    def prepare(self, batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
+        """The batch with what a future layer predicts: where a document goes on, the target of the next position."""
+        fields, counts = prepare_plain(batch)
+        if self.future is not None:
+            targets = batch["targets"]
+            following = np.concatenate([targets[:, 1:], np.full_like(targets[:, :1], -1)], 1)
+            fields[FUTURE] = np.where(targets < 0, -1, following)
+        return fields, counts
 
     def at_length(self: Own, length: int) -> Own:
         """The same parameters, recorded on sequences of `length` tokens: the first positions serve them."""
@@ -71,16 +86,20 @@ class Decoder(Module, ABC):
         return packed
 
     def loss(self, graph: Graph, rows: int, training: bool) -> Value:
-        """loss_weight * the sum of the cross-entropies in nats, fp32 []."""
+        """loss_weight * the sum of the cross-entropies in nats, in training with a future layer's: fp32 []."""
         fields = {name: graph.input(name, spec) for name, spec in self.batch_specs(rows).items()}
         hidden = self.hidden(graph, rows, training, fields.get(POSITIONS))
-        targets = ops.reshape(fields["targets"], hidden.shape[:1])
-        weight = graph.input(LOSS_WEIGHT, SCALAR)
         with graph.scope("loss"):
-            if self.config.logit_cap is None:
-                hidden = self._narrowed(hidden)
-                return ops.head_cross_entropy(hidden, self._head(graph), None, targets, weight)[0]
-            return ops.cross_entropy(self._capped(self._scores(hidden)), targets, weight)
+            loss = self._cross_entropy(hidden, fields["targets"])
+            if self.future is None or not training:
+                return loss
+            return loss + self.config.future_weight * self._cross_entropy(hidden + self.future(hidden), fields[FUTURE])
+
+    def _cross_entropy(self, hidden: Value, targets: Value) -> Value:
+        targets, weight = ops.reshape(targets, hidden.shape[:1]), hidden.graph.input(LOSS_WEIGHT, SCALAR)
+        if self.config.logit_cap is None:
+            return ops.head_cross_entropy(self._narrowed(hidden), self._head(hidden.graph), None, targets, weight)[0]
+        return ops.cross_entropy(self._capped(self._scores(hidden)), targets, weight)
 
     def logits(self, graph: Graph, rows: int, count: int | None = None) -> Value:
         """Scores of the next token, fp32 [1, vocabulary], at step input `position`; see LanguageModel.logits."""

@@ -41,6 +41,7 @@ _OUTSIDE = {
     "norm": "transformer.ln_f",
     "head": "lm_head",
     "value_embedding": "transformer.value_embedding",
+    "future": "transformer.future",
 }
 _MATRICES = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face keeps them as [inputs, outputs]
 _MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks that some files carry as if they were weights

@@ -30,6 +30,7 @@ _OUTSIDE = {
     "norm": "model.norm",
     "head": "lm_head",
     "value_embedding": "model.value_embedding",
+    "future": "model.future",
 }
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",

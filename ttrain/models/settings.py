@@ -130,6 +130,13 @@ class DecoderConfig(TransformerConfig):
         "for each feature of a block",
         changes="shape",
     )
+    future_weight: float = option(
+        0.0,
+        "above 0: a further layer before the head predicts the token after the next, and its cross-entropy times this "
+        "is part of the training loss (Gloeckle et al., 2024); nothing else reads it",
+        minimum=0,
+        changes="loss",
+    )
     parametrization: str = option(
         "standard",
         "mup: initial values, learning rates, attention and logits follow the width, so that the best learning rate of "
@@ -170,7 +177,7 @@ class DecoderConfig(TransformerConfig):
 
     def switched_on(self) -> list[str]:
         """Keys of the switches that change what weights compute, which no form of another library holds."""
-        names = {"value_embeddings": False, "parametrization": "standard"} | (
+        names = {"value_embeddings": False, "future_weight": 0.0, "parametrization": "standard"} | (
             {"qk_norm": None, "logit_cap": None} if self.name == "gpt" else {}
         )
         return [f"model.{key}={getattr(self, key)}" for key, off in names.items() if (getattr(self, key) or off) != off]

@@ -69,7 +69,7 @@ class PlainDecoder:
             [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1
         )
 
-    def logits(self, tokens: Tensor) -> Tensor:
+    def logits(self, tokens: Tensor, future: bool = False) -> Tensor:
         x = F.embedding(tokens, self.weights["embedding.weight"])
         if self.gpt:
             x = x + self.weights["positions.weight"][: tokens.shape[1]]
@@ -83,9 +83,16 @@ class PlainDecoder:
             up = self.linear(f"{inner}.up", y)
             x = x + self.linear(f"{inner}.down", act(up) if self.gpt else act(self.linear(f"{inner}.gate", y)) * up)
         head = self.weights.get("head.weight", self.weights["embedding.weight"])
-        logits = self.norm("norm", x) @ head.T / self.ratio
+        x = self.norm("norm", x)
+        logits = (x + self.linear("future", x) if future else x) @ head.T / self.ratio
         cap = self.config.logit_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.logits(tokens).flatten(0, 1), targets.flatten(), ignore_index=-1)
+    def loss(self, tokens: Tensor, targets: Tensor, training: bool = False) -> Tensor:
+        loss = F.cross_entropy(self.logits(tokens).flatten(0, 1), targets.flatten(), ignore_index=-1)
+        if not training or not self.config.future_weight:
+            return loss
+        scores, later = self.logits(tokens, future=True)[:, :-1], targets[:, 1:].clone()
+        later[targets[:, :-1] < 0] = -1
+        total = F.cross_entropy(scores.flatten(0, 1), later.flatten(), ignore_index=-1, reduction="sum")
+        return loss + self.config.future_weight * total / (targets >= 0).sum()

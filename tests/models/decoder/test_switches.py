@@ -34,10 +34,11 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "logit_cap": {"logit_cap": 2.0},
     "value_embeddings": {"value_embeddings": True},
     "untied": {"tied": False},
+    "future": {"future_weight": 0.3},
     "mup": {"parametrization": "mup", "base_width": 4},
     "all": {
         "qk_norm": True, "activation": "relu_squared", "logit_cap": 2.0, "value_embeddings": True, "tied": False,
-        "parametrization": "mup", "base_width": 4,
+        "future_weight": 0.3, "parametrization": "mup", "base_width": 4,
     },
 }  # fmt: skip
 
@@ -65,11 +66,12 @@ def test_loss_gradients_and_growing_texts_are_those_of_plain_torch(family: str, 
     batch = token_batch(VOCABULARY, ROWS, CONTEXT, 0, masked=4)
     weights = {path: torch.tensor(value, dtype=torch.float64, requires_grad=True) for path, value in values.items()}
     plain = PlainDecoder(model.config, weights)
-    expected = plain.loss(torch.from_numpy(batch["tokens"]), torch.from_numpy(batch["targets"]))
+    given = [torch.from_numpy(batch[name]) for name in ("tokens", "targets")]
+    expected = plain.loss(*given, training=True)
     expected.backward()
     session = Session(model, SGD(SGDConfig(clip_norm=None)), ROWS, values=values, engine="static")
-    assert session.evaluate(batch)["loss"] == pytest.approx(expected.item(), rel=1e-6)
-    session.train(batch, 1, {"lr": 0.0})
+    assert session.evaluate(batch)["loss"] == pytest.approx(plain.loss(*given).item(), rel=1e-6)
+    assert session.train(batch, 1, {"lr": 0.0})["loss"] == pytest.approx(expected.item(), rel=1e-6)
     for path, gradient in session.gradients().items():
         assert relative_error(gradient, weights[path].grad.numpy()) < 2e-5, path
     reading, text = Reading(model, "static"), [int(token) for token in batch["tokens"][0]]
