@@ -27,10 +27,13 @@ from ttrain.core.errors import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
     ConfigError,
+    Interrupted,
+    RankFailed,
     TtrainError,
 )
 from ttrain.core.folders import settle_without_home
 from ttrain.core.names import did_you_mean
+from ttrain.parallel.place import rank_here
 
 _ABSENT = object()
 VERSION_FLAGS = ("--version", "-V")
@@ -58,10 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except TtrainError as error:
-        _say(str(error))
+        if not (isinstance(error, RankFailed) and error.told):
+            _say(str(error), mark=not isinstance(error, RankFailed | Interrupted))
         return error.exit_code
     except KeyboardInterrupt:
-        _say("interrupted")
+        if not rank_here():
+            _say("interrupted", mark=False)
         return EXIT_INTERRUPTED
     except OSError as error:  # a full disk, a folder that went away: the system's own words tell it best
         if not isinstance(error, BrokenPipeError):  # the reader of our output went away, as in `ttrain --help | head`
@@ -117,20 +122,26 @@ def _run_or_sweep(composer: Composer, overrides: list[str], flags: argparse.Name
 
 
 def _run_one(config: Config, overrides: list[str], flags: list[str]) -> int:
-    from ttrain.parallel.launch import launch, wanted
     from ttrain.tasks.training import supervised
+    from ttrain.train.supervise import launch
     from ttrain.train.supervise.heartbeat import Heartbeat
 
-    if config.task.name == "train" and (processes := wanted(config.parallel)):
-        return launch(processes, [*flags, *overrides])
     if supervised.wanted(config):
         return supervised.run(config, overrides, flags)
     heartbeat = Heartbeat.of_process()
+    if config.task.name == "train" and launch.wanted(config.parallel):
+
+        def note(error: RankFailed) -> None:
+            _say(str(error))
+            heartbeat.tell(error=type(error).__name__, message=str(error))
+
+        return launch.launch(config.parallel, [*flags, *overrides], note)
     try:
         run_task(config)
     except Exception as error:  # a supervisor decides by this whether another start can help
-        step = getattr(error, "step", None)
-        heartbeat.tell(error=type(error).__name__, message=str(error), step=step)
+        if not (isinstance(error, RankFailed) and error.told):
+            step = getattr(error, "step", None)
+            heartbeat.tell(error=type(error).__name__, message=str(error), step=step)
         raise
     return EXIT_DONE
 
@@ -204,12 +215,13 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _say(message: str) -> None:
-    """The one line that an error ends in, after its traceback where that was asked for."""
+def _say(message: str, mark: bool = True) -> None:
+    """The one line that an error ends in, after its traceback where that was asked for, with a `mark` of the rank."""
+    rank = rank_here() if mark else None
     with contextlib.suppress(OSError):
         if os.environ.get(FULL_ERROR) == "1":
             traceback.print_exc()
-        print(f"ttrain: {message}", file=sys.stderr, flush=True)
+        print(f"ttrain: {'' if rank is None else f'rank {rank}: '}{message}", file=sys.stderr, flush=True)
 
 
 def _drop_what_nobody_reads() -> None:

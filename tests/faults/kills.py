@@ -17,6 +17,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,19 @@ def command(folder: Path, run: str, steps: int, save_every: int) -> list[str]:
     return ["data=text", *SETTINGS, f"train.save_every={save_every}", *own]
 
 
-def start(overrides: list[str], log: Path) -> int:
-    """Trains in a forked process; its id."""
+def start(
+    overrides: list[str],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    change: Callable[[], None] = lambda: None,
+) -> int:
+    """Trains in a forked process, after a change of the program there; its id."""
     child = os.fork()
     if child:
         return child
+    os.environ |= environment or {}
     try:
+        change()
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -55,7 +63,7 @@ def start(overrides: list[str], log: Path) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException as error:
-        os.write(2, f"{error!r}\n".encode())
+        os.write(2, "\n".join([repr(error), *getattr(error, "__notes__", [])]).encode() + b"\n")
         code = 99
     os._exit(code)
 

@@ -157,11 +157,9 @@ def trained_by_pytorch(world: World) -> dict[str, np.ndarray]:
 @contextmanager
 def opened(rank: int, count: int, port: int) -> Iterator[World]:
     world: World = (
-        World()
-        if count == 1
-        else DistributedWorld(Place(rank, count, 0, 1, "127.0.0.1", port), SLICES, False, 60, False)
+        World() if count == 1 else DistributedWorld(Place(rank, count, 0, 1, "127.0.0.1", port), False, 60, False)
     )
-    with closing(world):
+    with world.together():
         yield world
 
 

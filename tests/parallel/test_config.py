@@ -16,12 +16,16 @@ RANKS = {
     ("overrides", "expected"),
     [
         ("parallel.processes=2", "parallel.processes=2: parallel=none is one process. Give parallel=ddp or zero1."),
-        ("parallel.slices=2", "parallel.slices=2: parallel=none is one process. Give parallel=ddp or zero1."),
+        (
+            "parallel.slices=2 device=n300",
+            "parallel.slices=2: runs on device=cpu or cuda, not on device=n300. Give parallel.slices=1.",
+        ),
         ("parallel=ddp parallel.processes=3", "parallel.processes=3: must be a power of two, such as 2 or 4."),
         ("parallel=ddp parallel.slices=6", "parallel.slices=6: must be a power of two, such as 4 or 8."),
         (
             "parallel=ddp parallel.processes=4 parallel.slices=2",
-            "parallel.slices=2: must be at least the number of ranks, 4. Give parallel.slices=4.",
+            "parallel.slices=2: must be at least the number of ranks, 4. Start 2 ranks, or give parallel.slices=4; a "
+            "run that is continued with other slices does not keep its bits.",
         ),
         (
             "parallel=ddp parallel.slices=4 train.batch_size=20 train.accumulation=2",

@@ -6,6 +6,7 @@ the modules behind the names, when they are called.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -292,9 +293,12 @@ def build_world(config: ParallelConfig, device: DeviceConfig) -> World:
     here, shards = place(), config.name == "zero1"
     if config.name == "none" or here is None:
         return World(Ranks(slices=config.slices or 1, shards=shards))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a rank's own message tells more
     from ttrain.parallel.distributed import DistributedWorld
 
-    return DistributedWorld(here, config.slices or here.count, shards, config.timeout, _is_gpu(device.name))
+    world = DistributedWorld(here, shards, config.timeout, _is_gpu(device.name))
+    world.ranks = replace(world.ranks, slices=config.slices or here.count)
+    return world
 
 
 def _is_gpu(device: str) -> bool:

@@ -18,7 +18,7 @@ from ttrain.core.options import key_of
 # What a command is asked to do is never remembered from the run that it works on.
 ALWAYS_GIVEN = (
     "task", "resume", "run.dir", "plugins", "eval", "export", "plan", "prepare", "bench", "supervise", "sweep", "runs",
-    "report", "replicas", "ramp", "parallel",
+    "report", "replicas", "ramp", "parallel.name", "parallel.processes", "parallel.timeout",
 )  # fmt: skip
 
 
@@ -32,7 +32,8 @@ def continued(saved: Mapping[str, Any], given: Config, always_given: Iterable[st
     merged = copy.deepcopy(dict(saved))
     values = to_dict(given)
     # Whole groups first, so that single keys of a group that was chosen anew land in it.
-    for key in sorted({*given.source.explicit, *ALWAYS_GIVEN, *always_given}, key=lambda key: (key.count("."), key)):
+    explicit = given.source.explicit - {"parallel"}  # how many processes take part does not change the slices
+    for key in sorted({*explicit, *ALWAYS_GIVEN, *always_given}, key=lambda key: (key.count("."), key)):
         _copy(key.split("."), values, merged)
     return typed_config(merged, dataclasses.replace(given.source, merged=True))
 

@@ -86,6 +86,14 @@ class Interrupted(TtrainError):
     exit_code = EXIT_INTERRUPTED
 
 
+class RankFailed(TtrainError):
+    """Another rank ended the run, or is gone. `told` says that its own process tells the user."""
+
+    def __init__(self, message: str, exit_code: int = EXIT_FAILURE, told: bool = True) -> None:
+        super().__init__(message)
+        self.exit_code, self.told = exit_code, told
+
+
 class ShapeError(TtrainError, ValueError):
     """An op or a step was given a tensor of another shape or dtype than it takes."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from socket import socket
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from ttrain.core import errors
-from ttrain.core.errors import TtrainError
+from ttrain.core.errors import RankFailed, TtrainError, UserError
 from ttrain.device.base import Launch
+from ttrain.parallel.board import Board
 from ttrain.parallel.place import Place
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.world import Numbers, T, World
@@ -25,23 +28,73 @@ class DistributedWorld(World):
 
     group: DistributedGroup
 
-    def __init__(self, place: Place, slices: int, shards: bool, timeout: float, on_gpu: bool) -> None:
-        super().__init__(Ranks(place.rank, place.count, slices, shards))
+    def __init__(self, place: Place, shards: bool, timeout: float, on_gpu: bool) -> None:
+        """Returns once all ranks are there. Raises TtrainError where some don't come in time."""
+        super().__init__(Ranks(place.rank, place.count, place.count, shards))
         wait = timedelta(seconds=timeout)
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo", init_method=f"tcp://{place.address}:{place.port}", rank=place.rank,
-            world_size=place.count, timeout=wait,
-            device_id=torch.device("cuda", place.local_rank) if on_gpu else None,
-        )  # fmt: skip
-        # None is the group of all. To hold it would keep its threads beyond close(), and they abort an ending process.
-        self._host = dist.new_group(backend="gloo", timeout=wait) if on_gpu else None
-        self.group = DistributedGroup(place.rank, place.count, self._host)
+        led = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        store = _store(place, wait, led and place.rank == 0)
+        started = "/".join(os.environ.get(f"TORCHELASTIC_{key}", "") for key in ("RUN_ID", "RESTART_COUNT"))
+        name = f"ttrain/{started}/{place.count}"
+        self._lasting = dist.PrefixStore("ttrain", store)  # over the restarts by torchrun
+        self._board = Board(dist.PrefixStore(name, store), place.rank, place.count, timeout, led)
+        self._board.meet()
+        with self._board.waiting():
+            meeting = dist.PrefixStore(f"{name}/group", _store(place, wait))
+            dist.init_process_group(
+                "nccl" if on_gpu else "gloo", store=meeting, rank=place.rank, world_size=place.count, timeout=wait,
+                device_id=torch.device("cuda", place.local_rank) if on_gpu else None,
+            )  # fmt: skip
+            # None is the group of all. To hold it would keep its threads beyond the end, and they abort the process.
+            self._host = dist.new_group(backend="gloo", timeout=wait) if on_gpu else None
+        self.group = DistributedGroup(place.rank, place.count, self._host, self._board)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        try:
+            yield
+            self.close()
+        except BaseException as error:
+            ending = self._board.ended(error)
+            if self._host is None:  # NCCL would wait for the others
+                self.close()
+            if ending is error:
+                raise
+            raise ending from None
+
+    def close(self) -> None:
+        self._board.leave()
+        self._host = self.group.host = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def agree(self, what: str, facts: Mapping[str, Any]) -> None:
+        given = json.dumps(facts)
+        for key, own, leaders in _differences(json.loads(given), json.loads(self.of_leader(given))):
+            raise UserError(
+                f"another {what} than on rank 0: {key} is {json.dumps(own)} here and {json.dumps(leaders)} there. "
+                "Start all ranks with the same."
+            )
+        self.barrier()
+
+    def remember(self, key: str, text: str) -> None:
+        self._lasting.set(key, text)
+
+    def remembered(self, key: str) -> str | None:
+        return self._lasting.get(key).decode() if self._lasting.check([key]) else None
+
+    def tell(self, key: str, text: str) -> None:
+        self._board.post(f"{key}/{self.ranks.rank}", text)
+
+    def told(self, key: str, rank: int) -> str:
+        return self._board.wait(f"{key}/{rank}", rank)
 
     def gather(self, records: Sequence[Numbers]) -> list[dict[str, float]]:
         names = list(records[0])
         own = torch.tensor([[record[name] for name in names] for record in records], dtype=torch.float64)
         every = [torch.empty_like(own) for _ in range(self.ranks.count)]
-        dist.all_gather(every, own, group=self._host)
+        with self._board.waiting():
+            dist.all_gather(every, own, group=self._host)
         return [dict(zip(names, row, strict=True)) for rows in every for row in rows.tolist()]
 
     def of_leader(self, value: T) -> T:
@@ -51,12 +104,13 @@ class DistributedWorld(World):
     def _told(self, text: str) -> str:
         """The leading rank's text."""
         size = torch.tensor([len(text.encode())], dtype=torch.int64)
-        dist.broadcast(size, 0, group=self._host)
-        content = torch.zeros(int(size), dtype=torch.uint8)
-        if self.leads:
-            content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else content
-        if len(content):
-            dist.broadcast(content, 0, group=self._host)
+        with self._board.waiting():
+            dist.broadcast(size, 0, group=self._host)
+            content = torch.zeros(int(size), dtype=torch.uint8)
+            if self.leads:
+                content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else content
+            if len(content):
+                dist.broadcast(content, 0, group=self._host)
         return bytes(content.tolist()).decode()
 
     def once(self, work: Callable[[], str]) -> str:
@@ -76,34 +130,60 @@ class DistributedWorld(World):
 
     @contextmanager
     def leader_first(self) -> Iterator[None]:
+        self._turns += 1
         if not self.leads:
-            self.barrier()
-        try:
-            yield
-        finally:
-            if self.leads:
-                self.barrier()
+            self.told(f"first/{self._turns}", 0)
+        yield
+        if self.leads:
+            self.tell(f"first/{self._turns}", "")
 
     def barrier(self) -> None:
-        dist.barrier(group=self._host)
-
-    def close(self) -> None:
-        self._host = None
-        self.group.host = None
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        with self._board.waiting():
+            dist.barrier(group=self._host)
 
 
-def _wait(works: Sequence[Any]) -> None:
-    for work in works:
-        work.wait()
+def _differences(own: Any, leaders: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Key and both values of whatever differs."""
+    if isinstance(own, dict) and isinstance(leaders, dict):
+        for key in [*leaders, *(key for key in own if key not in leaders)]:
+            yield from _differences(own.get(key), leaders.get(key), f"{prefix}.{key}" if prefix else str(key))
+    elif own != leaders:
+        yield prefix, own, leaders
+
+
+def _store(place: Place, wait: timedelta, hosts: bool = False) -> dist.TCPStore:
+    """Where the ranks meet: a server of the process that started them, or of rank 0, which `hosts` it."""
+    try:
+        return dist.TCPStore(place.address, place.port, is_master=hosts, wait_for_workers=False, timeout=wait)
+    except RuntimeError as error:
+        told = str(error).partition("\n")[0]
+        raise RankFailed(
+            f"rank {place.rank}: {place.address}:{place.port}, where the ranks meet: {told}", told=False
+        ) from None
+
+
+def serve(listener: socket, count: int, timeout: float) -> Board:
+    """The board of ranks that this process starts, at a port that listens."""
+    wait, (address, port) = timedelta(seconds=timeout), listener.getsockname()
+    store = dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listener.detach()
+    )
+    return Board(dist.PrefixStore(f"ttrain///{count}", store), -1, count, timeout)
 
 
 class DistributedGroup:
     """Messages between devices. See device.base.Group."""
 
-    def __init__(self, rank: int, count: int, host: Any) -> None:
-        self.rank, self.count, self.host = rank, count, host
+    def __init__(self, rank: int, count: int, host: Any, board: Board) -> None:
+        self.rank, self.count, self.host, self._board = rank, count, host, board
+
+    def _waits(self, start: Callable[[], Sequence[Any]]) -> Launch:
+        def launch() -> None:
+            with self._board.waiting():
+                for work in start():
+                    work.wait()
+
+        return launch
 
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Launch:
         pairs: list[tuple[Any, Any, int]] = [(dist.irecv, buffer, rank) for rank, buffer in receives if buffer.numel()]
@@ -112,11 +192,12 @@ class DistributedGroup:
             return lambda: None
         if pairs[0][1].is_cuda:  # NCCL wants them together; over gloo each operation would hold the group
             operations = [dist.P2POp(*pair) for pair in pairs]
-            return lambda: _wait(dist.batch_isend_irecv(operations))
-        return lambda: _wait([start(buffer, rank) for start, buffer, rank in pairs])
+            return self._waits(lambda: dist.batch_isend_irecv(operations))
+        return self._waits(lambda: [start(buffer, rank) for start, buffer, rank in pairs])
 
     def sum(self, buffer: Any) -> Launch:
-        return lambda: dist.all_reduce(buffer)
+        return self._waits(lambda: [dist.all_reduce(buffer, async_op=True)])
 
     def join(self, array: np.ndarray) -> None:
-        dist.all_reduce(torch.from_numpy(array.view(np.int32)), group=self.host)  # bits, so that no sign is lost
+        with self._board.waiting():
+            dist.all_reduce(torch.from_numpy(array.view(np.int32)), group=self.host)  # bits, so that no sign is lost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping
@@ -22,6 +23,14 @@ class Place:
     local_count: int
     address: str
     port: int
+
+
+def rank_here() -> int | None:
+    """The number of this process among several; None where it stands alone."""
+    with contextlib.suppress(ConfigError, ValueError):
+        here = place()
+        return here.rank if here is not None and here.count > 1 else None
+    return None
 
 
 def place(environment: Mapping[str, str] = os.environ) -> Place | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ttrain.device.base import Group
 from ttrain.parallel.ranks import Ranks, tree_sum
@@ -20,6 +20,8 @@ class World:
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self.ranks = ranks or Ranks()
+        self._turns = 0  # of `leader_first`
+        self._texts: dict[str, str] = {}
 
     @property
     def leads(self) -> bool:
@@ -47,7 +49,29 @@ class World:
         """Waits for all ranks."""
 
     def close(self) -> None:
-        """Leaves the other ranks."""
+        """Leaves the other ranks; at the end of `together` this is done."""
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Around all that ranks do together: the first error of one ends all, with its message and its rank."""
+        yield
+
+    def agree(self, what: str, facts: Mapping[str, Any]) -> None:
+        """Raises UserError where another rank has other facts, JSON values by name."""
+
+    def remember(self, key: str, text: str) -> None:
+        """Keeps a text for as long as the process that started the ranks, which may start them again."""
+
+    def remembered(self, key: str) -> str | None:
+        return None
+
+    def tell(self, key: str, text: str) -> None:
+        """Leaves a text for another rank. Any thread may."""
+        self._texts[key] = text
+
+    def told(self, key: str, rank: int) -> str:
+        """Waits for the text that a rank leaves."""
+        return self._texts.pop(key)
 
     def sum_slices(self, records: Sequence[Numbers]) -> dict[str, float]:
         """The sums over all slices of numbers that this rank has for its own, added in one order."""

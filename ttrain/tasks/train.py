@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.errors import OutOfMemory
 from ttrain.device.family import family_of
+from ttrain.parallel.world import World
 from ttrain.tasks.training.recover import shrunk_config
 from ttrain.tasks.training.setup import set_up
 
@@ -33,12 +35,22 @@ def run(config: Config) -> float | None:
         gc.collect()  # what the failed try still holds
 
 
+def _again(config: Config, world: World) -> Config:
+    """Where torchrun starts the ranks of a new run again, they continue it."""
+    run = world.remembered("run") if config.resume == "none" else None
+    if run is None:
+        return config
+    return replace(config, resume="auto", run=replace(config.run, dir=run))
+
+
 def _run(config: Config) -> float | None:
     from ttrain.tasks.training.attempt import train
     from ttrain.tasks.training.dry_run import dry_run
 
     with ExitStack() as stack:
-        world = stack.enter_context(closing(build.build_world(config.parallel, config.device)))
+        world = build.build_world(config.parallel, config.device)
+        stack.enter_context(world.together())
+        config = _again(config, world)
         setup = set_up(config, stack, world)
         given = setup.config
         device = stack.enter_context(closing(build.build_device(given.device, given.precision, world)))

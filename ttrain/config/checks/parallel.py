@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from ttrain.config.checks.check import check
+from ttrain.config.checks.device import supervised
 from ttrain.config.components import TaskConfig
+from ttrain.config.schema import Source
 from ttrain.device.settings import DeviceConfig
-from ttrain.parallel.place import place
+from ttrain.parallel.place import place, rank_here
 from ttrain.parallel.settings import ParallelConfig
-from ttrain.train.settings import RecoverConfig, TrainConfig
+from ttrain.train.settings import RecoverConfig, SuperviseConfig, TrainConfig
+from ttrain.train.supervise.heartbeat import VARIABLE
+
+TASKS = ("train", "plan")
 
 TASKS = ("train", "plan")
 
@@ -25,7 +31,7 @@ def rank_count(parallel: ParallelConfig, local: bool = False) -> int:
 @check
 def _parallel(task: TaskConfig, parallel: ParallelConfig) -> Iterator[str]:
     here = place()
-    for key in ("processes", "world", "slices"):
+    for key in ("processes", "world"):
         if parallel.name == "none" and (getattr(parallel, key) or 1) > 1:
             yield f"parallel.{key}={getattr(parallel, key)}: parallel=none is one process. Give parallel=ddp or zero1."
     if task.name != "train":
@@ -44,10 +50,25 @@ def _parallel(task: TaskConfig, parallel: ParallelConfig) -> Iterator[str]:
 
 
 @check
+def _restarts(task: TaskConfig, supervise: SuperviseConfig, source: Source) -> Iterator[str]:
+    """Ranks that ttrain started are watched by the process that did so."""
+    if (
+        task.name == "train"
+        and supervised(supervise, source)
+        and rank_here() is not None
+        and VARIABLE not in os.environ
+    ):
+        yield (
+            "supervise.enabled=true: one of several ranks can't start the others again. Leave it out, and let "
+            "torchrun do so with --max-restarts=3."
+        )
+
+
+@check
 def _slices(task: TaskConfig, train: TrainConfig, parallel: ParallelConfig) -> Iterator[str]:
-    if parallel.name == "none" or task.name not in TASKS:
+    if task.name not in TASKS:
         return
-    ranks = rank_count(parallel)
+    ranks = 1 if parallel.name == "none" else rank_count(parallel)
     given = [key for key in ("world", "processes") if getattr(parallel, key) is not None]
     of_ranks = f"parallel.{given[0]}" if given else "the number of ranks"
     slices, of_slices = parallel.slices or ranks, of_ranks if parallel.slices is None else "parallel.slices"
@@ -57,9 +78,12 @@ def _slices(task: TaskConfig, train: TrainConfig, parallel: ParallelConfig) -> I
             yield f"{key}={count}: must be a power of two, such as {nearest} or {2 * nearest}."
             return
     if slices < ranks:
-        yield f"parallel.slices={slices}: must be at least the number of ranks, {ranks}. Give parallel.slices={ranks}."
+        yield (
+            f"parallel.slices={slices}: must be at least the number of ranks, {ranks}. Start {slices} ranks, or give "
+            f"parallel.slices={ranks}; a run that is continued with other slices does not keep its bits."
+        )
     parts = slices * train.accumulation
-    if train.batch_size % parts:
+    if slices > 1 and train.batch_size % parts:
         yield (
             f"train.batch_size={train.batch_size}: must divide into {of_slices}={slices} times train.accumulation="
             f"{train.accumulation}. Give train.batch_size={-(-train.batch_size // parts) * parts}."
@@ -70,10 +94,12 @@ def _slices(task: TaskConfig, train: TrainConfig, parallel: ParallelConfig) -> I
 def _parallel_device(
     task: TaskConfig, parallel: ParallelConfig, device: DeviceConfig, recover: RecoverConfig
 ) -> Iterator[str]:
-    if parallel.name == "none" or task.name not in TASKS:
+    if task.name not in TASKS or (parallel.name == "none" and (parallel.slices or 1) == 1):
         return
     if device.name not in ("cpu", "cuda", "auto"):
-        yield f"parallel={parallel.name}: runs on device=cpu or cuda, not on device={device.name}. Give parallel=none."
+        one = f"parallel={parallel.name}", "parallel=none"
+        given, instead = one if parallel.name != "none" else (f"parallel.slices={parallel.slices}", "parallel.slices=1")
+        yield f"{given}: runs on device=cpu or cuda, not on device={device.name}. Give {instead}."
     elif task.name == "train" and device.name != "cpu" and (here := rank_count(parallel, local=True)) > 1:
         import torch
 

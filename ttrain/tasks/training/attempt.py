@@ -21,7 +21,7 @@ from ttrain.train.checkpoint.retention import check_space, list_checkpoints
 from ttrain.train.logging.events import Events
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.runs.run_directory import RunDirectory
-from ttrain.train.runs.summary import continue_command, print_summary, start_command
+from ttrain.train.runs.summary import continue_command, print_summary
 from ttrain.train.settings import LoggerConfig, TrainConfig
 from ttrain.train.steps.length_schedule import DataReader, Phases
 from ttrain.train.supervise.heartbeat import Heartbeat
@@ -48,7 +48,7 @@ Turns = Generator[None, None, float | None]  # what yields while its device comp
 
 def train(setup: Setup, device: Device, console: Console) -> float | None:
     """Trains to the end; see `turns`."""
-    turn = turns(setup, device, console, StopRequests())
+    turn = turns(setup, device, console, StopRequests(setup.world.leads, setup.world.ranks.count > 1))
     while True:
         try:
             next(turn)
@@ -70,6 +70,7 @@ def turns(setup: Setup, device: Device, console: Console, stop: StopRequests) ->
     with ExitStack() as stack:
         run = setup.origin.held or stack.enter_context(closing(setup.claim(device)))
         events = Events(run.events)
+        setup.world.remember("run", str(run.path.resolve()))
         heartbeat.tell(run=str(run.path.resolve()))
         if run.note is not None:
             console.say(run.note)
@@ -90,7 +91,8 @@ def turns(setup: Setup, device: Device, console: Console, stop: StopRequests) ->
                 return progress.best_val_loss
             baseline = setup.dataset.baseline(train.eval_sequences)  # of the very targets that evaluations count
             model = (setup.model_name, setup.model.parameter_count)
-            summary = summarize(*model, train.steps, baseline, run, device, progress, loop.counters(), setup.unit)
+            ranks, counts = setup.world.ranks, loop.counters()
+            summary = summarize(*model, train.steps, baseline, run, device, progress, counts, setup.unit, ranks)
         events.add("finished", "All steps are done.")
         writes_text = setup.print_sample(steps.get("logits"))  # the run is done, whatever becomes of the terminal
         on = train_on(setup.rate, progress)
@@ -145,7 +147,7 @@ def _assembled(
         stop=stop,
         heartbeat=beat,
         counters=lambda: asdict(session.engine.counters),
-        command=start_command(config.plugins),
+        command=setup.command,
         phases=phases,
         world=setup.world,
     )

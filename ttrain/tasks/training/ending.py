@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ttrain.data.batches import Baseline
     from ttrain.device.base import Device
+    from ttrain.parallel.ranks import Ranks
     from ttrain.train.checkpoint.progress import Progress
     from ttrain.train.runs.run_directory import RunDirectory
     from ttrain.train.runs.summary import Summary
@@ -23,6 +24,7 @@ def summarize(
     progress: Progress,
     counters: Mapping[str, int],
     unit: str,
+    ranks: Ranks,
 ) -> Summary:
     """Writes summary and loss curve of a run that is done."""
     from ttrain.train.runs.summary import Summary, draw_loss_curve, last_rates, last_val_metrics, recorded_steps
@@ -39,6 +41,7 @@ def summarize(
         rates=last_rates(run.metrics),
         bits_per_byte=val_metrics.pop("bits_per_byte", None),
         val_metrics=val_metrics,
+        ranks=ranks,
         caution=device.caution,
         unit=unit,
     )

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import ttrain
 from ttrain.config import build
 from ttrain.config.notices import notices
 from ttrain.config.rates import Rate, rate_jump
@@ -24,6 +25,7 @@ from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.checkpoint.save import CheckpointContent
 from ttrain.train.runs import resume as resuming
 from ttrain.train.runs.origin import Origin
+from ttrain.train.runs.record import package_versions
 from ttrain.train.runs.run_directory import FollowedRun, RunDirectory, chosen_model, read_config
 from ttrain.train.steps.length_schedule import DataReader, Phases, Position
 from ttrain.train.supervise.heartbeat import Heartbeat
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from ttrain.train.steps.session import Session
 
 
+_PLACES = ("source", "notices")  # what a machine may have of its own in the description of the data
 _LATER = ("lora", "ramp", "parallel")  # sections that runs of earlier versions do not have
 
 
@@ -64,6 +67,16 @@ class Setup:
         from ttrain.train.runs.summary import TOKENS, VALUES
 
         return TOKENS if "tokens" in self.dataset.description else VALUES
+
+    @property
+    def command(self) -> str:
+        """What a command begins with that goes on with the run on as many ranks as it can start."""
+        from ttrain.train.runs.summary import start_command
+
+        parallel = self.config.parallel
+        ranks = "" if parallel.name == "none" else f" parallel={parallel.name}"
+        ranks += "" if parallel.processes is None else f" parallel.processes={parallel.processes}"
+        return start_command(self.config.plugins) + ranks
 
     def claim(self, device: Device) -> RunDirectory:
         """A directory for a run that is new, or branches off from another."""
@@ -204,6 +217,7 @@ def set_up(config: Config, stack: ExitStack, world: World | None = None) -> Setu
     """A run that is continued is held before it is read, until the exit stack closes."""
     Heartbeat.of_process().beat()
     world = world or World()
+    _agree(config, world)
     held = _held(config, world, stack)
     point = resuming.find_resume_point(config.resume, config.run.dir)
     if point is not None and held is not None:  # this run alone removes it
@@ -215,6 +229,7 @@ def set_up(config: Config, stack: ExitStack, world: World | None = None) -> Setu
         config = continued(base, config)
     elif config.resume == "auto":
         notes.append(f"resume=auto: {config.run.dir} holds no run yet; a new one starts, as command and defaults say.")
+    world.ranks = dataclasses.replace(world.ranks, slices=config.parallel.slices or world.ranks.count)
     if point is None:
         config = dataclasses.replace(config, lora=build.with_adapters(config.lora, config.source.explicit))
     config = dataclasses.replace(config, schedule=_branched(config.schedule, config.train.steps, point, held, base))
@@ -223,9 +238,11 @@ def set_up(config: Config, stack: ExitStack, world: World | None = None) -> Setu
     data, refuse = _with_tokenizer(config.data, folder, point), partial(_check_tokenizer, point)
     with world.leader_first():
         dataset = build.build_dataset(data, config.model, train.length_schedule, refuse)
+    world.agree("data", {key: value for key, value in dataset.description.items() if key not in _PLACES})
     model = build.build_model(*config.model_parts, dataset.vocabulary)
     check_groups(model.parameters(), config.optimizer)
     stored = {**to_dict(config), "model": build.resolved_model(config.model, model)}
+    stored["parallel"]["slices"] = world.ranks.slices if world.ranks.slices > 1 else None
     stored["run"]["dir"] = None  # a run does not know where it lies, so it can be moved
     if point is not None:
         resuming.check_architecture(point.checkpoint.config, model.config, point.checkpoint.path)
@@ -264,6 +281,15 @@ def _branched(
             f"schedule.decay_from=0: is step {step} here, and the schedule ends at step {end}. Give more train.steps."
         )
     return dataclasses.replace(schedule, decay_from=step)
+
+
+def _agree(config: Config, world: World) -> None:
+    """Raises UserError where ranks run other versions or have other configs, what belongs to a machine aside."""
+    shown = to_dict(config)
+    shown["device"] = {key: value for key, value in shown["device"].items() if key not in ("index", "threads")}
+    shown["parallel"] = {key: value for key, value in shown["parallel"].items() if key != "processes"}
+    world.agree("version", {"ttrain": ttrain.__version__, **package_versions()})
+    world.agree("config", shown)
 
 
 def _with_tokenizer(data: Any, folder: str | None, point: ResumePoint | None) -> DataConfig:

@@ -9,15 +9,18 @@ from pathlib import Path
 
 from ttrain.config.checks.device import supervised
 from ttrain.config.schema import Config
+from ttrain.parallel.place import place
+from ttrain.parallel.settings import ParallelConfig
 from ttrain.train.supervise.heartbeat import VARIABLE
 from ttrain.train.supervise.supervisor import Supervisor, continuing
 
+_ENOUGH_FAILURES = 2  # in a row, to try fewer ranks
 PROGRAM = (sys.executable, "-m", "ttrain")
 
 
 def wanted(config: Config) -> bool:
     """Whether this process should supervise: asked for, and not itself the child of a supervisor."""
-    if config.task.name != "train" or os.environ.get(VARIABLE):
+    if config.task.name != "train" or os.environ.get(VARIABLE) or place() is not None:
         return False
     return supervised(config.supervise, config.source)
 
@@ -26,9 +29,19 @@ def run(config: Config, overrides: Sequence[str], flags: Sequence[str]) -> int:
     """Supervises the training that the overrides ask for; its exit code."""
 
     def command(run: Path | None) -> list[str]:
-        return [*PROGRAM, *flags, *continuing(overrides, run)]
+        return [*PROGRAM, *flags, *continuing(overrides, run), *_fewer(config.parallel, supervisor.failures)]
 
-    return Supervisor(config.supervise, command, _say).run()
+    supervisor = Supervisor(config.supervise, command, _say)
+    return supervisor.run()
+
+
+def _fewer(parallel: ParallelConfig, failures: int) -> list[str]:
+    """After several failures in a row without a new checkpoint, half the ranks; the slices stay those of the run."""
+    if parallel.processes is None or failures < _ENOUGH_FAILURES or parallel.processes == 1:
+        return []
+    fewer = max(parallel.processes >> (failures + 1 - _ENOUGH_FAILURES), 1)
+    _say(f"Going on with {fewer} of {parallel.processes} ranks.")
+    return [f"parallel.processes={fewer}"]
 
 
 def _say(text: str) -> None:

@@ -8,10 +8,13 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+_ECHO_SECONDS = 1.0
 
 
 class StopRequests:
@@ -20,9 +23,13 @@ class StopRequests:
     After the first one the system's own handling is back: a second one ends the process at once, even where Python does
     not get to run. Files are safe then, because they are written beside and renamed. Several runs of a process may
     enter the same object.
+
+    One that does not say what it was told is silent. Where signals have `echoes`, from a terminal and from a
+    launcher, those within a second count as one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, says: bool = True, echoes: bool = False) -> None:
+        self._says, self._echoes, self._at = says, echoes, 0.0
         self._before: dict[int, Any] = {}
         self.requested: signal.Signals | None = None
         self._saves = 0  # runs that have not saved yet since they were asked to
@@ -40,10 +47,16 @@ class StopRequests:
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.requested = signal.Signals(number)
+        if self.requested is not None and time.monotonic() - self._at < _ECHO_SECONDS:
+            return
+        again, self.requested, self._at = self.requested is not None, signal.Signals(number), time.monotonic()
         for other in SIGNALS:
-            if not _hangup_is_ignored(other):
+            if not _hangup_is_ignored(other) and (again or not self._echoes):
                 signal.signal(other, signal.SIG_DFL)
+        if again:
+            os.kill(os.getpid(), number)
+        if not self._says:
+            return
         message = f"\n{self.requested.name}: finishing the step and saving; once more ends the run at once.\n"
         with contextlib.suppress(OSError, ValueError):  # the terminal may be what went away
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, message.encode())  # print is not safe here

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttrain.core.units import counted, format_bytes, format_count, format_duration
+from ttrain.parallel.ranks import Ranks
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.logging.meter import loop_speed
 from ttrain.train.logging.metrics import read_metrics
@@ -43,6 +44,7 @@ class Summary:
     rates: Mapping[str, float] = field(default_factory=dict)  # the last learning rate of every group, by its input
     val_metrics: Mapping[str, float] = field(default_factory=dict)  # the model's further metrics, newest evaluation
     bits_per_byte: float | None = None  # of held-out text, newest evaluation
+    ranks: Ranks = field(default_factory=Ranks)  # that trained together
     caution: str | None = None  # what has to be known of the numbers; see Device.caution
     unit: str = TOKENS  # what `progress.tokens` counts
 
@@ -69,6 +71,7 @@ class Summary:
             "learning_rates": dict(self.rates),
             "val_metrics": dict(self.val_metrics),
             "baseline": None if self.baseline is None else {"name": self.baseline[0], "loss": self.baseline[1]},
+            **({"ranks": self.ranks.count, "slices": self.ranks.slices} if self.ranks.slices > 1 else {}),
             **({} if self.caution is None else {"caution": self.caution}),
         }
 
@@ -93,6 +96,9 @@ class Summary:
             lines.append((self.baseline[0], f"{self.baseline[1]:.4f} (what ignoring the input can reach{compared})"))
         if self.tokens_per_s:
             lines.append(("speed", self._speed(self.tokens_per_s)))
+        if self.ranks.slices > 1:
+            shared = ", each with its share of the optimizer" if self.ranks.sharding else ""
+            lines.append(("ranks", f"{self.ranks.count} on {self.ranks.slices} slices of every batch{shared}"))
         if len(self.rates) > 1:
             shown = (f"{name.removeprefix('lr/')} {rate:.2e}" for name, rate in self.rates.items())
             lines.append(("learning rates", ", ".join(shown)))

@@ -93,7 +93,7 @@ def _end_with_parent(orphaned: signal.Signals) -> None:
 
 
 class PassOn:
-    """While entered, SIGINT and SIGTERM go to the children; a second one kills them. SIGUSR1 goes to them as well."""
+    """While entered, SIGINT and SIGTERM go to the children; a second one kills them. SIGUSR1 and 2 go there as well."""
 
     def __init__(self, children: Callable[[], Iterable[Child]]) -> None:
         self._children = children
@@ -105,8 +105,9 @@ class PassOn:
         if threading.current_thread() is threading.main_thread():  # only there may handlers be set
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._stop)
-            if hasattr(signal, "SIGUSR1"):
-                self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._tell)
+            for name in ("SIGUSR1", "SIGUSR2"):
+                if hasattr(signal, name):
+                    self._before[getattr(signal, name)] = signal.signal(getattr(signal, name), self._tell)
         return self
 
     def _stop(self, number: int, frame: FrameType | None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import replace_file, to_json
+from ttrain.core.files import read_json, replace_file, to_json
 from ttrain.core.units import format_duration
 
 VARIABLE = "TTRAIN_HEARTBEAT"  # path of the file; set where a supervisor watches
@@ -43,8 +43,8 @@ class Heartbeat:
 
     def tell(self, **facts: Any) -> None:
         """Adds JSON values to what the supervisor knows."""
-        self._told |= facts
         if self._path is not None:
+            self._told = {**read_json(self._path), **self._told, **facts}  # other ranks tell as well
             try:
                 replace_file(self._path, to_json(self._told))
             except OSError:

@@ -64,7 +64,7 @@ class Supervisor:
         self._config, self._command, self._say = config, command, say
         self._child: Child | None = None
         self._run: Path | None = None
-        self._failures = 0  # in a row, without a new checkpoint between them
+        self.failures = 0  # in a row, without a new checkpoint between them
         self._reached = -1  # step of the newest checkpoint when the last child ended
         self._bad_step: int | None = None
         self.restarts = 0
@@ -122,15 +122,15 @@ class Supervisor:
         """Why there is no use in another start; None where there is."""
         reached = self._newest_step()
         if reached > self._reached:
-            self._failures = 0
+            self.failures = 0
         self._reached = max(reached, self._reached)
-        self._failures += 1
+        self.failures += 1
         bad_step, before = end.bad_step, self._bad_step
         self._bad_step = bad_step if bad_step is not None else before
         if bad_step is not None and bad_step == before:
             return f"step {bad_step} is not finite again, so it would be the next time too."
-        if self._failures > self._config.max_restarts:
-            return f"{self._failures} failures in a row without a new checkpoint."
+        if self.failures > self._config.max_restarts:
+            return f"{self.failures} failures in a row without a new checkpoint."
         return None
 
     def _newest_step(self) -> int:
@@ -143,7 +143,7 @@ class Supervisor:
         """Says what happened, waits, and runs on_restart."""
         self.restarts += 1
         config = self._config
-        wait = min(config.backoff * 2 ** (self._failures - 1), config.max_backoff)
+        wait = min(config.backoff * 2 ** (self.failures - 1), config.max_backoff)
         start = f"step {self._reached}" if self._reached >= 0 else "the beginning"
         self._note(
             "restart",

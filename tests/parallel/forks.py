@@ -1,0 +1,184 @@
+"""Ranks as forks of a process that has imported everything, so that a test starts many of them in seconds.
+
+    python tests/parallel/forks.py --folder /tmp/forks
+
+Prints one line of JSON: for every fault that a rank can have, how all ranks ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.faults.kills import IMPORTED, ended, start
+
+TINY = [
+    "model=mlp", "model.width=32", "data=regression", "data.examples=64", "device=cpu", "device.threads=1",
+    "logger=jsonl", "train.batch_size=4", "train.steps=6", "train.save_every=2", "train.eval_every=null",
+    "train.log_every=1", "train.peak_tflops=1",
+]  # fmt: skip
+TOGETHER = 3  # cases
+LIMIT = 60.0  # seconds for all ranks to end
+
+Change = Callable[[int], None]  # of the program, in a rank of this number
+
+
+def import_all() -> None:
+    """Once, before the forks."""
+    for module in (*IMPORTED, "ttrain.parallel.distributed", "ttrain.tasks.training.attempt"):
+        importlib.import_module(module)
+
+
+def environments(count: int) -> list[dict[str, str]]:
+    """As torchrun sets them, where rank 0 is the one that the others meet at."""
+    if count == 1:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    every = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    every |= {"LOCAL_WORLD_SIZE": str(count), "GLOO_SOCKET_IFNAME": "lo"}
+    return [{**every, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+class Forks:
+    """Ranks that run, each with overrides of its own."""
+
+    def __init__(self, overrides: Sequence[list[str]], log: Path, change: Change = lambda rank: None) -> None:
+        self.logs = [log.with_name(f"{log.name}.{rank}") for rank in range(len(overrides))]
+        for own in self.logs:
+            own.touch()
+        self.codes: list[int | None] = [None] * len(overrides)
+        given = enumerate(environments(len(overrides)))
+        self.ids = [start(overrides[rank], self.logs[rank], own, partial(change, rank)) for rank, own in given]
+
+    def poll(self) -> bool:
+        """Whether all have ended."""
+        for rank, child in enumerate(self.ids):
+            if self.codes[rank] is None:
+                self.codes[rank] = ended(child)
+        return None not in self.codes
+
+    def wait(self) -> bool:
+        """Whether all end in time; the others are killed."""
+        until = time.monotonic() + LIMIT
+        while not self.poll():
+            if time.monotonic() > until:
+                for child, code in zip(self.ids, self.codes, strict=True):
+                    if code is None:
+                        os.kill(child, signal.SIGKILL)
+                        os.waitpid(child, 0)
+                return False
+            time.sleep(0.01)
+        return True
+
+    def said(self, *starts: str) -> list[list[str]]:
+        """Lines of the output that start so, by rank."""
+        lines = [log.read_text(errors="replace").splitlines() for log in self.logs]
+        return [[line for line in own if line.startswith(starts)] for own in lines]
+
+
+def at_step(rank: int, number: int, fault: Callable[[], object]) -> Change:
+    """A fault of one rank as it begins a step."""
+
+    def change(here: int) -> None:
+        from ttrain.train.steps.driver import Driver
+
+        begin = Driver.start
+
+        def start(self: Driver, step: int) -> Any:
+            if here == rank and step == number:
+                fault()
+            return begin(self, step)
+
+        Driver.start = start  # type: ignore[method-assign]
+
+    return change
+
+
+def _raise() -> None:
+    from ttrain.core.errors import TtrainError
+
+    raise TtrainError("the cable was pulled")
+
+
+def _version(rank: int) -> None:
+    import ttrain
+
+    ttrain.__version__ = f"0.{rank}"
+
+
+def _data(rank: int) -> None:
+    from ttrain.data.regression import RegressionDataset
+
+    made = RegressionDataset.__init__
+
+    def init(self: RegressionDataset, *given: Any) -> None:
+        made(self, *given)
+        self.description["sha256"] = f"{rank}"
+
+    RegressionDataset.__init__ = init  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, tuple[Change, list[list[str]]]] = {
+    "raises": (at_step(1, 3, _raise), [[], []]),
+    "leader_raises": (at_step(0, 3, _raise), [[], []]),
+    "fails": (at_step(1, 3, lambda: 1 / 0), [[], []]),
+    "hangs": (at_step(1, 3, lambda: time.sleep(1000)), [[], []]),
+    "killed": (at_step(1, 3, lambda: os.kill(os.getpid(), signal.SIGKILL)), [[], []]),
+    "leader_killed": (at_step(0, 3, lambda: os.kill(os.getpid(), signal.SIGKILL)), [[], []]),
+    "stopped": (at_step(1, 3, lambda: os.kill(os.getpid(), signal.SIGTERM)), [[], []]),
+    "config": (lambda rank: None, [[], ["optimizer.lr=0.5"]]),
+    "version": (_version, [[], []]),
+    "data": (_data, [[], []]),
+    "absent": (lambda rank: os._exit(0) if rank else None, [[], []]),
+}
+WAITING = ("hangs", "absent")  # until the time-out
+
+
+class Case:
+    """Two ranks, one of which has a fault."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        change, own = FAULTS[name]
+        common = [*TINY, "parallel=ddp", f"parallel.timeout={3 if name in WAITING else 60}", f"run.dir={folder / name}"]
+        self._forks = Forks([[*common, *each] for each in own], folder / f"{name}.log", change)
+        self._checkpoints = folder / name / "checkpoints"
+
+    def result(self) -> dict[str, Any]:
+        forks = self._forks
+        return {
+            "ended": forks.wait(), "codes": forks.codes, "said": forks.said("ttrain: ", "Traceback"),
+            "saved": sorted(path.name for path in self._checkpoints.glob("*")),
+            "notes": [line for own in forks.said("This was") for line in own],
+        }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--faults", nargs="*", default=list(FAULTS))
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    os.environ["XDG_CACHE_HOME"] = str(options.folder / "cache")
+    import_all()
+    results = {}
+    for first in range(0, len(options.faults), TOGETHER):
+        cases = {name: Case(name, options.folder) for name in options.faults[first : first + TOGETHER]}
+        results |= {name: case.result() for name, case in cases.items()}
+    print(json.dumps(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""A rank that raises, hangs, is killed or is not like the others ends all of them, by name and reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By fault, what became of two ranks."""
+    folder = tmp_path_factory.mktemp("forks")
+    command = [sys.executable, str(REPO / "tests" / "parallel" / "forks.py"), "--folder", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.mark.parametrize(
+    ("fault", "codes", "said"),
+    [
+        ("raises", [1, 1], "ttrain: rank 1: the cable was pulled"),
+        ("leader_raises", [1, 1], "ttrain: rank 0: the cable was pulled"),
+        ("hangs", [1, 1], "ttrain: rank 1: it hangs: the others have waited for it for 3 s (parallel.timeout)."),
+        ("killed", [1, -9], "ttrain: rank 1: it shows no sign of life: it was killed, hangs, or its machine is out of"),
+        ("leader_killed", [-9, 1], "ttrain: rank 0: it shows no sign of life: it was killed, hangs, or its machine is"),
+        ("stopped", [130, 130], "ttrain: Stopped by SIGTERM after step 3; the state is saved. Continue with: python"),
+        ("config", [2, 2], "ttrain: rank 1: another config than on rank 0: optimizer.lr is 0.5 here and 0.001 there."),
+        ("version", [2, 2], 'ttrain: rank 1: another version than on rank 0: ttrain is "0.1" here and "0.0" there.'),
+        ("data", [2, 2], 'ttrain: rank 1: another data than on rank 0: sha256 is "1" here and "0" there.'),
+        ("absent", [1, 0], "ttrain: rank 1: it did not start within 3 s"),
+    ],
+)
+def test_a_fault_of_one_rank_ends_all(found: dict[str, Any], fault: str, codes: list[int], said: str) -> None:
+    result = found[fault]
+    assert result["ended"], "a rank did not end by itself"
+    assert result["codes"] == codes
+    told = [line for lines in result["said"] for line in lines]
+    assert len(told) == 1 and told[0].startswith(said)
+    if fault == "stopped":
+        assert result["saved"] == ["step_00000002", "step_00000003"]
+    if fault in ("config", "version", "data", "absent"):
+        assert result["saved"] == []
+
+
+def test_a_fault_in_the_program_is_told_with_its_rank(found: dict[str, Any]) -> None:
+    assert found["fails"]["ended"] and found["fails"]["codes"][0] == 1
+    assert found["fails"]["notes"] == ["This was rank 1 of 2."]

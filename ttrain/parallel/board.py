@@ -1,0 +1,219 @@
+"""What ranks tell one another besides numbers, through torch's store: that they live, why the run ends, texts by key.
+
+The first failure that is posted ends all ranks. A rank that waits for others notices it at once, one that computes or
+hangs is ended by the thread that watches.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from ttrain.core.errors import EXIT_FAILURE, EXIT_INTERRUPTED, RankFailed, TtrainError
+
+_BEAT_SECONDS = 1.0
+_DEAD_SECONDS = 2.5 * _BEAT_SECONDS  # without a beat
+_PATIENCE_SECONDS = 3.0  # for whoever knows the cause of an error to post it
+_GRACE_SECONDS = 5.0  # for a rank to end by itself after a failure
+_LEADER_SECONDS = 0.5  # that other ranks let the leading one speak first where all fail alike
+_LOOK_SECONDS = 0.02
+_FAILURE = "failure"
+
+
+class Store(Protocol):
+    """As torch.distributed.TCPStore; every method raises RuntimeError where its server is gone."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def compare_set(self, key: str, expected: str, wanted: str, /) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a run ends, and which rank is the cause."""
+
+    rank: int
+    message: str
+    exit_code: int = EXIT_FAILURE
+
+    def error(self, told: bool) -> RankFailed:
+        return RankFailed(f"rank {self.rank}: {self.message}", self.exit_code, told)
+
+
+class Board:
+    """What one rank posts and reads. Any thread may use it."""
+
+    def __init__(self, store: Store, rank: int, count: int, timeout: float, led: bool = False) -> None:
+        """`led` tells that the store is the leading rank's, and goes with it."""
+        self._store, self._rank, self._count, self._timeout, self._led = store, rank, count, timeout, led
+        self._failure: Failure | None = None
+        self._ends, self._left = threading.Event(), threading.Event()
+        self._waiting = False  # whether the rank waits for others
+        self._beats = 0
+
+    def watch(self) -> None:
+        """Starts to show that this rank lives, and to look for failures."""
+        self._beat()
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    def leave(self) -> None:
+        """From now on the others may end as they like."""
+        self._left.set()
+
+    def post(self, key: str, text: str) -> None:
+        self._store.set(key, text)
+
+    def read(self, key: str) -> str | None:
+        """The text that was posted; None where none was."""
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def wait(self, key: str, rank: int) -> str:
+        """The text that a rank is to post, however long it works at it. Raises RankFailed where the run ends first."""
+        seen, since = self._state_of(rank), time.monotonic()
+        with self.waiting():
+            while (text := self.read(key)) is None:
+                self._check()
+                if (state := self._state_of(rank)) != seen:
+                    seen, since = state, time.monotonic()
+                elif time.monotonic() - since > self._timeout:
+                    raise self._first(self._gone(rank))
+                time.sleep(_LOOK_SECONDS)
+        return text
+
+    def meet(self) -> None:
+        """Waits until all ranks are there. Raises TtrainError naming those that did not come."""
+        self.watch()
+        until = time.monotonic() + self._timeout
+        missing = [rank for rank in range(self._count) if rank != self._rank]
+        while missing := [rank for rank in missing if self._state_of(rank) is None]:
+            self._check()
+            if time.monotonic() > until:
+                names = ", ".join(map(str, missing))
+                raise self._first(Failure(missing[0], f"it did not start within {self._timeout:g} s; missing: {names}"))
+            time.sleep(_LOOK_SECONDS)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around every wait for other ranks: what torch raises becomes an error that names the rank."""
+        self._waiting = True
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._reason(error) from error
+        finally:
+            self._waiting = False
+
+    def ended(self, error: BaseException) -> BaseException:
+        """What this rank ends with, an error of its own being told to all others; the first error stands."""
+        if isinstance(error, RankFailed):
+            return error
+        self._ends.set()
+        if self._rank:
+            time.sleep(_LEADER_SECONDS)
+        code = error.exit_code if isinstance(error, TtrainError) else EXIT_FAILURE
+        code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else code
+        own = Failure(self._rank, str(error) or type(error).__name__, code)
+        found = self.fail(own)
+        self._linger()
+        if found != own:
+            return found.error(told=True)
+        if not isinstance(error, TtrainError):
+            error.add_note(f"This was rank {self._rank} of {self._count}.")
+        return error
+
+    def _linger(self) -> None:
+        """Gives all ranks the time to read why the run ends, where that goes with this one."""
+        until = time.monotonic() + (_PATIENCE_SECONDS if self._led and self._rank == 0 else 0)
+        others = range(1, self._count)
+        with suppress(RuntimeError):
+            self.post(f"ended/{self._rank}", "")
+            while time.monotonic() < until and not all(self._store.check([f"ended/{rank}"]) for rank in others):
+                time.sleep(_LOOK_SECONDS)
+
+    def fail(self, failure: Failure) -> Failure:
+        """Posts why the run ends; the reason that was posted first."""
+        text = json.dumps(asdict(failure))
+        try:
+            found = self._store.compare_set(_FAILURE, "", text).decode()
+        except RuntimeError:  # nobody is there to be told
+            found = text
+        self._failure = Failure(**json.loads(found))
+        return self._failure
+
+    def failure(self) -> Failure | None:
+        """Why the run ends, where it does."""
+        if self._failure is None and (text := self.read(_FAILURE)) is not None:
+            self._failure = Failure(**json.loads(text))
+        return self._failure
+
+    def _check(self) -> None:
+        if (failure := self.failure()) is not None:
+            self._ends.set()
+            self._linger()
+            raise failure.error(told=True)
+
+    def _first(self, failure: Failure) -> RankFailed:
+        self._ends.set()
+        found = self.fail(failure)
+        self._linger()
+        return found.error(told=found != failure)
+
+    def _reason(self, error: RuntimeError) -> TtrainError:
+        """Why a wait failed: as somebody posts it, else as the signs of life of the others tell."""
+        self._ends.set()
+        until = time.monotonic() + _PATIENCE_SECONDS
+        try:
+            while time.monotonic() < until:
+                self._check()
+                time.sleep(_LOOK_SECONDS)
+            return self._first(self._diagnosed(error))
+        except RankFailed as failure:
+            return failure
+        except RuntimeError:
+            return self._alone().error(told=False)
+
+    def _alone(self) -> Failure:
+        if self._led:
+            return self._gone(0)
+        return Failure(self._rank, "the process that started the ranks is gone, so this one ends.")
+
+    def _gone(self, rank: int) -> Failure:
+        return Failure(rank, "it shows no sign of life: it was killed, hangs, or its machine is out of reach.")
+
+    def _diagnosed(self, error: RuntimeError) -> Failure:
+        others = [rank for rank in range(self._count) if rank != self._rank]
+        before = {rank: self._state_of(rank) for rank in others}
+        time.sleep(_DEAD_SECONDS)
+        for rank in others:
+            if (state := self._state_of(rank)) == before[rank]:
+                return self._gone(rank)
+            if state is not None and state.endswith(" works"):
+                limit = f"{self._timeout:g} s (parallel.timeout)"
+                return Failure(rank, f"it hangs: the others have waited for it for {limit}.")
+        return Failure(self._rank, f"the exchange with the other ranks failed: {error}")
+
+    def _state_of(self, rank: int) -> str | None:
+        return self.read(f"rank/{rank}")
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self._store.set(f"rank/{self._rank}", f"{self._beats} {'waits' if self._waiting else 'works'}")
+
+    def _watch(self) -> None:
+        while not self._left.wait(_BEAT_SECONDS):
+            try:
+                self._beat()
+                failure = self.failure()
+            except RuntimeError:
+                failure = self._alone()
+            if failure is not None and not self._ends.wait(_GRACE_SECONDS) and not self._left.is_set():
+                os._exit(failure.exit_code)  # it computes, hangs, or waits where nothing wakes it
+            if failure is not None:
+                return
