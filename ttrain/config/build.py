@@ -210,6 +210,8 @@ def build_session(
     from ttrain.train.steps.step_graph import StepGraph
 
     ranks = ranks or Ranks()
+    if train.noise_scale and device.chips > 1:
+        raise UserError("train.noise_scale=true: the chips of a mesh share every micro-batch. Leave it out.")
     rows = train.batch_size // ranks.slices // train.accumulation // device.chips
     if device.uniform_compute:
         model.follow_compute()
@@ -223,6 +225,7 @@ def build_session(
         chips=device.chips,
         ranks=ranks,
         ema=train.ema,
+        noise=train.noise_scale,
         resident=resident,
     )
     return Session.open(graph, device, lambda on, state: build_engine(engine, on, state), training, further)
@@ -268,10 +271,14 @@ def build_driver(
     from ttrain.models.base import preparation
     from ttrain.optim.groups import learning_rates
     from ttrain.train.steps.driver import Driver
+    from ttrain.train.steps.noise import NoiseScale
     from ttrain.train.steps.step import TrainStep
 
     prepare = prepare or preparation(model)
     step = TrainStep(steps, train.accumulation, seed, prepare, device.overlaps, world)
+    if train.noise_scale:
+        parts = train.accumulation * (1 if world is None else world.ranks.slices)
+        step.noise = NoiseScale(train.batch_size, parts)
     rates = learning_rates(model.parameters(), optimizer, build_schedule(schedule, train.steps))
     return Driver(step, batch, rates, last)
 

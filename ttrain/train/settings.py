@@ -24,6 +24,11 @@ class TrainConfig:
         minimum=0,
         below=1,
     )
+    noise_scale: bool = option(
+        False,
+        "record noise_scale, the rows of a batch whose gradient is as much signal as noise, from the first micro-batch "
+        "beside the whole batch; needs accumulation of 2 or more",
+    )
     length_schedule: list[int] = option(
         [],
         "lengths of training sequences in tokens, from short to model.context, each for phase_steps steps and the last "

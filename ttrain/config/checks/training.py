@@ -89,6 +89,12 @@ def _stochastic_rounding(optimizer: OptimizerConfig, precision: PrecisionConfig)
 
 
 @check
+def _noise_scale(train: TrainConfig) -> Iterator[str]:
+    if train.noise_scale and train.accumulation < 2:
+        yield "train.noise_scale=true: compares a micro-batch with the batch. Give train.accumulation of 2 or more."
+
+
+@check
 def _averages(train: TrainConfig, optimizer: Any, precision: PrecisionConfig) -> Iterator[str]:
     averages = isinstance(optimizer, ScheduleFreeConfig)
     if averages and train.ema is not None:

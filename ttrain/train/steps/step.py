@@ -22,6 +22,7 @@ from functools import partial
 from ttrain.models.base import Batch, Prepare, loss_weights, prepare_plain, valid_targets
 from ttrain.parallel.world import World
 from ttrain.train.protocols import Array, Inputs, Look, Outputs, Step
+from ttrain.train.steps.noise import NOISE_NORM, NoiseScale
 from ttrain.train.steps.seeds import ROUNDING, step_seed
 
 Call = tuple[str, Inputs]  # name of a built step, and all its inputs
@@ -77,6 +78,7 @@ class TrainStep:
         self._world = world or World()
         self._ranks = self._world.ranks
         self.guarded = "norm" in steps
+        self.noise: NoiseScale | None = None  # where the steps tell what it is made of
 
     @staticmethod
     def names(accumulation: int, guarded: bool = False) -> tuple[str, ...]:
@@ -160,6 +162,9 @@ class TrainStep:
         activation = self._largest_activation(parts)
         loss = sums.pop("loss")
         metrics = {**sums, **{name: value for name, value in norms.items() if name != "grad_norm"}}
+        if self.noise is not None:
+            scale = self.noise.add(float(outputs[0][NOISE_NORM]), norms["grad_norm"])
+            metrics |= {} if scale is None else {"noise_scale": scale}
         found = StepResult(loss, norms["grad_norm"], valid, True, activation, metrics)
         return replace(found, applied=found.finite) if self.guarded else found, norms
 

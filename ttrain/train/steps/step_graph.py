@@ -26,6 +26,7 @@ from ttrain.optim.base import AVERAGE, ROUNDING_SEED, STEP, STREAMS, Optimizer
 from ttrain.optim.clip import Norms, global_norms
 from ttrain.optim.groups import ParameterRun, parameter_runs
 from ttrain.parallel.ranks import Ranks
+from ttrain.train.steps.noise import NOISE_NORM
 from ttrain.train.steps.pieces import RunPieces, average_spec, block_norm, directions, part_of
 from ttrain.train.steps.resident import Resident
 
@@ -65,6 +66,7 @@ class StepGraph:
     chips: int = 1  # that share a batch: each works on `rows` of its own, and gradients are summed over all of them
     watched: bool = False  # also output the norm of the activations that the loss reads
     resident: Resident | None = None  # batch fields that lie on the device instead of being inputs
+    noise: bool = False  # also output the norm of the first micro-batch's gradients
     ema: float | None = None  # decay of the averages of the weights; None keeps none
     shorter: Model | None = None  # records training in its place, on shorter sequences, over the same parameters
     ranks: Ranks = Ranks()  # that divide a batch of several slices: each works on slices of `rows` * `accumulation`
@@ -128,8 +130,10 @@ class StepGraph:
         store = ops.assign if first else ops.accumulate
         gradients = self._backward(graph)
         with graph.stage(Stage.UPDATE), graph.scope("gradients"):
-            for parameter, gradient in zip(self.parameters, gradients, strict=True):
-                store(self._gradient(graph, parameter), gradient)
+            pairs = zip(self.parameters, gradients, strict=True)
+            stored = [store(self._gradient(graph, parameter), gradient) for parameter, gradient in pairs]
+            if first and self.noise:
+                graph.output(NOISE_NORM, ops.global_norm(stored))
 
     def trace_keep(self, graph: Graph, level: int) -> None:
         """Sets the sum over some slices aside, until as many more are summed."""

@@ -1,0 +1,35 @@
+"""How large a batch is worth while: the scale of the gradient's noise, from micro-batches beside the whole batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+NOISE_NORM = "noise_norm"  # output of a step: norm of what the first micro-batch adds to the gradient
+_DECAY = 0.95  # of the means over steps
+
+
+@dataclass
+class NoiseScale:
+    """The simple noise scale tr(S) / |G|^2 (McCandlish et al., 2018), S being the covariance of one row's gradient.
+
+    E |g_n|^2 = |G|^2 + tr(S) / n for a batch of n rows, so norms for two sizes give both numbers. Each is averaged over
+    steps, as one step tells little; the means start anew with an attempt. A batch far below the scale is mostly noise,
+    one far above it learns hardly more than a smaller one.
+    """
+
+    rows: int  # of the whole batch
+    parts: int  # micro-batches of it
+    noise: float = 0.0
+    signal: float = 0.0
+
+    def add(self, first: float, whole: float) -> float | None:
+        """Notes the norms of a step: `first` as in NOISE_NORM. Returns the scale in rows; None where none shows yet."""
+        if not math.isfinite(first + whole):
+            return None
+        one, all_ = (self.parts * first) ** 2, whole**2
+        noise = (one - all_) / (self.parts - 1) * self.rows
+        signal = (self.parts * all_ - one) / (self.parts - 1)
+        self.noise += (1 - _DECAY) * (noise - self.noise)
+        self.signal += (1 - _DECAY) * (signal - self.signal)
+        return self.noise / self.signal if self.noise > 0 and self.signal > 0 else None
