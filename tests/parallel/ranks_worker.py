@@ -50,6 +50,7 @@ class Case:
     shards: bool = False
     guarded: bool = False
     accumulation: int = 2
+    ema: float | None = None
 
 
 def _gpt(compute: DType) -> GPT:
@@ -74,7 +75,7 @@ SCOPED = AdamWConfig(lr=1e-2, clip_norm=0.1, clip_scope=["blocks"])
 CASES = [
     *(Case(f"gpt-{engine}-{'zero1' if shards else 'ddp'}", _gpt, engine, shards=shards)
       for engine in ("static", "traced") for shards in (False, True)),
-    Case("gpt-bf16-zero1", _gpt, "traced", BF16, shards=True, guarded=True),
+    Case("gpt-bf16-zero1", _gpt, "traced", BF16, shards=True, guarded=True, ema=0.9),
     Case("gpt-rounding-zero1", _gpt, "static", BF16, STOCHASTIC, shards=True, accumulation=1),
     Case("gpt-scoped-zero1", _gpt, "dynamic", optimizer=SCOPED, shards=True),
     Case("gpt-muon-zero1", _gpt, "static", BF16, MuonConfig(lr=1e-2), shards=True),
@@ -105,7 +106,7 @@ def trained(case: Case, world: World) -> dict[str, np.ndarray]:
     """Numbers of every step, the evaluation at the end, and the whole state; bf16 as fp32."""
     model = case.model(case.compute)
     device = TorchDevice("cpu", 1, group=world.group)
-    train = TrainConfig(batch_size=ROWS, accumulation=case.accumulation)
+    train = TrainConfig(batch_size=ROWS, accumulation=case.accumulation, ema=case.ema)
     guard = GuardConfig(nonfinite="skip" if case.guarded else "stop", activations=case.guarded)
     engine = EngineConfig(name=case.engine)
     session = build.build_session(model, device, train, case.optimizer or ADAMW, guard, engine, ranks=world.ranks)

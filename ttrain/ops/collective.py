@@ -45,10 +45,18 @@ def _reduce_scatter_state(tensors: Sequence[Value], bounds: Bounds = ()) -> list
     return [tensor.spec for tensor in tensors]
 
 
-@primitive(**_OVER_STATE)
-def _all_gather_state(tensors: Sequence[Value], bounds: Bounds = ()) -> list[TensorSpec]:
-    """Every part of the tensors <- what the rank that owns it holds there; `tensors` as in reduce_scatter_state."""
-    return [tensor.spec for tensor in tensors]
+@primitive(
+    outputs=("written*",),
+    wide=("tensors",),
+    aliases=lambda node: {index: index for index in range(node.attributes["count"])},
+    reference=lambda *tensors, count, bounds=(): list(tensors[:count]),
+)
+def _all_gather_state(tensors: Sequence[Value], count: int, bounds: Bounds = ()) -> list[TensorSpec]:
+    """Every part of `count` tensors <- what the rank that owns it holds there.
+
+    This rank's parts, which are as its updates left them, follow in the list.
+    """
+    return [tensor.spec for tensor in tensors[:count]]
 
 
 @primitive(
@@ -71,7 +79,8 @@ def _block_norms(tensors: Sequence[Any], places: Sequence[int], total: int, bloc
     return y
 
 
-for _op in (_all_reduce_state, _reduce_scatter_state, _all_gather_state):
+cases(_all_gather_state, Case(((4, 8), (257,), (3,)), {"count": 2}))
+for _op in (_all_reduce_state, _reduce_scatter_state):
     cases(_op, Case(((4, 8), (257,))), Case(((3,),)))
 cases(all_reduce, Case(((4, 8),)), Case(((),)))
 cases(block_norms, Case(((4, 8), (257,)), {"places": (1, 2), "total": 12, "block": 32}))
@@ -90,4 +99,4 @@ def reduce_scatter_state(tensors: Sequence[Value], parts: Sequence[Value], bound
 
 def all_gather_state(tensors: Sequence[Value], parts: Sequence[Value], bounds: Bounds) -> list[Value]:
     """See the op; returns the new values of the whole tensors."""
-    return list(op("all_gather_state").record(*tensors, *parts, bounds=bounds)[: len(tensors)])
+    return list(op("all_gather_state").record(*tensors, *parts, count=len(tensors), bounds=bounds))

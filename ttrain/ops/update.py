@@ -280,10 +280,9 @@ def update(
 ) -> list[Value]:
     """Apply a rule to lists of equal length: parameters, gradients, each slot, and perhaps copies. See the op.
 
-    Returns the new parameters as layers read them: the copies where there are any.
+    Returns the new parameters.
     """
     count = len(lists[0])
     chosen = {name: value for name, value in attributes.items() if value}
     inputs = [*(value for values in lists for value in values), lr, step, factor, seed]
-    written = op("update").record(*inputs, rule=rule, count=count, **chosen)
-    return list(written[-count:] if attributes.get("copies") else written[:count])
+    return list(op("update").record(*inputs, rule=rule, count=count, **chosen)[:count])

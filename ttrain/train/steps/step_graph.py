@@ -367,8 +367,10 @@ class StepGraph:
     def _gather(self, graph: Graph, pieces: RunPieces, written: Sequence[Value]) -> None:
         """Let every rank have what each wrote of a run."""
         if self.ranks.sharding:
-            read = [use(graph, parameter, self.model.compute) for parameter in pieces.run.parameters]
-            ops.all_gather_state(read, written, pieces.bounds)
+            compute, parameters = self.model.compute, pieces.run.parameters
+            if written and parameters[0].has_copy(compute) and written[0].producer is not None:
+                written = written[0].producer.outputs[-len(written) :]  # an update's copies come last
+            ops.all_gather_state([use(graph, p, compute) for p in parameters], written, pieces.bounds)
 
     def _weights(self, graph: Graph, pieces: RunPieces) -> list[Value]:
         return pieces.values(graph, "", lambda p: p.spec, Kind.PARAMETER)

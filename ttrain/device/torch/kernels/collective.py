@@ -59,7 +59,7 @@ def _reduce_scatter(context: Context, ins: Tensors, outs: Tensors, attributes: A
 
 @row("all_gather_state", delivery=Delivery.INPLACE)
 def _all_gather(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    if context.group is None:
+    if context.group is None or not attributes.get("bounds"):
         return chain()
     run = _run(ins, attributes["bounds"])
     return chain(*(part for bucket in attributes["bounds"] for part in _gather(context, run, bucket)))
