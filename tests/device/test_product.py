@@ -20,7 +20,7 @@ from ttrain.device.torch.kernels.common import Context
 def test_a_tall_product_in_blocks(rows: int, transposed: bool, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(module, "uses_onednn", lambda a, b: True)
+    monkeypatch.setattr(module, "uses_onednn", lambda *_: True)
     monkeypatch.setattr(module, "_BLOCK_BYTES", 1)  # the least height: 256 rows
     generator = torch.Generator().manual_seed(rows)
     a = torch.randn(48, rows, generator=generator).t() if transposed else torch.randn(rows, 48, generator=generator)

@@ -121,14 +121,25 @@ def test_fp64_takes_the_way_of_the_base(device: NativeDevice) -> None:
     assert tried > 100
 
 
-def test_bf16_products_can_be_left_to_matrix_units(device: NativeDevice) -> None:
-    sizing = Sizing(threads=1, bf16_products=False)
-    native = NativeKernels(super(NativeDevice, device).kernels, sizing)
+@pytest.mark.parametrize("products", ["own", "aten", "onednn", "bf16"])
+def test_products_can_be_left_to_libraries(device: NativeDevice, products: str) -> None:
+    base = super(NativeDevice, device).kernels
+    if products == "bf16":  # as with matrix units
+        native = NativeKernels(base, Sizing(threads=1, products=(DType.FP32,)))
+    else:
+        native = NativeKernels(base, 1, products=products)
     for name in ("matmul", "linear", "head_cross_entropy"):
         for parameter in every_case(lambda op: op.name == name):  # noqa: B023 - called at once
             node = record(*parameter.values)[0].nodes[0]
-            if parameter.values[2] is DType.BF16:
-                assert native.native(Request.of_node(node)) is None
+            request, dtype = Request.of_node(node), parameter.values[2]
+            found = native.native(request)
+            if products in ("aten", "onednn") or (products == "bf16" and dtype is DType.BF16):
+                assert found is None
+            if name != "head_cross_entropy" and dtype in (DType.FP32, DType.BF16):
+                given = (request.inputs, request.outputs, node.attributes)
+                own, library = native.kernels[name].way, base[name].way
+                assert own is not None and library is not None
+                assert own(*given) == ("compiled" if found else library(*given))
 
 
 def test_rows_too_wide_for_a_stack_take_the_way_of_the_base(device: NativeDevice) -> None:

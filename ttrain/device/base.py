@@ -45,7 +45,8 @@ class Kernel:
     attributes)` gives the layouts (see `Device.layout`) of outputs that have another than usual, None for the others.
     `outside(inputs, outputs, attributes)` tells how many bytes a library allocates by itself during the launch, where
     that is known: no plan places them, but they count as memory in use. `supports(inputs, attributes)` tells whether
-    the kernel serves a node: where it does not, the node runs as its decomposition. None serves all.
+    the kernel serves a node: where it does not, the node runs as its decomposition. None serves all. `way(inputs,
+    outputs, attributes)` names the one of several ways that a launch takes, for who looks at a plan.
     """
 
     bind: Callable[[Sequence[Buffer | None], Sequence[Buffer], Mapping[str, Any], Sequence[Buffer]], Launch]
@@ -61,6 +62,7 @@ class Kernel:
 
     outside: Callable[[Sequence[TensorSpec | None], Sequence[TensorSpec], Mapping[str, Any]], int] | None = None
     supports: Callable[[Sequence[TensorSpec | None], Mapping[str, Any]], bool] | None = None
+    way: Callable[[Sequence[TensorSpec | None], Sequence[TensorSpec], Mapping[str, Any]], str] | None = None
 
     def workspace_specs(
         self, inputs: Sequence[TensorSpec | None], outputs: Sequence[TensorSpec], attributes: Mapping[str, Any]

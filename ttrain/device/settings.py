@@ -21,3 +21,10 @@ class DeviceConfig:
         maximum=1024,
     )
     index: int = option(0, "cuda: which GPU", minimum=0)
+    products: str = option(
+        "auto",
+        "cpu: who multiplies matrices; own is the compiled code of engine=traced, onednn and aten are libraries that "
+        "torch brings, each where it can; auto takes the compiled code where there is one, except for bf16 where there "
+        "are matrix units, and of the libraries for each shape the one that measured faster on this machine, once",
+        choices=("auto", "own", "onednn", "aten"),
+    )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ttrain.device.base import align
+from ttrain.device.base import Kernel, align, of_side
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Stage
 from ttrain.graph.passes import remove_dead_code
@@ -127,11 +127,12 @@ def _by_stage(counted: Iterator[tuple[Node, int]]) -> dict[str, int]:
     return totals
 
 
-def show_plan(plan: Plan) -> str:
+def show_plan(plan: Plan, kernels: Mapping[str, Kernel] | None = None) -> str:
     """The op list with buffers: one line a node, then one line a buffer.
 
     A value is shown where it lies: `@<offset>+<bytes>` in the arena, `=<name>` in state. A node without a number is not
-    launched: a view, or a copy that the kernel before it made unnecessary.
+    launched: a view, or a copy that the kernel before it made unnecessary. Where there are several ways to run a node,
+    a row of the device's `kernels` tells which one it takes.
     """
     lines, launch, width = [f"arena: {plan.arena_bytes} bytes"], 0, scope_width(plan.graph.nodes)
     lines.append(f" node launch stage    {'scope':{width}}  outputs = op(inputs)")
@@ -142,7 +143,8 @@ def show_plan(plan: Plan) -> str:
         work = "".join(f" workspace @{block.offset}+{block.nbytes}" for block in plan.scratch.get(node, []))
         text = node.text(partial(_place, plan), lambda value: f"{_place(plan, value)}:{value.spec}")
         place = f"{time:5} {number:>6} {node.stage.value:8} {node.scope:{width}}"
-        lines.append(f"{place}  {text}{work}")
+        way = None if elided or kernels is None else of_side(kernels, node.on_host)[node.op.name].way
+        lines.append(f"{place}  {text}{work}" + (f" by {way(*node.specs, node.attributes)}" if way else ""))
     lines.append("")
     lines.append(f"{'offset':>12} {'bytes':>12} {'live':>11}  what")
     for buffer in sorted(plan.blocks, key=lambda b: (b.offset, b.start)):

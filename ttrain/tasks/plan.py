@@ -128,7 +128,7 @@ def _show(what: str, session: Session, steps: Any) -> None:
             print(plain_table(op_table(name, steps[name].plan.launched)))
             continue
         if what == "plan":
-            text = show_plan(steps[name].plan)
+            text = show_plan(steps[name].plan, getattr(session.engine, "kernels", None))
         else:
             graph = Graph()
             trace(graph)

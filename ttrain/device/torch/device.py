@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ _PINNED_FROM = 1 << 16  # bytes; below this the driver stages a pageable copy it
 
 def cpu(config: DeviceConfig, group: Group | None = None) -> TorchDevice:
     """device=cpu."""
-    return TorchDevice("cpu", config.threads, group=group)
+    return TorchDevice("cpu", config.threads, group=group, products=config.products)
 
 
 def cuda(config: DeviceConfig, group: Group | None = None) -> TorchDevice:
@@ -52,9 +53,11 @@ class TorchDevice(Device):
         threads: int | None = None,
         index: int = 0,
         group: Group | None = None,
+        products: str = "auto",
     ) -> None:
         super().__init__()
         self.group = group
+        self.products = products
         self.kind, self.name = kind, kind
         self.supports_capture = kind == "cuda"
         self.threads = threads or default_threads()
@@ -65,7 +68,7 @@ class TorchDevice(Device):
             # Sums of bf16 products stay in fp32 until the end, as on the CPU.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.device = torch.device(kind, index) if kind == "cuda" else torch.device("cpu")
-        self.context = Context.of(self.device, self.threads, group)
+        self.context = replace(Context.of(self.device, self.threads, group), products=products)
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._first_event: torch.cuda.Event | None = None
         self._closed = False
@@ -157,7 +160,7 @@ class TorchDevice(Device):
             return None
         from ttrain.device.torch.native import NativeKernels
 
-        return NativeKernels(self.kernels, self.threads)
+        return NativeKernels(self.kernels, self.threads, products=self.products)
 
     def capture(self, launches: Sequence[Launch], name: str) -> Launch:
         """Record the launches as one CUDA graph.

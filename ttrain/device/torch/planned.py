@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ttrain.device.base import Kernel, StepCompiler
 from ttrain.device.null.device import NullDevice
@@ -12,16 +13,16 @@ from ttrain.device.settings import DeviceConfig
 class PlannedDevice(NullDevice):
     """A device by its table. On the CPU a traced step is planned with the rows that would be compiled for it."""
 
-    def __init__(self, kind: str, rows: Mapping[str, Kernel], threads: int) -> None:
+    def __init__(self, kind: str, rows: Mapping[str, Kernel], threads: int, products: str = "auto") -> None:
         super().__init__(rows=rows)
-        self.name, self.threads = kind, threads
+        self.name, self.threads, self.products = kind, threads, products
 
     def compiler(self) -> StepCompiler | None:
         if self.name != "cpu":
             return None
         from ttrain.device.torch.native import NativeKernels
 
-        return NativeKernels(self.kernels, self.threads)
+        return NativeKernels(self.kernels, self.threads, products=self.products)
 
 
 def planned(config: DeviceConfig) -> PlannedDevice:
@@ -37,4 +38,5 @@ def planned(config: DeviceConfig) -> PlannedDevice:
         # torch counts GPUs through the driver's management library, which does not initialise CUDA.
         kind = "cuda" if torch.cuda.device_count() else "cpu"
     threads = config.threads or default_threads()
-    return PlannedDevice(kind, kernel_table(Context.of(torch.device(kind), threads)), threads)
+    context = replace(Context.of(torch.device(kind), threads), products=config.products)
+    return PlannedDevice(kind, kernel_table(context), threads, config.products)

@@ -43,6 +43,7 @@ class Context:
     query_rows: rows of probabilities that it forms at a time, each up to the block's last column; 0 takes what
         measured fastest.
     logits: of how many logits the cross-entropy of a head forms at a time.
+    products: who multiplies matrices on the CPU, see DeviceConfig.
     group: the ranks that this device belongs to; None where it is alone.
     """
 
@@ -53,6 +54,7 @@ class Context:
     explicit_up_to: int | None = None
     query_rows: int = 0
     logits: int = CHUNK_LOGITS
+    products: str = "auto"
     group: Group | None = None
 
     @staticmethod

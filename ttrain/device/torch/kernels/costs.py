@@ -19,41 +19,59 @@ import torch
 from ttrain.core.folders import cache_folder
 from ttrain.device.base import Launch
 
-CLEAR_WIN = 1.25  # how many times faster than the first way another has to be
-_LEAST_TURNS, _MOST_TURNS, _TURNS_SECONDS = 5, 25, 0.1  # of every way while it is timed
+CLEAR_WIN, TIE = 1.25, 1.03  # how many times faster than the first way another has to be
+_LEAST_TURNS, _MOST_TURNS, _TURNS_SECONDS = 5, 25, 0.05  # of every way in a series while it is timed
+_MOST_SERIES, _SETTLED = 20, 1.1  # and how much a series may be better than those before if it is the last
 
 
-def fastest(key: str, ways: Mapping[str, Callable[[], Launch]]) -> str:
-    """The name of the way to take for `key`. The first is taken unless another wins by a clear margin.
+def fastest(key: str, ways: Mapping[str, Callable[[], Launch]], margin: float = CLEAR_WIN) -> str:
+    """The name of the way to take for `key`. The first is taken unless another wins by the margin.
 
     Each value makes a launch to time; it is only called where the table has no entry yet. A way that fails costs
     infinitely much.
     """
-    return _chosen(f"{key} threads={torch.get_num_threads()}", tuple(ways.items()))
+    return _chosen(f"{key} threads={torch.get_num_threads()}", tuple(ways.items()), margin)
 
 
 @lru_cache(maxsize=512)
-def _chosen(key: str, ways: tuple[tuple[str, Callable[[], Launch]], ...]) -> str:
+def _chosen(key: str, ways: tuple[tuple[str, Callable[[], Launch]], ...], margin: float = CLEAR_WIN) -> str:
     costs = _read().get(_machine(), {}).get(key, {})
     if set(costs) != {name for name, _ in ways}:
-        costs = _seconds(ways)
+        costs = _measured(ways, margin)
         _write(key, costs)
-    first = ways[0][0]
+    return _winner(costs, ways[0][0], margin)
+
+
+def _winner(costs: Mapping[str, float], first: str, margin: float) -> str:
     best = min(costs, key=lambda name: costs[name])
-    return best if costs[first] > CLEAR_WIN * costs[best] else first
+    return best if costs[first] > margin * costs[best] else first
 
 
-def _seconds(ways: tuple[tuple[str, Callable[[], Launch]], ...]) -> dict[str, float]:
-    """Seconds of the fastest run of each way: what the machine can do when nothing disturbs it.
-
-    Ways take turns, so that a machine that is busy for a moment disturbs all of them; short ones get more turns.
-    """
+def _measured(ways: tuple[tuple[str, Callable[[], Launch]], ...], margin: float) -> dict[str, float]:
+    """Seconds of the fastest run of each way, of series that are repeated until the last one told nothing new."""
     costs, launches = {name: float("inf") for name, _ in ways}, {}
     for name, make in ways:
         with contextlib.suppress(RuntimeError):  # such as an oneDNN build without the primitive
             launch = make()
             launch()
             launches[name] = launch
+    for _ in range(_MOST_SERIES):
+        found = {**costs, **_seconds(launches)}
+        lower = {name: min(cost, found[name]) for name, cost in costs.items()}
+        alike = _winner(found, ways[0][0], margin) == _winner(lower, ways[0][0], margin)
+        settled = alike and all(costs[name] <= _SETTLED * lower[name] for name in launches)
+        costs = lower
+        if settled:
+            break
+    return costs
+
+
+def _seconds(launches: Mapping[str, Launch]) -> dict[str, float]:
+    """Seconds of the fastest run of each: what the machine can do when nothing disturbs it.
+
+    Ways take turns, so that a machine that is busy for a moment disturbs all of them; short ones get more turns.
+    """
+    costs = {name: float("inf") for name in launches}
     end = time.perf_counter() + _TURNS_SECONDS
     for turn in range(_MOST_TURNS):
         if turn >= _LEAST_TURNS and time.perf_counter() > end:

@@ -2,40 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.torch.kernels.common import ROWS, Attributes, Context, Specs, Tensors, chain, into, rows_of
-from ttrain.device.torch.kernels.product import fresh_bytes, product
+from ttrain.device.torch.kernels.product import fresh_bytes, product, takes_onednn
 
 
-def _matmul(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+def _matmul(pinned: str, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     (a, b), c = ins, outs[0]
     a, b = a.mT if attributes["transpose_a"] else a, b.mT if attributes["transpose_b"] else b
     if a.ndim == 2:
-        return product(a, b, c)
+        return product(a, b, c, pinned=pinned)
     return partial(torch.bmm, a.flatten(0, -3), b.flatten(0, -3), out=c.flatten(0, -3))
 
 
-def _matmul_outside(ins: Sequence[TensorSpec | None], outs: Specs, attributes: Attributes) -> int:
+_Sizes = tuple[int, int, int, bool, bool]  # rows, inner, columns, whether a [M, K] and b [K, N] lie as their shapes say
+
+
+def _matmul_sizes(ins: Sequence[TensorSpec | None], outs: Specs, attributes: Attributes) -> _Sizes | None:
+    """Of a product in fp32; None of others."""
     a, (rows, columns) = ins[0], outs[0].shape[-2:]
     if a is None or a.rank != 2 or a.dtype is not DType.FP32:
-        return 0
-    turned_a, turned_b = attributes["transpose_a"], attributes["transpose_b"]
-    return fresh_bytes(rows, a.size // rows, columns, not turned_a, not turned_b)
+        return None
+    return rows, a.size // rows, columns, not attributes["transpose_a"], not attributes["transpose_b"]
 
 
-def _linear_outside(ins: Sequence[TensorSpec | None], outs: Specs, attributes: Attributes) -> int:
+def _linear_sizes(ins: Sequence[TensorSpec | None], outs: Specs, attributes: Attributes) -> _Sizes | None:
     weight, y = ins[1], outs[0]
     if weight is None or y.dtype is not DType.FP32:
-        return 0
+        return None
     columns, inner = weight.shape
-    return fresh_bytes(y.size // columns, inner, columns, True, False)
+    return y.size // columns, inner, columns, True, False
+
+
+def _on_cpu(row: Kernel, context: Context, sizes: Callable[..., _Sizes | None]) -> Kernel:
+    """The row, telling what its products allocate and who makes them."""
+    if not context.on_cpu:
+        return row
+
+    def outside(*given: Any) -> int:
+        found = sizes(*given)
+        return 0 if found is None else fresh_bytes(*found, context.products)
+
+    def way(*given: Any) -> str:
+        found = sizes(*given)
+        return "onednn" if found is not None and takes_onednn(*found, context.products) else "aten"
+
+    return replace(row, outside=outside, way=way)
 
 
 def _linear(context: Context) -> Kernel:
@@ -44,7 +64,7 @@ def _linear(context: Context) -> Kernel:
     def bind(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         x, weight, bias = ins
         rows, y = rows_of(x), rows_of(outs[0])
-        linear = product(rows, weight.t(), y, bias)
+        linear = product(rows, weight.t(), y, bias, context.products)
         if attributes.get("activation") is None:
             return linear
         name, settings = _activation(attributes["activation"])
@@ -56,8 +76,7 @@ def _linear(context: Context) -> Kernel:
         name, settings = _activation(attributes["activation"])
         return ROWS[name](context).workspace_specs(outs, outs, settings)
 
-    row = into(bind, workspace)
-    return replace(row, outside=_linear_outside) if context.on_cpu else row
+    return _on_cpu(into(bind, workspace), context, _linear_sizes)
 
 
 def _activation(name: str) -> tuple[str, Attributes]:
@@ -67,7 +86,7 @@ def _activation(name: str) -> tuple[str, Attributes]:
 
 
 def _product_row(context: Context) -> Kernel:
-    return replace(into(_matmul), outside=_matmul_outside if context.on_cpu else None)
+    return _on_cpu(into(partial(_matmul, context.products)), context, _matmul_sizes)
 
 
 ROWS.update(matmul=_product_row, linear=_linear)

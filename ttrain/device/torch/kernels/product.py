@@ -1,8 +1,7 @@
 """One matrix product, by the faster of the libraries that torch brings.
 
 On the CPU aten sends fp32 products to MKL, which on some processors (such as AMD with AVX-512) runs at half the speed
-of oneDNN. Which one is faster here is measured once per machine, on one product per layout, and kept in a table
-(costs.py).
+of oneDNN. Which one is faster here is measured once per machine and shape, and kept in a table (costs.py).
 oneDNN's fp32 product can't write into a given buffer: it returns a fresh tensor that is copied. Tall products go row
 block by row block, so that this tensor stays small and is still in the cache when it is copied.
 """
@@ -15,17 +14,17 @@ import torch
 
 from ttrain.device.base import Launch
 from ttrain.device.torch.kernels.common import Tensor, chain
-from ttrain.device.torch.kernels.costs import fastest
+from ttrain.device.torch.kernels.costs import TIE, fastest
 
 SMALLEST = 4_000_000  # floating-point operations; below, oneDNN's overhead per call outweighs its speed
 _BLOCK_ROWS = 256  # of a tall product are computed at once by oneDNN, at least: fewer make it slower
 _BLOCK_BYTES = 2**22  # of the fresh tensor of a block, where that many rows allow it
-_PROBE = 384  # rows, columns and inner size of the measured product: a millisecond
+_LARGEST = 1024  # rows, columns and inner size of a measured product at most: larger ones run at the same rate
 
 
-def product(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> Launch:
-    """out [M, N] <- a [M, K] b [K, N] + bias [N]. a and b may be transposed views."""
-    if uses_onednn(a, b):
+def product(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, pinned: str = "auto") -> Launch:
+    """out [M, N] <- a [M, K] b [K, N] + bias [N]. a and b may be transposed views; `pinned` is device.products."""
+    if uses_onednn(a, b, pinned):
         if not a.is_contiguous():  # a block of a transposed operand would be read with long strides
             return partial(_onednn_into, out, a, b.t(), bias)
         height = _height(out.shape[1])
@@ -36,12 +35,12 @@ def product(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> La
     return partial(torch.addmm, bias, a, b, out=out)
 
 
-def fresh_bytes(rows: int, inner: int, columns: int, plain_a: bool, plain_b: bool) -> int:
+def fresh_bytes(rows: int, inner: int, columns: int, plain_a: bool, plain_b: bool, pinned: str = "auto") -> int:
     """Bytes that an fp32 product on the CPU allocates while it runs: the fresh tensor, and a copy of a transposed a.
 
     `plain_a` and `plain_b` say whether a [M, K] and b [K, N] lie in memory as their shapes say.
     """
-    if not _worth(rows, inner, columns) or not _decided(plain_a, plain_b, torch.get_num_threads()):
+    if not takes_onednn(rows, inner, columns, plain_a, plain_b, pinned):
         return 0
     height = min(_height(columns), rows) if plain_a else rows
     return 4 * (height * columns + (0 if plain_a else rows * inner))
@@ -57,34 +56,41 @@ def _worth(rows: int, inner: int, columns: int) -> bool:
     return 2 * rows * inner * columns >= SMALLEST and min(rows, inner, columns) >= 16
 
 
-def uses_onednn(a: Tensor, b: Tensor) -> bool:
+def uses_onednn(a: Tensor, b: Tensor, pinned: str = "auto") -> bool:
     """Whether this product goes to oneDNN directly instead of through aten."""
     if a.device.type != "cpu" or a.dtype is not torch.float32:
         return False
     (rows, inner), columns = a.shape, b.shape[1]
-    if not _worth(rows, inner, columns):
+    return takes_onednn(rows, inner, columns, a.is_contiguous(), b.is_contiguous(), pinned)
+
+
+def takes_onednn(rows: int, inner: int, columns: int, plain_a: bool, plain_b: bool, pinned: str) -> bool:
+    """The same of a fp32 product on the CPU by its sizes."""
+    if pinned == "aten" or not _worth(rows, inner, columns):
         return False
-    return _decided(a.is_contiguous(), b.is_contiguous(), torch.get_num_threads())
+    if pinned == "onednn":
+        return _there()
+    timed = (min(size, _LARGEST) for size in (rows, inner, columns))
+    return _decided(*timed, plain_a, plain_b, torch.get_num_threads())
 
 
 def _onednn_into(out: Tensor, a: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     out.copy_(torch.ops.mkldnn._linear_pointwise.default(a, weight, bias, "none", [], ""))
 
 
-@lru_cache(maxsize=32)
-def _decided(plain_a: bool, plain_b: bool, threads: int) -> bool:
-    """The table's answer, once per process and number of threads."""
-    return _onednn_wins(plain_a, plain_b)
+def _there() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def _onednn_wins(plain_a: bool, plain_b: bool) -> bool:
-    """Measured: is oneDNN clearly faster for operands stored this way on this machine?"""
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+@lru_cache(maxsize=512)
+def _decided(rows: int, inner: int, columns: int, plain_a: bool, plain_b: bool, threads: int) -> bool:
+    """The table's answer, once per process and number of threads: is oneDNN faster for this product here?"""
+    if not _there():
         return False
 
     def operands() -> tuple[Tensor, Tensor, Tensor]:
-        a, b, out = (torch.ones(_PROBE, _PROBE) for _ in range(3))
-        return (a if plain_a else a.t()), (b if plain_b else b.t()), out
+        a = torch.ones(rows, inner) if plain_a else torch.ones(inner, rows).t()
+        return a, torch.ones(inner, columns) if plain_b else torch.ones(columns, inner).t(), torch.ones(rows, columns)
 
     def through_aten() -> Launch:
         a, b, out = operands()
@@ -95,4 +101,5 @@ def _onednn_wins(plain_a: bool, plain_b: bool) -> bool:
         return partial(_onednn_into, out, a, b.t(), None)
 
     layout = f"{'N' if plain_a else 'T'}{'N' if plain_b else 'T'}"
-    return fastest(f"product fp32 {layout} {_PROBE}", {"aten": through_aten, "onednn": through_onednn}) == "onednn"
+    ways = {"aten": through_aten, "onednn": through_onednn}
+    return fastest(f"product fp32 {layout} {rows}x{columns}x{inner}", ways, TIE) == "onednn"

@@ -24,7 +24,7 @@ class Sizing:
     thread_cost: int = 2**15  # additions: less than this is not worth waking another thread for
     part: int = 2**13  # elements in one range of a sum over rows
     most_parts: int = 32
-    bf16_products: bool = True  # whether products of bf16 run here too, or the way of the base
+    products: tuple[DType, ...] = (DType.FP32, DType.BF16)  # of which dtypes run here too, or else the way of the base
     block: int = 2**14  # elements in one block of a list of tensors: all slots fit a second-level cache
     logits: int = CHUNK_LOGITS  # of how many logits the cross-entropy of a head forms at a time
 

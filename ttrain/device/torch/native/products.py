@@ -29,7 +29,7 @@ def _threads(m: int, n: int, k: int, dtype: DType, sizing: Sizing) -> int:
 
 
 def _covered(dtype: DType, sizing: Sizing) -> bool:
-    return dtype is DType.FP32 or (dtype is DType.BF16 and sizing.bf16_products)
+    return dtype in sizing.products
 
 
 def _sizes(m: int, n: int, k: int, turn_a: bool, turn_b: bool) -> str:

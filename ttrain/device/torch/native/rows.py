@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from ttrain.core.errors import PlanError
@@ -34,15 +34,23 @@ class NativeKernels:
 
     fuses = True
 
-    def __init__(self, base: Mapping[str, Kernel], sizing: Sizing | int, toolchain: Toolchain | None = None) -> None:
+    def __init__(
+        self,
+        base: Mapping[str, Kernel],
+        sizing: Sizing | int,
+        toolchain: Toolchain | None = None,
+        products: str = "auto",
+    ) -> None:
+        self._toolchain = Toolchain() if toolchain is None else toolchain
         if not isinstance(sizing, Sizing):
+            both = (DType.FP32, DType.BF16)
             # Matrix units beat vectors by far, and aten reaches them.
-            sizing = Sizing(sizing, bf16_products=not has_feature("amx_bf16"))
+            usual = both[:1] if has_feature("amx_bf16") else both
+            sizing = Sizing(sizing, products={"auto": usual, "own": both}.get(products, ()))
         self.sizing = sizing
         self.compilations = 0  # how often the compiler ran; libraries from the cache do not count
         self.built = self.cached = 0  # kernels that were compiled, and that came from the cache
         self.kernels: Mapping[str, Kernel] = {**base, **{name: self._row(name, base.get(name)) for name in RULES}}
-        self._toolchain = Toolchain() if toolchain is None else toolchain
         self._functions: dict[str, int] = {}  # body -> address
         self._libraries: list[ctypes.CDLL] = []
         self._native = lru_cache(maxsize=None)(self._make)
@@ -109,11 +117,18 @@ class NativeKernels:
                 return list(native.workspace)
             return [] if base is None else base.workspace_specs(ins, outs, attributes)
 
+        def of_base(fact: str, otherwise: Any, *given: Any) -> Any:
+            if base is None or getattr(base, fact) is None or self.native(Request.make(name, *given)) is not None:
+                return otherwise
+            return getattr(base, fact)(*given)
+
+        outside, way = partial(of_base, "outside", 0), partial(of_base, "way", "compiled")
         delivery = Delivery.INPLACE if name in _INPLACE else Delivery.INTO
         # Only over its base: a gradient of equal spec is read row by row all the while.
         overwrites = (0,) if name == "add_embedding_grad" else ()
         supports = None if base is None else base.supports
-        return Kernel(bind, delivery, workspace, overwrites=overwrites, supports=supports)
+        chosen = way if name in products.RULES else None
+        return Kernel(bind, delivery, workspace, overwrites=overwrites, supports=supports, outside=outside, way=chosen)
 
 
 def _base_launch(
