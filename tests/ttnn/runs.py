@@ -142,6 +142,8 @@ def step_inputs(model: Any, built: Any, rows: int, step: int) -> dict[str, Any]:
     """All inputs of one step, counted from 1."""
     given, counts = preparation(model)(batch(model, rows, step))
     inputs = {**given, **loss_weights(counts), "seed": 1000 + step, "lr": 0.01 / step, "step": step}
+    wide = "lr/width_"  # rates that muP scales
+    inputs |= {name: inputs["lr"] * float(name[len(wide) :]) for name in built.inputs if name.startswith(wide)}
     return {**inputs, "rounding_seed": 2**40 + step} if "rounding_seed" in built.inputs else inputs
 
 

@@ -56,6 +56,12 @@ def test_three_adamw_steps_equal_the_cpu(model: str) -> None:
     check_fp32(run(MODELS[model](), adamw(), golden()), run(MODELS[model](), adamw(), cpu()))
 
 
+def test_every_switch_of_the_decoders_equals_the_cpu() -> None:
+    switches: dict[str, Any] = {"qk_norm": True, "activation": "relu_squared", "logit_cap": 15.0, "tied": False}
+    switches |= {"value_embeddings": True, "future_weight": 0.3, "parametrization": "mup", "base_width": 32}
+    check_fp32(run(gpt(**switches), adamw(), golden()), run(gpt(**switches), adamw(), cpu()))
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_equals_the_cpu(optimizer: str) -> None:
     make = MODELS["mlp of whole tiles"]

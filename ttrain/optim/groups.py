@@ -33,14 +33,12 @@ class ParameterRun:
     dtype: DType  # that layers read the parameters in
     clipped: bool  # whether their gradients are multiplied by the clip factor
     rule: Rule
-    width_factor: float  # that the learning rate is multiplied by
     parameters: tuple[Parameter, ...]
 
     @property
     def name(self) -> str:
         """Label of the run within a state."""
         label = f"{self.lr}/{self.rule.name}/{'decay' if self.decays else 'no_decay'}/{self.dtype}"
-        label += f"/width_{self.width_factor:g}" * (self.width_factor != 1)
         return label + "/unclipped" * (not self.clipped)
 
 
@@ -51,12 +49,11 @@ def parameter_runs(parameters: Mapping[str, Parameter], optimizer: Optimizer, co
     """
     config = optimizer.config
     check_groups(parameters, config)
-    found: dict[tuple[str, bool, DType, bool, Rule, float], list[Parameter]] = {}
+    found: dict[tuple[str, bool, DType, bool, Rule], list[Parameter]] = {}
     for path, parameter in trained(parameters, config).items():
         dtype = parameter.read_spec(compute).dtype
         decaying, clipped = decays(parameter, config.decay_rule), in_clip_scope(path, config)
-        rule, factor = optimizer.rule(parameter, decaying), width_factor(parameter, config)
-        key = (lr_input(path, parameter, config), decaying, dtype, clipped, rule, factor)
+        key = (lr_input(path, parameter, config), decaying, dtype, clipped, optimizer.rule(parameter, decaying))
         found.setdefault(key, []).append(parameter)
     return [ParameterRun(*key, tuple(members)) for key, members in found.items()]
 
@@ -113,10 +110,17 @@ def orthogonalised(parameter: Parameter) -> bool:
 
 
 def lr_input(path: str, parameter: Parameter, config: OptimizerConfig) -> str:
-    """The learning-rate input of a parameter: `lr/<prefix>` of the prefix that wins, else `lr`."""
+    """The learning-rate input of a parameter: `lr/<prefix>` of the prefix that wins, else `lr`.
+
+    With muP `/width_<factor>` follows where the factor is not 1: rates are step inputs, which devices read on the host.
+    """
     prefix, apart = longest(path, config.group_lr), ADAMW_RATE in _peaks(config) and not orthogonalised(parameter)
     name = ADAMW_RATE if apart else LEARNING_RATE
-    return name if prefix is None else f"{name}/{prefix}"
+    return (name if prefix is None else f"{name}/{prefix}") + _label(width_factor(parameter, config))
+
+
+def _label(factor: float) -> str:
+    return "" if factor == 1 else f"/width_{factor:g}"
 
 
 def _peaks(config: OptimizerConfig) -> dict[str, float]:
@@ -127,14 +131,22 @@ def _peaks(config: OptimizerConfig) -> dict[str, float]:
 def learning_rates(
     parameters: Mapping[str, Parameter], config: OptimizerConfig, schedule: Callable[[int], float]
 ) -> Callable[[int], dict[str, float]]:
-    """Step (from 1) -> every learning-rate input: its peak * schedule(step), times the group's own factor.
+    """Step (from 1) -> every learning-rate input: its peak * schedule(step), times the factors of its group and
+    of the model's width.
 
     `lr` comes first, and is there unless every trained parameter belongs to a prefix.
     """
     check_groups(parameters, config)
-    names = {lr_input(path, parameter, config) for path, parameter in trained(parameters, config).items()}
+    changing = trained(parameters, config)
+    names = {lr_input(path, parameter, config) for path, parameter in changing.items()}
     factors = {"": 1.0, **{f"/{key}": value for key, value in config.group_lr.items()}}
-    every = {name + key: (peak, factor) for name, peak in _peaks(config).items() for key, factor in factors.items()}
+    widths = sorted({1.0, *(width_factor(parameter, config) for parameter in changing.values())}, key=lambda w: w != 1)
+    every = {
+        name + key + _label(width): (peak, factor * width)
+        for name, peak in _peaks(config).items()
+        for key, factor in factors.items()
+        for width in widths
+    }
     used = {name: each for name, each in every.items() if name in names}
     return lambda step: {name: peak * schedule(step) * factor for name, (peak, factor) in used.items()}
 

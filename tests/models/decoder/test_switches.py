@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ttrain.models.llama import Llama
 from ttrain.models.settings import GPTConfig, LlamaConfig
 from ttrain.nn.initialize import initial_values
 from ttrain.optim.adamw import AdamW
-from ttrain.optim.groups import parameter_runs, width_factor
+from ttrain.optim.groups import learning_rates, parameter_runs, width_factor
 from ttrain.optim.settings import AdafactorConfig, AdamWConfig, LionConfig, MuonConfig, NorMuonConfig, SGDConfig
 from ttrain.optim.sgd import SGD
 from ttrain.train.sampling.decode import scores_of
@@ -49,6 +50,11 @@ def built(family: str, **changes: Any) -> Any:
     return Llama(LlamaConfig(**{**SIZES, "hidden": 24, "kv_heads": 2, **changes}))
 
 
+def rates(model: Any, config: Any, lr: float) -> dict[str, float]:
+    config = replace(config, lr=lr)
+    return learning_rates(model.parameters(), config, lambda step: 1.0)(1)
+
+
 def random_values(model: Any) -> dict[str, np.ndarray]:
     """Every tensor random and large enough that no switch drowns."""
     generator = np.random.default_rng(0)
@@ -71,7 +77,7 @@ def test_loss_gradients_and_growing_texts_are_those_of_plain_torch(family: str, 
     expected.backward()
     session = Session(model, SGD(SGDConfig(clip_norm=None)), ROWS, values=values, engine="static")
     assert session.evaluate(batch)["loss"] == pytest.approx(plain.loss(*given).item(), rel=1e-6)
-    assert session.train(batch, 1, {"lr": 0.0})["loss"] == pytest.approx(expected.item(), rel=1e-6)
+    assert session.train(batch, 1, rates(model, SGDConfig(), 0.0))["loss"] == pytest.approx(expected.item(), rel=1e-6)
     for path, gradient in session.gradients().items():
         assert relative_error(gradient, weights[path].grad.numpy()) < 2e-5, path
     reading, text = Reading(model, "static"), [int(token) for token in batch["tokens"][0]]
@@ -90,7 +96,7 @@ def test_engines_train_all_switches_alike() -> None:
         model = built("gpt", **SWITCHES["all"], layers=1)
         session = Session(model, AdamW(AdamWConfig()), ROWS, values=random_values(model), engine=engine)
         for step in (1, 2):
-            session.train(token_batch(VOCABULARY, ROWS, CONTEXT, step), step, {"lr": 0.01})
+            session.train(token_batch(VOCABULARY, ROWS, CONTEXT, step), step, rates(model, AdamWConfig(), 0.01))
         made[engine] = session.parameters()
     for engine in ("dynamic", "traced"):
         for path, value in made["static"].items():
@@ -128,8 +134,10 @@ def test_first_values_and_rates_follow_the_published_table(family: str) -> None:
         assert (width_factor(parameter, AdamWConfig()), width_factor(parameter, SGDConfig())) == (adam, sgd), path
         assert width_factor(base.parameters()[path], SGDConfig()) == 1
     assert seen == set(TABLE)
-    factors = {run.width_factor for run in parameter_runs(wide.parameters(), AdamW(AdamWConfig()), wide.compute)}
-    assert factors == {1.0, 0.25}
+    inputs = {run.lr for run in parameter_runs(wide.parameters(), AdamW(AdamWConfig()), wide.compute)}
+    assert inputs == {"lr", "lr/width_0.25"} and rates(wide, AdamWConfig(), 0.1) == {"lr": 0.1, "lr/width_0.25": 0.025}
+    grouped = rates(wide, AdamWConfig(group_lr={"blocks": 2.0}), 0.1)
+    assert grouped == {"lr": 0.1, "lr/blocks": 0.2, "lr/blocks/width_0.25": 0.05}
 
 
 @pytest.mark.parametrize(
@@ -149,7 +157,7 @@ def test_updates_move_parameters_by_their_factor() -> None:
     model = built("gpt", parametrization="mup", base_width=4)
     values = random_values(model)
     session = Session(model, SGD(SGDConfig(clip_norm=None)), ROWS, values=values)
-    session.train(token_batch(VOCABULARY, ROWS, CONTEXT, 0), 1, {"lr": 0.1})
+    session.train(token_batch(VOCABULARY, ROWS, CONTEXT, 0), 1, rates(model, SGDConfig(), 0.1))
     gradients = session.gradients()
     for path, value in session.parameters().items():
         factor = 1.0 if model.parameters()[path].role == "hidden" else 4.0
@@ -169,7 +177,7 @@ def sizes_after_three_steps(family: str, width: int, **changes: Any) -> np.ndarr
 
     before = logits()
     for step in range(1, 4):
-        session.train(batch, step, {"lr": 0.01})
+        session.train(batch, step, rates(model, AdamWConfig(), 0.01))
     return np.abs(logits() - before).mean()
 
 

@@ -336,7 +336,6 @@ class StepGraph:
     ) -> None:
         run, rule = pieces.run, pieces.run.rule
         lr, stochastic = graph.input(run.lr, SCALAR), self._stochastic(run)
-        lr = lr if run.width_factor == 1 else lr * run.width_factor
         seed = graph.input(ROUNDING_SEED, SEED) if stochastic else None
         lists = [gradients, *(self._slot(graph, pieces, slot) for slot in rule.slots)]
         if rule.whole:
