@@ -30,9 +30,12 @@ def weights(run: Any, slot: str = "") -> dict[str, np.ndarray]:
     return {path: run.state.read(path + slot) for path in run.model.parameters()}
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_an_average_is_the_mean_until_it_is_exponential(place: str) -> None:
-    run = Run(place, Muon(MuonConfig()), Layers(), ema=DECAY)
+@pytest.mark.parametrize(("place", "compute"), [*((place, DType.FP32) for place in PLACES), (PLACES[1], DType.BF16)])
+def test_an_average_is_the_mean_until_it_is_exponential(place: str, compute: DType) -> None:
+    """Of the master weights, whatever layers read."""
+    model = Layers()
+    model.compute = compute
+    run = Run(place, Muon(MuonConfig()), model, ema=DECAY)
     wanted: dict[str, np.ndarray] = {}
     for step in range(1, 9):
         run.advance(step)
