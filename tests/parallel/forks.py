@@ -69,9 +69,9 @@ class Forks:
                 self.codes[rank] = ended(child)
         return None not in self.codes
 
-    def wait(self) -> bool:
+    def wait(self, limit: float = LIMIT) -> bool:
         """Whether all end in time; the others are killed."""
-        until = time.monotonic() + LIMIT
+        until = time.monotonic() + limit
         while not self.poll():
             if time.monotonic() > until:
                 for child, code in zip(self.ids, self.codes, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -89,6 +90,19 @@ Part = tuple[int, int]  # [start, stop) of the elements of a tensor, in their or
 def part_name(name: str, part: Part) -> str:
     """What a part of a persistent tensor is called."""
     return f"{name}[{part[0]}:{part[1]}]"
+
+
+def stored_part_name(name: str, part: Part, shape: tuple[int, ...]) -> str:
+    """What a part of a tensor is called in a file, which has to tell the shape of the whole."""
+    return f"{name}[{part[0]}:{part[1]} of {'x'.join(map(str, shape))}]"
+
+
+def stored_part(name: str) -> tuple[str, Part, tuple[int, ...]] | None:
+    """Tensor, part and shape of the whole by that name; None for a tensor that is in one piece."""
+    found = re.fullmatch(r"(.+)\[(\d+):(\d+) of (\d+(?:x\d+)*)\]", name)
+    if found is None:
+        return None
+    return found[1], (int(found[2]), int(found[3])), tuple(map(int, found[4].split("x")))
 
 
 def part_spec(spec: TensorSpec, part: Part) -> TensorSpec:

@@ -138,6 +138,18 @@ class State:
             self.device.group.join(whole)
         return whole.reshape(tensor.spec.shape)
 
+    def own_parts(self, name: str) -> list[Part] | None:
+        """The parts of a tensor's values that this rank alone has; None where all ranks have them all."""
+        tensor = self.tensor(name)
+        size = tensor.host_spec.size
+        return None if tensor.everywhere else [(start, min(stop, size)) for start, stop in tensor.parts if start < size]
+
+    def read_part(self, name: str, part: Part) -> np.ndarray:
+        """The values of one of `own_parts`, in a row; asks no other rank."""
+        held = next(own for own in self.tensor(name).parts if own[0] == part[0])
+        values = self.device.side(self.on_host(name)).download(self._placed[part_name(name, held)][2])
+        return values.reshape(-1)[: part[1] - part[0]]
+
     def write(self, name: str, array: np.ndarray) -> None:
         """Overwrite one tensor, and the compute-dtype copy that derives from it. Shapes must be equal."""
         tensor = self.tensor(name)

@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 
 from numpy.typing import NDArray
 
-from ttrain.core.spec import TensorSpec
+from ttrain.core.spec import Part, TensorSpec
 from ttrain.graph.graph import Node, Value
 from ttrain.graph.kinds import Kind
 
@@ -38,6 +38,13 @@ class StateValues(Protocol):
     def names(self, *kinds: Kind) -> list[str]: ...
     def spec(self, name: str) -> TensorSpec: ...
     def read(self, name: str) -> Array: ...
+
+
+class DividedState(StateValues, Protocol):
+    """Persistent tensors of which ranks may have parts; see engine.state.State."""
+
+    def own_parts(self, name: str) -> list[Part] | None: ...
+    def read_part(self, name: str, part: Part) -> Array: ...
 
 
 class State(StateValues, Protocol):

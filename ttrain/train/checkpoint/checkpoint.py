@@ -11,6 +11,9 @@
                                                 SHA-256; written last, and again with the progress when the state
                                                 is evaluated after it was saved
 
+Several ranks divide the tensors of a checkpoint: files of rank 1 are called parameters-rank1-00001-of-00001 and so on.
+A tensor of which each rank has a part is in the files of all of them, as `<name>[<start>:<stop> of <shape>]`.
+
 Only safetensors and JSON are ever read, so a checkpoint can't run code.
 """
 
@@ -34,7 +37,7 @@ from ttrain.core.units import format_bytes
 from ttrain.graph.kinds import Kind
 from ttrain.models.weight_checks import Weights
 from ttrain.optim.base import AVERAGE
-from ttrain.train.checkpoint.shards import check_header, lazy_tensors, read_tensors, tensors_of
+from ttrain.train.checkpoint.shards import check_header, lazy_tensors, tensors_in
 from ttrain.train.checkpoint.state_match import match
 from ttrain.train.protocols import SAVED_KINDS, Array, State, StateValues
 from ttrain.train.settings import with_current_keys
@@ -64,7 +67,7 @@ class Checkpoint:
     reader: IO[str] | None = field(default=None, repr=False, compare=False)
 
     def verify(self, known: Collection[str] = ()) -> Checkpoint:
-        """Checks names, sizes and SHA-256 of all files but those `known` to be right.
+        """Checks names and sizes of all files, and the SHA-256 of all but those `known` to be right.
 
         Raises CheckpointError at the first that is wrong.
         """
@@ -75,8 +78,7 @@ class Checkpoint:
                 f"JSON only; remove that file if you put it there."
             )
         for name, entry in self.files.items():
-            if name not in known:
-                self._verify_file(self.path / name, entry)
+            self._verify_file(self.path / name, entry, name in known)
         return self
 
     def shards(self, *kinds: Kind) -> list[str]:
@@ -88,14 +90,14 @@ class Checkpoint:
         files = self.shards(kind)
         try:
             whole = all((self.path / name).stat().st_size == self.files[name]["bytes"] for name in files)
-            found = [tensor for file in files for tensor in tensors_of(self.path / file)] if whole else []
+            found = tensors_in(self.path / file for file in files) if whole else {}
         except (OSError, CheckpointError):
             return False
         specs = {name: state.spec(name) for name in state.names(kind)}
         dtypes = {name: "BF16" if spec.dtype is DType.BF16 else "F32" for name, spec in specs.items()}
-        return {t.name: (t.shape, t.dtype) for t in found} == {n: (s.shape, dtypes[n]) for n, s in specs.items()}
+        return {n: (t.shape, t.dtype) for n, t in found.items()} == {n: (s.shape, dtypes[n]) for n, s in specs.items()}
 
-    def _verify_file(self, path: Path, entry: dict[str, Any]) -> None:
+    def _verify_file(self, path: Path, entry: dict[str, Any], known: bool = False) -> None:
         if path.is_symlink() or not path.is_file():
             raise CheckpointError(f"{path} is missing, though the manifest lists it. Use another checkpoint.")
         size = path.stat().st_size
@@ -103,6 +105,8 @@ class Checkpoint:
             raise CheckpointError(
                 f"{path} has {size} bytes, the manifest says {entry['bytes']}: the file is truncated."
             )
+        if known:
+            return
         if sha256_file(path) != entry["sha256"]:
             raise CheckpointError(f"{path} does not have the SHA-256 of the manifest: the file was changed or damaged.")
         if path.suffix == ".safetensors":
@@ -139,16 +143,15 @@ class Checkpoint:
         """
         kinds = [kind for kind in SAVED_KINDS if optimizer or kind is not Kind.OPTIMIZER]
         wanted = {name: tuple(state.spec(name).shape) for name in state.names(*kinds)}
-        shards = self.shards(*kinds)
-        found = {tensor.name: tensor.shape for shard in shards for tensor in tensors_of(self.path / shard)}
-        matched = match(found, wanted, state, self.config)
+        found = tensors_in(self.path / shard for shard in self.shards(*kinds))
+        matched = match({name: tensor.shape for name, tensor in found.items()}, wanted, state, self.config)
         if matched.problem is not None:
             what = "model and optimizer" if optimizer else "model"
             mend = " Give the optimizer that it was trained with, or start a new run with train.init_from."
             raise CheckpointError(f"{self.path} does not fit this {what}: {matched.problem}{mend if optimizer else ''}")
-        for shard in shards:
-            for name, array in read_tensors(self.path / shard, wanted):
-                state.write(name, array)
+        for name, tensor in found.items():
+            if name in wanted:
+                state.write(name, np.asarray(tensor))
         for name in matched.zeros:
             state.write(name, np.zeros(wanted[name], np.float32))
         for name in matched.averages:

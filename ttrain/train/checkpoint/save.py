@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.errors import CheckpointError, NonFiniteError, TtrainError
-from ttrain.core.files import link_or_copy, sync_directory, to_json, write_synced
+from ttrain.core.files import link_or_copy, sha256_file, sync_directory, to_json, write_synced
 from ttrain.core.spec import DType
 from ttrain.graph.kinds import Kind
 from ttrain.train.checkpoint.checkpoint import (
@@ -30,6 +30,7 @@ from ttrain.train.checkpoint.checkpoint import (
 from ttrain.train.protocols import StateValues
 
 SHARD_BYTES = 1 << 29
+Files = dict[str, dict[str, Any]]  # by name: bytes and sha256
 
 
 @dataclass(frozen=True)
@@ -45,22 +46,27 @@ class CheckpointContent:
 
 
 def save_checkpoint(
-    folder: Path, state: StateValues, content: CheckpointContent, earlier: Checkpoint | None = None
+    folder: Path,
+    state: StateValues,
+    content: CheckpointContent,
+    earlier: Checkpoint | None = None,
+    others: Callable[[], Files] | None = None,
 ) -> Checkpoint:
     """Writes `folder/step_<step>` and returns it verified. What was there before stays intact if that fails.
 
     The files of frozen parameters are those of an `earlier` checkpoint that holds them; the state is not read for them.
+    With `others` the state is the share of rank 0, and they give the files that the other ranks have written, once they
+    have; then the folder was made by `start_save`.
     Raises NonFiniteError where a tensor holds NaN or Inf, and TtrainError where the files can't be written.
     """
     target = folder / step_name(content.step)
-    beside = folder / f"{UNFINISHED}{target.name}"
+    beside = _beside(folder, content.step)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir()
-        _write_files(beside, state, content, earlier)
+        if others is None:
+            start_save(folder, content.step)
+        known = _write_files(beside, state, content, earlier, others)
         sync_directory(beside)
-        read_manifest(beside).verify(known=() if earlier is None else earlier.shards(Kind.FROZEN))
+        read_manifest(beside).verify(known)
         _take_place(beside, target)
         sync_directory(folder)
     except NonFiniteError:
@@ -73,6 +79,27 @@ def save_checkpoint(
             f"Earlier checkpoints are untouched. Make room or make the folder writable, then resume."
         ) from error
     return read_manifest(target)
+
+
+def start_save(folder: Path, step: int) -> None:
+    """Makes the empty folder that a checkpoint is written into."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(_beside(folder, step), ignore_errors=True)
+    _beside(folder, step).mkdir()
+
+
+def write_share(folder: Path, step: int, state: StateValues, rank: int) -> Files:
+    """Writes the files of a rank's share into the folder of `start_save`, and returns them, verified."""
+    beside = _beside(folder, step)
+    files = _write_tensors(beside, state, f"-rank{rank}")
+    for name, entry in files.items():
+        if sha256_file(beside / name) != entry["sha256"]:
+            raise CheckpointError(f"{beside / name} does not hold what was written")
+    return files
+
+
+def _beside(folder: Path, step: int) -> Path:
+    return folder / f"{UNFINISHED}{step_name(step)}"
 
 
 def note_progress(path: Path, progress: dict[str, Any], **facts: Any) -> Checkpoint:
@@ -95,23 +122,37 @@ def note_progress(path: Path, progress: dict[str, Any], **facts: Any) -> Checkpo
     return read_manifest(path)
 
 
+def _write_tensors(folder: Path, state: StateValues, of: str = "", frozen: bool = True) -> Files:
+    """Writes the tensors of a state, with `of` in the names of its files."""
+    files: Files = {}
+    for kind, stem in STEMS.items():
+        shards = list(_shards(state, kind)) if frozen or kind is not Kind.FROZEN else []
+        for number, names in enumerate(shards, 1):
+            name, data = f"{stem}{of}-{number:05d}-of-{len(shards):05d}.safetensors", _serialize(state, names)
+            files[name] = {"bytes": len(data), "sha256": write_synced(folder / name, data)}
+    return files
+
+
 def _write_files(
-    folder: Path, state: StateValues, content: CheckpointContent, earlier: Checkpoint | None = None
-) -> None:
-    files: dict[str, dict[str, Any]] = {}
+    folder: Path,
+    state: StateValues,
+    content: CheckpointContent,
+    earlier: Checkpoint | None,
+    others: Callable[[], Files] | None,
+) -> Files:
+    """Writes all files of a checkpoint, and returns those that others have verified."""
+    files = _write_tensors(folder, state, "" if others is None else "-rank0", frozen=earlier is None)
+    known: Files = {}
+    if earlier is not None:
+        for name in earlier.shards(Kind.FROZEN):
+            link_or_copy(earlier.path / name, folder / name)
+            known[name] = earlier.files[name]
+    known |= {} if others is None else others()
+    files |= known
 
     def write(name: str, data: bytes) -> None:
         files[name] = {"bytes": len(data), "sha256": write_synced(folder / name, data)}
 
-    for kind, stem in STEMS.items():
-        if kind is Kind.FROZEN and earlier is not None:
-            for name in earlier.shards(kind):
-                link_or_copy(earlier.path / name, folder / name)
-                files[name] = earlier.files[name]
-            continue
-        shards = list(_shards(state, kind))
-        for number, names in enumerate(shards, 1):
-            write(f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors", _serialize(state, names))
     write("config.json", to_json(content.config).encode())
     write("progress.json", to_json(content.progress).encode())
     if content.tokenizer is not None:
@@ -123,6 +164,7 @@ def _write_files(
     manifest["saved_at"] = round(time.time(), 3)
     manifest["files"] = files
     write_synced(folder / MANIFEST, sealed(manifest).encode())
+    return known
 
 
 def _shards(state: StateValues, kind: Kind) -> Iterator[list[str]]:

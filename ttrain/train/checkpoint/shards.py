@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import struct
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ttrain.core.errors import CheckpointError
+from ttrain.core.spec import stored_part
 from ttrain.models.weight_checks import Weights
 from ttrain.train.protocols import Array
 
@@ -27,6 +30,7 @@ class LazyTensor:
     name: str
     shape: tuple[int, ...]
     dtype: str  # in the words of safetensors, such as BF16
+    parts: tuple[LazyTensor, ...] = ()  # that ranks wrote, in their order
     is_meta: ClassVar[bool] = False
     layout: ClassVar[str] = "torch.strided"
 
@@ -35,14 +39,39 @@ class LazyTensor:
         return self.dtype in ("F64", "F32", "F16", "BF16")
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        if self.parts:
+            return np.concatenate([np.asarray(part, dtype) for part in self.parts]).reshape(self.shape)
         with _open_shard(self.path) as shard:
             return np.asarray(_array(shard, self.path, self.name), dtype)
 
 
 def lazy_tensors(shards: Iterable[Path]) -> Weights:
     """The tensors of several files by name."""
-    found = {tensor.name: tensor for shard in shards for tensor in tensors_of(shard)}
+    found = tensors_in(shards)
     return Weights(found, lambda name: np.asarray(found[name]))
+
+
+def tensors_in(shards: Iterable[Path]) -> dict[str, LazyTensor]:
+    """The tensors of several files by name, those that were written in parts as one.
+
+    Raises CheckpointError where a part is missing.
+    """
+    found: dict[str, LazyTensor] = {}
+    parts: dict[str, list[tuple[int, int, LazyTensor]]] = {}
+    for tensor in (tensor for shard in shards for tensor in tensors_of(shard)):
+        if (told := stored_part(tensor.name)) is None:
+            found[tensor.name] = tensor
+        else:
+            name, (start, stop), shape = told
+            parts.setdefault(name, []).append((start, stop, tensor))
+            found[name] = LazyTensor(tensor.path, name, shape, tensor.dtype)
+    for name, given in parts.items():
+        given.sort(key=lambda part: part[:2])
+        starts, stops = [part[0] for part in given], [part[1] for part in given]
+        if [*starts, math.prod(found[name].shape)] != [0, *stops]:
+            raise CheckpointError(f"{found[name].path} and the files beside it lack parts of {name}.")
+        found[name] = dataclasses.replace(found[name], parts=tuple(tensor for *_, tensor in given))
+    return found
 
 
 def check_header(path: Path) -> None:
@@ -65,14 +94,6 @@ def tensors_of(path: Path) -> Iterator[LazyTensor]:
         for name in shard.keys():  # noqa: SIM118 - not a mapping
             described = shard.get_slice(name)
             yield LazyTensor(path, name, tuple(described.get_shape()), described.get_dtype())
-
-
-def read_tensors(path: Path, wanted: Container[str]) -> Iterator[tuple[str, Array]]:
-    """The wanted tensors of a shard by name, one in memory at a time."""
-    with _open_shard(path) as shard:
-        for name in shard.keys():  # noqa: SIM118 - not a mapping
-            if name in wanted:
-                yield name, _array(shard, path, name)
 
 
 def _array(shard: Any, path: Path, name: str) -> Array:

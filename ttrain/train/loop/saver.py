@@ -7,25 +7,35 @@ failure in a row ends the run.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from ttrain.core.errors import NonFiniteError, TtrainError
+from ttrain.core.errors import CheckpointError, NonFiniteError, RankFailed, TtrainError
 from ttrain.core.files import sync_file
-from ttrain.core.spec import TensorSpec
 from ttrain.core.units import format_bytes
-from ttrain.graph.kinds import Kind
 from ttrain.parallel.world import World
 from ttrain.train.checkpoint.checkpoint import Checkpoint, step_name
 from ttrain.train.checkpoint.retention import checkpoint_bytes, prune_checkpoints, with_frozen
-from ttrain.train.checkpoint.save import CheckpointContent, note_progress, save_checkpoint
+from ttrain.train.checkpoint.save import (
+    CheckpointContent,
+    Files,
+    note_progress,
+    save_checkpoint,
+    start_save,
+    write_share,
+)
+from ttrain.train.checkpoint.share import HostCopy
 from ttrain.train.logging.events import Events
-from ttrain.train.protocols import SAVED_KINDS, Array, StateValues
+from ttrain.train.protocols import StateValues
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.settings import TrainConfig
 
@@ -33,24 +43,17 @@ _MOST_FAILURES = 2  # in a row
 _NICENESS = 10  # of the thread that saves: a tenth of a processor that a step wants as well
 
 
-class HostCopy:
-    """The saved part of a state in host memory, as it is now; with or without the values that are frozen."""
+@dataclass(frozen=True)
+class _Work:
+    """One save. Without a state the newest save, which is of the same step, gets the content besides tensors.
 
-    def __init__(self, state: StateValues, frozen: bool = True) -> None:
-        self._kinds = {name: kind for kind in SAVED_KINDS for name in state.names(kind)}
-        self._specs = {name: state.spec(name) for name in self._kinds}
-        self._arrays = {
-            name: state.read(name) for name, kind in self._kinds.items() if frozen or kind is not Kind.FROZEN
-        }
+    An `earlier` checkpoint holds what is frozen.
+    """
 
-    def names(self, *kinds: Kind) -> list[str]:
-        return [name for name, kind in self._kinds.items() if not kinds or kind in kinds]
-
-    def spec(self, name: str) -> TensorSpec:
-        return self._specs[name]
-
-    def read(self, name: str) -> Array:
-        return self._arrays[name]
+    content: CheckpointContent
+    state: StateValues | None
+    earlier: Checkpoint | None
+    number: int  # of the save in this process; the same on all ranks
 
 
 class Saver:
@@ -65,12 +68,12 @@ class Saver:
         say: Callable[[str], None],
         world: World | None = None,
     ) -> None:
-        """All ranks of a `world` call `save`, since each may hold parts of the state; the leading one writes."""
+        """All ranks of a `world` call `save`, since each writes its share of the state."""
         self._world = world or World()
         self._run, self._state, self._config, self._events, self._say = run, state, config, events, say
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._failures = 0
+        self._failures = self._saves = 0
         self.step: int | None = None  # whose state the newest save holds, done or under way; None where it failed
         self.delay_seconds = 0.0  # that steps waited for saves, over all of them
 
@@ -83,43 +86,39 @@ class Saver:
         start = time.perf_counter()
         if wait or content.step != self.step:
             self.finish()
-        noted = self._world.of_leader(content.step == self.step)
-        if not self._world.leads or self._world.ranks.sharding:
-            self._save_joined(content, noted, wait)
-            self.delay_seconds += time.perf_counter() - start
-            return
-        earlier = None if noted else with_frozen(self._run.checkpoints, self._state)
-        if self._config.async_save and not wait:
-            copy, before = None if noted else HostCopy(self._state, frozen=earlier is None), self._thread
-            self.step = content.step
-            given = (copy, content, before, earlier)
-            self._thread = threading.Thread(target=self._write_beside, args=given, name="save")
+        beside = self._config.async_save and not wait
+        work = self._work(content, beside)
+        if beside:
+            before, self.step = self._thread, content.step
+            self._thread = threading.Thread(target=self._write_beside, args=(work, before), name="save")
             self._thread.start()
         else:
-            self._write(None if noted else self._state, content, earlier)
-            if wait and isinstance(self._error, TtrainError) and not isinstance(self._error, NonFiniteError):
+            self._write(work)
+            lost = isinstance(self._error, TtrainError) and not isinstance(self._error, NonFiniteError)
+            if wait and self._world.of_leader(lost):
                 self._report()
-                self._write(self._state, content)
+                self._write(self._work(content, beside))
         self.delay_seconds += time.perf_counter() - start
         if self._thread is None:
             self._report()
 
-    def _save_joined(self, content: CheckpointContent, noted: bool, wait: bool) -> None:
-        """Where other ranks hold parts: all read the whole state, and the leading rank writes it."""
-        copy = None if noted or not self._world.ranks.sharding else HostCopy(self._state)
-        if not self._world.leads:
-            self.step = content.step
-        elif self._config.async_save and not wait:
-            before, self.step = self._thread, content.step
-            self._thread = threading.Thread(target=self._write_beside, args=(copy, content, before, None), name="save")
-            self._thread.start()
-        else:
-            self._write(copy, content)
-            if wait and copy is not None and self._error is not None:
-                self._report()
-                self._write(copy, content)
-        if self._thread is None:
-            self._report()
+    def _work(self, content: CheckpointContent, beside: bool) -> _Work:
+        """What is to be saved now, as the leading rank decides; its values are copied where the state goes on."""
+        leads, several = self._world.leads, self._world.ranks.count > 1
+        earlier, how, folder = None, "noted", self._run.checkpoints
+        if leads and content.step != self.step:
+            earlier = with_frozen(folder, self._state)
+            how = "whole" if earlier is None else "trained"
+            if several:
+                with contextlib.suppress(OSError):  # whoever writes there is told
+                    start_save(folder, content.step)
+        how = self._world.of_leader(how)
+        self._saves += 1
+        if how == "noted":
+            return _Work(content, None, None, self._saves)
+        copied = beside or several
+        state = HostCopy(self._state, how == "whole", self._world.ranks) if copied else self._state
+        return _Work(content, state, earlier, self._saves)
 
     def poll(self) -> None:
         """Reports a save that has ended since, without waiting. Raises as `save` does."""
@@ -137,36 +136,30 @@ class Saver:
             self._thread.join()
             self._thread = None
 
-    def _write_beside(
-        self,
-        state: StateValues | None,
-        content: CheckpointContent,
-        before: threading.Thread | None,
-        earlier: Checkpoint | None,
-    ) -> None:
+    def _write_beside(self, work: _Work, before: threading.Thread | None) -> None:
         """The body of the thread: it takes what time steps leave, so as not to hold up threads that wait together."""
         yield_processor()
         if before is not None:
             before.join()
             if self._error is not None:
                 return  # there is nothing to add to; that failure is reported
-        self._write(state, content, earlier)
+        self._write(work)
 
-    def _write(self, state: StateValues | None, content: CheckpointContent, earlier: Checkpoint | None = None) -> None:
-        """Without a state the newest save, which is of the same step, gets the content besides tensors.
-
-        An `earlier` checkpoint holds what is frozen.
-        """
+    def _write(self, work: _Work) -> None:
         self._error = None
-        folder = self._run.checkpoints
+        if not self._world.leads:
+            self._write_share(work)
+            return
+        folder, content, several = self._run.checkpoints, work.content, self._world.ranks.count > 1
         try:
             sync_file(self._run.metrics)
-            if state is None:
+            if work.state is None:
                 facts = {"val_loss": content.val_loss, "held_out": content.progress.get("held_out")}
                 note_progress(folder / step_name(content.step), content.progress, **facts)
             else:
-                _check_room(folder, state, content.step, frozen=earlier is None)
-                save_checkpoint(folder, state, content, earlier)
+                _check_room(folder, work.state, content.step, work.earlier is None, self._world.ranks.count)
+                others = {"others": partial(self._others, work)} if several else {}
+                save_checkpoint(folder, work.state, content, work.earlier, **others)
             self._failures, self.step = 0, content.step
             config = self._config
             prune_checkpoints(folder, config.keep_last, config.keep_best, config.keep_every, config.keep_hours)
@@ -181,12 +174,34 @@ class Saver:
         if self._error is not None:
             self.step = None
 
+    def _write_share(self, work: _Work) -> None:
+        """Tells the leading rank what was written, or why it was not."""
+        self.step = work.content.step
+        if work.state is None:
+            return
+        told: dict[str, Any] = {}
+        try:
+            told["files"] = write_share(self._run.checkpoints, self.step, work.state, self._world.ranks.rank)
+        except Exception as error:  # none may be lost with the thread
+            told = {"error": str(error) or type(error).__name__, "bad": isinstance(error, NonFiniteError)}
+        self._world.tell(f"save/{work.number}", json.dumps(told))
+
+    def _others(self, work: _Work) -> Files:
+        """The files of the other ranks, once they are written."""
+        files: Files = {}
+        for rank in range(1, self._world.ranks.count):
+            told = json.loads(self._world.told(f"save/{work.number}", rank))
+            if "error" in told:
+                raise (NonFiniteError if told["bad"] else CheckpointError)(told["error"])
+            files |= told["files"]
+        return files
+
     def _report(self) -> None:
         """What the newest save ended with."""
         error, self._error = self._error, None
         if error is None:
             return
-        if isinstance(error, NonFiniteError) or not isinstance(error, TtrainError):
+        if isinstance(error, NonFiniteError | RankFailed) or not isinstance(error, TtrainError):
             raise error
         self._failures += 1
         self._events.add("save_failed", str(error), failures=self._failures)
@@ -208,10 +223,13 @@ def yield_processor() -> None:
             os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
-def _check_room(folder: Path, state: StateValues, step: int, frozen: bool) -> None:
-    """Raises TtrainError unless a checkpoint fits on the disk; the newest one is kept until this one is verified."""
+def _check_room(folder: Path, state: StateValues, step: int, frozen: bool, ranks: int) -> None:
+    """Raises TtrainError unless a checkpoint fits on the disk; the newest one is kept until this one is verified.
+
+    The state is the share of one of so many ranks.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    needed, free = checkpoint_bytes(state, frozen), shutil.disk_usage(folder).free
+    needed, free = ranks * checkpoint_bytes(state, frozen), shutil.disk_usage(folder).free
     if free < needed:
         raise TtrainError(
             f"The checkpoint of step {step} could not be saved in {folder}: {format_bytes(free)} are free, "
