@@ -71,6 +71,8 @@ def _by_node(config: Config) -> NodeProfile:
     from ttrain.train.forecast.node_profile import NodeProfile, Stopwatch
     from ttrain.train.forecast.peak import measured_rates
 
+    # A guarded step's update is a step of its own, which would not be seen.
+    config = dataclasses.replace(config, guard=dataclasses.replace(config.guard, nonfinite="stop"))
     with _warmed(config, 2 * config.profile.steps) as (device, drive):
         rates = measured_rates(device.name, str(config.precision.compute), config.device.index)
         assert rates is not None  # checked with the config
@@ -95,9 +97,10 @@ def _seconds(device: Device, call: Callable[[], object]) -> float:
 
 @contextmanager
 def _warmed(config: Config, steps: int) -> Iterator[tuple[Device, Driver]]:
-    """The open device, and what drives so many steps more than those that warm it up."""
+    """The open device, and what drives so many steps more than warm it up, on sequences as long as they get."""
     from ttrain.train.steps.length_schedule import DataReader, Position
 
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, length_schedule=[]))
     dataset = build.build_dataset(config.data, config.model, config.train.length_schedule)
     config = dataclasses.replace(config, lora=build.with_adapters(config.lora, config.source.explicit))
     model = build.build_model(*config.model_parts, dataset.vocabulary)
