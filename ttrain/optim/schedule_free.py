@@ -31,17 +31,18 @@ def schedule_free(
     """Schedule-free AdamW (Defazio et al., 2024) on y = (1 - b1) z + b1 x, where gradients are taken; x is the average.
 
     v <- b2 v + (1 - b2) g^2;  z <- z - lr (g / (sqrt(v / (1 - b2^step)) + eps) + weight_decay y);
-    x <- x + (z - x) / n with the number n of steps beyond `average_after`, or 1. z follows from the other two.
+    x <- x + (z - x) / n with the number n of steps beyond `average_after`, or 1. z is not kept:
+    z - x = (y - x) / (1 - b1).
     """
     scalar = step.spec
     second = beta2 * second + (1 - beta2) * (gradient * gradient)
     root = sqrt(second) * (1.0 / sqrt(-expm1(log(beta2) * step)))
     first = maximum(2.0 - step, full(step.graph, scalar, 0.0))  # 1 at step 1, when x is zero instead of y
     x = average + first * (parameter - average)
-    z = (parameter - beta1 * x) * (1 / (1 - beta1)) - lr * (gradient / (root + eps) + weight_decay * parameter)
+    descent = lr * (gradient / (root + eps) + weight_decay * parameter)
     share = 1.0 / maximum(step - average_after, full(step.graph, scalar, 1.0))
-    x = x + share * (z - x)
-    return (1 - beta1) * z + beta1 * x, x, second
+    moved = share * ((parameter - x) * (1 / (1 - beta1)) - descent)
+    return parameter + beta1 * moved - (1 - beta1) * descent, x + moved, second
 
 
 class ScheduleFree:
@@ -59,6 +60,6 @@ class ScheduleFree:
         return Rule("schedule_free", (AVERAGE, "second_moment"), settings, averaged=((AVERAGE, None),))
 
 
-_rule = ScheduleFree(ScheduleFreeConfig()).rule(EXAMPLE, True)
+_rule = ScheduleFree(ScheduleFreeConfig(betas=[0.5, 0.999])).rule(EXAMPLE, True)
 update_cases(_rule, positive=(1,))
 cases(_rule.body, Case(((4, 8),) * 4 + ((), ()), dict(_rule.settings), positive=("second", "lr", "step")))
