@@ -172,7 +172,8 @@ def composed(overrides: list[str]) -> list[Config]:
 def smaller(config: Config, steps: int) -> Config:
     """The same command with a run that is cheap, as if these keys were on the command line too."""
     small: dict[str, Any] = {"train.steps": steps, "train.batch_size": 2 * config.train.accumulation}
-    small["train.batch_size"] *= planned_ranks(config.parallel).slices
+    several = 4 if config.parallel.name != "none" else 1  # as the page's runs have, which keep their slices
+    small["train.batch_size"] *= max(planned_ranks(config.parallel).slices, several)
     small |= {"train.eval_sequences": 2, "train.peak_tflops": 1.0, "schedule.warmup": 0}
     small["train.log_every"] = steps  # one point is no curve, so nothing is drawn
     small |= {"sample.tokens": 4, "device.threads": 1}
