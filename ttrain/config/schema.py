@@ -57,7 +57,7 @@ class PlanConfig:
 
 @dataclass
 class ProfileConfig:
-    """What task=profile measures: the nodes of a step, or on Tenstorrent what the device's own profiler reports."""
+    """What task=profile measures: the nodes of a step, or what a device's own profiler reports."""
 
     steps: int = option(5, "training steps that are profiled; with profile.csv the steps that it covers", minimum=1)
     top: int = option(20, "nodes in the table, those first that take longest", minimum=1)
@@ -68,7 +68,7 @@ class ProfileConfig:
     json: str | None = option(None, "file to write the same numbers into, of every node", path=True)
     trace: str | None = option(
         None, "file for one step as a timeline in Chrome's trace format, which ui.perfetto.dev opens; not for "
-        "Tenstorrent devices", path=True,
+        "devices with a profiler of their own", path=True,
     )  # fmt: skip
 
 

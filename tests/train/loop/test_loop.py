@@ -405,7 +405,7 @@ def test_nan_in_an_evaluation_stops(make_training: MakeTraining) -> None:
     training = make_training()
     original = training.model._loss
     training.model._loss = lambda inputs, masked: original(inputs, masked) if masked else (float("nan"), None)
-    with pytest.raises(NonFiniteError, match="Step 4: val/loss is nan"):
+    with pytest.raises(NonFiniteError, match="Step 4: the loss on held-out data is nan"):
         training.loop.run()
 
 
