@@ -106,6 +106,20 @@ def at_step(rank: int, number: int, fault: Callable[[], object]) -> Change:
     return change
 
 
+def _no_room(rank: int) -> None:
+    """The first share of rank 1 can't be written."""
+    from ttrain.train.loop import saver
+
+    write, left = saver.write_share, [rank]
+
+    def write_share(*given: Any) -> Any:
+        if left and left.pop():
+            raise OSError("no room on this machine")
+        return write(*given)
+
+    saver.write_share = write_share
+
+
 def _raise() -> None:
     from ttrain.core.errors import TtrainError
 
@@ -141,6 +155,7 @@ FAULTS: dict[str, tuple[Change, list[list[str]]]] = {
     "config": (lambda rank: None, [[], ["optimizer.lr=0.5"]]),
     "version": (_version, [[], []]),
     "data": (_data, [[], []]),
+    "no_room": (_no_room, [[], []]),
     "absent": (lambda rank: os._exit(0) if rank else None, [[], []]),
 }
 WAITING = ("hangs", "absent")  # until the time-out
@@ -160,7 +175,7 @@ class Case:
         return {
             "ended": forks.wait(), "codes": forks.codes, "said": forks.said("ttrain: ", "Traceback"),
             "saved": sorted(path.name for path in self._checkpoints.glob("*")),
-            "notes": [line for own in forks.said("This was") for line in own],
+            "notes": [line for own in forks.said("This was", "WARNING") for line in own],
         }  # fmt: skip
 
 

@@ -53,6 +53,14 @@ def test_a_fault_of_one_rank_ends_all(found: dict[str, Any], fault: str, codes: 
         assert result["saved"] == []
 
 
+def test_a_share_that_is_not_written_is_told_and_the_next_save_is_whole(found: dict[str, Any]) -> None:
+    result = found["no_room"]
+    assert result["codes"] == [0, 0] and result["said"] == [[], []]
+    assert len(result["notes"]) == 1 and "The checkpoint of step 2 could not be saved" in result["notes"][0]
+    assert "no room on this machine" in result["notes"][0]
+    assert result["saved"] == ["step_00000004", "step_00000006"]
+
+
 def test_a_fault_in_the_program_is_told_with_its_rank(found: dict[str, Any]) -> None:
     assert found["fails"]["ended"] and found["fails"]["codes"][0] == 1
     assert found["fails"]["notes"] == ["This was rank 1 of 2."]

@@ -21,7 +21,7 @@ from ttrain.train.checkpoint.retention import check_space, list_checkpoints
 from ttrain.train.logging.events import Events
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.runs.run_directory import RunDirectory
-from ttrain.train.runs.summary import continue_command, print_summary
+from ttrain.train.runs.summary import continue_command, print_summary, start_command
 from ttrain.train.settings import LoggerConfig, TrainConfig
 from ttrain.train.steps.length_schedule import DataReader, Phases
 from ttrain.train.supervise.heartbeat import Heartbeat
@@ -95,8 +95,8 @@ def turns(setup: Setup, device: Device, console: Console, stop: StopRequests) ->
             summary = summarize(*model, train.steps, baseline, run, device, progress, counts, setup.unit, ranks)
         events.add("finished", "All steps are done.")
         writes_text = setup.print_sample(steps.get("logits"))  # the run is done, whatever becomes of the terminal
-        on = train_on(setup.rate, progress)
-        print_summary(summary, run.path, on, writes_text=writes_text, plugins=plugins)
+        overrides, rate = train_on(setup.rate, progress)
+        print_summary(summary, run.path, (overrides + setup.ranks, rate), writes_text=writes_text, plugins=plugins)
     return progress.best_val_loss
 
 
@@ -147,7 +147,7 @@ def _assembled(
         stop=stop,
         heartbeat=beat,
         counters=lambda: asdict(session.engine.counters),
-        command=setup.command,
+        command=start_command(config.plugins) + setup.ranks,
         phases=phases,
         world=setup.world,
     )

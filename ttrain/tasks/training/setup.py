@@ -69,14 +69,11 @@ class Setup:
         return TOKENS if "tokens" in self.dataset.description else VALUES
 
     @property
-    def command(self) -> str:
-        """What a command begins with that goes on with the run on as many ranks as it can start."""
-        from ttrain.train.runs.summary import start_command
-
+    def ranks(self) -> str:
+        """Overrides, after a space, with which a command goes on with the run on as many ranks as it can start."""
         parallel = self.config.parallel
         ranks = "" if parallel.name == "none" else f" parallel={parallel.name}"
-        ranks += "" if parallel.processes is None else f" parallel.processes={parallel.processes}"
-        return start_command(self.config.plugins) + ranks
+        return ranks + ("" if parallel.processes is None else f" parallel.processes={parallel.processes}")
 
     def claim(self, device: Device) -> RunDirectory:
         """A directory for a run that is new, or branches off from another."""
