@@ -158,6 +158,9 @@ def test_pace_over_all_lines(tmp_path: Path) -> None:
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert recorded_steps(path) == RecordedSteps(round((10 * 0.5 + 900 * 0.05) / 910, 4), 100.0, 100.0)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines[:2] + lines[3:]))
+    even = recorded_steps(path)
+    assert (even.step_ms, even.tokens_per_s) == (100.0, 100.0)  # of two lines, both figures are of the same one
     assert recorded_steps(tmp_path / "none") == RecordedSteps()
 
 

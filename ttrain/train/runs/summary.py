@@ -176,11 +176,11 @@ def recorded_steps(metrics: Path) -> RecordedSteps:
     ]
     rated = [(time, mfu) for time, mfu in timed if mfu is not None]
     whole = sum(time for time, _ in rated)
-    return RecordedSteps(
-        round(sum(time * mfu for time, mfu in rated) / whole, 4) if whole > 0 else None,
-        _median([line["step_ms"] for line in lines]),
-        _median([line["tokens_per_s"] for line in lines]),
-    )
+    mfu = round(sum(time * mfu for time, mfu in rated) / whole, 4) if whole > 0 else None
+    if not lines:
+        return RecordedSteps(mfu)
+    median = sorted(lines, key=lambda line: line["step_ms"])[len(lines) // 2]  # one line, so that both figures agree
+    return RecordedSteps(mfu, median["step_ms"], median["tokens_per_s"])
 
 
 def last_rates(metrics: Path) -> dict[str, float]:
@@ -277,7 +277,3 @@ _CURVES: dict[str, dict[str, Any]] = {
 
 def _loss(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.4f}"
-
-
-def _median(values: list[float]) -> float | None:
-    return sorted(values)[len(values) // 2] if values else None
