@@ -1,6 +1,6 @@
 """SIGKILL a training run again and again, half of the times during a save, and compare it with an undisturbed one.
 
-    python tests/faults/kills.py --kills 100 --folder /tmp/kills
+    python tests/faults/kills.py --kills 100 --folder outputs/kills
 
 Prints one line of JSON: how many kills there were, how many came during a save, and what was compared. Exit 1 where a
 parameter, an optimizer tensor or a metric differs. Children are forked from a process that has imported everything, so

@@ -1,6 +1,6 @@
 """Ranks as forks of a process that has imported everything, so that a test starts many of them in seconds.
 
-    python tests/parallel/forks.py --folder /tmp/forks
+    python tests/parallel/forks.py --folder outputs/forks
 
 Prints one line of JSON: for every fault that a rank can have, how all ranks ended.
 """

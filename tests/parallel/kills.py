@@ -1,6 +1,6 @@
 """SIGKILL random ranks of a run again and again, go on with other numbers of them, and compare with an undisturbed run.
 
-    python tests/parallel/kills.py --kills 50 --folder /tmp/kills
+    python tests/parallel/kills.py --kills 50 --folder outputs/kills
 
 Prints one line of JSON: how many kills there were, how the other ranks ended, and what was compared. Exit 1 where a
 parameter, an optimizer tensor or a metric differs, or a rank did not end by itself.
