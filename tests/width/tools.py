@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +33,7 @@ ROWS, TIME, WIDTH, STEPS = 2, 9, 24, 3
 Tensors = dict[str, torch.Tensor]
 
 
-class Regression(Module):
+class Regression(Module, ABC):
     """Squared error of `predict`, which maps [rows, TIME, WIDTH] to the same."""
 
     config: Any = None
@@ -41,8 +42,8 @@ class Regression(Module):
     def batch_specs(self, rows: int) -> dict[str, TensorSpec]:
         return {name: TensorSpec((rows, TIME, WIDTH)) for name in ("inputs", "targets")}
 
-    def predict(self, x: Value) -> Value:
-        raise NotImplementedError
+    @abstractmethod
+    def predict(self, x: Value) -> Value: ...
 
     def loss(self, graph: Graph, rows: int, training: bool) -> Value:
         fields = [graph.input(name, spec) for name, spec in self.batch_specs(rows).items()]

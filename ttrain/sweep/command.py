@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from ttrain.sweep.folder import DONE, FINISHED, SweepFolder, read_sweep
 from ttrain.sweep.jobs import Job, SweepOverrides, check_directories, compose_job
 from ttrain.sweep.numbers import as_number, objective_key
 from ttrain.sweep.run import Queue, Runner
+from ttrain.train.runs.record import command_line
 
 
 def run(composer: Composer, overrides: Sequence[str], flags: Sequence[str] = ()) -> int:
@@ -135,15 +135,13 @@ def _finish(folder: SweepFolder, jobs: Sequence[Job], settings: SweepConfig, run
     _say(
         f"sweep {folder.path}: {finished} of {len(records)} jobs finished{early}; table in {folder.path / 'sweep.csv'}"
     )
-    _tell_best(folder, jobs, records, objective, settings)
+    _tell_best(jobs, records, objective, settings)
     if not done:
         _say("the same command again runs the jobs that are missing or failed")
     return runner.exit_code
 
 
-def _tell_best(
-    folder: SweepFolder, jobs: Sequence[Job], records: Sequence[dict[str, Any]], objective: str, settings: SweepConfig
-) -> None:
+def _tell_best(jobs: Sequence[Job], records: Sequence[dict[str, Any]], objective: str, settings: SweepConfig) -> None:
     """The job with the best objective of those that finished, with the command that does it alone."""
     found = [(r["objective"], job) for r, job in zip(records, jobs, strict=True) if r["state"] == FINISHED and job.axes]
     found = [(value, job) for value, job in found if value is not None]
@@ -152,7 +150,7 @@ def _tell_best(
     choose = max if (settings.direction == "maximize" or objective == "times_as_fast") else min
     value, best = choose(found, key=lambda pair: pair[0])
     own = [override for override in best.overrides if not override.startswith(("hydra.", "run.dir="))]
-    _say(f"best: job {best.name}, {objective} {value:.6g}: {shlex.join(['python', '-m', 'ttrain', *own])}")
+    _say(f"best: job {best.name}, {objective} {value:.6g}: {command_line(own)}")
 
 
 def _objective(folder: SweepFolder, jobs: Sequence[Job], settings: SweepConfig) -> str:

@@ -6,7 +6,6 @@ import math
 import os
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,11 +22,10 @@ from ttrain.sweep.jobs import Job
 from ttrain.sweep.numbers import as_number, measured, objective_key, output_override
 from ttrain.sweep.outcome import failure_text, job_numbers
 from ttrain.train.runs.run_directory import RECORD
-from ttrain.train.supervise.child import Child, PassOn, describe_exit
+from ttrain.train.supervise.child import PROGRAM, Child, PassOn, describe_exit
 
 _POLL_SECONDS = 0.05
 _ON_CPU = ("cpu", "null")
-PROGRAM = (sys.executable, "-m", "ttrain")
 
 
 class Source(Protocol):

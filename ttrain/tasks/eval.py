@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -14,6 +13,7 @@ from ttrain.config.schema import Config
 from ttrain.core.errors import ConfigError
 from ttrain.core.files import to_json, write_chosen
 from ttrain.core.units import counted, format_bytes, format_count
+from ttrain.train.runs.record import command_line
 
 ROOT = Path("outputs/eval")
 
@@ -41,7 +41,7 @@ def run(config: Config) -> dict[str, Any]:
             "tokenizer": scorer.tokenizer.hash,
             "device": config.device.name,
             "precision": scorer.precision,
-            "command": shlex.join(["python", "-m", "ttrain", *config.source.overrides]),
+            "command": command_line(config.source.overrides),
         }
         with _place(wanted.out, f"{results['model']}_{Path(scorer.origin).name}") as out:
             if wanted.text:

@@ -17,8 +17,6 @@ from ttrain.train.supervise.heartbeat import VARIABLE
 
 TASKS = ("train", "plan")
 
-TASKS = ("train", "plan")
-
 
 def rank_count(parallel: ParallelConfig, local: bool = False) -> int:
     """Ranks of a run, or with `local` on this machine: planned for, started, or to be started."""

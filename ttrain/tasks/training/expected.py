@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -16,6 +15,7 @@ from ttrain.device.family import SILICON, family_of
 from ttrain.device.timing import Work
 from ttrain.models.settings import TransformerConfig
 from ttrain.train.logging.meter import Alternative, Forecast, Pace, evaluations_left
+from ttrain.train.runs.record import command_line
 from ttrain.train.settings import TrainConfig
 from ttrain.train.steps.length_schedule import LengthSchedule
 
@@ -309,4 +309,4 @@ def command(config: Config, changes: Mapping[str, Any]) -> str:
     """What the user gave, with changes, in a run directory of its own."""
     dropped = {*changes, "run.dir", "resume"}
     kept = [override for override in config.source.overrides if override.lstrip("+").partition("=")[0] not in dropped]
-    return shlex.join(["python", "-m", "ttrain", *kept, *(f"{key}={value}" for key, value in changes.items())])
+    return command_line([*kept, *(f"{key}={value}" for key, value in changes.items())])

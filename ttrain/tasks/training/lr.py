@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -20,8 +19,10 @@ from ttrain.core.errors import Interrupted, OutOfMemory, UserError
 from ttrain.core.files import replace_file, to_json
 from ttrain.core.waiting import Waiting
 from ttrain.train.loop.interrupt import StopRequests
+from ttrain.train.runs.record import command_line
 
 if TYPE_CHECKING:
+    from ttrain.device.base import Device
     from ttrain.tasks.training.setup import Setup
     from ttrain.train.logging.loggers import Console
     from ttrain.train.steps.driver import Driver
@@ -71,7 +72,7 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def _losses(
-    setup: Setup, device: Any, ramp: RampConfig, console: Console, stop: StopRequests
+    setup: Setup, device: Device, ramp: RampConfig, console: Console, stop: StopRequests
 ) -> tuple[list[float], list[float], bool]:
     """Rates and losses of the steps until the loss diverged or the ramp ended; whether it diverged."""
     from ttrain.train.forecast.out_of_memory import is_out_of_memory, memory_message
@@ -173,7 +174,7 @@ def _results(
         if (key := override.partition("=")[0].lstrip("+-")) not in own and not key.startswith("ramp.")
     ]
     rate = findings.suggested
-    command = None if rate is None else shlex.join(["python", "-m", "ttrain", *kept, f"optimizer.lr={rate:.1e}"])
+    command = None if rate is None else command_line([*kept, f"optimizer.lr={rate:.1e}"])
     return {
         "model": setup.model_name,
         "optimizer": config.optimizer.name,

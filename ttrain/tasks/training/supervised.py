@@ -11,11 +11,11 @@ from ttrain.config.checks.device import supervised
 from ttrain.config.schema import Config
 from ttrain.parallel.place import place
 from ttrain.parallel.settings import ParallelConfig
+from ttrain.train.supervise.child import PROGRAM
 from ttrain.train.supervise.heartbeat import VARIABLE
 from ttrain.train.supervise.supervisor import Supervisor, continuing
 
 _ENOUGH_FAILURES = 2  # in a row, to try fewer ranks
-PROGRAM = (sys.executable, "-m", "ttrain")
 
 
 def wanted(config: Config) -> bool:

@@ -12,8 +12,6 @@ from ttrain.device.timing import Work, duration
 from ttrain.graph.graph import Node
 from ttrain.parallel.ranks import Ranks
 
-_PARTS = {"all_reduce_state": 2, "reduce_scatter_state": 1, "all_gather_state": 1}  # shares are sent so often
-
 
 @dataclass(frozen=True)
 class Collective:
@@ -47,13 +45,14 @@ def sent_bytes(node: Node, ranks: Ranks) -> int:
     if name == "all_reduce":
         return 2 * node.values[0].spec.nbytes * others // ranks.count
     bounds = node.attributes.get("bounds", ())
-    if name not in _PARTS or not bounds:
+    if not bounds:
         return 0
     size = node.values[0].spec.dtype.itemsize
     shares = [[stop - start for start, stop in pairwise(bucket)] for bucket in bounds]
     own = sum(bucket[ranks.rank] for bucket in shares)
     gathered, reduced = own * others, sum(map(sum, shares)) - own
-    return size * (gathered + reduced if _PARTS[name] == 2 else gathered if name == "all_gather_state" else reduced)
+    sent = {"all_gather_state": gathered, "reduce_scatter_state": reduced, "all_reduce_state": gathered + reduced}
+    return size * sent.get(name, 0)
 
 
 def link_seconds(nbytes: int, gbps: float) -> float:

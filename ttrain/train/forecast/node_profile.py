@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
+from operator import attrgetter
 from statistics import median
 from typing import Any
 
@@ -17,6 +18,7 @@ from ttrain.graph.graph import Node
 from ttrain.train.forecast.peak import Rates
 
 Span = tuple[Node, float, float]  # a node, and when it began and ended, in seconds
+_LABEL = attrgetter("label")
 
 
 class Stopwatch:
@@ -44,7 +46,7 @@ class Stopwatch:
 
 
 @dataclass(frozen=True)
-class Share:
+class Cost:
     """What some launches of one step took, did and moved."""
 
     launches: int
@@ -54,7 +56,7 @@ class Share:
     roof: float  # seconds at the machine's rates
 
     @classmethod
-    def of(cls, parts: Iterable[Share]) -> Share:
+    def of(cls, parts: Iterable[Cost]) -> Cost:
         rows = [(part.launches, part.seconds, part.flops, part.nbytes, part.roof) for part in parts]
         launches, seconds, flops, nbytes, roof = map(sum, zip(*rows, strict=True))
         return cls(int(launches), seconds, int(flops), int(nbytes), roof)
@@ -80,7 +82,7 @@ class NodeProfile:
     plain: float  # seconds of a step that nobody looks into
     watched: float  # seconds of one whose nodes are timed
     rates: Rates
-    nodes: Mapping[Node, Share]
+    nodes: Mapping[Node, Cost]
     timeline: Sequence[Span] = field(repr=False)  # of the last step
 
     @classmethod
@@ -101,24 +103,24 @@ class NodeProfile:
         for node, seconds in taken.items():
             count, flops, nbytes = counts[node] or 1, node.op.flops(node), node.op.nbytes(node)
             times = count * flops, count * nbytes
-            nodes[node] = Share(count, median(seconds), *times, count * rates.roof(flops, nbytes))
+            nodes[node] = Cost(count, median(seconds), *times, count * rates.roof(flops, nbytes))
         return cls(device, engine, len(steps), top, median(plain), median(watched), rates, nodes, steps[-1])
 
     @property
-    def whole(self) -> Share:
-        return Share.of(self.nodes.values())
+    def whole(self) -> Cost:
+        return Cost.of(self.nodes.values())
 
     @property
     def overhead(self) -> float:
         """Share by which timing the nodes makes a step longer."""
         return self.watched / self.plain - 1
 
-    def by(self, key: Callable[[Node], str]) -> dict[str, Share]:
+    def by(self, key: Callable[[Node], str]) -> dict[str, Cost]:
         """Nodes of one key together, those first that take longest."""
-        groups: dict[str, list[Share]] = {}
+        groups: dict[str, list[Cost]] = {}
         for node, share in self.nodes.items():
             groups.setdefault(key(node), []).append(share)
-        found = {name: Share.of(shares) for name, shares in groups.items()}
+        found = {name: Cost.of(shares) for name, shares in groups.items()}
         return dict(sorted(found.items(), key=lambda item: -item[1].seconds))
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,7 +136,7 @@ class NodeProfile:
                 for node, share in self.nodes.items()
             ],
             "parts": {name: vars(share) for name, share in self.by(part_of).items()},
-            "ops": {name: vars(share) for name, share in self.by(_op).items()},
+            "ops": {name: vars(share) for name, share in self.by(_LABEL).items()},
         }  # fmt: skip
 
     def tables(self) -> list[Table]:
@@ -142,7 +144,7 @@ class NodeProfile:
         whole = self.whole
         columns = ("launches", "time", "share", "FLOP", "bytes", "FLOP/s", "bytes/s", "of roof")
         longest = sorted(self.nodes.items(), key=lambda item: -item[1].seconds)[: self.top]
-        nodes = [(_part(node), node.stage.value, _op(node), *share.cells(whole.seconds)) for node, share in longest]
+        nodes = [(_part(node), node.stage.value, node.label, *share.cells(whole.seconds)) for node, share in longest]
         rates = f"{format_count(self.rates.flops)} FLOP/s and {format_bytes(int(self.rates.nbytes))}/s"
         notes = (
             f"A step takes {duration(self.plain)}, and {duration(self.watched)} with its nodes timed one by one: "
@@ -155,7 +157,7 @@ class NodeProfile:
             *(
                 Table(title, (name, *columns), [(key, *share.cells(whole.seconds)) for key, share in groups.items()])
                 for title, name, groups in (
-                    ("By part of the model", "part", self.by(part_of)), ("By op", "op", self.by(_op)),
+                    ("By part of the model", "part", self.by(part_of)), ("By op", "op", self.by(_LABEL)),
                 )
             ),
             Table("One step", ("", *columns), [("all nodes", *whole.cells(whole.seconds))], notes),
@@ -164,7 +166,7 @@ class NodeProfile:
     def trace(self) -> dict[str, Any]:
         """The last step as events of Chrome's trace format: nodes within the parts of the model, within stages."""
         start = self.timeline[0][1]
-        spans = [([node.stage.value, *_path(node), _op(node)], node, begin, end) for node, begin, end in self.timeline]
+        spans = [([node.stage.value, *_path(node), node.label], node, begin, end) for node, begin, end in self.timeline]
         facts = {node: {**vars(share), "outputs": " ".join(str(v.spec) for v in node.outputs)}
                  for node, share in self.nodes.items()}  # fmt: skip
         return {"traceEvents": list(_events(spans, 0, start, facts)), "displayTimeUnit": "ms"}
@@ -182,10 +184,6 @@ def _events(
             yield {"name": name, "ph": "X", "pid": 1, "tid": 1, **times, "args": facts[part[0][1]] if last else {}}
             if not last:
                 yield from _events(part, depth + 1, start, facts)
-
-
-def _op(node: Node) -> str:
-    return node.label
 
 
 def _part(node: Node) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shlex
 import subprocess
+from collections.abc import Iterable
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +25,7 @@ def environment_record(
     """Versions, device, hashes, git state and command line of a run, as JSON values."""
     return {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "ttrain", *arguments]),
+        "command": command_line(arguments),
         "versions": {"ttrain": ttrain.__version__, "python": platform.python_version(), **package_versions()},
         "platform": platform.platform(),
         "cores": core_limits(),
@@ -34,6 +35,11 @@ def environment_record(
         "tokenizer_hash": tokenizer_hash,
         "git": git_state(Path(ttrain.__file__).parent),
     }
+
+
+def command_line(arguments: Iterable[str]) -> str:
+    """The command for a shell that starts ttrain with these arguments."""
+    return shlex.join(["python", "-m", "ttrain", *arguments])
 
 
 def package_versions() -> dict[str, str]:

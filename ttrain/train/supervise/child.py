@@ -15,6 +15,7 @@ from types import FrameType, TracebackType
 from typing import IO, Any
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a child gets when its parent dies
+PROGRAM = (sys.executable, "-m", "ttrain")  # what starts ttrain as a child
 
 
 class Child:

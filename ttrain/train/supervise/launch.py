@@ -14,7 +14,7 @@ from ttrain.core.errors import EXIT_DONE, EXIT_INTERRUPTED, RankFailed
 from ttrain.parallel.board import Board, Failure
 from ttrain.parallel.place import place
 from ttrain.parallel.settings import ParallelConfig
-from ttrain.train.supervise.child import Child, PassOn, describe_exit
+from ttrain.train.supervise.child import PROGRAM, Child, PassOn, describe_exit
 
 _HOST = "127.0.0.1"
 _GRACE_SECONDS = 15.0  # for the other ranks to end once one has failed
@@ -37,12 +37,11 @@ def launch(config: ParallelConfig, arguments: Sequence[str], note: Callable[[Ran
     listener.bind((_HOST, 0))
     listener.listen(4 * count)
     environment = rank_environment(count, listener.getsockname()[1])
-    command = [sys.executable, "-m", "ttrain", *arguments]
     ranks: list[Child] = []
     with PassOn(lambda: ranks) as signals:
         for rank in range(count):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(Child(command, {**environment, **own}, orphaned=signal.SIGKILL))
+            ranks.append(Child([*PROGRAM, *arguments], {**environment, **own}, orphaned=signal.SIGKILL))
         from ttrain.parallel.distributed import serve  # while they start
 
         board = serve(listener, count, config.timeout)
