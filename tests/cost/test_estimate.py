@@ -60,7 +60,7 @@ def work(steps: Any) -> Work:
 class Fixed:
     """One millisecond for every kernel."""
 
-    def of(self, nodes: Any, slices: Any) -> list[float]:
+    def of(self, nodes: Any, fewer: Any) -> list[float]:
         return [1e-3] * len(nodes)
 
 
@@ -299,7 +299,7 @@ def test_a_plan_without_times_is_there_before_kernels_are_timed(
     monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path))
     given = []
 
-    def interrupted(times: KernelTimes, nodes: Any, slices: Any) -> list[float]:
+    def interrupted(times: KernelTimes, nodes: Any, fewer: Any) -> list[float]:
         given.append(times.seconds)
         raise KeyboardInterrupt
 

@@ -104,7 +104,7 @@ class _Plans:
         config = changed(self.config, {"engine": name})
         return None if self.planner is None else Work.of(self.planner(config), self.per_step)
 
-    def sliced(self, engine: str, work: Work, rates: Rates) -> Work | None:
+    def on_fewer_rows(self, engine: str, work: Work, rates: Rates) -> Work | None:
         """On as few rows as make the longest kernel short enough, or on one; None where it is short already."""
         from ttrain.train.forecast.kernel_times import LONG
 
@@ -147,7 +147,7 @@ def _on_this_machine(
             compiled=compiles and engine == "traced",
         )  # fmt: skip
         with closing(by):
-            time = host_time(work, by, plans.sliced(engine, work, rates), engine, "")
+            time = host_time(work, by, plans.on_fewer_rows(engine, work, rates), engine, "")
         left, more = by.left, "; plan.seconds=<more> times them" if by.note and seconds and not by.refused else ""
         if engine == own or not by.note:
             times[engine] = time

@@ -17,16 +17,16 @@ LAUNCH = 2.5e-6  # s of Python per launch that a timed kernel does not contain
 class Times(Protocol):
     """Seconds of kernels on this machine."""
 
-    def of(self, nodes: Sequence[Node], slices: Sequence[Node]) -> list[float]: ...
+    def of(self, nodes: Sequence[Node], fewer: Sequence[Node]) -> list[float]: ...
 
 
-def host_time(work: Work, times: Times, sliced: Work | None, engine: str, source: str) -> StepTime:
-    """Of an engine that launches so. `sliced` is the same work on fewer rows, where that is planned."""
+def host_time(work: Work, times: Times, on_fewer_rows: Work | None, engine: str, source: str) -> StepTime:
+    """Of an engine that launches so. `on_fewer_rows` is the same work, where that is planned."""
     compute = bandwidth = 0.0
-    parts = work.nodes if sliced is None else sliced.nodes
-    for (repeats, nodes), (_, fewer) in zip(work.nodes, parts, strict=True):
-        slices = fewer if [node.op for node in fewer] == [node.op for node in nodes] else nodes
-        for node, seconds in zip(nodes, times.of(nodes, slices), strict=True):
+    small = work if on_fewer_rows is None else on_fewer_rows
+    for (repeats, nodes), (_, fewer) in zip(work.nodes, small.nodes, strict=True):
+        alike = [node.op for node in fewer] == [node.op for node in nodes]
+        for node, seconds in zip(nodes, times.of(nodes, fewer if alike else nodes), strict=True):
             if node.op.family in COMPUTE_FAMILIES:
                 compute += repeats * seconds
             else:

@@ -63,22 +63,22 @@ class KernelTimes:
     _sums: dict[str, tuple[float, float]] = field(default_factory=dict)  # by family: measured and expected seconds
     _other_work: Any = field(default_factory=lambda: np.zeros(OTHER, np.uint8))
 
-    def of(self, nodes: Iterable[Node], slices: Iterable[Node] | None = None) -> list[float]:
+    def of(self, nodes: Iterable[Node], fewer: Iterable[Node] | None = None) -> list[float]:
         """Seconds of every node, in order. What was measured is kept, also where somebody interrupts.
 
-        `slices` are the same nodes, on fewer rows where such are planned.
+        `fewer` are the same nodes, on fewer rows where such are planned.
         """
         if self._known is None:
             self._known = self._read()
         whole = list(nodes)
-        nodes = whole if slices is None else list(map(self._timed, whole, slices))
+        nodes = whole if fewer is None else list(map(self._timed, whole, fewer))
         seconds = self._seconds(self._known, nodes)
         return [each * self._ratio(node, timed) for each, node, timed in zip(seconds, whole, nodes, strict=True)]
 
-    def _timed(self, node: Node, part: Node) -> Node:
-        """What is timed for a node: its slice, where it takes long and was never timed itself."""
+    def _timed(self, node: Node, smaller: Node) -> Node:
+        """What is timed for a node: the one on fewer rows, where it takes long and was never timed itself."""
         long = self.rates is not None and self.rates.seconds(node) > LONG
-        return part if long and self._known is not None and self._key(node) not in self._known else node
+        return smaller if long and self._known is not None and self._key(node) not in self._known else node
 
     def _ratio(self, node: Node, timed: Node) -> float:
         return 1.0 if node is timed or self.rates is None else self.rates.seconds(node) / self.rates.seconds(timed)
