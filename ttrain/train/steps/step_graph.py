@@ -26,8 +26,8 @@ from ttrain.optim.base import AVERAGE, ROUNDING_SEED, STEP, STREAMS, Optimizer
 from ttrain.optim.clip import Norms, global_norms
 from ttrain.optim.groups import ParameterRun, parameter_runs
 from ttrain.parallel.ranks import Ranks
+from ttrain.train.steps.divided_run import DividedRun, average_spec, block_norm, directions, part_of
 from ttrain.train.steps.noise import NOISE_NORM
-from ttrain.train.steps.pieces import RunPieces, average_spec, block_norm, directions, part_of
 from ttrain.train.steps.resident import Resident
 
 GRADIENT = "/gradient"  # after the path of a parameter
@@ -71,11 +71,11 @@ class StepGraph:
     shorter: Model | None = None  # records training in its place, on shorter sequences, over the same parameters
     ranks: Ranks = Ranks()  # that divide a batch of several slices: each works on slices of `rows` * `accumulation`
     runs: list[ParameterRun] = field(init=False)
-    pieces: list[RunPieces] = field(init=False)  # of the runs
+    divided: list[DividedRun] = field(init=False)  # the runs, as ranks divide them
 
     def __post_init__(self) -> None:
         self.runs = parameter_runs(self.model.parameters(), self.optimizer, self.model.compute)
-        self.pieces = [RunPieces(run, self.ranks) for run in self.runs]
+        self.divided = [DividedRun(run, self.ranks) for run in self.runs]
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -170,7 +170,7 @@ class StepGraph:
         """Weights and averages take each other's place, bit for bit."""
         with graph.stage(Stage.UPDATE), graph.scope("averages"):
             none = ops.full(graph, SCALAR, 0.0)  # the rule reads neither rate nor step
-            for run in self.pieces:
+            for run in self.divided:
                 averages = run.values(graph, f"/{AVERAGE}", average_spec, Kind.OPTIMIZER)
                 written = self._apply(graph, run, SWAP, [self._gradients(graph, run), averages], none, none)
                 self._gather(graph, run, written)
@@ -195,8 +195,8 @@ class StepGraph:
         placed = [*members, *(("frozen", parameter) for parameter in self.frozen)]
         held = {} if self.resident is None else self.resident.specs
 
-        sharding = training and self.ranks.sharding
-        owned = {p: run.parts(at) for run in self.pieces for at, p in enumerate(run.run.parameters)} if sharding else {}
+        sharded = self.divided if training and self.ranks.sharding else []
+        owned = {p: run.parts(at) for run in sharded for at, p in enumerate(run.run.parameters)}
 
         def tensor(
             name: str, spec: TensorSpec, kind: Kind, run: str, parameter: Parameter, everywhere: bool = True
@@ -269,13 +269,13 @@ class StepGraph:
         if self.ranks.sharding:
             return [
                 ops.reduce_scatter_state(given, self._gradients(graph, run), run.bounds)
-                for run, given in zip(self.pieces, found, strict=True)
+                for run, given in zip(self.divided, found, strict=True)
             ]
         if self.ranks.count > 1:
-            return [ops.all_reduce_state(given, run.bounds) for run, given in zip(self.pieces, found, strict=True)]
+            return [ops.all_reduce_state(given, run.bounds) for run, given in zip(self.divided, found, strict=True)]
         return found
 
-    def _gradients(self, graph: Graph, run: RunPieces) -> list[Value]:
+    def _gradients(self, graph: Graph, run: DividedRun) -> list[Value]:
         """Of what this rank updates of a run, as they are in the state."""
         return run.values(graph, GRADIENT, self._gradient_spec, Kind.GRADIENT)
 
@@ -310,7 +310,7 @@ class StepGraph:
         return norms.clipped
 
     def _block_norms(self, graph: Graph, gradients: Sequence[Sequence[Value]]) -> Norms:
-        pairs = list(zip(self.pieces, gradients, strict=True))
+        pairs = list(zip(self.divided, gradients, strict=True))
         sides = ([pair for pair in pairs if pair[0].run.clipped is clipped] for clipped in (True, False))
         found = [block_norm(graph, side, self.ranks) for side in sides if side]
         return Norms(ops.global_norm(found) if len(found) > 1 else found[0], found[0])
@@ -324,58 +324,58 @@ class StepGraph:
                     given = self._summed(graph, gradients)
                     norm = self._norm(graph, given)
                 else:
-                    given = [self._gradients(graph, run) for run in self.pieces]
+                    given = [self._gradients(graph, run) for run in self.divided]
                 factor = None if limit is None else ops.clip_factor(norm, limit)
             step = graph.input(STEP, SCALAR)
-            for number, (run, own) in enumerate(zip(self.pieces, given, strict=True)):
+            for number, (run, own) in enumerate(zip(self.divided, given, strict=True)):
                 with graph.scope(run.run.name):
                     self._update_run(graph, number, run, own, step, factor if run.run.clipped else None)
 
     def _update_run(
-        self, graph: Graph, number: int, pieces: RunPieces, gradients: list[Value], step: Value, factor: Value | None
+        self, graph: Graph, number: int, divided: DividedRun, gradients: list[Value], step: Value, factor: Value | None
     ) -> None:
-        run, rule = pieces.run, pieces.run.rule
+        run, rule = divided.run, divided.run.rule
         lr, stochastic = graph.input(run.lr, SCALAR), self._stochastic(run)
         seed = graph.input(ROUNDING_SEED, SEED) if stochastic else None
-        lists = [gradients, *(self._slot(graph, pieces, slot) for slot in rule.slots)]
+        lists = [gradients, *(self._slot(graph, divided, slot) for slot in rule.slots)]
         if rule.whole:
-            lists, factor = [directions(run, [self._weights(graph, pieces), *lists], lr, step, factor)], None
+            lists, factor = [directions(run, [self._weights(graph, divided), *lists], lr, step, factor)], None
         written = self._apply(
-            graph, pieces, rule.tail or rule, lists, lr, step, factor, seed, stochastic=stochastic,
+            graph, divided, rule.tail or rule, lists, lr, step, factor, seed, stochastic=stochastic,
             stream=STREAMS * number if stochastic else 0,
-            numbers=tuple(piece.number for piece in pieces.pieces) if stochastic and self.ranks.sharding else (),
+            numbers=tuple(part.number for part in divided.owned) if stochastic and self.ranks.sharding else (),
         )  # fmt: skip
         if self.ema is not None and written:
-            averages = pieces.values(graph, f"/{AVERAGE}", average_spec, Kind.OPTIMIZER)
+            averages = divided.values(graph, f"/{AVERAGE}", average_spec, Kind.OPTIMIZER)
             ops.update(ema_rule(self.ema), [averages, written], lr, step)
-        self._gather(graph, pieces, written)
+        self._gather(graph, divided, written)
 
     def _apply(
-        self, graph: Graph, pieces: RunPieces, rule: Rule, lists: Sequence[Sequence[Value]], *scalars: Value | None,
+        self, graph: Graph, divided: DividedRun, rule: Rule, lists: Sequence[Sequence[Value]], *scalars: Value | None,
         **attributes: Any,
     ) -> Sequence[Value]:  # fmt: skip
         """A rule on the weights of a run and all copies; `lists` are gradients and slots. Returns the new weights."""
-        if not pieces.pieces:
+        if not divided.owned:
             return []
-        given, compute = [self._weights(graph, pieces), *lists], self.model.compute
-        copies = pieces.run.parameters[0].has_copy(compute)  # one run has one read dtype
+        given, compute = [self._weights(graph, divided), *lists], self.model.compute
+        copies = divided.run.parameters[0].has_copy(compute)  # one run has one read dtype
         if copies:
-            given.append(pieces.values(graph, "/compute", lambda p: p.read_spec(compute), Kind.COPY))
+            given.append(divided.values(graph, "/compute", lambda p: p.read_spec(compute), Kind.COPY))
         return ops.update(rule, given, *scalars, copies=copies, **attributes)  # type: ignore[arg-type]
 
-    def _gather(self, graph: Graph, pieces: RunPieces, written: Sequence[Value]) -> None:
+    def _gather(self, graph: Graph, divided: DividedRun, written: Sequence[Value]) -> None:
         """Let every rank have what each wrote of a run."""
         if self.ranks.sharding:
-            compute, parameters = self.model.compute, pieces.run.parameters
+            compute, parameters = self.model.compute, divided.run.parameters
             if written and parameters[0].has_copy(compute) and written[0].producer is not None:
                 written = written[0].producer.outputs[-len(written) :]  # an update's copies come last
-            ops.all_gather_state([use(graph, p, compute) for p in parameters], written, pieces.bounds)
+            ops.all_gather_state([use(graph, p, compute) for p in parameters], written, divided.bounds)
 
-    def _weights(self, graph: Graph, pieces: RunPieces) -> list[Value]:
-        return pieces.values(graph, "", lambda p: p.spec, Kind.PARAMETER)
+    def _weights(self, graph: Graph, divided: DividedRun) -> list[Value]:
+        return divided.values(graph, "", lambda p: p.spec, Kind.PARAMETER)
 
-    def _slot(self, graph: Graph, pieces: RunPieces, slot: str) -> list[Value]:
-        return pieces.values(graph, f"/{slot}", lambda p: self._slot_spec(p, pieces.run.rule, slot), Kind.OPTIMIZER)
+    def _slot(self, graph: Graph, divided: DividedRun, slot: str) -> list[Value]:
+        return divided.values(graph, f"/{slot}", lambda p: self._slot_spec(p, divided.run.rule, slot), Kind.OPTIMIZER)
 
     def _stochastic(self, run: ParameterRun) -> tuple[int, ...]:
         """Which lists of a run's update are rounded stochastically: 0 the parameters, from 1 the slots."""

@@ -16,7 +16,7 @@ from ttrain.parallel.ranks import BLOCK, Division, Ranks, divide
 
 
 @dataclass(frozen=True)
-class Piece:
+class OwnedPart:
     """A parameter, or a part of one, that this rank updates."""
 
     parameter: Parameter
@@ -25,7 +25,7 @@ class Piece:
     blocks: int  # of the run before its first one
 
     def of(self, graph: Graph, name: str, spec: TensorSpec, kind: Kind) -> Value:
-        """The same piece of a tensor of the state that goes with the parameter."""
+        """The same part of a tensor of the state that goes with the parameter."""
         if self.part is None:
             return graph.state_value(name, spec, kind)
         part = part_of(self.parameter, self.part, spec)
@@ -37,7 +37,7 @@ def part_of(parameter: Parameter, part: Part, spec: TensorSpec) -> Part:
     return (0, spec.size) if part == (0, parameter.spec.size) else part
 
 
-class RunPieces:
+class DividedRun:
     """A run of parameters as the ranks divide it."""
 
     def __init__(self, run: ParameterRun, ranks: Ranks) -> None:
@@ -63,28 +63,28 @@ class RunPieces:
         return self.division.parts[position][self._ranks.rank] if self._ranks.sharding else ()
 
     @cached_property
-    def pieces(self) -> list[Piece]:
-        return list(self._pieces())
+    def owned(self) -> list[OwnedPart]:
+        return list(self._owned())
 
     def values(self, graph: Graph, slot: str, spec_of: Callable[[Parameter], TensorSpec], kind: Kind) -> list[Value]:
         """What this rank updates of the tensors `<parameter path><slot>`."""
-        named = [(piece, piece.parameter) for piece in self.pieces]
-        return [piece.of(graph, parameter.path + slot, spec_of(parameter), kind) for piece, parameter in named]
+        named = [(part, part.parameter) for part in self.owned]
+        return [part.of(graph, parameter.path + slot, spec_of(parameter), kind) for part, parameter in named]
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _owned(self) -> Iterator[OwnedPart]:
         offsets, _ = run_offsets(self._sizes)
         blocks = 0
         for position, (parameter, offset) in enumerate(zip(self.run.parameters, offsets, strict=True)):
             if self._ranks.sharding:
                 for part in self.parts(position):
-                    yield Piece(parameter, part, offset + part[0], blocks + part[0] // BLOCK)
+                    yield OwnedPart(parameter, part, offset + part[0], blocks + part[0] // BLOCK)
             else:
-                yield Piece(parameter, None, offset, blocks)
+                yield OwnedPart(parameter, None, offset, blocks)
             blocks += -(-self._sizes[position] // BLOCK)
 
 
-def block_norm(graph: Graph, runs: Sequence[tuple[RunPieces, Sequence[Value]]], ranks: Ranks) -> Value:
-    """The L2 norm of the gradients of some runs, whose bits do not depend on who holds which piece of them.
+def block_norm(graph: Graph, runs: Sequence[tuple[DividedRun, Sequence[Value]]], ranks: Ranks) -> Value:
+    """The L2 norm of the gradients of some runs, whose bits do not depend on who holds which part of them.
 
     It is that of the norms of fixed blocks, each of which one rank has; the others have a zero there.
     """
@@ -93,7 +93,7 @@ def block_norm(graph: Graph, runs: Sequence[tuple[RunPieces, Sequence[Value]]], 
     before = 0
     for run, given in runs:
         tensors += given
-        places += [before + piece.blocks for piece in run.pieces]
+        places += [before + part.blocks for part in run.owned]
         before += run.blocks
     if tensors:
         norms = ops.block_norms(tensors, tuple(places), before, BLOCK)
