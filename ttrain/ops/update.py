@@ -88,14 +88,14 @@ class Rule:
 
     With a `tail` it is no loop over elements but for whole tensors: any ops, on the gradient in the dtype that layers
     compute in, and what it returns first is a direction. The tail, elementwise and without slots, takes that in place
-    of the gradient. `averaged` are slots that stay fp32, with the axis along which they have size 1 (None: no axis).
+    of the gradient. `fp32_slots` stay fp32, each with the axis along which it has size 1 (None: no axis).
     """
 
     name: str
     slots: tuple[str, ...] = ()
     settings: tuple[tuple[str, float], ...] = ()
     tail: Rule | None = None
-    averaged: tuple[tuple[str, int | None], ...] = ()
+    fp32_slots: tuple[tuple[str, int | None], ...] = ()
 
     @property
     def whole(self) -> bool:
@@ -103,11 +103,11 @@ class Rule:
         return self.tail is not None
 
     def slot_spec(self, slot: str, spec: TensorSpec) -> TensorSpec:
-        """Of one slot of a parameter, `spec` being that of a slot that is not averaged."""
-        averaged = dict(self.averaged)
-        if slot not in averaged:
+        """Of one slot of a parameter, `spec` being that of a slot which follows it."""
+        axes = dict(self.fp32_slots)
+        if slot not in axes:
             return spec
-        along = averaged[slot]
+        along = axes[slot]
         dropped = None if along is None else along % spec.rank
         return TensorSpec(tuple(1 if axis == dropped else size for axis, size in enumerate(spec.shape)))
 

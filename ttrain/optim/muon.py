@@ -138,8 +138,7 @@ class NorMuon(Muon):
 
     def _rule(self, settings: tuple[tuple[str, float], ...], tail: Rule) -> Rule:
         given = {**dict(settings), "scale": RMS, "beta2": self.config.beta2}
-        averaged = (("second_moment", -1),)
-        return Rule("normuon", ("momentum", "second_moment"), tuple(given.items()), tail, averaged)
+        return Rule("normuon", ("momentum", "second_moment"), tuple(given.items()), tail, (("second_moment", -1),))
 
 
 for _rule in (Muon(MuonConfig()).rule(EXAMPLE, True), NorMuon(NorMuonConfig()).rule(EXAMPLE, True)):

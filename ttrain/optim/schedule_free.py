@@ -57,7 +57,7 @@ class ScheduleFree:
             ("beta1", beta1), ("beta2", beta2), ("eps", config.eps),
             ("weight_decay", config.weight_decay * decays), ("average_after", config.average_after),
         )  # fmt: skip
-        return Rule("schedule_free", (AVERAGE, "second_moment"), settings, averaged=((AVERAGE, None),))
+        return Rule("schedule_free", (AVERAGE, "second_moment"), settings, fp32_slots=((AVERAGE, None),))
 
 
 _rule = ScheduleFree(ScheduleFreeConfig(betas=[0.5, 0.999])).rule(EXAMPLE, True)

@@ -201,7 +201,7 @@ class StepGraph:
         def tensor(
             name: str, spec: TensorSpec, kind: Kind, run: str, parameter: Parameter, everywhere: bool = True
         ) -> StateTensor:
-            padded = spec.shape[:1] == parameter.spec.shape[:1]  # not so where a slot is averaged over the rows
+            padded = spec.shape[:1] == parameter.spec.shape[:1]  # not so where a slot has one row
             parts = tuple(part_of(parameter, part, spec) for part in owned.get(parameter, ()))
             everywhere = everywhere or parameter not in owned
             return StateTensor(name, spec, kind, run, parameter.padding * padded, None, parts, everywhere)
