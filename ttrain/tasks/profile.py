@@ -6,7 +6,7 @@ import dataclasses
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,25 +98,17 @@ def _seconds(device: Device, call: Callable[[], object]) -> float:
 @contextmanager
 def _warmed(config: Config, steps: int) -> Iterator[tuple[Device, Driver]]:
     """The open device, and what drives so many steps more than warm it up, on sequences as long as they get."""
-    from ttrain.train.steps.length_schedule import DataReader, Position
+    from ttrain.tasks.training.setup import set_up
+    from ttrain.train.steps.length_schedule import Position
 
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, length_schedule=[]))
-    dataset = build.build_dataset(config.data, config.model, config.train.length_schedule)
-    config = dataclasses.replace(config, lora=build.with_adapters(config.lora, config.source.explicit))
-    model = build.build_model(*config.model_parts, dataset.vocabulary)
-    device = build.build_device(config.device, config.precision)
-    resident = build.build_resident(config.data, config.train, model, device)
-    opened = build.build_session(model, device, *config.step_parts, resident=resident)
-    with closing(device), closing(opened) as session:
-        session.initialize(config.run.seed)
-        reads, prepare = (dataset, None) if resident is None else (resident.picked(dataset), resident.prepare)
-        if resident is not None:
-            resident.write(session.state, dataset)
+    with ExitStack() as stack:
+        setup = set_up(config, stack)
+        device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
+        session = stack.enter_context(closing(setup.open(device)))
+        setup.origin.set_values(session, config.run.seed)
         built = {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
-        reader = DataReader.of(config.train, getattr(dataset, "context", 1), 0, Position())
-        batch = reader.batches(reads, config.run.seed)
-        last = WARM_UP + steps
-        drive = build.build_driver(model, device, built, batch, *config.rate_parts, config.run.seed, prepare, last)
+        drive = setup.driver(device, built, setup.reader(0, Position()), last=WARM_UP + steps)
         for number in waited_for(range(1, WARM_UP + 1), "Warming up"):
             drive(number)
         yield device, drive
