@@ -15,6 +15,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Value
 from ttrain.models.base import LOSS_WEIGHT, SCALAR, Batch, prepare_plain, scored_positions
 from ttrain.models.cache import POSITIONS
+from ttrain.models.settings import DecoderConfig
 from ttrain.nn.initialize import Constant, Normal
 from ttrain.nn.layers import Embedding, Linear, RMSNorm
 from ttrain.nn.module import Module, Parameter, Role, use
@@ -148,7 +149,7 @@ class Decoder(Module, ABC):
 class Heads(Module):
     """What queries, keys and values may have before they meet: norms of each head, and embeddings of the tokens."""
 
-    def __init__(self, config: Any, head_width: int, values: int, eps: float) -> None:
+    def __init__(self, config: DecoderConfig, head_width: int, values: int, eps: float) -> None:
         """`values` is the width of all heads of values."""
         norms = [RMSNorm(head_width, eps) if config.qk_norm else None for _ in range(2)]
         self.query_norm, self.key_norm = norms

@@ -17,6 +17,7 @@ from ttrain.data.settings import TextConfig
 from ttrain.models.identity import FUNCTION, differing
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.settings import LoraConfig
+from ttrain.train.settings import EvalConfig, ExportConfig, SampleConfig
 
 if TYPE_CHECKING:
     from ttrain.train.checkpoint.checkpoint import Checkpoint
@@ -83,7 +84,9 @@ class OpenedModel:
             state.write(name, value)
 
 
-def of_run(config: Config, wanted: Any, always_given: Iterable[str], needs: str = "") -> OpenedModel:
+def of_run(
+    config: Config, wanted: SampleConfig | EvalConfig | ExportConfig, always_given: Iterable[str], needs: str = ""
+) -> OpenedModel:
     """The model of run.dir, as its checkpoint says with what the user gave on top; the data is not needed. The section
     `wanted` says which checkpoint, and whether averages stand for the weights.
 
