@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except TtrainError as error:
-        if not (isinstance(error, RankFailed) and error.told):
+        if not (isinstance(error, RankFailed) and error.reported):
             _say(str(error), mark=not isinstance(error, RankFailed | Interrupted))
         return error.exit_code
     except KeyboardInterrupt:
@@ -139,7 +139,7 @@ def _run_one(config: Config, overrides: list[str], flags: list[str]) -> int:
     try:
         run_task(config)
     except Exception as error:  # a supervisor decides by this whether another start can help
-        if not (isinstance(error, RankFailed) and error.told):
+        if not (isinstance(error, RankFailed) and error.reported):
             step = getattr(error, "step", None)
             heartbeat.tell(error=type(error).__name__, message=str(error), step=step)
         raise

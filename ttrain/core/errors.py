@@ -87,11 +87,11 @@ class Interrupted(TtrainError):
 
 
 class RankFailed(TtrainError):
-    """Another rank ended the run, or is gone. `told` says that its own process tells the user."""
+    """Another rank ended the run, or is gone. `reported` says that its own process tells the user."""
 
-    def __init__(self, message: str, exit_code: int = EXIT_FAILURE, told: bool = True) -> None:
+    def __init__(self, message: str, exit_code: int = EXIT_FAILURE, reported: bool = True) -> None:
         super().__init__(message)
-        self.exit_code, self.told = exit_code, told
+        self.exit_code, self.reported = exit_code, reported
 
 
 class ShapeError(TtrainError, ValueError):

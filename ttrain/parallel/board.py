@@ -43,8 +43,8 @@ class Failure:
     message: str
     exit_code: int = EXIT_FAILURE
 
-    def error(self, told: bool) -> RankFailed:
-        return RankFailed(f"rank {self.rank}: {self.message}", self.exit_code, told)
+    def error(self, reported: bool) -> RankFailed:
+        return RankFailed(f"rank {self.rank}: {self.message}", self.exit_code, reported)
 
 
 class Board:
@@ -123,7 +123,7 @@ class Board:
         found = self.fail(own)
         self._linger()
         if found != own:
-            return found.error(told=True)
+            return found.error(reported=True)
         if not isinstance(error, TtrainError):
             error.add_note(f"This was rank {self._rank} of {self._count}.")
         return error
@@ -157,13 +157,13 @@ class Board:
         if (failure := self.failure()) is not None:
             self._ends.set()
             self._linger()
-            raise failure.error(told=True)
+            raise failure.error(reported=True)
 
     def _first(self, failure: Failure) -> RankFailed:
         self._ends.set()
         found = self.fail(failure)
         self._linger()
-        return found.error(told=found != failure)
+        return found.error(reported=found != failure)
 
     def _reason(self, error: RuntimeError) -> TtrainError:
         """Why a wait failed: as somebody posts it, else as the signs of life of the others tell."""
@@ -177,7 +177,7 @@ class Board:
         except RankFailed as failure:
             return failure
         except RuntimeError:
-            return self._alone().error(told=False)
+            return self._alone().error(reported=False)
 
     def _alone(self) -> Failure:
         if self._led:

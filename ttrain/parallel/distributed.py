@@ -70,7 +70,7 @@ class DistributedWorld(World):
 
     def agree(self, what: str, facts: Mapping[str, Any]) -> None:
         given = json.dumps(facts)
-        for key, own, leaders in _differences(json.loads(given), json.loads(self.of_leader(given))):
+        for key, own, leaders in _differences(json.loads(given), json.loads(self.broadcast(given))):
             raise UserError(
                 f"another {what} than on rank 0: {key} is {json.dumps(own)} here and {json.dumps(leaders)} there. "
                 "Start all ranks with the same."
@@ -83,10 +83,10 @@ class DistributedWorld(World):
     def remembered(self, key: str) -> str | None:
         return self._lasting.get(key).decode() if self._lasting.check([key]) else None
 
-    def tell(self, key: str, text: str) -> None:
+    def send(self, key: str, text: str) -> None:
         self._board.post(f"{key}/{self.ranks.rank}", text)
 
-    def told(self, key: str, rank: int) -> str:
+    def receive(self, key: str, rank: int) -> str:
         return self._board.wait(f"{key}/{rank}", rank)
 
     def gather(self, records: Sequence[Numbers]) -> list[dict[str, float]]:
@@ -97,11 +97,11 @@ class DistributedWorld(World):
             dist.all_gather(every, own, group=self._host)
         return [dict(zip(names, row, strict=True)) for rows in every for row in rows.tolist()]
 
-    def of_leader(self, value: T) -> T:
-        found: T = json.loads(self._told(json.dumps(value)))
+    def broadcast(self, value: T) -> T:
+        found: T = json.loads(self._broadcast_text(json.dumps(value)))
         return found
 
-    def _told(self, text: str) -> str:
+    def _broadcast_text(self, text: str) -> str:
         """The leading rank's text."""
         size = torch.tensor([len(text.encode())], dtype=torch.int64)
         with self._board.waiting():
@@ -115,27 +115,27 @@ class DistributedWorld(World):
 
     def once(self, work: Callable[[], str]) -> str:
         failure: TtrainError | None = None
-        told = {"value": "", "error": "", "message": ""}
+        outcome = {"value": "", "error": "", "message": ""}
         if self.leads:
             try:
-                told["value"] = work()
+                outcome["value"] = work()
             except TtrainError as error:
-                failure, told = error, {**told, "error": type(error).__name__, "message": str(error)}
-        told = json.loads(self._told(json.dumps(told)))
+                failure, outcome = error, {**outcome, "error": type(error).__name__, "message": str(error)}
+        outcome = json.loads(self._broadcast_text(json.dumps(outcome)))
         if failure is not None:
             raise failure
-        if told["error"]:
-            raise getattr(errors, told["error"], TtrainError)(told["message"])
-        return told["value"]
+        if outcome["error"]:
+            raise getattr(errors, outcome["error"], TtrainError)(outcome["message"])
+        return outcome["value"]
 
     @contextmanager
     def leader_first(self) -> Iterator[None]:
         self._turns += 1
         if not self.leads:
-            self.told(f"first/{self._turns}", 0)
+            self.receive(f"first/{self._turns}", 0)
         yield
         if self.leads:
-            self.tell(f"first/{self._turns}", "")
+            self.send(f"first/{self._turns}", "")
 
     def barrier(self) -> None:
         with self._board.waiting():
@@ -156,9 +156,9 @@ def _store(place: Place, wait: timedelta, hosts: bool = False) -> dist.TCPStore:
     try:
         return dist.TCPStore(place.address, place.port, is_master=hosts, wait_for_workers=False, timeout=wait)
     except RuntimeError as error:
-        told = str(error).partition("\n")[0]
+        why = str(error).partition("\n")[0]
         raise RankFailed(
-            f"rank {place.rank}: {place.address}:{place.port}, where the ranks meet: {told}", told=False
+            f"rank {place.rank}: {place.address}:{place.port}, where the ranks meet: {why}", reported=False
         ) from None
 
 

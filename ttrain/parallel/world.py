@@ -32,8 +32,8 @@ class World:
         """The records of all ranks, in the order of the ranks; all have the same keys, and each rank as many."""
         return [dict(record) for record in records]
 
-    def of_leader(self, value: T) -> T:
-        """What the leading rank gives."""
+    def broadcast(self, value: T) -> T:
+        """The leading rank's value, on all ranks."""
         return value
 
     def once(self, work: Callable[[], str]) -> str:
@@ -65,12 +65,12 @@ class World:
     def remembered(self, key: str) -> str | None:
         return None
 
-    def tell(self, key: str, text: str) -> None:
-        """Leaves a text for another rank. Any thread may."""
+    def send(self, key: str, text: str) -> None:
+        """Leaves a text for whichever rank receives it. Any thread may."""
         self._texts[key] = text
 
-    def told(self, key: str, rank: int) -> str:
-        """Waits for the text that a rank leaves."""
+    def receive(self, key: str, rank: int) -> str:
+        """Waits for the text that a rank sends."""
         return self._texts.pop(key)
 
     def sum_slices(self, records: Sequence[Numbers]) -> dict[str, float]:

@@ -334,7 +334,7 @@ class Loop:
             self._save(wait=last)
         evaluates = last or (config.eval_every is not None and step % config.eval_every == 0)
         improved = evaluates and self._evaluate()
-        kept = self.world.of_leader(self.saver.step == step)
+        kept = self.world.broadcast(self.saver.step == step)
         if kept if due else improved and config.keep_best:  # one that failed is tried when next due
             self._save()
 
@@ -374,7 +374,7 @@ class Loop:
         if wait:
             with self._saving():
                 self.saver.finish()
-        if self._saved == self._save_key() and not self.world.of_leader(self.saver.failed):
+        if self._saved == self._save_key() and not self.world.broadcast(self.saver.failed):
             return
         progress, key = self.progress, self._save_key()
         with self._saving():

@@ -95,7 +95,7 @@ class Saver:
         else:
             self._write(work)
             lost = isinstance(self._error, TtrainError) and not isinstance(self._error, NonFiniteError)
-            if wait and self._world.of_leader(lost):
+            if wait and self._world.broadcast(lost):
                 self._report()
                 self._write(self._work(content, beside))
         self.delay_seconds += time.perf_counter() - start
@@ -112,7 +112,7 @@ class Saver:
             if several:
                 with contextlib.suppress(OSError):  # whoever writes there is told
                     start_save(folder, content.step)
-        how = self._world.of_leader(how)
+        how = self._world.broadcast(how)
         self._saves += 1
         if how == "noted":
             return _Work(content, None, None, self._saves)
@@ -179,21 +179,21 @@ class Saver:
         self.step = work.content.step
         if work.state is None:
             return
-        told: dict[str, Any] = {}
+        outcome: dict[str, Any] = {}
         try:
-            told["files"] = write_share(self._run.checkpoints, self.step, work.state, self._world.ranks.rank)
+            outcome["files"] = write_share(self._run.checkpoints, self.step, work.state, self._world.ranks.rank)
         except Exception as error:  # none may be lost with the thread
-            told = {"error": str(error) or type(error).__name__, "bad": isinstance(error, NonFiniteError)}
-        self._world.tell(f"save/{work.number}", json.dumps(told))
+            outcome = {"error": str(error) or type(error).__name__, "bad": isinstance(error, NonFiniteError)}
+        self._world.send(f"save/{work.number}", json.dumps(outcome))
 
     def _others(self, work: _Work) -> Files:
         """The files of the other ranks, once they are written."""
         files: Files = {}
         for rank in range(1, self._world.ranks.count):
-            told = json.loads(self._world.told(f"save/{work.number}", rank))
-            if "error" in told:
-                raise (NonFiniteError if told["bad"] else CheckpointError)(told["error"])
-            files |= told["files"]
+            outcome = json.loads(self._world.receive(f"save/{work.number}", rank))
+            if "error" in outcome:
+                raise (NonFiniteError if outcome["bad"] else CheckpointError)(outcome["error"])
+            files |= outcome["files"]
         return files
 
     def _report(self) -> None:

@@ -69,7 +69,7 @@ def _ended(ranks: Sequence[Child], board: Board, signals: PassOn, note: Callable
             own = Failure(bad[0], describe_exit(bad[1]), max(bad[1], 1))
             failure, until = board.fail(own), time.monotonic() + _GRACE_SECONDS
             if failure == own and bad[1] < 0 and not signals.received:
-                note(own.error(told=False))
+                note(own.error(reported=False))
         elif failure is not None and time.monotonic() > until:
             for rank in ranks:
                 rank.kill()
