@@ -147,7 +147,7 @@ class Bench:
             "device": asdict(device or self.device), "engine": asdict(self.engine), "reference": self.study.reference,
             "seconds": timed.seconds, "rounds": timed.rounds,
             "planned": self.study.kind == "memory",
-            "beside": getattr(self.config, "beside", "nothing").replace("nothing", "") or None,
+            "beside": getattr(self.config, "beside", None),
         }  # fmt: skip
 
     def _starts(self, case: Case, row: Row, folder: Path, caches: Caches, label: str) -> None:

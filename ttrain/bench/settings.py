@@ -12,7 +12,7 @@ BASELINES = ("eager", "compile", "compile_all")
 DEFAULT_PRECISIONS = ["fp32", "bf16"]
 MLP_SIZES = ("tiny", "256", "1024x512")
 GPT_SIZES = ("char", "nano", "nano32", "gpt2", "smollm2", "smollm2-lora")
-NEIGHBOURS = ("nothing", "busy", "same")
+NEIGHBOURS = ("busy", "same")
 PRODUCT_SIZES = [128, 256, 512, 1024, 2048, 4096]
 
 
@@ -72,10 +72,10 @@ class TrainingBenchConfig(ContestConfig, TimedConfig):
         "whether a process of its own per contender measures peak memory and time to first step, with empty and with "
         "filled compile caches",
     )
-    beside: str = option(
-        "nothing",
+    beside: str | None = option(
+        None,
         "what every turn is taken again beside, as a row of its own: busy is a process that keeps one core busy, same "
-        "one that does the same steps",
+        "one that does the same steps; null: nothing",
         choices=NEIGHBOURS,
     )
 
