@@ -103,7 +103,7 @@ class MuonConfig(OptimizerConfig):
     weight_decay: float = option(0.1, "decoupled decay per unit of learning rate; see decay_rule", minimum=0)
     momentum: float = option(0.95, "decay of the momentum of hidden matrices", minimum=0, below=1)
     nesterov: bool = option(True, "look one step ahead along the momentum")
-    iterations: int = option(5, "Newton-Schulz iterations that make a momentum near orthogonal", minimum=1)
+    iterations: int = option(5, "Newton-Schulz iterations that make a momentum near orthogonal", minimum=1, maximum=100)
     scale: str = option(
         "rms",
         "size of an orthogonal update: rms = that of AdamW's, so that one lr suits both (Liu et al., 2025), spectral = "

@@ -27,9 +27,9 @@ BF16 = {
     **{(f"add_{kind}_norm", "rstd"): Tolerance(1, 1) for kind in ("layer", "rms")},
     **{(f"add_{kind}_norm", "y"): Tolerance(2, 2) for kind in ("layer", "rms")},
 }
-# Of five iterations of Newton-Schulz, s <- a s + b s^3 + c s^5. Where each of the three terms is rounded once, an error e
-# of a singular value becomes |f'(s)| e + |a s| + |b s^3| + |c s^5| roundings in one of them, terms of 10 that cancel to
-# 0.7: at most 147 after five from any s in (0, 1], 70 as a root mean square. A rounding is half an ULP or one.
+# Of five iterations of Newton-Schulz, s <- f(s) = a s + b s^3 + c s^5. Where each of the three terms is rounded once,
+# an error e of a singular value becomes |f'(s)| e + |a s| + |b s^3| + |c s^5| roundings, of terms near 10 that cancel
+# to 0.7: at most 147 after all five from any s in (0, 1], 70 as a root mean square. A rounding is half an ULP or one.
 NEWTON_SCHULZ = Tolerance(147, 70)
 # The same in ULP of fp32. CUDA's fused AdamW divides by the root of v in another order.
 FP32 = {
