@@ -124,6 +124,7 @@ class NorMuonConfig(MuonConfig):
     """NorMuon (Li et al., 2025): Muon whose rows are scaled to equal size; its scale is always rms."""
 
     name: str = option("normuon", "registered name of the optimizer")
+    scale: str = option("rms", "size of an update: rms = that of AdamW's", choices=("rms",))
     beta2: float = option(0.95, "decay of the mean square of a row of the update", minimum=0, below=1)
 
 

@@ -113,6 +113,8 @@ def _schedule(train: TrainConfig, schedule: ScheduleConfig) -> Iterator[str]:
         yield f"schedule.decay_from={schedule.decay_from}: is for schedule=wsd, not {schedule.name}. Give schedule=wsd."
     elif schedule.decay_from is not None and schedule.decay_from >= end:
         yield f"schedule.decay_from={schedule.decay_from}: must be below {key}={end}, where the decay ends."
+    elif schedule.decay_from and schedule.decay_from < schedule.warmup:
+        yield f"schedule.decay_from={schedule.decay_from}: must be at least schedule.warmup={schedule.warmup}."
     elif schedule.decay_from is None and schedule.name == "wsd" and schedule.warmup + schedule.decay * end > end:
         yield (
             f"schedule.decay={schedule.decay}: warm-up ({schedule.warmup} steps) and decay "
