@@ -28,6 +28,7 @@ from ttrain.optim.settings import AdamWConfig, MuonConfig
 from ttrain.parallel.distributed import DistributedWorld
 from ttrain.parallel.place import Place
 from ttrain.parallel.ranks import Ranks
+from ttrain.parallel.settings import ParallelConfig
 from ttrain.parallel.world import World
 from ttrain.train.loop.evaluate import Evaluation
 from ttrain.train.settings import GuardConfig, TrainConfig
@@ -157,9 +158,8 @@ def trained_by_pytorch(world: World) -> dict[str, np.ndarray]:
 
 @contextmanager
 def opened(rank: int, count: int, port: int) -> Iterator[World]:
-    world: World = (
-        World() if count == 1 else DistributedWorld(Place(rank, count, 0, 1, "127.0.0.1", port), False, 60, False)
-    )
+    place, config = Place(rank, count, 0, 1, "127.0.0.1", port), ParallelConfig(timeout=60)
+    world: World = World() if count == 1 else DistributedWorld(place, config, on_gpu=False)
     with world.together():
         yield world
 

@@ -297,15 +297,13 @@ def planned_ranks(config: ParallelConfig) -> Ranks:
 
 def build_world(config: ParallelConfig, device: DeviceConfig) -> World:
     """This process among the ranks of a run, once all of them are there."""
-    here, shards = place(), config.name == "zero1"
+    here = place()
     if config.name == "none" or here is None:
-        return World(Ranks(slices=config.slices or 1, shards=shards))
+        return World(Ranks(slices=config.slices or 1, shards=config.name == "zero1"))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a rank's own message tells more
     from ttrain.parallel.distributed import DistributedWorld
 
-    world = DistributedWorld(here, shards, config.timeout, _is_gpu(device.name))
-    world.ranks = replace(world.ranks, slices=config.slices or here.count)
-    return world
+    return DistributedWorld(here, config, _is_gpu(device.name))
 
 
 def _is_gpu(device: str) -> bool:

@@ -20,6 +20,7 @@ from ttrain.device.base import Launch
 from ttrain.parallel.board import Board
 from ttrain.parallel.place import Place
 from ttrain.parallel.ranks import Ranks
+from ttrain.parallel.settings import ParallelConfig
 from ttrain.parallel.world import Numbers, T, World
 
 
@@ -28,16 +29,16 @@ class DistributedWorld(World):
 
     group: DistributedGroup
 
-    def __init__(self, place: Place, shards: bool, timeout: float, on_gpu: bool) -> None:
+    def __init__(self, place: Place, config: ParallelConfig, on_gpu: bool) -> None:
         """Returns once all ranks are there. Raises TtrainError where some don't come in time."""
-        super().__init__(Ranks(place.rank, place.count, place.count, shards))
-        wait = timedelta(seconds=timeout)
+        super().__init__(Ranks(place.rank, place.count, config.slices or place.count, config.name == "zero1"))
+        wait = timedelta(seconds=config.timeout)
         led = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         store = _store(place, wait, led and place.rank == 0)
         started = "/".join(os.environ.get(f"TORCHELASTIC_{key}", "") for key in ("RUN_ID", "RESTART_COUNT"))
         name = f"ttrain/{started}/{place.count}"
         self._lasting = dist.PrefixStore("ttrain", store)  # over the restarts by torchrun
-        self._board = Board(dist.PrefixStore(name, store), place.rank, place.count, timeout, led)
+        self._board = Board(dist.PrefixStore(name, store), place.rank, place.count, config.timeout, led)
         self._board.meet()
         with self._board.waiting():
             meeting = dist.PrefixStore(f"{name}/group", _store(place, wait))
