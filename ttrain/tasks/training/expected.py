@@ -148,7 +148,7 @@ def _on_this_machine(
         )  # fmt: skip
         with closing(by):
             time = host_time(work, by, plans.on_fewer_rows(engine, work, rates), engine, "")
-        left, more = by.left, "; plan.seconds=<more> times them" if by.note and seconds and not by.refused else ""
+        left, more = by.left, "; plan.seconds=<more> times more" if by.note and seconds and not by.refused else ""
         if engine == own or not by.note:
             times[engine] = time
             source += by.note + more
