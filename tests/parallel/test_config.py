@@ -63,4 +63,6 @@ def test_what_was_started_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         load([])
     with pytest.raises(ConfigError, match="parallel.processes=4: 2 were started on this machine already. Leave it"):
         load(["parallel=ddp", "parallel.processes=4"])
+    with pytest.raises(ConfigError, match="task=sample: is one process, and 2 were started. Start one."):
+        load(["task=sample", "run.dir=x"])
     assert load(["parallel=ddp", "device=cpu"]).parallel.name == "ddp"

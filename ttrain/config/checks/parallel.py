@@ -35,6 +35,8 @@ def _parallel(task: TaskConfig, parallel: ParallelConfig) -> Iterator[str]:
     if task.name != "train":
         if (parallel.processes or 1) > 1 and task.name not in TASKS:
             yield f"parallel.processes={parallel.processes}: task={task.name} is one process. Leave it out."
+        if here is not None and here.count > 1:
+            yield f"task={task.name}: is one process, and {here.count} were started. Start one."
         return
     if parallel.world is not None:
         yield f"parallel.world={parallel.world}: is for task=plan. Give parallel.processes, or use torchrun."

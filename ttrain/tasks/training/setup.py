@@ -26,7 +26,7 @@ from ttrain.train.checkpoint.save import CheckpointContent
 from ttrain.train.runs import resume as resuming
 from ttrain.train.runs.origin import Origin
 from ttrain.train.runs.record import package_versions
-from ttrain.train.runs.run_directory import FollowedRun, RunDirectory, chosen_model, read_config
+from ttrain.train.runs.run_directory import FollowedRun, RunDirectory, chosen_model, newest_attempt, read_config
 from ttrain.train.steps.length_schedule import DataReader, Phases, Position
 from ttrain.train.supervise.heartbeat import Heartbeat
 
@@ -60,6 +60,7 @@ class Setup:
     rate: Rate
     warnings: list[str]  # what has to be known before the run starts
     world: World  # the ranks that train together
+    earlier: Mapping[str, Any]  # the device of the attempt before
 
     @property
     def unit(self) -> str:
@@ -159,10 +160,19 @@ class Setup:
         schedule = LengthSchedule.of(train)
         tokens = None if schedule is None else schedule.tokens(train.steps) * train.batch_size
         yield extent_line(self.dataset, train.steps, train.batch_size, tokens, config.data.limit)
-        for warning in (*filter(None, [device.caution]), *self.warnings):
+        for warning in (*filter(None, [device.caution, self._other_threads(device)]), *self.warnings):
             yield f"WARNING: {warning}"
         if step >= train.steps:
             yield f"All {train.steps} steps are done; give train.steps=<more> to train on."
+
+    def _other_threads(self, device: Device) -> str | None:
+        before, now = self.earlier.get("threads"), getattr(device, "threads", None)
+        if before in (None, now) or not self.earlier.get("name") == device.name == "cpu":
+            return None
+        return (
+            f"kernels ran with {before} thread(s) before and run with {now} now, so that results differ in their last "
+            f"bits; device.threads={before} keeps the bits."
+        )
 
     def content(self, progress: Progress, val_loss: float | None) -> CheckpointContent:
         """What a checkpoint says besides its tensors."""
@@ -257,7 +267,8 @@ def set_up(config: Config, stack: ExitStack, world: World | None = None) -> Setu
     jump = None if point is None else rate_jump(point.checkpoint.config, rate, Progress.of(point.checkpoint))
     warnings = [*notices(config), *filter(None, [jump]), *dataset.description.get("notices", ())]
     origin = Origin(held, point, warm, adapter, notes)
-    return Setup(config, stored, dataset, model, name, shorter, prompt, origin, rate, warnings, world)
+    earlier = newest_attempt(None if point is None else point.run).get("device", {})
+    return Setup(config, stored, dataset, model, name, shorter, prompt, origin, rate, warnings, world, earlier)
 
 
 def _branched(

@@ -276,14 +276,17 @@ def stored_attempts(run: Path) -> list[Any]:
     return list(record["legs" if "legs" in record else "attempts"])  # as earlier versions called them
 
 
+def newest_attempt(run: Path | None) -> dict[str, Any]:
+    """What run.json holds of it; empty where it does not tell."""
+    try:
+        return dict(stored_attempts(run)[-1]) if run is not None else {}
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+
+
 def chosen_model(run: Path | None) -> str | None:
     """What the newest attempt of a run called its model, such as nano-gpt; None where it does not tell."""
-    if run is None:
-        return None
-    try:
-        name = stored_attempts(run)[-1]["model"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+    name = newest_attempt(run).get("model")
     return name if isinstance(name, str) else None
 
 
