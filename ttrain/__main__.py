@@ -8,9 +8,6 @@ import sys
 def main() -> int:
     """The command line, of which Ctrl-C is a part from the first import on."""
     try:
-        from ttrain.core.cores import bound_spinning
-
-        bound_spinning()  # before anything loads torch
         from ttrain import cli
 
         return cli.main()

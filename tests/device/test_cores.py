@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -91,25 +88,7 @@ def test_the_doctor_tells_cores_memory_and_vector_units(
         (tmp_path / "cpuinfo").write_text(text)
     monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(doctor, "core_limits", lambda: {"physical": 1, "affinity": 3, "quota": 2})
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    cores, waiting, memory, vectors = doctor._machine()
-    assert waiting.text == "GOMP_SPINCOUNT=7"
+    cores, memory, vectors = doctor._machine()
     assert cores.text.endswith(": 1 physical core, 3 that this process may use, a container's quota of 2")
     assert "GiB" in memory.text and memory.text.endswith(" free") and vectors.state == state
     assert vectors.text.startswith(told)
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [({}, "1000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "none")],
-)
-def test_openmp_spins_shortly_unless_told_how_to_wait(given: dict[str, str], expected: str) -> None:
-    """In the command's own process, and before torch is there to read it."""
-    code = "import sys, ttrain.__main__ as m, os; sys.argv[1:] = ['--version']; m.main(); import ctypes; "
-    code += "c = ctypes.CDLL(None); c.getenv.restype = ctypes.c_char_p; "
-    code += "print((c.getenv(b'GOMP_SPINCOUNT') or b'none').decode(), 'torch' in sys.modules)"
-    kept = {name: value for name, value in os.environ.items() if name not in cores.WAITING}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env={**kept, **given}, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == f"{expected} False"

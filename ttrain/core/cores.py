@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
-WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # how OpenMP's threads wait: read when torch loads its library
 
 
 def usable_cores() -> int:
@@ -21,14 +20,6 @@ def default_threads(environment: Mapping[str, str] = os.environ) -> int:
     """Threads where nothing else says how many: OMP_NUM_THREADS, else the cores that may be used."""
     given = environment.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdecimal() and int(given) > 0 else usable_cores()
-
-
-def bound_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let OpenMP's threads spin for microseconds where they wait; by themselves they do so for milliseconds, on cores
-    that the compiled kernels' threads and other processes want. What a user says about it stands.
-    """
-    if not any(name in environment for name in WAITING):
-        environment["GOMP_SPINCOUNT"] = "1000"
 
 
 def core_limits() -> dict[str, int]:

@@ -12,7 +12,7 @@ import psutil
 
 from ttrain.config.registry import families
 from ttrain.config.schema import Config
-from ttrain.core.cores import WAITING, core_limits
+from ttrain.core.cores import core_limits
 from ttrain.core.errors import UserError
 from ttrain.core.processor import ARM, X86, processor_name, vector_extensions
 from ttrain.core.units import counted, format_bytes
@@ -36,15 +36,13 @@ def examine(opening: bool = True) -> Iterator[Finding]:
 
 
 def _machine() -> Iterator[Finding]:
-    """Cores, how threads wait for work, memory and vector extensions."""
+    """Cores, memory and vector extensions."""
     from ttrain.train.forecast.limits import device_memory
 
     limits = core_limits()
     cores = f"{counted(limits['physical'], 'physical core')}, {limits['affinity']:,} that this process may use"
     quota = f", a container's quota of {limits['quota']:,}" if "quota" in limits else ""
     yield Finding("processor", "ok", f"{processor_name()}: {cores}{quota}")
-    waiting = ", ".join(f"{name}={os.environ[name]}" for name in WAITING if name in os.environ)
-    yield Finding("waiting threads", "ok", waiting or "as OpenMP's library has it")
     if (memory := device_memory("cpu")) is not None:
         free = psutil.virtual_memory().available
         yield Finding("memory", "ok", f"{format_bytes(memory[0])}, {memory[1]}; {format_bytes(free)} free")
