@@ -98,7 +98,7 @@ def test_a_batch_that_stays_is_uploaded_once_and_is_the_same_for_every_step() ->
         if resident:
             assert losses == sorted(losses, reverse=True)  # plain SGD on one batch falls at every step
             for name, values in first.items():
-                assert np.array_equal(contender.session.state.read(name), values)
+                assert np.array_equal(contender.session.state.read(f"data/{name}"), values)
     assert counts[False] - counts[True] == 2  # inputs and targets
 
 

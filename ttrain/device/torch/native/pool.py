@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
+from ttrain.device.torch.native import openmp
+
 _pool = 0  # its address
 
 
@@ -20,3 +22,13 @@ def join(library: ctypes.CDLL, threads: int) -> int:
     grow.argtypes, grow.restype = (ctypes.c_void_p, ctypes.c_int), ctypes.c_int
     ctypes.c_void_p.in_dll(library, "ttrain_pool").value = _pool
     return int(grow(_pool, threads))
+
+
+def use_openmp(library: ctypes.CDLL, wanted: bool) -> None:
+    """Whether a library runs on the threads of OpenMP's runtime instead, where one is loaded.
+
+    For plans that launch products of other libraries as well: both would spin for work on the same cores.
+    """
+    found = openmp.entry_points() if wanted else {}
+    for pointer, name in (("fork", openmp.FORK), ("number", openmp.NUMBER), ("count", openmp.COUNT)):
+        ctypes.c_void_p.in_dll(library, f"ttrain_openmp_{pointer}").value = found.get(name)

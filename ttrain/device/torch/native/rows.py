@@ -53,6 +53,7 @@ class NativeKernels:
         self.kernels: Mapping[str, Kernel] = {**base, **{name: self._row(name, base.get(name)) for name in RULES}}
         self._functions: dict[str, int] = {}  # body -> address
         self._libraries: list[ctypes.CDLL] = []
+        self._mixed = False  # whether a plan has products that a library computes
         self._native = lru_cache(maxsize=None)(self._make)
 
     def prepare(self, nodes: Iterable[NodeLike]) -> None:
@@ -63,10 +64,13 @@ class NativeKernels:
         wanted: dict[str, None] = {}
         for node in nodes:
             native = self.native(Request.of_node(node))
+            self._mixed |= native is None and node.op.name in products.RULES
             wanted.update(dict.fromkeys(native.bodies if native is not None else ()))
         missing = [body for body in wanted if body not in self._functions]
         if missing:
             self._load(missing)
+        for library in self._libraries:
+            pool.use_openmp(library, self._mixed)
 
     def join(self, launches: Iterable[Launch]) -> list[Launch]:
         """The launches with neighbouring native ones as one foreign call each."""

@@ -186,6 +186,9 @@ class CoreSubsetRuntime:
     def minimum(self, x: Any, limit: float, output_tensor: Any) -> Any:
         return self.where(self.ge(x, limit), limit, x, output_tensor=output_tensor)
 
+    def maximum(self, x: Any, y: Any, **options: Any) -> Any:
+        return self.where(self.ge(x, y), x, y, **options)
+
     def softmax(self, x: Any, dim: int = -1, numeric_stable: bool = True, **options: Any) -> Any:
         return self._softmax(x, None, **options)
 

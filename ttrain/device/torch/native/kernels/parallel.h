@@ -178,6 +178,26 @@ struct Pool {
     }
 };
 
+// Where a plan also launches products of a library, the threads are those of the OpenMP runtime that the library uses: two
+// pools whose threads spin would take the cores from each other. The host fills these pointers then, and clears them again.
+extern "C" {
+inline VISIBLE void (*ttrain_openmp_fork)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
+inline VISIBLE int (*ttrain_openmp_number)() = nullptr;
+inline VISIBLE int (*ttrain_openmp_count)() = nullptr;
+}
+struct OpenMPTask {
+    Pool::Run run;
+    const void* body;
+    i64 chunks;
+    static void work(void* data) {
+        const OpenMPTask& task = *static_cast<const OpenMPTask*>(data);
+        // The runtime may grant fewer threads than asked for: every chunk still runs exactly once.
+        const i64 seat = ttrain_openmp_number(), seats = ttrain_openmp_count();
+        for (i64 chunk = task.chunks * seat / seats; chunk < task.chunks * (seat + 1) / seats; ++chunk)
+            task.run(task.body, int(chunk), int(seat));
+    }
+};
+
 extern "C" {
 inline VISIBLE Pool ttrain_own_pool;  // that of the library that is loaded first serves all
 inline VISIBLE Pool* ttrain_pool = nullptr;
@@ -193,7 +213,10 @@ template <class Body>
 INLINE void parallel(int threads, i64 chunks, const Body& body) {
     const Pool::Run run = [](const void* given, int chunk, int seat) { (*static_cast<const Body*>(given))(chunk, seat); };
     Pool* pool = ttrain_pool;
-    if (threads > 1 && chunks > 1 && pool && !__atomic_exchange_n(&pool->busy, 1, __ATOMIC_ACQUIRE)) {
+    if (threads > 1 && chunks > 1 && ttrain_openmp_fork) {
+        OpenMPTask task{run, &body, chunks};
+        ttrain_openmp_fork(OpenMPTask::work, &task, unsigned(threads), 0);
+    } else if (threads > 1 && chunks > 1 && pool && !__atomic_exchange_n(&pool->busy, 1, __ATOMIC_ACQUIRE)) {
         pool->fork(run, &body, threads <= pool->workers ? threads : pool->workers + 1, int(chunks));
         __atomic_store_n(&pool->busy, 0, __ATOMIC_RELEASE);
     } else {
