@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -14,10 +15,12 @@ from tests.native.conftest import NativeDevice, require_compiler
 from tests.native.test_numbers import node_of
 from ttrain import ops
 from ttrain.core.spec import TensorSpec
+from ttrain.device.torch.device import TorchDevice
 from ttrain.device.torch.kernels.common import Chain
 from ttrain.device.torch.native import NativeKernels, Toolchain
 from ttrain.device.torch.native.launch import NativeLaunch, launch
 from ttrain.device.torch.native.native import Sizing
+from ttrain.device.torch.native.openmp import entry_points
 from ttrain.graph import Graph
 
 SCRIPT = """
@@ -66,6 +69,24 @@ def test_one_pool_serves_all_libraries_and_a_region_waits_for_no_idle_thread(tmp
     before, after, code = map(int, result.stdout.split())
     assert after == before + 1, "two libraries share the threads of one pool"
     assert code == 0, "without its threads the caller does all there is"
+
+
+def test_with_products_of_a_library_kernels_run_on_its_threads() -> None:
+    require_compiler()
+    base = TorchDevice("cpu", threads=2)
+    x = torch.randn(64, 64)
+    for products, expected in ((None, False), ((), True)):
+        sizing = Sizing(2, thread_cost=1) if products is None else Sizing(2, thread_cost=1, products=products)
+        native = NativeKernels(base.kernels, sizing)
+        nodes = [node_of("matmul", [x, x], {"transpose_a": False, "transpose_b": False}), node_of("gelu", [x], {"approximate": "tanh"})]
+        native.prepare(nodes)
+        fork = ctypes.c_void_p.in_dll(native._libraries[-1], "ttrain_openmp_fork").value
+        assert (fork is not None) == (expected and bool(entry_points()))
+        device = NativeDevice(native, 2)
+        y = torch.empty_like(x)
+        device.kernels["gelu"].bind([x], [y], nodes[1].attributes, [])()
+        assert torch.allclose(y, torch.nn.functional.gelu(x, approximate="tanh"), atol=1e-6)
+    base.close()
 
 
 def scaled(device: NativeDevice, x: torch.Tensor, factor: float) -> NativeLaunch:
