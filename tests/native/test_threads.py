@@ -78,7 +78,10 @@ def test_with_products_of_a_library_kernels_run_on_its_threads() -> None:
     for products, expected in ((None, False), ((), True)):
         sizing = Sizing(2, thread_cost=1) if products is None else Sizing(2, thread_cost=1, products=products)
         native = NativeKernels(base.kernels, sizing)
-        nodes = [node_of("matmul", [x, x], {"transpose_a": False, "transpose_b": False}), node_of("gelu", [x], {"approximate": "tanh"})]
+        nodes = [
+            node_of("matmul", [x, x], {"transpose_a": False, "transpose_b": False}),
+            node_of("gelu", [x], {"approximate": "tanh"}),
+        ]
         native.prepare(nodes)
         fork = ctypes.c_void_p.in_dll(native._libraries[-1], "ttrain_openmp_fork").value
         assert (fork is not None) == (expected and bool(entry_points()))
