@@ -15,6 +15,7 @@ from ttrain.ops.collective import (
 )
 from ttrain.ops.elementwise import (
     add,
+    at_least,
     cast,
     cos,
     divide,

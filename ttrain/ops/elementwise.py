@@ -162,6 +162,11 @@ def full(graph: Graph, spec: TensorSpec, value: float) -> Value:
     return made
 
 
+def at_least(x: Value, least: float) -> Value:
+    """max(x, least)."""
+    return maximum(x, full(x.graph, x.spec.with_shape(), least))
+
+
 def _full_in_torch(spec: TensorSpec, value: float) -> Any:
     import torch
 

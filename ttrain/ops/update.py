@@ -16,7 +16,7 @@ from ttrain.graph.case import Case
 from ttrain.graph.composite import Composite, cases, composite, primitive, require
 from ttrain.graph.graph import REGISTRY, Node, Op, RecordSide, Value, op
 from ttrain.ops.common import free
-from ttrain.ops.elementwise import cast, full, maximum
+from ttrain.ops.elementwise import at_least, cast
 from ttrain.ops.program import Program, evaluate, program_of, record
 
 P = ParamSpec("P")
@@ -60,7 +60,7 @@ def clip_factor(norm: Value, limit: float) -> Value:
     """factor = min(1, limit / (norm + 1e-6)) as of torch.nn.utils.clip_grad_norm_; norm and factor []."""
     fits = norm.shape == () and norm.spec.dtype.is_floating
     require(fits, "clip_factor", norm.spec, "a floating-point scalar")
-    return limit / maximum(norm + 1e-6, full(norm.graph, norm.spec, limit))
+    return limit / at_least(norm + 1e-6, limit)
 
 
 cases(clip_factor, *(Case(((),), {"limit": limit}, positive=("norm",)) for limit in (1.0, 0.01, 1e4)))

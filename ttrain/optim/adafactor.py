@@ -36,7 +36,7 @@ def adafactor(
     square, kept = g * g, g.shape[-2] / (g.shape[-2] - padding)  # the rows that pad have no part in a mean over rows
     rows = _averaged(rows, ops.mean(square, -1), step, beta2_decay)
     columns = _averaged(columns, ops.mean(square, -2) * kept, step, beta2_decay)
-    variance = rows / _at_least(ops.mean(rows, -2) * kept, eps) * columns
+    variance = rows / ops.at_least(ops.mean(rows, -2) * kept, eps) * columns
     change = _change(parameter, g, variance, lr, step, eps, least_rms, threshold, padding)
     return change, rows, columns
 
@@ -87,14 +87,10 @@ def _change(
     """
     shape = parameter.shape
     count = prod((*(size - padding for size in shape[:1]), *shape[1:]))
-    u = gradient / ops.sqrt(_at_least(variance, eps * eps))
+    u = gradient / ops.sqrt(ops.at_least(variance, eps * eps))
     rate = -1.0 * ops.maximum(-1.0 * lr, -1.0 / ops.sqrt(step))
     rms, size = (ops.global_norm([x]) * count**-0.5 for x in (parameter, u))
-    return u * (rate * _at_least(rms, least_rms) / _at_least(size * (1 / threshold), 1.0))
-
-
-def _at_least(x: Value, least: float) -> Value:
-    return ops.maximum(x, ops.full(x.graph, x.spec.with_shape(), least))
+    return u * (rate * ops.at_least(rms, least_rms) / ops.at_least(size * (1 / threshold), 1.0))
 
 
 class Adafactor:

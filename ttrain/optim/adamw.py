@@ -61,12 +61,12 @@ def _adam(
     """What is subtracted from the parameter, and the new moments."""
     first = beta1 * first + (1 - beta1) * gradient
     second = beta2 * second + (1 - beta2) * (gradient * gradient)
-    rate = lr if beta1 == 0 else lr / _unbiased(beta1, step)
-    root = sqrt(second) if beta2 == 0 else sqrt(second) * (1.0 / sqrt(_unbiased(beta2, step)))
+    rate = lr if beta1 == 0 else lr / unbiased(beta1, step)
+    root = sqrt(second) if beta2 == 0 else sqrt(second) * (1.0 / sqrt(unbiased(beta2, step)))
     return rate * first / (root + eps), first, second
 
 
-def _unbiased(beta: float, step: Value) -> Value:
+def unbiased(beta: float, step: Value) -> Value:
     """1 - beta^step, the weight that a mean of `step` values has; exact where beta is near 1."""
     return -expm1(log(beta) * step)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ttrain.graph import Value
 from ttrain.graph.case import Case
 from ttrain.graph.composite import cases
-from ttrain.ops import full, maximum
+from ttrain.ops import at_least, maximum
 from ttrain.ops.update import Rule, update_rule
 from ttrain.optim.base import AVERAGE, update_cases
 
@@ -15,7 +15,7 @@ def ema(parameter: Value, gradient: Value, lr: Value, step: Value, decay: float)
     """average <- average + max(1 - decay, 1 / step) (weights - average): `parameter` is the average, `gradient` the
     weights. The mean of all steps until there are 1 / (1 - decay) of them, so it does not remember its start.
     """
-    share = maximum(1.0 / step, full(step.graph, step.spec, 1 - decay))
+    share = at_least(1.0 / step, 1 - decay)
     return parameter + share * (gradient - parameter)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from math import log
-
 from ttrain.graph import Value
 from ttrain.graph.case import Case
 from ttrain.graph.composite import cases
 from ttrain.nn.module import Parameter
-from ttrain.ops import expm1, full, maximum, sqrt
+from ttrain.ops import at_least, sqrt
 from ttrain.ops.update import Rule, update_rule
+from ttrain.optim.adamw import unbiased
 from ttrain.optim.base import AVERAGE, EXAMPLE, update_cases
 from ttrain.optim.settings import ScheduleFreeConfig
 
@@ -34,13 +33,12 @@ def schedule_free(
     x <- x + (z - x) / n with the number n of steps beyond `average_after`, or 1. z is not kept:
     z - x = (y - x) / (1 - b1).
     """
-    scalar = step.spec
     second = beta2 * second + (1 - beta2) * (gradient * gradient)
-    root = sqrt(second) * (1.0 / sqrt(-expm1(log(beta2) * step)))
-    first = maximum(2.0 - step, full(step.graph, scalar, 0.0))  # 1 at step 1, when x is zero instead of y
+    root = sqrt(second) * (1.0 / sqrt(unbiased(beta2, step)))
+    first = at_least(2.0 - step, 0.0)  # 1 at step 1, when x is zero instead of y
     x = average + first * (parameter - average)
     descent = lr * (gradient / (root + eps) + weight_decay * parameter)
-    share = 1.0 / maximum(step - average_after, full(step.graph, scalar, 1.0))
+    share = 1.0 / at_least(step - average_after, 1.0)
     moved = share * ((parameter - x) * (1 / (1 - beta1)) - descent)
     return parameter + beta1 * moved - (1 - beta1) * descent, x + moved, second
 
