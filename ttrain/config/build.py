@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ttrain.bench.settings import BenchConfig
 from ttrain.config.checks.problems import data_problems
 from ttrain.config.registry import component
+from ttrain.config.targets import null_device
 from ttrain.core.errors import ConfigError, UserError
 from ttrain.core.options import as_keys
 from ttrain.core.waiting import Waiting
@@ -32,7 +33,7 @@ from ttrain.parallel.place import place
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.settings import ParallelConfig
 from ttrain.parallel.world import World
-from ttrain.train.settings import GuardConfig, LoggerConfig, TrainConfig, WandbConfig
+from ttrain.train.settings import GuardConfig, LoggerConfig, TrainConfig
 
 if TYPE_CHECKING:
     from ttrain.bench.studies import Study
@@ -275,10 +276,9 @@ def build_driver(
     from ttrain.train.steps.step import TrainStep
 
     prepare = prepare or preparation(model)
-    step = TrainStep(steps, train.accumulation, seed, prepare, device.overlaps, world)
-    if train.noise_scale:
-        parts = train.accumulation * (1 if world is None else world.ranks.slices)
-        step.noise = NoiseScale(train.batch_size, parts)
+    parts = train.accumulation * (1 if world is None else world.ranks.slices)
+    noise = NoiseScale(train.batch_size, parts) if train.noise_scale else None
+    step = TrainStep(steps, train.accumulation, seed, prepare, device.overlaps, world, noise)
     rates = learning_rates(model.parameters(), optimizer, build_schedule(schedule, train.steps))
     return Driver(step, batch, rates, last)
 
@@ -372,45 +372,3 @@ def build_views(
     """
     built: list[Logger] = component("logger", config.name).load()(config, folder, run_config, run_id, say)
     return built
-
-
-def null_device(config: DeviceConfig) -> Device:
-    """Shapes only."""
-    from ttrain.device.null.device import NullDevice
-
-    return NullDevice()
-
-
-def dynamic_engine(config: EngineConfig, device: Device, state: State) -> Engine:
-    """Launches as recorded."""
-    from ttrain.engine.dynamic import DynamicEngine
-
-    return DynamicEngine(device, state)
-
-
-def static_engine(config: EngineConfig, device: Device, state: State) -> Engine:
-    """A flat list of kernels over planned buffers."""
-    from ttrain.engine.static import StaticEngine
-
-    return StaticEngine(device, state, config.rematerialize)
-
-
-def traced_engine(config: EngineConfig, device: Device, state: State) -> Engine:
-    """Replays of what the device captured or compiled."""
-    from ttrain.engine.traced import TracedEngine
-
-    return TracedEngine(device, state, config.rematerialize)
-
-
-def no_views(*_: Any) -> list[Logger]:
-    """The console and metrics.jsonl are enough."""
-    return []
-
-
-def wandb_views(
-    config: WandbConfig, folder: Path, run_config: dict[str, Any], run_id: str | None, say: Callable[[str], None]
-) -> list[Logger]:
-    """Weights & Biases."""
-    from ttrain.train.logging.wandb_logger import WandbLogger
-
-    return [WandbLogger(config, folder, run_config, run_id, say)]

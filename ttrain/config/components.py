@@ -56,14 +56,14 @@ register("model", "gpt", config=GPTConfig, target="ttrain.models.gpt:GPT")
 register("model", "llama", config=LlamaConfig, target="ttrain.models.llama:Llama")
 register("model", "agillm", config=AGILLMConfig, target="ttrain.models.agillm:AGILLM")
 
-register("engine", "dynamic", config=EngineConfig, target="ttrain.config.build:dynamic_engine")
-register("engine", "static", config=EngineConfig, target="ttrain.config.build:static_engine")
-register("engine", "traced", config=EngineConfig, target="ttrain.config.build:traced_engine")
+register("engine", "dynamic", config=EngineConfig, target="ttrain.config.targets:dynamic_engine")
+register("engine", "static", config=EngineConfig, target="ttrain.config.targets:static_engine")
+register("engine", "traced", config=EngineConfig, target="ttrain.config.targets:traced_engine")
 
 register("device", "auto", config=DeviceConfig, target="ttrain.device.torch.device:auto")
 register("device", "cpu", config=DeviceConfig, target="ttrain.device.torch.device:cpu")
 register("device", "cuda", config=DeviceConfig, target="ttrain.device.torch.device:cuda")
-register("device", "null", config=DeviceConfig, target="ttrain.config.build:null_device")
+register("device", "null", config=DeviceConfig, target="ttrain.config.targets:null_device")
 for _names in FAMILIES:
     for _device, (_config, _target) in loaded(_names).items():
         register("device", _device, config=_config, target=_target)
@@ -94,9 +94,9 @@ register("precision", "bf8", config=PrecisionConfig, target=PrecisionConfig)
 for _way in ("none", "ddp", "zero1"):
     register("parallel", _way, config=ParallelConfig, target=ParallelConfig)
 
-register("logger", "console", config=LoggerConfig, target="ttrain.config.build:no_views")
-register("logger", "jsonl", config=LoggerConfig, target="ttrain.config.build:no_views")
-register("logger", "wandb", config=WandbConfig, target="ttrain.config.build:wandb_views")
+register("logger", "console", config=LoggerConfig, target="ttrain.config.targets:no_views")
+register("logger", "jsonl", config=LoggerConfig, target="ttrain.config.targets:no_views")
+register("logger", "wandb", config=WandbConfig, target="ttrain.config.targets:wandb_views")
 
 for _study, _settings in bench.STUDIES.items():
     register("bench", _study, config=_settings, target=f"ttrain.bench.studies:{_study}")

@@ -68,17 +68,19 @@ class TrainStep:
         prepare: Prepare = prepare_plain,
         overlaps: bool = False,
         world: World | None = None,
+        noise: NoiseScale | None = None,
     ) -> None:
         """`steps` holds those of `names`; a step `norm` among them makes the update guarded.
 
-        `overlaps` tells that the device can take in inputs, or launch others' steps, while a step computes.
+        `overlaps` tells that the device can take in inputs, or launch others' steps, while a step computes. `noise`
+        goes with steps that tell what the noise scale is made of.
         """
         self._steps, self._accumulation, self._seed = steps, accumulation, seed
         self._prepare, self.overlaps = prepare, overlaps
         self._world = world or World()
         self._ranks = self._world.ranks
         self.guarded = "norm" in steps
-        self.noise: NoiseScale | None = None  # where the steps tell what it is made of
+        self._noise = noise
 
     @staticmethod
     def names(accumulation: int, guarded: bool = False) -> tuple[str, ...]:
@@ -162,8 +164,8 @@ class TrainStep:
         activation = self._largest_activation(parts)
         loss = sums.pop("loss")
         metrics = {**sums, **{name: value for name, value in norms.items() if name != "grad_norm"}}
-        if self.noise is not None:
-            scale = self.noise.add(float(outputs[0][NOISE_NORM]), norms["grad_norm"])
+        if self._noise is not None:
+            scale = self._noise.add(float(outputs[0][NOISE_NORM]), norms["grad_norm"])
             metrics |= {} if scale is None else {"noise_scale": scale}
         found = StepResult(loss, norms["grad_norm"], valid, True, activation, metrics)
         return replace(found, applied=found.finite) if self.guarded else found, norms
