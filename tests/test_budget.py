@@ -30,10 +30,10 @@ LARGER_FOLDERS = {  # how many each may have: lower a figure when its folder shr
     "ttrain/ops": 20,
 }
 # Lines of code: neither blank, nor comment, nor docstring. To raise one needs a reason in the commit that does.
-PYTHON_LINES = 36_400
-TEMPLATE_LINES = 1_570  # the C++ that kernels are generated from
+PYTHON_LINES = 37_400
+TEMPLATE_LINES = 1_700  # the C++ that kernels are generated from
 CORE = ("graph", "ops", "autodiff", "plan", "engine")
-CORE_LINES = 4_100
+CORE_LINES = 4_300
 WITHOUT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
