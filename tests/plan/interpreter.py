@@ -17,6 +17,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Delivery, Kernel
 from ttrain.graph import Graph, Node, Value
 from ttrain.plan import Plan
+from ttrain.plan.arena import Loan
 
 Tensor = torch.Tensor
 Tensors = Mapping[str, Tensor]
@@ -75,10 +76,10 @@ def run_plainly(graph: Graph, inputs: Tensors, state: Tensors) -> tuple[dict[str
 
 
 def run_planned(
-    plan: Plan, kernels: Mapping[str, Kernel], inputs: Tensors, state: Tensors
+    plan: Plan, kernels: Mapping[str, Kernel], inputs: Tensors, state: Tensors, loan: Loan | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(outputs, new state) on one range of bytes, as the plan lays it out."""
-    memory = _Memory(plan, state)
+    """(outputs, new state) on one range of bytes, as the plan lays it out; what state lends lies before it."""
+    memory = _Memory(plan, state, loan or Loan(0, {}))
     for name, value in plan.graph.inputs.items():
         memory.buffer(value).copy_(inputs[name])
     for node in plan.launched:
@@ -106,10 +107,13 @@ def run_planned(
 class _Memory:
     """The bytes of a step: one arena, and the state beside it."""
 
-    def __init__(self, plan: Plan, state: Tensors) -> None:
-        self.plan = plan
-        self.arena = torch.full((plan.arena_bytes,), GARBAGE, dtype=torch.uint8)
+    def __init__(self, plan: Plan, state: Tensors, loan: Loan) -> None:
+        self.plan, self.lent = plan, loan.nbytes
+        self.arena = torch.full((loan.nbytes + plan.arena_bytes,), GARBAGE, dtype=torch.uint8)
         self.state = {name: state[name].clone() for name in plan.graph.state}
+        for name, (first, _) in loan.tensors.items():
+            place = self._place(first - loan.nbytes, plan.graph.state[name].spec)
+            self.state[name] = place.copy_(state[name])
 
     def buffer(self, value: Value) -> Tensor:
         """A view, not a copy."""
@@ -124,7 +128,8 @@ class _Memory:
         return [self._place(block.offset, spec) for block, spec in zip(blocks, wanted, strict=True)]
 
     def _place(self, offset: int, spec: TensorSpec) -> Tensor:
-        return self.arena[offset : offset + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
+        start = self.lent + offset
+        return self.arena[start : start + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
 
 
 def _scribble(buffers: list[Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import accumulate
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.plan.interpreter import random_tensors, run_plainly, run_planned, spe
 from tests.plan.random_graphs import kernel_tables, step_graphs
 from ttrain.autodiff.rematerialize import rematerialize
 from ttrain.core.spec import DType
-from ttrain.device.base import Kernel
+from ttrain.device.base import Kernel, align
 from ttrain.device.null import NullDevice
 from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine
@@ -26,6 +27,7 @@ from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.plan import build_plan
+from ttrain.plan.arena import Loan
 from ttrain.train.steps.step_graph import StepGraph
 
 RELAXED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
@@ -47,6 +49,15 @@ def assert_same(
         )
 
 
+def lent_by(graph: Graph) -> Loan:
+    """The memory of all state, in two runs."""
+    ends = list(accumulate(align(value.spec.nbytes) for value in graph.state.values()))
+    firsts = [end + 64 * (2 * number >= len(ends)) for number, end in enumerate([0, *ends[:-1]])]
+    tensors = zip(graph.state.items(), firsts, strict=False)
+    places = {name: (first, value.spec.nbytes) for (name, value), first in tensors}
+    return Loan((ends[-1] if ends else 0) + 128, places)
+
+
 @settings(max_examples=250, derandomize=True, **RELAXED)
 @given(graph=step_graphs(), kernels=kernel_tables(), seed=st.integers(0, 99))
 def test_a_plan_followed_to_the_byte_computes_what_the_graph_means(
@@ -54,9 +65,10 @@ def test_a_plan_followed_to_the_byte_computes_what_the_graph_means(
 ) -> None:
     verify(graph, "recording")
     inputs, state = random_tensors(specs(graph.inputs), seed), random_tensors(specs(graph.state), seed + 1)
-    plan = build_plan(graph, kernels)
+    loan = lent_by(graph)
+    plan = build_plan(graph, kernels, loan=loan)
     for planned, plain in zip(
-        run_planned(plan, kernels, inputs, state), run_plainly(graph, inputs, state), strict=True
+        run_planned(plan, kernels, inputs, state, loan), run_plainly(graph, inputs, state), strict=True
     ):
         assert_same(planned, plain)
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from ttrain.core.errors import GraphError
 from ttrain.core.names import did_you_mean
-from ttrain.core.spec import DType, Part, TensorSpec, part_name, part_spec, run_offsets
+from ttrain.core.spec import RUN_ALIGNMENT, DType, Part, TensorSpec, part_name, part_spec, run_offsets
 from ttrain.device.base import Arena, Buffer, Device
 from ttrain.graph.graph import Graph
 from ttrain.graph.kinds import Kind
+from ttrain.plan.arena import Loan
+
+_BETWEEN = RUN_ALIGNMENT * DType.FP64.itemsize  # bytes between runs in one arena, lest they are taken for one
+_Run = tuple[Kind, DType, str, str]  # kind, dtype, run and slot of tensors that lie side by side
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,8 @@ class State:
 
     Tensors of one (kind, dtype, run, slot) share an arena in list order at 64-element alignment, where the slot is what
     follows the last "/" of the name (such as first_moment). Lists that name the same parameters in the same order
-    therefore get the same element offsets in every slot. Gaps stay zero.
+    therefore get the same element offsets in every slot. Gaps stay zero. Where a device has arenas, all gradients share
+    one, which steps may use until backward writes them: the `loan`.
 
     Whole tensors are read and written by their names, also those of which other ranks hold parts: then all ranks have
     to call `read` for the same tensors in the same order.
@@ -70,26 +76,42 @@ class State:
             raise GraphError("two persistent tensors have the same name")
         self._placed: dict[str, tuple[Arena, int, Buffer]] = {}
         self._declared: dict[str, tuple[TensorSpec, Kind]] = {}  # of whole tensors and parts, as graphs use them
-        groups: dict[tuple[Kind, DType, str, str, bool], list[tuple[str, TensorSpec]]] = {}
+        self.loan: Loan | None = None
+        self.loan_arena: Arena = None
+        lending = device.arenas and device.host is None
+        arenas: dict[tuple[Any, ...], dict[_Run, list[tuple[str, TensorSpec]]]] = {}
         for tensor in tensors:
             slot = tensor.name.rpartition("/")[2] if "/" in tensor.name else ""
-            key = (tensor.kind, tensor.spec.dtype, tensor.run, slot, self.on_host(tensor.name))
-            groups.setdefault(key, []).extend(tensor.placed)
+            run = (tensor.kind, tensor.spec.dtype, tensor.run, slot)
+            key = (tensor.kind,) if lending and tensor.kind is Kind.GRADIENT else (*run, self.on_host(tensor.name))
+            arenas.setdefault(key, {}).setdefault(run, []).extend(tensor.placed)
             self._declared |= {name: (spec, tensor.kind) for name, spec in (*tensor.placed, *tensor.part_specs)}
-        for (kind, dtype, run, slot, on_host), members in groups.items():
-            offsets, end = run_offsets([spec.size for _, spec in members])
-            side = device.side(on_host)
-            purpose = " ".join(filter(None, (kind.value, run, slot)))
-            arena = side.allocate_arena(end * dtype.itemsize, purpose, copies=kind in (Kind.COPY, Kind.FROZEN))
-            for (name, spec), offset in zip(members, offsets, strict=True):
-                byte = offset * dtype.itemsize
-                self._placed[name] = (arena, byte, side.place(arena, byte, spec))
+        for key, runs in arenas.items():
+            self._allocate(runs, device.side(key[-1] is True), lent=len(key) == 1)
         for tensor in tensors:
             if tensor.everywhere and tensor.parts:
                 self._place_parts(tensor)
         for tensor in tensors:
             if tensor.first is not None:
                 self.write(tensor.name, tensor.first())
+
+    def _allocate(self, runs: Mapping[_Run, Sequence[tuple[str, TensorSpec]]], side: Device, lent: bool) -> None:
+        """One arena for a run, or with room between them for all whose memory is lent."""
+        places: dict[str, tuple[int, TensorSpec]] = {}
+        total = 0
+        for (_, dtype, _, _), members in runs.items():
+            offsets, end = run_offsets([spec.size for _, spec in members])
+            starts = (total + offset * dtype.itemsize for offset in offsets)
+            places |= {name: (start, spec) for start, (name, spec) in zip(starts, members, strict=True)}
+            total += end * dtype.itemsize + _BETWEEN * lent
+        kind, _, run, slot = next(iter(runs))
+        purpose = "gradients" if lent else " ".join(filter(None, (kind.value, run, slot)))
+        arena = side.allocate_arena(total, purpose, copies=kind in (Kind.COPY, Kind.FROZEN))
+        self._placed |= {name: (arena, start, side.place(arena, start, spec)) for name, (start, spec) in places.items()}
+        if lent:
+            whole = {name: (start, spec.nbytes) for name, (start, spec) in places.items() if name in self._tensors}
+            own = {name: place for name, place in whole.items() if not self._tensors[name].parts}
+            self.loan_arena, self.loan = arena, Loan(total, own)
 
     def _place_parts(self, tensor: StateTensor) -> None:
         """In the memory of the whole."""

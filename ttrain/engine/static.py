@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ttrain.autodiff.rematerialize import rematerialize
+from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Arena, Buffer, Device, Kernel, Launch, of_side
 from ttrain.engine.base import Engine, HostValue, Look, Step, Trace, host_outputs, traced_graph
 from ttrain.engine.state import State
@@ -60,7 +61,7 @@ class StaticEngine(Engine):
     def build(self, name: str, trace: Trace) -> Step:
         graph = self.derive(trace)
         self.state.check(graph)
-        step = self.make_step(name, build_plan(graph, self.kernels, self.device))
+        step = self.make_step(name, build_plan(graph, self.kernels, self.device, self.state.loan))
         self._steps.append(step)
         return step
 
@@ -229,15 +230,22 @@ class BoundPlan:
         if owner.kind.is_state:
             arena, offset, buffer = self._state.placed(owner.name)
             return buffer if owner is value else side.place(arena, offset, value.spec)
-        return side.place(self._arenas[owner.on_host], self._plan.owned[owner].offset, value.spec)
+        return self._place(self._plan.owned[owner].offset, value.spec, owner.on_host)
+
+    def _place(self, offset: int, spec: TensorSpec, on_host: bool) -> Buffer:
+        """At an offset of the arena, or below zero in what the state lends."""
+        loan, side = self._state.loan, self._device.side(on_host)
+        if offset < 0 and loan is not None:
+            return side.place(self._state.loan_arena, loan.nbytes + offset, spec)
+        return side.place(self._arenas[on_host], offset, spec)
 
     def _bind(self, node: Node) -> Launch:
         on_host = node.on_host
-        device, arena = self._device.side(on_host), self._arenas[on_host]
+        device = self._device.side(on_host)
         kernel = of_side(self._kernels, on_host)[node.op.name]
         ins = [None if value is None else self._buffer(value) for value in node.inputs]
         outs = [self._buffer(output) for output in node.outputs]
         specs = kernel.workspace_specs(*node.specs, node.attributes)
         blocks = zip(self._plan.scratch[node], specs, strict=True)
-        workspace = [device.place(arena, block.offset, spec) for block, spec in blocks]
+        workspace = [self._place(block.offset, spec, on_host) for block, spec in blocks]
         return device.bind(kernel, ins, outs, node.attributes, workspace)

@@ -8,18 +8,21 @@ from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Device, Kernel, Layout, of_side
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind, Stage
-from ttrain.plan.arena import Block, pack, take_turns
+from ttrain.plan.arena import Block, Loan, pack, take_turns
 from ttrain.plan.check import check
-from ttrain.plan.lifetime import Lifetime, Placement, place
+from ttrain.plan.lifetime import Lifetime, Placement, first_writes, place
 from ttrain.plan.plan import Plan
 
 _GROUPS = {Stage.FORWARD: "activations", Stage.BACKWARD: "gradients", Stage.UPDATE: "update"}
 
 
-def build_plan(graph: Graph, kernels: Mapping[str, Kernel], device: Device | None = None) -> Plan:
+def build_plan(
+    graph: Graph, kernels: Mapping[str, Kernel], device: Device | None = None, loan: Loan | None = None
+) -> Plan:
     """Place every value of a final graph, and prove the result (see check.py).
 
-    Without arenas on the device, an offset stands for one tensor, and values take turns in it by layout.
+    Without arenas on the device, an offset stands for one tensor, and values take turns in it by layout. With a `loan`
+    values also lie in the memory of state that the step has yet to overwrite.
     """
     layouts = None if device is None or device.arenas else _Layouts(graph, kernels, device)
     placement = place(graph, kernels, frozenset() if layouts is None else layouts.special)
@@ -29,7 +32,9 @@ def build_plan(graph: Graph, kernels: Mapping[str, Kernel], device: Device | Non
         layouts.give({owner: block for owner, block in owned.items() if not block.on_host})
         layouts.give_scratch(block for group in scratch.values() for block in group if not block.on_host)
     plan = Plan(graph, placement, owned, scratch, _outside(graph, kernels, placement))
-    plan.arena_bytes = pack(plan.blocks) if layouts is None else take_turns(plan.blocks)
+    if loan is not None:
+        plan.lent = loan.fixed(first_writes(graph, placement), len(graph.nodes))
+    plan.arena_bytes = pack(plan.blocks, [*plan.lent.values()]) if layouts is None else take_turns(plan.blocks)
     plan.host_arena_bytes = pack(plan.host_blocks)
     check(plan, kernels)
     return plan

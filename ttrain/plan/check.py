@@ -8,7 +8,7 @@ from ttrain.core.errors import PlanError
 from ttrain.device.base import Delivery, Kernel, of_side
 from ttrain.graph.graph import Node, Value
 from ttrain.plan.arena import check_overlap
-from ttrain.plan.lifetime import overwritable
+from ttrain.plan.lifetime import overwritable, read_values
 from ttrain.plan.plan import Plan
 
 
@@ -19,7 +19,7 @@ def check(plan: Plan, kernels: Mapping[str, Kernel]) -> None:
     contents of every buffer through the step, each launch finds the values that it reads, within their lifetimes; and
     every kernel can deliver as the plan expects.
     """
-    check_overlap(plan.blocks)
+    check_overlap([*plan.blocks, *plan.lent.values()])
     check_overlap(plan.host_blocks)
     check_contents(plan)
     check_delivery(plan, kernels)
@@ -36,7 +36,7 @@ def check_contents(plan: Plan) -> None:
             contents.expect(node.input("value"), node.input("state"), time, node)
             contents.same(node.outputs[0], node.input("value"))
         else:
-            for value in node.values:
+            for value in read_values(node):
                 contents.expect(value, value, time, node)
             for output in node.outputs:
                 contents.write(output, time, node)
@@ -52,10 +52,11 @@ class _Contents:
     """Which value each buffer holds at the moment."""
 
     def __init__(self, plan: Plan) -> None:
-        self.placement = plan.placement
+        self.placement, self.lent = plan.placement, plan.lent
         entering = (*plan.graph.inputs.values(), *plan.graph.state.values())
         self.meant: dict[Value, Value] = {value: value for value in entering}  # a view means the value it shows
-        self.held: dict[Value, Value] = dict(self.meant)  # by buffer
+        # By buffer. What state holds that is lent is lost.
+        self.held = {value: value for value in entering if not (value.kind.is_state and value.name in self.lent)}
 
     def owner(self, value: Value) -> Value:
         return self.placement.owner_of(value)
@@ -78,10 +79,9 @@ class _Contents:
 
     def _live(self, value: Value, time: int, reader: Node | str) -> Value:
         owner = self.owner(value)
-        if not owner.kind.is_state:
-            lifetime = self.placement.lifetimes[owner]
-            if not lifetime.start <= time <= lifetime.end:
-                raise PlanError(f"{reader} uses {value!r} outside the lifetime of its buffer.")
+        lifetime = self.lent.get(owner.name) if owner.kind.is_state else self.placement.lifetimes[owner]
+        if lifetime is not None and not lifetime.start <= time <= lifetime.end:
+            raise PlanError(f"{reader} uses {value!r} outside the lifetime of its buffer.")
         return owner
 
 

@@ -105,6 +105,25 @@ def _deliver_into_state(graph: Graph, placement: Placement, apart: Container[Val
         placement.owner[value] = moved.get(owner, owner)
 
 
+def read_values(node: Node) -> list[Value]:
+    """Inputs whose contents a launch needs: an assignment overwrites its state unseen."""
+    return node.values[1:] if node.op.name == "assign" else node.values
+
+
+def first_writes(graph: Graph, placement: Placement) -> dict[str, int]:
+    """The state whose contents a step does not read before it overwrites them, with the launch that does."""
+    found: dict[Value, int] = {}
+    read: set[Value] = set()
+    for time, node in enumerate(graph.nodes):
+        if node in placement.elided:
+            continue
+        read |= {placement.owner_of(value) for value in read_values(node)} - found.keys()
+        for output in node.outputs:
+            if (owner := placement.owner_of(output)).kind.is_state and owner not in read:
+                found.setdefault(owner, time)
+    return {owner.name: time for owner, time in found.items()}
+
+
 def overwritable(node: Node, kernel: Kernel) -> list[Value]:
     """Inputs whose buffer the node's first output may take over, if nothing reads them afterwards."""
     if kernel.delivery is not Delivery.INTO:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind, Stage
@@ -16,7 +16,8 @@ class Plan:
 
     `owned` and `scratch` are the buffers of values, by the one that owns it, and of a node while it runs.
     `outside_bytes` is the most that libraries allocate by themselves during a launch, as far as kernels tell. What
-    nodes on the host make lies in an arena of its own there.
+    nodes on the host make lies in an arena of its own there. `lent` is what keeps its place in a loan, by the name of
+    the state.
     """
 
     graph: Graph
@@ -26,6 +27,7 @@ class Plan:
     outside_bytes: int = 0
     arena_bytes: int = 0
     host_arena_bytes: int = 0
+    lent: dict[str, Block] = field(default_factory=dict)
 
     @property
     def blocks(self) -> list[Block]:
@@ -61,5 +63,5 @@ class Plan:
         return sum(block.nbytes for block in self.blocks if block.start < boundary <= block.end)
 
     def peak_bytes(self) -> int:
-        """Most arena bytes live at once: a lower bound of `arena_bytes`."""
+        """Most bytes live at once: a lower bound of `arena_bytes` where nothing is lent."""
         return peak_bytes(self.blocks)

@@ -25,7 +25,8 @@ class StepCost:
     """Of one run of one step. Keys are stages (forward, backward, update) or CLASSES; sizes are bytes.
 
     `flops` counts what the model asks for; `executed_flops` also what the plan computes again to save memory.
-    `memory` splits `peak`, the most bytes live at once, which no packing can go below; `arena` is what packing took.
+    `memory` splits `peak`, the most bytes live at once, of which `borrowed` lie where gradients will; `arena` is what
+    packing took beside them.
     `kept` are the bytes that lie from forward to backward, if there is one. Without a plan, as the dynamic engine runs,
     memory is not known and its numbers are 0.
     """
@@ -40,6 +41,7 @@ class StepCost:
     peak: int
     arena: int
     largest: list[Block]  # of those live at the peak
+    borrowed: int = 0
     host_arena: int = 0  # in host memory, of what offloaded parameters take part in
     outside: int = 0  # allocated by libraries during a launch, beside the arena
     transfers: dict[str, int] = field(default_factory=dict)  # bytes per direction between host and device
@@ -73,6 +75,7 @@ def step_cost(recorded: Graph, plan: Plan | None, largest: int = 5) -> StepCost:
         peak=0 if plan is None else plan.peak_bytes(),
         arena=0 if plan is None else plan.arena_bytes,
         largest=live[:largest],
+        borrowed=sum(align(buffer.nbytes) for buffer in live if buffer.offset < 0),
         host_arena=0 if plan is None else plan.host_arena_bytes,
         outside=0 if plan is None else plan.outside_bytes,
         transfers=transfer_bytes(launched),

@@ -38,7 +38,13 @@ def save_picture(plans: Mapping[str, Plan], placed: Mapping[str, int], path: Pat
         launches = np.arange(len(next(iter(series.values()))))
         stacked = [values / 2**20 for values in series.values()]
         axes.stackplot(launches, stacked, labels=list(series), colors=[COLOURS[group] for group in series], step="post")
-        axes.axhline(plan.arena_bytes / 2**20, color="black", linewidth=0.8, linestyle="--", label="arena as packed")
+        axes.axhline(
+            plan.arena_bytes / 2**20,
+            color="black",
+            linewidth=0.8,
+            linestyle="--",
+            label="arena as packed, beside what gradients lend",
+        )
         axes.set(title=f"step {name}", xlabel="node, in the order of launching", ylabel="MiB")
         axes.margins(x=0)
         axes.legend(loc="upper right", fontsize="small", ncols=3)

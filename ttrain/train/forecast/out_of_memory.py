@@ -40,8 +40,7 @@ def plan_needs(steps: Mapping[str, Any]) -> str:
         return ""
     peak = max(plans, key=lambda plan: plan.arena_bytes)
     classes = {str(kind): size for kind, size in peak.state_bytes().items() if size}
-    activations = peak.activation_bytes()
-    classes |= {"activations kept for backward": activations, "other values of a step": peak.arena_bytes - activations}
+    classes |= {"values of a step": peak.arena_bytes}
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in classes.items())
     return f"The plan needs {format_bytes(sum(classes.values()))}: {listed}."
 

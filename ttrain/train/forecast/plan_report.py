@@ -146,7 +146,8 @@ class PlanReport:
             ("runs per optimizer step", *(str(self.per_step.get(name, "-")) for name in self.costs)),
             ("kernels launched", *(str(cost.launches) for cost in costs)),
             *((f"peak: {group}", *(format_bytes(cost.memory[group]) for cost in costs)) for group in CLASSES),
-            ("peak, the lower bound", *(format_bytes(cost.peak) for cost in costs)),
+            ("peak", *(format_bytes(cost.peak) for cost in costs)),
+            ("of it where gradients will lie", *(format_bytes(cost.borrowed) for cost in costs)),
             ("arena as packed", *(format_bytes(cost.arena) for cost in costs)),
             ("kept for backward", *("-" if cost.kept is None else format_bytes(cost.kept) for cost in costs)),
         ]
