@@ -55,7 +55,8 @@ class BuiltStep:
     """A step that refuses missing and unknown inputs, as an engine's does."""
 
     def __init__(self, names: tuple[str, ...], run: Callable[[Mapping[str, Any]], dict[str, float]]) -> None:
-        self.inputs, self._run = {name: TensorSpec(()) for name in names}, run
+        self.inputs = self.uploads = {name: TensorSpec(()) for name in names}
+        self._run = run
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, float]:
         assert inputs.keys() == self.inputs.keys()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +50,6 @@ class Step(ABC):
     """One built step. Calling it runs it once and returns its outputs by name."""
 
     plan: Plan | None = None
-    _calls = 0
 
     def __init__(self, engine: Engine, name: str, graph: Graph, fixed: bool = True) -> None:
         """Of a `fixed` graph only the inputs are uploaded that it reads."""
@@ -60,19 +58,8 @@ class Step(ABC):
         read = {value for node in graph.nodes for value in node.inputs} | {*graph.outputs.values()}
         self.uploads = {key: value.spec for key, value in graph.inputs.items() if value in read or not fixed}
         self._arrays = HostInputs(name, self.inputs, self.uploads, engine.device.chips)
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """One run, watched, with what it took counted."""
-        device, counters = self.engine.device, self.engine.counters
-        allocations, nodes = device.counters.allocations, RecordCounter.nodes
-        with device.watched(f"step {self.name}"):
-            yield
-        if self._calls:
-            counters.allocations_after_first += device.counters.allocations - allocations
-            counters.nodes_after_first += RecordCounter.nodes - nodes
-        self._calls += 1
-        counters.steps += 1
+        self._counted = CountedRun(engine)
+        self._what = f"step {name}"  # for a device that watches launches
 
     @abstractmethod
     def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
@@ -120,6 +107,26 @@ class Engine(ABC):
 
     def close(self) -> None:
         """Release what was captured or compiled. The device outlives the engine."""
+
+
+class CountedRun:
+    """Entered around every run of one step, to count what it took. One for all runs: a generator costs more."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._first = engine, True
+
+    def __enter__(self) -> None:
+        self._allocations, self._nodes = self._engine.device.counters.allocations, RecordCounter.nodes
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            return
+        counters = self._engine.counters
+        counters.steps += 1
+        if not self._first:
+            counters.allocations_after_first += self._engine.device.counters.allocations - self._allocations
+            counters.nodes_after_first += RecordCounter.nodes - self._nodes
+        self._first = False
 
 
 class HostInputs:

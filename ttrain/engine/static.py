@@ -112,7 +112,7 @@ class StaticStep(Step):
 
     def start(self, inputs: Mapping[str, HostValue]) -> Callable[[], dict[str, Any]]:
         device, arrays = self.engine.device, self._arrays(inputs)
-        with self._counted():
+        with device.watched(self._what), self._counted:
             bound = self.take_addresses()
             if self._prefetched is not None:
                 written = self._prefetched.take()
@@ -135,7 +135,7 @@ class StaticStep(Step):
     def inspect(self, inputs: Mapping[str, HostValue], look: Look, ready: Launch | None = None) -> bool:
         device = self.engine.device
         arrays = self._arrays(inputs)
-        with device.watched(f"step {self.name}"):
+        with device.watched(self._what):
             bound = self.take_addresses()
             device.upload_inputs(bound.inputs, arrays)
             if ready is not None:

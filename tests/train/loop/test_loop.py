@@ -129,7 +129,8 @@ class Recorder:
     """A step with the given inputs that remembers its calls."""
 
     def __init__(self, name: str, inputs: str, asked: list[tuple[str, dict[str, Any]]]) -> None:
-        self.name, self.inputs, self.asked = name, dict.fromkeys(inputs.split(), TensorSpec(())), asked
+        self.name, self.asked = name, asked
+        self.inputs = self.uploads = dict.fromkeys(inputs.split(), TensorSpec(()))
 
     def __call__(self, inputs: Any) -> dict[str, float]:
         assert inputs.keys() == self.inputs.keys()

@@ -29,7 +29,7 @@ Call = tuple[str, Inputs]  # name of a built step, and all its inputs
 Following = Callable[[], tuple[Batch, Mapping[str, float]]]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # frozen would cost a small step more than its sums do
 class StepResult:
     """Numbers of one optimizer step. `loss` is the mean over the valid targets of the whole step."""
 
@@ -159,8 +159,8 @@ class TrainStep:
         """What the calls of a step gave, its guarded update aside, and the norms of its gradient."""
         norms = {name: float(outputs[-1][name]) for name in ("grad_norm", "clipped_norm") if name in outputs[-1]}
         parts = [each for each in outputs[:-1] or outputs if "loss" in each]  # the last one updates, or does all
-        slices = [parts[at : at + self._accumulation] for at in range(0, len(parts), self._accumulation)]
-        sums = self._world.sum_slices([_summed(own) for own in slices])
+        count = self._accumulation
+        sums = self._world.sum_slices([_summed(parts[at : at + count]) for at in range(0, len(parts), count)])
         activation = self._largest_activation(parts)
         loss = sums.pop("loss")
         metrics = {**sums, **{name: value for name, value in norms.items() if name != "grad_norm"}}
@@ -182,15 +182,15 @@ class TrainStep:
 
     def _whole(self, name: str, inputs: Inputs, step: int, micro_batch: int = 0, slice_: int = 0) -> Inputs:
         """With the seed and the step's number where the built step has such an input."""
-        declared = self._steps[name].inputs
-        added: dict[str, int] = {}
-        if "seed" in declared:
-            added["seed"] = step_seed(self._seed, step, micro_batch, slice_)
+        declared, read = self._steps[name].inputs, self._steps[name].uploads
+        whole = dict(inputs)
+        if "seed" in declared:  # also of models that draw nothing, as without dropout
+            whole["seed"] = step_seed(self._seed, step, micro_batch, slice_) if "seed" in read else 0
         if "rounding_seed" in declared:  # the same on all ranks, whose parameters stay equal
-            added["rounding_seed"] = step_seed(self._seed, step, ROUNDING)
+            whole["rounding_seed"] = step_seed(self._seed, step, ROUNDING)
         if "step" in declared:
-            added["step"] = step
-        return {**inputs, **added}
+            whole["step"] = step
+        return whole
 
 
 class StepUnderWay:
@@ -251,11 +251,11 @@ def _activation(largest: float | None, outputs: Outputs) -> float | None:
 
 def _summed(parts: Sequence[Outputs]) -> dict[str, float]:
     """Loss and metrics of a slice, over its micro-batches."""
-    loss, metrics = 0.0, dict[str, float]()
+    sums = {"loss": 0.0}
     for each in parts:
-        loss += float(each["loss"])
-        metrics = summed_metrics(metrics, each)
-    return {"loss": loss, **metrics}
+        sums["loss"] += float(each["loss"])
+        sums |= summed_metrics(sums, each)
+    return sums
 
 
 def summed_metrics(so_far: Mapping[str, float], outputs: Outputs) -> dict[str, float]:
