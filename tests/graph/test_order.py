@@ -67,6 +67,17 @@ def test_a_state_that_depends_on_another_store_stays_behind_it() -> None:
     assert ordered(graph) == ["relu", "accumulate", "tanh", "assign"]
 
 
+def test_an_exchange_starts_behind_the_last_of_what_it_sends() -> None:
+    graph, x, state = start()
+    other = graph.state_value("t", PAIR, Kind.GRADIENT)
+    y = ops.relu(x)
+    graph.output("z", ops.tanh(ops.exp(y)))
+    values = ops.reduce_start([ops.assign(other, y), ops.accumulate(state, ops.relu(y))], (), scatters=False)
+    ops.collectives_done(values, [])
+    expected = ["relu", "assign", "exp", "tanh", "relu", "accumulate", "all_reduce_start", "collectives_done"]
+    assert ordered(graph) == expected
+
+
 def test_gradients_are_not_all_live_at_once() -> None:
     graph = Graph()
     y, count = graph.input("x", TensorSpec((64, 64))), 10

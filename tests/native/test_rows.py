@@ -22,7 +22,8 @@ from ttrain.graph import REGISTRY, Case, Op
 from ttrain.graph.passes import decompose
 
 WITHOUT_ARITHMETIC = {"reshape", "copy_reshape", "all_reduce", "all_reduce_state"}
-OVER_RANKS = {"reduce_scatter_state", "all_gather_state", "block_norms"}  # torch's kernels run these
+EXCHANGES = {"all_reduce_start", "reduce_scatter_start", "collectives_done", "all_gather_state"}
+OVER_RANKS = {*EXCHANGES, "block_norms"}  # torch's kernels run these
 MOVES = {"index_select", "index_put"}  # torch's kernels run these
 # Which the CPU, having kernels for what they stand for, does not record.
 OF_DECOMPOSITIONS = {"log_sum_exp", "one_hot", "reduce_max", "document_bias"}

@@ -160,7 +160,7 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("cached_attention", [fp32(1, 2, 3, 5), *CACHED[1:]], {"scale": 1.0}, "rows of the cache's batch, heads and width"),
     ("cached_attention", CACHED, {"scale": 1.0, "position_bias": "near"}, "one of none, future, distance"),
 ]
-OVER_RANKS = {"all_reduce_state", "reduce_scatter_state", "all_gather_state"}
+OVER_RANKS = {"all_reduce_state", "all_reduce_start", "reduce_scatter_start", "collectives_done", "all_gather_state"}
 ANYTHING_GOES = {"full", *OVER_RANKS}
 
 

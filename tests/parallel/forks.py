@@ -106,6 +106,31 @@ def at_step(rank: int, number: int, fault: Callable[[], object]) -> Change:
     return change
 
 
+def under_way(rank: int, number: int, fault: Callable[[], object]) -> Change:
+    """A fault of one rank in a step, as its first exchange has been started; another rank is late for it."""
+
+    def change(here: int) -> None:
+        from ttrain.parallel.beside import Beside
+
+        start, step = Beside.start, [0]
+
+        def started(self: Beside, launches: Any) -> None:
+            start(self, launches)
+            if here == rank and step[0] == number:
+                fault()
+
+        Beside.start = started  # type: ignore[method-assign]
+        at_step(here, number, partial(step.__setitem__, 0, number))(here)
+
+    return change
+
+
+def _late(rank: int) -> None:
+    """Rank 1 fails while rank 0, which it exchanges gradients with, has yet to come."""
+    under_way(1, 3, _raise)(rank)
+    at_step(0, 3, lambda: time.sleep(1000))(rank)
+
+
 def _no_room(rank: int) -> None:
     """The first share of rank 1 can't be written."""
     from ttrain.train.loop import saver
@@ -149,9 +174,10 @@ FAULTS: dict[str, tuple[Change, list[list[str]]]] = {
     "leader_raises": (at_step(0, 3, _raise), [[], []]),
     "fails": (at_step(1, 3, lambda: 1 / 0), [[], []]),
     "hangs": (at_step(1, 3, lambda: time.sleep(1000)), [[], []]),
-    "killed": (at_step(1, 3, lambda: os.kill(os.getpid(), signal.SIGKILL)), [[], []]),
+    "killed": (under_way(1, 3, lambda: os.kill(os.getpid(), signal.SIGKILL)), [[], []]),
     "leader_killed": (at_step(0, 3, lambda: os.kill(os.getpid(), signal.SIGKILL)), [[], []]),
-    "stopped": (at_step(1, 3, lambda: os.kill(os.getpid(), signal.SIGTERM)), [[], []]),
+    "late": (_late, [[], []]),
+    "stopped": (under_way(1, 3, lambda: os.kill(os.getpid(), signal.SIGINT)), [[], []]),
     "config": (lambda rank: None, [[], ["optimizer.lr=0.5"]]),
     "version": (_version, [[], []]),
     "data": (_data, [[], []]),

@@ -9,6 +9,20 @@ from typing import Any
 import pytest
 
 from ttrain.cli import main
+from ttrain.core.spec import DType
+from ttrain.device.null import NullDevice
+from ttrain.device.timing import Work
+from ttrain.engine.static import prepare
+from ttrain.graph import Stage
+from ttrain.models.mlp import MLP as Layers
+from ttrain.models.settings import MLPConfig
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.settings import AdamWConfig
+from ttrain.parallel.ranks import Ranks
+from ttrain.plan import build_plan
+from ttrain.plan.plan import Plan
+from ttrain.train.forecast.communication import collectives, exposed_seconds, link_seconds
+from ttrain.train.steps.step_graph import StepGraph
 
 WIDTH, LAYERS = 64, 2
 PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
@@ -39,11 +53,57 @@ def test_ranks_of_ddp_send_every_gradient_twice(tmp_path: Path) -> None:
     found = planned(tmp_path, "parallel=ddp", "parallel.world=4", "parallel.slices=8", "train.accumulation=2")
     assert found["communication"]["all_reduce"]["nbytes"] == pytest.approx(2 * 4 * PARAMETERS * 3 / 4, rel=0.01)
     assert found["runs_per_step"] == {
-        "accumulate_first": 2, "accumulate_next": 2, "keep0": 1, "merge0": 1, "update": 1,
+        "accumulate_first": 2, "accumulate_next": 1, "keep0": 1, "train": 1,
     }  # fmt: skip
     rows = 64 // 8 // 2
     products = 2 * rows * WIDTH * WIDTH * LAYERS  # of one micro-batch forward; a rank computes four of them
     assert found["flops_per_step"]["forward"] == pytest.approx(4 * products, rel=0.05)
+
+
+def layers_of(ranks: Ranks) -> StepGraph:
+    model = Layers(MLPConfig(layers=LAYERS, width=WIDTH), DType.FP32)
+    return StepGraph(model, AdamW(AdamWConfig(decay_rule="all")), rows=2, ranks=ranks)
+
+
+def last_step(ranks: Ranks) -> Plan:
+    device = NullDevice()
+    return build_plan(prepare(layers_of(ranks).trace_train, device.kernels, device, True), device.kernels)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_all_ranks_start_buckets_in_one_order_as_soon_as_they_are_complete(shards: bool) -> None:
+    orders = []
+    for rank in range(4):
+        plan = last_step(Ranks(rank, 4, 8, shards, bucket_mb=0.02))
+        nodes = plan.launched
+        starts = [node for node in nodes if node.op.name.endswith("_start")]
+        (done,) = (node for node in nodes if node.op.name == "collectives_done")
+        end = max(place for place, node in enumerate(nodes) if node.stage is Stage.BACKWARD)
+        assert len(starts) == 2  # of 4160 numbers each, those of a layer
+        assert nodes.index(starts[0]) < end < nodes.index(starts[-1]) < nodes.index(done)
+        for start in starts:
+            assert nodes[nodes.index(start) - 1].op.name in ("accumulate", start.op.name)
+            room = plan.owned[start.outputs[-1]]
+            assert [plan.graph.nodes[time] for time in (room.start, room.end)] == [start, done]
+            held = set(start.outputs)
+            assert {node for node in nodes if held & {*node.values}} <= {*starts, done}
+        orders.append([(node.op.name, node.attributes["bounds"]) for node in nodes if "bounds" in node.attributes])
+    assert all(order == orders[0] for order in orders)
+
+
+def test_backward_hides_what_it_has_time_for() -> None:
+    for ranks, hides in ((Ranks(0, 2, 2, bucket_mb=0.02), True), (Ranks(0, 2, 2), False)):
+        work = Work(((1, tuple(last_step(ranks).launched)),), 0, 0)
+        found = collectives(work, ranks)
+        whole, early = (link_seconds(sum(getattr(each, of) for each in found), 1.0) for of in ("nbytes", "early"))
+        assert (early > 0) == hides
+
+        def exposed(computing: float, work: Work = work, ranks: Ranks = ranks) -> float:
+            return exposed_seconds(work, ranks, 1.0, computing, lambda node: float(node.stage is Stage.BACKWARD))
+
+        assert exposed(0.0) == pytest.approx(whole)
+        assert exposed(60.0) == pytest.approx(whole - early)
+        assert whole - early < exposed(early / 2) < whole or not hides
 
 
 def test_communication_is_part_of_the_expected_time(tmp_path: Path) -> None:

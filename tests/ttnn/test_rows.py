@@ -20,7 +20,8 @@ from ttrain.graph import REGISTRY, Case, Graph, Kind, Op, Value
 from ttrain.verify.cases import input_names
 
 TOLERANCE = 2e-5
-OVER_RANKS = {"reduce_scatter_state", "all_gather_state", "block_norms"}  # no step of a mesh records them
+EXCHANGES = {"all_reduce_start", "reduce_scatter_start", "collectives_done", "all_gather_state"}
+OVER_RANKS = {*EXCHANGES, "block_norms"}  # no step of a mesh records them
 
 
 def cases() -> list[Any]:

@@ -292,7 +292,7 @@ def build_schedule(config: ScheduleConfig, steps: int) -> Callable[[int], float]
 def planned_ranks(config: ParallelConfig) -> Ranks:
     """The first of the ranks of a run that is planned only."""
     count = config.world or config.processes or 1
-    return Ranks(0, count, config.slices or count, config.name == "zero1")
+    return Ranks(0, count, config.slices or count, config.name == "zero1", config.bucket_mb)
 
 
 def build_world(config: ParallelConfig, device: DeviceConfig) -> World:

@@ -52,9 +52,9 @@ class StepTime:
         """dispatch, compute, bandwidth, host_input or communication."""
         return max((*PARTS, "communication"), key=lambda name: getattr(self, name))
 
-    def communicating(self, seconds: float) -> StepTime:
-        """The same step, followed by so many seconds of communication."""
-        return replace(self, total=self.total + seconds, communication=seconds)
+    def communicating(self, seconds: float, exposed: float) -> StepTime:
+        """The same step with so many seconds of communication, `exposed` of them beside nothing else."""
+        return replace(self, total=self.total + exposed, communication=seconds)
 
 
 @dataclass(frozen=True)

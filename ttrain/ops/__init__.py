@@ -11,7 +11,8 @@ from ttrain.ops.collective import (
     all_reduce,
     all_reduce_state,
     block_norms,
-    reduce_scatter_state,
+    collectives_done,
+    reduce_start,
 )
 from ttrain.ops.elementwise import (
     add,

@@ -2,11 +2,16 @@
 
 Ranks exchange runs of state, whose tensors lie side by side: `bounds` tells for each bucket of a run where the ranks'
 shares begin, and where it ends, in elements; see parallel.ranks.Division. Parts of a tensor lie in its own memory.
+
+A sum over ranks is two ops, so that it overlaps with what is computed between them: a start for each bucket, which
+returns at once, and one `collectives_done` that waits for all. Meanwhile the tensors belong to the exchange, as does
+the room for what other ranks send, an output of the start that `collectives_done` reads. All ranks start in one order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
@@ -21,6 +26,11 @@ _OVER_STATE: dict[str, Any] = {
     "aliases": lambda node: {index: index for index in range(len(node.inputs))},
     "reference": lambda *tensors, **attributes: list(tensors),
 }
+_OVER_SOME = {
+    **_OVER_STATE,
+    "aliases": lambda node: {index: index for index in range(node.attributes["count"])},
+    "reference": lambda *tensors, count, **attributes: list(tensors[:count]),
+}
 
 
 @primitive(reference=lambda x: x)
@@ -31,26 +41,41 @@ def all_reduce(x: Value) -> TensorSpec:
 
 
 @primitive(**_OVER_STATE)
-def _all_reduce_state(tensors: Sequence[Value], bounds: Bounds = ()) -> list[TensorSpec]:
-    """tensors <- their sums over all chips or ranks, as a group: a device may send them in one piece."""
+def _all_reduce_state(tensors: Sequence[Value]) -> list[TensorSpec]:
+    """tensors <- their sums over all chips, as a group: a device may send them in one piece."""
     return [tensor.spec for tensor in tensors]
 
 
 @primitive(**_OVER_STATE)
-def _reduce_scatter_state(tensors: Sequence[Value], bounds: Bounds = ()) -> list[TensorSpec]:
-    """The parts that this rank owns <- their sums over all ranks; what else the tensors held is spoilt.
+def _all_reduce_start(tensors: Sequence[Value], bounds: Bounds = ()) -> list[TensorSpec]:
+    """Starts to put the sums over all ranks into a bucket of the tensors. The last output is room to receive."""
+    return _with_room("all_reduce_start", tensors, bounds)
 
-    `tensors` are those of the run, and after them the parts.
+
+@primitive(**_OVER_STATE)
+def _reduce_scatter_start(tensors: Sequence[Value], bounds: Bounds = ()) -> list[TensorSpec]:
+    """The same for this rank's share of the bucket alone; what else lies in the bucket is spoilt."""
+    return _with_room("reduce_scatter_start", tensors, bounds)
+
+
+def _with_room(name: str, tensors: Sequence[Value], bounds: Bounds) -> list[TensorSpec]:
+    """Specs of the tensors, and of room for this share from every other rank."""
+    require(len(bounds) < 2, name, f"{len(bounds)} buckets", "one bucket")
+    shares = [stop - start for bucket in bounds for start, stop in pairwise(bucket)]
+    room = [tensors[0].spec.with_shape((len(shares) - 1) * max(shares))] if shares else []
+    return [*(tensor.spec for tensor in tensors), *room]
+
+
+@primitive(**_OVER_SOME)
+def _collectives_done(tensors: Sequence[Value], count: int) -> list[TensorSpec]:
+    """The first `count` tensors, as all collectives that were started leave them; the others are given back.
+
+    Parts of tensors may follow those that they lie in. The others are what the starts took to receive.
     """
-    return [tensor.spec for tensor in tensors]
+    return [tensor.spec for tensor in tensors[:count]]
 
 
-@primitive(
-    outputs=("written*",),
-    wide=("tensors",),
-    aliases=lambda node: {index: index for index in range(node.attributes["count"])},
-    reference=lambda *tensors, count, bounds=(): list(tensors[:count]),
-)
+@primitive(**_OVER_SOME)
 def _all_gather_state(tensors: Sequence[Value], count: int, bounds: Bounds = ()) -> list[TensorSpec]:
     """Every part of `count` tensors <- what the rank that owns it holds there.
 
@@ -80,21 +105,26 @@ def _block_norms(tensors: Sequence[Any], places: Sequence[int], total: int, bloc
 
 
 cases(_all_gather_state, Case(((4, 8), (257,), (3,)), {"count": 2}))
-for _op in (_all_reduce_state, _reduce_scatter_state):
+cases(_collectives_done, Case(((4, 8), (257,), (3,)), {"count": 2}))
+for _op in (_all_reduce_state, _all_reduce_start, _reduce_scatter_start):
     cases(_op, Case(((4, 8), (257,))), Case(((3,),)))
 cases(all_reduce, Case(((4, 8),)), Case(((),)))
 cases(block_norms, Case(((4, 8), (257,)), {"places": (1, 2), "total": 12, "block": 32}))
 
 
-def all_reduce_state(tensors: Sequence[Value], bounds: Bounds = ()) -> list[Value]:
-    """Overwrite state with its sums over all chips or ranks; returns the new values."""
-    given: dict[str, Any] = {"bounds": bounds} if bounds else {}
-    return list(op("all_reduce_state").record(*tensors, **given))
+def all_reduce_state(tensors: Sequence[Value]) -> list[Value]:
+    """Overwrite state with its sums over all chips; returns the new values."""
+    return list(op("all_reduce_state").record(*tensors))
 
 
-def reduce_scatter_state(tensors: Sequence[Value], parts: Sequence[Value], bounds: Bounds) -> list[Value]:
-    """See the op; returns the new values of the parts."""
-    return list(op("reduce_scatter_state").record(*tensors, *parts, bounds=bounds)[len(tensors) :])
+def reduce_start(tensors: Sequence[Value], bounds: Bounds, scatters: bool) -> list[Value]:
+    """See the ops; returns the new values of the tensors, and the room."""
+    return list(op("reduce_scatter_start" if scatters else "all_reduce_start").record(*tensors, bounds=bounds))
+
+
+def collectives_done(tensors: Sequence[Value], room: Sequence[Value]) -> list[Value]:
+    """See the op; returns the new values of the tensors."""
+    return list(op("collectives_done").record(*tensors, *room, count=len(tensors)))
 
 
 def all_gather_state(tensors: Sequence[Value], parts: Sequence[Value], bounds: Bounds) -> list[Value]:

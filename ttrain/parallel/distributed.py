@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from socket import socket
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from ttrain.core import errors
 from ttrain.core.errors import RankFailed, TtrainError, UserError
 from ttrain.device.base import Launch
+from ttrain.parallel.beside import Beside, Stream
 from ttrain.parallel.board import Board
 from ttrain.parallel.place import Place
 from ttrain.parallel.ranks import Ranks
@@ -31,7 +33,9 @@ class DistributedWorld(World):
 
     def __init__(self, place: Place, config: ParallelConfig, on_gpu: bool) -> None:
         """Returns once all ranks are there. Raises TtrainError where some don't come in time."""
-        super().__init__(Ranks(place.rank, place.count, config.slices or place.count, config.name == "zero1"))
+        super().__init__(
+            Ranks(place.rank, place.count, config.slices or place.count, config.name == "zero1", config.bucket_mb)
+        )
         wait = timedelta(seconds=config.timeout)
         led = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         store = _store(place, wait, led and place.rank == 0)
@@ -48,7 +52,7 @@ class DistributedWorld(World):
             )  # fmt: skip
             # None is the group of all. To hold it would keep its threads beyond the end, and they abort the process.
             self._host = dist.new_group(backend="gloo", timeout=wait) if on_gpu else None
-        self.group = DistributedGroup(place.rank, place.count, self._host, self._board)
+        self.group = DistributedGroup(place.rank, place.count, self._host, self._board, on_gpu)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -65,6 +69,7 @@ class DistributedWorld(World):
 
     def close(self) -> None:
         self._board.leave()
+        self.group.close()
         self._host = self.group.host = None
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -173,18 +178,21 @@ def serve(listener: socket, count: int, timeout: float) -> Board:
 
 
 class DistributedGroup:
-    """Messages between devices. See device.base.Group."""
+    """Messages between devices. See device.base.Group.
 
-    def __init__(self, rank: int, count: int, host: Any, board: Board) -> None:
+    What is started runs on a stream of its own on a GPU, beside the CPU on a thread of its own.
+    """
+
+    def __init__(self, rank: int, count: int, host: Any, board: Board, on_gpu: bool) -> None:
         self.rank, self.count, self.host, self._board = rank, count, host, board
+        self._beside = Stream() if on_gpu else Beside()
 
-    def _waits(self, start: Callable[[], Sequence[Any]]) -> Launch:
-        def launch() -> None:
+    def _waits(self, launch: Launch) -> Launch:
+        def guarded() -> None:
             with self._board.waiting():
-                for work in start():
-                    work.wait()
+                launch()
 
-        return launch
+        return guarded
 
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Launch:
         pairs: list[tuple[Any, Any, int]] = [(dist.irecv, buffer, rank) for rank, buffer in receives if buffer.numel()]
@@ -193,12 +201,34 @@ class DistributedGroup:
             return lambda: None
         if pairs[0][1].is_cuda:  # NCCL wants them together; over gloo each operation would hold the group
             operations = [dist.P2POp(*pair) for pair in pairs]
-            return self._waits(lambda: dist.batch_isend_irecv(operations))
-        return self._waits(lambda: [start(buffer, rank) for start, buffer, rank in pairs])
+            return lambda: _wait(dist.batch_isend_irecv(operations))
+        return lambda: _wait([start(buffer, rank) for start, buffer, rank in pairs])
+
+    def start(self, launches: Sequence[Launch]) -> Launch:
+        return self._waits(partial(self._beside.start, launches)) if launches else lambda: None
+
+    def finish(self) -> None:
+        with self._board.waiting():
+            self._beside.finish()
 
     def sum(self, buffer: Any) -> Launch:
-        return self._waits(lambda: [dist.all_reduce(buffer, async_op=True)])
+        return self._waits(lambda: _wait([dist.all_reduce(buffer, async_op=True)]))
 
     def join(self, array: np.ndarray) -> None:
         with self._board.waiting():
             dist.all_reduce(torch.from_numpy(array.view(np.int32)), group=self.host)  # bits, so that no sign is lost
+
+    def close(self) -> None:
+        """Ends what runs beside, be it done or not."""
+        if not self._beside.close():
+            # A receive that nobody answers: once it is late, gloo closes all connections, which wakes who waits there.
+            with suppress(RuntimeError):
+                late = dist.irecv(torch.empty(1), (self.rank + 1) % self.count, tag=1)
+                assert late is not None
+                late.wait(timedelta(milliseconds=1))
+            self._beside.close()
+
+
+def _wait(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()

@@ -12,7 +12,7 @@ from ttrain.core.spec import Part, run_offsets
 
 T = TypeVar("T")
 BLOCK = 1024  # elements of a tensor that one sum of squares covers, and that no two ranks share
-BUCKET = 1 << 23  # elements that are sent at a time; memory to receive them in is taken once
+BUCKET_MB = 25.0  # sent at a time
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,12 @@ class Ranks:
     count: int = 1
     slices: int = 1
     shards: bool = False  # whether each rank updates a share of the model and keeps the optimizer's state of that alone
+    bucket_mb: float = BUCKET_MB  # of fp32 gradients that are sent at a time
+
+    @property
+    def bucket(self) -> int:
+        """Elements that are sent at a time at most."""
+        return max(int(self.bucket_mb * 2**20 / 4), 1)
 
     @property
     def own(self) -> range:
@@ -86,9 +92,11 @@ class Division:
         return found
 
 
-def divide(sizes: Sequence[int], count: int, whole: bool = False, limit: int = BUCKET) -> Division:
-    """Shares of nearly equal size, cut at multiples of BLOCK elements of a tensor, or between `whole` tensors."""
+def divide(sizes: Sequence[int], count: int, whole: bool, limit: int) -> Division:
+    """Buckets of nearly equal size in shares of nearly equal size, cut at multiples of BLOCK elements of a tensor, or
+    between `whole` tensors."""
     offsets, end = run_offsets(sizes)
+    limit = -(-end // -(-end // limit))
     cuts = [0]
     for offset, size in zip(offsets, sizes, strict=True):
         cuts += range(offset, offset + max(size, 1), max(size, 1) if whole else BLOCK)

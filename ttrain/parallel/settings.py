@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ttrain.core.options import option
+from ttrain.parallel.ranks import BUCKET_MB
 
 
 @dataclass
@@ -26,4 +27,10 @@ class ParallelConfig:
     )
     world: int | None = option(None, "ranks that task=plan plans for; null takes parallel.processes", minimum=1)
     link_gbps: float = option(10.0, "speed of the link between ranks that task=plan reckons with, in Gbit/s", above=0)
+    bucket_mb: float = option(
+        BUCKET_MB,
+        "MiB of fp32 gradients that are sent at a time, as soon as backward has them: small buckets start early, of "
+        "large ones there are few",
+        minimum=0.01,
+    )
     timeout: float = option(600.0, "seconds until ranks that wait for another one take it for lost", above=0)

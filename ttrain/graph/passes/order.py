@@ -1,4 +1,4 @@
-"""The order of nodes: values that end up in state go there as soon as they are made."""
+"""The order of nodes: values that end up in state go there as soon as they are made, and ranks exchange them then."""
 
 from __future__ import annotations
 
@@ -10,30 +10,27 @@ from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Stage
 from ttrain.graph.rewrite import copied
 
-_STORES = ("assign", "accumulate")
+_STORES = ("assign", "accumulate", "all_reduce_start", "reduce_scatter_start")
 
 
 def store_early(graph: Graph) -> Graph:
-    """Move each assignment and accumulation to right behind the node that makes its value, which is then free again.
+    """Move each assignment and accumulation to right behind the node that makes its value, which is then free again,
+    and each start of an exchange to behind the last of what it sends.
 
     Otherwise the gradients of all parameters would be live at once. Only where nothing in between reads or overwrites
-    the state; the results are bit-equal.
+    the state; the results are bit-equal. Nodes that move to the same place keep their order.
     """
-    roots, times = roots_of(graph), {node: time for time, node in enumerate(graph.nodes)}
-    touched: dict[Value, list[int]] = {}
-    for node, time in times.items():
+    roots, places, touched = roots_of(graph), dict[Node, tuple[int, ...]](), dict[Value, tuple[int, ...]]()
+    for time, node in enumerate(graph.nodes):
+        places[node] = (time,)
+        makers = [places[value.producer] for value in node.values if value.producer is not None]
+        if node.op.name in _STORES and makers:
+            behind = (*max(makers), time)
+            if all(touched.get(roots[value], behind) <= behind for value in overwritten(node)):
+                places[node] = behind
         for root in {roots[value] for value in node.values}:
-            touched.setdefault(root, []).append(time)
-    behind: dict[Node, list[Node]] = {}
-    moved: set[Node] = set()
-    for node in graph.nodes:
-        maker = node.input("value").producer if node.op.name in _STORES else None
-        if maker is None or maker in moved:
-            continue
-        if not any(times[maker] < time < times[node] for time in touched[roots[node.input("state")]]):
-            behind.setdefault(maker, []).append(node)
-            moved.add(node)
-    return copied(graph, (each for node in graph.nodes if node not in moved for each in (node, *behind.get(node, []))))
+            touched[root] = max(touched.get(root, ()), places[node])
+    return copied(graph, sorted(graph.nodes, key=places.__getitem__))
 
 
 def gather_sides(graph: Graph) -> Graph:

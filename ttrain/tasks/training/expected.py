@@ -123,7 +123,7 @@ def _on_this_machine(
     """Opens the device only where a kernel has not been timed yet, and there is time for it."""
     import torch
 
-    from ttrain.train.forecast.communication import collectives, link_seconds
+    from ttrain.train.forecast.communication import collectives, exposed_seconds, link_seconds
     from ttrain.train.forecast.estimate import host_estimate, host_time
     from ttrain.train.forecast.kernel_times import KernelTimes, machine_name
     from ttrain.train.forecast.peak import measured_rates
@@ -160,8 +160,13 @@ def _on_this_machine(
     ranks = build.planned_ranks(config.parallel)
     sent = sum(each.nbytes for each in collectives(plans.own, ranks))
     if sent:
+        gbps = config.parallel.link_gbps
+
+        def exposed(seconds: float) -> float:
+            return exposed_seconds(plans.own, ranks, gbps, seconds, rates.seconds)
+
         times = {
-            name: time.communicating(link_seconds(sent, config.parallel.link_gbps)) for name, time in times.items()
+            name: time.communicating(link_seconds(sent, gbps), exposed(time.total)) for name, time in times.items()
         }
     return host_estimate(times, config.engine.name, tokens, unit, flops, rates.flops), ""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -10,29 +10,58 @@ from ttrain.core.tables import Table
 from ttrain.core.units import format_bytes
 from ttrain.device.timing import Work, duration
 from ttrain.graph.graph import Node
+from ttrain.graph.kinds import Stage
 from ttrain.parallel.ranks import Ranks
+
+_START = "_start"  # ends the names of what runs beside computing
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of collective: how often a step calls it, and the bytes that one rank sends by it."""
+    """One kind of collective: how often a step calls it, and the bytes that one rank sends by it.
+
+    `early` are those of them that are under way before backward has ended.
+    """
 
     name: str
     calls: int
     nbytes: int
+    early: int = 0
 
 
 def collectives(work: Work, ranks: Ranks) -> list[Collective]:
     """Those of one optimizer step, each by its name."""
     found: dict[str, Collective] = {}
     for times, nodes in work.nodes:
-        for node in nodes:
-            nbytes = sent_bytes(node, ranks)
+        end = max((place for place, node in enumerate(nodes) if node.stage is Stage.BACKWARD), default=0)
+        for place, node in enumerate(nodes):
+            nbytes = times * sent_bytes(node, ranks)
             if nbytes:
-                name = node.op.name.removesuffix("_state")
-                before = found.get(name, Collective(name, 0, 0))
-                found[name] = Collective(name, before.calls + times, before.nbytes + times * nbytes)
+                name = node.op.name.removesuffix("_state").removesuffix(_START)
+                had, early = found.get(name, Collective(name, 0, 0)), nbytes * (place < end)
+                found[name] = Collective(name, had.calls + times, had.nbytes + nbytes, had.early + early)
     return list(found.values())
+
+
+def exposed_seconds(work: Work, ranks: Ranks, gbps: float, computing: float, weigh: Callable[[Node], float]) -> float:
+    """How much longer a step takes that computes for `computing` seconds, since ranks communicate in it.
+
+    The link carries one exchange after another, beside the nodes from its start to `collectives_done`. Of `computing`
+    each node takes as much as it weighs.
+    """
+    scale = computing / sum(times * weigh(node) for times, nodes in work.nodes for node in nodes)
+    waited = 0.0
+    for times, nodes in work.nodes:
+        now = free = 0.0
+        for node in nodes:
+            sent = link_seconds(sent_bytes(node, ranks), gbps)
+            if node.op.name.endswith(_START):
+                free = max(free, now) + sent
+            else:
+                wait = max(free - now, 0.0) if node.op.name == "collectives_done" else sent
+                waited += times * wait
+                now += wait + scale * weigh(node)
+    return waited
 
 
 def sent_bytes(node: Node, ranks: Ranks) -> int:
@@ -51,7 +80,7 @@ def sent_bytes(node: Node, ranks: Ranks) -> int:
     shares = [[stop - start for start, stop in pairwise(bucket)] for bucket in bounds]
     own = sum(bucket[ranks.rank] for bucket in shares)
     gathered, reduced = own * others, sum(map(sum, shares)) - own
-    sent = {"all_gather_state": gathered, "reduce_scatter_state": reduced, "all_reduce_state": gathered + reduced}
+    sent = {"all_gather_state": gathered, "reduce_scatter_start": reduced, "all_reduce_start": gathered + reduced}
     return size * sent.get(name, 0)
 
 
@@ -62,14 +91,15 @@ def link_seconds(nbytes: int, gbps: float) -> float:
 
 def communication_table(found: Sequence[Collective], ranks: Ranks, gbps: float) -> Table:
     """For people."""
+    total = Collective("all", *(sum(getattr(each, name) for each in found) for name in ("calls", "nbytes", "early")))
+
+    def told(nbytes: int) -> str:
+        return duration(link_seconds(nbytes, gbps))
+
     rows = [
-        (each.name, str(each.calls), format_bytes(each.nbytes), duration(link_seconds(each.nbytes, gbps)))
-        for each in found
+        (each.name, str(each.calls), *map(format_bytes, (each.nbytes, each.early)), told(each.nbytes))
+        for each in (*found, total)
     ]
-    total = sum(each.nbytes for each in found)
-    rows.append(
-        ("all", str(sum(each.calls for each in found)), format_bytes(total), duration(link_seconds(total, gbps)))
-    )
     title = f"Communication of one of {ranks.count} ranks per optimizer step"
-    note = f"At {gbps:g} Gbit/s (parallel.link_gbps), where nothing of it overlaps with computing."
-    return Table(title, ("collective", "calls", "bytes sent", "time"), rows, (note,))
+    note = f"At {gbps:g} Gbit/s (parallel.link_gbps); what is sent early goes on beside backward."
+    return Table(title, ("collective", "calls", "bytes sent", "early", "time"), rows, (note,))

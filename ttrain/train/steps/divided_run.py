@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 from ttrain import ops
 from ttrain.core.spec import DType, Part, TensorSpec, part_name, part_spec, run_offsets
@@ -47,7 +49,7 @@ class DividedRun:
     @cached_property
     def division(self) -> Division:
         """Who owns what."""
-        return divide(self._sizes, self._ranks.count, self.run.rule.whole)
+        return divide(self._sizes, self._ranks.count, self.run.rule.whole, self._ranks.bucket)
 
     @property
     def bounds(self) -> Bounds:
@@ -57,6 +59,12 @@ class DividedRun:
     def blocks(self) -> int:
         """Of BLOCK elements or less, of all parameters."""
         return sum(-(-size // BLOCK) for size in self._sizes)
+
+    def tensors_of(self, bucket: Sequence[int]) -> tuple[slice, int]:
+        """The tensors that a bucket has elements of, and where the first of them begins in the run."""
+        offsets, _ = run_offsets(self._sizes)
+        first, end = bisect_right(offsets, bucket[0]) - 1, bisect_left(offsets, bucket[-1])
+        return slice(first, end), offsets[first]
 
     def parts(self, position: int) -> tuple[Part, ...]:
         """Those of a parameter that this rank owns; none where it owns all."""
@@ -81,6 +89,27 @@ class DividedRun:
             else:
                 yield OwnedPart(parameter, None, offset, blocks)
             blocks += -(-self._sizes[position] // BLOCK)
+
+
+def summed_over_ranks(
+    runs: Sequence[DividedRun], gradients: Sequence[Sequence[Value]], owned: Sequence[Sequence[Value]] | None = None
+) -> list[list[Value]]:
+    """By run, the gradients summed over ranks: of what this rank owns of them where that is given, else all.
+
+    Each bucket is an exchange of its own. Those of a run are started from its end, where backward begins.
+    """
+    room: list[Value] = []
+    summed = [list(given) for given in gradients]
+    for run, given in zip(runs, summed, strict=True):
+        for bucket in reversed(run.bounds):
+            inside, base = run.tensors_of(bucket)
+            bounds = tuple(bound - base for bound in bucket)
+            *given[inside], received = ops.reduce_start(given[inside], (bounds,), scatters=owned is not None)
+            room.append(received)
+    lists = [*summed, *(owned or ())]
+    left = iter(ops.collectives_done([value for values in lists for value in values], room))
+    done = [list(islice(left, len(values))) for values in lists]
+    return done[-len(runs) :]
 
 
 def block_norm(graph: Graph, runs: Sequence[tuple[DividedRun, Sequence[Value]]], ranks: Ranks) -> Value:

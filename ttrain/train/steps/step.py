@@ -8,8 +8,9 @@ and does not run the update where one of them is not finite. Parameters and opti
 every engine and device.
 
 A batch of several slices is computed slice by slice, each in micro-batches. Gradients of slices are summed in a tree:
-`keep` sets a sum aside, `merge` adds one that was set aside, level by level as a counter carries. The ranks sum theirs
-in `norm` or `update`.
+`keep` sets a sum aside, `merge` adds one that was set aside, level by level as a counter carries. Several ranks sum
+theirs while the last micro-batch is in backward: its step is `train`, which goes on with the last merges and with the
+update, or with the norm alone where the step is guarded.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class TrainStep:
         world: World | None = None,
         noise: NoiseScale | None = None,
     ) -> None:
-        """`steps` holds those of `names`; a step `norm` among them makes the update guarded.
+        """`steps` holds those that train; `norm`, or `update` beside `train`, makes the update guarded.
 
         `overlaps` tells that the device can take in inputs, or launch others' steps, while a step computes. `noise`
         goes with steps that tell what the noise scale is made of.
@@ -79,16 +80,8 @@ class TrainStep:
         self._prepare, self.overlaps = prepare, overlaps
         self._world = world or World()
         self._ranks = self._world.ranks
-        self.guarded = "norm" in steps
+        self.guarded = "norm" in steps or {"train", "update"} <= steps.keys()
         self._noise = noise
-
-    @staticmethod
-    def names(accumulation: int, guarded: bool = False) -> tuple[str, ...]:
-        """Names of the steps that have to be built."""
-        if accumulation == 1 and not guarded:
-            return ("train",)
-        later = ("accumulate_next",) if accumulation > 1 else ()
-        return ("accumulate_first", *later, *(("norm",) if guarded else ()), "update")
 
     def __call__(self, batch: Batch, rates: Mapping[str, float], step: int) -> StepResult:
         """`batch` fields have the rows of the whole step; `rates` are the lr inputs; `step` counts from 1."""
@@ -121,18 +114,19 @@ class TrainStep:
         """Built steps with their inputs, in order; not the update of a guarded step, which hangs on the others."""
         fields, counts = self._prepare(batch)
         weights = loss_weights(counts)
-        if self._accumulation == 1 and self._ranks.single and not self.guarded:
-            return [("train", self._whole("train", {**fields, **rates, **weights}, step))]
         calls: list[Call] = []
-        parts = micro_batches(fields, self._ranks.slices * self._accumulation)
-        for place, slice_ in enumerate(self._ranks.own):
+        parts, own = micro_batches(fields, self._ranks.slices * self._accumulation), self._ranks.own
+        last: Inputs = {} if self.guarded else rates
+        for place, slice_ in enumerate(own):
             for number in range(self._accumulation):
+                part: Inputs = {**parts[slice_ * self._accumulation + number], **weights}
+                if "train" in self._steps and (slice_, number) == (own[-1], self._accumulation - 1):
+                    return [*calls, ("train", self._whole("train", {**part, **last}, step, number, slice_))]
                 name = "accumulate_next" if number else "accumulate_first"
-                part = parts[slice_ * self._accumulation + number]
-                calls.append((name, self._whole(name, {**part, **weights}, step, number, slice_)))
+                calls.append((name, self._whole(name, part, step, number, slice_)))
             calls += [(name, {}) for name in self._tree(place)]
-        name, inputs = ("norm", {}) if self.guarded else ("update", rates)
-        return [*calls, (name, self._whole(name, inputs, step))]
+        name = "norm" if self.guarded else "update"
+        return [*calls, (name, self._whole(name, last, step))]
 
     def _tree(self, place: int) -> Iterator[str]:
         """What follows a slice, so that the gradients of all of this rank's are summed in the end."""
@@ -158,7 +152,7 @@ class TrainStep:
     def result(self, outputs: Sequence[Outputs], valid: int) -> tuple[StepResult, dict[str, float]]:
         """What the calls of a step gave, its guarded update aside, and the norms of its gradient."""
         norms = {name: float(outputs[-1][name]) for name in ("grad_norm", "clipped_norm") if name in outputs[-1]}
-        parts = [each for each in outputs[:-1] or outputs if "loss" in each]  # the last one updates, or does all
+        parts = [each for each in outputs if "loss" in each]
         count = self._accumulation
         sums = self._world.sum_slices([_summed(parts[at : at + count]) for at in range(0, len(parts), count)])
         activation = self._largest_activation(parts)

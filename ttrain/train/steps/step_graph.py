@@ -26,7 +26,14 @@ from ttrain.optim.base import AVERAGE, ROUNDING_SEED, STEP, STREAMS, Optimizer
 from ttrain.optim.clip import Norms, global_norms
 from ttrain.optim.groups import ParameterRun, parameter_runs
 from ttrain.parallel.ranks import Ranks
-from ttrain.train.steps.divided_run import DividedRun, average_spec, block_norm, directions, part_of
+from ttrain.train.steps.divided_run import (
+    DividedRun,
+    average_spec,
+    block_norm,
+    directions,
+    part_of,
+    summed_over_ranks,
+)
 from ttrain.train.steps.noise import NOISE_NORM
 from ttrain.train.steps.resident import Resident
 
@@ -42,7 +49,7 @@ class StepGraph:
 
     Inputs are declared whether a step reads them or not, so that a run hands over the same record whatever the model:
         trace_train       batch fields or what picks them on the device, loss_weight, seed, lr inputs, step
-                                                                             -> outputs loss, grad_norm
+                                                                             -> loss, grad_norm
         trace_accumulate  batch fields, loss_weight, seed                    -> loss
         trace_update      lr inputs, step                                    -> grad_norm
         trace_norm        nothing                                            -> grad_norm
@@ -90,26 +97,34 @@ class StepGraph:
 
     def train_steps(self) -> dict[str, Trace]:
         """The steps that one optimizer step is made of, by name."""
-        if self.accumulation == 1 and self.ranks.single and not self.guarded:
-            return {"train": self.trace_train}
-        steps: dict[str, Trace] = {"accumulate_first": lambda graph: self.trace_accumulate(graph, first=True)}
-        if self.accumulation > 1:
-            steps["accumulate_next"] = lambda graph: self.trace_accumulate(graph, first=False)
+        steps: dict[str, Trace] = {
+            "accumulate_first": partial(self.trace_accumulate, first=True),
+            "accumulate_next": partial(self.trace_accumulate, first=False),
+            "train": self.trace_train,
+            "norm": self.trace_norm,
+            "update": self.trace_update,
+        }
         for level in range(self.ranks.levels):
             steps[f"keep{level}"] = partial(self.trace_keep, level=level)
             steps[f"merge{level}"] = partial(self.trace_merge, level=level)
-        if self.guarded:
-            steps["norm"] = self.trace_norm
-        return {**steps, "update": self.trace_update}
+        return {name: steps[name] for name in self.repeats}
+
+    @property
+    def joined(self) -> bool:
+        """Whether `train` computes the last micro-batch and what follows: so ranks exchange gradients in backward."""
+        return self.ranks.count > 1 or (self.accumulation == 1 and self.ranks.single and not self.guarded)
 
     @property
     def repeats(self) -> dict[str, int]:
         """How often each of `train_steps` runs in one optimizer step of this rank."""
-        slices = len(self.ranks.own)
-        counts = {"accumulate_first": slices, "accumulate_next": slices * (self.accumulation - 1)}
+        slices, joined, guarded = len(self.ranks.own), self.joined, self.guarded
+        further = slices * (self.accumulation - 1)
+        counts = {"accumulate_first": slices - (joined and not further), "accumulate_next": further}
+        counts["accumulate_next"] -= joined and further > 0
         for level in range(self.ranks.levels):
-            counts[f"keep{level}"] = counts[f"merge{level}"] = slices >> level + 1
-        return {name: counts.get(name, 1) for name in self.train_steps()}
+            counts |= {f"keep{level}": slices >> level + 1, f"merge{level}": (slices >> level + 1) - joined}
+        counts |= {"train": joined, "norm": guarded and not joined, "update": guarded or not joined}
+        return {name: int(count) for name, count in counts.items() if count}
 
     def further_steps(self) -> dict[str, Trace]:
         """`evaluate`; `logits` where the model has them, `swap` where weights are averaged."""
@@ -119,20 +134,22 @@ class StepGraph:
         return {**steps, "swap": self.trace_swap} if self.averages else steps
 
     def trace_train(self, graph: Graph) -> None:
-        """Forward, backward and update of a whole batch."""
-        gradients = self._backward(graph)
+        """Forward, backward and update of a batch, or of the last of several micro-batches. Guarded, not the update."""
+        stored = self._stored(graph, ops.assign if self.accumulation == 1 else ops.accumulate)
         with graph.stage(Stage.UPDATE), graph.scope("gradients"):
-            stored = [ops.assign(self._gradient(graph, p), g) for p, g in zip(self.parameters, gradients, strict=True)]
-        self._update(graph, stored)
+            for level in range(self.ranks.levels):
+                kept = (self._kept(graph, parameter, level) for parameter in self.parameters)
+                stored = list(map(ops.accumulate, stored, kept))
+        if self.guarded:
+            self._norm(graph, self._summed(graph, stored))
+        else:
+            self._update(graph, stored)
 
     def trace_accumulate(self, graph: Graph, first: bool) -> None:
         """Forward and backward of one micro-batch. The first overwrites the gradients, later ones add to them."""
-        store = ops.assign if first else ops.accumulate
-        gradients = self._backward(graph)
-        with graph.stage(Stage.UPDATE), graph.scope("gradients"):
-            pairs = zip(self.parameters, gradients, strict=True)
-            stored = [store(self._gradient(graph, parameter), gradient) for parameter, gradient in pairs]
-            if first and self.noise:
+        stored = self._stored(graph, ops.assign if first else ops.accumulate)
+        if first and self.noise:
+            with graph.stage(Stage.UPDATE), graph.scope("gradients"):
                 graph.output(NOISE_NORM, ops.global_norm(stored))
 
     def trace_keep(self, graph: Graph, level: int) -> None:
@@ -146,8 +163,7 @@ class StepGraph:
     def _with_kept(self, graph: Graph, level: int, write: Callable[[Value, Value], Value], keep: bool) -> None:
         with graph.stage(Stage.UPDATE), graph.scope("gradients"):
             for p in self.parameters:
-                kept = graph.state_value(kept_name(p, level), self._gradient_spec(p), Kind.GRADIENT)
-                gradient = self._gradient(graph, p)
+                kept, gradient = self._kept(graph, p, level), self._gradient(graph, p)
                 write(*((kept, gradient) if keep else (gradient, kept)))
 
     def trace_update(self, graph: Graph) -> None:
@@ -156,10 +172,8 @@ class StepGraph:
         self._update(graph, [self._gradient(graph, parameter) for parameter in self.parameters], norm)
 
     def trace_norm(self, graph: Graph) -> None:
-        """The global norm of the accumulated gradients; changes nothing but to sum them over chips or ranks."""
-        with graph.stage(Stage.UPDATE), graph.scope("clip"):
-            gradients = [self._gradient(graph, parameter) for parameter in self.parameters]
-            self._norm(graph, self._summed(graph, gradients))
+        """The global norm of the accumulated gradients; changes nothing but to sum them over chips."""
+        self._norm(graph, self._summed(graph, [self._gradient(graph, parameter) for parameter in self.parameters]))
 
     @property
     def averages(self) -> bool:
@@ -255,6 +269,12 @@ class StepGraph:
                 graph.output(ACTIVATION_NORM, ops.all_reduce(norm) if self.chips > 1 else norm)
         return backward(loss, [use(graph, parameter, self.model.compute) for parameter in self.parameters])
 
+    def _stored(self, graph: Graph, store: Callable[[Value, Value], Value]) -> list[Value]:
+        """Forward, and backward into the gradients."""
+        gradients = self._backward(graph)
+        with graph.stage(Stage.UPDATE), graph.scope("gradients"):
+            return [store(self._gradient(graph, p), g) for p, g in zip(self.parameters, gradients, strict=True)]
+
     def _output_loss(self, graph: Graph, loss: Value) -> None:
         graph.output("loss", self._over_all_chips(loss))
 
@@ -264,16 +284,13 @@ class StepGraph:
 
     def _summed(self, graph: Graph, gradients: Sequence[Value]) -> list[list[Value]]:
         """By run, the gradients of what this rank updates, summed over all chips or ranks."""
-        left = iter(ops.all_reduce_state(gradients) if self.chips > 1 else gradients)
-        found = [[next(left) for _ in run.parameters] for run in self.runs]
-        if self.ranks.sharding:
-            return [
-                ops.reduce_scatter_state(given, self._gradients(graph, run), run.bounds)
-                for run, given in zip(self.divided, found, strict=True)
-            ]
-        if self.ranks.count > 1:
-            return [ops.all_reduce_state(given, run.bounds) for run, given in zip(self.divided, found, strict=True)]
-        return found
+        with graph.stage(Stage.UPDATE), graph.scope("clip"):
+            left = iter(ops.all_reduce_state(gradients) if self.chips > 1 else gradients)
+            found = [[next(left) for _ in run.parameters] for run in self.runs]
+            if self.ranks.count == 1:
+                return found
+            owned = [self._gradients(graph, run) for run in self.divided] if self.ranks.sharding else None
+            return summed_over_ranks(self.divided, found, owned)
 
     def _gradients(self, graph: Graph, run: DividedRun) -> list[Value]:
         """Of what this rank updates of a run, as they are in the state."""
@@ -281,6 +298,9 @@ class StepGraph:
 
     def _gradient(self, graph: Graph, parameter: Parameter) -> Value:
         return graph.state_value(gradient_name(parameter), self._gradient_spec(parameter), Kind.GRADIENT)
+
+    def _kept(self, graph: Graph, parameter: Parameter, level: int) -> Value:
+        return graph.state_value(kept_name(parameter, level), self._gradient_spec(parameter), Kind.GRADIENT)
 
     def _gradient_spec(self, parameter: Parameter) -> TensorSpec:
         """fp32 where micro-batches or slices are summed, so that no rounding adds up; else as backward makes it."""
@@ -299,11 +319,12 @@ class StepGraph:
 
     def _norm(self, graph: Graph, gradients: Sequence[Sequence[Value]]) -> Value:
         """The norm to be clipped; outputs it, and that of all gradients where it is another."""
-        if self.ranks.single:
-            every = [gradient for given in gradients for gradient in given]
-            norms = global_norms(every, [run.clipped for run in self.runs for _ in run.parameters])
-        else:
-            norms = self._block_norms(graph, gradients)
+        with graph.stage(Stage.UPDATE), graph.scope("clip"):
+            if self.ranks.single:
+                every = [gradient for given in gradients for gradient in given]
+                norms = global_norms(every, [run.clipped for run in self.runs for _ in run.parameters])
+            else:
+                norms = self._block_norms(graph, gradients)
         graph.output(GRAD_NORM, norms.whole)
         if self._scoped:
             graph.output(CLIPPED_NORM, norms.clipped)
@@ -317,14 +338,14 @@ class StepGraph:
 
     def _update(self, graph: Graph, gradients: Sequence[Value], norm: Value | None = None) -> None:
         """Clip, update every run, and round the new parameters into their copies. A `norm` given is that of before."""
+        if norm is None:
+            given = self._summed(graph, gradients)
+            norm = self._norm(graph, given)
+        else:
+            given = [self._gradients(graph, run) for run in self.divided]
         with graph.stage(Stage.UPDATE):
             with graph.scope("clip"):
                 limit = self.optimizer.config.clip_norm
-                if norm is None:
-                    given = self._summed(graph, gradients)
-                    norm = self._norm(graph, given)
-                else:
-                    given = [self._gradients(graph, run) for run in self.divided]
                 factor = None if limit is None else ops.clip_factor(norm, limit)
             step = graph.input(STEP, SCALAR)
             for number, (run, own) in enumerate(zip(self.divided, given, strict=True)):

@@ -5,6 +5,7 @@ The sum is that of `parallel.ranks.tree_sum` over ranks, so no library's order o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
@@ -23,6 +24,8 @@ from ttrain.device.torch.kernels.common import (
     row,
 )
 
+Further = Callable[[Tensor, tuple[int, ...]], list[Launch]]
+
 
 @row("all_reduce")
 def _all_reduce(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
@@ -30,31 +33,33 @@ def _all_reduce(context: Context, ins: Tensors, outs: Tensors, attributes: Attri
     return copy if context.group is None else chain(copy, context.group.sum(outs[0]))
 
 
-def _received(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-    """Room for the largest share of a bucket from every other rank."""
-    bounds = attributes.get("bounds", ())
-    shares = [stop - start for bucket in bounds for start, stop in pairwise(bucket)]
-    others = len(bounds[0]) - 2 if bounds else 0
-    return [TensorSpec((others * max(shares),), ins[0].dtype)] if others > 0 and max(shares) else []
-
-
-@row("all_reduce_state", _received, delivery=Delivery.INPLACE)
+@row("all_reduce_state", delivery=Delivery.INPLACE)
 def _all_reduce_state(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    return chain()  # there are no chips
+
+
+@row("all_reduce_start")
+def _all_reduce_start(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    return _start(context, outs, attributes, lambda run, bucket: _gather(context, run, bucket))
+
+
+@row("reduce_scatter_start")
+def _reduce_scatter(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    return _start(context, outs, attributes, lambda run, bucket: [])
+
+
+def _start(context: Context, outs: Tensors, attributes: Attributes, further: Further) -> Launch:
+    """Sums the shares of a bucket beside what is launched next, and does what follows."""
     bounds = attributes.get("bounds", ())
     if context.group is None or not bounds:
         return chain()
-    run = _run(ins, bounds)
-    return chain(
-        *(part for bucket in bounds for part in (*_reduce(context, run, bucket, work), *_gather(context, run, bucket)))
-    )
+    run, (bucket,) = _run(outs, bounds), bounds
+    return context.group.start([*_reduce(context, run, bucket, outs[-1]), *further(run, bucket)])
 
 
-@row("reduce_scatter_state", _received, delivery=Delivery.INPLACE)
-def _reduce_scatter(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    if context.group is None:
-        return chain()
-    run = _run(ins, attributes["bounds"])
-    return chain(*(part for bucket in attributes["bounds"] for part in _reduce(context, run, bucket, work)))
+@row("collectives_done", delivery=Delivery.INPLACE)
+def _collectives_done(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    return chain() if context.group is None else context.group.finish
 
 
 @row("all_gather_state", delivery=Delivery.INPLACE)
@@ -62,7 +67,8 @@ def _all_gather(context: Context, ins: Tensors, outs: Tensors, attributes: Attri
     if context.group is None or not attributes.get("bounds"):
         return chain()
     run = _run(ins, attributes["bounds"])
-    return chain(*(part for bucket in attributes["bounds"] for part in _gather(context, run, bucket)))
+    exchanges = [part for bucket in attributes["bounds"] for part in _gather(context, run, bucket)]
+    return chain(context.group.start(exchanges), context.group.finish)
 
 
 def _run(tensors: Tensors, bounds: tuple[tuple[int, ...], ...]) -> Tensor:
@@ -70,15 +76,15 @@ def _run(tensors: Tensors, bounds: tuple[tuple[int, ...], ...]) -> Tensor:
     return tensors[0].as_strided((bounds[-1][-1],), (1,), tensors[0].storage_offset())
 
 
-def _reduce(context: Context, run: Tensor, bucket: tuple[int, ...], work: Tensors) -> list[Launch]:
-    """This rank's share of a bucket <- its sum over ranks."""
+def _reduce(context: Context, run: Tensor, bucket: tuple[int, ...], room: Tensor) -> list[Launch]:
+    """This rank's share of a bucket <- its sum over ranks; `room` takes in what the others send."""
     group = context.group
     assert group is not None
     rank, shares = group.rank, [run[start:stop] for start, stop in pairwise(bucket)]
     own, others = shares[rank], [other for other in range(group.count) if other != rank]
     given: list[Tensor] = [own] * group.count
     for place, other in enumerate(others if own.numel() else ()):
-        given[other] = work[0][place * own.numel() : (place + 1) * own.numel()]
+        given[other] = room[place * own.numel() : (place + 1) * own.numel()]
     launches = [
         group.exchange([(other, shares[other]) for other in others], [(other, given[other]) for other in others])
     ]
