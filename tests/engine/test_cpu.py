@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,16 @@ def test_engines_and_rematerialization_agree_to_the_bit(
     assert not [name for name, value in static.items() if not np.array_equal(value, again[name])]
     dynamic = trained(device, model, DynamicEngine)
     assert not [name for name, value in static.items() if not np.array_equal(value, dynamic[name])]
+
+
+def test_any_number_of_threads_gives_the_same_bits() -> None:
+    from ttrain.device.torch.device import cpu
+
+    found = []
+    for threads in (2, 1):
+        with closing(cpu(DeviceConfig(name="cpu", threads=threads, products="onednn"))) as opened:
+            found.append(trained(opened, GPT(GPTConfig(dropout=0.1, **SIZES), DType.FP32), StaticEngine))
+    assert not [name for name, value in found[0].items() if value.tobytes() != found[1][name].tobytes()]
 
 
 def test_micro_batches_agree_to_the_bit(device: Device) -> None:

@@ -30,6 +30,7 @@ from ttrain.device.torch.kernels.common import (
 )
 
 aten = torch.ops.aten
+_BLOCK = {True: 2**18, False: 2**25}  # elements, on the CPU or not
 
 
 def _widened(parameters: Sequence[Tensor | None], work: Sequence[Tensor]) -> tuple[list[Any], list[Launch]]:
@@ -93,13 +94,17 @@ def _add_layer_norm(context: Context, ins: Given, outs: Tensors, attributes: Att
 def _grad_workspace(context: Context, ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
     x, weight = outs[0], ins[4]
     narrow = [spec for spec in (weight, x, x) if spec.dtype.wide is not spec.dtype]
-    return [spec.with_dtype(spec.dtype.wide) for spec in narrow]
+    block = _block(context, x)
+    summing = [block, *[block.with_shape(block.shape[1])] * len(outs)] if context.on_cpu else []
+    return [*summing, *(spec.with_dtype(spec.dtype.wide) for spec in narrow)]
 
 
 @row("layer_norm_grad", _grad_workspace, overwrites=(0, 1, 5))
 def _layer_norm_grad(context: Context, ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     dy, x, mean, rstd, weight, residual = ins
     dy, x, residual = rows_of(dy), rows_of(x), None if residual is None else rows_of(residual)
+    own = len(outs) + 1 if context.on_cpu else 0
+    scratch, totals, work = work[: min(own, 2)], work[2:own], work[own:]
     (weight,), preparing = _widened([weight], work)
     finish = _finishing(rows_of(outs[0]), residual)
     if x.dtype is torch.bfloat16:
@@ -109,8 +114,14 @@ def _layer_norm_grad(context: Context, ins: Given, outs: Tensors, attributes: At
         finish = _finishing_wide(rows_of(outs[0]), residual, wide_x)
         dy, x = wide_dy, wide_x
     bias = weight if attributes["bias"] else None
-    settings = ([x.shape[1]], mean.view(-1, 1), rstd.view(-1, 1), weight, bias, [True, True, attributes["bias"]])
+    statistics = mean.view(-1, 1), rstd.view(-1, 1)
+    wanted = [True, not totals, attributes["bias"] and not totals]
+    settings = ([x.shape[1]], *statistics, weight, bias, wanted)
     function, small = partial(aten.native_layer_norm_backward.default, dy, x, *settings), outs[1:]
+    if totals:
+        preparing += _parameter_sums(dy, x, *statistics, scratch, totals)
+        preparing += [copying(out, total) for out, total in zip(small, totals, strict=True)]
+        small = ()
 
     def launch() -> None:
         dx, *parameters = function()
@@ -119,6 +130,19 @@ def _layer_norm_grad(context: Context, ins: Given, outs: Tensors, attributes: At
             out.copy_(result)
 
     return chain(*preparing, launch)
+
+
+def _parameter_sums(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, scratch: Tensors, totals: Sequence[Tensor]
+) -> Iterator[Launch]:
+    """The gradients of weight and bias, summed over blocks of rows: aten's bits depend on the number of threads."""
+    block, part = scratch
+    yield from (total.zero_ for total in totals)
+    for d, rows, middle, root in _blocks((dy, x, mean, rstd), len(block)):
+        normal = block[: len(rows)]
+        yield from (partial(torch.sub, rows, middle, out=normal), partial(normal.mul_, root), partial(normal.mul_, d))
+        for total, product in zip(totals, (normal, d), strict=False):
+            yield from (partial(torch.sum, product, 0, out=part), partial(total.add_, part))
 
 
 def _finishing(dx: Tensor, residual: Tensor | None) -> Callable[[Tensor], Any]:
@@ -134,9 +158,9 @@ def _finishing_wide(dx: Tensor, residual: Tensor | None, scratch: Tensor) -> Cal
 
 
 def _block(context: Context, x: TensorSpec) -> TensorSpec:
-    """Rows of x that are worked on at a time, wide."""
+    """Rows of x that are worked on at a time, wide: as many whatever the threads, as sums over them show."""
     width = max(x.shape[-1], 1)
-    return TensorSpec((max(1, min(x.size // width, context.block // width)), x.shape[-1]), x.dtype.wide)
+    return TensorSpec((max(1, min(x.size // width, _BLOCK[context.on_cpu] // width)), x.shape[-1]), x.dtype.wide)
 
 
 def _blocks(tensors: Sequence[Tensor | None], step: int) -> Iterator[list[Any]]:
