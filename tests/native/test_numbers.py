@@ -165,6 +165,7 @@ def large_runs() -> Runs:
             ("attention_grad", [dy, qkv, None, None, dy, lse, None, None, places], three),
             ("embedding_grad", [x, ids], {"vocabulary": 13}),
             ("matmul", [x, y], {"transpose_a": True, "transpose_b": False}),
+            ("matmul", [x.view(2, 48, 130), y.view(2, 48, 130)], {"transpose_a": False, "transpose_b": True}),
             ("linear", [x, y, None], {}),
             ("head_cross_entropy", [x, y, ids, one, None], {"smoothing": 0.0, "live": 96, "gradients": True}),
             ("head_cross_entropy", [x, y, ids, one, None],

@@ -61,8 +61,8 @@ def test_kernel_equals_reference(device: NativeDevice, op: Op, case: Case, dtype
 
 def test_nearly_all_cases_run_on_generated_code(device: NativeDevice) -> None:
     others = {p.values[0].name for p in every_case() if p.values[0].name in RULES and not is_native(device, *p.values)}
-    # Products over leading axes, and bf16 products along an odd inner axis or with one that ends in half a pair;
-    # attention with keys of another width than values or a bias; softmax under such masks.
+    # Products in bf16 along an odd inner axis or with one that ends in half a pair; attention with keys of another
+    # width than values or a bias; softmax under such masks.
     assert others <= {"matmul", "linear", "head_cross_entropy", "attention", "attention_grad", "softmax"}
 
 

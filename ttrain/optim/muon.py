@@ -103,7 +103,7 @@ def orthogonal(x: Value, iterations: int, scale: float) -> Value:
     for left in reversed(range(iterations)):
         a, b, c = (number if left else number * scale for number in QUINTIC)
         gram = ops.matmul(x, x, transpose_a=tall, transpose_b=not tall)
-        polynomial = b * gram + c * ops.matmul(gram, gram)
+        polynomial = c * (ops.matmul(gram, gram) + (b / c) * gram)  # what follows the product is one kernel
         x = a * x + (ops.matmul(x, polynomial) if tall else ops.matmul(polynomial, x))
     return x
 

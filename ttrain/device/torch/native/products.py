@@ -37,21 +37,22 @@ def _sizes(m: int, n: int, k: int, turn_a: bool, turn_b: bool) -> str:
 
 
 def _matmul(request: Request, sizing: Sizing) -> Native | None:
+    """Matrices of a batch one after another, each by all threads."""
     a, c = request.input(0), request.outputs[0]
     turn_a, turn_b = request.settings["transpose_a"], request.settings["transpose_b"]
     (m, n), k = c.shape[-2:], a.shape[-2 if turn_a else -1]
     # A row along an odd inner axis does not end with a whole pair of bf16.
     pairs = k % 2 == 0 or (turn_a and not turn_b) or a.dtype is DType.FP32
-    if a.rank != 2 or not _covered(a.dtype, sizing) or not pairs or not m * n * k:
+    if not _covered(a.dtype, sizing) or not pairs or not a.size * n:
         return None
     threads, own = _threads(m, n, k, a.dtype, sizing), _scratch(k, a.dtype)
     name = template("product", turn_a, turn_b, False, False, "After::nothing")
     kind = c_type(a)
     body = call(
-        name, _sizes(m, n, k, turn_a, turn_b), f"in<{kind}>(a, 0)", f"in<{kind}>(a, 1)", f"(const {kind}*)nullptr",
-        f"out<{kind}>(a, 2)", "out<float>(a, 3)", str(own), str(threads),
+        name, _sizes(m, n, k, turn_a, turn_b), f"in<{kind}>(a, 0) + i * {m * k}", f"in<{kind}>(a, 1) + i * {k * n}",
+        f"(const {kind}*)nullptr", f"out<{kind}>(a, 2) + i * {m * n}", "out<float>(a, 3)", str(own), str(threads),
     )  # fmt: skip
-    return Native((body,), (fp32(threads, own),))
+    return Native((f"for (i64 i = 0; i < {c.size // (m * n)}; ++i) {body}",), (fp32(threads, own),))
 
 
 def _linear(request: Request, sizing: Sizing) -> Native | None:
