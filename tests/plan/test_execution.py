@@ -78,7 +78,7 @@ def test_a_plan_followed_to_the_byte_computes_what_the_graph_means(
 def test_passes_keep_what_a_graph_means(graph: Graph, seed: int) -> None:
     inputs, state = random_tensors(specs(graph.inputs), seed), random_tensors(specs(graph.state), seed + 1)
     expected = run_plainly(graph, inputs, state)
-    fuse_all = partial(fuse, kernels=REGISTRY.names())
+    fuse_all = partial(fuse, kernels=REGISTRY)
     for rewriting in (remove_dead_code, merge_common_subexpressions, fuse_all, rematerialize, store_early):
         after = verify(rewriting(graph), str(rewriting))
         for rewritten, plain in zip(run_plainly(after, inputs, state), expected, strict=True):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -134,14 +136,13 @@ def check_overlap(blocks: Sequence[Block]) -> None:
         live.append(block)
 
 
-def peak_bytes(blocks: Sequence[Block]) -> int:
-    """The largest number of bytes that are live at once: what no packing can go below."""
-    changes: dict[int, int] = {}
+def peak(blocks: Sequence[Block]) -> tuple[int, int]:
+    """The most bytes that are live at once, which no packing can go below, and the first launch when they are."""
+    changes: Counter[int] = Counter()
     for block in blocks:
-        changes[block.start] = changes.get(block.start, 0) + align(block.nbytes)
-        changes[block.end + 1] = changes.get(block.end + 1, 0) - align(block.nbytes)
-    live = peak = 0
-    for time in sorted(changes):
-        live += changes[time]
-        peak = max(peak, live)
-    return peak
+        changes[block.start] += align(block.nbytes)
+        changes[block.end + 1] -= align(block.nbytes)
+    times = sorted(changes)
+    totals = dict(zip(times, accumulate(changes[time] for time in times), strict=True))
+    first = max(times, key=lambda time: totals[time], default=0)
+    return totals.get(first, 0), first

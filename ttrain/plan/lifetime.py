@@ -38,21 +38,23 @@ def place(graph: Graph, kernels: Mapping[str, Kernel], apart: Container[Value] =
     placement = Placement(roots_of(graph))
     placement.elided.update(node for node in graph.nodes if node.op.view)
     # Reuse comes first: a sum that ends up in state then lies there from its first term on.
-    _reuse_dying_inputs(graph, placement, kernels, _last_reads(graph, placement), apart)
+    last_read = {owner: lifetime.end for owner, lifetime in _touched(graph, placement).items()}
+    _reuse_dying_inputs(graph, placement, kernels, last_read, apart)
     _deliver_into_state(graph, placement, apart)
-    _measure(graph, placement)
+    touched = _touched(graph, placement)
+    placement.lifetimes = {owner: touched[owner] for owner in touched if not owner.kind.is_state}
     return placement
 
 
-def _last_reads(graph: Graph, placement: Placement) -> dict[Value, int]:
-    """Per owner, the time of the last launch that touches it; the end of the step for outputs."""
-    last: dict[Value, int] = {}
+def _touched(graph: Graph, placement: Placement) -> dict[Value, Lifetime]:
+    """Per owner, the first and the last launch that touches it; the end of the step for outputs."""
+    found = {value: Lifetime(BEFORE, BEFORE) for value in graph.inputs.values()}
     for time, node in enumerate(graph.nodes):
         for value in (*node.values, *node.outputs):
-            last[placement.owner_of(value)] = time
+            found.setdefault(placement.owner_of(value), Lifetime(time, time)).end = time
     for value in graph.outputs.values():
-        last[placement.owner_of(value)] = len(graph.nodes)
-    return last
+        found.setdefault(placement.owner_of(value), Lifetime(BEFORE, BEFORE)).end = len(graph.nodes)
+    return found
 
 
 class _Accesses:
@@ -167,17 +169,3 @@ def _reuse_dying_inputs(
                 break
     for value, owner in placement.owner.items():
         placement.owner[value] = final(owner)
-
-
-def _measure(graph: Graph, placement: Placement) -> None:
-    for value in graph.inputs.values():
-        placement.lifetimes[value] = Lifetime(BEFORE, BEFORE)
-    for time, node in enumerate(graph.nodes):
-        for value in (*node.values, *node.outputs):
-            owner = placement.owner_of(value)
-            if not owner.kind.is_state:
-                placement.lifetimes.setdefault(owner, Lifetime(time, time)).end = time
-    for value in graph.outputs.values():
-        owner = placement.owner_of(value)
-        if not owner.kind.is_state:
-            placement.lifetimes[owner].end = len(graph.nodes)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind, Stage
-from ttrain.plan.arena import Block, peak_bytes
+from ttrain.plan.arena import Block, peak
 from ttrain.plan.lifetime import Placement
 
 
@@ -64,4 +64,4 @@ class Plan:
 
     def peak_bytes(self) -> int:
         """Most bytes live at once: a lower bound of `arena_bytes` where nothing is lent."""
-        return peak_bytes(self.blocks)
+        return peak(self.blocks)[0]

@@ -13,8 +13,8 @@ from ttrain.graph.kinds import Stage
 from ttrain.graph.passes import remove_dead_code
 from ttrain.graph.place import transfer_bytes
 from ttrain.graph.show import scope_width
-from ttrain.plan.arena import Block
-from ttrain.plan.lifetime import BEFORE
+from ttrain.plan.arena import Block, peak
+from ttrain.plan.lifetime import BEFORE, Placement
 from ttrain.plan.plan import Plan
 
 CLASSES = ("inputs", "activations", "gradients", "update", "workspace")  # of what lies in an arena
@@ -57,27 +57,30 @@ class StepCost:
 
 def step_cost(recorded: Graph, plan: Plan | None, largest: int = 5) -> StepCost:
     """What a step costs, from the graph as recorded and from its plan; lists so many of its `largest` buffers."""
-    buffers = [] if plan is None else plan.blocks
-    time = _peak_time(buffers)
+    planned = plan is not None
+    if plan is None:
+        plan = Plan(recorded, Placement(elided={node for node in recorded.nodes if node.op.view}), {}, {})
+    buffers, launched = plan.blocks, plan.launched
+    most, time = peak(buffers)
     live = sorted((buffer for buffer in buffers if buffer.start <= time <= buffer.end), key=lambda b: -b.nbytes)
+    trained = any(node.stage is Stage.BACKWARD for node in plan.graph.nodes)
     memory = dict.fromkeys(CLASSES, 0)
     for buffer in live:
         memory[buffer.group] += align(buffer.nbytes)
-    launched = [node for node in recorded.nodes if not node.op.view] if plan is None else plan.launched
     return StepCost(
-        planned=plan is not None,
+        planned=planned,
         launches=len(launched),
         flops=model_flops(recorded),
         executed_flops=_by_stage((node, node.op.flops(node)) for node in launched),
         moved=_by_stage((node, node.op.nbytes(node)) for node in launched),
         memory=memory,
-        kept=_kept(plan),
-        peak=0 if plan is None else plan.peak_bytes(),
-        arena=0 if plan is None else plan.arena_bytes,
+        kept=plan.activation_bytes() if planned and trained else None,
+        peak=most,
+        arena=plan.arena_bytes,
         largest=live[:largest],
         borrowed=sum(align(buffer.nbytes) for buffer in live if buffer.offset < 0),
-        host_arena=0 if plan is None else plan.host_arena_bytes,
-        outside=0 if plan is None else plan.outside_bytes,
+        host_arena=plan.host_arena_bytes,
+        outside=plan.outside_bytes,
         transfers=transfer_bytes(launched),
         ops=op_costs(launched),
     )
@@ -109,18 +112,6 @@ def model_flops(recorded: Graph) -> dict[str, int]:
     """Operations that a recorded step needs, by stage: without copies that save memory and without unread values."""
     needed = remove_dead_code(recorded).nodes
     return _by_stage((node, node.op.flops(node)) for node in needed if not node.copy)
-
-
-def _kept(plan: Plan | None) -> int | None:
-    trained = plan is not None and any(node.stage is Stage.BACKWARD for node in plan.graph.nodes)
-    return plan.activation_bytes() if plan is not None and trained else None
-
-
-def _peak_time(buffers: list[Block]) -> int:
-    """A launch at which most bytes are live."""
-    starts = {buffer.start for buffer in buffers}
-    totals = {t: sum(align(b.nbytes) for b in buffers if b.start <= t <= b.end) for t in starts}
-    return max(totals, key=lambda time: totals[time], default=0)
 
 
 def _by_stage(counted: Iterator[tuple[Node, int]]) -> dict[str, int]:
