@@ -88,3 +88,6 @@ def alibi_slopes(heads: int) -> np.ndarray:
 def _require(condition: bool, got: str, expected: str) -> None:
     if not condition:
         raise ShapeError(f"attention: got {got}, expected {expected}.")
+
+
+EVERY_KEY = AttentionMask(FULL)

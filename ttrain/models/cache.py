@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ttrain import ops
-from ttrain.core.attention_mask import CAUSAL, PAIRS
+from ttrain.core.attention_mask import CAUSAL, FULL, PAIRS, AttentionMask
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Kind, Value
 from ttrain.ops.matmul import attention_scale
@@ -47,7 +47,8 @@ class Caches:
         keys = ops.cache_write(self._cache(path, "keys", k), k, self.positions)
         values = ops.cache_write(self._cache(path, "values", v), v, self.positions)
         factor = attention_scale(q.shape[-1]) if scale is None else scale
-        return ops.cached_attention(q, keys, values, self.positions, self.visible, factor, position_bias, window)
+        rules = AttentionMask(FULL, position_bias, window)
+        return ops.cached_attention(q, keys, values, self.positions, self.visible, factor, rules)
 
     def _cache(self, path: str, part: str, rows: Value) -> Value:
         batch, heads, _, width = rows.shape

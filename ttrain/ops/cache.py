@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ttrain.core.attention_mask import HIDDEN, POSITION_BIASES, alibi_slopes
+from ttrain.core.attention_mask import EVERY_KEY, FULL, HIDDEN, AttentionMask, alibi_slopes
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.case import Case
 from ttrain.graph.composite import cases, composite, primitive, require
-from ttrain.graph.graph import Value
+from ttrain.graph.graph import Case, Value
 from ttrain.ops.common import free
 from ttrain.ops.layout import reshape
 from ttrain.ops.matmul import matmul
@@ -23,10 +22,6 @@ def _check_places(owner: str, count: int, *places: Value) -> None:
     wanted = TensorSpec((count,), DType.INT64)
     for given in places:
         require(given.spec == wanted, owner, given.spec, f"{wanted}, one for each new row")
-
-
-def _check_bias(owner: str, position_bias: str) -> None:
-    require(position_bias in POSITION_BIASES, owner, position_bias, f"one of {', '.join(POSITION_BIASES)}")
 
 
 def _check_cache(owner: str, cache: TensorSpec, rows: TensorSpec, grouped: bool = False) -> None:
@@ -73,23 +68,15 @@ for _cache, _rows in (((1, 2, 7, 4), 3), ((2, 3, 33, 5), 1), ((1, 1, 4, 8), 4)):
     cases(cache_write, Case(_shapes, integers={"positions": _cache[2]}))
 
 
-def _bias_in_torch(
-    positions: Any,
-    visible: Any,
-    context: int,
-    dtype: DType,
-    position_bias: str = "none",
-    heads: int = 1,
-    window: int | None = None,
-) -> Any:
+def _bias_in_torch(positions: Any, visible: Any, context: int, dtype: DType, heads: int, mask: AttentionMask) -> Any:
     import torch
 
     keys = torch.arange(context)
     ahead = (keys - positions[:, None]).double()
-    distance = ahead.clamp(min=0) if position_bias == "future" else ahead.abs()
-    slopes = torch.zeros(1) if position_bias == "none" else torch.from_numpy(alibi_slopes(heads))
+    distance = ahead.clamp(min=0) if mask.position_bias == "future" else ahead.abs()
+    slopes = torch.from_numpy(alibi_slopes(heads)) if mask.biased else torch.zeros(1)
     bias = -slopes.double()[:, None, None] * distance
-    hidden = (keys >= visible[:, None]) | (ahead <= -(window or context))
+    hidden = (keys >= visible[:, None]) | (ahead <= -(mask.window or context))
     return torch.where(hidden, HIDDEN, bias)[None]
 
 
@@ -99,34 +86,26 @@ def _bias_in_torch(
     derived=lambda given, attributes: _example_places(given["positions"].shape[0], attributes["context"]),
 )
 def cache_bias(
-    positions: Value,
-    visible: Value,
-    context: int,
-    dtype: DType,
-    position_bias: str = "none",
-    heads: int = 1,
-    window: int | None = None,
+    positions: Value, visible: Value, context: int, dtype: DType, heads: int, mask: AttentionMask
 ) -> TensorSpec:
     """What is added to the scores of N queries for C keys, [1, 1 or H, N, C] in `dtype`.
 
-    Key j is hidden from query i where j >= visible[i], or with a window where j <= positions[i] - window. The others
-    get, with a position bias, -slope * distance in each of `heads` heads (ALiBi, Press et al., 2022):
+    Key j is hidden from query i where j >= visible[i], or with a window of the mask where j <= positions[i] - window.
+    The others get, with a position bias, -slope * distance in each of `heads` heads (ALiBi, Press et al., 2022):
     |j - positions[i]|, or for `future` max(0, j - positions[i]).
     """
     require(positions.spec.rank == 1, "cache_bias", positions.spec, "one place for each query")
     _check_places("cache_bias", positions.shape[0], positions, visible)
-    _check_bias("cache_bias", position_bias)
-    return TensorSpec((1, 1 if position_bias == "none" else heads, positions.shape[0], context), dtype)
+    return TensorSpec((1, heads if mask.biased else 1, positions.shape[0], context), dtype)
 
 
-for _rows, _context, _bias, _heads, _window in (
-    (3, 7, "none", 1, None),
-    (1, 33, "future", 3, None),
-    (5, 5, "distance", 1, None),
-    (3, 9, "none", 1, 2),
+for _rows, _context, _heads, _mask in (
+    (3, 7, 1, EVERY_KEY),
+    (1, 33, 3, AttentionMask(FULL, "future")),
+    (5, 5, 1, AttentionMask(FULL, "distance")),
+    (3, 9, 1, AttentionMask(FULL, window=2)),
 ):
-    _attributes = {"context": _context, "dtype": DType.FP32, "position_bias": _bias, "heads": _heads}
-    _attributes |= {"window": _window} if _window else {}
+    _attributes = {"context": _context, "dtype": DType.FP32, "heads": _heads, "mask": _mask}
     cases(cache_bias, Case(((_rows,), (_rows,)), _attributes, {"positions": _context, "visible": _context + 1}))
 
 
@@ -138,8 +117,7 @@ def cached_attention(
     positions: Value,
     visible: Value,
     scale: float,
-    position_bias: str = "none",
-    window: int | None = None,
+    mask: AttentionMask = EVERY_KEY,
 ) -> Value:
     """y = softmax(scale * q keys^T + bias) values per head, over the keys that each query sees; bias as in cache_bias.
 
@@ -150,12 +128,11 @@ def cached_attention(
     owner = "cached_attention"
     _check_cache(owner, keys.spec, q.spec, grouped=True)
     require(values.shape[:3] == keys.shape[:3], owner, f"{values.spec} and {keys.spec}", "a value for each key")
-    _check_bias(owner, position_bias)
     _check_places(owner, q.shape[2], positions, visible)
     batch, groups, context, _ = keys.shape
     together = q.shape[1] // groups * q.shape[2]  # the queries that share keys, one after another
     scores = scale * matmul(reshape(q, (batch, groups, together, q.shape[3])), keys, transpose_b=True)
-    bias = cache_bias(positions, visible, context, q.spec.dtype, position_bias, q.shape[1], window)
+    bias = cache_bias(positions, visible, context, q.spec.dtype, q.shape[1], mask)
     probabilities = softmax(reshape(scores, (*q.shape[:3], context)) + bias)
     return reshape(matmul(reshape(probabilities, scores.shape), values), (*q.shape[:3], values.shape[3]))
 
@@ -163,10 +140,10 @@ def cached_attention(
 # batch and heads, rows, context, widths of keys and values, further attributes, heads of keys
 _ATTENTION_CASES: tuple[tuple[tuple[int, int], int, int, int, int, dict[str, Any], int], ...] = (
     ((1, 2), 1, 9, 4, 4, {}, 2),
-    ((1, 3), 4, 33, 6, 5, {"position_bias": "future"}, 3),
-    ((2, 2), 3, 8, 4, 4, {"position_bias": "distance"}, 2),
+    ((1, 3), 4, 33, 6, 5, {"mask": AttentionMask(FULL, "future")}, 3),
+    ((2, 2), 3, 8, 4, 4, {"mask": AttentionMask(FULL, "distance")}, 2),
     ((1, 1), 5, 5, 8, 8, {}, 1),
-    ((2, 4), 3, 8, 4, 6, {"window": 3}, 2),
+    ((2, 4), 3, 8, 4, 6, {"mask": AttentionMask(FULL, window=3)}, 2),
 )
 for _lead, _rows, _context, _key_width, _width, _extra, _groups in _ATTENTION_CASES:
     _caches = ((_lead[0], _groups, _context, _key_width), (_lead[0], _groups, _context, _width))

@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ttrain.core.attention_mask import CAUSAL, FULL, PAIRS, AttentionMask
+from ttrain.core.attention_mask import CAUSAL, EVERY_KEY, FULL, PAIRS, AttentionMask
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.case import Case
 from ttrain.graph.composite import cases, composite, primitive, require
-from ttrain.graph.graph import Value
+from ttrain.graph.graph import Case, Value
 from ttrain.ops.common import free
 from ttrain.ops.elementwise import cast
 from ttrain.ops.layout import reshape
 from ttrain.ops.reduce import reduce_sum
-
-_EVERY_KEY = AttentionMask(FULL)
 
 
 def _check(owner: str, x: TensorSpec, mask: AttentionMask) -> None:
@@ -52,7 +49,7 @@ cases(softmax_grad, *(Case((shape, shape), {"scale": 0.5}) for shape in ((4, 8),
     reference=lambda x, scale, mask: _scores_in_torch(x, scale, mask).softmax(-1),
     vjp=lambda node, dy: [softmax_grad(dy, node.outputs[0], node.attributes["scale"])],
 )
-def softmax(x: Value, scale: float = 1.0, mask: AttentionMask = _EVERY_KEY) -> TensorSpec:
+def softmax(x: Value, scale: float = 1.0, mask: AttentionMask = EVERY_KEY) -> TensorSpec:
     """y = softmax(scale * x + bias) over the last axis; what the mask hides gets no probability.
 
     The bias is that of `mask` for x [..., T, T] (query, key), or [..., H, T, T] with a position bias; in fp32 at least.
@@ -66,15 +63,15 @@ def softmax(x: Value, scale: float = 1.0, mask: AttentionMask = _EVERY_KEY) -> T
     flops=free,  # counted with the softmax of the same scores
     reference=lambda x, scale, mask: _scores_in_torch(x, scale, mask).logsumexp(-1),
 )
-def log_sum_exp(x: Value, scale: float = 1.0, mask: AttentionMask = _EVERY_KEY) -> TensorSpec:
+def log_sum_exp(x: Value, scale: float = 1.0, mask: AttentionMask = EVERY_KEY) -> TensorSpec:
     """y = log(sum(exp(scale * x + bias))) over the last axis, which disappears; bias as in softmax; fp32 at least."""
     _check("log_sum_exp", x.spec, mask)
     return TensorSpec(x.shape[:-1], x.spec.dtype.wide)
 
 
 for _shape, _scale, _mask in (
-    ((4, 8), 1.0, _EVERY_KEY),
-    ((2, 3, 33), 0.3, _EVERY_KEY),
+    ((4, 8), 1.0, EVERY_KEY),
+    ((2, 3, 33), 0.3, EVERY_KEY),
     ((2, 2, 5, 5), 0.5, AttentionMask(CAUSAL)),
     ((33, 33), 1.0, AttentionMask(CAUSAL)),
     ((1, 1), 1.0, AttentionMask(CAUSAL)),

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from ttrain.core.attention_mask import HIDDEN, alibi_slopes
+from ttrain.core.attention_mask import EVERY_KEY, HIDDEN, AttentionMask, alibi_slopes
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Delivery, Launch
 from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, Tensors, row
@@ -27,10 +27,11 @@ class _Bias:
     ) -> None:
         self.keys = torch.arange(context, device=like.device)
         self.places, self.limits = positions.view(-1, 1), visible.view(-1, 1)
-        self.kind, window = attributes.get("position_bias", "none"), attributes.get("window")
+        self.mask: AttentionMask = attributes.get("mask", EVERY_KEY)
+        window = self.mask.window
         self.far = None if window is None else self.keys + window  # hidden from a query at this place or later
         slopes = torch.from_numpy(alibi_slopes(heads)).to(device=like.device, dtype=like.dtype)
-        self.slopes = None if self.kind == "none" else slopes.view(-1, 1, 1)
+        self.slopes = slopes.view(-1, 1, 1) if self.mask.biased else None
 
     def add(self, scores: Tensor, distance: Tensor | None, whole: Tensor | None) -> None:
         """scores [B, H, N, c] += -slope * distance, where there are slopes; two buffers of [N, c] help."""
@@ -38,7 +39,7 @@ class _Bias:
             return
         torch.sub(self.keys[: scores.shape[-1]], self.places, out=whole)
         distance.copy_(whole)
-        if self.kind == "future":
+        if self.mask.position_bias == "future":
             distance.clamp_(min=0)
         else:
             distance.abs_()
@@ -53,10 +54,6 @@ class _Bias:
             scores.masked_fill_(hidden, HIDDEN)
 
 
-def _biased(attributes: Attributes) -> bool:
-    return bool(attributes.get("position_bias", "none") != "none")
-
-
 def _scratch(rows: int, context: int, dtype: DType, slopes: bool) -> list[TensorSpec]:
     """What is hidden, and where there are slopes the distance as a number and as an integer."""
     shape = (rows, context)
@@ -66,12 +63,12 @@ def _scratch(rows: int, context: int, dtype: DType, slopes: bool) -> list[Tensor
 
 def _bias_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
     rows, keys = outs[0].shape[2:]
-    return _scratch(rows, keys, outs[0].dtype, _biased(attributes))
+    return _scratch(rows, keys, outs[0].dtype, attributes.get("mask", EVERY_KEY).biased)
 
 
 @row("cache_bias", _bias_workspace)
 def _cache_bias(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    bias = _Bias(ins[0], ins[1], attributes["context"], attributes.get("heads", 1), outs[0], attributes)
+    bias = _Bias(ins[0], ins[1], attributes["context"], attributes["heads"], outs[0], attributes)
     distance, whole = work[1:] or (None, None)
 
     def launch() -> None:
@@ -90,7 +87,7 @@ def _columns(scratch: Tensor | None, count: int) -> Tensor | None:
 def _cached_attention_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
     q, keys = ins[0], ins[1]
     scores = q.with_shape(q.shape[0] * q.shape[1] * q.shape[2], keys.shape[2])
-    return [scores, *_scratch(q.shape[2], keys.shape[2], q.dtype, _biased(attributes))]
+    return [scores, *_scratch(q.shape[2], keys.shape[2], q.dtype, attributes.get("mask", EVERY_KEY).biased)]
 
 
 @row("cached_attention", _cached_attention_workspace)

@@ -39,7 +39,7 @@ def _cache_write(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attr
 @row("cache_bias")
 def _cache_bias(c: Context, ins: Sequence[IntegerInput], outs: Tensors, attributes: Attributes, work: Any) -> Launch:
     (positions, visible), (bias,), tt = ins, outs, c.tt
-    context, kind, window = attributes["context"], attributes.get("position_bias", "none"), attributes.get("window")
+    context, mask = attributes["context"], attributes["mask"]
     dtype = getattr(tt, dtype_name(bias.spec.dtype))
     column = TileLayout((positions.spec.size, 1), "int32")
     limits = visible.in_layout(column)
@@ -47,12 +47,9 @@ def _cache_bias(c: Context, ins: Sequence[IntegerInput], outs: Tensors, attribut
     numbers = c.constant("numbers", numbers_layout, lambda: np.arange(context, dtype=np.int32)[None])
     shape = (1, 1, positions.spec.size, context)
 
-    places = None if kind == "none" and window is None else positions.in_layout(column)
-    far = (
-        None
-        if window is None
-        else c.constant(("numbers", window), numbers_layout, lambda: np.arange(context, dtype=np.int32)[None] + window)
-    )
+    places = None if mask.is_full else positions.in_layout(column)
+    reach = np.arange(context, dtype=np.int32)[None] + (mask.window or 0)
+    far = c.constant(("numbers", mask.window), numbers_layout, lambda: reach) if mask.window else None
 
     def hidden() -> Any:
         found = tt.multiply(tt.ge(numbers.t, limits(), dtype=dtype), HIDDEN)
@@ -63,7 +60,7 @@ def _cache_bias(c: Context, ins: Sequence[IntegerInput], outs: Tensors, attribut
     def plain() -> None:
         tt.copy(tt.reshape(hidden(), shape), bias.t)
 
-    if kind == "none" or places is None:
+    if not mask.biased or places is None:
         return plain
     keys = c.constant("keys", TileLayout((1, context)), lambda: np.arange(context, dtype=np.float32)[None])
     slopes = -np.asarray(alibi_slopes(attributes["heads"]), np.float32).reshape(1, -1, 1, 1)
@@ -71,7 +68,7 @@ def _cache_bias(c: Context, ins: Sequence[IntegerInput], outs: Tensors, attribut
 
     def sloped() -> None:
         distance = tt.subtract(keys.t, tt.typecast(places(), tt.float32))
-        distance = tt.reshape(tt.relu(distance) if kind == "future" else tt.abs(distance), shape)
+        distance = tt.reshape(tt.relu(distance) if mask.position_bias == "future" else tt.abs(distance), shape)
         tt.add(tt.multiply(distance, rates.t), tt.reshape(hidden(), shape), output_tensor=bias.t)
 
     return sloped
