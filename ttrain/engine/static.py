@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from ttrain.autodiff.rematerialize import rematerialize
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Arena, Buffer, Device, Kernel, Launch, of_side
+from ttrain.device.base import Arena, Buffer, Device, Kernel, Launch, flat_launches, of_side
 from ttrain.engine.base import Engine, HostValue, Look, Step, Trace, host_outputs, traced_graph
 from ttrain.engine.state import State
 from ttrain.graph.graph import Graph, Node, Value
@@ -176,12 +176,6 @@ class PrefetchedInputs:
 
 def _equal(array: np.ndarray, written: np.ndarray | None) -> bool:
     return written is not None and np.array_equal(array, written)
-
-
-def flat_launches(launches: Iterable[Launch]) -> Iterator[Launch]:
-    """The launches with every chain of several spliced in: one Python call less for each."""
-    for launch in launches:
-        yield from getattr(launch, "launches", (launch,))
 
 
 class BoundPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ttrain.core.errors import CaptureError
-from ttrain.device.base import NUMPY_DTYPES, Device, Launch
+from ttrain.device.base import NUMPY_DTYPES, Device, Launch, chain
 from ttrain.engine.base import Trace
 from ttrain.engine.state import State
 from ttrain.engine.static import BoundPlan, StaticEngine, StaticStep
@@ -134,31 +134,19 @@ class TracedStep(StaticStep):
         return True
 
     def record(self) -> None:
-        """Let the device capture the bound plan."""
-        device, counters, bound = self.engine.device, self.engine.counters, self.take_addresses()
+        """Let the device capture the bound plan: each run of its launches; in between the host runs its own."""
+        device, counters, runs = self.engine.device, self.engine.counters, self.take_addresses().parts()
         uploads = device.counters.uploads
-        if device.host is None:
-            self._replay = device.capture(bound.launches, self.name)
-            counters.captures += 1
-        else:
-            self._replay = self._capture_parts(device, bound)
-        counters.host_writes_in_capture += device.counters.uploads - uploads
-
-    def _capture_parts(self, device: Device, bound: BoundPlan) -> Launch:
-        """One capture per run of the device's launches; in between the host runs its own, and transfers."""
         parts: list[Launch] = []
-        for by_host, launches in bound.parts():
+        for by_host, launches in runs:
             if by_host:
                 parts += launches
             else:
-                parts.append(device.capture(launches, f"part {len(parts)} of {self.name}"))
-                self.engine.counters.captures += 1
-
-        def replay() -> None:
-            for part in parts:
-                part()
-
-        return replay
+                name = self.name if len(runs) == 1 else f"part {len(parts)} of {self.name}"
+                parts.append(device.capture(launches, name))
+                counters.captures += 1
+        self._replay = chain(*parts)
+        counters.host_writes_in_capture += device.counters.uploads - uploads
 
     def release(self) -> None:
         """Drop the capture, before the device goes."""

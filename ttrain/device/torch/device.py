@@ -16,10 +16,10 @@ from ttrain.core.errors import CaptureError, DeviceUnavailable, GraphError
 from ttrain.core.options import LARGEST_INTEGER
 from ttrain.core.processor import processor_name, vector_extensions
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Device, Group, Kernel, Launch, StepCompiler
+from ttrain.device.base import Device, Group, Kernel, Launch, StepCompiler, flat_launches
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch.kernels import kernel_table
-from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context, flat_launches
+from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context
 
 _PINNED_FROM = 1 << 16  # bytes; below this the driver stages a pageable copy itself
 

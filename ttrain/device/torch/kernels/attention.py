@@ -15,7 +15,7 @@ import torch
 
 from ttrain.core.attention_mask import HIDDEN, AttentionMask
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Kernel, Launch
+from ttrain.device.base import Kernel, Launch, chain
 from ttrain.device.torch.kernels.common import (
     ROWS,
     TORCH_DTYPES,
@@ -25,9 +25,7 @@ from ttrain.device.torch.kernels.common import (
     Specs,
     Tensor,
     Tensors,
-    chain,
     copying,
-    into,
     row,
     scaling,
 )
@@ -173,7 +171,7 @@ def _flash_forward(context: Context) -> Kernel:
 
         return launch
 
-    return into(bind)
+    return Kernel(bind)
 
 
 def _flash_backward(context: Context) -> Kernel:
@@ -198,7 +196,7 @@ def _flash_backward(context: Context) -> Kernel:
 
         return launch
 
-    return into(bind)
+    return Kernel(bind)
 
 
 def _choosing(context: Context, explicit: Kernel, flash: Kernel, start: int, bias: int) -> Kernel:
@@ -226,7 +224,7 @@ def _choosing(context: Context, explicit: Kernel, flash: Kernel, start: int, bia
     def supports(ins: Sequence[TensorSpec | None], attributes: Attributes) -> bool:
         return ins[bias] is None
 
-    return replace(into(bind, workspace), supports=supports)
+    return replace(Kernel(bind, workspace=workspace), supports=supports)
 
 
 def attention_rows(context: Context) -> dict[str, tuple[Kernel, Kernel]]:

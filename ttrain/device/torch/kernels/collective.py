@@ -12,17 +12,8 @@ from itertools import pairwise
 import torch
 
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Delivery, Launch
-from ttrain.device.torch.kernels.common import (
-    Attributes,
-    Context,
-    Specs,
-    Tensor,
-    Tensors,
-    chain,
-    copying,
-    row,
-)
+from ttrain.device.base import Delivery, Launch, chain
+from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, Tensors, copying, row
 
 Further = Callable[[Tensor, tuple[int, ...]], list[Launch]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -19,8 +19,6 @@ Attributes = Mapping[str, Any]
 Tensors = Sequence[Tensor]
 Given = Sequence[Any]  # tensors, or specs; None where an input is absent
 RowBind = Callable[..., Launch]  # (context, inputs, outputs, attributes, workspace)
-Bind = Callable[[Sequence[Any], Sequence[Tensor], Attributes, Sequence[Tensor]], Launch]
-Workspace = Callable[[Sequence[Any], Specs, Attributes], list[TensorSpec]]
 
 TORCH_DTYPES = {
     DType.FP64: torch.float64,
@@ -73,34 +71,6 @@ class Context:
         return self.kind == "cpu"
 
 
-class Chain:
-    """Several launches as one. Whoever runs a list of launches may splice `launches` into it."""
-
-    __slots__ = ("launches",)
-
-    def __init__(self, launches: Sequence[Launch]) -> None:
-        self.launches = tuple(flat_launches(launches))
-
-    def __call__(self) -> None:
-        for launch in self.launches:
-            launch()
-
-
-def flat_launches(launches: Sequence[Launch]) -> Iterator[Launch]:
-    """The launches with every chain spliced in."""
-    for launch in launches:
-        if isinstance(launch, Chain):
-            yield from launch.launches
-        else:
-            yield launch
-
-
-def chain(*launches: Launch) -> Launch:
-    """One launch that runs all of them in order."""
-    flat = list(flat_launches(launches))
-    return flat[0] if len(flat) == 1 else Chain(flat)
-
-
 ROWS: dict[str, Callable[[Context], Kernel]] = {}  # by the name of an op, filled by the modules of this folder
 
 
@@ -121,11 +91,6 @@ def row(
         return bind
 
     return declare
-
-
-def into(bind: Bind, workspace: Workspace | None = None, overwrites: tuple[int, ...] = ()) -> Kernel:
-    """A row that writes into its output buffers; output 0 may be the buffer of an input in `overwrites`."""
-    return Kernel(bind, Delivery.INTO, workspace, overwrites=overwrites)
 
 
 def rows_of(x: Tensor) -> Tensor:

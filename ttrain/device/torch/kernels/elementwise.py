@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Launch
+from ttrain.device.base import Launch, chain
 from ttrain.device.torch.kernels.common import (
     Attributes,
     Context,
@@ -19,7 +19,6 @@ from ttrain.device.torch.kernels.common import (
     Tensor,
     Tensors,
     blocks,
-    chain,
     constant,
     copying,
     row,

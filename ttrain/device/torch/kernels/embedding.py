@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Launch
-from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, Tensors, chain, copying, row, rows_of
+from ttrain.device.base import Launch, chain
+from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, Tensors, copying, row, rows_of
 
 
 @row("embedding")

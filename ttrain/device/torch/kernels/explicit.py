@@ -11,18 +11,8 @@ import torch
 
 from ttrain.core.attention_mask import CAUSAL, FULL, AttentionMask
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Kernel, Launch
-from ttrain.device.torch.kernels.common import (
-    Attributes,
-    Context,
-    Given,
-    Specs,
-    Tensor,
-    Tensors,
-    chain,
-    copying,
-    into,
-)
+from ttrain.device.base import Kernel, Launch, chain
+from ttrain.device.torch.kernels.common import Attributes, Context, Given, Specs, Tensor, Tensors, copying
 from ttrain.device.torch.kernels.layout import heads_view
 from ttrain.device.torch.kernels.random import mask_workspace, masking
 
@@ -248,7 +238,7 @@ def explicit_forward(context: Context) -> Kernel:
         masks = mask_workspace(context, scores.size, scores.dtype) if attributes.get("p", 0.0) else []
         return [queries, keys, values, results, scores, diagonal, *masks, *documents]
 
-    return into(bind, workspace)
+    return Kernel(bind, workspace=workspace)
 
 
 def _log_sum_exp(own: Tensor, picked: Tensor, statistic: Tensor) -> list[Launch]:
@@ -308,7 +298,7 @@ def explicit_backward(context: Context) -> Kernel:
         masks = [scores, *mask_workspace(context, scores.size, scores.dtype)] if attributes.get("p", 0.0) else []
         return [queries, keys, values, gradients, queries, keys, values, scores, scores, *masks, *documents]
 
-    return into(bind, workspace)
+    return Kernel(bind, workspace=workspace)
 
 
 def scaled_product(a: Tensor, b: Tensor, scale: float, out: Tensor) -> Launch:

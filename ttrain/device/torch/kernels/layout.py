@@ -6,8 +6,8 @@ from functools import lru_cache, partial
 
 import torch
 
-from ttrain.device.base import Launch
-from ttrain.device.torch.kernels.common import Attributes, Context, Tensor, Tensors, chain, copying, row
+from ttrain.device.base import Launch, chain
+from ttrain.device.torch.kernels.common import Attributes, Context, Tensor, Tensors, copying, row
 
 
 def heads_view(x: Tensor, parts: int, heads: int) -> Tensor:

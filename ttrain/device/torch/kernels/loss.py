@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Launch
+from ttrain.device.base import Launch, chain
 from ttrain.device.torch.kernels.common import (
     Attributes,
     Context,
@@ -16,7 +16,6 @@ from ttrain.device.torch.kernels.common import (
     Specs,
     Tensor,
     Tensors,
-    chain,
     constant,
     copying,
     row,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Kernel, Launch
-from ttrain.device.torch.kernels.common import ROWS, Attributes, Context, Specs, Tensors, chain, into, rows_of
+from ttrain.device.base import Kernel, Launch, chain
+from ttrain.device.torch.kernels.common import ROWS, Attributes, Context, Specs, Tensors, rows_of
 from ttrain.device.torch.kernels.product import fresh_bytes, product, takes_onednn
 
 
@@ -76,7 +76,7 @@ def _linear(context: Context) -> Kernel:
         name, settings = _activation(attributes["activation"])
         return ROWS[name](context).workspace_specs(outs, outs, settings)
 
-    return _on_cpu(into(bind, workspace), context, _linear_sizes)
+    return _on_cpu(Kernel(bind, workspace=workspace), context, _linear_sizes)
 
 
 def _activation(name: str) -> tuple[str, Attributes]:
@@ -86,7 +86,7 @@ def _activation(name: str) -> tuple[str, Attributes]:
 
 
 def _product_row(context: Context) -> Kernel:
-    return _on_cpu(into(partial(_matmul, context.products)), context, _matmul_sizes)
+    return _on_cpu(Kernel(partial(_matmul, context.products)), context, _matmul_sizes)
 
 
 ROWS.update(matmul=_product_row, linear=_linear)

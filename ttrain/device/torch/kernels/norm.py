@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Launch
+from ttrain.device.base import Launch, chain
 from ttrain.device.torch.kernels.common import (
     Attributes,
     Context,
@@ -22,7 +22,6 @@ from ttrain.device.torch.kernels.common import (
     Specs,
     Tensor,
     Tensors,
-    chain,
     constant,
     copying,
     row,

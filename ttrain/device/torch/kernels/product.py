@@ -12,8 +12,8 @@ from functools import lru_cache, partial
 
 import torch
 
-from ttrain.device.base import Launch
-from ttrain.device.torch.kernels.common import Tensor, chain
+from ttrain.device.base import Launch, chain
+from ttrain.device.torch.kernels.common import Tensor
 from ttrain.device.torch.kernels.costs import TIE, fastest
 
 SMALLEST = 4_000_000  # floating-point operations; below, oneDNN's overhead per call outweighs its speed

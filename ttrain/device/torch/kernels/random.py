@@ -9,18 +9,8 @@ import torch
 
 from ttrain.core.random_bits import MIX_MULTIPLIERS, MIX_SHIFTS, keep_threshold, mix, stream_key
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Launch
-from ttrain.device.torch.kernels.common import (
-    Attributes,
-    Context,
-    Specs,
-    Tensor,
-    Tensors,
-    chain,
-    constant,
-    copying,
-    row,
-)
+from ttrain.device.base import Launch, chain
+from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, Tensors, constant, copying, row
 
 _SIGN = 1 << 31
 

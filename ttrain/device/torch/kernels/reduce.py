@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Launch
-from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, Tensors, chain, copying, row, runs
+from ttrain.device.base import Launch, chain
+from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, Tensors, copying, row, runs
 
 
 @row("reduce_sum")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ttrain.core.spec import DType, TensorSpec, run_offsets
-from ttrain.device.base import Delivery, Launch
+from ttrain.device.base import Delivery, Launch, chain
 from ttrain.device.torch.kernels.common import (
     RUN_GAP,
     Attributes,
@@ -23,7 +23,6 @@ from ttrain.device.torch.kernels.common import (
     Specs,
     Tensor,
     Tensors,
-    chain,
     constant,
     copying,
     flatten,

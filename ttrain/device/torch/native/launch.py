@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from ttrain.device.base import Launch
-from ttrain.device.torch.kernels.common import flat_launches
+from ttrain.device.base import Launch, flat_launches
 
 _SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
