@@ -20,8 +20,9 @@ from ttrain.nn.settings import LoraConfig
 from ttrain.train.settings import EvalConfig, ExportConfig, SampleConfig
 
 if TYPE_CHECKING:
+    from ttrain.engine.state import State
     from ttrain.train.checkpoint.checkpoint import Checkpoint
-    from ttrain.train.protocols import Array, State
+    from ttrain.train.protocols import Array
 
 
 @dataclass

@@ -105,9 +105,9 @@ class _Work:
         from ttrain.verify.ops import reach, run_trials, trials
         from ttrain.verify.tolerances import GRADIENT
 
-        if bare := [op.name for op in chosen if not op.cases()]:
+        if bare := [op.name for op in chosen if not op.cases]:
             self.notes.append(f"Without cases to run, so not verified: {', '.join(bare)}.")
-        chosen = [op for op in chosen if op.cases()]
+        chosen = [op for op in chosen if op.cases]
         reached = {op: reach(op, self.device) for op in chosen}
         absent = [op.name for op in chosen if not reached[op].outputs]
         inner = [op.name for op in chosen if reached[op].outputs and not reached[op].alone]

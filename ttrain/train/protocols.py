@@ -1,14 +1,13 @@
-"""What the loop needs from the layers below, as structural types: an engine's step and state, a dataset."""
+"""What the rooms of training say to each other: arrays, inputs and outputs of a step, persistent tensors to read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 from numpy.typing import NDArray
 
-from ttrain.core.spec import Part, TensorSpec
-from ttrain.graph.graph import Node, Value
+from ttrain.core.spec import TensorSpec
 from ttrain.graph.kinds import Kind
 
 # All else in the state derives from these, or from the config, or lives for one step.
@@ -17,21 +16,6 @@ SAVED_KINDS = (Kind.PARAMETER, Kind.FROZEN, Kind.OPTIMIZER, Kind.BUFFER)
 Array = NDArray[Any]
 Inputs = Mapping[str, Array | float | int]
 Outputs = Mapping[str, Any]  # floats for scalars, arrays otherwise
-Look = Callable[[Node, Callable[[Value], Array]], bool]  # see engine.base.Step.inspect
-
-
-class Step(Protocol):
-    """A built step: inputs by name to metrics and outputs by name."""
-
-    @property
-    def inputs(self) -> Mapping[str, TensorSpec]: ...
-    @property
-    def uploads(self) -> Mapping[str, TensorSpec]: ...  # those inputs that are read
-
-    def __call__(self, inputs: Inputs) -> Outputs: ...
-    def start(self, inputs: Inputs) -> Callable[[], Outputs]: ...
-    def prefetch(self, inputs: Inputs) -> None: ...
-    def inspect(self, inputs: Inputs, look: Look, ready: Callable[[], object] | None = None) -> bool: ...
 
 
 class StateValues(Protocol):
@@ -40,28 +24,6 @@ class StateValues(Protocol):
     def names(self, *kinds: Kind) -> list[str]: ...
     def spec(self, name: str) -> TensorSpec: ...
     def read(self, name: str) -> Array: ...
-
-
-class DividedState(StateValues, Protocol):
-    """Persistent tensors of which ranks may have parts; see engine.state.State."""
-
-    def own_parts(self, name: str) -> list[Part] | None: ...
-    def read_part(self, name: str, part: Part) -> Array: ...
-
-
-class State(StateValues, Protocol):
-    """Persistent tensors to read and to write."""
-
-    def write(self, name: str, array: Array) -> None: ...
-
-
-class Tokenizer(Protocol):
-    """Text to token ids and back."""
-
-    vocabulary: int
-
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class Dataset(Protocol):

@@ -14,12 +14,13 @@ import numpy as np
 from ttrain.core.errors import CheckpointError
 from ttrain.core.files import replace_file, to_json
 from ttrain.core.names import listed
+from ttrain.engine.state import State
 from ttrain.models.weight_checks import Weights, mismatches
 from ttrain.nn.lora import ALL, names
 from ttrain.nn.module import ADAPTER
 from ttrain.nn.settings import LoraConfig
 from ttrain.train.checkpoint.weights_file import metadata_of, read_file, write_safetensors
-from ttrain.train.protocols import Array, State
+from ttrain.train.protocols import Array
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX, _BASE = "base_model.model.", "ttrain_base"  # of names, and the entry that holds the digest of the model

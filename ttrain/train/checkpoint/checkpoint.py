@@ -34,12 +34,13 @@ from ttrain.core.errors import CheckpointError
 from ttrain.core.files import sha256_file, to_json
 from ttrain.core.spec import DType
 from ttrain.core.units import format_bytes
+from ttrain.engine.state import State
 from ttrain.graph.kinds import Kind
 from ttrain.models.weight_checks import Weights
 from ttrain.optim.base import AVERAGE
 from ttrain.train.checkpoint.shards import check_header, lazy_tensors, tensors_in
 from ttrain.train.checkpoint.state_match import match
-from ttrain.train.protocols import SAVED_KINDS, Array, State, StateValues
+from ttrain.train.protocols import SAVED_KINDS, Array, StateValues
 from ttrain.train.settings import with_current_keys
 
 FORMAT = 1

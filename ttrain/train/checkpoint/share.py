@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import cast
 
 from ttrain.core.spec import TensorSpec, stored_part_name
+from ttrain.engine.state import State
 from ttrain.graph.kinds import Kind
 from ttrain.parallel.ranks import Ranks
-from ttrain.train.protocols import SAVED_KINDS, Array, DividedState, StateValues
+from ttrain.train.protocols import SAVED_KINDS, Array, StateValues
 
 
 class HostCopy:
@@ -24,7 +25,7 @@ class HostCopy:
         self._specs: dict[str, TensorSpec] = {}
         self._arrays: dict[str, Array] = {}
         of = {name: kind for kind in kinds for name in state.names(kind)}
-        divided = cast(DividedState, state)
+        divided = cast(State, state)
         parts = {name: divided.own_parts(name) for name in of} if ranks.count > 1 else dict.fromkeys(of)
         whole = {name: state.spec(name).nbytes for name, own in parts.items() if own is None}
         mine = shared_out(whole, ranks)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttrain.core.names import listed
+from ttrain.engine.state import State
 from ttrain.graph.kinds import Kind
 from ttrain.optim.base import AVERAGE
 from ttrain.optim.groups import frozen
-from ttrain.train.protocols import State
 
 Shapes = Mapping[str, tuple[int, ...]]  # by name
 

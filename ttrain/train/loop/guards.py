@@ -11,8 +11,9 @@ import numpy as np
 
 from ttrain.core.names import listed
 from ttrain.core.spec import DType
+from ttrain.engine.state import State
 from ttrain.graph.kinds import Kind
-from ttrain.train.protocols import Array, State
+from ttrain.train.protocols import Array
 from ttrain.train.settings import GuardConfig
 
 _FEWEST_MOVED = 0.05  # share of a bf16 parameter's elements that a healthy update moves

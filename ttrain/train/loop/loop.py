@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ttrain.core.errors import Interrupted, NonFiniteError, TtrainError
+from ttrain.engine.state import State
 from ttrain.graph.kinds import Kind
 from ttrain.parallel.world import World
 from ttrain.train.checkpoint.progress import Progress
@@ -26,7 +27,7 @@ from ttrain.train.loop.guards import LearningCheck, SpikeDetector, doubts_note, 
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.loop.nonfinite import StepSearch, first_bad_state, nonfinite_message
 from ttrain.train.loop.saver import Saver
-from ttrain.train.protocols import SAVED_KINDS, State
+from ttrain.train.protocols import SAVED_KINDS
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.settings import GuardConfig, TrainConfig
 from ttrain.train.steps.driver import Driver

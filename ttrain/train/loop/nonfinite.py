@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.units import format_duration
+from ttrain.engine.state import State
 from ttrain.graph.graph import Node, Value
 from ttrain.graph.kinds import Kind, Stage
 from ttrain.models.base import Batch
 from ttrain.train.checkpoint.checkpoint import Checkpoint
 from ttrain.train.checkpoint.retention import newest_complete
-from ttrain.train.protocols import SAVED_KINDS, Array, State
+from ttrain.train.protocols import SAVED_KINDS, Array
 from ttrain.train.steps.step import TrainStep
 
 _WORDS = {Stage.FORWARD: "activation", Stage.BACKWARD: "gradient", Stage.UPDATE: "result"}

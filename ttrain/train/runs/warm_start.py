@@ -13,13 +13,13 @@ import numpy as np
 from ttrain.core.errors import CheckpointError
 from ttrain.core.names import listed
 from ttrain.core.units import format_count
+from ttrain.engine.state import State
 from ttrain.models.identity import differing
 from ttrain.models.weight_checks import Weight, Weights
 from ttrain.nn.module import ADAPTER
 from ttrain.train.checkpoint.adapters import as_for
 from ttrain.train.checkpoint.hub_folder import find_folder, holds_model
 from ttrain.train.checkpoint.weights_file import Metadata, read_file, read_metadata, same_tokenizer, weights_of
-from ttrain.train.protocols import State
 
 _SHOWN = 20  # rows of the table of what does not fit
 

@@ -14,12 +14,12 @@ import numpy as np
 from ttrain import ops
 from ttrain.core.attention_mask import CAUSAL, PAIRS
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.engine.base import Trace
+from ttrain.engine.base import Step, Trace
 from ttrain.engine.state import StateTensor
 from ttrain.graph import Graph, Kind
 from ttrain.models.base import CachedModel, PairModel
 from ttrain.models.cache import POSITIONS, TOKENS, VISIBLE, cache_places
-from ttrain.train.protocols import Array, Step
+from ttrain.train.protocols import Array
 
 CHUNK = 64  # tokens that are read at once
 ROWS, KEEP = "rows", "keep"  # step inputs: which of the step's rows are scored, and the factor 0 or 1 of each

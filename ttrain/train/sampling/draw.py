@@ -11,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError, NonFiniteError, UserError
-from ttrain.train.protocols import Array, Step, Tokenizer
+from ttrain.data.tokenizer import Tokenizer
+from ttrain.engine.base import Step
+from ttrain.train.protocols import Array
 from ttrain.train.sampling.stream import NO_STOP, Stop, end_id, print_text, stream_text
 from ttrain.train.settings import SampleConfig
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from ttrain.core.attention_mask import CAUSAL, PAIRS
 from ttrain.core.errors import ConfigError
-from ttrain.engine.base import Trace
-from ttrain.train.protocols import Array, Step, Tokenizer
+from ttrain.data.tokenizer import Tokenizer
+from ttrain.engine.base import Step, Trace
+from ttrain.train.protocols import Array
 from ttrain.train.sampling.decode import Reader, reading_traces, scores_of
 from ttrain.train.sampling.draw import (
     Acceptance,

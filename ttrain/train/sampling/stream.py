@@ -11,7 +11,7 @@ from typing import Any
 
 from ttrain.core.errors import DataError
 from ttrain.core.names import with_line_breaks
-from ttrain.train.protocols import Tokenizer
+from ttrain.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from ttrain.engine.base import Look, Step
 from ttrain.models.base import Batch, Prepare, loss_weights, prepare_plain, valid_targets
 from ttrain.parallel.world import World
-from ttrain.train.protocols import Array, Inputs, Look, Outputs, Step
+from ttrain.train.protocols import Array, Inputs, Outputs
 from ttrain.train.steps.noise import NOISE_NORM, NoiseScale
 from ttrain.train.steps.seeds import ROUNDING, step_seed
 
