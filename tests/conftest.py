@@ -70,8 +70,8 @@ def plugins_taken_back(tmp_path: Path) -> Iterator[None]:
     ours = {
         name for name, module in sys.modules.items() if str(getattr(module, "__file__", "")).startswith(str(tmp_path))
     }
-    for name in [op.name for op in REGISTRY if getattr(op, "body", type(op)).__module__ in ours]:
-        del REGISTRY._ops[name]
+    for name in [op.name for op in REGISTRY.values() if getattr(op, "body", type(op)).__module__ in ours]:
+        del REGISTRY[name]
     for group, name in registry._ROWS.keys() - rows:
         del registry._ROWS[group, name]
         ConfigStore.instance().repo.get(group, {}).pop(f"{name}.yaml", None)

@@ -50,7 +50,7 @@ def identifiers() -> set[str]:
 
 def test_every_name_exists() -> None:
     """Paths, modules and config keys are checked in tests/test_docs.py."""
-    known = identifiers() | RANK.keys() | {op.name for op in REGISTRY} | {row.name for row in registry.rows()}
+    known = identifiers() | RANK.keys() | {op.name for op in REGISTRY.values()} | {row.name for row in registry.rows()}
     names = {span for span in spans(PAGE) if re.fullmatch(r"[A-Za-z_]+", span)}
     assert len(names) > 40 and not names - known
 

@@ -27,7 +27,7 @@ class ReferenceDevice(Device):
     def __init__(self, without: Sequence[str] = (), fresh: Sequence[str] = ()) -> None:
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
-        self._kernels = {op.name: self._row(op, op.name in fresh) for op in REGISTRY if op.name not in without}
+        self._kernels = {op.name: self._row(op, op.name in fresh) for op in REGISTRY.values() if op.name not in without}
 
     @property
     def kernels(self) -> Mapping[str, Kernel]:

@@ -23,7 +23,7 @@ from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD
 from ttrain.train.steps.step_graph import StepGraph
 
-COMPOSITE = tuple(item.name for item in REGISTRY if type(item).decompose is not Op.decompose)
+COMPOSITE = tuple(item.name for item in REGISTRY.values() if type(item).decompose is not Op.decompose)
 FRESH = ("add", "linear", "matmul", "attention", "softmax", "layer_norm", "reduce_sum", "embedding_grad")
 SIZES = {"heads": 2, "width": 8, "context": 4, "vocabulary": 5}
 

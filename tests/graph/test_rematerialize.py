@@ -77,7 +77,7 @@ def test_a_copy_is_made_right_before_its_first_reader() -> None:
 
 
 def test_a_fused_norm_is_computed_again_from_its_sum() -> None:
-    graph = fuse(feed_forward(), REGISTRY.names())
+    graph = fuse(feed_forward(), REGISTRY)
     assert "add_layer_norm" in names(graph)
     again = verify(remove_dead_code(rematerialize(graph)), "rematerialization")
     sources = [node.values[0].producer for node in again.nodes if node.copy and node.op.name == "layer_norm"]

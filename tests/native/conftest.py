@@ -37,7 +37,7 @@ def every_case(where: Callable[[Op], bool] = has_kernel) -> list[Any]:
 
 
 def _number(op: Op, case: Case) -> int:
-    return next(number for number, other in enumerate(op.cases()) if other == case)
+    return next(number for number, other in enumerate(op.cases) if other == case)
 
 
 class NativeDevice(TorchDevice):

@@ -42,8 +42,8 @@ def device(device: NativeDevice) -> NativeDevice:
 
 def test_every_op_that_computes_has_a_rule() -> None:
     expected = WITHOUT_ARITHMETIC | OF_SAMPLING | MOVES | OF_DECOMPOSITIONS | BY_THEIR_BODY | OF_ATEN | OVER_RANKS
-    assert {op.name for op in REGISTRY if op.family != "rule"} - RULES.keys() == expected
-    assert not RULES.keys() - {op.name for op in REGISTRY}
+    assert {op.name for op in REGISTRY.values() if op.family != "rule"} - RULES.keys() == expected
+    assert not RULES.keys() - {op.name for op in REGISTRY.values()}
 
 
 @pytest.mark.parametrize(("op", "case", "dtype"), every_case())

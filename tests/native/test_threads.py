@@ -15,8 +15,8 @@ from tests.native.conftest import NativeDevice, require_compiler
 from tests.native.test_numbers import node_of
 from ttrain import ops
 from ttrain.core.spec import TensorSpec
+from ttrain.device.base import Chain
 from ttrain.device.torch.device import TorchDevice
-from ttrain.device.torch.kernels.common import Chain
 from ttrain.device.torch.native import NativeKernels, Toolchain
 from ttrain.device.torch.native.launch import NativeLaunch, launch
 from ttrain.device.torch.native.native import Sizing

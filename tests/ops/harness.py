@@ -36,9 +36,9 @@ def all_cases(*dtypes: DType, where: Callable[[Op], bool] = recorded_by_models) 
 
     return [
         pytest.param(op, case, dtype, id=f"{op.name}-{number}-{dtype}")
-        for op in REGISTRY
+        for op in REGISTRY.values()
         if where(op)
-        for number, case in enumerate(op.cases())
+        for number, case in enumerate(op.cases)
         for dtype in dtypes
     ]
 

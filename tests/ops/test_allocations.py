@@ -46,8 +46,8 @@ def takes_memory(device: Device, op: Op, case: Case, dtype: DType) -> bool:
 
 @pytest.mark.parametrize("dtype", [DType.FP32, DType.BF16])
 def test_only_the_listed_kernels_allocate(cpu: Device, dtype: DType) -> None:
-    tried = [op for op in REGISTRY if recorded_by_models(op) and op.name in cpu.kernels]
-    found = {op.name for op in tried for case in op.cases() if takes_memory(cpu, op, case, dtype)}
+    tried = [op for op in REGISTRY.values() if recorded_by_models(op) and op.name in cpu.kernels]
+    found = {op.name for op in tried for case in op.cases if takes_memory(cpu, op, case, dtype)}
     assert found == EXPECTED[dtype]
 
 

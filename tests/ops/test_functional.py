@@ -109,7 +109,7 @@ def _composites() -> list[Any]:
     from ttrain.graph import REGISTRY
     from ttrain.graph.composite import Composite
 
-    return [op for op in REGISTRY if isinstance(op, Composite)]
+    return [op for op in REGISTRY.values() if isinstance(op, Composite)]
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.base import Chain
 from ttrain.device.torch.device import TorchDevice
-from ttrain.device.torch.kernels.common import Chain, flatten, runs
+from ttrain.device.torch.kernels.common import flatten, runs
 from ttrain.ops.update import Rule
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.base import EXAMPLE

@@ -27,8 +27,8 @@ OVER_RANKS = {*EXCHANGES, "block_norms"}  # no step of a mesh records them
 def cases() -> list[Any]:
     return [
         pytest.param(op, case, id=f"{op.name}-{number}")
-        for op in REGISTRY
-        for number, case in enumerate(op.cases())
+        for op in REGISTRY.values()
+        for number, case in enumerate(op.cases)
         if not op.view and op.name not in OVER_RANKS
     ]
 

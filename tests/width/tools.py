@@ -53,12 +53,12 @@ class Regression(Module, ABC):
 @contextmanager
 def registered() -> Iterator[None]:
     """Ops that are declared inside are gone afterwards: other tests run every op of the registry."""
-    before = dict(REGISTRY._ops)
+    before = dict(REGISTRY)
     try:
         yield
     finally:
-        REGISTRY._ops.clear()
-        REGISTRY._ops.update(before)
+        REGISTRY.clear()
+        REGISTRY.update(before)
 
 
 def train(place: str, model: Any, optimizer: Any) -> Outcome:

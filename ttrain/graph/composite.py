@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.case import Case
-from ttrain.graph.graph import REGISTRY, Graph, Node, Op, Value
+from ttrain.graph.graph import Case, Graph, Node, Op, Value, declare
 from ttrain.graph.kinds import Kind
 
 P = ParamSpec("P")
@@ -41,7 +40,26 @@ class Probe(NamedTuple):
 
     graph: Graph
     inputs: Inputs
-    outputs: tuple[Value, ...]
+    outputs: Sequence[Value]
+
+    @staticmethod
+    def of(body: Callable[[Inputs], Sequence[Value]], specs: Sequence[TensorSpec | None]) -> Probe:
+        graph = Graph()
+        inputs = tuple(None if spec is None else graph.input(str(i), spec) for i, spec in enumerate(specs))
+        return Probe(graph, inputs, body(inputs))
+
+    def run(self, tensors: Sequence[Any]) -> list[Any]:
+        """What the body makes of torch tensors, node by node by the references of its ops."""
+        known = dict(zip(self.inputs, tensors, strict=True))
+        for node in self.graph.nodes:
+            results = node.op.reference(*(known[value] for value in node.inputs), **node.attributes)
+            known.update(zip(node.outputs, results if isinstance(results, list | tuple) else [results], strict=True))
+        return [known[value] for value in self.outputs]
+
+
+def specs_of(tensors: Sequence[Any]) -> list[TensorSpec | None]:
+    """Of torch tensors; None for an absent one."""
+    return [None if t is None else TensorSpec(tuple(t.shape), _DTYPES[str(t.dtype)]) for t in tensors]
 
 
 class Declared(Op, Generic[P, R]):
@@ -56,7 +74,6 @@ class Declared(Op, Generic[P, R]):
         self._defaults = {p.name: p.default for p in declared if p.default is not p.empty}
         self._values = [p.name for p in declared if p.annotation in _LISTED]
         self._converted = {p.name: _CONVERTED[p.annotation] for p in declared if p.annotation in _CONVERTED}
-        self._cases: tuple[Case, ...] = ()
         self.name, self.__doc__ = function.__name__.strip("_"), function.__doc__
         self.family = function.__module__.rpartition(".")[2]
         for fact, value in facts.items():
@@ -78,12 +95,6 @@ class Declared(Op, Generic[P, R]):
         """Decorator: `function(node, *gradients of the outputs)` records the gradients of the inputs."""
         self.vjp, self.differentiable = function, True  # type: ignore[method-assign]
         return function
-
-    def cases(self) -> Sequence[Case]:
-        return self._cases
-
-    def add_cases(self, given: Sequence[Case]) -> None:
-        self._cases = (*self._cases, *given)
 
     def _apply(self, inputs: Inputs, attributes: Mapping[str, Any]) -> Any:
         """Call the function; the tensors of a list come last."""
@@ -131,13 +142,7 @@ class Composite(Declared[P, R]):
 
     def reference(self, *tensors: Any, **attributes: Any) -> Any:
         """The body on torch tensors, node by node."""
-        specs = [None if t is None else TensorSpec(tuple(t.shape), _DTYPES[str(t.dtype)]) for t in tensors]
-        probe = self.probe(specs, attributes)
-        known = dict(zip(probe.inputs, tensors, strict=True))
-        for node in probe.graph.nodes:
-            results = node.op.reference(*(known[value] for value in node.inputs), **node.attributes)
-            known.update(zip(node.outputs, results if isinstance(results, list | tuple) else [results], strict=True))
-        outputs = [known[value] for value in probe.outputs]
+        outputs = self.probe(specs_of(tensors), attributes).run(tensors)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def probe(self, specs: Sequence[TensorSpec | None], attributes: Mapping[str, Any]) -> Probe:
@@ -145,10 +150,8 @@ class Composite(Declared[P, R]):
         return self._probe(tuple(specs), tuple(sorted(attributes.items())))
 
     def _record_probe(self, specs: tuple[TensorSpec | None, ...], attributes: tuple[tuple[str, Any], ...]) -> Probe:
-        graph = Graph()
-        inputs = tuple(None if spec is None else graph.input(str(i), spec) for i, spec in enumerate(specs))
         try:
-            return Probe(graph, inputs, self._outputs(inputs, dict(attributes)))
+            return Probe.of(partial(self._outputs, attributes=dict(attributes)), specs)
         except ShapeError as error:
             raise ShapeError(f"{self.name}: {str(error).partition(': ')[2]}") from None
 
@@ -168,13 +171,7 @@ def composite(body: Callable[P, R] | None = None, **facts: Any) -> Any:
     Values come before attributes, lists of values last among them; attributes are hashable, and graph values annotated
     Value, Value | None or Sequence[Value].
     """
-
-    def declare(function: Callable[P, R]) -> Composite[P, R]:
-        made = Composite(function, **facts)
-        REGISTRY.add(made)
-        return made
-
-    return declare if body is None else declare(body)
+    return partial(composite, **facts) if body is None else declare(Composite(body, **facts))
 
 
 def primitive(**facts: Any) -> Callable[[Callable[P, Any]], Primitive[P]]:
@@ -183,18 +180,12 @@ def primitive(**facts: Any) -> Callable[[Callable[P, Any]], Primitive[P]]:
     `facts` set attributes of Op and take the place of its methods: at least `reference`; `vjp(node, *gradients of the
     outputs)` where a gradient passes.
     """
-
-    def declare(rule: Callable[P, Any]) -> Primitive[P]:
-        made = Primitive(rule, **facts)
-        REGISTRY.add(made)
-        return made
-
-    return declare
+    return lambda rule: declare(Primitive(rule, **facts))
 
 
-def cases(op: Declared[..., Any], *given: Case) -> None:
+def cases(op: Op, *given: Case) -> None:
     """Declare what the generated tests run an op on."""
-    op.add_cases(given)
+    op.cases = (*op.cases, *given)
 
 
 def require(condition: bool, owner: str, got: object, expected: str, fix: str = "") -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import count
+from typing import Any, TypeVar
 
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.case import Case
 from ttrain.graph.kinds import Kind, Stage
 
 
@@ -25,7 +25,7 @@ class Value:
         self.producer, self.index = producer, index
         # Whether it lies in host memory beside a device that has its own; see place.py. Inputs never do.
         self.on_host = producer is not None and producer.on_host
-        self.number = graph.next_number()
+        self.number = next(graph.numbers)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -42,28 +42,24 @@ class Value:
     def __add__(self, other: Value | float) -> Value:
         return self.graph.apply("add", self, self._operand(other))
 
-    def __radd__(self, other: float) -> Value:
-        return self + other
-
     def __sub__(self, other: Value | float) -> Value:
         return self.graph.apply("subtract", self, self._operand(other))
 
     def __rsub__(self, other: float) -> Value:
-        return self.graph.apply("subtract", self._operand(other), self)
+        return self._operand(other) - self
 
     def __mul__(self, other: Value | float) -> Value:
         if isinstance(other, Value):
             return self.graph.apply("multiply", self, other)
         return self if other == 1 else self.graph.apply("scale", self, factor=float(other))
 
-    def __rmul__(self, other: float) -> Value:
-        return self * other
-
     def __truediv__(self, other: Value | float) -> Value:
         return self.graph.apply("divide", self, self._operand(other))
 
     def __rtruediv__(self, other: float) -> Value:
-        return self.graph.apply("divide", self._operand(other), self)
+        return self._operand(other) / self
+
+    __radd__, __rmul__ = __add__, __mul__
 
     def __neg__(self) -> Value:
         return self * -1.0
@@ -134,6 +130,24 @@ class Node:
         return f"{', '.join(map(made, self.outputs))} = {self.label}({', '.join(arguments)})"
 
 
+@dataclass(frozen=True)
+class Case:
+    """One test case of an op: input shapes (None for an absent input) and attributes.
+
+    `integers` maps an input's name to the exclusive upper bound of its random int64 values; `holes` names those in
+    which some values are -1 instead (no target there). `positive` names inputs whose values must be above zero. The
+    tensors of a list input are named `<list>.<number>`. `narrow` names tensors that are in the dtype which the case is
+    run in although the op keeps such inputs wide.
+    """
+
+    shapes: tuple[tuple[int, ...] | None, ...]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    integers: Mapping[str, int] = field(default_factory=dict)
+    positive: tuple[str, ...] = ()
+    holes: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = ()
+
+
 class Op:
     """Base of every op. Subclasses state facts; they hold no tensors and touch no device.
 
@@ -149,6 +163,7 @@ class Op:
         constants: floating-point inputs that never get a gradient.
         differentiable: False for ops that only occur after backward.
         transfer: moves a value between such a device and the host.
+        cases: shapes and attributes that the generated tests run. Must not be empty.
     """
 
     name: str
@@ -163,6 +178,7 @@ class Op:
     constants: tuple[str, ...] = ()
     differentiable: bool = True
     transfer: bool = False
+    cases: Sequence[Case] = ()
 
     def outputs_of(self, attributes: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the outputs that a node with these attributes has, which may be fewer."""
@@ -218,10 +234,6 @@ class Op:
         """Inputs of a test case that can't be random because they follow from the others, as fp64 tensors by name."""
         return {}
 
-    def cases(self) -> Sequence[Case]:
-        """Shapes and attributes that the generated tests run. Must not be empty."""
-        return ()
-
     # What follows is shared machinery; subclasses leave it alone.
 
     def infer_outputs(self, specs: Sequence[TensorSpec | None], attributes: Mapping[str, Any]) -> list[TensorSpec]:
@@ -236,31 +248,16 @@ class Op:
         return outputs[0] if len(outputs) == 1 and not self.outputs[0].endswith("*") else outputs
 
 
-class _Registry:
-    """Every op by name. Closed: a second declaration under a name is an error."""
-
-    def __init__(self) -> None:
-        self._ops: dict[str, Op] = {}
-
-    def add(self, op: Op) -> None:
-        if op.name in self._ops:
-            raise GraphError(f"op {op.name!r} is declared twice")
-        self._ops[op.name] = op
-
-    def __getitem__(self, name: str) -> Op:
-        return self._ops[name]
-
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(self._ops.values())
-
-    def __len__(self) -> int:
-        return len(self._ops)
-
-    def names(self) -> list[str]:
-        return list(self._ops)
+REGISTRY: dict[str, Op] = {}  # every op by name
+AnyOp = TypeVar("AnyOp", bound=Op)
 
 
-REGISTRY = _Registry()
+def declare(op: AnyOp) -> AnyOp:
+    """Add an op to the registry. A second declaration under a name is an error."""
+    if op.name in REGISTRY:
+        raise GraphError(f"op {op.name!r} is declared twice")
+    REGISTRY[op.name] = op
+    return op
 
 
 def op(name: str) -> Op:
@@ -286,11 +283,7 @@ class Graph:
     needed: Container[Value] | None = None  # values whose gradients the backward pass asks for, while it is recorded
     _marks: Mapping[str, Any] = field(default_factory=dict)  # fields of the nodes that are recorded
     _segments: int = 0
-    _numbers: int = 0
-
-    def next_number(self) -> int:
-        self._numbers += 1
-        return self._numbers - 1
+    numbers: Iterator[int] = field(default_factory=count)  # of its values
 
     def input(self, name: str, spec: TensorSpec) -> Value:
         """The step input of that name, declared on first use."""

@@ -13,6 +13,8 @@ from typing import Any
 
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import TensorSpec
+from ttrain.graph.alias import overwritten
+from ttrain.graph.composite import Primitive
 from ttrain.graph.graph import Graph, Node, Op, Value
 from ttrain.graph.kinds import Kind
 from ttrain.graph.rewrite import Rewriter
@@ -21,28 +23,20 @@ Inputs = Sequence[Value | None]
 TRANSFERS = ("to_host", "to_device")
 
 
-class _Transfer(Op):
-    family = "transfer"
-    inputs = ("x",)
+def _transfer(name: str, doc: str, transfer: bool = True) -> Op:
+    facts: dict[str, Any] = {"flops": lambda node: 0, "nbytes": lambda node: node.outputs[0].spec.nbytes}
+    return Primitive(_same, name=name, __doc__=doc, family="transfer", transfer=transfer, **facts)
 
-    def __init__(self, name: str, doc: str, transfer: bool = True) -> None:
-        self.name, self.__doc__, self.transfer = name, doc, transfer
 
-    def infer(self, x: TensorSpec) -> TensorSpec:
-        return x
-
-    def flops(self, node: Node) -> int:
-        return 0
-
-    def nbytes(self, node: Node) -> int:
-        return node.outputs[0].spec.nbytes
+def _same(x: Value) -> TensorSpec:
+    return x.spec
 
 
 _ALONE = "y = x, in a tensor that nothing else is ever held in: where the host finds it after a captured step too."
-STAGE = _Transfer("stage", _ALONE, transfer=False)
-TO_HOST = _Transfer("to_host", "y = x on the host.")
-HOST_INPUT = _Transfer("host_input", "y = a step input, on the host.")
-TO_DEVICE = _Transfer("to_device", "y = x on the device.")
+STAGE = _transfer("stage", _ALONE, transfer=False)
+TO_HOST = _transfer("to_host", "y = x on the host.")
+HOST_INPUT = _transfer("host_input", "y = a step input, on the host.")
+TO_DEVICE = _transfer("to_device", "y = x on the device.")
 
 
 def place(graph: Graph, offloaded: Callable[[str], bool]) -> Graph:
@@ -101,10 +95,9 @@ class _Placer:
     def _append(self, op: Op, inputs: Inputs, attributes: Mapping[str, Any], on_host: bool) -> Sequence[Value]:
         with self.new.within(on_host=on_host):
             node = self.new.append(op, tuple(inputs), attributes)
-        for index in () if op.view else op.aliases(node).values():
-            value = node.inputs[index]
-            state = None if value is None else _state_of(value)
-            if value is not None and (state is None or state.on_host is not on_host):
+        for value in overwritten(node):
+            state = _state_of(value)
+            if state is None or state.on_host is not on_host:
                 raise GraphError(
                     f"{op.name} runs on the {'host' if on_host else 'device'} and overwrites {state or value!r}, which "
                     "does not lie there. State that shares an update must lie on one side."

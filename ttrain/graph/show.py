@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ttrain.graph.graph import Graph, Node, Value
+from ttrain.graph.graph import Graph, Node
 from ttrain.graph.kinds import Stage
 
 
@@ -28,8 +28,4 @@ def scope_width(nodes: Iterable[Node]) -> int:
 def show_node(node: Node, width: int = 0) -> str:
     """One node on one line, its scope padded to `width`."""
     again = f"  (copy {node.copy})" if node.copy else ""
-    return f"{node.stage.value:8} {node.scope:{width}}  {node.text(_label)}{again}"
-
-
-def _label(value: Value) -> str:
-    return value.label
+    return f"{node.stage.value:8} {node.scope:{width}}  {node.text(lambda value: value.label)}{again}"

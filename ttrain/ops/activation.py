@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-from ttrain.graph.case import Case
 from ttrain.graph.composite import cases, composite, require
-from ttrain.graph.graph import Node, Value
+from ttrain.graph.graph import Case, Value
 from ttrain.ops.common import PLAIN_SHAPES
 from ttrain.ops.elementwise import erf, exp, full, greater, sigmoid, tanh
 
 GELU_FORMS = ("none", "tanh")
 _SLOPE, _CUBIC = math.sqrt(2 / math.pi), 0.044715  # of the tanh form
-
-
-@composite(elementwise=True, cheap=True)
-def gelu(x: Value, approximate: str = "tanh") -> Value:
-    """y = x Phi(x), or its tanh approximation (Hendrycks and Gimpel, 2016); `approximate` is none (exact) or tanh."""
-    if approximate == "tanh":
-        return 0.5 * x * (tanh(_SLOPE * (x + _CUBIC * (x * x * x))) + 1.0)
-    return 0.5 * x * (erf(math.sqrt(0.5) * x) + 1.0)
-
-
-@gelu.gradient
-def _(node: Node, dy: Value) -> Sequence[Value]:
-    return [gelu_grad(dy, node.input("x"), **node.attributes)]
 
 
 def _same_shape(name: str, dy: Value, saved: Value) -> None:
@@ -45,15 +30,12 @@ def gelu_grad(dy: Value, saved: Value, approximate: str) -> Value:
     return dy * (0.5 * (erf(math.sqrt(0.5) * x) + 1.0) + x * phi)
 
 
-@composite(elementwise=True, cheap=True)
-def silu(x: Value) -> Value:
-    """y = x sigmoid(x) (Hendrycks and Gimpel, 2016; Ramachandran et al., 2017)."""
-    return x * sigmoid(x)
-
-
-@silu.gradient
-def _(node: Node, dy: Value) -> Sequence[Value]:
-    return [silu_grad(dy, node.input("x"))]
+@composite(elementwise=True, cheap=True, vjp=lambda node, dy: [gelu_grad(dy, node.input("x"), **node.attributes)])
+def gelu(x: Value, approximate: str = "tanh") -> Value:
+    """y = x Phi(x), or its tanh approximation (Hendrycks and Gimpel, 2016); `approximate` is none (exact) or tanh."""
+    if approximate == "tanh":
+        return 0.5 * x * (tanh(_SLOPE * (x + _CUBIC * (x * x * x))) + 1.0)
+    return 0.5 * x * (erf(math.sqrt(0.5) * x) + 1.0)
 
 
 @composite(outputs=("dx",), elementwise=True, differentiable=False)
@@ -62,6 +44,12 @@ def silu_grad(dy: Value, saved: Value) -> Value:
     _same_shape("silu_grad", dy, saved)
     s = sigmoid(saved)
     return dy * s * (saved * (1.0 - s) + 1.0)
+
+
+@composite(elementwise=True, cheap=True, vjp=lambda node, dy: [silu_grad(dy, node.input("x"))])
+def silu(x: Value) -> Value:
+    """y = x sigmoid(x) (Hendrycks and Gimpel, 2016; Ramachandran et al., 2017)."""
+    return x * sigmoid(x)
 
 
 @composite(outputs=("dx",), elementwise=True, differentiable=False)

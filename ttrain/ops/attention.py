@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 from ttrain.core.attention_mask import CAUSAL, HIDDEN, PAIRS, AttentionMask
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.case import Case
 from ttrain.graph.composite import cases, composite, primitive, require
-from ttrain.graph.graph import Node, Value, op
+from ttrain.graph.graph import Case, Node, Value, op
 from ttrain.ops.common import sum_to
 from ttrain.ops.layout import merge_heads, reshape, split_heads
 from ttrain.ops.matmul import attention_scale, matmul

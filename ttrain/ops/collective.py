@@ -15,9 +15,8 @@ from itertools import pairwise
 from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.case import Case
 from ttrain.graph.composite import cases, primitive, require
-from ttrain.graph.graph import Value, op
+from ttrain.graph.graph import Case, Value, op
 
 Bounds = tuple[tuple[int, ...], ...]
 _OVER_STATE: dict[str, Any] = {

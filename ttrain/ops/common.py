@@ -14,11 +14,10 @@ BROADCAST_SHAPES = (((4, 8), (4, 8)), ((2, 3, 32), (32,)), ((1, 1, 33), (2, 5, 1
 def broadcast_shape(owner: str, x: TensorSpec, y: TensorSpec) -> tuple[int, ...]:
     """numpy's broadcast of two shapes."""
     rank = max(x.rank, y.rank)
-    padded = [(1,) * (rank - spec.rank) + spec.shape for spec in (x, y)]
-    for left, right in zip(*padded, strict=True):
-        fits = left == right or 1 in (left, right)
-        require(fits, owner, f"{x} and {y}", "shapes that broadcast", "Reshape one of them.")
-    return tuple(right if left == 1 else left for left, right in zip(*padded, strict=True))
+    pairs = list(zip(*((1,) * (rank - spec.rank) + spec.shape for spec in (x, y)), strict=True))
+    fits = all(left == right or 1 in (left, right) for left, right in pairs)
+    require(fits, owner, f"{x} and {y}", "shapes that broadcast", "Reshape one of them.")
+    return tuple(right if left == 1 else left for left, right in pairs)
 
 
 def sum_to(gradient: Value, target: Value) -> Value:

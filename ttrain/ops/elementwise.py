@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.case import Case
 from ttrain.graph.composite import cases, primitive, require
-from ttrain.graph.graph import REGISTRY, Graph, Node, Op, Value, op
+from ttrain.graph.graph import Case, Graph, Node, Op, Value, declare, op
 from ttrain.ops.common import BROADCAST_SHAPES, PLAIN_SHAPES, broadcast_shape, free, is_full, is_one, sum_to
 
 
 class Elementwise(Op):
-    """`function(*tensors)` is the reference; `gradient(dy, y, *inputs)` gives the inputs' gradients, None where an op
+    """y = f(x), same shape and dtype, or z = f(x, y) with numpy broadcasting, where the result has x's dtype.
+
+    `function(*tensors)` is the reference; `gradient(dy, y, *inputs)` gives the inputs' gradients, None where an op
     has none. Inputs named in `positive` are drawn above zero by tests; `cost` is in additions.
     """
 
@@ -31,16 +33,23 @@ class Elementwise(Op):
         positive: tuple[str, ...] = (),
         cost: int = 1,
     ) -> None:
-        self.name, self.__doc__ = name, doc
-        self._function, self._gradient = function, gradient
-        self._positive, self._cost = positive, cost
-        self.differentiable = gradient is not None
-        REGISTRY.add(self)
+        self.name, self.__doc__, self.reference = name, doc, function  # type: ignore[method-assign]
+        self._gradient, self._cost, self.differentiable = gradient, cost, gradient is not None
+        self.inputs = tuple(signature(function).parameters)
+        self.outputs = ("y",) if len(self.inputs) == 1 else ("z",)
+        shapes = [(shape,) for shape in PLAIN_SHAPES] if len(self.inputs) == 1 else BROADCAST_SHAPES
+        self.cases = [Case(given, positive=positive) for given in shapes]
+        declare(self)
 
     def __call__(self, *inputs: Value) -> Value:
         """Record the op into the graph of its inputs."""
         result: Value = self.record(*inputs)
         return result
+
+    def infer(self, *specs: TensorSpec) -> TensorSpec:
+        expected = "a floating-point tensor" if len(specs) == 1 else "floating-point tensors"
+        require(all(x.dtype.is_floating for x in specs), self.name, " and ".join(map(str, specs)), expected)
+        return specs[0] if len(specs) == 1 else specs[0].with_shape(*broadcast_shape(self.name, *specs))
 
     def flops(self, node: Node) -> int:
         return self._cost * node.outputs[0].spec.size
@@ -48,41 +57,8 @@ class Elementwise(Op):
     def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
         if self._gradient is None:
             return super().vjp(node, *gradients)
-        return self._gradient(gradients[0], node.outputs[0], *node.inputs)
-
-    def reference(self, *tensors: Any, **attributes: Any) -> Any:
-        return self._function(*tensors, **attributes)
-
-
-class Unary(Elementwise):
-    """y = f(x), same shape and dtype."""
-
-    inputs = ("x",)
-
-    def infer(self, x: TensorSpec) -> TensorSpec:
-        require(x.dtype.is_floating, self.name, x, "a floating-point tensor")
-        return x
-
-    def cases(self) -> Sequence[Case]:
-        return [Case((shape,), positive=self._positive) for shape in PLAIN_SHAPES]
-
-
-class Binary(Elementwise):
-    """z = f(x, y) with numpy broadcasting; the result has x's dtype."""
-
-    inputs = ("x", "y")
-    outputs = ("z",)
-
-    def infer(self, x: TensorSpec, y: TensorSpec) -> TensorSpec:
-        require(x.dtype.is_floating and y.dtype.is_floating, self.name, f"{x} and {y}", "floating-point tensors")
-        return TensorSpec(broadcast_shape(self.name, x, y), x.dtype)
-
-    def vjp(self, node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        found = super().vjp(node, *gradients)
+        found = self._gradient(gradients[0], node.outputs[0], *node.inputs)
         return [None if g is None else sum_to(g, x) for g, x in zip(found, node.values, strict=True)]
-
-    def cases(self) -> Sequence[Case]:
-        return [Case(pair, positive=self._positive) for pair in BROADCAST_SHAPES]
 
 
 def _divide_gradient(dz: Value, z: Value, x: Value, y: Value) -> Sequence[Value]:
@@ -99,23 +75,31 @@ def _erf_gradient(dy: Value, y: Value, x: Value) -> Sequence[Value]:
     return [dy * exp(-(x * x)) * (2 / math.sqrt(math.pi))]
 
 
-add = Binary("add", "z = x + y.", lambda x, y: x + y, lambda dz, z, x, y: [dz, dz])
-subtract = Binary("subtract", "z = x - y.", lambda x, y: x - y, lambda dz, z, x, y: [dz, -dz])
-_multiply = Binary("multiply", "z = x * y.", lambda x, y: x * y, lambda dz, z, x, y: [multiply(dz, y), multiply(dz, x)])
-divide = Binary("divide", "z = x / y.", lambda x, y: x / y, _divide_gradient, ("y",))
-maximum = Binary("maximum", "z = the larger one; a tie counts for x.", lambda x, y: x.maximum(y), _maximum_gradient)
-greater = Binary("greater", "z = 1 where x > y, else 0.", lambda x, y: (x > y).to(x.dtype))
-exp = Unary("exp", "y = e^x.", lambda x: x.exp(), lambda dy, y, x: [dy * y], cost=4)
-expm1 = Unary("expm1", "y = e^x - 1, exact near 0.", lambda x: x.expm1(), lambda dy, y, x: [dy * (y + 1.0)], cost=4)
-log = Unary("log", "y = ln x, x > 0.", lambda x: x.log(), lambda dy, y, x: [dy / x], ("x",), cost=4)
-sqrt = Unary("sqrt", "y = the square root of x > 0.", lambda x: x.sqrt(), lambda dy, y, x: [dy / y * 0.5], ("x",))
-sin = Unary("sin", "y = sin x.", lambda x: x.sin(), lambda dy, y, x: [dy * cos(x)], cost=8)
-cos: Unary = Unary("cos", "y = cos x.", lambda x: x.cos(), lambda dy, y, x: [-(dy * sin(x))], cost=8)
-sigmoid = Unary("sigmoid", "y = 1 / (1 + e^-x).", lambda x: x.sigmoid(), lambda dy, y, x: [dy * (y - y * y)], cost=8)
-tanh = Unary("tanh", "y = tanh x.", lambda x: x.tanh(), lambda dy, y, x: [op("tanh_grad").record(dy, y)], cost=8)
-relu = Unary("relu", "y = max(x, 0).", lambda x: x.relu(), lambda dy, y, x: [op("relu_grad").record(dy, y)])
-erf = Unary("erf", "y = the error function of x.", lambda x: x.erf(), _erf_gradient, cost=8)
-sign = Unary("sign", "y = 1, 0 or -1 as x is above, at or below 0.", lambda x: x.sign())
+add = Elementwise("add", "z = x + y.", lambda x, y: x + y, lambda dz, z, x, y: [dz, dz])
+subtract = Elementwise("subtract", "z = x - y.", lambda x, y: x - y, lambda dz, z, x, y: [dz, -dz])
+_multiply = Elementwise(
+    "multiply", "z = x * y.", lambda x, y: x * y, lambda dz, z, x, y: [multiply(dz, y), multiply(dz, x)]
+)
+divide = Elementwise("divide", "z = x / y.", lambda x, y: x / y, _divide_gradient, ("y",))
+maximum = Elementwise(
+    "maximum", "z = the larger one; a tie counts for x.", lambda x, y: x.maximum(y), _maximum_gradient
+)
+greater = Elementwise("greater", "z = 1 where x > y, else 0.", lambda x, y: (x > y).to(x.dtype))
+exp = Elementwise("exp", "y = e^x.", lambda x: x.exp(), lambda dy, y, x: [dy * y], cost=4)
+expm1 = Elementwise(
+    "expm1", "y = e^x - 1, exact near 0.", lambda x: x.expm1(), lambda dy, y, x: [dy * (y + 1.0)], cost=4
+)
+log = Elementwise("log", "y = ln x, x > 0.", lambda x: x.log(), lambda dy, y, x: [dy / x], ("x",), cost=4)
+sqrt = Elementwise("sqrt", "y = the square root of x > 0.", lambda x: x.sqrt(), lambda dy, y, x: [dy / y * 0.5], ("x",))
+sin = Elementwise("sin", "y = sin x.", lambda x: x.sin(), lambda dy, y, x: [dy * cos(x)], cost=8)
+cos: Elementwise = Elementwise("cos", "y = cos x.", lambda x: x.cos(), lambda dy, y, x: [-(dy * sin(x))], cost=8)
+sigmoid = Elementwise(
+    "sigmoid", "y = 1 / (1 + e^-x).", lambda x: x.sigmoid(), lambda dy, y, x: [dy * (y - y * y)], cost=8
+)
+tanh = Elementwise("tanh", "y = tanh x.", lambda x: x.tanh(), lambda dy, y, x: [op("tanh_grad").record(dy, y)], cost=8)
+relu = Elementwise("relu", "y = max(x, 0).", lambda x: x.relu(), lambda dy, y, x: [op("relu_grad").record(dy, y)])
+erf = Elementwise("erf", "y = the error function of x.", lambda x: x.erf(), _erf_gradient, cost=8)
+sign = Elementwise("sign", "y = 1, 0 or -1 as x is above, at or below 0.", lambda x: x.sign())
 
 
 def multiply(x: Value, y: Value) -> Value:

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.case import Case
 from ttrain.graph.composite import cases, composite, primitive, require
-from ttrain.graph.graph import Node, Value
+from ttrain.graph.graph import Case, Value
 from ttrain.ops.common import free
 from ttrain.ops.layout import reshape
 from ttrain.ops.matmul import matmul
-
-
-@composite(
-    flops=free,
-    nbytes=lambda node: node.input("ids").spec.nbytes + 2 * node.outputs[0].spec.nbytes,
-)
-def embedding(ids: Value, weight: Value) -> Value:
-    """y[..., :] = weight[ids[...], :]: ids int64 [...], weight [V, C] -> y [..., C]."""
-    require(weight.spec.rank == 2, "embedding", f"weight {weight.spec}", "[vocabulary, width]")
-    hot = one_hot(reshape(ids, (ids.spec.size,)), weight.shape[0], weight.spec.dtype)
-    return reshape(matmul(hot, weight), (*ids.shape, weight.shape[1]))
-
-
-@embedding.gradient
-def _(node: Node, dy: Value) -> Sequence[Value | None]:
-    return [None, embedding_grad(dy, node.input("ids"), node.input("weight").shape[0])]
 
 
 def _one_hot_in_torch(ids: Any, count: int, dtype: DType) -> Any:
@@ -49,6 +31,18 @@ def embedding_grad(dy: Value, ids: Value, vocabulary: int) -> Value:
     require(dy.shape[:-1] == ids.shape, "embedding_grad", f"dy {dy.spec} and ids {ids.spec}", "equal leading axes")
     hot = one_hot(reshape(ids, (ids.spec.size,)), vocabulary, dy.spec.dtype)
     return matmul(hot, reshape(dy, (ids.spec.size, dy.shape[-1])), transpose_a=True)
+
+
+@composite(
+    flops=free,
+    nbytes=lambda node: node.input("ids").spec.nbytes + 2 * node.outputs[0].spec.nbytes,
+    vjp=lambda node, dy: [None, embedding_grad(dy, node.input("ids"), node.input("weight").shape[0])],
+)
+def embedding(ids: Value, weight: Value) -> Value:
+    """y[..., :] = weight[ids[...], :]: ids int64 [...], weight [V, C] -> y [..., C]."""
+    require(weight.spec.rank == 2, "embedding", f"weight {weight.spec}", "[vocabulary, width]")
+    hot = one_hot(reshape(ids, (ids.spec.size,)), weight.shape[0], weight.spec.dtype)
+    return reshape(matmul(hot, weight), (*ids.shape, weight.shape[1]))
 
 
 cases(

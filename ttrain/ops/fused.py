@@ -8,43 +8,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.case import Case
-from ttrain.graph.composite import cases, composite, primitive, require
-from ttrain.graph.graph import Graph, Node, Value, op
+from ttrain.graph.composite import cases, composite, require
+from ttrain.graph.graph import Case, Value, op
 from ttrain.ops.embedding import embedding_grad
-from ttrain.ops.program import Program, evaluate, record, step
+from ttrain.ops.program import Program, record, step
 
 
-def _flops(node: Node) -> int:
-    graph = Graph()
-    _decomposed(node, tuple(graph.input(str(position), value.spec) for position, value in enumerate(node.values)))
-    return sum(part.op.flops(part) for part in graph.nodes)
+def _specs(*known: TensorSpec, program: Program, results: tuple[int, ...]) -> list[TensorSpec]:
+    found = list(known)
+    for name, operands, attributes in program:
+        found += op(name).infer_outputs([found[item] for item in operands], dict(attributes))[:1]
+    made = found[len(known) :]
+    shapes = {spec.shape for spec in made}
+    require(len(shapes) == 1, "fused", f"results of shapes {sorted(shapes)}", "one shape")
+    return [made[item] for item in results]
 
 
-def _decomposed(node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
-    return record(node.attributes["program"], node.attributes["results"], [x for x in inputs if x is not None])
-
-
-@primitive(
-    outputs=("results*",),
-    elementwise=True,
-    flops=_flops,
-    decompose=_decomposed,
-    reference=lambda *tensors, program, results: evaluate(program, results, tensors),
-)
-def fused(inputs: Sequence[Value], program: Program, results: tuple[int, ...]) -> list[TensorSpec]:
+@composite(outputs=("results*",), elementwise=True, differentiable=False, infer=_specs)
+def fused(inputs: Sequence[Value], program: Program, results: tuple[int, ...]) -> tuple[Value, ...]:
     """A program of elementwise ops over tensors that broadcast to one shape, which every result has.
 
     `program` lists the steps (see `step`); `results` tells which steps' values are outputs. A lookup of rows
     (embedding) may be a step. Values in between need not be rounded to their dtype.
     """
-    known = [value.spec for value in inputs]
-    for name, operands, attributes in program:
-        known += op(name).infer_outputs([known[item] for item in operands], dict(attributes))[:1]
-    made = known[len(inputs) :]
-    shapes = {spec.shape for spec in made}
-    require(len(shapes) == 1, "fused", f"results of shapes {sorted(shapes)}", "one shape")
-    return [made[item] for item in results]
+    return tuple(record(program, results, inputs))
 
 
 _BIAS_GELU = (step("add", 0, 1), step("gelu", 2, approximate="tanh"))

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.case import Case
 from ttrain.graph.composite import cases, composite, primitive, require
-from ttrain.graph.graph import Node, Value, op
+from ttrain.graph.graph import Case, Node, Value, op
 from ttrain.ops.common import free, sum_to
 
 

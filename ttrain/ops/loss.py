@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.case import Case
 from ttrain.graph.composite import cases, composite, require
-from ttrain.graph.graph import Node, Value
+from ttrain.graph.graph import Case, Node, Value
 from ttrain.ops.common import is_one
 from ttrain.ops.elementwise import cast, exp, log, multiply
 from ttrain.ops.embedding import one_hot

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.case import Case
 from ttrain.graph.composite import cases, composite, require
-from ttrain.graph.graph import Node, Value, op
+from ttrain.graph.graph import Case, Node, Value, op
 from ttrain.ops.elementwise import cast, sqrt
 from ttrain.ops.layout import reshape
 from ttrain.ops.reduce import mean, reduce_sum

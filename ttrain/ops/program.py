@@ -51,14 +51,6 @@ def _append(graph: Graph, numbers: dict[Value, int], steps: list[Step], inputs: 
         numbers[node.outputs[0]] = inputs + len(steps) - 1
 
 
-def evaluate(program: Program, results: Sequence[int], tensors: Sequence[Any]) -> list[Any]:
-    """The outputs of a program on torch tensors, by the references of its ops."""
-    known = list(tensors)
-    for name, operands, attributes in program:
-        known.append(op(name).reference(*(known[item] for item in operands), **dict(attributes)))
-    return [known[len(tensors) + item] for item in results]
-
-
 def record(program: Program, results: Sequence[int], inputs: Sequence[Value]) -> list[Value]:
     """Record the steps one by one; the outputs."""
     graph, known = inputs[0].graph, list(inputs)

@@ -10,9 +10,8 @@ from typing import Any
 
 from ttrain.core.random_bits import keep_threshold, mix, stream_key
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.case import Case
 from ttrain.graph.composite import cases, composite, primitive, require
-from ttrain.graph.graph import Node, Value
+from ttrain.graph.graph import Case, Node, Value
 
 
 def _mask_in_torch(seed: Any, spec: TensorSpec, p: float, stream: int) -> Any:

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ParamSpec, TypeVar
 
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.case import Case
-from ttrain.graph.composite import Composite, cases, composite, primitive, require
-from ttrain.graph.graph import REGISTRY, Node, Op, RecordSide, Value, op
+from ttrain.graph.composite import Composite, Probe, cases, composite, primitive, require, specs_of
+from ttrain.graph.graph import REGISTRY, Case, Node, Op, RecordSide, Value, declare, op
 from ttrain.ops.common import free
 from ttrain.ops.elementwise import at_least, cast
-from ttrain.ops.program import Program, evaluate, program_of, record
+from ttrain.ops.program import Program, program_of, record
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -73,8 +72,7 @@ def update_rule(body: Callable[P, R]) -> Composite[P, R]:
     made: Composite[P, R] = Composite(body, family="rule", differentiable=False)
     made.wide, slots = made.inputs, made.inputs[2:-2]
     made.outputs = ("parameter", *slots)
-    REGISTRY.add(made)
-    return made
+    return declare(made)
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ class Rule:
     @property
     def body(self) -> Composite[..., Any]:
         """The composite. Raises GraphError where none has that name, or one that is no rule for these slots."""
-        found = REGISTRY[self.name] if self.name in REGISTRY.names() else None
+        found = REGISTRY.get(self.name)
         if not isinstance(found, Composite) or len(found.inputs) != len(self.slots) + 4:
             slots = f"{len(self.slots)} slots"
             raise GraphError(f"rule {self.name!r}: expected a composite of parameter, gradient, {slots}, lr and step.")
@@ -163,9 +161,6 @@ class Update(Op):
     wide = ("parameters", "slots", "lr", "step", "factor")
     differentiable = False
 
-    def __init__(self) -> None:
-        self._cases: list[Case] = []
-
     def infer(self, *specs: TensorSpec, rule: Rule, count: int, **attributes: Any) -> Sequence[TensorSpec]:
         written = 1 + len(rule.slots)
         lists = written + 1 + attributes.get("copies", False)
@@ -209,22 +204,15 @@ class Update(Op):
                 written[number // len(members) * count + members[number % len(members)]] = value
         return [value for value in written if value is not None]
 
-    def reference(self, *tensors: Any, rule: Rule, count: int, **attributes: Any) -> Any:
+    def reference(self, *tensors: Any, **attributes: Any) -> Any:
         """Not rounded: a result is one of the two bf16 numbers beside it."""
-        program, results = rule.program
-        lr, step, factor, _ = tensors[-4:]
-        new = []
-        for parts in zip(*(tensors[start : start + count] for start in range(0, len(tensors) - 4, count)), strict=True):
-            parameter, gradient, *slots = parts[: 2 + len(rule.slots)]
-            gradient = gradient if factor is None else gradient * factor
-            written = evaluate(program, results, [parameter, gradient, *slots, lr, step])
-            new.append([*written, *([written[0]] if attributes.get("copies") else [])])
-        return [value for written in zip(*new, strict=True) for value in written]
+        return Probe.of(partial(self._steps, attributes), specs_of(tensors)).run(tensors)
 
     def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value] | None:
-        attributes = node.attributes
-        if attributes.get("stochastic"):
-            return None
+        return None if node.attributes.get("stochastic") else self._steps(node.attributes, inputs)
+
+    def _steps(self, attributes: Mapping[str, Any], inputs: tuple[Value | None, ...]) -> Sequence[Value]:
+        """What it does, but for rounding at random."""
         count, rule = attributes["count"], attributes["rule"]
         lr, step, factor, _ = inputs[-4:]
         assert lr is not None and step is not None
@@ -241,9 +229,6 @@ class Update(Op):
             pairs = zip([parameter, *states], written, strict=True)
             new.append([assign(state, cast(value, state.spec.dtype)) for state, value in pairs if state is not None])
         return [value for written in zip(*new, strict=True) for value in written]
-
-    def cases(self) -> Sequence[Case]:
-        return self._cases
 
     def add_cases(self, rule: Rule, positive: Sequence[int] = ()) -> None:
         """Test a rule on two tensors: with and without factor, copies, and state in bf16. `positive` numbers slots."""
@@ -263,10 +248,10 @@ class Update(Op):
         for factor, seed, more, narrow in ways:
             given = (*shapes * (lists + more.get("copies", False)), (), (), factor, seed)
             attributes = {"rule": rule, "count": 2, **more}
-            self._cases.append(Case(given, attributes, {"seed": 2**62}, above, narrow=narrow))
+            cases(self, Case(given, attributes, {"seed": 2**62}, above, narrow=narrow))
 
 
-REGISTRY.add(Update())
+declare(Update())
 
 
 def update(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ttrain.graph import Value
-from ttrain.graph.case import Case
 from ttrain.graph.composite import cases
+from ttrain.graph.graph import Case
 from ttrain.ops import at_least, maximum
 from ttrain.ops.update import Rule, update_rule
 from ttrain.optim.base import AVERAGE, update_cases

@@ -7,8 +7,8 @@ from math import sqrt
 from ttrain import ops
 from ttrain.core.spec import DType
 from ttrain.graph import Value
-from ttrain.graph.case import Case
 from ttrain.graph.composite import cases
+from ttrain.graph.graph import Case
 from ttrain.nn.module import Parameter
 from ttrain.ops.update import Rule, update_rule
 from ttrain.optim.adamw import AdamW

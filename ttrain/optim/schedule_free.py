@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ttrain.graph import Value
-from ttrain.graph.case import Case
 from ttrain.graph.composite import cases
+from ttrain.graph.graph import Case
 from ttrain.nn.module import Parameter
 from ttrain.ops import at_least, sqrt
 from ttrain.ops.update import Rule, update_rule

@@ -24,15 +24,13 @@ from ttrain.verify.tolerances import GRADIENT, tolerance
 
 def chosen_ops(names: Sequence[str]) -> list[Op]:
     """Ops by name or family; all where none is named. Raises ConfigError with the nearest valid name."""
-    families = {op.family for op in REGISTRY}
+    families = {op.family for op in REGISTRY.values()}
     for name in names:
-        if name not in REGISTRY.names() and name not in families:
-            raise ConfigError(
-                f"verify.ops={name}: no such op or family. {did_you_mean(name, {*REGISTRY.names(), *families})}"
-            )
-    chosen = [op for op in REGISTRY if not names or op.name in names or op.family in names]
+        if name not in REGISTRY and name not in families:
+            raise ConfigError(f"verify.ops={name}: no such op or family. {did_you_mean(name, {*REGISTRY, *families})}")
+    chosen = [op for op in REGISTRY.values() if not names or op.name in names or op.family in names]
     for op in chosen:
-        if op.name in names and not op.cases():
+        if op.name in names and not op.cases:
             raise ConfigError(f"verify.ops={op.name}: the op has no cases to run. Declare some: see docs/extending.md.")
     return chosen
 
@@ -55,7 +53,7 @@ def reach(op: Op, device: Device) -> Reach:
     Where a kernel holds an output in a layout of its own, such as the statistics of layer norm on a card, the numbers
     in it are its own business, and an op that reads them is verified through the backward of the one that makes them.
     """
-    graph, _, outputs = cases.record(op, op.cases()[0], DType.FP32)
+    graph, _, outputs = cases.record(op, op.cases[0], DType.FP32)
     node = graph.nodes[0]
     if op.view or op.name in device.kernels:
         own = not device.arenas and {"mean", "rstd"} <= set(op.inputs)
@@ -175,7 +173,7 @@ class Trial:
 def trials(op: Op, dtype: DType, reached: Reach) -> list[Trial]:
     """Forward of every case of an op, and every gradient where backward may pass through."""
     found = []
-    for number, case in enumerate(op.cases()):
+    for number, case in enumerate(op.cases):
         if reached.outputs and reached.alone:
             found.append(Trial(op, number, case, dtype, None, reached.outputs))
         if reached.outputs and cases.trainable(op, case):

@@ -11,14 +11,7 @@ from ttrain.config.schema import Source
 from ttrain.device.family import family_of
 from ttrain.device.settings import DeviceConfig
 from ttrain.nn.precision import PrecisionConfig
-from ttrain.train.settings import (
-    LoggerConfig,
-    RecoverConfig,
-    ReplicasConfig,
-    RunConfig,
-    SuperviseConfig,
-    TrainConfig,
-)
+from ttrain.train.settings import LoggerConfig, RecoverConfig, ReplicasConfig, RunConfig, SuperviseConfig, TrainConfig
 
 
 @check

@@ -17,13 +17,7 @@ from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.settings import AGILLMConfig, TransformerConfig
 from ttrain.optim.settings import OptimizerConfig
-from ttrain.train.settings import (
-    EvalConfig,
-    ExportConfig,
-    RunConfig,
-    SampleConfig,
-    TrainConfig,
-)
+from ttrain.train.settings import EvalConfig, ExportConfig, RunConfig, SampleConfig, TrainConfig
 
 
 @check

@@ -24,11 +24,7 @@ from ttrain.optim.settings import (
     ScheduleFreeConfig,
     SGDConfig,
 )
-from ttrain.train.settings import (
-    LoggerConfig,
-    RunConfig,
-    TrainConfig,
-)
+from ttrain.train.settings import LoggerConfig, RunConfig, TrainConfig
 
 
 @check

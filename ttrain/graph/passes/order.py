@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from graphlib import TopologicalSorter
 
 from ttrain.graph.alias import overwritten, roots_of
 from ttrain.graph.graph import Graph, Node, Value
@@ -45,26 +46,17 @@ def gather_sides(graph: Graph) -> Graph:
 
 def _gathered(nodes: Sequence[Node], roots: dict[Value, Value]) -> list[Node]:
     """The nodes in an order that changes sides only where nothing more can run on one."""
-    waiting = _after(nodes, roots)
-    readers: dict[int, list[int]] = {}
-    for time, earlier in enumerate(waiting):
-        for other in earlier:
-            readers.setdefault(other, []).append(time)
-    left = [len(earlier) for earlier in waiting]
+    waiting = TopologicalSorter(dict(enumerate(_after(nodes, roots))))
+    waiting.prepare()
     ready: dict[bool, list[int]] = {False: [], True: []}
-    for time, count in enumerate(left):
-        if not count:
-            heapq.heappush(ready[nodes[time].by_host], time)
     found: list[Node] = []
     side = bool(nodes) and nodes[0].by_host
-    while ready[False] or ready[True]:
+    while waiting.is_active():
+        for time in waiting.get_ready():
+            heapq.heappush(ready[nodes[time].by_host], time)
         side = side if ready[side] else not side
-        time = heapq.heappop(ready[side])
-        found.append(nodes[time])
-        for reader in readers.get(time, ()):
-            left[reader] -= 1
-            if not left[reader]:
-                heapq.heappush(ready[nodes[reader].by_host], reader)
+        found.append(nodes[time := heapq.heappop(ready[side])])
+        waiting.done(time)
     return found
 
 
