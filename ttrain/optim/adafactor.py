@@ -7,11 +7,9 @@ from math import prod
 from ttrain import ops
 from ttrain.core.spec import DType
 from ttrain.graph import Value
-from ttrain.graph.composite import cases
-from ttrain.graph.graph import Case
 from ttrain.nn.module import Parameter
 from ttrain.ops.update import Rule, update_rule
-from ttrain.optim.base import EXAMPLE, update_cases
+from ttrain.optim.base import EXAMPLE, rule_cases
 from ttrain.optim.settings import AdafactorConfig
 
 
@@ -111,10 +109,7 @@ class Adafactor:
         return Rule("adafactor", ("rows", "columns"), settings, tail, (("rows", -1), ("columns", -2)))
 
 
-update_cases(Rule("subtract_change", (), (("weight_decay", 0.1),)))
-cases(subtract_change, Case(((4, 8), (4, 8), (), ()), {"weight_decay": 0.1}))
+rule_cases(Rule("subtract_change", (), (("weight_decay", 0.1),)))
 for _shape in ((4, 8), (7,)):
     _rule = Adafactor(AdafactorConfig()).rule(Parameter(_shape, EXAMPLE.initializer), True)
-    _slots = [_rule.slot_spec(slot, EXAMPLE.spec.with_shape(*_shape)).shape for slot in _rule.slots]
-    _positive = ("rows", "columns", "variance", "lr", "step")
-    cases(_rule.body, Case((_shape, _shape, *_slots, (), ()), dict(_rule.settings), positive=_positive))
+    rule_cases(_rule, range(len(_rule.slots)), _shape)

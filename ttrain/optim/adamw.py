@@ -5,12 +5,10 @@ from __future__ import annotations
 from math import log
 
 from ttrain.graph import Value
-from ttrain.graph.composite import cases
-from ttrain.graph.graph import Case
 from ttrain.nn.module import Parameter
 from ttrain.ops import expm1, relu, sign, sqrt
 from ttrain.ops.update import Rule, update_rule
-from ttrain.optim.base import EXAMPLE, update_cases
+from ttrain.optim.base import EXAMPLE, rule_cases
 from ttrain.optim.settings import AdamWConfig
 
 
@@ -90,6 +88,4 @@ for _config, _decays in (
     (AdamWConfig(betas=[0.0, 0.95]), False),
     (AdamWConfig(cautious=True), True),
 ):
-    _rule = AdamW(_config).rule(EXAMPLE, _decays)
-    update_cases(_rule, positive=(1,))
-    cases(_rule.body, Case(((4, 8),) * 4 + ((), ()), dict(_rule.settings), positive=("second", "lr", "step")))
+    rule_cases(AdamW(_config).rule(EXAMPLE, _decays), positive=(1,))

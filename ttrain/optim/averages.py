@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from ttrain.graph import Value
-from ttrain.graph.composite import cases
-from ttrain.graph.graph import Case
 from ttrain.ops import at_least, maximum
 from ttrain.ops.update import Rule, update_rule
-from ttrain.optim.base import AVERAGE, update_cases
+from ttrain.optim.base import AVERAGE, rule_cases
 
 
 @update_rule
@@ -32,5 +30,4 @@ def ema_rule(decay: float) -> Rule:
 
 SWAP = Rule("swap_average", (AVERAGE,))
 for _rule in (ema_rule(0.9), SWAP):
-    update_cases(_rule)
-    cases(_rule.body, Case(((4, 8),) * (2 + len(_rule.slots)) + ((), ()), dict(_rule.settings), positive=("step",)))
+    rule_cases(_rule)

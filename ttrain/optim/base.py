@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol, cast
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.graph import op
+from ttrain.graph.composite import cases
+from ttrain.graph.graph import Case, op
 from ttrain.nn.initialize import Constant
 from ttrain.nn.module import Parameter
 from ttrain.ops.update import Rule, Update
@@ -34,6 +35,10 @@ class Optimizer(Protocol):
         ...
 
 
-def update_cases(rule: Rule, positive: Sequence[int] = ()) -> None:
+def rule_cases(rule: Rule, positive: Sequence[int] = (), shape: tuple[int, ...] = EXAMPLE.shape) -> None:
     """Let the generated tests run a rule on every device; `positive` numbers slots that are never negative."""
-    cast(Update, op("update")).add_cases(rule, positive)
+    if not rule.whole:
+        cast(Update, op("update")).add_cases(rule, positive)
+    slots = [rule.slot_spec(slot, TensorSpec(shape)).shape for slot in rule.slots]
+    above = (*(rule.body.inputs[2 + number] for number in positive), "lr", "step")
+    cases(rule.body, Case((shape, shape, *slots, (), ()), dict(rule.settings), positive=above))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from ttrain.graph import Value
-from ttrain.graph.composite import cases
-from ttrain.graph.graph import Case
 from ttrain.nn.module import Parameter
 from ttrain.ops import sign
 from ttrain.ops.update import Rule, update_rule
-from ttrain.optim.base import EXAMPLE, update_cases
+from ttrain.optim.base import EXAMPLE, rule_cases
 from ttrain.optim.settings import LionConfig
 
 
@@ -40,6 +38,4 @@ class Lion:
         return Rule("lion", ("momentum",), (("beta1", beta1), ("beta2", beta2), decay))
 
 
-_rule = Lion(LionConfig()).rule(EXAMPLE, True)
-update_cases(_rule)
-cases(lion, Case(((4, 8),) * 3 + ((), ()), dict(_rule.settings)))
+rule_cases(Lion(LionConfig()).rule(EXAMPLE, True))

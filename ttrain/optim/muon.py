@@ -7,12 +7,10 @@ from math import sqrt
 from ttrain import ops
 from ttrain.core.spec import DType
 from ttrain.graph import Value
-from ttrain.graph.composite import cases
-from ttrain.graph.graph import Case
 from ttrain.nn.module import Parameter
 from ttrain.ops.update import Rule, update_rule
 from ttrain.optim.adamw import AdamW
-from ttrain.optim.base import EXAMPLE, update_cases
+from ttrain.optim.base import EXAMPLE, rule_cases
 from ttrain.optim.groups import orthogonalised
 from ttrain.optim.settings import AdamWConfig, MuonConfig, NorMuonConfig
 
@@ -141,11 +139,6 @@ class NorMuon(Muon):
         return Rule("normuon", ("momentum", "second_moment"), tuple(given.items()), tail, (("second_moment", -1),))
 
 
-for _rule in (Muon(MuonConfig()).rule(EXAMPLE, True), NorMuon(NorMuonConfig()).rule(EXAMPLE, True)):
-    _shapes = [_rule.slot_spec(slot, EXAMPLE.spec).shape for slot in _rule.slots]
-    cases(
-        _rule.body,
-        Case(((4, 8), (4, 8), *_shapes, (), ()), dict(_rule.settings), positive=("second",) * len(_shapes[1:])),
-    )
-update_cases(Rule("descend", (), (("weight_decay", 0.1),)))
-cases(descend, Case(((4, 8), (4, 8), (), ()), {"weight_decay": 0.1}))
+rule_cases(Muon(MuonConfig()).rule(EXAMPLE, True))
+rule_cases(NorMuon(NorMuonConfig()).rule(EXAMPLE, True), positive=(1,))
+rule_cases(Rule("descend", (), (("weight_decay", 0.1),)))

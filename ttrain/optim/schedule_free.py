@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from ttrain.graph import Value
-from ttrain.graph.composite import cases
-from ttrain.graph.graph import Case
 from ttrain.nn.module import Parameter
 from ttrain.ops import at_least, sqrt
 from ttrain.ops.update import Rule, update_rule
 from ttrain.optim.adamw import unbiased
-from ttrain.optim.base import AVERAGE, EXAMPLE, update_cases
+from ttrain.optim.base import AVERAGE, EXAMPLE, rule_cases
 from ttrain.optim.settings import ScheduleFreeConfig
 
 
@@ -58,6 +56,4 @@ class ScheduleFree:
         return Rule("schedule_free", (AVERAGE, "second_moment"), settings, fp32_slots=((AVERAGE, None),))
 
 
-_rule = ScheduleFree(ScheduleFreeConfig(betas=[0.5, 0.999])).rule(EXAMPLE, True)
-update_cases(_rule, positive=(1,))
-cases(_rule.body, Case(((4, 8),) * 4 + ((), ()), dict(_rule.settings), positive=("second", "lr", "step")))
+rule_cases(ScheduleFree(ScheduleFreeConfig(betas=[0.5, 0.999])).rule(EXAMPLE, True), positive=(1,))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from ttrain.core.errors import ConfigError
 from ttrain.graph import Value
-from ttrain.graph.composite import cases
-from ttrain.graph.graph import Case
 from ttrain.nn.module import Parameter
 from ttrain.ops.update import Rule, update_rule
-from ttrain.optim.base import EXAMPLE, update_cases
+from ttrain.optim.base import EXAMPLE, rule_cases
 from ttrain.optim.settings import SGDConfig
 
 
@@ -62,6 +60,5 @@ class SGD:
 
 
 for _momentum, _nesterov, _decay in ((0.0, False, 0.1), (0.9, False, 0.1), (0.9, True, 0.0)):
-    _rule = SGD(SGDConfig(momentum=_momentum, nesterov=_nesterov, weight_decay=_decay)).rule(EXAMPLE, True)
-    update_cases(_rule)
-    cases(_rule.body, Case(((4, 8),) * (2 + len(_rule.slots)) + ((), ()), dict(_rule.settings)))
+    _config = SGDConfig(momentum=_momentum, nesterov=_nesterov, weight_decay=_decay)
+    rule_cases(SGD(_config).rule(EXAMPLE, True))
