@@ -125,10 +125,7 @@ def rms_norm_grad(dy: Value, x: Value, rstd: Value, weight: Value, residual: Val
     return cast(dx, x.spec.dtype), cast(dweight, weight.spec.dtype)
 
 
-@composite(
-    outputs=("total", "y", "rstd"), differentiable=False,
-    rematerialized=_norm_again, rematerialized_outputs=lambda node: node.outputs[1:2],
-)  # fmt: skip
+@composite(outputs=("total", "y", "rstd"), differentiable=False, rematerialized=_norm_again)
 def add_rms_norm(x: Value, branch: Value, weight: Value, eps: float) -> tuple[Value, Value, Value]:
     """total = x + branch; y = rms_norm(total), likewise."""
     require(x.spec == branch.spec, "add_rms_norm", f"{x.spec} and {branch.spec}", "equal specs")
