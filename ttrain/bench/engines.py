@@ -43,8 +43,7 @@ def step_graph(case: Case, device: Device | None = None, ranks: Ranks | None = N
 def device_of(order: Mapping[str, Any]) -> DeviceConfig:
     """The small config of the device."""
     values = order["device"]
-    config: DeviceConfig = registry.component("device", values["name"]).config(**values)
-    return config
+    return registry.component("device", values["name"]).config(**values)
 
 
 class EngineContender(Contender):

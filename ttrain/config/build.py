@@ -143,8 +143,7 @@ def shorter_model(model: Model, length: int, precision: PrecisionConfig, lora: L
     if length == model.config.context:
         return None
     if hasattr(model, "at_length"):
-        shorter: Model = model.at_length(length)
-        return shorter
+        return model.at_length(length)
     shorter = _model(replace(model.config, context=length), precision, lora)
     parameters, buffers = model.parameters(), model.buffers()
     if any(parameter.spec != parameters[path].spec for path, parameter in shorter.parameters().items()) or any(
@@ -190,8 +189,7 @@ def build_adapters(lora: LoraConfig, model: Model) -> PeftAdapter | None:
 
 def build_optimizer(config: OptimizerConfig) -> Optimizer:
     """The optimizer: target(config)."""
-    built: Optimizer = component("optimizer", config.name).load()(config)
-    return built
+    return component("optimizer", config.name).load()(config)
 
 
 def build_session(
@@ -285,8 +283,7 @@ def build_driver(
 
 def build_schedule(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
     """Step, counted from 1, to the factor of the peak learning rate: target(config, steps of the run)."""
-    built: Callable[[int], float] = component("schedule", config.name).load()(config, steps)
-    return built
+    return component("schedule", config.name).load()(config, steps)
 
 
 def planned_ranks(config: ParallelConfig) -> Ranks:
@@ -338,21 +335,18 @@ def planned_device(config: DeviceConfig) -> Device:
     target = component("device", config.name).target
     package = target.partition(":")[0].rpartition(".")[0] if isinstance(target, str) else ""
     if package and find_spec(f"{package}.planned") is not None:
-        planned: Device = import_module(f"{package}.planned").planned(config)
-        return planned
+        return import_module(f"{package}.planned").planned(config)
     return null_device(config)
 
 
 def build_engine(config: EngineConfig, device: Device, state: State) -> Engine:
     """The engine over a device and a state: target(config, device, state)."""
-    built: Engine = component("engine", config.name).load()(config, device, state)
-    return built
+    return component("engine", config.name).load()(config, device, state)
 
 
 def build_study(config: BenchConfig, seed: int) -> Study:
     """What task=bench measures: target(config, seed of weights and batches)."""
-    built: Study = component("bench", config.name).load()(config, seed)
-    return built
+    return component("bench", config.name).load()(config, seed)
 
 
 def build_console(config: LoggerConfig, name: str | None = None, bar: bool = True, silent: bool = False) -> Console:
@@ -370,5 +364,4 @@ def build_views(
     `folder` is the run directory, `run_config` the config as plain values, `run_id` the logger's id of an earlier
     attempt, `say` prints a line for the user.
     """
-    built: list[Logger] = component("logger", config.name).load()(config, folder, run_config, run_id, say)
-    return built
+    return component("logger", config.name).load()(config, folder, run_config, run_id, say)

@@ -32,8 +32,7 @@ class Component:
 
     def load(self) -> Callable[..., Any]:
         """The class or function behind the name; imports its module on first use."""
-        target: Callable[..., Any] = loaded(self.target) if isinstance(self.target, str) else self.target
-        return target
+        return loaded(self.target) if isinstance(self.target, str) else self.target
 
 
 def loaded(name: str) -> Any:

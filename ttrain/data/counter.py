@@ -40,8 +40,7 @@ def random_normals(key: int, counters: Words) -> NDArray[np.float64]:
     twice = counters * np.uint64(2)
     radius = _unit(random_words(key, twice))
     angle = _unit(random_words(key, twice + np.uint64(1)))
-    normals: NDArray[np.float64] = np.sqrt(-2 * np.log(radius)) * np.cos(2 * np.pi * angle)
-    return normals
+    return np.sqrt(-2 * np.log(radius)) * np.cos(2 * np.pi * angle)
 
 
 def shuffled(keys: Words, positions: Words, size: int) -> Words:

@@ -86,8 +86,7 @@ class DocumentStream:
 
     def begins(self, places: Places) -> NDArray[np.bool_]:
         """Whether each token is the first of its document."""
-        begins: NDArray[np.bool_] = self._starts[np.searchsorted(self._starts, places, "right") - 1] == places
-        return begins
+        return self._starts[np.searchsorted(self._starts, places, "right") - 1] == places
 
     def _run(self, seed: int, number: int, offset: int, most: int) -> tuple[int, int]:
         """Start and end of tokens that lie side by side, from an offset of one pass on."""

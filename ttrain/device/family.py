@@ -233,5 +233,4 @@ def family_of(config: DeviceConfig | type[DeviceConfig]) -> Family:
 @cache
 def _loaded(name: str) -> Family:
     module, _, attribute = name.partition(":")
-    family: Family = getattr(import_module(module), attribute)()
-    return family
+    return getattr(import_module(module), attribute)()

@@ -36,8 +36,7 @@ def compact(matrix: Matrix, eps: float = EPS) -> Matrix:
         keep[-1] = True
     if int(keep.sum()) >= matrix.shape[1]:
         return matrix
-    reduced: Matrix = (vectors[:, keep] * np.sqrt(np.maximum(values[keep], 0))).astype(np.float32)
-    return reduced
+    return (vectors[:, keep] * np.sqrt(np.maximum(values[keep], 0))).astype(np.float32)
 
 
 def compacted(matrices: Mapping[int, Matrix], eps: float = EPS) -> tuple[dict[int, Matrix], list[Compacted]]:

@@ -34,8 +34,7 @@ def prepare_plain(batch: Batch) -> tuple[dict[str, NDArray[Any]], dict[str, int]
 
 def preparation(model: Any) -> Prepare:
     """`Prepare` of a model: its own, or the plain one."""
-    prepare: Prepare = getattr(model, "prepare", prepare_plain)
-    return prepare
+    return getattr(model, "prepare", prepare_plain)
 
 
 def scored_positions(graph: Graph, count: int | None) -> Value:

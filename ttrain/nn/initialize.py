@@ -76,8 +76,7 @@ def generator_of(seed: int, path: str) -> np.random.Generator:
 
 def initial_value(parameter: Any, seed: int) -> Array:
     """The first value of one parameter of a model: fp32, of the parameter's shape, without what pads it."""
-    value: Array = parameter.initializer(generator_of(seed, parameter.path), parameter.shape)
-    return value
+    return parameter.initializer(generator_of(seed, parameter.path), parameter.shape)
 
 
 def initial_values(model: Any, seed: int) -> dict[str, Array]:

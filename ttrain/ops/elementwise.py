@@ -43,8 +43,7 @@ class Elementwise(Op):
 
     def __call__(self, *inputs: Value) -> Value:
         """Record the op into the graph of its inputs."""
-        result: Value = self.record(*inputs)
-        return result
+        return self.record(*inputs)
 
     def infer(self, *specs: TensorSpec) -> TensorSpec:
         expected = "a floating-point tensor" if len(specs) == 1 else "floating-point tensors"
@@ -142,8 +141,7 @@ def _cast(x: Value, dtype: DType) -> TensorSpec:
 
 def full(graph: Graph, spec: TensorSpec, value: float) -> Value:
     """A constant tensor."""
-    made: Value = graph.apply("full", spec=spec, value=float(value))
-    return made
+    return graph.apply("full", spec=spec, value=float(value))
 
 
 def at_least(x: Value, least: float) -> Value:

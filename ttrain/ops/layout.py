@@ -80,8 +80,7 @@ cases(transpose, Case(((4, 8),)), Case(((2, 3, 33),)))
 
 def split_heads(x: Value, parts: int, heads: int) -> tuple[Value, ...]:
     """[B, T, parts*H*D] -> parts x [B, H, T, D]."""
-    split: tuple[Value, ...] = op("split_heads").record(x, parts=parts, heads=heads)
-    return split
+    return op("split_heads").record(x, parts=parts, heads=heads)
 
 
 def _split_in_torch(x: Any, parts: int, heads: int) -> Any:

@@ -104,8 +104,7 @@ class DistributedWorld(World):
         return [dict(zip(names, row, strict=True)) for rows in every for row in rows.tolist()]
 
     def broadcast(self, value: T) -> T:
-        found: T = json.loads(self._broadcast_text(json.dumps(value)))
-        return found
+        return json.loads(self._broadcast_text(json.dumps(value)))
 
     def _broadcast_text(self, text: str) -> str:
         """The leading rank's text."""

@@ -53,8 +53,7 @@ def train(setup: Setup, device: Device, console: Console) -> float | None:
         try:
             next(turn)
         except StopIteration as end:
-            best: float | None = end.value
-            return best
+            return end.value
 
 
 def turns(setup: Setup, device: Device, console: Console, stop: StopRequests) -> Turns:

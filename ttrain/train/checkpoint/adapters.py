@@ -38,8 +38,7 @@ def merged(values: Mapping[str, Array], scale: float) -> Weights:
         if f"{layer}b.weight" not in values:
             return values[name]
         a, b = (values[f"{layer}{matrix}.weight"] for matrix in "ab")
-        whole: Array = values[name] + np.float32(scale) * (b @ a)
-        return whole
+        return values[name] + np.float32(scale) * (b @ a)
 
     return Weights({name: None for name in values if ADAPTER not in name}, read)
 

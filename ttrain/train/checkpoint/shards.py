@@ -99,13 +99,11 @@ def tensors_of(path: Path) -> Iterator[LazyTensor]:
 def _array(shard: Any, path: Path, name: str) -> Array:
     """A tensor of an open shard; bf16 comes as fp32, since numpy lacks it."""
     if shard.get_slice(name).get_dtype() != "BF16":
-        tensor: Array = shard.get_tensor(name)
-        return tensor
+        return shard.get_tensor(name)
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as same:
-        wide: Array = same.get_tensor(name).float().numpy()
-        return wide
+        return same.get_tensor(name).float().numpy()
 
 
 @contextmanager

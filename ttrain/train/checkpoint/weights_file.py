@@ -214,8 +214,7 @@ def read_parameters(path: Path, model: Any, content: Mapping[str, Any] | None = 
 
 def _from_original(path: Path, model: Any, content: Mapping[str, Any], strict: bool = True) -> Mapping[str, Any]:
     try:
-        found: Mapping[str, Any] = model.from_original(content, strict=strict)
-        return found
+        return model.from_original(content, strict=strict)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
 

@@ -33,8 +33,7 @@ class WeightState:
         return [path for path, kind in of.items() if not kinds or kind in kinds]
 
     def spec(self, name: str) -> TensorSpec:
-        spec: TensorSpec = self.model.persistent()[name].stored_spec
-        return spec
+        return self.model.persistent()[name].stored_spec
 
     def read(self, name: str) -> Array:
         return np.asarray(self.values[name], np.float32)

@@ -123,8 +123,7 @@ class Phases:
 
         def batch(step: int) -> Batch:
             self.turn(step)  # repeated steps may be of an earlier length
-            found: Batch = self._dataset.batch("train", seed, self._reader.before(step).samples, self._reader.rows)
-            return found
+            return self._dataset.batch("train", seed, self._reader.before(step).samples, self._reader.rows)
 
         return batch
 

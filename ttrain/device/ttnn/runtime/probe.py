@@ -27,8 +27,7 @@ def probe(mode: str, name: str, seconds: float, chips: int = 1) -> dict[str, Any
         return {"error": f"did not {'close' if opened else 'open'} within {seconds:g} s"}
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if lines:
-        result: dict[str, Any] = json.loads(lines[-1])
-        return result
+        return json.loads(lines[-1])
     last = (done.stderr.strip().splitlines() or [f"ended with exit code {done.returncode}"])[-1]
     return {"error": last[:300]}
 
