@@ -14,7 +14,7 @@ from tests.native.test_numbers import run_all
 from tests.ops.ulp import Tolerance, assert_within
 from ttrain.core.spec import DType
 from ttrain.graph.graph import op
-from ttrain.ops.fused import step
+from ttrain.ops.program import step
 
 BINARY = ("add", "subtract", "multiply", "gelu_grad", "tanh_grad", "relu_grad")
 UNARY = ("scale", "gelu", "tanh", "relu", "cast", "exp", "dropout")

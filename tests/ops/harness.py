@@ -24,7 +24,7 @@ POISON = {DType.INT64: -(2**40), DType.INT32: -(2**30), DType.BOOL: True}
 
 
 def recorded_by_models(op: Op) -> bool:
-    """Not those of ops/fused.py, which a pass makes for devices with rows for them: tests/native runs them. Nor an
+    """Not those of family fused, which a pass makes for devices with rows for them: tests/native runs them. Nor an
     optimizer's rule by itself: op update runs it.
     """
     return op.family not in ("fused", "rule")

@@ -4,7 +4,7 @@ Importing this package fills the registry; the functions here record nodes into 
 """
 
 from ttrain.ops.activation import activation, gated_activation, gelu
-from ttrain.ops.attention import attention
+from ttrain.ops.attention import attention, softmax
 from ttrain.ops.cache import cache_write, cached_attention
 from ttrain.ops.collective import (
     all_gather_state,
@@ -38,14 +38,12 @@ from ttrain.ops.elementwise import (
     tanh,
 )
 from ttrain.ops.embedding import embedding, one_hot
-from ttrain.ops.fused import fused
 from ttrain.ops.layout import expand, index_put, index_select, merge_heads, reshape, split_heads, transpose
 from ttrain.ops.loss import cross_entropy, head_cross_entropy, squared_error
 from ttrain.ops.matmul import head_matmul, linear, matmul
 from ttrain.ops.norm import layer_norm, rms_norm
-from ttrain.ops.program import step
+from ttrain.ops.program import fused, step
 from ttrain.ops.random import dropout
 from ttrain.ops.reduce import amax, global_norm, mean, reduce_sum
 from ttrain.ops.rotary import rotary
-from ttrain.ops.softmax import softmax
 from ttrain.ops.update import Rule, accumulate, assign, clip_factor, update

@@ -12,10 +12,10 @@ from ttrain.core.attention_mask import EVERY_KEY, FULL, HIDDEN, AttentionMask, a
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.composite import cases, composite, primitive, require
 from ttrain.graph.graph import Case, Value
+from ttrain.ops.attention import softmax
 from ttrain.ops.common import free
 from ttrain.ops.layout import reshape
 from ttrain.ops.matmul import matmul
-from ttrain.ops.softmax import softmax
 
 
 def _check_places(owner: str, count: int, *places: Value) -> None:

@@ -60,3 +60,20 @@ cases(
     Case(((6, 3), (6,)), {"vocabulary": 1}, integers={"ids": 1}),
     Case(((5, 3), (5,)), {"vocabulary": 33}, integers={"ids": 3}),
 )
+
+
+@composite(family="fused", outputs=("sum",), differentiable=False, flops=lambda node: node.input("dy").spec.size)
+def add_embedding_grad(base: Value, dy: Value, ids: Value) -> Value:
+    """sum = base + embedding_grad(dy, ids), rounded once. Over its base it touches only the rows that occur."""
+    name, width = "add_embedding_grad", dy.shape[-1]
+    require(dy.shape[:-1] == ids.shape, name, f"dy {dy.spec} and ids {ids.spec}", "equal leading axes")
+    fits = base.spec.rank == 2 and base.shape[1] == width and base.spec.dtype is dy.spec.dtype
+    require(fits, name, f"base {base.spec}", f"{dy.spec.dtype}[vocabulary, {width}]")
+    return base + embedding_grad(dy, ids, base.shape[0])
+
+
+cases(
+    add_embedding_grad,
+    Case(((7, 4), (3, 5, 4), (3, 5)), integers={"ids": 7}),
+    Case(((65, 40), (33, 40), (33,)), integers={"ids": 65}),
+)

@@ -1,4 +1,7 @@
-"""Elementwise programs: what one loop over memory computes, as data that a device's code generator reads."""
+"""Elementwise programs: what one loop over memory computes, as data that a device's code generator reads.
+
+No model records the op `fused`: a pass puts it in the place of neighbours, for a device that gains by it.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from typing import Any
 
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.composite import Composite
-from ttrain.graph.graph import Graph, Value, op
+from ttrain.graph.composite import Composite, cases, composite, require
+from ttrain.graph.graph import Case, Graph, Value, op
 
 Step = tuple[str, tuple[int, ...], tuple[tuple[str, Any], ...]]  # op name, operands, attributes
 Program = tuple[Step, ...]
@@ -57,3 +60,39 @@ def record(program: Program, results: Sequence[int], inputs: Sequence[Value]) ->
     for name, operands, attributes in program:
         known.append(op(name).record(*(known[item] for item in operands), graph=graph, **dict(attributes)))
     return [known[len(inputs) + item] for item in results]
+
+
+def _result_specs(*known: TensorSpec, program: Program, results: tuple[int, ...]) -> list[TensorSpec]:
+    found = list(known)
+    for name, operands, attributes in program:
+        found += op(name).infer_outputs([found[item] for item in operands], dict(attributes))[:1]
+    made = found[len(known) :]
+    shapes = {spec.shape for spec in made}
+    require(len(shapes) == 1, "fused", f"results of shapes {sorted(shapes)}", "one shape")
+    return [made[item] for item in results]
+
+
+@composite(family="fused", outputs=("results*",), elementwise=True, differentiable=False, infer=_result_specs)
+def fused(inputs: Sequence[Value], program: Program, results: tuple[int, ...]) -> tuple[Value, ...]:
+    """A program of elementwise ops over tensors that broadcast to one shape, which every result has.
+
+    `program` lists the steps (see `step`); `results` tells which steps' values are outputs. A lookup of rows
+    (embedding) may be a step. Values in between need not be rounded to their dtype.
+    """
+    return tuple(record(program, results, inputs))
+
+
+_BIAS_GELU = (step("add", 0, 1), step("gelu", 2, approximate="tanh"))
+_BOTH = (step("gelu", 1, approximate="tanh"), step("gelu_grad", 0, 1, approximate="tanh"))
+_LOOKUP = (step("embedding", 0, 1), step("add", 4, 2), step("dropout", 5, 3, p=0.25, stream=5))
+_LOOKUP_INTEGERS = {"inputs.0": 7, "inputs.3": 2**62}
+_SCALED = (step("multiply", 0, 1), step("scale", 3, factor=0.5), step("subtract", 4, 2), step("relu", 5))
+cases(
+    fused,
+    Case(((5, 33), (33,)), {"program": _BIAS_GELU, "results": (0, 1)}),
+    Case(((2, 3, 16), (2, 3, 16)), {"program": _BOTH, "results": (1, 0)}),
+    Case(((2, 5), (7, 12), (5, 12), ()), {"program": _LOOKUP, "results": (2,)}, _LOOKUP_INTEGERS),
+    Case(((3,), (7, 1), (3, 1), ()), {"program": _LOOKUP, "results": (1, 2)}, _LOOKUP_INTEGERS),
+    Case(((4, 2, 3), (), (2, 1)), {"program": _SCALED, "results": (3,)}),
+    Case(((300,), (1,), (300,)), {"program": _SCALED, "results": (3, 2)}),
+)

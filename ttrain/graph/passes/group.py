@@ -1,6 +1,6 @@
 """Joining neighbours that one pass over memory can serve, for a device whose kernels are made for a plan.
 
-Needs a kernel table with rows for the ops of ops/fused.py.
+Needs a kernel table with a row for op `fused`.
 """
 
 from __future__ import annotations
