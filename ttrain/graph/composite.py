@@ -26,12 +26,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Inputs = tuple[Value | None, ...]
 Gradient = Callable[..., Sequence[Value | None]]  # (node, gradients of the outputs) -> of the inputs
-_LISTED: dict[Any, str] = {
-    Value: "{}",
-    Value | None: "{}?",
-    Sequence[Value]: "{}*",
-}  # annotation -> how `Op.inputs` spells it
-_CONVERTED: dict[Any, Callable[[Any], Any]] = {float: float, Sequence[int]: tuple}  # annotation of an attribute -> how
+# Annotation of a parameter -> how `Op.inputs` spells it, and how an attribute is converted.
+_LISTED: dict[Any, str] = {Value: "{}", Value | None: "{}?", Sequence[Value]: "{}*"}
+_CONVERTED: dict[Any, Callable[[Any], Any]] = {float: float, Sequence[int]: tuple}
 _NOWHERE = Graph()  # of the values that a primitive's rule looks at
 
 
