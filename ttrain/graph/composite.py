@@ -140,7 +140,7 @@ class Composite(Declared[P, R]):
     def reference(self, *tensors: Any, **attributes: Any) -> Any:
         """The body on torch tensors, node by node."""
         outputs = self.probe(specs_of(tensors), attributes).run(tensors)
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        return outputs[0] if len(outputs) == 1 and not self.outputs[0].endswith("*") else tuple(outputs)
 
     def probe(self, specs: Sequence[TensorSpec | None], attributes: Mapping[str, Any]) -> Probe:
         """The body on inputs of these specs. Raises ShapeError that begins with the name of this op."""
