@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from ttrain import ops
+from ttrain.core.attention_mask import CAUSAL
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Value
-from ttrain.models.base import LOSS_WEIGHT, SCALAR, Batch, prepare_plain, scored_positions
-from ttrain.models.cache import POSITIONS
+from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED, Batch, prepare_plain, scored_positions
+from ttrain.models.cache import POSITIONS, Caches
 from ttrain.models.settings import DecoderConfig
 from ttrain.nn.initialize import Constant, Normal
 from ttrain.nn.layers import Embedding, Linear, RMSNorm
@@ -22,14 +23,35 @@ from ttrain.nn.module import Module, Parameter, Role, use
 
 Own = TypeVar("Own", bound="Decoder")
 FUTURE = "future_targets"
+STD = 0.02  # of every weight at the start; output projections of the two branches start 1/sqrt(2 layers) smaller
+Angles = tuple[Value, Value]  # cos and sin of the places of tokens: [T, R], of packed documents [B, T, R]
+
+
+def linear(inputs: int, outputs: int, bias: bool | None, std: float = STD, role: Role = Role.HIDDEN) -> Linear:
+    """A layer whose weights start as N(0, std)."""
+    return Linear(inputs, outputs, bool(bias), Normal(std), Constant(0.0), role)
+
+
+class BlockInputs(NamedTuple):
+    """What blocks read beside the residual stream [B, T, C], None for what there is not."""
+
+    seed: Value | None  # of dropout
+    positions: Value | None  # of the tokens of packed documents, int64 [B, T]
+    caches: Caches | None  # of the text before
+    values: Value | None  # what attention adds to its values [B, T, all heads]
+    angles: Angles | None  # of rotary positions
 
 
 class Decoder(Module, ABC):
-    """tokens int64 [B, T] -> loss or logits. A model records `hidden`; the head may be the embedding's weight."""
+    """tokens int64 [B, T] -> loss or logits. A model has blocks, which take the residual stream and BlockInputs to the
+    residual stream, a norm behind them, and an `embed` before them; the head may be the embedding's weight.
+    """
 
     config: Any
     compute: DType
     embedding: Embedding
+    blocks: list[Any]
+    norm: Any
     head: Linear | None
     width: int
     context: int  # longest text
@@ -41,7 +63,7 @@ class Decoder(Module, ABC):
     def finish(self) -> None:
         """Called at the end of construction: names the parameters, and starts them as the config's switches say."""
         if self.config.future_weight:
-            self.future = Linear(self.width, self.width, bias=False, weight_initializer=Normal(0.02))
+            self.future = Linear(self.width, self.width, bias=False, weight_initializer=Normal(STD))
         self.name_parameters()
         ratio = self.config.width_ratio
         for path, parameter in self.parameters().items():
@@ -52,11 +74,48 @@ class Decoder(Module, ABC):
                 parameter.initializer = Constant(0.0)
 
     @abstractmethod
+    def embed(self, tokens: Value, placed: Callable[[Value], Value], seed: Value | None) -> tuple[Value, Angles | None]:
+        """The residual stream [B, T, C] of tokens [B, T], and the angles of a model with rotary positions.
+
+        `placed` picks the rows of a table [context, n] for the places of the tokens.
+        """
+
     def hidden(self, graph: Graph, rows: int, training: bool, positions: Value | None = None) -> Value:
-        """What the head reads: [rows * length, width] in the compute dtype.
+        """What the head reads, the last norm's output: [rows * length, width] in the compute dtype.
 
         `positions` int64 [rows, length], where given, count from 0 anew in every document of a row.
         """
+        seed = graph.input("seed", SEED) if training and self.config.dropout else None
+        tokens = graph.input("tokens", self.batch_specs(rows)["tokens"])
+        return self._read(tokens, lambda table: self._placed(table, positions), training, seed, positions)
+
+    def extend(self, graph: Graph, count: int, mask: str = CAUSAL) -> Value:
+        """Hidden states [count, width] of `count` tokens of one text, of which the caches hold what comes before.
+
+        Step inputs and caches are those of models/cache.py; `mask` is causal, the only one that such a model has.
+        """
+        caches = Caches(graph, count, self.context, mask)
+        return self._read(caches.tokens, lambda table: ops.embedding(caches.positions, table), caches=caches)
+
+    def _read(
+        self,
+        tokens: Value,
+        placed: Callable[[Value], Value],
+        training: bool = False,
+        seed: Value | None = None,
+        positions: Value | None = None,
+        caches: Caches | None = None,
+    ) -> Value:
+        """Embedding, blocks and the last norm: [B, T] -> [B * T, C]."""
+        graph = tokens.graph
+        with graph.scope("embedding"):
+            x, angles = self.embed(tokens, placed, seed)
+            values = None if self.value_embedding is None else self.value_embedding(tokens, self.compute)
+        for index, block in enumerate(self.blocks):
+            with graph.scope(f"blocks.{index}"), graph.segment(training and self.config.recompute == "block"):
+                x = block(x, BlockInputs(seed, positions, caches, values, angles))
+        with graph.scope("norm"):
+            return ops.reshape(self.norm(x), (x.spec.size // self.width, self.width))
 
     def batch_specs(self, rows: int) -> dict[str, TensorSpec]:
         """`tokens`, `targets`, where documents are packed `positions`, and with a future layer `future_targets`: int64
@@ -120,10 +179,6 @@ class Decoder(Module, ABC):
         """Hidden states as the head reads them: a sum over more features has to stay as large (muP)."""
         ratio = self.config.width_ratio
         return hidden if ratio == 1 else hidden * (1 / ratio)
-
-    def _values(self, tokens: Value) -> Value | None:
-        """What is added to the values of every block: tokens [B, T] -> [B, T, width of all heads of values]."""
-        return None if self.value_embedding is None else self.value_embedding(tokens, self.compute)
 
     def _capped(self, logits: Value) -> Value:
         cap = self.config.logit_cap

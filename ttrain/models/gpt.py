@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from ttrain import ops
-from ttrain.core.attention_mask import CAUSAL
 from ttrain.core.spec import DType
-from ttrain.graph import Graph, Value
+from ttrain.graph import Value
 from ttrain.models import gpt_weights
-from ttrain.models.base import SEED
-from ttrain.models.cache import Caches
-from ttrain.models.decoder import Decoder, Heads
+from ttrain.models.decoder import STD, BlockInputs, Decoder, Heads, linear
 from ttrain.models.settings import GPTConfig
 from ttrain.models.weight_checks import Weight
-from ttrain.nn.initialize import Constant, Normal
-from ttrain.nn.layers import Dropout, Embedding, LayerNorm, Linear
+from ttrain.nn.initialize import Normal
+from ttrain.nn.layers import Dropout, Embedding, LayerNorm
 from ttrain.nn.module import Module, Role, use
 
-STD = 0.02  # of every weight at the start; output projections of the two branches start 1/sqrt(2 layers) smaller
 _STREAMS_PER_BLOCK = 3  # dropout masks: attention weights, attention branch, feed-forward branch
-
-
-def _linear(inputs: int, outputs: int, bias: bool, std: float = STD, role: Role = Role.HIDDEN) -> Linear:
-    return Linear(inputs, outputs, bias, Normal(std), Constant(0.0), role)
 
 
 class Attention(Heads):
@@ -35,16 +27,14 @@ class Attention(Heads):
 
     def __init__(self, width: int, heads: int, config: GPTConfig, residual_std: float, stream: int) -> None:
         super().__init__(config, width // heads, width, eps=1e-5)
-        self.qkv = _linear(width, 3 * width, config.bias)
+        self.qkv = linear(width, 3 * width, config.bias)
         self.qkv.weight.parts = 3
-        self.projection = _linear(width, width, config.bias, residual_std)
+        self.projection = linear(width, width, config.bias, residual_std)
         self._heads, self._p, self._stream = heads, config.dropout, stream
         self._dropout = Dropout(config.dropout, stream + 1)
 
-    def __call__(
-        self, y: Value, seed: Value | None, positions: Value | None, caches: Caches | None, values: Value | None
-    ) -> Value:
-        qkv = self.qkv(y)
+    def __call__(self, y: Value, inputs: BlockInputs) -> Value:
+        qkv, seed, caches, values = self.qkv(y), inputs.seed, inputs.caches, inputs.values
         if caches is not None:
             q, k, v = self._apart(qkv, values)
             mixed = ops.merge_heads([caches.attend(self._path, q, k, v, self._scale)])
@@ -53,7 +43,7 @@ class Attention(Heads):
             if self.query_norm is not None or self.value_mix is not None:
                 given = [ops.merge_heads([part]) for part in self._apart(qkv, values)]
             random: dict[str, Any] = {"seed": seed, "p": 0.0 if seed is None else self._p, "stream": self._stream}
-            mixed = ops.attention(*given, heads=self._heads, scale=self._scale, positions=positions, **random)
+            mixed = ops.attention(*given, heads=self._heads, scale=self._scale, positions=inputs.positions, **random)
         return self._dropout(self.projection(mixed), seed)
 
     def _apart(self, qkv: Value, values: Value | None) -> tuple[Value, Value, Value]:
@@ -74,8 +64,8 @@ class FeedForward(Module):
     """Two linear layers, four times as wide in between: y [B, T, C] -> branch [B, T, C]."""
 
     def __init__(self, width: int, config: GPTConfig, residual_std: float, stream: int) -> None:
-        self.up = _linear(width, 4 * width, config.bias)
-        self.down = _linear(4 * width, width, config.bias, residual_std)
+        self.up = linear(width, 4 * width, config.bias)
+        self.down = linear(4 * width, width, config.bias, residual_std)
         self._activation = config.activation
         self._dropout = Dropout(config.dropout, stream)
 
@@ -92,12 +82,10 @@ class Block(Module):
         self.feed_forward_norm = LayerNorm(width, config.bias)
         self.feed_forward = FeedForward(width, config, residual_std, stream + 2)
 
-    def __call__(
-        self, x: Value, seed: Value | None, positions: Value | None, caches: Caches | None, values: Value | None
-    ) -> Value:
+    def __call__(self, x: Value, inputs: BlockInputs) -> Value:
         """Residual stream x [B, T, C] -> [B, T, C]."""
-        x = x + self.attention(self.attention_norm(x), seed, positions, caches, values)
-        return x + self.feed_forward(self.feed_forward_norm(x), seed)
+        x = x + self.attention(self.attention_norm(x), inputs)
+        return x + self.feed_forward(self.feed_forward_norm(x), inputs.seed)
 
 
 class GPT(Decoder):
@@ -120,48 +108,13 @@ class GPT(Decoder):
             for index in range(self.layers)
         ]
         self.norm = LayerNorm(self.width, config.bias)
-        self.head = None if config.tied else _linear(self.width, self.vocabulary, bias=False, role=Role.OUTPUT)
+        self.head = None if config.tied else linear(self.width, self.vocabulary, bias=False, role=Role.OUTPUT)
         self.value_embedding = Embedding(self.vocabulary, self.width, Normal(STD)) if config.value_embeddings else None
         self.finish()
 
-    def extend(self, graph: Graph, count: int, mask: str = CAUSAL) -> Value:
-        """Hidden states [count, width] of `count` tokens of one text, of which the caches hold what comes before.
-
-        Step inputs and caches are those of models/cache.py; `mask` is causal, the only one that this model has.
-        """
-        caches = Caches(graph, count, self.context, mask)
-        with graph.scope("embedding"):
-            places = ops.embedding(caches.positions, use(graph, self.positions.weight, self.compute))
-            x = ops.add(self.embedding(caches.tokens, self.compute), ops.reshape(places, (1, count, self.width)))
-            values = self._values(caches.tokens)
-        return ops.reshape(self._blocks(x, None, False, values, caches=caches), (count, self.width))
-
-    def hidden(self, graph: Graph, rows: int, training: bool, positions: Value | None = None) -> Value:
-        """What the head reads: the last norm's output [rows * length, width] in the compute dtype."""
-        seed = graph.input("seed", SEED) if training and self.config.dropout else None
-        tokens = graph.input("tokens", self.batch_specs(rows)["tokens"])
-        with graph.scope("embedding"):
-            places = self._placed(use(graph, self.positions.weight, self.compute), positions)
-            x = self._dropout(ops.add(self.embedding(tokens, self.compute), places), seed)
-            values = self._values(tokens)
-        return ops.reshape(self._blocks(x, seed, training, values, positions), (rows * self.length, self.width))
-
-    def _blocks(
-        self,
-        x: Value,
-        seed: Value | None,
-        training: bool,
-        values: Value | None,
-        positions: Value | None = None,
-        caches: Caches | None = None,
-    ) -> Value:
-        """All blocks and the last norm: [B, T, C] -> [B, T, C]."""
-        graph = x.graph
-        for index, block in enumerate(self.blocks):
-            with graph.scope(f"blocks.{index}"), graph.segment(training and self.config.recompute == "block"):
-                x = block(x, seed, positions, caches, values)
-        with graph.scope("norm"):
-            return self.norm(x)
+    def embed(self, tokens: Value, placed: Callable[[Value], Value], seed: Value | None) -> tuple[Value, None]:
+        places = placed(use(tokens.graph, self.positions.weight, self.compute))
+        return self._dropout(ops.add(self.embedding(tokens, self.compute), places), seed), None
 
     def to_original(self, values: Mapping[str, Any], transposed: bool = False) -> dict[str, Weight]:
         """Parameters by path -> weights under nanoGPT's names, or with `transposed` in Hugging Face's form."""

@@ -14,21 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ttrain import ops
-from ttrain.core.attention_mask import CAUSAL
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import DType
 from ttrain.graph import Graph, Value
 from ttrain.models import llama_weights
-from ttrain.models.base import SEED
 from ttrain.models.cache import Caches
-from ttrain.models.decoder import Decoder, Heads
+from ttrain.models.decoder import STD, Angles, BlockInputs, Decoder, Heads, linear
 from ttrain.models.settings import LlamaConfig
-from ttrain.nn.initialize import Constant, Normal
-from ttrain.nn.layers import Embedding, Linear, RMSNorm
+from ttrain.nn.initialize import Normal
+from ttrain.nn.layers import Embedding, RMSNorm
 from ttrain.nn.module import Buffer, Module, Role, use_buffer
-
-STD = 0.02  # of every weight at the start; output projections of the two branches start 1/sqrt(2 layers) smaller
-Angles = tuple[Value, Value]  # cos and sin of the places of tokens: [T, R], of packed documents [B, T, R]
 
 
 def frequencies(config: LlamaConfig, pairs: int) -> NDArray[np.float32]:
@@ -43,10 +38,6 @@ def frequencies(config: LlamaConfig, pairs: int) -> NDArray[np.float32]:
         turns = config.rotary_context * plain / (2 * np.pi)
         kept = np.clip((turns - config.rotary_low) / (config.rotary_high - config.rotary_low), 0, 1).astype(np.float32)
     return plain * (kept + (1 - kept) / np.float32(config.rotary_factor))
-
-
-def _linear(inputs: int, outputs: int, bias: bool | None, std: float = STD, role: Role = Role.HIDDEN) -> Linear:
-    return Linear(inputs, outputs, bool(bias), Normal(std), Constant(0.0), role)
 
 
 class Rotary(Module):
@@ -73,30 +64,23 @@ class Attention(Heads):
     def __init__(self, config: LlamaConfig, width: int, heads: int, residual_std: float, stream: int) -> None:
         assert config.kv_heads is not None and config.head_width is not None and config.norm_eps is not None
         super().__init__(config, config.head_width, config.kv_heads * config.head_width, config.norm_eps)
-        self.query = _linear(width, heads * config.head_width, config.qkv_bias)
-        self.key, self.value = (_linear(width, config.kv_heads * config.head_width, config.qkv_bias) for _ in range(2))
-        self.projection = _linear(heads * config.head_width, width, config.projection_bias, residual_std)
+        self.query = linear(width, heads * config.head_width, config.qkv_bias)
+        self.key, self.value = (linear(width, config.kv_heads * config.head_width, config.qkv_bias) for _ in range(2))
+        self.projection = linear(heads * config.head_width, width, config.projection_bias, residual_std)
         self._heads, self._kv_heads, self._width = heads, config.kv_heads, config.head_width
         self._window, self._p, self._stream = config.window, config.dropout, stream
 
-    def __call__(
-        self,
-        y: Value,
-        angles: Angles,
-        seed: Value | None,
-        positions: Value | None,
-        caches: Caches | None,
-        values: Value | None,
-    ) -> Value:
-        q = self._rotated(self.query(y), self.query_norm, self._heads, angles)
-        k = self._rotated(self.key(y), self.key_norm, self._kv_heads, angles)
-        v = self.with_embedding(self.value(y), values)
-        if caches is not None:
-            return self.projection(self._cached(caches, q, k, v))
-        p = 0.0 if seed is None else self._p
+    def __call__(self, y: Value, inputs: BlockInputs) -> Value:
+        assert inputs.angles is not None
+        q = self._rotated(self.query(y), self.query_norm, self._heads, inputs.angles)
+        k = self._rotated(self.key(y), self.key_norm, self._kv_heads, inputs.angles)
+        v = self.with_embedding(self.value(y), inputs.values)
+        if inputs.caches is not None:
+            return self.projection(self._cached(inputs.caches, q, k, v))
+        p = 0.0 if inputs.seed is None else self._p
         heads: dict[str, Any] = {"heads": self._heads, "kv_heads": self._kv_heads, "window": self._window}
-        random: dict[str, Any] = {"seed": seed, "p": p, "stream": self._stream}
-        return self.projection(ops.attention(q, k, v, scale=self._scale, positions=positions, **heads, **random))
+        random: dict[str, Any] = {"seed": inputs.seed, "p": p, "stream": self._stream, "positions": inputs.positions}
+        return self.projection(ops.attention(q, k, v, scale=self._scale, **heads, **random))
 
     def _cached(self, caches: Caches, q: Value, k: Value, v: Value) -> Value:
         path = self.query.weight.path.removesuffix(".query.weight")
@@ -115,8 +99,8 @@ class FeedForward(Module):
     """down(f(gate(y)) * up(y)): y [B, T, C] -> branch [B, T, C]."""
 
     def __init__(self, config: LlamaConfig, width: int, hidden: int, residual_std: float) -> None:
-        self.gate, self.up = (_linear(width, hidden, config.feed_forward_bias) for _ in range(2))
-        self.down = _linear(hidden, width, config.feed_forward_bias, residual_std)
+        self.gate, self.up = (linear(width, hidden, config.feed_forward_bias) for _ in range(2))
+        self.down = linear(hidden, width, config.feed_forward_bias, residual_std)
         self._activation = config.activation
 
     def __call__(self, y: Value) -> Value:
@@ -136,17 +120,9 @@ class Block(Module):
         self.feed_forward_norm = RMSNorm(width, config.norm_eps)
         self.feed_forward = FeedForward(config, width, hidden, std)
 
-    def __call__(
-        self,
-        x: Value,
-        angles: Angles,
-        seed: Value | None,
-        positions: Value | None,
-        caches: Caches | None,
-        values: Value | None,
-    ) -> Value:
+    def __call__(self, x: Value, inputs: BlockInputs) -> Value:
         """Residual stream x [B, T, C] -> [B, T, C]."""
-        x = x + self.attention(self.attention_norm(x), angles, seed, positions, caches, values)
+        x = x + self.attention(self.attention_norm(x), inputs)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -169,51 +145,14 @@ class Llama(Decoder):
             for index in range(self.layers)
         ]
         self.norm = RMSNorm(self.width, config.norm_eps)
-        self.head = None if config.tied else _linear(self.width, self.vocabulary, bias=False, role=Role.OUTPUT)
+        self.head = None if config.tied else linear(self.width, self.vocabulary, bias=False, role=Role.OUTPUT)
         if config.value_embeddings:
             values = (config.kv_heads or self.heads) * config.head_width
             self.value_embedding = Embedding(self.vocabulary, values, Normal(STD))
         self.finish()
 
-    def hidden(self, graph: Graph, rows: int, training: bool, positions: Value | None = None) -> Value:
-        """What the head reads: the last norm's output [rows * length, width] in the compute dtype."""
-        seed = graph.input("seed", SEED) if training and self.config.dropout else None
-        tokens = graph.input("tokens", self.batch_specs(rows)["tokens"])
-        with graph.scope("embedding"):
-            x = self.embedding(tokens, self.compute)
-            angles = self.rotary(graph, lambda table: self._placed(table, positions))
-            values = self._values(tokens)
-        return self._blocks(x, angles, values, training, seed, positions)
-
-    def extend(self, graph: Graph, count: int, mask: str = CAUSAL) -> Value:
-        """Hidden states [count, width] of `count` tokens of one text, of which the caches hold what comes before.
-
-        Step inputs and caches are those of models/cache.py; `mask` is causal, the only one that this model has.
-        """
-        caches = Caches(graph, count, self.context, mask)
-        with graph.scope("embedding"):
-            x = self.embedding(caches.tokens, self.compute)
-            angles = self.rotary(graph, lambda table: ops.embedding(caches.positions, table))
-            values = self._values(caches.tokens)
-        return self._blocks(x, angles, values, caches=caches)
-
-    def _blocks(
-        self,
-        x: Value,
-        angles: Angles,
-        values: Value | None,
-        training: bool = False,
-        seed: Value | None = None,
-        positions: Value | None = None,
-        caches: Caches | None = None,
-    ) -> Value:
-        """All blocks and the last norm: [B, T, C] -> [B * T, C]."""
-        graph = x.graph
-        for index, block in enumerate(self.blocks):
-            with graph.scope(f"blocks.{index}"), graph.segment(training and self.config.recompute == "block"):
-                x = block(x, angles, seed, positions, caches, values)
-        with graph.scope("norm"):
-            return ops.reshape(self.norm(x), (x.spec.size // self.width, self.width))
+    def embed(self, tokens: Value, placed: Callable[[Value], Value], seed: Value | None) -> tuple[Value, Angles]:
+        return self.embedding(tokens, self.compute), self.rotary(tokens.graph, placed)
 
     original_name = staticmethod(llama_weights.original_name)
 
