@@ -13,16 +13,8 @@ from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Arena, Buffer, Device, Kernel, Launch, flat_launches, of_side
 from ttrain.engine.base import Engine, HostValue, Look, Step, Trace, host_outputs, traced_graph
 from ttrain.engine.state import State
+from ttrain.graph import passes
 from ttrain.graph.graph import Graph, Node, Value
-from ttrain.graph.passes import (
-    copy_reshapes,
-    decompose,
-    fuse,
-    gather_sides,
-    merge_common_subexpressions,
-    remove_dead_code,
-    store_early,
-)
 from ttrain.graph.verify import verify
 from ttrain.plan.build import build_plan
 from ttrain.plan.plan import Plan
@@ -31,16 +23,16 @@ from ttrain.plan.plan import Plan
 def prepare(trace: Trace, kernels: Container[str], device: Device, rematerializing: bool) -> Graph:
     """Trace a step and run every pass, verifying the graph at each border."""
     graph = verify(traced_graph(trace, device), "recording")
-    graph = verify(remove_dead_code(graph), "dead code")
-    graph = verify(merge_common_subexpressions(graph), "common subexpressions")
-    graph = verify(fuse(graph, kernels), "fusion")
-    graph = verify(remove_dead_code(decompose(graph, kernels, device.name)), "decomposition")
-    graph = verify(merge_common_subexpressions(graph), "common subexpressions of the parts")
-    graph = verify(copy_reshapes(graph, device.shares), "reshapes that copy")
+    graph = verify(passes.remove_dead_code(graph), "dead code")
+    graph = verify(passes.merge_common_subexpressions(graph), "common subexpressions")
+    graph = verify(passes.fuse(graph, kernels), "fusion")
+    graph = verify(passes.remove_dead_code(passes.decompose(graph, kernels, device.name)), "decomposition")
+    graph = verify(passes.merge_common_subexpressions(graph), "common subexpressions of the parts")
+    graph = verify(passes.copy_reshapes(graph, device.shares), "reshapes that copy")
     if rematerializing and device.rematerializes:
         graph = verify(rematerialize(graph), "rematerialization")
-    graph = verify(store_early(remove_dead_code(graph)), "ordering")
-    return graph if device.host is None else verify(gather_sides(graph), "gathering")
+    graph = verify(passes.store_early(passes.remove_dead_code(graph)), "ordering")
+    return graph if device.host is None else verify(passes.gather_sides(graph), "gathering")
 
 
 class StaticEngine(Engine):

@@ -231,7 +231,9 @@ class Op:
         return None
 
     def derived(self, given: Mapping[str, Any], attributes: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Inputs of a test case that can't be random because they follow from the others, as fp64 tensors by name."""
+        """Inputs of a test case that can't be random because they follow from the others, as fp64 tensors by name;
+        names that the case does not have are passed over.
+        """
         return {}
 
     # What follows is shared machinery; subclasses leave it alone.

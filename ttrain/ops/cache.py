@@ -33,15 +33,11 @@ def _check_cache(owner: str, cache: TensorSpec, rows: TensorSpec, grouped: bool 
     require(rows.dtype is cache.dtype, owner, given, "equal dtypes")
 
 
-def _example_positions(rows: int, context: int) -> Any:
-    import torch
-
-    return torch.arange(rows) + (context - rows) // 2
-
-
 def _example_places(rows: int, context: int) -> dict[str, Any]:
     """Places in the middle; a query sees the pair of places that its own belongs to, and what is before."""
-    positions = _example_positions(rows, context)
+    import torch
+
+    positions = torch.arange(rows) + (context - rows) // 2
     return {"positions": positions, "visible": (positions // 2 * 2 + 2).clamp(max=context)}
 
 
@@ -51,7 +47,7 @@ def _example_places(rows: int, context: int) -> dict[str, Any]:
     flops=free,
     nbytes=lambda node: 2 * node.input("rows").spec.nbytes,
     reference=lambda cache, rows, positions: cache.index_copy(2, positions, rows),
-    derived=lambda given, _: {"positions": _example_positions(given["rows"].shape[2], given["cache"].shape[2])},
+    derived=lambda given, _: _example_places(given["rows"].shape[2], given["cache"].shape[2]),
 )
 def cache_write(cache: Value, rows: Value, positions: Value) -> TensorSpec:
     """cache[b, h, positions[i], :] <- rows[b, h, i, :]: rows [B, H, N, D], cache [B, H, C, D], positions int64 [N].

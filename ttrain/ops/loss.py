@@ -69,13 +69,9 @@ def _(node: Node, dloss: Value, log_sum_exp: None) -> Sequence[Value | None]:
     return [cross_entropy_grad(node.input("logits"), node.input("targets"), node.outputs[1], weight), None, None]
 
 
-def _derived_log_sum_exp(given: Mapping[str, Any], attributes: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"log_sum_exp": given["logits"].logsumexp(-1)}
-
-
 @composite(
     outputs=("dlogits",), wide=("log_sum_exp", "weight"), elementwise=True, differentiable=False,
-    derived=_derived_log_sum_exp,
+    derived=lambda given, _: {"log_sum_exp": given["logits"].logsumexp(-1)},
 )  # fmt: skip
 def cross_entropy_grad(logits: Value, targets: Value, log_sum_exp: Value, weight: Value) -> Value:
     """dlogits = weight (softmax(logits) - onehot(targets)), zero in rows without a target."""
