@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ttrain import ops
-from ttrain.core.attention_mask import CAUSAL, PAIRS
+from ttrain.core.attention_mask import CAUSAL, FULL, PAIRS, AttentionMask
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Value
 from ttrain.models import agillm_weights
@@ -55,7 +55,7 @@ class RankAttention(Module):
         path = self.rank_matrix.path.rpartition(".")[0]
         bias = "none" if mask == CAUSAL and self._position_bias == "future" else self._position_bias
         q, k, v = (ops.split_heads(x, 1, self._heads)[0] for x in (q, k, v))
-        return ops.merge_heads([caches.attend(path, q, k, v, self._scale, bias)])
+        return ops.merge_heads([caches.attend(path, q, k, v, self._scale, AttentionMask(FULL, bias))])
 
     def meeting(self, q: Value, k: Value) -> tuple[Value, Value]:
         """Queries and keys [B, T, heads * head width] where they meet: as wide, or rank wide."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ttrain import ops
-from ttrain.core.attention_mask import CAUSAL, FULL, PAIRS, AttentionMask
+from ttrain.core.attention_mask import CAUSAL, EVERY_KEY, PAIRS, AttentionMask
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Kind, Value
 from ttrain.ops.matmul import attention_scale
@@ -30,25 +30,17 @@ class Caches:
         self._graph, self._places, self._mask = graph, cache_places(context, mask), mask
 
     def attend(
-        self,
-        path: str,
-        q: Value,
-        k: Value,
-        v: Value,
-        scale: float | None = None,
-        position_bias: str = "none",
-        window: int | None = None,
+        self, path: str, q: Value, k: Value, v: Value, scale: float | None, mask: AttentionMask = EVERY_KEY
     ) -> Value:
         """Attention of the layer at `path`: q [1, H, count, K] -> [1, H, count, D], heads grouped as there.
 
         k [1, G, count, K] and v [1, G, count, D] go into the layer's caches first. `scale` is 1/sqrt(K) where it is
-        None; position_bias and window as in op cache_bias.
+        None; of the `mask` position bias and window count, see op cache_bias.
         """
         keys = ops.cache_write(self._cache(path, "keys", k), k, self.positions)
         values = ops.cache_write(self._cache(path, "values", v), v, self.positions)
         factor = attention_scale(q.shape[-1]) if scale is None else scale
-        rules = AttentionMask(FULL, position_bias, window)
-        return ops.cached_attention(q, keys, values, self.positions, self.visible, factor, rules)
+        return ops.cached_attention(q, keys, values, self.positions, self.visible, factor, mask)
 
     def _cache(self, path: str, part: str, rows: Value) -> Value:
         batch, heads, _, width = rows.shape

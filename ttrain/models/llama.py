@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ttrain import ops
+from ttrain.core.attention_mask import FULL, AttentionMask
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import DType
 from ttrain.graph import Graph, Value
@@ -85,7 +86,8 @@ class Attention(Heads):
     def _cached(self, caches: Caches, q: Value, k: Value, v: Value) -> Value:
         path = self.query.weight.path.removesuffix(".query.weight")
         k, v = (ops.split_heads(x, 1, self._kv_heads)[0] for x in (k, v))
-        mixed = caches.attend(path, ops.split_heads(q, 1, self._heads)[0], k, v, self._scale, window=self._window)
+        near = AttentionMask(FULL, window=self._window)
+        mixed = caches.attend(path, ops.split_heads(q, 1, self._heads)[0], k, v, self._scale, near)
         return ops.merge_heads([mixed])
 
     def _rotated(self, x: Value, norm: RMSNorm | None, heads: int, angles: Angles) -> Value:
