@@ -218,7 +218,7 @@ def _choosing(context: Context, explicit: Kernel, flash: Kernel, start: int, bia
         ]
         return chosen(specs, attributes).bind(ins, outs, attributes, work)
 
-    def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    def workspace(ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
         return chosen(ins, attributes).workspace_specs(ins, outs, attributes)
 
     def supports(ins: Sequence[TensorSpec | None], attributes: Attributes) -> bool:

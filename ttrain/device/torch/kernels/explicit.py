@@ -230,7 +230,7 @@ def explicit_forward(context: Context) -> Kernel:
             ]
         return chain(*launches)
 
-    def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    def workspace(ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
         queries, keys, values = specs_by_heads(ins[:3], attributes)
         results = queries.with_shape(*queries.shape[:3], values.shape[3])
         scores, documents = _scores_spec(context, queries, ins[5], attributes)
@@ -291,7 +291,7 @@ def explicit_backward(context: Context) -> Kernel:
             ]
         return chain(*launches, copying(targets[1], dk), copying(targets[2], dv))
 
-    def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    def workspace(ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
         queries, keys, values = specs_by_heads(ins[1:4], attributes)
         gradients = queries.with_shape(*queries.shape[:3], values.shape[3])
         scores, documents = _scores_spec(context, queries, ins[8], attributes)

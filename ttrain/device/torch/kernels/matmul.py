@@ -11,7 +11,7 @@ import torch
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Kernel, Launch, chain
-from ttrain.device.torch.kernels.common import ROWS, Attributes, Context, Specs, Tensors, rows_of
+from ttrain.device.torch.kernels.common import ROWS, Attributes, Context, Given, Specs, Tensors, rows_of
 from ttrain.device.torch.kernels.product import fresh_bytes, product, takes_onednn
 
 
@@ -61,7 +61,7 @@ def _on_cpu(row: Kernel, context: Context, sizes: Callable[..., _Sizes | None]) 
 def _linear(context: Context) -> Kernel:
     """A product, then the activation's own row in place: fused or not, the bits are the same."""
 
-    def bind(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    def bind(ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         x, weight, bias = ins
         rows, y = rows_of(x), rows_of(outs[0])
         linear = product(rows, weight.t(), y, bias, context.products)
@@ -70,7 +70,7 @@ def _linear(context: Context) -> Kernel:
         name, settings = _activation(attributes["activation"])
         return chain(linear, ROWS[name](context).bind([y], [y], settings, work))
 
-    def workspace(ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    def workspace(ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
         if attributes.get("activation") is None:
             return []
         name, settings = _activation(attributes["activation"])
