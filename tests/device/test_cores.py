@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -92,3 +94,18 @@ def test_the_doctor_tells_cores_memory_and_vector_units(
     assert cores.text.endswith(": 1 physical core, 3 that this process may use, a container's quota of 2")
     assert "GiB" in memory.text and memory.text.endswith(" free") and vectors.state == state
     assert vectors.text.startswith(told)
+
+
+def test_work_of_others_is_what_the_cores_did_without_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three cores are ours: 10 s later they were busy for 9 + 8 s, 12 of them with this process."""
+    import psutil
+
+    reads = iter([[(0, 0), (0, 0), (0, 0)], [(7, 2), (10, 0), (8, 0)]])
+    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda process: {0, 2}, raising=False)
+    monkeypatch.setattr(
+        psutil, "cpu_times", lambda percpu: [SimpleNamespace(user=user, system=system) for user, system in next(reads)]
+    )
+    monkeypatch.setattr(
+        cores, "time", SimpleNamespace(monotonic=count(0, 10).__next__, process_time=count(3, 12).__next__)
+    )
+    assert cores.OtherWork().cores() == pytest.approx(0.5)

@@ -33,6 +33,9 @@ class Contender(ABC):
     def synchronize(self) -> None:
         """Wait until all steps are done."""
 
+    def rest(self) -> None:
+        """Its turn is over."""
+
     def planned_bytes(self) -> int | None:
         """Peak memory that was planned; None for who plans nothing."""
         return None

@@ -107,6 +107,9 @@ class EngineContender(Contender):
     def synchronize(self) -> None:
         self.device.synchronize()
 
+    def rest(self) -> None:
+        self.device.rest()
+
     def planned_bytes(self) -> int | None:
         plan, state = self.built.plan, self.session.state
         if plan is None:

@@ -62,7 +62,9 @@ def beside(contender: str) -> str:
 def take_turn(seat: Seat, number: int, each: bool, clock: Clock = time.perf_counter) -> Turn:
     """Settle, then time: every step by itself, or without `each` the whole turn, so that a device can run ahead."""
     with nullcontext() if seat.beside is None else seat.beside.running():
-        return Turn(seat.name, number, _timed(seat, each, clock))
+        turn = Turn(seat.name, number, _timed(seat, each, clock))
+    seat.contender.rest()
+    return turn
 
 
 def _timed(seat: Seat, each: bool, clock: Clock) -> tuple[float, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -30,6 +31,27 @@ def core_limits() -> dict[str, int]:
     limits = {"physical": psutil.cpu_count(logical=False) or affinity, "affinity": affinity}
     quota = quota_cores()
     return limits if quota is None else {**limits, "quota": math.ceil(quota)}
+
+
+class OtherWork:
+    """How much of the cores that this process may use goes to other processes."""
+
+    def __init__(self) -> None:
+        self._last = self._read()
+
+    def cores(self) -> float:
+        """In cores' worth, since this was last asked."""
+        last, self._last = self._last, self._read()
+        elapsed, busy, own = (now - before for now, before in zip(self._last, last, strict=True))
+        return max(0.0, busy - own) / max(elapsed, 1e-9)
+
+    @staticmethod
+    def _read() -> tuple[float, float, float]:
+        import psutil
+
+        mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+        each = [times for number, times in enumerate(psutil.cpu_times(percpu=True)) if mine is None or number in mine]
+        return time.monotonic(), sum(t.user + t.system + getattr(t, "nice", 0.0) for t in each), time.process_time()
 
 
 def affinity_cores() -> int:

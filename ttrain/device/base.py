@@ -285,6 +285,9 @@ class Device(ABC):
         """Entered around launches: a device that can hang ends the process, with a message, where one never returns."""
         return UNWATCHED
 
+    def rest(self) -> None:
+        """Told where others work on this machine before the next step: what a step changed about it is undone."""
+
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until everything launched so far is done."""

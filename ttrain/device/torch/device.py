@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from ttrain.device.base import Device, Group, Kernel, Launch, StepCompiler, flat
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch.kernels import kernel_table
 from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context
+from ttrain.device.torch.neighbours import Neighbours
 
 _PINNED_FROM = 1 << 16  # bytes; below this the driver stages a pageable copy itself
 
@@ -69,6 +71,7 @@ class TorchDevice(Device):
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.device = torch.device(kind, index) if kind == "cuda" else torch.device("cpu")
         self.context = replace(Context.of(self.device, self.threads, group), products=products)
+        self._neighbours = Neighbours(self.threads) if kind == "cpu" else None
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._first_event: torch.cuda.Event | None = None
         self._closed = False
@@ -113,6 +116,15 @@ class TorchDevice(Device):
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         destination.copy_(source)
+
+    def watched(self, what: str) -> AbstractContextManager[None]:
+        if self._neighbours is not None:
+            self._neighbours.look()
+        return nullcontext()
+
+    def rest(self) -> None:
+        if self._neighbours is not None:
+            self._neighbours.rest()
 
     def synchronize(self) -> None:
         if self.kind == "cuda":
@@ -196,6 +208,7 @@ class TorchDevice(Device):
         if self._closed:
             return
         self._closed = True
+        self.rest()
         if self.kind == "cuda":
             self.synchronize()
             for graph in self._graphs:

@@ -1,0 +1,61 @@
+"""Beside other programs OpenMP's workers move to the cores that are left, and back; no bit changes."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+
+from ttrain.core.cores import OtherWork
+from ttrain.device.torch import neighbours
+from ttrain.device.torch.native.openmp import entry_points
+from ttrain.device.torch.neighbours import Neighbours
+
+CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+pytestmark = pytest.mark.skipif(
+    len(CORES) < 2 or not entry_points(), reason="no two cores, or no OpenMP runtime whose threads could be moved"
+)
+
+
+def places(threads: int) -> dict[int, set[int]]:
+    """Where each thread of the team may run."""
+    found: dict[int, set[int]] = {}
+    neighbours._on_threads(threads, lambda number: found.update({number: os.sched_getaffinity(0)}))
+    return found
+
+
+def test_workers_make_room_while_cores_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, used = len(CORES), [0.0]
+    monkeypatch.setattr(OtherWork, "cores", lambda self: used[0])
+    monkeypatch.setattr(neighbours, "SECONDS", 0.0)
+    monkeypatch.setattr(neighbours, "COST", 0.0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    near, alone = Neighbours(threads), threading.active_count()
+    try:
+        moved, x = [], torch.randn(700, 257)
+        before_moving = x.sum(), x @ x.t()
+        for share in (0.0, 0.3, 0.7, 0.3, 0.1):
+            used[0] = share
+            near.look()
+            found = places(threads)
+            assert found.pop(0) == CORES, "who launches kernels is left alone, and with it the threads that it starts"
+            moved.append({len(place) for place in found.values()} == {len(CORES) - 1})
+            assert moved[-1] or set(map(len, found.values())) == {len(CORES)}
+            assert all(map(torch.equal, before_moving, (x.sum(), x @ x.t())))
+        assert moved == [False, False, True, True, False]
+        used[0] = 1.0
+        near.look()
+        near.rest()
+        assert places(threads)[1] == CORES and threading.active_count() == alone
+    finally:
+        near.rest()
+        torch.set_num_threads(before)
+
+
+def test_one_thread_never_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OtherWork, "__init__", lambda self: pytest.fail("looked"))
+    for _ in range(3):
+        Neighbours(1).look()

@@ -1,0 +1,107 @@
+"""Cores that other programs use: where the threads of a step would want them too, OpenMP's workers make room.
+
+PyTorch cuts a kernel into as many parts as there are threads and waits, spinning, for the last of them. A part that
+stands in a queue behind another program holds every kernel up for its time slices, while the core of a thread
+that waits does nothing. So where cores are short, workers move to the cores that nobody else uses, that of the thread
+which launches kernels first, and who waits sleeps soon, so that whoever has work on such a core does it. Into how many
+parts a kernel is cut, and with that every bit, stays as it was.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from ttrain.core.cores import OtherWork
+from ttrain.device.torch.native import openmp
+
+SECONDS, COST = 0.1, 500  # between two looks at what others use, and as many times as long as a look takes, at least
+LONG_AGO = 1.0  # seconds after which a look begins anew
+SHORT, ENOUGH = 0.35, 0.2  # cores too few for workers to move, and to stay where they moved; a queue shows them as less
+
+_BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_FORK = ctypes.CFUNCTYPE(None, _BODY, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+_NUMBER = ctypes.CFUNCTYPE(ctypes.c_int)
+
+
+class Neighbours:
+    """Looks, every now and then between steps, whether others leave a thread of this process without a core."""
+
+    def __init__(self, threads: int) -> None:
+        able = hasattr(os, "sched_setaffinity") and threads > 1 and bool(openmp.entry_points())
+        self._threads, self._next = threads, 0.0 if able else float("inf")
+        self._work: OtherWork | None = None
+        self._sleepers: _Sleepers | None = None  # while workers make room
+
+    def look(self) -> None:
+        """No more than a look at the clock, most of the time."""
+        begun = time.monotonic()
+        if begun < self._next:
+            return
+        if self._work is None or begun > self._next + LONG_AGO:
+            self._work = OtherWork()
+        else:
+            cores, others = len(os.sched_getaffinity(0)), self._work.cores()
+            if self._threads + others - cores > (SHORT if self._sleepers is None else ENOUGH):
+                self._make_room(max(1, cores - max(1, round(others))))
+            else:
+                self.rest()
+        now = time.monotonic()
+        self._next = now + max(SECONDS, COST * (now - begun))
+
+    def rest(self) -> None:
+        """Workers may run everywhere and spin as usual."""
+        if self._sleepers is not None:
+            self._move(os.sched_getaffinity(0))
+            self._sleepers.end()
+            self._sleepers = None
+
+    def _make_room(self, left: int) -> None:
+        everywhere = os.sched_getaffinity(0)
+        self._sleepers = self._sleepers or _Sleepers(max(2, len(everywhere) - self._threads + 2))
+        if self._sleepers.work:  # again each time: the runtime replaces threads now and then
+            here = ctypes.CDLL(None).sched_getcpu()
+            self._move([here, *(everywhere - {here})][:left])
+
+    def _move(self, cores: Iterable[int]) -> None:
+        def move(number: int) -> None:
+            with suppress(OSError):
+                if number:
+                    os.sched_setaffinity(0, cores)
+
+        _on_threads(self._threads, move)
+
+
+class _Sleepers:
+    """A team of OpenMP's that does nothing, from a thread of its own. With it the runtime has more threads than
+    there are cores, and then lets none that waits spin for long (GOMP_SPINCOUNT in the manual of gcc's runtime).
+    """
+
+    def __init__(self, count: int) -> None:
+        self._ended, started = threading.Event(), threading.Event()
+
+        def live() -> None:
+            running: list[int] = []
+            _on_threads(count, running.append)
+            self.work = len(running) == count  # or else the environment bounds their number, and spinning goes on
+            started.set()
+            self._ended.wait()
+
+        self._thread = threading.Thread(target=live, name="ttrain-sleepers", daemon=True)
+        self._thread.start()
+        started.wait()
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def _on_threads(count: int, body: Callable[[int], None]) -> None:
+    """body(number) on every thread of this thread's team, itself with number 0."""
+    entry = openmp.entry_points()
+    number = _NUMBER(entry[openmp.NUMBER])
+    _FORK(entry[openmp.FORK])(_BODY(lambda _: body(number())), None, count, 0)
