@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -174,3 +175,4 @@ def work(rank: int, count: int, port: int, folder: Path) -> None:
             np.savez(folder / f"{case.name}.{count}.{rank}.npz", **trained(case, world))
         if count == 2:
             np.savez(folder / f"pytorch.{count}.{rank}.npz", **trained_by_pytorch(world))
+    assert "exchange" not in {thread.name for thread in threading.enumerate()}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import run_offsets
+from ttrain.parallel.beside import Beside
 from ttrain.parallel.place import first_host, place
 from ttrain.parallel.ranks import BLOCK, Ranks, divide, tree_sum
 
@@ -41,6 +44,20 @@ def test_a_sum_in_a_tree_is_that_of_its_subtrees() -> None:
         parts = [tree_sum([slices[slice_] for slice_ in each.own], joined) for each in ranks]
         assert tree_sum(parts, joined) == tree_sum(slices, joined)
         assert 2 ** ranks[0].levels == 8 // count
+
+
+def test_what_runs_beside_is_done_in_order_and_leaves_no_thread() -> None:
+    beside, done, may_go = Beside(), list[int](), threading.Event()
+    beside.start([lambda: may_go.wait(60), lambda: done.append(1)])
+    beside.start([lambda: done.append(2)])
+    assert done == []  # what is given next may be computed meanwhile
+    may_go.set()
+    beside.finish()
+    assert done == [1, 2]
+    beside.start([lambda: done.append(1 // 0), lambda: done.append(3)])
+    with pytest.raises(ZeroDivisionError):
+        beside.finish()
+    assert done == [1, 2] and beside.close() and "exchange" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_where_a_process_stands() -> None:

@@ -236,7 +236,8 @@ def set_up(config: Config, stack: ExitStack, world: World | None = None) -> Setu
         config = continued(base, config)
     elif config.resume == "auto":
         notes.append(f"resume=auto: {config.run.dir} holds no run yet; a new one starts, as command and defaults say.")
-    world.ranks = dataclasses.replace(world.ranks, slices=config.parallel.slices or world.ranks.count)
+    parallel, ranks = config.parallel, world.ranks
+    world.ranks = dataclasses.replace(ranks, slices=parallel.slices or ranks.count, bucket_mb=parallel.bucket_mb)
     if point is None:
         config = dataclasses.replace(config, lora=build.with_adapters(config.lora, config.source.explicit))
     config = dataclasses.replace(config, schedule=_branched(config.schedule, config.train.steps, point, held, base))

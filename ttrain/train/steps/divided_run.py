@@ -13,6 +13,7 @@ from ttrain.core.spec import DType, Part, TensorSpec, part_name, part_spec, run_
 from ttrain.graph import Graph, Kind, Value
 from ttrain.nn.module import Parameter
 from ttrain.ops.collective import Bounds
+from ttrain.optim.clip import Norms
 from ttrain.optim.groups import ParameterRun
 from ttrain.parallel.ranks import BLOCK, Division, Ranks, divide
 
@@ -112,7 +113,15 @@ def summed_over_ranks(
     return done[-len(runs) :]
 
 
-def block_norm(graph: Graph, runs: Sequence[tuple[DividedRun, Sequence[Value]]], ranks: Ranks) -> Value:
+def norms_of(graph: Graph, runs: Sequence[DividedRun], gradients: Sequence[Sequence[Value]], ranks: Ranks) -> Norms:
+    """The norm of the gradients of some runs, and of those that are clipped."""
+    pairs = list(zip(runs, gradients, strict=True))
+    sides = ([pair for pair in pairs if pair[0].run.clipped is clipped] for clipped in (True, False))
+    found = [_block_norm(graph, side, ranks) for side in sides if side]
+    return Norms(ops.global_norm(found) if len(found) > 1 else found[0], found[0])
+
+
+def _block_norm(graph: Graph, runs: Sequence[tuple[DividedRun, Sequence[Value]]], ranks: Ranks) -> Value:
     """The L2 norm of the gradients of some runs, whose bits do not depend on who holds which part of them.
 
     It is that of the norms of fixed blocks, each of which one rank has; the others have a zero there.

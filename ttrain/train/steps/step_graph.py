@@ -23,17 +23,10 @@ from ttrain.nn.module import Parameter, use
 from ttrain.ops.update import Rule
 from ttrain.optim.averages import SWAP, ema_rule
 from ttrain.optim.base import AVERAGE, ROUNDING_SEED, STEP, STREAMS, Optimizer
-from ttrain.optim.clip import Norms, global_norms
+from ttrain.optim.clip import global_norms
 from ttrain.optim.groups import ParameterRun, parameter_runs
 from ttrain.parallel.ranks import Ranks
-from ttrain.train.steps.divided_run import (
-    DividedRun,
-    average_spec,
-    block_norm,
-    directions,
-    part_of,
-    summed_over_ranks,
-)
+from ttrain.train.steps.divided_run import DividedRun, average_spec, directions, norms_of, part_of, summed_over_ranks
 from ttrain.train.steps.noise import NOISE_NORM
 from ttrain.train.steps.resident import Resident
 
@@ -225,7 +218,7 @@ class StepGraph:
         copied = [(run, p) for run, p in placed if p.has_copy(compute)]
         tensors += [tensor(p.copy_name, p.read_spec(compute), Kind.COPY, run, p) for run, p in copied]
         if training:
-            tensors += [tensor(gradient_name(p), self._gradient_spec(p), Kind.GRADIENT, run, p) for run, p in members]
+            tensors += [tensor(p.path + GRADIENT, self._gradient_spec(p), Kind.GRADIENT, run, p) for run, p in members]
             tensors += [
                 StateTensor(kept_name(p, level), self._gradient_spec(p), Kind.GRADIENT, run, p.padding)
                 for level in range(self.ranks.levels)
@@ -297,7 +290,7 @@ class StepGraph:
         return run.values(graph, GRADIENT, self._gradient_spec, Kind.GRADIENT)
 
     def _gradient(self, graph: Graph, parameter: Parameter) -> Value:
-        return graph.state_value(gradient_name(parameter), self._gradient_spec(parameter), Kind.GRADIENT)
+        return graph.state_value(parameter.path + GRADIENT, self._gradient_spec(parameter), Kind.GRADIENT)
 
     def _kept(self, graph: Graph, parameter: Parameter, level: int) -> Value:
         return graph.state_value(kept_name(parameter, level), self._gradient_spec(parameter), Kind.GRADIENT)
@@ -324,17 +317,11 @@ class StepGraph:
                 every = [gradient for given in gradients for gradient in given]
                 norms = global_norms(every, [run.clipped for run in self.runs for _ in run.parameters])
             else:
-                norms = self._block_norms(graph, gradients)
+                norms = norms_of(graph, self.divided, gradients, self.ranks)
         graph.output(GRAD_NORM, norms.whole)
         if self._scoped:
             graph.output(CLIPPED_NORM, norms.clipped)
         return norms.clipped
-
-    def _block_norms(self, graph: Graph, gradients: Sequence[Sequence[Value]]) -> Norms:
-        pairs = list(zip(self.divided, gradients, strict=True))
-        sides = ([pair for pair in pairs if pair[0].run.clipped is clipped] for clipped in (True, False))
-        found = [block_norm(graph, side, self.ranks) for side in sides if side]
-        return Norms(ops.global_norm(found) if len(found) > 1 else found[0], found[0])
 
     def _update(self, graph: Graph, gradients: Sequence[Value], norm: Value | None = None) -> None:
         """Clip, update every run, and round the new parameters into their copies. A `norm` given is that of before."""
@@ -411,8 +398,3 @@ class StepGraph:
 def kept_name(parameter: Parameter, level: int) -> str:
     """Name of the sum of a parameter's gradients over 2^level slices that waits for as many more."""
     return f"{parameter.path}/kept{level}"
-
-
-def gradient_name(parameter: Parameter) -> str:
-    """Name of a parameter's gradient in the state."""
-    return parameter.path + GRADIENT
