@@ -15,6 +15,7 @@ from ttrain.config.registry import register
 from ttrain.config.schema import Config
 from ttrain.core.errors import TtrainError, UserError
 from ttrain.core.options import option
+from ttrain.parallel.place import leader_speaks
 from ttrain.train.steps.step import StepResult
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ def run(*overrides: str, config_dir: str | Path | None = None) -> Any:
     Returns what the task returns: of task=train the lowest loss on held-out data, or None where there is none. Raises
     TtrainError where the command would end with a message.
     """
-    return run_task(load_config(*overrides, config_dir=config_dir))
+    with leader_speaks():
+        return run_task(load_config(*overrides, config_dir=config_dir))
 
 
 class Training:

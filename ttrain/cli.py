@@ -33,7 +33,7 @@ from ttrain.core.errors import (
 )
 from ttrain.core.folders import settle_without_home
 from ttrain.core.names import did_you_mean
-from ttrain.parallel.place import rank_here
+from ttrain.parallel.place import leader_speaks, place, rank_here
 
 _ABSENT = object()
 VERSION_FLAGS = ("--version", "-V")
@@ -57,21 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. Both `python -m ttrain` and the script `ttrain` come here."""
     _prepare_streams()
     try:
-        code = _run(list(sys.argv[1:] if arguments is None else arguments))
-        sys.stdout.flush()
-        return code
+        with leader_speaks():
+            return _interruptible(list(sys.argv[1:] if arguments is None else arguments))
     except TtrainError as error:
-        if not (isinstance(error, RankFailed) and error.reported):
-            _say(str(error), mark=not isinstance(error, RankFailed | Interrupted))
-        return error.exit_code
-    except KeyboardInterrupt:
-        if not rank_here():
-            _say("interrupted", mark=False)
-        return EXIT_INTERRUPTED
+        return _failed(error)
     except OSError as error:  # a full disk, a folder that went away: the system's own words tell it best
         if not isinstance(error, BrokenPipeError):  # the reader of our output went away, as in `ttrain --help | head`
-            place = f"{error.filename}: " if error.filename else ""
-            _say(f"{place}{error.strerror or error}. {FULL_ERROR}=1 shows where it happened.")
+            where = f"{error.filename}: " if error.filename else ""
+            _say(f"{where}{error.strerror or error}. {FULL_ERROR}=1 shows where it happened.")
         return EXIT_FAILURE
     except (MemoryError, RuntimeError) as error:  # outside a run, which tells what it needs itself
         from ttrain.train.forecast.out_of_memory import is_out_of_memory
@@ -82,6 +75,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_FAILURE
     finally:
         _drop_what_nobody_reads()
+
+
+def _interruptible(arguments: list[str]) -> int:
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        _say("interrupted", mark=False)
+        return EXIT_INTERRUPTED
+    return code
+
+
+def _failed(error: TtrainError) -> int:
+    """Tells the user, where no other rank does."""
+    here = place() if rank_here() is not None else None
+    if here is not None and not error.shared and not isinstance(error, RankFailed):
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+        from ttrain.parallel.distributed import ended_early
+
+        error = ended_early(error, here)
+    if not (isinstance(error, RankFailed) and error.reported):
+        _say(str(error), mark=not isinstance(error, RankFailed | Interrupted))
+    return error.exit_code
 
 
 def _run(arguments: list[str]) -> int:

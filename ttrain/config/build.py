@@ -349,11 +349,11 @@ def build_study(config: BenchConfig, seed: int) -> Study:
     return component("bench", config.name).load()(config, seed)
 
 
-def build_console(config: LoggerConfig, name: str | None = None, bar: bool = True, silent: bool = False) -> Console:
+def build_console(config: LoggerConfig, name: str | None = None, bar: bool = True) -> Console:
     """What the user sees of a run; without a progress bar for logger=jsonl. `name` marks its messages."""
     from ttrain.train.logging.loggers import Console
 
-    return Console(bar=bar and config.name != "jsonl", name=name, silent=silent)
+    return Console(bar=bar and config.name != "jsonl", name=name)
 
 
 def build_views(

@@ -16,6 +16,7 @@ class TtrainError(Exception):
     """Base of all our errors. The message alone must tell what was given, what was expected and how to fix it."""
 
     exit_code = EXIT_FAILURE
+    shared = False  # whether the other ranks know of it, where there are several
 
 
 class UserError(TtrainError):

@@ -124,7 +124,9 @@ class Board:
         self._linger()
         if found != own:
             return found.error(reported=True)
-        if not isinstance(error, TtrainError):
+        if isinstance(error, TtrainError):
+            error.shared = True
+        else:
             error.add_note(f"This was rank {self._rank} of {self._count}.")
         return error
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from socket import socket
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.settings import ParallelConfig
 from ttrain.parallel.world import Numbers, T, World
 
+_EARLY_SECONDS = 30.0  # for ranks that end early to start
+
 
 class DistributedWorld(World):
     """One of several processes."""
@@ -37,12 +39,7 @@ class DistributedWorld(World):
             Ranks(place.rank, place.count, config.slices or place.count, config.name == "zero1", config.bucket_mb)
         )
         wait = timedelta(seconds=config.timeout)
-        led = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = _store(place, wait, led and place.rank == 0)
-        started = "/".join(os.environ.get(f"TORCHELASTIC_{key}", "") for key in ("RUN_ID", "RESTART_COUNT"))
-        name = f"ttrain/{started}/{place.count}"
-        self._lasting = dist.PrefixStore("ttrain", store)  # over the restarts by torchrun
-        self._board = Board(dist.PrefixStore(name, store), place.rank, place.count, config.timeout, led)
+        self._lasting, name, self._board = _board(place, wait)
         self._board.meet()
         with self._board.waiting():
             meeting = dist.PrefixStore(f"{name}/group", _store(place, wait))
@@ -165,6 +162,27 @@ def _store(place: Place, wait: timedelta, hosts: bool = False) -> dist.TCPStore:
         raise RankFailed(
             f"rank {place.rank}: {place.address}:{place.port}, where the ranks meet: {why}", reported=False
         ) from None
+
+
+def _board(place: Place, wait: timedelta) -> tuple[dist.Store, str, Board]:
+    """What lasts over the restarts by torchrun, the name of this start, and its board."""
+    led = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = _store(place, wait, led and place.rank == 0)
+    started = "/".join(os.environ.get(f"TORCHELASTIC_{key}", "") for key in ("RUN_ID", "RESTART_COUNT"))
+    name = f"ttrain/{started}/{place.count}"
+    board = Board(dist.PrefixStore(name, store), place.rank, place.count, wait.total_seconds(), led)
+    return dist.PrefixStore("ttrain", store), name, board
+
+
+def ended_early(error: TtrainError, place: Place) -> TtrainError:
+    """What a rank ends with that has an error before it met the others, who are told; one they all have is told once.
+
+    Nobody may be there to be told.
+    """
+    try:
+        return cast(TtrainError, _board(place, timedelta(seconds=_EARLY_SECONDS))[-1].ended(error))
+    except RankFailed:
+        return error
 
 
 def serve(listener: socket, count: int, timeout: float) -> Board:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 
 from ttrain.core.errors import ConfigError
@@ -25,9 +25,19 @@ class Place:
     port: int
 
 
+@contextmanager
+def leader_speaks() -> Iterator[None]:
+    """What other ranks than the leading one print goes nowhere; how they end is told outside of this."""
+    if not rank_here():
+        yield
+        return
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
+
+
 def rank_here() -> int | None:
     """The number of this process among several; None where it stands alone."""
-    with contextlib.suppress(ConfigError, ValueError):
+    with suppress(ConfigError, ValueError):
         here = place()
         return here.rank if here is not None and here.count > 1 else None
     return None

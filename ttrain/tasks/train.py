@@ -54,7 +54,7 @@ def _run(config: Config) -> float | None:
         setup = set_up(config, stack, world)
         given = setup.config
         device = stack.enter_context(closing(build.build_device(given.device, given.precision, world)))
-        console = build.build_console(given.logger, silent=not world.leads)
+        console = build.build_console(given.logger)
         console.unit = setup.unit
         if device.computes:
             return train(setup, device, console)

@@ -48,7 +48,7 @@ Turns = Generator[None, None, float | None]  # what yields while its device comp
 
 def train(setup: Setup, device: Device, console: Console) -> float | None:
     """Trains to the end; see `turns`."""
-    turn = turns(setup, device, console, StopRequests(setup.world.leads, setup.world.ranks.count > 1))
+    turn = turns(setup, device, console, StopRequests(setup.world.ranks.count > 1))
     while True:
         try:
             next(turn)

@@ -30,13 +30,13 @@ class Console:
 
     run_id = None
 
-    def __init__(self, *, bar: bool = True, name: str | None = None, silent: bool = False) -> None:
-        """`name` marks every message, where several runs share the terminal. A `silent` one shows nothing."""
+    def __init__(self, *, bar: bool = True, name: str | None = None) -> None:
+        """`name` marks every message, where several runs share the terminal."""
         self._wanted, self._mark = bar, "" if name is None else f"{name}: "
         self.unit = "tokens"  # what steps count
         self.flag: str | None = None  # a word before the bar: what the numbers in it are
         self._bar: Any = None
-        self._gone = silent  # or the stream can't be written any more
+        self._gone = False  # whether the stream can't be written any more
         self._shown: dict[str, str] = {}
 
     def start(self, step: int, steps: int) -> None:

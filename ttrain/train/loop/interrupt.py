@@ -24,12 +24,11 @@ class StopRequests:
     not get to run. Files are safe then, because they are written beside and renamed. Several runs of a process may
     enter the same object.
 
-    One that does not say what it was told is silent. Where signals have `echoes`, from a terminal and from a
-    launcher, those within a second count as one.
+    Where signals have `echoes`, from a terminal and from a launcher, those within a second count as one.
     """
 
-    def __init__(self, says: bool = True, echoes: bool = False) -> None:
-        self._says, self._echoes, self._at = says, echoes, 0.0
+    def __init__(self, echoes: bool = False) -> None:
+        self._echoes, self._at = echoes, 0.0
         self._before: dict[int, Any] = {}
         self.requested: signal.Signals | None = None
         self._saves = 0  # runs that have not saved yet since they were asked to
@@ -55,11 +54,9 @@ class StopRequests:
                 signal.signal(other, signal.SIG_DFL)
         if again:
             os.kill(os.getpid(), number)
-        if not self._says:
-            return
         message = f"\n{self.requested.name}: finishing the step and saving; once more ends the run at once.\n"
         with contextlib.suppress(OSError, ValueError):  # the terminal may be what went away
-            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, message.encode())  # print is not safe here
+            os.write(sys.stderr.fileno(), message.encode())  # print is not safe here
 
     def _note_save(self, number: int, frame: FrameType | None) -> None:
         self._saves = self._entered
