@@ -169,6 +169,19 @@ def _data(rank: int) -> None:
     RegressionDataset.__init__ = init  # type: ignore[method-assign]
 
 
+def _overflow(rank: int) -> None:
+    """Rank 1's rows of step 4 are so large that their loss is infinite."""
+    from ttrain.train.steps.driver import Driver
+
+    made = Driver.inputs
+
+    def inputs(self: Driver, number: int) -> Any:
+        batch, rates = made(self, number)
+        return {**batch, "inputs": batch["inputs"] * (1e30 if rank == 1 and number == 4 else 1)}, rates
+
+    Driver.inputs = inputs  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, tuple[Change, list[list[str]]]] = {
     "raises": (at_step(1, 3, _raise), [[], []]),
     "leader_raises": (at_step(0, 3, _raise), [[], []]),
@@ -179,12 +192,17 @@ FAULTS: dict[str, tuple[Change, list[list[str]]]] = {
     "late": (_late, [[], []]),
     "stopped": (under_way(1, 3, lambda: os.kill(os.getpid(), signal.SIGINT)), [[], []]),
     "config": (lambda rank: None, [[], ["optimizer.lr=0.5"]]),
+    "mistake": (lambda rank: None, [["train.accumulation=4"]] * 2),
+    "own_mistake": (lambda rank: None, [[], ["train.stepz=3"]]),
     "version": (_version, [[], []]),
     "data": (_data, [[], []]),
     "no_room": (_no_room, [[], []]),
+    "overflow": (_overflow, [[], []]),
+    "skipped": (_overflow, [["guard.nonfinite=skip", "guard.max_skips=1"]] * 2),
     "absent": (lambda rank: os._exit(0) if rank else None, [[], []]),
 }
 WAITING = ("hangs", "absent")  # until the time-out
+SHARDED = ("overflow",)  # where each rank updates its part
 
 
 class Case:
@@ -192,7 +210,13 @@ class Case:
 
     def __init__(self, name: str, folder: Path) -> None:
         change, own = FAULTS[name]
-        common = [*TINY, "parallel=ddp", f"parallel.timeout={3 if name in WAITING else 60}", f"run.dir={folder / name}"]
+        mode = "zero1" if name in SHARDED else "ddp"
+        common = [
+            *TINY,
+            f"parallel={mode}",
+            f"parallel.timeout={3 if name in WAITING else 60}",
+            f"run.dir={folder / name}",
+        ]
         self._forks = Forks([[*common, *each] for each in own], folder / f"{name}.log", change)
         self._checkpoints = folder / name / "checkpoints"
 

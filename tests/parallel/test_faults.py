@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 
 REPO = Path(__file__).parents[2]
+INFINITE = (
+    "Step 4: train/loss is inf. The first tensor with NaN or Inf is the activation that squared_error makes in loss "
+)
+INFINITE += "(1 of 1 elements) on rank 1. The last good checkpoint is "
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +41,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("late", [1, 1], "ttrain: rank 1: the cable was pulled"),
         ("stopped", [130, 130], "ttrain: Stopped by SIGINT after step 3; the state is saved. Continue with: python"),
         ("config", [2, 2], "ttrain: rank 1: another config than on rank 0: optimizer.lr is 0.5 here and 0.001 there."),
+        ("mistake", [2, 2], "ttrain: rank 0: train.batch_size=4: must divide into the number of ranks=2 times train.a"),
+        ("own_mistake", [2, 2], "ttrain: rank 1: train.stepz: unknown key. Did you mean 'steps'?"),
         ("version", [2, 2], 'ttrain: rank 1: another version than on rank 0: ttrain is "0.1" here and "0.0" there.'),
         ("data", [2, 2], 'ttrain: rank 1: another data than on rank 0: sha256 is "1" here and "0" there.'),
+        ("overflow", [1, 1], f"ttrain: rank 0: {INFINITE}"),
+        ("skipped", [1, 1], f"ttrain: rank 0: 1 updates in a row were skipped. {INFINITE}"),
         ("absent", [1, 0], "ttrain: rank 1: it did not start within 3 s"),
     ],
 )
@@ -50,7 +58,7 @@ def test_a_fault_of_one_rank_ends_all(found: dict[str, Any], fault: str, codes: 
     assert len(told) == 1 and told[0].startswith(said)
     if fault == "stopped":
         assert result["saved"] == ["step_00000002", "step_00000003"]
-    if fault in ("config", "version", "data", "absent"):
+    if fault in ("config", "mistake", "own_mistake", "version", "data", "absent"):
         assert result["saved"] == []
 
 

@@ -100,19 +100,18 @@ class DistributedWorld(World):
             dist.all_gather(every, own, group=self._host)
         return [dict(zip(names, row, strict=True)) for rows in every for row in rows.tolist()]
 
-    def broadcast(self, value: T) -> T:
-        return json.loads(self._broadcast_text(json.dumps(value)))
+    def broadcast(self, value: T, rank: int = 0) -> T:
+        return json.loads(self._broadcast_text(json.dumps(value), rank))
 
-    def _broadcast_text(self, text: str) -> str:
-        """The leading rank's text."""
+    def _broadcast_text(self, text: str, rank: int = 0) -> str:
+        """The text of one rank, which is not empty."""
         size = torch.tensor([len(text.encode())], dtype=torch.int64)
         with self._board.waiting():
-            dist.broadcast(size, 0, group=self._host)
+            dist.broadcast(size, rank, group=self._host)
             content = torch.zeros(int(size), dtype=torch.uint8)
-            if self.leads:
-                content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else content
-            if len(content):
-                dist.broadcast(content, 0, group=self._host)
+            if self.ranks.rank == rank:
+                content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+            dist.broadcast(content, rank, group=self._host)
         return bytes(content.tolist()).decode()
 
     def once(self, work: Callable[[], str]) -> str:

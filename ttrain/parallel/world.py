@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -32,8 +33,8 @@ class World:
         """The records of all ranks, in the order of the ranks; all have the same keys, and each rank as many."""
         return [dict(record) for record in records]
 
-    def broadcast(self, value: T) -> T:
-        """The leading rank's value, on all ranks."""
+    def broadcast(self, value: T, rank: int = 0) -> T:
+        """The value of one rank, the leading one's by default, on all ranks."""
         return value
 
     def once(self, work: Callable[[], str]) -> str:
@@ -76,6 +77,15 @@ class World:
     def sum_slices(self, records: Sequence[Numbers]) -> dict[str, float]:
         """The sums over all slices of numbers that this rank has for its own, added in one order."""
         return tree_sum(self.gather(records), _added)
+
+    def first(self, found: tuple[int, str] | None) -> str | None:
+        """Of what ranks have found, each with its place in an order, the text that comes first, with whose it is."""
+        places = [record["place"] for record in self.gather([{"place": math.inf if found is None else found[0]}])]
+        rank = places.index(min(places))
+        if places[rank] == math.inf:
+            return None
+        text = self.broadcast("" if found is None else found[1], rank)
+        return f"{text} on rank {rank}" if len(places) > 1 else text
 
     def largest(self, numbers: Numbers) -> dict[str, float]:
         """By name, the largest number that any rank has."""

@@ -83,7 +83,8 @@ def _by_node(config: Config) -> NodeProfile:
                 if at == number:
                     plain.append(_seconds(device, partial(drive.step, *inputs)))
                 else:
-                    watched.append(_seconds(device, partial(drive.step.inspect, *inputs, watch.look, watch.ready)))
+                    calls = drive.step.calls(*inputs)
+                    watched.append(_seconds(device, partial(drive.step.inspect, calls, watch.look, watch.ready)))
             spans.append(watch.spans())
         return NodeProfile.of(device.name, config.engine.name, config.profile.top, plain, watched, rates, spans)
 

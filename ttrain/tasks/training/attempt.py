@@ -125,7 +125,7 @@ def _assembled(
     driver = setup.driver(device, steps, reader, phases, last=config.train.steps)
     evaluation = _evaluation(config.train, setup.model, dataset, steps, say, setup.world)
     start = Start(progress.step, partial(setup.origin.set_values, session, config.run.seed))
-    parameters, alone = list(setup.model.parameters()), setup.world.ranks.count == 1
+    parameters = list(setup.model.parameters())
     return Loop(
         config=config.train,
         driver=driver,
@@ -140,9 +140,7 @@ def _assembled(
         progress=progress,
         guard=config.guard,
         rounds_stochastically=config.optimizer.stochastic_rounding,
-        search=StepSearch(session.state, driver.step, parameters, start, config.guard.search_seconds)
-        if alone
-        else None,
+        search=StepSearch(session.state, driver.step, parameters, start, config.guard.search_seconds),
         stop=stop,
         heartbeat=beat,
         counters=lambda: asdict(session.engine.counters),

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ttrain.core.errors import Interrupted, NonFiniteError, TtrainError
+from ttrain.core.errors import Interrupted, NonFiniteError, RankFailed, TtrainError
 from ttrain.engine.state import State
 from ttrain.graph.kinds import Kind
 from ttrain.parallel.world import World
@@ -226,6 +226,8 @@ class Loop:
                 after = "" if gradient is None else f"From the loss backwards, the first bad gradient is {gradient}."
                 return f"{search.note}{after}".strip()
             tensor = search.in_step(*self.driver.inputs(number), number)
+        except RankFailed:
+            raise
         except Exception as error:  # the message about the step matters more
             return f"The search for the first bad tensor failed: {error or type(error).__name__}."
         if tensor is None:
@@ -235,14 +237,18 @@ class Loop:
     def _go_back(self, search: StepSearch, number: int) -> bool:
         """Gives the state the values from before a step that was applied; whether that was possible."""
         self.saver.join()
+        self.world.barrier()
         checkpoint, _ = newest_complete(self.run_directory.checkpoints)
 
         def repeat(repeated: int) -> None:
             self.heartbeat()
             self.driver(repeated)
 
-        seconds = self.progress.seconds / number
-        return search.go_back(number, checkpoint, repeat, seconds, lambda: self.stop.requested is not None)
+        def stopped() -> bool:
+            return self.world.largest({"stop": float(self.stop.requested is not None)})["stop"] > 0
+
+        seconds = self.world.broadcast(self.progress.seconds / number)
+        return search.go_back(number, checkpoint, repeat, seconds, stopped)
 
     def _spiked(self, number: int, loss: float) -> bool:
         """Looks for a spike of the loss; whether the run was rolled back for it."""

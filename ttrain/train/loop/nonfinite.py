@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,18 @@ from ttrain.models.base import Batch
 from ttrain.train.checkpoint.checkpoint import Checkpoint
 from ttrain.train.checkpoint.retention import newest_complete
 from ttrain.train.protocols import SAVED_KINDS, Array
-from ttrain.train.steps.step import TrainStep
+from ttrain.train.steps.step import Call, TrainStep
 
 _WORDS = {Stage.FORWARD: "activation", Stage.BACKWARD: "gradient", Stage.UPDATE: "result"}
 
 
 def first_nonfinite(state: State, kinds: Sequence[Kind]) -> str | None:
-    """The first persistent tensor with NaN or Inf, with its count of them; tensors of one kind in the state's order."""
-    for kind in kinds:
-        for name in state.names(kind):
-            bad = _bad_elements(state.read(name))
-            if bad:
-                return f"{kind.value} {name} ({bad})"
-    return None
+    """The first persistent tensor with NaN or Inf, with its count of them; tensors of one kind in the state's order.
+
+    All are read, so that ranks read the same ones, whatever each finds.
+    """
+    named = [(f"{kind.value} {name}", _bad_elements(state.read(name))) for kind in kinds for name in state.names(kind)]
+    return next((f"{name} ({bad})" for name, bad in named if bad), None)
 
 
 def first_bad_state(state: State, *kinds: Kind) -> str:
@@ -62,12 +62,14 @@ class StepSearch:
 
     A step whose update was left out is run again node by node. One whose update was applied has spoilt the parameters
     that it began with; they are had again by repeating the steps from the newest checkpoint, or from the beginning.
+
+    Each rank looks at what it computes, and all are told what was found first.
     """
 
     def __init__(self, state: State, step: TrainStep, parameters: Sequence[str], start: Start, seconds: float) -> None:
         """`parameters` in the order of the model; `seconds` of training may be repeated."""
         self._state, self._step, self._start, self._seconds = state, step, start, seconds
-        self._parameters = list(parameters)
+        self._parameters, self._world = list(parameters), step.world
         self.note = ""  # why nothing was found
 
     def in_gradients(self) -> str | None:
@@ -76,27 +78,40 @@ class StepSearch:
         They are kept as they were before clipping, which would spread a NaN over all of them.
         """
         gradients = self._state.names(Kind.GRADIENT)
-        for name in (f"{path}/gradient" for path in reversed(self._parameters)):
+        for place, path in enumerate(reversed(self._parameters)):
+            name = f"{path}/gradient"
             bad = _bad_elements(self._state.read(name)) if name in gradients else None
             if bad:
-                return f"gradient {name.removesuffix('/gradient')} ({bad})"
-        return None
+                return self._world.first((place, f"gradient {path} ({bad})"))
+        return self._world.first(None)
 
     def in_step(self, batch: Batch, rates: Mapping[str, float], number: int) -> str | None:
-        """The first bad tensor of a step, given the state from before it. The step is run up to there."""
-        for name, array in batch.items():
-            bad = _bad_elements(array)
-            if bad:
-                return f"input {name} ({bad})"
-        found: list[str] = [*filter(None, [first_nonfinite(self._state, SAVED_KINDS)])]
+        """The first bad tensor of a step, given the state from before it. The step is run up to there.
+
+        Ranks exchange tensors in the last call, which they run to its end.
+        """
+        named = [(f"input {name}", _bad_elements(array)) for name, array in batch.items()]
+        before = next((f"{name} ({bad})" for name, bad in named if bad), None) or first_nonfinite(
+            self._state, SAVED_KINDS
+        )
+        found = self._world.first(None if before is None else (0, before))
+        *own, last = self._step.calls(batch, rates, number)
+        several = self._world.ranks.count > 1
+        return found or self._in_calls(own, to_end=False) or self._in_calls([last], to_end=several)
+
+    def _in_calls(self, calls: Sequence[Call], to_end: bool) -> str | None:
+        """The first bad tensor that any rank finds in calls; run `to_end`, ranks compare by numbers of nodes."""
+        found: list[tuple[int, str]] = []
+        nodes = count()
 
         def look(node: Node, read: Callable[[Value], Array]) -> bool:
-            found.extend(filter(None, (_described(node, output, read(output)) for output in node.outputs)))
-            return bool(found)
+            place = next(nodes) if to_end else 0
+            bad = filter(None, (_described(node, output, read(output)) for output in node.outputs))
+            found.extend((place, text) for text in bad)
+            return bool(found) and not to_end
 
-        if not found:
-            self._step.inspect(batch, rates, number, look)
-        return found[0] if found else None
+        self._step.inspect(calls, look)
+        return self._world.first(found[0] if found else None)
 
     def go_back(
         self,

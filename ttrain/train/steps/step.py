@@ -79,8 +79,8 @@ class TrainStep:
         """
         self._steps, self._accumulation, self._seed = steps, accumulation, seed
         self._prepare, self.overlaps = prepare, overlaps
-        self._world = world or World()
-        self._ranks = self._world.ranks
+        self.world = world or World()
+        self._ranks = self.world.ranks
         self.guarded = "norm" in steps or {"train", "update"} <= steps.keys()
         self._noise = noise
 
@@ -97,19 +97,12 @@ class TrainStep:
         """
         return StepUnderWay(self, batch, rates, step, following)
 
-    def inspect(
-        self,
-        batch: Batch,
-        rates: Mapping[str, float],
-        step: int,
-        look: Look,
-        ready: Callable[[], object] | None = None,
-    ) -> bool:
-        """The step node by node, until `look` says True; whether it did. A guarded step's update is left out.
+    def inspect(self, calls: Sequence[Call], look: Look, ready: Callable[[], object] | None = None) -> bool:
+        """Some of `calls` node by node, until `look` says True; whether it did.
 
         `ready` is called before the first node of every call, once the device has its inputs.
         """
-        return any(self._steps[name].inspect(inputs, look, ready) for name, inputs in self.calls(batch, rates, step))
+        return any(self._steps[name].inspect(inputs, look, ready) for name, inputs in calls)
 
     def calls(self, batch: Batch, rates: Mapping[str, float], step: int) -> list[Call]:
         """Built steps with their inputs, in order; not the update of a guarded step, which hangs on the others."""
@@ -155,7 +148,7 @@ class TrainStep:
         norms = {name: float(outputs[-1][name]) for name in ("grad_norm", "clipped_norm") if name in outputs[-1]}
         parts = [each for each in outputs if "loss" in each]
         count = self._accumulation
-        sums = self._world.sum_slices([_summed(parts[at : at + count]) for at in range(0, len(parts), count)])
+        sums = self.world.sum_slices([_summed(parts[at : at + count]) for at in range(0, len(parts), count)])
         activation = self._largest_activation(parts)
         loss = sums.pop("loss")
         metrics = {**sums, **{name: value for name, value in norms.items() if name != "grad_norm"}}
@@ -171,7 +164,7 @@ class TrainStep:
             own = _activation(own, each)
         if own is None:
             return None
-        for record in self._world.gather([{"activation_norm": own}]):
+        for record in self.world.gather([{"activation_norm": own}]):
             own = _activation(own, record)
         return own
 
