@@ -1,41 +1,166 @@
 """A run that ranks are killed of and that goes on with other numbers of them is the undisturbed one; `kills.py --kills
-50` is the long version, run by hand."""
+50` is the long version, run by hand. Whatever reads a run reads what ranks wrote of it as what one process wrote.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
+from tests.faults.kills import recorded
+from ttrain.cli import main
 from ttrain.core.errors import CheckpointError
 from ttrain.core.spec import stored_part, stored_part_name
 from ttrain.parallel.ranks import Ranks
+from ttrain.train.checkpoint.checkpoint import MANIFEST, read_json, sealed
 from ttrain.train.checkpoint.shards import lazy_tensors
 from ttrain.train.checkpoint.share import shared_out
 
 REPO = Path(__file__).parents[2]
+STEPS = 150
 
 
-def test_a_run_keeps_its_bits_through_kills_and_other_numbers_of_ranks(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def kills(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder with the run `whole` of one process and the run `killed`, which two ranks with ZeRO-1 ended."""
+    folder = tmp_path_factory.mktemp("kills")
     script = str(REPO / "tests" / "parallel" / "kills.py")
-    command = [sys.executable, script, "--kills", "4", "--steps", "150", "--folder", str(tmp_path)]
+    command = [sys.executable, script, "--kills", "4", "--steps", str(STEPS), "--folder", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    return folder, json.loads(done.stdout.splitlines()[-1])
+
+
+def newest(run: Path) -> Path:
+    return run / "checkpoints" / f"step_{STEPS:08d}"
+
+
+def test_a_run_keeps_its_bits_through_kills_and_other_numbers_of_ranks(kills: tuple[Path, dict[str, Any]]) -> None:
+    folder, result = kills
     assert result["kills"] == 4 and result["tensors"] == 27 and result["codes"] == {"-9": 4, "1": 4}
-    checkpoint = max((tmp_path / "killed" / "checkpoints").glob("step_*"))  # by two ranks that divide the optimizer
+    checkpoint = newest(folder / "killed")
     sizes = [sum(file.stat().st_size for file in checkpoint.glob(f"*-rank{rank}-*")) for rank in range(2)]
-    assert 0.4 < sizes[0] / sum(sizes) < 0.6
+    assert 0.45 < sizes[0] / sum(sizes) < 0.55
     assert {file.name.partition("-0")[0] for file in checkpoint.glob("*.safetensors")} == {
         f"{stem}-rank{rank}" for stem in ("parameters", "optimizer") for rank in range(2)
     }
+
+
+def _sampled(run: Path, out: Path) -> list[str]:
+    return ["task=sample", f"run.dir={run}", "sample.prompt=def", "sample.tokens=8"]
+
+
+def _evaluated(run: Path, out: Path) -> list[str]:
+    return ["task=eval", f"run.dir={run}", f"eval.text=[{run.parent / 'text.txt'}]", "eval.limit=8", f"eval.out={out}"]
+
+
+def _exported(run: Path, out: Path) -> list[str]:
+    return ["task=export", f"run.dir={run}", f"export.file={out}.safetensors", "export.form=ttrain"]
+
+
+def _begun(run: Path, out: Path) -> list[str]:
+    sizes = [f"model.{key}" for key in ("layers=1", "width=16", "heads=2", "context=8")]
+    own = ["train.steps=1", "train.batch_size=2", "train.eval_sequences=8", "logger=jsonl", f"run.dir={out}"]
+    return [*sizes, *own, "data=text", f"data.path={run.parent / 'text.txt'}", f"train.init_from={run}"]
+
+
+@pytest.mark.parametrize("reads", [_sampled, _evaluated, _exported, _begun])
+def test_what_ranks_wrote_is_read_as_what_one_process_wrote(
+    reads: Callable[[Path, Path], list[str]],
+    kills: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    found: list[Any] = []
+    for name in ("whole", "killed"):
+        assert main([*reads(kills[0] / name, tmp_path / name), "device=cpu", "device.threads=1"]) == 0
+        said = capfd.readouterr().out.replace(str(kills[0] / name), "").replace(str(tmp_path / name), "")
+        if reads is _exported:
+            exported = load_file(tmp_path / f"{name}.safetensors")
+            found.append({path: values.tobytes() for path, values in exported.items()})
+        else:
+            found.append(recorded(tmp_path / name) if reads is _begun else said)
+    assert found[0] == found[1] and len(found[0]) > 1
+
+
+def _missing(checkpoint: Path, shard: Path) -> None:
+    shard.unlink()
+
+
+def _truncated(checkpoint: Path, shard: Path) -> None:
+    shard.write_bytes(shard.read_bytes()[:-9])
+
+
+def _of_another_step(checkpoint: Path, shard: Path) -> None:
+    shutil.copy(checkpoint.with_name(f"step_{STEPS - 5:08d}") / shard.name, shard)
+
+
+def _changed(checkpoint: Path, shard: Path) -> None:
+    shard.write_bytes(shard.read_bytes()[:-1] + bytes([shard.read_bytes()[-1] ^ 1]))
+
+
+def _not_listed(checkpoint: Path, shard: Path) -> None:
+    """As if the manifest had been written without this rank."""
+    shard.unlink()
+    manifest = {key: value for key, value in read_json(checkpoint / MANIFEST).items() if key != "sha256"}
+    del manifest["files"][shard.name]
+    (checkpoint / MANIFEST).write_text(sealed(manifest))
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (_missing, "is missing, though the manifest lists it."),
+        (_truncated, "the file is truncated."),
+        (_of_another_step, "does not have the SHA-256 of the manifest"),
+        (_changed, "does not have the SHA-256 of the manifest"),
+    ],
+)
+def test_a_checkpoint_with_a_bad_file_of_a_rank_is_refused_or_passed_over(
+    damage: Callable[[Path, Path], None],
+    told: str,
+    kills: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "killed"
+    shutil.copytree(kills[0] / "killed", run)
+    damage(newest(run), next(newest(run).glob("parameters-rank1-*")))
+    sample = [*_sampled(run, tmp_path), "device=cpu"]
+    assert main([*sample, f"sample.checkpoint={STEPS}"]) == 2
+    refused = capfd.readouterr().err
+    assert told in refused and refused.count("\n") == 1
+    assert main(sample) == 0
+    assert told in capfd.readouterr().err
+    if damage is _missing:  # the others take the same way
+        assert main([f"run.dir={run}", "resume=auto", "parallel=ddp", f"train.steps={STEPS}"]) == 0
+        assert told in capfd.readouterr().err and newest(run).is_dir()
+
+
+def test_a_checkpoint_that_lacks_a_rank_is_refused(
+    kills: tuple[Path, dict[str, Any]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for kind in ("parameters", "optimizer"):
+        run = tmp_path / kind
+        shutil.copytree(kills[0] / "killed", run)
+        _not_listed(newest(run), next(newest(run).glob(f"{kind}-rank1-*")))
+        assert main([f"run.dir={run}", "resume=auto", "parallel=ddp", f"train.steps={STEPS + 1}"]) == 2
+        assert capfd.readouterr().err.count("\n") == 1
+    assert main([*_sampled(tmp_path / "parameters", tmp_path), "device=cpu"]) == 2
+    assert capfd.readouterr().err.count("\n") == 1
+    assert main([*_exported(tmp_path / "parameters", tmp_path / "out"), "device=cpu"]) == 2
+    assert capfd.readouterr().err.count("\n") == 1
 
 
 def test_parts_are_joined_by_their_names(tmp_path: Path) -> None:

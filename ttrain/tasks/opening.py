@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from ttrain.config import build
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config
 from ttrain.core.errors import CheckpointError, ConfigError
+from ttrain.core.names import listed
 from ttrain.data.settings import TextConfig
 from ttrain.models.identity import FUNCTION, differing
 from ttrain.models.settings import AGILLMConfig
@@ -58,6 +60,10 @@ class OpenedModel:
         model = build.build_model(*self.config.model_parts, getattr(self.tokenizer, "vocabulary", None))
         if self.checkpoint is not None:
             check_architecture(self.checkpoint.config, model.config, self.checkpoint.path, FUNCTION)
+            if missing := [name for name in model.persistent() if name not in self.values]:
+                raise CheckpointError(
+                    f"{self.checkpoint.path} lacks {listed(missing)}. Use another checkpoint."
+                )
         return model
 
     @property
@@ -98,7 +104,7 @@ def of_run(
 
     run = config.run.dir
     assert run is not None  # the config's checks hold it so
-    checkpoint = find_checkpoint(Path(run), wanted.checkpoint)
+    checkpoint = find_checkpoint(Path(run), wanted.checkpoint, partial(print, file=sys.stderr))
     if needs and checkpoint.tokenizer is None:
         raise CheckpointError(f"{checkpoint.path} has no tokenizer, so its model {needs}")
     config = continued(checkpoint.config, config, always_given)

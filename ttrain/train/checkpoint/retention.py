@@ -209,13 +209,17 @@ def check_space(folder: Path, state: StateValues) -> None:
         )
 
 
-def find_checkpoint(run: Path, which: str) -> Checkpoint:
+def find_checkpoint(run: Path, which: str, say: Callable[[str], object] = lambda text: None) -> Checkpoint:
     """The verified checkpoint of a run that `last`, `best` or a step number names. Raises CheckpointError.
 
-    While what is returned is held its files stay, also where the run goes on training and would remove them.
+    While what is returned is held its files stay, also where the run goes on training and would remove them. `say` is
+    told of damaged ones that `last` passed over.
     """
     found, skipped = _first_readable(run, lambda: _candidates(run, which))
     if found is not None:
+        for path, reason in skipped:
+            if which == "last" and not path.name.startswith(UNFINISHED):
+                say(f"WARNING: Skipped {path}: {reason}")
         return found
     if which != "last":
         raise CheckpointError(skipped[-1].reason)
