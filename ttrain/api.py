@@ -16,6 +16,8 @@ from ttrain.config.schema import Config
 from ttrain.core.errors import TtrainError, UserError
 from ttrain.core.options import option
 from ttrain.parallel.place import leader_speaks
+from ttrain.parallel.ranks import Ranks
+from ttrain.parallel.world import World
 from ttrain.train.steps.step import StepResult
 
 if TYPE_CHECKING:
@@ -71,6 +73,8 @@ class Training:
         """
         from ttrain.models.base import preparation
 
+        if (config.parallel.processes or 1) > 1:
+            raise UserError(f"parallel.processes={config.parallel.processes}: Training is one process. Leave it out.")
         if model is None and getattr(config.model, "vocabulary", 0) is None:
             raise UserError("model.vocabulary=null: there is no tokenizer here to ask. Give the number of token ids.")
         config = replace(config, lora=build.with_adapters(config.lora, config.source.explicit))
@@ -85,7 +89,9 @@ class Training:
             device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
             if not device.computes:
                 raise UserError(f"device={config.device.name}: computes no values. Choose another, such as device=cpu.")
-            self._session = stack.enter_context(closing(build.build_session(self.model, device, *config.step_parts)))
+            world = World(Ranks(slices=config.parallel.slices or 1))
+            session = build.build_session(self.model, device, *config.step_parts, ranks=world.ranks)
+            self._session = stack.enter_context(closing(session))
             self._session.initialize(config.run.seed)
             if warm is not None:
                 warm.apply(self._session.state)
@@ -93,8 +99,9 @@ class Training:
                 adapters.apply(self._session.state, self.model)
             self._built = self._session.build_training()
             self._driver = build.build_driver(
-                self.model, device, self._built, lambda step: self._batch, *config.rate_parts, config.run.seed
-            )
+                self.model, device, self._built, lambda step: self._batch, *config.rate_parts, config.run.seed,
+                world=world,
+            )  # fmt: skip
             self._stack = stack.pop_all()
 
     def step(self, batch: Batch, lr: float | None = None) -> StepResult:
@@ -113,8 +120,8 @@ class Training:
         return result
 
     def evaluate(self, batch: Batch) -> float:
-        """The loss of train.batch_size / train.accumulation rows, without dropout, of the averages of the weights where
-        the config keeps some; changes nothing.
+        """The loss of train.batch_size / parallel.slices / train.accumulation rows, without dropout, of the averages of
+        the weights where the config keeps some; changes nothing.
         """
         from ttrain.models.base import loss_weights
         from ttrain.train.steps.session import averaged

@@ -26,7 +26,7 @@ def test_every_node_of_a_step_is_timed(
     files = [f"profile.json={tmp_path}/found.json", f"profile.trace={tmp_path}/trace.json", "profile.steps=2"]
     if engine == "dynamic":
         files += ["guard.nonfinite=skip", "train.length_schedule=[16,32]"]
-    accumulated = ["train.accumulation=3", "train.batch_size=3"] if engine == "static" else []
+    accumulated = ["train.accumulation=3", "train.batch_size=6", "parallel.slices=2"] if engine == "static" else []
     assert main(["task=profile", "device=cpu", f"engine={engine}", *SMALL, *files, *accumulated]) == 0
     text, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text("utf-8"))
     assert "By part of the model" in text and "At the roof, " in text
@@ -37,7 +37,7 @@ def test_every_node_of_a_step_is_timed(
             total = sum(group[what] for group in found[groups].values())
             assert total == pytest.approx(sum(node[what] for node in nodes))
     assert {node["stage"] for node in nodes} == {"forward", "backward", "update"}
-    assert max(node["launches"] for node in nodes) == (2 if accumulated else 1)
+    assert max(node["launches"] for node in nodes) == (4 if accumulated else 1)
     events = json.loads((tmp_path / "trace.json").read_text("utf-8"))["traceEvents"]
     leaves = [event for event in events if event["args"]]
     assert len(leaves) == sum(node["launches"] for node in nodes)

@@ -56,6 +56,31 @@ def test_a_mistake_is_one_sentence(overrides: str, expected: str) -> None:
     assert len(caught.value.problems) == 1 and caught.value.problems[0].startswith(expected)
 
 
+@pytest.mark.parametrize(
+    ("task", "more"),
+    [
+        ("sample", "run.dir=x"), ("chat", "run.dir=x"), ("eval", "run.dir=x"), ("export", "run.dir=x export.file=y.pt"),
+        ("prepare", "data.path=x prepare.dir=y"), ("runs", ""), ("report", "run.dir=x"), ("lr", ""), ("verify", ""),
+        ("profile", ""), ("bench", ""), ("doctor", ""),
+    ],
+)  # fmt: skip
+def test_a_task_of_one_process_takes_the_mode_and_refuses_more(task: str, more: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(
+            [f"task={task}", "parallel=zero1", "parallel.processes=2", "parallel.world=4", "device=cpu", *more.split()]
+        )
+    assert caught.value.problems == [
+        "parallel.world=4: is for task=plan. Give parallel.processes, or use torchrun.",
+        f"parallel.processes=2: task={task} is one process. Leave it out.",
+    ]
+
+
+@pytest.mark.parametrize("task", ["lr", "profile"])
+def test_steps_that_are_measured_have_the_slices_of_training(task: str) -> None:
+    with pytest.raises(ConfigError, match=r"train.batch_size=6: must divide into parallel.slices=4"):
+        load([f"task={task}", "parallel.slices=4", "train.batch_size=6", "device=cpu"])
+
+
 def test_what_was_started_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in RANKS.items():
         monkeypatch.setenv(name, value)

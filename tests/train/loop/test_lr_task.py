@@ -51,7 +51,9 @@ def test_noise_alone_is_no_fall_and_no_divergence() -> None:
         assert find(rates, losses, 0.5).steepest is None
 
 
-@pytest.mark.parametrize("more", [[], ["engine=traced", "optimizer=sgd", "train.accumulation=2"], ["engine=dynamic"]])
+@pytest.mark.parametrize(
+    "more", [[], ["engine=traced", "optimizer=sgd", "train.accumulation=2", "parallel.slices=4"], ["engine=dynamic"]]
+)
 def test_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, more: list[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([*MLP, "ramp.steps=120", "ramp.low=1e-5", "ramp.high=1e4", "train.batch_size=64", *more]) == 0

@@ -15,7 +15,8 @@ from ttrain.parallel.settings import ParallelConfig
 from ttrain.train.settings import RecoverConfig, SuperviseConfig, TrainConfig
 from ttrain.train.supervise.heartbeat import VARIABLE
 
-TASKS = ("train", "plan")
+TASKS = ("train", "plan")  # that are of several ranks
+STEPPING = (*TASKS, "lr", "profile")  # that divide a batch into slices
 
 
 def rank_count(parallel: ParallelConfig, local: bool = False) -> int:
@@ -32,14 +33,14 @@ def _parallel(task: TaskConfig, parallel: ParallelConfig) -> Iterator[str]:
     for key in ("processes", "world"):
         if parallel.name == "none" and (getattr(parallel, key) or 1) > 1:
             yield f"parallel.{key}={getattr(parallel, key)}: parallel=none is one process. Give parallel=ddp or zero1."
+    if parallel.world is not None and task.name != "plan":
+        yield f"parallel.world={parallel.world}: is for task=plan. Give parallel.processes, or use torchrun."
     if task.name != "train":
         if (parallel.processes or 1) > 1 and task.name not in TASKS:
             yield f"parallel.processes={parallel.processes}: task={task.name} is one process. Leave it out."
         if here is not None and here.count > 1:
             yield f"task={task.name}: is one process, and {here.count} were started. Start one."
         return
-    if parallel.world is not None:
-        yield f"parallel.world={parallel.world}: is for task=plan. Give parallel.processes, or use torchrun."
     if here is not None and here.count > 1 and parallel.name == "none":
         yield f"parallel=none: {here.count} processes were started. Give parallel=ddp or zero1, or start one."
     if here is not None and parallel.processes not in (None, here.local_count):
@@ -66,7 +67,7 @@ def _restarts(task: TaskConfig, supervise: SuperviseConfig, source: Source) -> I
 
 @check
 def _slices(task: TaskConfig, train: TrainConfig, parallel: ParallelConfig) -> Iterator[str]:
-    if task.name not in TASKS:
+    if task.name not in STEPPING:
         return
     ranks = 1 if parallel.name == "none" else rank_count(parallel)
     given = [key for key in ("world", "processes") if getattr(parallel, key) is not None]
@@ -94,7 +95,7 @@ def _slices(task: TaskConfig, train: TrainConfig, parallel: ParallelConfig) -> I
 def _parallel_device(
     task: TaskConfig, parallel: ParallelConfig, device: DeviceConfig, recover: RecoverConfig
 ) -> Iterator[str]:
-    if task.name not in TASKS or (parallel.name == "none" and (parallel.slices or 1) == 1):
+    if task.name not in STEPPING or (parallel.name == "none" and (parallel.slices or 1) == 1):
         return
     if device.name not in ("cpu", "cuda", "auto"):
         one = f"parallel={parallel.name}", "parallel=none"
