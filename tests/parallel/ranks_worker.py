@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from tests.models.plain_gpt import PlainGPT
 from ttrain.config import build
 from ttrain.core.spec import DType
+from ttrain.device.base import Device
 from ttrain.device.torch.device import TorchDevice
 from ttrain.engine.settings import EngineConfig
 from ttrain.graph import Kind
@@ -33,6 +35,7 @@ from ttrain.parallel.settings import ParallelConfig
 from ttrain.parallel.world import World
 from ttrain.train.loop.evaluate import Evaluation
 from ttrain.train.settings import GuardConfig, TrainConfig
+from ttrain.train.steps.session import Session, averaged
 from ttrain.train.steps.step import TrainStep
 
 SLICES, ROWS, STEPS = 4, 16, 3
@@ -94,24 +97,35 @@ def cases_of(count: int) -> list[Case]:
 
 
 class Samples:
-    """Held-out sequences of random tokens, and batches by the number of their step."""
+    """Held-out sequences of random tokens, and batches by the number of their step.
+
+    As of documents, not every held-out token is a target; in one batch of an evaluation none is.
+    """
 
     val_samples = 21  # the last batch is not full
 
     def batch(self, split: str, seed: int, first: int, rows: int) -> dict[str, np.ndarray]:
         drawn = np.random.default_rng(7).integers(0, SIZE["vocabulary"], (4 * ROWS, SIZE["context"] + 1))
         drawn = drawn[first : first + rows]
-        return {"tokens": drawn[:, :-1].copy(), "targets": drawn[:, 1:].copy()}
+        tokens, targets = drawn[:, :-1].copy(), drawn[:, 1:].copy()
+        if split == "val":
+            targets[(targets % 5 == first % 3) | (first == 2 * rows)] = -1
+        return {"tokens": tokens, "targets": targets}
+
+
+def session_of(case: Case, device: Device, ranks: Ranks) -> Session:
+    """The case as one rank has it, its values still unset."""
+    train = TrainConfig(batch_size=ROWS, accumulation=case.accumulation, ema=case.ema)
+    guard = GuardConfig(nonfinite="skip" if case.guarded else "stop", activations=case.guarded)
+    parts = train, case.optimizer or ADAMW, guard, EngineConfig(name=case.engine)
+    return build.build_session(case.model(case.compute), device, *parts, ranks=ranks)
 
 
 def trained(case: Case, world: World) -> dict[str, np.ndarray]:
     """Numbers of every step, the evaluation at the end, and the whole state; bf16 as fp32."""
-    model = case.model(case.compute)
     device = TorchDevice("cpu", 1, group=world.group)
-    train = TrainConfig(batch_size=ROWS, accumulation=case.accumulation, ema=case.ema)
-    guard = GuardConfig(nonfinite="skip" if case.guarded else "stop", activations=case.guarded)
-    engine = EngineConfig(name=case.engine)
-    session = build.build_session(model, device, train, case.optimizer or ADAMW, guard, engine, ranks=world.ranks)
+    session = session_of(case, device, world.ranks)
+    model = session.graph.model
     with closing(device), closing(session):
         for name, value in initial_values(model, seed=3).items():
             session.state.write(name, value)
@@ -121,13 +135,22 @@ def trained(case: Case, world: World) -> dict[str, np.ndarray]:
             step(data.batch("train", 0, ROWS * number, ROWS), {"lr": 1e-2}, number) for number in range(1, STEPS + 1)
         ]
         rows = ROWS // SLICES // case.accumulation
-        evaluated = Evaluation(steps["evaluate"], data, rows, None, prepare, world=world)()  # type: ignore[arg-type]
+        evaluated = Evaluation(
+            steps["evaluate"],
+            data,
+            rows,
+            None,
+            prepare,
+            world=world,
+            around=partial(averaged, steps),  # type: ignore[arg-type]
+        )()
         assert evaluated is not None and all(result.applied for result in results)
         found = {"losses": [(r.loss, r.grad_norm, r.activation_norm or 0.0, *r.metrics.values()) for r in results]}
         found["evaluation"] = [(evaluated.loss, *evaluated.metrics.values())]
         kinds = (Kind.PARAMETER, Kind.OPTIMIZER, Kind.COPY)
-        held = {kind: session.state.nbytes(kind) for kind in (Kind.PARAMETER, Kind.OPTIMIZER)}
+        held = {kind.value: session.state.nbytes(kind) for kind in (Kind.PARAMETER, Kind.OPTIMIZER)}
         arrays = {name: session.state.read(name) for name in session.state.names(*kinds)}
+    held |= {"allocated": device.counters.allocated_bytes}
     return {**{key: np.array(value) for key, value in found.items()}, **arrays, "held": np.array([*held.values()])}
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.parallel.ranks_worker import CASES, cases_of, work
+from tests.parallel.ranks_worker import CASES, SLICES, Case, cases_of, session_of, work
+from ttrain.config import build
 from ttrain.core.spec import DType
+from ttrain.device.settings import DeviceConfig
+from ttrain.parallel.ranks import Ranks
+from ttrain.train.forecast.plan_report import plan_report
 
 COUNTS = (1, 2, 4)
 
@@ -45,7 +50,7 @@ def loaded(folder: Path, name: str, count: int, rank: int = 0) -> dict[str, np.n
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_any_number_of_ranks_gives_the_same_bits(case: Any, results: Path) -> None:
+def test_any_number_of_ranks_gives_the_same_bits(case: Case, results: Path) -> None:
     alone = loaded(results, case.name, 1)
     held = alone.pop("held")
     assert np.isfinite(alone["losses"]).all() and len({tuple(row) for row in alone["losses"]}) == len(alone["losses"])
@@ -61,7 +66,7 @@ def test_any_number_of_ranks_gives_the_same_bits(case: Any, results: Path) -> No
             assert whole[1] == held[1] and own[1] < 0.75 * held[1]  # tiny tensors are not cut
             assert (whole[0] < count * held[0]) == (case.compute is DType.BF16)  # masters beside the copies
         else:
-            assert (whole == count * held).all()
+            assert (whole[:2] == count * held[:2]).all()
 
 
 def test_modes_and_micro_batches_compute_the_same_and_slices_draw_their_own(results: Path) -> None:
@@ -76,3 +81,17 @@ def test_pytorch_ddp_computes_the_same(results: Path) -> None:
     np.testing.assert_allclose(ours["losses"][:, :2], theirs.pop("losses"), rtol=1e-5)
     for name, value in theirs.items():
         assert np.linalg.norm(ours[name] - value) <= 1e-5 * np.linalg.norm(value), name
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("case", [case for case in CASES if case.engine != "dynamic"], ids=lambda case: case.name)
+def test_a_rank_allocates_what_is_planned(case: Case, count: int, results: Path) -> None:
+    """Beside the bytes of tensors that a plan shows there are gaps between them, of less than 64 elements each."""
+    for rank in range(count):
+        with closing(build.planned_device(DeviceConfig("cpu", threads=1))) as device:
+            session = session_of(case, device, Ranks(rank, count, SLICES, case.shards))
+            report = plan_report(session.graph, session.state, session.build_training())
+            placed = device.counters.allocated_bytes
+        assert loaded(results, case.name, count, rank)["held"][2] == placed + report.arena
+        tensors = sum(len(session.state.tensor(name).placed) for name in session.state.names())
+        assert 0 <= placed + report.arena - (report.memory - report.outside) < 4 * 64 * tensors

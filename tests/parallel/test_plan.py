@@ -36,6 +36,15 @@ def planned(folder: Path, *overrides: str) -> dict[str, Any]:
     return found
 
 
+def test_the_plan_is_that_of_the_rank_that_owns_most(tmp_path: Path) -> None:
+    """Of three hidden matrices that stay whole one of two ranks has two, each with its momentum, and of the first and
+    the last one half, with two moments.
+    """
+    five = ["optimizer=muon", "model.layers=5", "model.bias=false", "parallel=zero1", "parallel.world=2"]
+    found = planned(tmp_path, *five)
+    assert found["memory"]["optimizer"] == 2 * 4 * WIDTH * WIDTH + 2 * 2 * 4 * WIDTH * WIDTH // 2
+
+
 @pytest.mark.parametrize("count", [2, 8])
 def test_a_rank_of_zero1_keeps_its_share_and_sends_the_rest(count: int, tmp_path: Path) -> None:
     one = planned(tmp_path)

@@ -61,9 +61,7 @@ class OpenedModel:
         if self.checkpoint is not None:
             check_architecture(self.checkpoint.config, model.config, self.checkpoint.path, FUNCTION)
             if missing := [name for name in model.persistent() if name not in self.values]:
-                raise CheckpointError(
-                    f"{self.checkpoint.path} lacks {listed(missing)}. Use another checkpoint."
-                )
+                raise CheckpointError(f"{self.checkpoint.path} lacks {listed(missing)}. Use another checkpoint.")
         return model
 
     @property

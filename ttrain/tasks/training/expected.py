@@ -14,9 +14,11 @@ from ttrain.config.schema import Config
 from ttrain.device.family import SILICON, family_of
 from ttrain.device.timing import Work
 from ttrain.models.settings import TransformerConfig
+from ttrain.optim.groups import parameter_runs
 from ttrain.train.logging.meter import Alternative, Forecast, Pace, evaluations_left
 from ttrain.train.runs.record import command_line
 from ttrain.train.settings import TrainConfig
+from ttrain.train.steps.divided_run import DividedRun, heaviest
 from ttrain.train.steps.length_schedule import LengthSchedule
 
 if TYPE_CHECKING:
@@ -36,9 +38,14 @@ SHORTEST = 32  # tokens of a context that is still offered
 
 
 def session_to_plan(config: Config, model: Model, device: Device) -> Session:
-    """A session on a device that is planned only. What the dynamic engine would run is planned as static does."""
+    """A session on a device that is planned only, of the rank that owns most. What the dynamic engine would run is
+    planned as static does.
+    """
     engine = replace(config.engine, name="static") if config.engine.name == "dynamic" else config.engine
     ranks = build.planned_ranks(config.parallel)
+    if ranks.sharding:
+        runs = parameter_runs(model.parameters(), build.build_optimizer(config.optimizer), model.compute)
+        ranks = replace(ranks, rank=heaviest([DividedRun(run, ranks) for run in runs], ranks))
     resident = build.build_resident(config.data, config.train, model, device)
     return build.build_session(
         model, device, *replace(config, engine=engine).step_parts, ranks=ranks, resident=resident

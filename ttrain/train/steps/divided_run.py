@@ -113,6 +113,13 @@ def summed_over_ranks(
     return done[-len(runs) :]
 
 
+def heaviest(runs: Sequence[DividedRun], ranks: Ranks) -> int:
+    """The rank that owns most elements, the first of equals."""
+    parts = [of_tensor for run in runs for of_tensor in run.division.parts]
+    owned = [sum(stop - start for each in parts for start, stop in each[rank]) for rank in range(ranks.count)]
+    return owned.index(max(owned))
+
+
 def norms_of(graph: Graph, runs: Sequence[DividedRun], gradients: Sequence[Sequence[Value]], ranks: Ranks) -> Norms:
     """The norm of the gradients of some runs, and of those that are clipped."""
     pairs = list(zip(runs, gradients, strict=True))
