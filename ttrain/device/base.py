@@ -20,6 +20,9 @@ Buffer = Any  # a device's own handle of one placed tensor
 Arena = Any  # a device's own handle of a range of bytes
 Layout = Hashable  # how a device holds a tensor: its shape with padding, dtype and order of elements
 Launch = Callable[[], Any]
+Specs = Sequence[TensorSpec]
+GivenSpecs = Sequence[TensorSpec | None]  # of inputs; None where one is absent
+Attributes = Mapping[str, Any]
 
 ALIGNMENT = 64  # bytes; a cache line, and what vector loads of 512 bits want
 UNWATCHED = nullcontext()  # one for all
@@ -75,24 +78,17 @@ class Kernel:
     outputs, attributes)` names the one of several ways that a launch takes, for who looks at a plan.
     """
 
-    bind: Callable[[Sequence[Buffer | None], Sequence[Buffer], Mapping[str, Any], Sequence[Buffer]], Launch]
+    bind: Callable[[Sequence[Buffer | None], Sequence[Buffer], Attributes, Sequence[Buffer]], Launch]
     delivery: Delivery = Delivery.INTO
-    workspace: (
-        Callable[[Sequence[TensorSpec | None], Sequence[TensorSpec], Mapping[str, Any]], list[TensorSpec]] | None
-    ) = None
+    workspace: Callable[[GivenSpecs, Specs, Attributes], list[TensorSpec]] | None = None
     host_scalars: tuple[str, ...] = ()
     overwrites: tuple[int, ...] = ()
-    layouts: (
-        Callable[[Sequence[TensorSpec | None], Sequence[TensorSpec], Mapping[str, Any]], list[Layout | None]] | None
-    ) = None
+    layouts: Callable[[GivenSpecs, Specs, Attributes], list[Layout | None]] | None = None
+    outside: Callable[[GivenSpecs, Specs, Attributes], int] | None = None
+    supports: Callable[[GivenSpecs, Attributes], bool] | None = None
+    way: Callable[[GivenSpecs, Specs, Attributes], str] | None = None
 
-    outside: Callable[[Sequence[TensorSpec | None], Sequence[TensorSpec], Mapping[str, Any]], int] | None = None
-    supports: Callable[[Sequence[TensorSpec | None], Mapping[str, Any]], bool] | None = None
-    way: Callable[[Sequence[TensorSpec | None], Sequence[TensorSpec], Mapping[str, Any]], str] | None = None
-
-    def workspace_specs(
-        self, inputs: Sequence[TensorSpec | None], outputs: Sequence[TensorSpec], attributes: Mapping[str, Any]
-    ) -> list[TensorSpec]:
+    def workspace_specs(self, inputs: GivenSpecs, outputs: Specs, attributes: Attributes) -> list[TensorSpec]:
         return [] if self.workspace is None else self.workspace(inputs, outputs, attributes)
 
 
@@ -120,9 +116,7 @@ def of_side(rows: Rows, on_host: bool) -> Rows | Mapping[str, Kernel]:
     return rows.host if on_host and isinstance(rows, Table) and rows.host is not None else rows
 
 
-def serves(
-    kernels: Container[str], name: str, inputs: Sequence[TensorSpec | None], attributes: Mapping[str, Any]
-) -> bool:
+def serves(kernels: Container[str], name: str, inputs: GivenSpecs, attributes: Attributes) -> bool:
     """Whether a table, or a set of names that stand for rows without conditions, has a kernel for a node."""
     if name not in kernels:
         return False
