@@ -1,7 +1,6 @@
 """Graph -> graph. Each pass is a pure function; diffing the printed graph before and after shows what it did."""
 
 from ttrain.graph.passes.cleanup import live_nodes, merge_common_subexpressions, remove_dead_code
-from ttrain.graph.passes.decompose import decompose
+from ttrain.graph.passes.decompose import copy_reshapes, decompose
 from ttrain.graph.passes.fuse import fuse
 from ttrain.graph.passes.order import gather_sides, store_early
-from ttrain.graph.passes.reshape import copy_reshapes

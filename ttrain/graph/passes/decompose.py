@@ -1,12 +1,13 @@
-"""Replacing composite ops by simpler ones where a device has no kernel for them."""
+"""Replacing what a device can't do: ops without a kernel by simpler ones, reshapes that are not free by copies."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from ttrain.core.errors import GraphError
+from ttrain.core.spec import TensorSpec
 from ttrain.device.base import of_side, serves
-from ttrain.graph.graph import Graph, Node, Value
+from ttrain.graph.graph import Graph, Node, Value, op
 from ttrain.graph.rewrite import rewrite
 
 DEEPEST = 16  # ops within ops
@@ -36,3 +37,15 @@ def decompose(graph: Graph, supported: Container[str], device: str) -> Graph:
             return graph
         graph = rewrite(graph, replace)
     raise GraphError(f"device {device}: the decompositions of {', '.join(sorted(left))} lead back to themselves.")
+
+
+def copy_reshapes(graph: Graph, shares: Callable[[TensorSpec, TensorSpec], bool]) -> Graph:
+    """Replace every reshape on the device for which `shares(old spec, new spec)` is false."""
+
+    def copies(node: Node) -> bool:
+        return node.op.name == "reshape" and not node.on_host and not shares(node.values[0].spec, node.outputs[0].spec)
+
+    def replace(node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value] | None:
+        return [op("copy_reshape").record(*inputs, **node.attributes)] if copies(node) else None
+
+    return rewrite(graph, replace) if any(map(copies, graph.nodes)) else graph
