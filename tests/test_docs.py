@@ -179,6 +179,8 @@ def smaller(config: Config, steps: int) -> Config:
     small |= {"sample.tokens": 4, "device.threads": 1}
     if config.train.length_schedule:
         small |= {"train.length_schedule": [8, 16], "train.phase_steps": 1}
+    if config.train.batch_schedule:
+        small |= {"train.batch_schedule": [2, small["train.batch_size"]], "train.phase_steps": 1}
     if config.device.name == "auto":
         small["device.name"] = "cpu"
     if config.engine.name == "traced":  # compiling takes longer than all else; tests/native does it

@@ -28,6 +28,10 @@ PAIRS = ("model=agillm", "model.preset=femto_1x")
         (("model=gpt2", "data=tokens", "data.path=x"), None),
         ((*GROWING, "train.steps=21"), None),
         ((*GROWING, "train.steps=20"), "64 tokens begin at step 21"),
+        (
+            ("train.batch_schedule=[8,16]", "train.accumulation=2", "train.steps=10"),
+            "batches of 16 begin",
+        ),
         ((*PAIRS, "model.context=4"), None),
         ((*PAIRS, "model.context=3"), "sequences of 3 tokens hold no SAT window"),
         ((*PAIRS, "model.context=3", "model.objective=ar_only"), None),

@@ -93,14 +93,14 @@ def test_evaluations_are_counted_as_the_loop_makes_them(every: int | None) -> No
             assert evaluations_left(step, steps, every) == len(due)
 
 
-def test_growing_sequences_are_counted_by_their_length() -> None:
+def test_growing_steps_are_counted_by_their_tokens() -> None:
     growing = ["model.context=64", "train.length_schedule=[16,32,64]", "train.phase_steps=10", "train.steps=35"]
-    config = load(growing)
-    lengths = [16] * 10 + [32] * 10 + [64] * 15
+    config = load([*growing, "train.batch_size=4", "train.accumulation=2", "train.batch_schedule=[2,4]"])
+    tokens = [2 * 16] * 10 + [4 * 32] * 10 + [4 * 64] * 15
     for step in (0, 4, 10, 29, 35):
-        left = lengths[step:]
-        assert task._left(config.train, step) == pytest.approx(sum(left) / left[0] if left else 0)
-    assert task._left(load(["train.steps=35"]).train, 30) == 5
+        left = tokens[step:]
+        assert task._left(config, step) == pytest.approx(sum(left) / left[0] if left else 0)
+    assert task._left(load(["train.steps=35"]), 30) == 5
 
 
 @pytest.mark.parametrize(

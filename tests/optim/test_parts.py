@@ -78,7 +78,7 @@ def test_the_train_step_hands_the_norm_of_the_scope_to_a_guarded_update() -> Non
         graph = StepGraph(gpt(), optimizer, 4 // accumulation, accumulation, guarded=guarded)
         session = Session(gpt(), optimizer, 4 // accumulation, accumulation=accumulation)
         steps = {name: session.engine.build(f"again {name}", trace) for name, trace in graph.train_steps().items()}
-        step = TrainStep(steps, accumulation, seed=1)
+        step = TrainStep(steps, 4 // accumulation, seed=1)
         for number in (1, 2, 3):
             result = step(token_batch(11, 4, 8, number), {"lr": 0.01}, number)
             assert 0 < result.metrics["clipped_norm"] < result.grad_norm

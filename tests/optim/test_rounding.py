@@ -249,7 +249,7 @@ def nano(compute: DType = BF16, master: DType = BF16) -> GPT:
 
 def trained(config: AdamWConfig, engine: str, steps: int, lr: float) -> tuple[list[float], Session]:
     session = Session(nano(), AdamW(config), 4, engine=engine)
-    step = TrainStep(session.steps, 1, seed=3)
+    step = TrainStep(session.steps, 4, seed=3)
     return [step(token_batch(17, 4, 16, 0), {"lr": lr}, number).loss for number in range(1, steps + 1)], session
 
 
@@ -285,7 +285,7 @@ def test_the_rounding_of_a_step_hangs_on_seed_and_step_alone() -> None:
 
     for rank in (0, 1):
         steps: Any = {"accumulate_first": Built(), "update": Built()}
-        TrainStep(steps, 1, seed=3, world=World(Ranks(rank, 2, 2)))(token_batch(17, 4, 16, 0), {"lr": 1.0}, 5)
+        TrainStep(steps, 2, seed=3, world=World(Ranks(rank, 2, 2)))(token_batch(17, 4, 16, 0), {"lr": 1.0}, 5)
     first, second = seen[0], seen[2]
     assert first["rounding_seed"] == second["rounding_seed"] == step_seed(3, 5, -1)
     assert first["seed"] != second["seed"] and first["seed"] != first["rounding_seed"]

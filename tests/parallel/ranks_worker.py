@@ -130,7 +130,7 @@ def trained(case: Case, world: World) -> dict[str, np.ndarray]:
         for name, value in initial_values(model, seed=3).items():
             session.state.write(name, value)
         steps, prepare, data = session.build_training(), preparation(model), Samples()
-        step = TrainStep(steps, case.accumulation, 11, prepare, world=world)
+        step = TrainStep(steps, ROWS // SLICES // case.accumulation, 11, prepare, world=world)
         results = [
             step(data.batch("train", 0, ROWS * number, ROWS), {"lr": 1e-2}, number) for number in range(1, STEPS + 1)
         ]

@@ -24,7 +24,7 @@ from ttrain.train.loop.loop import Loop
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.settings import TrainConfig
 from ttrain.train.steps.driver import Driver
-from ttrain.train.steps.length_schedule import DataReader
+from ttrain.train.steps.phases import DataReader
 from ttrain.train.steps.step import TrainStep
 
 VOCABULARY = 11
@@ -135,10 +135,11 @@ class Bigram:
     def logits(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
         return {"logits": self.state.arrays["table.weight"][inputs["tokens"][0, inputs["position"]]]}
 
-    def steps(self) -> dict[str, BuiltStep]:
+    def steps(self, accumulation: int = 1) -> dict[str, BuiltStep]:
         micro = ("tokens", "targets", "loss_weight", "seed")
-        inputs = {"train": (*micro, "lr", "step"), "accumulate_first": micro, "accumulate_next": micro}
-        inputs["update"] = ("lr", "step")
+        inputs = {"accumulate_first": micro, "accumulate_next": micro, "update": ("lr", "step")}
+        if accumulation == 1:
+            inputs = {"train": (*micro, "lr", "step")}
         return {
             name: BuiltStep(names, lambda given, name=name: getattr(self, name)(given))
             for name, names in inputs.items()
@@ -212,7 +213,7 @@ def make_training(tmp_path: Path) -> Iterator[MakeTraining]:
         loop = Loop(
             config=config,
             driver=Driver(
-                TrainStep(model.steps(), config.accumulation, seed=7),
+                TrainStep(model.steps(config.accumulation), config.batch_size // config.accumulation, seed=7),
                 reader.batches(dataset, 7),
                 lambda step: {"lr": 0.5 * (1 - step / 100)},
                 last=config.steps,

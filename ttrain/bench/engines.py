@@ -92,7 +92,7 @@ class EngineContender(Contender):
         batches, lr = case.batches, case.training.optimizer.lr
         prepare = prepare_plain if held is None else held.prepare
         overlaps = self.device.overlaps
-        train = TrainStep(steps, 1, case.seed, prepare=prepare, overlaps=overlaps, world=self._world)
+        train = TrainStep(steps, graph.rows, case.seed, prepare=prepare, overlaps=overlaps, world=self._world)
         self._drive = Driver(train, lambda number: batches[number % len(batches)], lambda _: {"lr": lr}, sys.maxsize)
 
     def step(self, number: int) -> float:

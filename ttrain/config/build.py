@@ -274,9 +274,9 @@ def build_driver(
     from ttrain.train.steps.step import TrainStep
 
     prepare = prepare or preparation(model)
-    parts = train.accumulation * (1 if world is None else world.ranks.slices)
-    noise = NoiseScale(train.batch_size, parts) if train.noise_scale else None
-    step = TrainStep(steps, train.accumulation, seed, prepare, device.overlaps, world, noise)
+    rows = train.batch_size // train.accumulation // (1 if world is None else world.ranks.slices)
+    noise = NoiseScale(rows) if train.noise_scale else None
+    step = TrainStep(steps, rows, seed, prepare, device.overlaps, world, noise)
     rates = learning_rates(model.parameters(), optimizer, build_schedule(schedule, train.steps))
     return Driver(step, batch, rates, last)
 

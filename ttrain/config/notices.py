@@ -34,12 +34,14 @@ def notices(config: Config) -> Iterator[str]:
             "model=gpt2 reads characters here, but is made for tokens of several characters. data.tokenizer=bpe trains "
             "such a tokenizer on the text; data.vocabulary_size=50257 gives it as many tokens as GPT-2 has."
         )
-    reached = (len(train.length_schedule) - 1) * train.phase_steps + 1
-    if train.steps < reached:
-        yield (
-            f"train.steps={train.steps} end before train.length_schedule does: sequences of "
-            f"{train.length_schedule[-1]} tokens begin at step {reached}. A lower train.phase_steps gets there."
-        )
+    for key, unit in (("length_schedule", "sequences of {} tokens"), ("batch_schedule", "batches of {}")):
+        sizes = getattr(train, key)
+        reached = (len(sizes) - 1) * train.phase_steps + 1
+        if train.steps < reached:
+            yield (
+                f"train.steps={train.steps} end before train.{key} does: {unit.format(sizes[-1])} begin at step "
+                f"{reached}. A lower train.phase_steps gets there."
+            )
     shortest = min([model.context or _SHORTEST_PAIRS, *train.length_schedule]) if isinstance(model, AGILLMConfig) else 0
     if 0 < shortest < _SHORTEST_PAIRS and model.objective == "joint":
         yield f"sequences of {shortest} tokens hold no SAT window, so they train the AR head alone."

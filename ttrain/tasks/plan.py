@@ -20,7 +20,7 @@ from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind
 from ttrain.nn.module import ADAPTER
 from ttrain.nn.settings import LoraConfig
-from ttrain.tasks.training.expected import micro_batches, planned_session, session_to_plan
+from ttrain.tasks.training.expected import micro_batches, planned_session, schedule_of, session_to_plan
 
 if TYPE_CHECKING:
     from ttrain.core.tables import Table
@@ -86,7 +86,6 @@ def _model(config: Config) -> Model:
 
 
 def _title(config: Config, model: Model, device: str) -> str:
-    from ttrain.train.steps.length_schedule import LengthSchedule
 
     name = config.source.choices.get("model", config.model.name)
     parts = [f"Plan of {name} on {device}, engine {config.engine.name}, {config.precision.name}"]
@@ -101,9 +100,9 @@ def _title(config: Config, model: Model, device: str) -> str:
     if vocabulary is not None:
         given = "" if getattr(config.model, "vocabulary", None) is not None else ", that of the data"
         parts.append(f"vocabulary {vocabulary}{given}")
-    schedule = LengthSchedule.of(config.train)
-    if schedule is not None:
-        parts.append(f"training sequences grow: {schedule.text()}; this is the plan of the longest")
+    schedule = schedule_of(config)
+    if len(schedule.phases) > 1:
+        parts.append(f"{schedule.text()}; this is the plan of the largest")
     if config.engine.name == "dynamic":
         parts.append("engine dynamic plans nothing: this is what engine static would take")
     return "; ".join(parts) + "."
@@ -251,8 +250,8 @@ class _Extra:
         )
         if estimate is None:
             return [Table("Expected time of one optimizer step", ("", ""), [], (why_not,))]
-        count = self.config.train.steps
-        run = count * estimate.time.total
+        count, schedule = self.config.train.steps, schedule_of(self.config)
+        run = schedule.in_steps_of(schedule.phases[-1], 0, count) * estimate.time.total
         self.values["expected"] = {**estimate.to_dict(), "run_s": run}
         step, *others = estimate.tables()
         row = (f"{count} steps of the run", format_duration(run))

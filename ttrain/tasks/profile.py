@@ -18,6 +18,7 @@ from ttrain.core.files import to_json, write_chosen
 from ttrain.core.tables import plain_table
 from ttrain.core.waiting import waited_for
 from ttrain.device.family import Profile, Profiler, family_of
+from ttrain.train.settings import without_phases
 
 if TYPE_CHECKING:
     from ttrain.device.base import Device
@@ -98,11 +99,11 @@ def _seconds(device: Device, call: Callable[[], object]) -> float:
 
 @contextmanager
 def _warmed(config: Config, steps: int) -> Iterator[tuple[Device, Driver]]:
-    """The open device, and what drives so many steps more than warm it up, on sequences as long as they get."""
+    """The open device, and what drives so many steps more than warm it up, on batches as large as they get."""
     from ttrain.tasks.training.setup import set_up
-    from ttrain.train.steps.length_schedule import Position
+    from ttrain.train.steps.phases import Position
 
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, length_schedule=[]))
+    config = dataclasses.replace(config, train=without_phases(config.train))
     with ExitStack() as stack:
         setup = set_up(config, stack)
         device = stack.enter_context(closing(build.build_device(config.device, config.precision)))

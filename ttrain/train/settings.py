@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ttrain.core.options import option
@@ -17,6 +17,12 @@ class TrainConfig:
     steps: int = option(1000, "optimizer steps of the whole run, counted from the first attempt", minimum=1)
     batch_size: int = option(16, "sequences (or examples) per optimizer step", minimum=1)
     accumulation: int = option(1, "micro-batches per step; must divide batch_size", minimum=1)
+    batch_schedule: list[int] = option(
+        [],
+        "sequences (or examples) per step, from few to batch_size, each for phase_steps steps and the last for the "
+        "rest, in micro-batches of batch_size / accumulation; empty always takes batch_size",
+        minimum=1,
+    )
     ema: float | None = option(
         None,
         "decay of an exponential moving average of the weights, such as 0.999, which evaluations and what is made of "
@@ -27,7 +33,7 @@ class TrainConfig:
     noise_scale: bool = option(
         False,
         "record noise_scale, the rows of a batch whose gradient is as much signal as noise, from the first micro-batch "
-        "beside the whole batch; needs accumulation of 2 or more",
+        "beside the whole batch; needs accumulation of 2 or more. Where it grows, so may the batch: batch_schedule",
     )
     length_schedule: list[int] = option(
         [],
@@ -37,7 +43,10 @@ class TrainConfig:
         formerly="block_schedule",
     )
     phase_steps: int = option(
-        50_000, "steps at each length of length_schedule but the last", minimum=1, formerly="block_steps"
+        50_000,
+        "steps at each entry of batch_schedule and length_schedule but the last",
+        minimum=1,
+        formerly="block_steps",
     )
     long_hours: float | None = option(
         1.0,
@@ -86,6 +95,11 @@ class TrainConfig:
     peak_tflops: float | None = option(
         None, "peak of the device in 1e12 FLOP/s that mfu is relative to; null measures a matmul once", above=0
     )
+
+
+def without_phases(train: TrainConfig, **changes: Any) -> TrainConfig:
+    """With batches and sequences as large as they get from the first step on, and with changes."""
+    return replace(train, batch_schedule=[], length_schedule=[], **changes)
 
 
 def with_current_keys(stored: dict[str, Any]) -> dict[str, Any]:

@@ -118,10 +118,11 @@ def test_touched_but_equal_documents_go_on_and_other_threads_are_told(capsys: py
 def test_a_run_of_documents_can_be_sampled_and_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*DATA, *QUIET, *TINY, "run.dir=run", "train.steps=2"]) == 0
     assert main(["task=sample", "run.dir=run", "sample.tokens=3", "sample.prompt=a1 "]) == 0
-    grows = ["train.length_schedule=[8,16]", "train.phase_steps=5", "plan.time=false"]
+    grows = ["train.length_schedule=[8,16]", "train.phase_steps=5", "plan.time=false", "train.batch_schedule=[1,2]"]
+    grows += ["train.batch_size=2", "train.accumulation=2"]
     assert main(["task=plan", *DATA, *QUIET, *TINY, *grows]) == 0
     printed = capsys.readouterr().out
-    assert "training sequences grow: 8, 16 tokens, 5 steps each; this is the plan of the longest" in printed
+    assert "phases of 5 steps with sequences x tokens of 1 x 8, 2 x 16; this is the plan of the largest" in printed
 
 
 @pytest.mark.parametrize(

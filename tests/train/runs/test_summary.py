@@ -248,31 +248,31 @@ def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_start_tells_files_bytes_tokens_and_passes(book: Path) -> None:
     text = open_text(TextConfig(path="book", separator=""), Sizes(context=9))
-    assert extent_line(text, 10, 4) == (
+    assert extent_line(text, 10, [4]) == (
         "Data: book, 4 files, 1000 B: 900 tokens to train on, 100 held out. "
         "A pass is 99 sequences of 9 tokens; 10 steps of 4 make 0.40 passes."
     )
-    assert "10 steps of 4 make 0.89 passes" in extent_line(text, 10, 4, tokens=801)
+    assert "10 steps of 2 to 4 make 0.89 passes" in extent_line(text, 10, [2, 4], tokens=801)
     assert "A pass is 8 sequences of 9 tokens (data.limit); 10 steps of 4 make 5.00 passes." in extent_line(
-        text, 10, 4, limit=8
+        text, 10, [4], limit=8
     )
-    assert "1 step of 1 make less than 0.01 passes" in extent_line(text, 1, 1, tokens=8)
+    assert "1 step of 1 make less than 0.01 passes" in extent_line(text, 1, [1], tokens=8)
     prepare(TextConfig(path="book", separator="", tokenizer="byte"), "tokens", progress=False)
     tokens = open_tokens(TokensConfig(path="tokens"), Sizes(context=9))
-    assert extent_line(tokens, 10, 4).startswith("Data: tokens, 2 files, 2.0 KiB: 900 tokens to train on, 100 held")
+    assert extent_line(tokens, 10, [4]).startswith("Data: tokens, 2 files, 2.0 KiB: 900 tokens to train on, 100 held")
 
 
 def test_the_start_tells_of_documents_and_examples(book: Path) -> None:
     documents = open_documents(DocumentsConfig(sources=["book"], tokenizer="byte"), Sizes(context=10))
-    assert extent_line(documents, 50, 3).endswith(
+    assert extent_line(documents, 50, [3]).endswith(
         "book, 4 files, 1000 B: 753 tokens to train on, 251 held out. "
         "A pass is 75 sequences of 10 tokens; 50 steps of 3 make 1.99 passes."
     )
     whole = DocumentsConfig(sources=["book"], tokenizer="byte", long_documents="cut")
-    told = extent_line(open_documents(whole, Sizes(context=10)), 5, 3)  # of three documents the start of each
+    told = extent_line(open_documents(whole, Sizes(context=10)), 5, [3])  # of three documents the start of each
     assert told.endswith("A pass is 3 sequences of 10 tokens; 5 steps of 3 make 5.00 passes.")
     regression = open_regression(RegressionConfig(examples=1000), Sizes(inputs=2, outputs=1))
-    assert extent_line(regression, 450, 4) == (
+    assert extent_line(regression, 450, [4]) == (
         "Data: synthetic regression: 900 examples to train on, 100 held out. "
         "A pass is 900 examples; 450 steps of 4 make 2.00 passes."
     )

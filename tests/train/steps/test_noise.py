@@ -19,13 +19,13 @@ def test_known_noise_is_found(parts: int) -> None:
     """Gradients of rows are G plus noise of covariance S: the scale is tr(S) / |G|^2."""
     generator, rows, size, deviation = np.random.default_rng(0), 32, 400, 0.7
     mean = generator.standard_normal(size) / 20
-    noise, found = NoiseScale(rows, parts), []
+    noise, found = NoiseScale(rows // parts), []
     for _ in range(300):
         small = mean + deviation * generator.standard_normal((parts, size)) / np.sqrt(rows / parts)
-        found.append(noise.add(float(np.linalg.norm(small[0] / parts)), float(np.linalg.norm(small.mean(0)))))
+        found.append(noise.add(float(np.linalg.norm(small[0] / parts)), float(np.linalg.norm(small.mean(0))), parts))
     wanted = size * deviation**2 / float(mean @ mean)
     assert np.mean([each for each in found[100:] if each is not None]) == pytest.approx(wanted, rel=0.15)
-    assert noise.add(float("nan"), 1.0) is None
+    assert noise.add(float("nan"), 1.0, parts) is None and noise.add(1.0, 1.0, 1) is None
 
 
 def test_the_first_micro_batch_tells_its_norm() -> None:

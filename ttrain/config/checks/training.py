@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -50,6 +51,24 @@ def _length_schedule(model: Any, train: TrainConfig, resume: str, source: Source
         yield (
             f"{key}: must end with model.context={context}, which evaluation and sampling use. Give model.context="
             f"{lengths[-1]}, or end with {context}."
+        )
+
+
+@check
+def _batch_schedule(train: TrainConfig) -> Iterator[str]:
+    sizes, size = train.batch_schedule, train.batch_size
+    key = f"train.batch_schedule={sizes}"
+    if not sizes or size % train.accumulation:
+        return
+    micro_batch, common = size // train.accumulation, math.gcd(*sizes)
+    if any(later < earlier for earlier, later in pairwise(sizes)):
+        yield f"{key}: no size may be smaller than the one before it."
+    elif sizes[-1] != size:
+        yield f"{key}: must end with train.batch_size={size}. Give train.batch_size={sizes[-1]}, or end with {size}."
+    elif common % micro_batch:
+        yield (
+            f"{key}: a batch grows by micro-batches, of train.batch_size / train.accumulation = {micro_batch} rows "
+            f"here, and every size must be a multiple of it. Give train.accumulation={size // common}."
         )
 
 

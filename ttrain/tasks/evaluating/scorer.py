@@ -25,6 +25,7 @@ from ttrain.train.protocols import Dataset, Inputs, Outputs
 from ttrain.train.sampling.decode import cache_tensors
 from ttrain.train.sampling.source import Source, sampling_traces
 from ttrain.train.sampling.stream import end_id
+from ttrain.train.settings import without_phases
 
 _SCORED_PER_ROW = 32  # positions whose scores of the whole vocabulary come to the host at once, for each sequence
 
@@ -112,7 +113,7 @@ def opened(config: Config, *wanted: str) -> Iterator[Scorer]:
     if not hasattr(model, "logits"):
         raise ConfigError(f"model.name={model.config.name}: has no logits, so it predicts no text.")
     config = given.config
-    config.train = dataclasses.replace(config.train, batch_size=rows, accumulation=1, length_schedule=[])
+    config.train = without_phases(config.train, batch_size=rows, accumulation=1)
     with ExitStack() as stack:
         device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
         if not device.computes or device.chips > 1:

@@ -23,7 +23,7 @@ from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.runs.summary import continue_command, print_summary, start_command
 from ttrain.train.settings import LoggerConfig, TrainConfig
-from ttrain.train.steps.length_schedule import DataReader, Phases
+from ttrain.train.steps.phases import DataReader, Phases
 from ttrain.train.supervise.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _assembled(
     pace = pace_of(config, dataset, session, steps, progress.step, say, continues=setup.origin.point is not None)
     pace.announce()
     timed = _timed(pace, say, stack, config.train.steps - progress.step)
-    driver = setup.driver(device, steps, reader, phases, last=config.train.steps)
+    driver = setup.driver(device, steps, reader, phases if setup.shorter else None, last=config.train.steps)
     evaluation = _evaluation(config.train, setup.model, dataset, steps, say, setup.world)
     start = Start(progress.step, partial(setup.origin.set_values, session, config.run.seed))
     parameters = list(setup.model.parameters())
@@ -232,8 +232,8 @@ def _build(
     reader: DataReader,
     steps: dict[str, Step],
 ) -> Phases | None:
-    """Builds all steps; returns what changes the length of training sequences, None where they keep the context."""
-    if not config.length_schedule:
+    """Builds all steps; returns what changes the sizes of training batches, None where they stay what they are."""
+    if not (config.length_schedule or config.batch_schedule):
         steps.update(session.build_training())
         return None
     for model in shorter.values():

@@ -13,7 +13,8 @@ from ttrain.core.errors import TtrainError
 from ttrain.device.family import Failed, OutOfResources, family_of
 from ttrain.tasks.training.setup import Setup
 from ttrain.train.checkpoint.retention import is_dry_run
-from ttrain.train.steps.length_schedule import Position
+from ttrain.train.settings import without_phases
+from ttrain.train.steps.phases import Position
 
 if TYPE_CHECKING:
     from ttrain.device.base import Device
@@ -26,7 +27,9 @@ COMPARED = ("static", "dynamic")  # engines whose dispatch is measured beside th
 
 
 def dry_run(setup: Setup, device: Device, say: Callable[[str], None]) -> None:
-    """On a device that computes no values. Raises OutOfResources where the board does not take the step."""
+    """The largest step, on a device that computes no values. Raises OutOfResources where the board does not take it."""
+    config = dataclasses.replace(setup.config, train=without_phases(setup.config.train))
+    setup = dataclasses.replace(setup, config=config)
     (_costed if device.step_facts() else _built)(setup, device, say)
 
 

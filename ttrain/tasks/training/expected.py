@@ -17,9 +17,8 @@ from ttrain.models.settings import TransformerConfig
 from ttrain.optim.groups import parameter_runs
 from ttrain.train.logging.meter import Alternative, Forecast, Pace, evaluations_left
 from ttrain.train.runs.record import command_line
-from ttrain.train.settings import TrainConfig
 from ttrain.train.steps.divided_run import DividedRun, heaviest
-from ttrain.train.steps.length_schedule import LengthSchedule
+from ttrain.train.steps.phases import PhaseSchedule
 
 if TYPE_CHECKING:
     from ttrain.data.batches import Dataset
@@ -189,7 +188,7 @@ def pace_of(
 ) -> Pace:
     """What says how long a run takes that goes on after `step`, and what takes less where it does not `continue`."""
     hours, count = config.train.long_hours, config.train.steps
-    plain = Forecast(0.0, _left(config.train, step), 0.0, evaluations_left(step, count, config.train.eval_every))
+    plain = Forecast(0.0, _left(config, step), 0.0, evaluations_left(step, count, config.train.eval_every))
     if hours is None or step >= count:
         return Pace(plain, float("inf"), say, list)
     alternatives, found, device = _Alternatives(config, dataset, plain, continues), plain, session.engine.device.name
@@ -199,16 +198,15 @@ def pace_of(
     return Pace(found, 3600 * hours, say, lambda: alternatives.others(found, device))
 
 
-def _left(train: TrainConfig, step: int) -> float:
-    """Steps that are left, in steps as long as the next one."""
-    schedule, steps = LengthSchedule.of(train), train.steps
-    if schedule is None:
-        return max(steps - step, 0)
-    now, left = schedule.lengths[schedule.phase(step + 1)], 0.0
-    for phase, length in enumerate(schedule.lengths):
-        end = steps if phase + 1 == len(schedule.lengths) else min((phase + 1) * schedule.every, steps)
-        left += max(end - max(phase * schedule.every, step), 0) * length / now
-    return left
+def schedule_of(config: Config) -> PhaseSchedule:
+    """What the steps of a run read; the context is that of the config."""
+    return PhaseSchedule.of(config.train, build.data_sizes(config.model).context or 1)
+
+
+def _left(config: Config, step: int) -> float:
+    """Steps that are left, in steps as large as the next one."""
+    schedule = schedule_of(config)
+    return schedule.in_steps_of(schedule.at(step + 1), step, config.train.steps)
 
 
 class _Alternatives:

@@ -20,6 +20,7 @@ from ttrain.core.files import replace_file, to_json
 from ttrain.core.waiting import Waiting
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.runs.record import command_line
+from ttrain.train.settings import without_phases
 
 if TYPE_CHECKING:
     from ttrain.device.base import Device
@@ -51,7 +52,7 @@ def run(config: Config) -> dict[str, Any]:
 
     ramp = config.ramp
     constant = replace(config.schedule, name="constant", warmup=0, steps=None)
-    train = replace(config.train, steps=ramp.steps, length_schedule=[])
+    train = without_phases(config.train, steps=ramp.steps)
     with ExitStack() as stack:
         setup = set_up(replace(config, train=train, schedule=constant), stack)
         device = stack.enter_context(closing(build.build_device(setup.config.device, setup.config.precision)))
@@ -76,7 +77,7 @@ def _losses(
 ) -> tuple[list[float], list[float], bool]:
     """Rates and losses of the steps until the loss diverged or the ramp ended; whether it diverged."""
     from ttrain.train.forecast.out_of_memory import is_out_of_memory, memory_message
-    from ttrain.train.steps.length_schedule import Position
+    from ttrain.train.steps.phases import Position
 
     built: dict[str, Any] = {}
     rates: list[float] = []

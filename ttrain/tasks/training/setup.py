@@ -27,7 +27,7 @@ from ttrain.train.runs import resume as resuming
 from ttrain.train.runs.origin import Origin
 from ttrain.train.runs.record import package_versions
 from ttrain.train.runs.run_directory import FollowedRun, RunDirectory, chosen_model, newest_attempt, read_config
-from ttrain.train.steps.length_schedule import DataReader, Phases, Position
+from ttrain.train.steps.phases import DataReader, Phases, Position
 from ttrain.train.supervise.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
@@ -147,7 +147,6 @@ class Setup:
         """What is trained, where and on what, and what has to be known of it, `step` steps being done."""
         from ttrain.optim.groups import frozen_count
         from ttrain.train.runs.summary import extent_line
-        from ttrain.train.steps.length_schedule import LengthSchedule
 
         config, model, train = self.config, self.model, self.config.train
         parts = f"{self.model_name} with {format_count(model.parameter_count)} parameters"
@@ -157,9 +156,9 @@ class Setup:
         yield f"Training {parts} on {place}. Run: {path}"
         if config.engine.name == "traced":
             yield "The first step is compiled or captured, which takes longer than the others."
-        schedule = LengthSchedule.of(train)
-        tokens = None if schedule is None else schedule.tokens(train.steps) * train.batch_size
-        yield extent_line(self.dataset, train.steps, train.batch_size, tokens, config.data.limit)
+        schedule = self.reader(0, Position()).schedule
+        rows = [schedule.at(number).rows for number in (1, train.steps)]
+        yield extent_line(self.dataset, train.steps, rows, schedule.read(0, train.steps).tokens, config.data.limit)
         for warning in (*filter(None, [device.caution, self._other_threads(device)]), *self.warnings):
             yield f"WARNING: {warning}"
         if step >= train.steps:

@@ -11,7 +11,7 @@ import numpy as np
 from ttrain.core.errors import CheckpointError
 from ttrain.train.protocols import Dataset
 from ttrain.train.settings import TrainConfig
-from ttrain.train.steps.length_schedule import DataReader, Position
+from ttrain.train.steps.phases import DataReader, Position
 
 if TYPE_CHECKING:
     from ttrain.train.checkpoint.checkpoint import Checkpoint

@@ -31,7 +31,7 @@ from ttrain.train.protocols import SAVED_KINDS
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.settings import GuardConfig, TrainConfig
 from ttrain.train.steps.driver import Driver
-from ttrain.train.steps.length_schedule import DataReader, Phases
+from ttrain.train.steps.phases import DataReader, Phase, Phases
 from ttrain.train.steps.session import flops_per_step
 from ttrain.train.steps.step import StepResult, StepUnderWay
 from ttrain.train.supervise.heartbeat import first_step_note, seconds_since_start
@@ -59,7 +59,7 @@ class Loop:
     guard: GuardConfig = field(default_factory=GuardConfig)
     rounds_stochastically: bool = False  # updates that are smaller than a rounding error are not lost
     search: StepSearch | None = None  # names the first bad tensor of a step
-    phases: Phases | None = None  # where the length of training sequences grows
+    phases: Phases | None = None  # where training sequences or batches grow
     stop: StopRequests = field(default_factory=StopRequests)
     heartbeat: Callable[[], None] = lambda: None  # tells whoever watches that this process is alive
     counters: Callable[[], dict[str, int]] = dict  # what the engine has built so far
@@ -184,14 +184,13 @@ class Loop:
             self._say(note)
         self._check_learning(number, min(rates.values()), result)
 
-    def _grown(self, number: int) -> None:
-        """The length that a step trains on is another than before."""
+    def _grown(self, number: int, phase: Phase) -> None:
+        """A step reads other sizes than the one before."""
         assert self.phases is not None
         self.heartbeat()
         self.meter.restart(flops_per_step(self.phases.session.graph))
-        length = self.phases.length
-        note = f"From step {number} on, training sequences have {length} tokens; all steps were built anew."
-        self.events.add("phase", note, number, length=length)
+        note = f"From step {number} on, a step trains on {phase.text()}."
+        self.events.add("phase", note, number, length=phase.length, rows=phase.rows)
         self._say(note)
 
     def _recovered(self, number: int, result: StepResult) -> bool:

@@ -129,10 +129,12 @@ class Summary:
         return _loss(progress.val_loss) + (f" (best {best:.4f} at step {progress.best_step})" if better else "")
 
 
-def extent_line(dataset: Dataset, steps: int, rows: int, tokens: int | None = None, limit: int | None = None) -> str:
-    """Files, bytes, tokens, sequences a pass and the passes that `steps` of `rows` sequences make.
+def extent_line(
+    dataset: Dataset, steps: int, rows: Sequence[int], tokens: int | None = None, limit: int | None = None
+) -> str:
+    """Files, bytes, tokens, sequences a pass and the passes that `steps` make; the first and the last read `rows`.
 
-    `tokens` that those steps read are given where not all sequences have the dataset's length; `limit` is data.limit.
+    `tokens` that those steps read are given where they are not all alike; `limit` is data.limit.
     """
     described = dataset.description
     counts = described.get("tokens") or described.get("examples") or {}
@@ -152,12 +154,13 @@ def extent_line(dataset: Dataset, steps: int, rows: int, tokens: int | None = No
     laid = described.get("sequences")  # of whole documents, which fill sequences in part
     sequences = min(laid["train"] if laid else max(1, whole // length), limit or whole)
     a_pass = sequences * length if limit or laid else counts["train"]
-    passes = (steps * rows * length if tokens is None else tokens) / a_pass
+    passes = (steps * rows[-1] * length if tokens is None else tokens) / a_pass
+    of = " to ".join(f"{each:,}" for each in dict.fromkeys(rows))
     what = f"{counted(sequences, 'sequence')} of {counted(length, 'token')}"
     if unit == "example":
         what = counted(sequences, unit)
     only = " (data.limit)" if limit else ""
-    parts.append(f" A pass is {what}{only}; {counted(steps, 'step')} of {rows:,} make {_passes(passes)}.")
+    parts.append(f" A pass is {what}{only}; {counted(steps, 'step')} of {of} make {_passes(passes)}.")
     return "".join(parts)
 
 

@@ -18,18 +18,20 @@ class NoiseScale:
     one far above it learns hardly more than a smaller one.
     """
 
-    rows: int  # of the whole batch
-    parts: int  # micro-batches of it
+    rows: int  # of a micro-batch
     noise: float = 0.0
     signal: float = 0.0
 
-    def add(self, first: float, whole: float) -> float | None:
-        """Notes the norms of a step: `first` as in NOISE_NORM. Returns the scale in rows; None where none shows yet."""
-        if not math.isfinite(first + whole):
+    def add(self, first: float, whole: float, parts: int) -> float | None:
+        """Notes the norms of a step of so many micro-batches: `first` as in NOISE_NORM. Returns the scale in rows.
+
+        None where none shows yet, and where a step is one micro-batch and tells nothing.
+        """
+        if parts < 2 or not math.isfinite(first + whole):
             return None
-        one, all_ = (self.parts * first) ** 2, whole**2
-        noise = (one - all_) / (self.parts - 1) * self.rows
-        signal = (self.parts * all_ - one) / (self.parts - 1)
+        one, all_ = (parts * first) ** 2, whole**2
+        noise = (one - all_) / (parts - 1) * parts * self.rows
+        signal = (parts * all_ - one) / (parts - 1)
         self.noise += (1 - _DECAY) * (noise - self.noise)
         self.signal += (1 - _DECAY) * (signal - self.signal)
         return self.noise / self.signal if self.noise > 0 and self.signal > 0 else None

@@ -76,9 +76,9 @@ def flops_per_step(graph: StepGraph) -> int:
 
     What a plan computes again to save memory is not counted, so that mfu rates the model and not the plan.
     """
-    total, repeats = 0, graph.repeats
-    for name, trace in graph.train_steps().items():
+    total, traces = 0, graph.train_steps()
+    for name, times in graph.repeats.items():
         recorded = Graph()
-        trace(recorded)
-        total += repeats[name] * sum(model_flops(recorded).values())
+        traces[name](recorded)
+        total += times * sum(model_flops(recorded).values())
     return total

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from ttrain.core.errors import ShapeError
 from ttrain.engine.base import Look, Step
 from ttrain.models.base import Batch, Prepare, loss_weights, prepare_plain, valid_targets
 from ttrain.parallel.world import World
@@ -55,7 +56,7 @@ class StepResult:
 
 
 class TrainStep:
-    """Runs one optimizer step over a batch in `accumulation` micro-batches of equal rows.
+    """Runs one optimizer step over a batch in micro-batches of `rows`, as many as there are in it.
 
     Losses are sums weighted by `loss_weight` = 1 / valid targets of the whole step, so micro-batches weigh by their
     count of valid targets, and the gradient is that of the mean over the step however it is split. The same holds for
@@ -65,7 +66,7 @@ class TrainStep:
     def __init__(
         self,
         steps: Mapping[str, Step],
-        accumulation: int,
+        rows: int,
         seed: int,
         prepare: Prepare = prepare_plain,
         overlaps: bool = False,
@@ -77,7 +78,7 @@ class TrainStep:
         `overlaps` tells that the device can take in inputs, or launch others' steps, while a step computes. `noise`
         goes with steps that tell what the noise scale is made of.
         """
-        self._steps, self._accumulation, self._seed = steps, accumulation, seed
+        self._steps, self._rows, self._seed = steps, rows, seed
         self._prepare, self.overlaps = prepare, overlaps
         self.world = world or World()
         self._ranks = self.world.ranks
@@ -85,7 +86,10 @@ class TrainStep:
         self._noise = noise
 
     def __call__(self, batch: Batch, rates: Mapping[str, float], step: int) -> StepResult:
-        """`batch` fields have the rows of the whole step; `rates` are the lr inputs; `step` counts from 1."""
+        """`batch` fields have the rows of the whole step, some whole micro-batches in each slice.
+
+        `rates` are the lr inputs; `step` counts from 1.
+        """
         return self.start(batch, rates, step).finish()
 
     def start(
@@ -105,16 +109,21 @@ class TrainStep:
         return any(self._steps[name].inspect(inputs, look, ready) for name, inputs in calls)
 
     def calls(self, batch: Batch, rates: Mapping[str, float], step: int) -> list[Call]:
-        """Built steps with their inputs, in order; not the update of a guarded step, which hangs on the others."""
+        """Built steps with their inputs, in order; not the update of a guarded step, which hangs on the others.
+
+        Raises ShapeError for rows that are no whole micro-batches.
+        """
         fields, counts = self._prepare(batch)
         weights = loss_weights(counts)
         calls: list[Call] = []
-        parts, own = micro_batches(fields, self._ranks.slices * self._accumulation), self._ranks.own
         last: Inputs = {} if self.guarded else rates
+        split = not self._ranks.single or "accumulate_first" in self._steps
+        parts = micro_batches(fields, self._rows, self._ranks.slices) if split else [fields]
+        own, each = self._ranks.own, len(parts) // self._ranks.slices
         for place, slice_ in enumerate(own):
-            for number in range(self._accumulation):
-                part: Inputs = {**parts[slice_ * self._accumulation + number], **weights}
-                if "train" in self._steps and (slice_, number) == (own[-1], self._accumulation - 1):
+            for number in range(each):
+                part: Inputs = {**parts[slice_ * each + number], **weights}
+                if "train" in self._steps and (slice_, number) == (own[-1], each - 1):
                     return [*calls, ("train", self._whole("train", {**part, **last}, step, number, slice_))]
                 name = "accumulate_next" if number else "accumulate_first"
                 calls.append((name, self._whole(name, part, step, number, slice_)))
@@ -147,13 +156,13 @@ class TrainStep:
         """What the calls of a step gave, its guarded update aside, and the norms of its gradient."""
         norms = {name: float(outputs[-1][name]) for name in ("grad_norm", "clipped_norm") if name in outputs[-1]}
         parts = [each for each in outputs if "loss" in each]
-        count = self._accumulation
+        count = len(parts) // len(self._ranks.own)
         sums = self.world.sum_slices([_summed(parts[at : at + count]) for at in range(0, len(parts), count)])
         activation = self._largest_activation(parts)
         loss = sums.pop("loss")
         metrics = {**sums, **{name: value for name, value in norms.items() if name != "grad_norm"}}
-        if self._noise is not None:
-            scale = self._noise.add(float(outputs[0][NOISE_NORM]), norms["grad_norm"])
+        if self._noise is not None and NOISE_NORM in outputs[0]:
+            scale = self._noise.add(float(outputs[0][NOISE_NORM]), norms["grad_norm"], count * self._ranks.slices)
             metrics |= {} if scale is None else {"noise_scale": scale}
         found = StepResult(loss, norms["grad_norm"], valid, True, activation, metrics)
         return replace(found, applied=found.finite) if self.guarded else found, norms
@@ -252,9 +261,12 @@ def summed_metrics(so_far: Mapping[str, float], outputs: Outputs) -> dict[str, f
     return {name: so_far.get(name, 0.0) + value for name, value in named.items()}
 
 
-def micro_batches(batch: Batch, count: int) -> list[dict[str, Array]]:
-    """The batch's rows in `count` equal parts."""
-    rows = len(next(iter(batch.values())))
-    assert rows % count == 0, f"{rows} rows do not divide into {count} micro-batches"
-    size = rows // count
-    return [{name: array[i * size : (i + 1) * size] for name, array in batch.items()} for i in range(count)]
+def micro_batches(batch: Batch, rows: int, slices: int) -> list[dict[str, Array]]:
+    """The batch in parts of so many rows, as many for each slice. Raises ShapeError where it does not divide."""
+    given = len(next(iter(batch.values())))
+    if given == 0 or given % (rows * slices):
+        shared = f" in {slices} slices" if slices > 1 else ""
+        raise ShapeError(
+            f"The batch has {given} rows, expected a multiple of {rows * slices}: micro-batches of {rows}{shared}."
+        )
+    return [{name: array[at : at + rows] for name, array in batch.items()} for at in range(0, given, rows)]

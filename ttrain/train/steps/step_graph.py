@@ -60,7 +60,7 @@ class StepGraph:
     model: Model
     optimizer: Optimizer
     rows: int  # of one micro-batch
-    accumulation: int = 1
+    accumulation: int = 1  # micro-batches that a step of this rank's slices has at most
     eval_rows: int | None = None  # None takes rows
     guarded: bool = False  # the update is a step of its own, which runs only where the gradients are finite
     chips: int = 1  # that share a batch: each works on `rows` of its own, and gradients are summed over all of them
@@ -68,6 +68,7 @@ class StepGraph:
     resident: Resident | None = None  # batch fields that lie on the device instead of being inputs
     noise: bool = False  # also output the norm of the first micro-batch's gradients
     ema: float | None = None  # decay of the averages of the weights; None keeps none
+    micro_batches: int | None = None  # that it has now; None: as many
     shorter: Model | None = None  # records training in its place, on shorter sequences, over the same parameters
     ranks: Ranks = Ranks()  # that divide a batch of several slices: each works on slices of `rows` * `accumulation`
     runs: list[ParameterRun] = field(init=False)
@@ -100,7 +101,12 @@ class StepGraph:
         for level in range(self.ranks.levels):
             steps[f"keep{level}"] = partial(self.trace_keep, level=level)
             steps[f"merge{level}"] = partial(self.trace_merge, level=level)
-        return {name: steps[name] for name in self.repeats}
+        return {name: steps[name] for name in self._counts(self._parts if self.grows_by_plans else self.accumulation)}
+
+    @property
+    def grows_by_plans(self) -> bool:
+        """Whether steps of another number of micro-batches are others: the last one may be the first of its slice."""
+        return self.ranks.count > 1
 
     @property
     def joined(self) -> bool:
@@ -110,8 +116,17 @@ class StepGraph:
     @property
     def repeats(self) -> dict[str, int]:
         """How often each of `train_steps` runs in one optimizer step of this rank."""
+        return self._counts(self._parts)
+
+    @property
+    def _parts(self) -> int:
+        """Micro-batches of a slice now."""
+        return self.micro_batches or self.accumulation
+
+    def _counts(self, parts: int) -> dict[str, int]:
+        """See repeats; of so many micro-batches a slice."""
         slices, joined, guarded = len(self.ranks.own), self.joined, self.guarded
-        further = slices * (self.accumulation - 1)
+        further = slices * (parts - 1)
         counts = {"accumulate_first": slices - (joined and not further), "accumulate_next": further}
         counts["accumulate_next"] -= joined and further > 0
         for level in range(self.ranks.levels):
@@ -128,7 +143,7 @@ class StepGraph:
 
     def trace_train(self, graph: Graph) -> None:
         """Forward, backward and update of a batch, or of the last of several micro-batches. Guarded, not the update."""
-        stored = self._stored(graph, ops.assign if self.accumulation == 1 else ops.accumulate)
+        stored = self._stored(graph, ops.assign if self._parts == 1 else ops.accumulate)
         with graph.stage(Stage.UPDATE), graph.scope("gradients"):
             for level in range(self.ranks.levels):
                 kept = (self._kept(graph, parameter, level) for parameter in self.parameters)

@@ -1,4 +1,4 @@
-"""Training on longer sequences as a run goes on: phases, data position, resume, and what is refused."""
+"""Training on longer sequences and larger batches as a run goes on: phases, data position, resume, what is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from ttrain.cli import main
 from ttrain.core.errors import ConfigError
 from ttrain.data.batches import Sizes
 from ttrain.data.documents import open_documents
-from ttrain.data.settings import DocumentsConfig
+from ttrain.data.regression import open_regression
+from ttrain.data.settings import DocumentsConfig, RegressionConfig
 from ttrain.models.decoder import Decoder
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
@@ -29,7 +30,7 @@ from ttrain.optim.settings import AdamWConfig
 from ttrain.train.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.settings import TrainConfig
-from ttrain.train.steps.length_schedule import DataReader, LengthSchedule, Position
+from ttrain.train.steps.phases import DataReader, Phase, PhaseSchedule, Position
 from ttrain.train.steps.session import Session
 from ttrain.train.steps.step import StepUnderWay, TrainStep
 
@@ -70,19 +71,29 @@ def tensors(run: str, step: int) -> dict[str, bytes]:
     return {name: array.tobytes() for file in files for name, array in load_file(file).items()}
 
 
+def values(run: str, step: int) -> dict[str, np.ndarray]:
+    """The parameters."""
+    from safetensors.numpy import load_file
+
+    path = read_checkpoint(Path(run, "checkpoints", f"step_{step:08d}")).path
+    return {name: array for file in path.glob("parameters-*.safetensors") for name, array in load_file(file).items()}
+
+
 def events(run: str, kind: str) -> list[dict[str, Any]]:
     lines = map(json.loads, Path(run, "events.jsonl").read_text("utf-8").splitlines())
     return [line for line in lines if line["kind"] == kind]
 
 
 def test_phases_and_what_came_before_them() -> None:
-    schedule = LengthSchedule.of(TrainConfig(length_schedule=[8, 16, 32], phase_steps=6))
-    assert schedule is not None
-    assert [schedule.phase(step) for step in (1, 6, 7, 12, 13, 99)] == [0, 0, 1, 1, 2, 2]
-    for phase in range(3):  # counted step by step
-        tokens = sum(4 * schedule.lengths[schedule.phase(step)] for step in range(1, 6 * phase + 1))
-        assert DataReader(0, Position(), 4, schedule).before(6 * phase + 1) == (24 * phase, tokens)
-    assert LengthSchedule.of(TrainConfig()) is None
+    config = TrainConfig(length_schedule=[8, 16, 32], batch_schedule=[2, 4], batch_size=4, phase_steps=6)
+    schedule = PhaseSchedule.of(config, 32)
+    assert [schedule.number(step) for step in (1, 6, 7, 12, 13, 99)] == [0, 0, 1, 1, 2, 2]
+    assert schedule.phases == ((8, 2), (16, 4), (32, 4))
+    for done, step in ((0, 1), (0, 9), (4, 7), (8, 20), (14, 15)):  # counted step by step
+        read = [schedule.at(each) for each in range(done + 1, step)]
+        samples, tokens = sum(phase.rows for phase in read), sum(phase.rows * phase.length for phase in read)
+        assert DataReader(done, Position(5, 7), schedule).before(step) == (5 + samples, 7 + tokens)
+    assert PhaseSchedule.of(TrainConfig(), 32).phases == (Phase(32, 16),)
 
 
 @pytest.mark.parametrize("engine", ["dynamic", "static", "traced"])
@@ -91,6 +102,7 @@ def test_stopped_anywhere_and_resumed_it_has_the_same_bits(train: Any, engine: s
     phases = [(7, 32)] if engine == "traced" else [(7, 16), (13, 32)]  # compiling is slow
     lengths = ",".join(str(length) for _, length in phases)
     overrides = [f"engine={engine}", "train.accumulation=2", f"train.length_schedule=[8,{lengths}]"]
+    overrides.append("train.batch_schedule=[2,4]")
     assert train(*overrides, "run.dir=whole", "train.steps=14") == 0
     for stop in (4, 6, 7) if engine == "static" else (6,):
         assert train(*overrides, f"run.dir=stopped{stop}", f"train.steps={stop}") == 0
@@ -128,14 +140,54 @@ def test_steps_read_the_stream_without_gap_or_overlap(train: Any, monkeypatch: p
         return start(self, batch, *given)
 
     monkeypatch.setattr(TrainStep, "start", recorded)
-    assert train("run.dir=first", "train.steps=9") == 0
-    assert train("run.dir=first", "resume=auto", "train.steps=15") == 0
-    assert [tokens.shape for tokens in seen] == [(4, 8)] * 6 + [(4, 16)] * 6 + [(4, 32)] * 3
+    grows = ["train.accumulation=4", "train.batch_schedule=[1,3,4]"]
+    assert train(*grows, "run.dir=first", "train.steps=9") == 0
+    assert train(*grows, "run.dir=first", "resume=auto", "train.steps=15") == 0
+    assert [tokens.shape for tokens in seen] == [(1, 8)] * 6 + [(3, 16)] * 6 + [(4, 32)] * 3
     config = DocumentsConfig(sources=["a.jsonl", "b.jsonl"], tokenizer="byte")
     data = open_documents(config, Sizes(context=1))
     count = sum(tokens.size for tokens in seen)
     stream = data.batch("train", 1337, 0, count)["tokens"].ravel()
     assert (np.concatenate([tokens.ravel() for tokens in seen]) == stream).all()
+
+
+@pytest.mark.parametrize("parallel", [(), ("parallel.slices=2",)], ids=["one slice", "two slices"])
+def test_a_growing_batch_trains_as_pytorch_in_fp64_does(tmp_path: Path, parallel: tuple[str, ...]) -> None:
+    """Gradient descent by hand on the samples of the stream: 4 of a step, then 6, then 12."""
+    run, steps, sizes = str(tmp_path / "run"), 8, [4] * 3 + [6] * 3 + [12] * 2
+    plain = [
+        "model=mlp",
+        "model.width=6",
+        "model.layers=2",
+        "data=regression",
+        "optimizer=sgd",
+        "optimizer.momentum=0",
+        *parallel,
+    ]
+    plain += ["optimizer.clip_norm=null", "optimizer.weight_decay=0", "schedule=constant", "guard.check_learning=null"]
+    plain += ["train.batch_size=12", "train.accumulation=6", "train.batch_schedule=[4,6,12]", "train.phase_steps=3"]
+    plain += [*QUIET[:3], "train.save_every=1", "train.eval_every=null", "train.log_every=1", "train.noise_scale=true"]
+    assert main([*plain, f"run.dir={run}0", "optimizer.lr=0", "train.steps=1"]) == 0
+    assert main([*plain, f"run.dir={run}", "optimizer.lr=0.1", f"train.steps={steps}", "train.keep_last=1"]) == 0
+    weights = {name: torch.from_numpy(value).double().requires_grad_() for name, value in values(f"{run}0", 1).items()}
+    stream = open_regression(RegressionConfig(), Sizes(inputs=6, outputs=6)).batch("train", 1337, 0, sum(sizes))
+    inputs, targets = (torch.from_numpy(stream[name]).double().split(sizes) for name in ("inputs", "targets"))
+    found = [line for line in read_metrics(Path(run, "metrics.jsonl")) if "train/loss" in line]
+    for line, x, wanted in zip(found, inputs, targets, strict=True):
+        for layer in range(2):
+            x = torch.nn.functional.linear(x, weights[f"layers.{layer}.weight"], weights[f"layers.{layer}.bias"])
+            x = x if layer else x.relu()
+        loss = (x - wanted).square().mean()
+        gradients = torch.autograd.grad(loss, list(weights.values()))
+        for weight, gradient in zip(weights.values(), gradients, strict=True):
+            weight.data -= 0.1 * gradient
+        assert line["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(sum(g.square().sum().item() for g in gradients) ** 0.5, rel=1e-5)
+    for name, value in values(run, steps).items():
+        np.testing.assert_allclose(value, weights[name].detach(), rtol=1e-5, atol=1e-7)
+    assert [line["tokens"] for line in found] == list(np.cumsum(sizes) * 6)  # values of targets
+    assert [(event["step"], event["rows"]) for event in events(run, "phase")] == [(4, 6), (7, 12)]
+    assert json.loads(Path(run, "summary.json").read_text())["engine"]["captures"] <= 4  # nothing was built anew
 
 
 def test_val_loss_is_that_of_the_whole_context_throughout(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,8 +295,13 @@ def test_token_files_take_a_schedule_too(train: Any) -> None:
         (["train.length_schedule=[0,8]"], "must be at least 1"),
         (["train.length_schedule=8"], "must be a list of integers"),
         (["train.phase_steps=0"], "must be at least 1"),
+        (["train.batch_schedule=[4,2,4]"], "no size may be smaller than the one before it"),
+        (["train.batch_schedule=[2,8]"], "must end with train.batch_size=4. Give train.batch_size=8, or end with 4."),
+        (["train.batch_schedule=[1,2,4]"], "must be a multiple of it. Give train.accumulation=4."),
+        (["train.batch_schedule=[0,4]"], "must be at least 1"),
+        (["train.batch_schedule=4"], "must be a list of integers"),
         (["train.block_schedule=[8,32]"], "It is now train.length_schedule: lengths of training sequences"),
-        (["train.block_steps=6"], "It is now train.phase_steps: steps at each length"),
+        (["train.block_steps=6"], "It is now train.phase_steps: steps at each entry"),
         (["device=n150", "device.subdevices=2"], "give device.subdevices=1."),
         (["model=mlp", "data=regression"], "model=mlp does not train on sequences"),
     ],
