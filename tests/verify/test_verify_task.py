@@ -90,7 +90,7 @@ def test_a_kernel_that_fails_is_named(capsys: pytest.CaptureFixture[str], monkey
 
 def test_an_op_without_cases_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A plugin's, such as the rule of an optimizer."""
-    monkeypatch.setattr(op("tanh"), "cases", lambda: ())
+    monkeypatch.setattr(op("tanh"), "cases", ())
     text = verified(capsys, f"verify.ops=[{op('tanh').family}]", "verify.model=false")
     assert "Without cases to run, so not verified: tanh." in text and "comparisons passed" in text
     text = verified(capsys, "verify.ops=[tanh]", "verify.model=false", code=2)

@@ -73,17 +73,20 @@ def _remove_left(path: Path) -> None:
     """Removes what processes that are gone have left beside a path."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         number = left.name.split(".")[-2]
-        if not number.isdecimal() or (os.name == "posix" and _runs(int(number))):
+        if not number.isdecimal() or (os.name == "posix" and still_runs(int(number))):
             continue
         shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
 
 
-def _runs(process: int) -> bool:
+def still_runs(process: int) -> bool:
+    """Whether a process of this machine may still run."""
+    if os.name != "posix":  # elsewhere the question would stop it
+        return True
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # it is somebody else's
+    except OSError:  # it is somebody else's
         pass
     return True
 
@@ -130,13 +133,8 @@ def sync_file(path: Path) -> None:
 
 def sync_directory(path: Path) -> None:
     """Waits until the names in a directory are on the disk. Where directories can't be opened, does nothing."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    if os.name == "posix":
+        sync_file(path)
 
 
 def lock_file(file: IO[str]) -> bool:

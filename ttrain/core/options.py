@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field, asdict, field, fields
 from typing import Any
 
@@ -95,3 +95,12 @@ def _bound_problems(key: str, number: float, rules: Any) -> Iterable[str]:
         yield f"{key}={number}: must be at most {rules['maximum']}."
     if rules["below"] is not None and number >= rules["below"]:
         yield f"{key}={number}: must be less than {rules['below']}."
+
+
+def differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Dotted key and both values of whatever differs in two nested mappings; None where one has no such key."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(key for key in new if key not in old)]:
+            yield from differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else str(key))
+    elif old != new:
+        yield prefix, old, new

@@ -5,20 +5,17 @@ from __future__ import annotations
 
 def format_bytes(count: float) -> str:
     """Bytes in binary units, such as 1.5 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+    return _scaled(count, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
 
 
 def format_count(count: float) -> str:
     """A plain count in decimal units, such as 124.4M."""
-    for unit in ("", "k", "M", "G", "T"):
-        if abs(count) < 1000:
-            return f"{count:.0f}{unit}" if unit == "" else f"{count:.1f}{unit}"
-        count /= 1000
-    return f"{count:.1f}P"
+    return _scaled(count, 1000, ("", "k", "M", "G", "T", "P"))
+
+
+def _scaled(count: float, base: int, units: tuple[str, ...]) -> str:
+    place = next((place for place in range(len(units)) if abs(count) < base ** (place + 1)), len(units) - 1)
+    return f"{count / base**place:.{min(place, 1)}f}{units[place]}"
 
 
 def format_duration(seconds: float) -> str:

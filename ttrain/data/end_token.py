@@ -11,7 +11,7 @@ from typing import Any
 from ttrain.core.errors import DataError
 from ttrain.core.files import read_json
 from ttrain.core.names import did_you_mean
-from ttrain.data.library_tokenizer import LibraryTokenizer
+from ttrain.data.library_tokenizer import LibraryTokenizer, parse_tokenizer
 from ttrain.data.tokenizer import Tokenizer
 
 ADDED = "<|endoftext|>"
@@ -66,6 +66,18 @@ def with_end_token(tokenizer: Tokenizer, named: str | None, file: Path | None) -
         for name, number in found.items():
             return library, EndToken(name, number, False)
     return _extended(library, ADDED)
+
+
+def own_end(tokenizer: Tokenizer | str, named: str | None) -> EndToken | None:
+    """The token that ends a document, or the one named; None where a tokenizer has none itself, or may mean several.
+
+    The tokenizer may be given as JSON.
+    """
+    try:
+        end = with_end_token(parse_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer, named, None)[1]
+    except DataError:
+        return None
+    return None if end.added else end
 
 
 def _extended(library: LibraryTokenizer, token: str) -> tuple[Tokenizer, EndToken]:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.errors import DataError
-from ttrain.core.files import sync_directory
+from ttrain.core.files import still_runs, sync_directory
 from ttrain.data.batches import Sizes, TokenDataset, outside_vocabulary
 from ttrain.data.library_tokenizer import read_tokenizer
 from ttrain.data.settings import TOKEN_DTYPES, TokensConfig
@@ -221,25 +221,12 @@ def clear_partial(final: Path) -> None:
     """Remove what processes of this machine that were killed have left of a folder."""
     for left in final.parent.glob(f"{_partial(final)}*"):
         number = left.name.rpartition("-")[2]
-        if number.isdecimal() and not _alive(int(number)):
+        if number.isdecimal() and not still_runs(int(number)):
             shutil.rmtree(left, ignore_errors=True)
 
 
 def _partial(final: Path) -> str:
     return f".{final.name}.partial-{platform.node()}-"
-
-
-def _alive(process: int) -> bool:
-    """Whether a process of this machine may still run."""
-    if os.name != "posix":  # elsewhere the question would stop it
-        return True
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # it is somebody else's
-        return True
-    return True
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ttrain.core import errors
 from ttrain.core.errors import RankFailed, TtrainError, UserError
+from ttrain.core.options import differences
 from ttrain.device.base import Launch
 from ttrain.parallel.beside import Beside, Stream
 from ttrain.parallel.board import Board
@@ -73,7 +74,7 @@ class DistributedWorld(World):
 
     def agree(self, what: str, facts: Mapping[str, Any]) -> None:
         given = json.dumps(facts)
-        for key, own, leaders in _differences(json.loads(given), json.loads(self.broadcast(given))):
+        for key, leaders, own in differences(json.loads(self.broadcast(given)), json.loads(given)):
             raise UserError(
                 f"another {what} than on rank 0: {key} is {json.dumps(own)} here and {json.dumps(leaders)} there. "
                 "Start all ranks with the same."
@@ -141,15 +142,6 @@ class DistributedWorld(World):
     def barrier(self) -> None:
         with self._board.waiting():
             dist.barrier(group=self._host)
-
-
-def _differences(own: Any, leaders: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Key and both values of whatever differs."""
-    if isinstance(own, dict) and isinstance(leaders, dict):
-        for key in [*leaders, *(key for key in own if key not in leaders)]:
-            yield from _differences(own.get(key), leaders.get(key), f"{prefix}.{key}" if prefix else str(key))
-    elif own != leaders:
-        yield prefix, own, leaders
 
 
 def _store(place: Place, wait: timedelta, hosts: bool = False) -> dist.TCPStore:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from ttrain.train.checkpoint.checkpoint import (
     sealed,
     step_name,
 )
+from ttrain.train.checkpoint.shards import in_shards
 from ttrain.train.protocols import StateValues
 
 SHARD_BYTES = 1 << 29
@@ -126,7 +127,8 @@ def _write_tensors(folder: Path, state: StateValues, of: str = "", frozen: bool 
     """Writes the tensors of a state, with `of` in the names of its files."""
     files: Files = {}
     for kind, stem in STEMS.items():
-        shards = list(_shards(state, kind)) if frozen or kind is not Kind.FROZEN else []
+        names = state.names(kind) if frozen or kind is not Kind.FROZEN else []
+        shards = list(in_shards({name: state.spec(name).nbytes for name in names}, SHARD_BYTES))
         for number, names in enumerate(shards, 1):
             name, data = f"{stem}{of}-{number:05d}-of-{len(shards):05d}.safetensors", _serialize(state, names)
             files[name] = {"bytes": len(data), "sha256": write_synced(folder / name, data)}
@@ -165,21 +167,6 @@ def _write_files(
     manifest["files"] = files
     write_synced(folder / MANIFEST, sealed(manifest).encode())
     return known
-
-
-def _shards(state: StateValues, kind: Kind) -> Iterator[list[str]]:
-    """Names of one kind in groups of at most SHARD_BYTES, so that a save holds one group in memory."""
-    names: list[str] = []
-    filled = 0
-    for name in state.names(kind):
-        size = state.spec(name).nbytes
-        if names and filled + size > SHARD_BYTES:
-            yield names
-            names, filled = [], 0
-        names.append(name)
-        filled += size
-    if names:
-        yield names
 
 
 def _serialize(state: StateValues, names: list[str]) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,19 @@ from ttrain.models.weight_checks import Weights
 from ttrain.train.protocols import Array
 
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file: the limit of the library
+
+
+def in_shards(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
+    """Names of tensors in groups of at most so many bytes, one file each; a larger tensor is alone."""
+    names, filled = list[str](), 0
+    for name, size in sizes.items():
+        if names and filled + size > limit:
+            yield names
+            names, filled = [], 0
+        names.append(name)
+        filled += size
+    if names:
+        yield names
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import ttrain
-from ttrain.core.errors import DataError
 from ttrain.core.files import to_json, write_synced
 from ttrain.core.units import format_count
 from ttrain.data.end_token import TOKEN_IDS, end_ids, token_text
 from ttrain.train.checkpoint.hub_folder import CONFIG, INDEX, WEIGHTS, is_known, written_config
+from ttrain.train.checkpoint.shards import in_shards
 from ttrain.train.checkpoint.weights_file import write_safetensors
 from ttrain.train.protocols import Array
 from ttrain.train.runs.export import whole_folder
@@ -84,18 +82,14 @@ def _token_ids(written: Written, end: int | None) -> dict[str, Any]:
 
 def known_end(tokenizer: str, named: str | None) -> tuple[str, int] | None:
     """Text and id of the token that ends a document; None where the tokenizer has none, or may mean several."""
-    from ttrain.data.end_token import with_end_token
-    from ttrain.data.library_tokenizer import parse_tokenizer
+    from ttrain.data.end_token import own_end
 
-    try:
-        end = with_end_token(parse_tokenizer(tokenizer), named, None)[1]
-    except DataError:
-        return None
-    return None if end.added else (end.text, end.id)
+    end = own_end(tokenizer, named)
+    return None if end is None else (end.text, end.id)
 
 
 def _write_weights(folder: Path, weights: Mapping[str, Array], shard_bytes: int) -> None:
-    shards = list(_shards(weights, shard_bytes))
+    shards = list(in_shards({name: 4 * weight.size for name, weight in weights.items()}, shard_bytes))
     many = len(shards) > 1
     names = [
         f"model-{number:05d}-of-{len(shards):05d}.safetensors" if many else WEIGHTS
@@ -107,20 +101,6 @@ def _write_weights(folder: Path, weights: Mapping[str, Array], shard_bytes: int)
         total = sum(4 * weight.size for weight in weights.values())
         places = {name: file for file, shard in zip(names, shards) for name in shard}
         write_synced(folder / INDEX, to_json({"metadata": {"total_size": total}, "weight_map": places}).encode())
-
-
-def _shards(weights: Mapping[str, Array], limit: int) -> Iterator[list[str]]:
-    """Names in groups of at most so many bytes in fp32; a larger tensor is alone."""
-    names: list[str] = []
-    filled = 0
-    for name, weight in weights.items():
-        size = 4 * int(np.prod(weight.shape, dtype=np.int64))
-        if names and filled + size > limit:
-            yield names
-            names, filled = [], 0
-        names.append(name)
-        filled += size
-    yield names
 
 
 def model_card(name: str, config: Mapping[str, Any], parameters: int, origin: str, progress: Mapping[str, Any]) -> str:

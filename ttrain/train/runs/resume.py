@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import CheckpointError, ConfigError, UserError
 from ttrain.core.names import one_slip
-from ttrain.core.options import as_keys
+from ttrain.core.options import as_keys, differences
 from ttrain.models.identity import ALL, differing, whole
 from ttrain.nn.settings import LoraConfig
 from ttrain.train.checkpoint.checkpoint import (
@@ -170,7 +170,7 @@ def config_difference(stored: dict[str, Any], given: dict[str, Any]) -> list[str
     """One `key: old -> new` per setting of the run that changed since the checkpoint."""
     return [
         f"{key}: {old} -> {new}"
-        for key, old, new in _differences(stored, given)
+        for key, old, new in differences(stored, given)
         if not any(key == skipped or key.startswith(f"{skipped}.") for skipped in _UNREPORTED)
     ]
 
@@ -205,7 +205,7 @@ def data_difference(run: Path, description: dict[str, Any]) -> list[str]:
     """What the newest attempt of a run says of its data, where that is not what the data is now."""
     stored = _newest_data(run)
     given = json.loads(json.dumps(description))
-    return [f"data: {key}: {old} -> {new}" for key, old, new in _differences(stored, given)] if stored else []
+    return [f"data: {key}: {old} -> {new}" for key, old, new in differences(stored, given)] if stored else []
 
 
 def _newest_data(run: Path) -> dict[str, Any]:
@@ -253,12 +253,3 @@ def take_up(
         changes += data_difference(point.run, data)
     notes += [f"Changed since the checkpoint: {'; '.join(changes)}"] if changes else []
     return progress, {"resumed_from": checkpoint.path.name, "dropped_metrics": dropped, "changes": changes}, notes
-
-
-def _differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in [*old, *(key for key in new if key not in old)]:
-            name = f"{prefix}.{key}" if prefix else str(key)
-            yield from _differences(old.get(key), new.get(key), name)
-    elif old != new:
-        yield prefix, old, new

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from ttrain.core.errors import DataError
 from ttrain.core.names import with_line_breaks
 from ttrain.data.tokenizer import Tokenizer
 
@@ -129,13 +128,10 @@ def print_text(text: str) -> None:
 
 def end_id(tokenizer: Any, end_token: str | None) -> int | None:
     """The token that ends a document, or the one that is named; None where the tokenizer has none of itself."""
-    from ttrain.data.end_token import with_end_token
+    from ttrain.data.end_token import own_end
 
-    try:
-        _, token = with_end_token(tokenizer, end_token, None)
-    except DataError:  # several that could be meant
-        return None
-    return None if token.added else token.id
+    end = own_end(tokenizer, end_token)
+    return None if end is None else end.id
 
 
 def special_tokens(tokenizer: Any) -> set[str]:
