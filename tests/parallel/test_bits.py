@@ -83,10 +83,10 @@ def test_pytorch_ddp_computes_the_same(results: Path) -> None:
         assert np.linalg.norm(ours[name] - value) <= 1e-5 * np.linalg.norm(value), name
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("case", [case for case in CASES if case.engine != "dynamic"], ids=lambda case: case.name)
-def test_a_rank_allocates_what_is_planned(case: Case, count: int, results: Path) -> None:
+@pytest.mark.parametrize("name", ["gpt-plain-ddp", "gpt-static-zero1", "gpt-bf16-zero1", "gpt-muon-zero1"])
+def test_a_rank_allocates_what_is_planned(name: str, results: Path) -> None:
     """Beside the bytes of tensors that a plan shows there are gaps between them, of less than 64 elements each."""
+    case, count = next(case for case in CASES if case.name == name), 2
     for rank in range(count):
         with closing(build.planned_device(DeviceConfig("cpu", threads=1))) as device:
             session = session_of(case, device, Ranks(rank, count, SLICES, case.shards))

