@@ -70,6 +70,9 @@ class TransformerConfig:
         None, "longest sequence in tokens; training uses sequences of exactly this length", minimum=1, changes="shape"
     )
     vocabulary: int | None = option(None, "number of token ids; null takes the tokenizer's", minimum=1, changes="shape")
+    recompute: str = option(
+        "none", "what backward computes again instead of keeping", choices=("none", "block"), changes="nothing"
+    )
 
     @property
     def longest(self) -> int:
@@ -200,9 +203,6 @@ class GPTConfig(DecoderConfig):
     )
     activation: str = option("gelu_tanh", "function inside the feed-forward branch", choices=ACTIVATIONS)
     tied: bool = option(True, "whether the output head shares the token embedding's weight")
-    recompute: str = option(
-        "none", "what backward computes again instead of keeping", choices=("none", "block"), changes="nothing"
-    )
 
 
 @dataclass
@@ -281,9 +281,6 @@ class LlamaConfig(DecoderConfig):
     rotary_high: float = option(4.0, "wavelengths in rotary_context from which on llama3 stretches nothing", above=0)
     rotary_context: int = option(8192, "tokens that the model of rotary_scaling=llama3 was first trained on", minimum=1)
     dropout: float = option(0.0, "probability of zeroing an attention weight", minimum=0, below=1, changes="nothing")
-    recompute: str = option(
-        "none", "what backward computes again instead of keeping", choices=("none", "block"), changes="nothing"
-    )
 
     def __post_init__(self) -> None:
         """Where nothing is said, as many heads of keys as of queries, together as wide as the stream.
@@ -371,9 +368,6 @@ class AGILLMConfig(TransformerConfig):
         0, "at most so many SAT windows of a sequence, evenly spaced; 0 takes all", minimum=0, changes="loss"
     )
     gate_weight: float = option(0.1, "factor of the gate's cross-entropy in the loss", minimum=0, changes="loss")
-    recompute: str = option(
-        "none", "what backward computes again instead of keeping", choices=("none", "block"), changes="nothing"
-    )
     pad_vocabulary: int | None = option(
         None,
         "round the vocabulary up to a multiple of this while running; the added ids get no probability and are in no "
