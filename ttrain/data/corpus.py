@@ -326,7 +326,7 @@ def _walk(root: Path, skip_folder: Callable[[str], bool]) -> list[Path]:
         found += [
             Path(folder, name) for name in (*names, *(name for name in folders if os.path.islink(Path(folder, name))))
         ]
-    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+    return sorted(found, key=Path.as_posix)  # all begin alike
 
 
 def _is_ascii(file: Path) -> bool:

@@ -227,7 +227,7 @@ def named_place(find: Callable[[re.Pattern[str]], str]) -> Iterator[None]:
 
 
 def _visible(text: str) -> int:
-    return sum(not character.isspace() and character != UNKNOWN for character in text)
+    return sum(map(len, text.split())) - text.count(UNKNOWN)
 
 
 def _difference(text: str, back: str) -> str:
