@@ -15,6 +15,7 @@ from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Delivery, Launch, chain
 from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, Tensors, copying, row
 
+_SERIAL = 2**15  # elements that aten adds by itself: more threads would take cores from the kernels that run meanwhile
 Further = Callable[[Tensor, tuple[int, ...]], list[Launch]]
 
 
@@ -79,9 +80,11 @@ def _reduce(context: Context, run: Tensor, bucket: tuple[int, ...], room: Tensor
     launches = [
         group.exchange([(other, shares[other]) for other in others], [(other, given[other]) for other in others])
     ]
+    step = _SERIAL if context.on_cpu else own.numel()
     while len(given) > 1 and own.numel():
         for x, y in zip(given[::2], given[1::2], strict=True):
-            launches.append(partial(torch.add, x, y, out=y if y is own else x))
+            parts = (tensor.split(step) for tensor in (x, y, y if y is own else x))
+            launches += [partial(torch.add, a, b, out=out) for a, b, out in zip(*parts, strict=True)]
         given = [y if y is own else x for x, y in zip(given[::2], given[1::2], strict=True)]
     return launches
 
