@@ -80,10 +80,10 @@ SCOPED = AdamWConfig(lr=1e-2, clip_norm=0.1, clip_scope=["blocks"])
 CASES = [
     *(Case(f"gpt-{engine}-{'zero1' if shards else 'ddp'}", _gpt, engine, shards=shards)
       for engine in ("static", "traced") for shards in (False, True)),
-    Case("gpt-bf16-zero1", _gpt, "traced", BF16, shards=True, guarded=True, ema=0.9),
+    Case("gpt-bf16-zero1", _gpt, "traced", BF16, shards=True, guarded=True),
     Case("gpt-rounding-zero1", _gpt, "static", BF16, STOCHASTIC, shards=True, accumulation=1),
     Case("gpt-scoped-zero1", _gpt, "dynamic", optimizer=SCOPED, shards=True),
-    Case("gpt-muon-zero1", _gpt, "static", BF16, MuonConfig(lr=1e-2), shards=True),
+    Case("gpt-muon-zero1", _gpt, "static", BF16, MuonConfig(lr=1e-2), shards=True, ema=0.9),
     Case("llama-zero1", _llama, shards=True),
     Case("agillm-ddp", _agillm, accumulation=1),
     Case("agillm-zero1", _agillm, shards=True, accumulation=1),

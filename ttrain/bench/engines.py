@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ttrain.train.steps.step_graph import StepGraph
 
 
-def step_graph(case: Case, device: Device | None = None, ranks: Ranks | None = None) -> StepGraph:
+def step_graph(case: Case, device: Device | None = None, ranks: Ranks | None = None, engine: str = "") -> StepGraph:
     """The steps that an engine builds for a case, on a device that may want norms' weights in the compute dtype."""
     from ttrain.train.steps.resident import Resident
     from ttrain.train.steps.step_graph import StepGraph
@@ -37,7 +37,8 @@ def step_graph(case: Case, device: Device | None = None, ranks: Ranks | None = N
     optimizer = build.build_optimizer(case.training.optimizer)
     rows = case.training.rows // ranks.slices
     resident = Resident(case.model.batch_specs(rows)) if case.resident else None
-    return StepGraph(case.model, optimizer, rows, resident=resident, ranks=ranks)
+    remainders = device is not None and device.compiles and engine == "traced"
+    return StepGraph(case.model, optimizer, rows, resident=resident, ranks=ranks, remainders=remainders)
 
 
 def device_of(order: Mapping[str, Any]) -> DeviceConfig:
@@ -78,7 +79,7 @@ class EngineContender(Contender):
         case = self._case
         self._world = build.build_world(self._parallel, self._device_config)
         self.device = build.build_device(self._device_config, case.dtypes, self._world)
-        graph = step_graph(case, self.device, self._world.ranks)
+        graph = step_graph(case, self.device, self._world.ranks, self.name)
         self.session = Session.open(
             graph, self.device, lambda device, state: build.build_engine(self._engine_config, device, state)
         )

@@ -226,6 +226,7 @@ def build_session(
         ema=train.ema,
         noise=train.noise_scale,
         resident=resident,
+        remainders=device.compiles and engine.name == "traced",
     )
     return Session.open(graph, device, lambda on, state: build_engine(engine, on, state), training, further)
 

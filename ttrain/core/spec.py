@@ -17,6 +17,7 @@ class DType(Enum):
     BF16 = ("bf16", 2)
     INT64 = ("int64", 8)
     INT32 = ("int32", 4)
+    INT16 = ("int16", 2)
     BOOL = ("bool", 1)
 
     def __init__(self, label: str, itemsize: int) -> None:

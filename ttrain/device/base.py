@@ -189,6 +189,7 @@ class Device(ABC):
     supports_capture = False
     chips = 1  # that share every batch
     arenas = True  # False where memory comes in whole tensors: values of equal layout then take turns in one tensor
+    compiles = False  # True where a traced step is compiled
     rematerializes = True  # False where a launch costs more than the memory that computing again would save
     overlaps = False  # True where a step's inputs are written, or steps of others launched, while a step computes
     uniform_compute = False  # True where norms want their weights in the compute dtype as well
@@ -365,5 +366,6 @@ NUMPY_DTYPES = {
     DType.BF16: np.float32,  # numpy has no bf16; fp32 holds every bf16 value exactly
     DType.INT64: np.int64,
     DType.INT32: np.int32,
+    DType.INT16: np.int16,
     DType.BOOL: np.bool_,
 }

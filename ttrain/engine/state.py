@@ -17,6 +17,7 @@ from ttrain.graph.kinds import Kind
 from ttrain.plan.arena import Loan
 
 _BETWEEN = RUN_ALIGNMENT * DType.FP64.itemsize  # bytes between runs in one arena, lest they are taken for one
+_AT_ONCE = 2**20  # elements
 _Run = tuple[Kind, DType, str, str]  # kind, dtype, run and slot of tensors that lie side by side
 
 
@@ -26,6 +27,9 @@ class StateTensor:
 
     The last `padding` rows of `spec` are zeros that the host neither reads nor writes. `first` computes the values that
     it starts with, in the shape of `host_spec`; without it they are zeros.
+
+    One of int16 holds remainders of fp32 numbers, whose upper halves are its copy `<name>/compute` (see op update); the
+    host reads and writes the numbers.
 
     `parts` are those that this rank owns, each a vector under a name of its own (core.spec.part_name), or all of it in
     its shape. Where all ranks hold the tensor, `everywhere`, they lie in its memory; else no more of it is here.
@@ -52,9 +56,13 @@ class StateTensor:
 
     @property
     def host_spec(self) -> TensorSpec:
-        """The spec without padding."""
-        shape = self.spec.shape
-        return self.spec.with_shape(shape[0] - self.padding, *shape[1:]) if self.padding else self.spec
+        """The spec of the values, without padding."""
+        shape, spec = self.spec.shape, self.spec.with_dtype(DType.FP32) if self.remainders else self.spec
+        return spec.with_shape(shape[0] - self.padding, *shape[1:]) if self.padding else spec
+
+    @property
+    def remainders(self) -> bool:
+        return self.spec.dtype is DType.INT16
 
 
 class State:
@@ -148,14 +156,29 @@ class State:
     def read(self, name: str) -> np.ndarray:
         """A host copy; bf16 comes as fp32."""
         tensor, side = self.tensor(name), self.device.side(self.on_host(name))
-        values = side.download(self._placed[name][2]) if tensor.everywhere else self._joined(tensor, side)
+        values = self._values(tensor, name, side) if tensor.everywhere else self._joined(tensor, side)
         return values[: len(values) - tensor.padding] if tensor.padding else values
+
+    def _values(self, tensor: StateTensor, name: str, side: Device) -> np.ndarray:
+        """Of a tensor, or of the part of it by that name."""
+        values = side.download(self._placed[name][2])
+        if not tensor.remainders:
+            return values
+        bits = side.download(self._upper(tensor, name, side)).astype(np.int32)
+        bits <<= 16
+        bits += values
+        return bits.view(np.float32)
+
+    def _upper(self, tensor: StateTensor, name: str, side: Device) -> Buffer:
+        """The copy of a tensor of remainders, or of a part of one, as int16."""
+        arena, byte, _ = self._placed[f"{tensor.name}/compute{name.removeprefix(tensor.name)}"]
+        return side.place(arena, byte, self._declared[name][0])
 
     def _joined(self, tensor: StateTensor, side: Device) -> np.ndarray:
         """A tensor of which each rank holds parts."""
         whole = np.zeros(tensor.spec.size, np.float32)
         for (name, _), (start, stop) in zip(tensor.part_specs, tensor.parts, strict=True):
-            whole[start:stop] = side.download(self._placed[name][2]).reshape(-1)
+            whole[start:stop] = self._values(tensor, name, side).reshape(-1)
         if self.device.group is not None:
             self.device.group.join(whole)
         return whole.reshape(tensor.spec.shape)
@@ -169,7 +192,7 @@ class State:
     def read_part(self, name: str, part: Part) -> np.ndarray:
         """The values of one of `own_parts`, in a row; asks no other rank."""
         held = next(own for own in self.tensor(name).parts if own[0] == part[0])
-        values = self.device.side(self.on_host(name)).download(self._placed[part_name(name, held)][2])
+        values = self._values(self.tensor(name), part_name(name, held), self.device.side(self.on_host(name)))
         return values.reshape(-1)[: part[1] - part[0]]
 
     def write(self, name: str, array: np.ndarray) -> None:
@@ -179,16 +202,31 @@ class State:
             raise GraphError(f"{name}: got an array {list(array.shape)}, expected {tensor.host_spec}.")
         if padding := tensor.padding:
             array = np.concatenate([array, np.zeros((padding, *array.shape[1:]), array.dtype)])
-        side = self.device.side(self.on_host(name))
-        if tensor.everywhere:
+        side, copy = self.device.side(self.on_host(name)), f"{name}/compute"
+        if tensor.remainders:
+            self._write_halves(tensor, array.reshape(-1), side)
+        elif tensor.everywhere:
             side.upload(self._placed[name][2], array)
         else:
             for (part, _), (start, stop) in zip(tensor.part_specs, tensor.parts, strict=True):
                 values = array.reshape(-1)[start:stop]
                 side.upload(self._placed[part][2], values.reshape(self._declared[part][0].shape))
-        copy = f"{name}/compute"
-        if copy in self._placed:
+        if copy in self._placed and not tensor.remainders:
             side.upload(self._placed[copy][2], array)
+
+    def _write_halves(self, tensor: StateTensor, values: np.ndarray, side: Device) -> None:
+        """The copy and the remainders of fp32 numbers, some at a time to save memory."""
+        parts = [(tensor.name, (0, values.size))]
+        if not tensor.everywhere:
+            parts = [(name, part) for (name, _), part in zip(tensor.part_specs, tensor.parts, strict=True)]
+        halves = [(f"{tensor.name}/compute", (0, values.size), 0x8000, 16), *((*part, 0, 0) for part in parts)]
+        for name, (first, stop), carry, shift in halves:
+            arena, byte, _ = self._placed[name]
+            for start in range(first, stop, _AT_ONCE):
+                some = np.array(values[start : min(start + _AT_ONCE, stop)], np.float32)
+                some[np.isnan(some)] = np.nan
+                place = side.place(arena, byte + 2 * (start - first), TensorSpec(some.shape, DType.INT16))
+                side.upload(place, (some.view(np.int32) + carry >> shift).astype(np.int16))
 
     def nbytes(self, kind: Kind, on_host: bool | None = None) -> int:
         """Bytes here of all tensors of one kind; with `on_host` only of those that are, or are not, in host memory."""

@@ -143,6 +143,12 @@ class Update(Op):
     copies in the compute dtype; then lr and step, fp32 []; factor fp32 [] that gradients are multiplied by; seed
     int64 []. All but gradients and scalars is overwritten.
 
+    Parameters of int16 are remainders, what fp32 weights have beyond their bf16 copies: a weight's bits are its copy's
+    times 2^16 plus the remainder, which is the weight's lower half, read with a sign. So copies take no memory of their
+    own. The copy is the nearest bf16 number, of two as near the one of greater magnitude. (The even one it can't be:
+    then 65,537 weights would have the same copy, half a unit below it to half a unit above, and 16 bits tell fewer
+    apart.)
+
     State that is kept in bf16 is updated in fp32 and rounded: to nearest, or where `stochastic` numbers its list (0 the
     parameters, 1 the first slot) up or down at random. A bf16 number has 8 significant bits. Rounded to nearest, a
     change smaller than 2^-9 of a number is lost every time: a second moment with beta2 = 0.999 shrinks by at most 2^-10
@@ -166,6 +172,8 @@ class Update(Op):
         lists = written + 1 + attributes.get("copies", False)
         complete = len(specs) == lists * count + 4
         require(complete, "update", f"{len(specs)} inputs", f"{lists} lists of {count} and 4 scalars")
+        whole = attributes.get("copies", False) or specs[0].dtype is not DType.INT16
+        require(whole, "update", "remainders without copies", "copies=True")
         for position in range(count):
             tensors = specs[position : lists * count : count]
             require(len({spec.shape for spec in tensors}) == 1, "update", f"{tensors}", "one shape per parameter")
@@ -209,7 +217,8 @@ class Update(Op):
         return Probe.of(partial(self._steps, attributes), specs_of(tensors)).run(tensors)
 
     def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value] | None:
-        return None if node.attributes.get("stochastic") else self._steps(node.attributes, inputs)
+        rounds = node.attributes.get("stochastic") or node.values[0].spec.dtype is DType.INT16
+        return None if rounds else self._steps(node.attributes, inputs)
 
     def _steps(self, attributes: Mapping[str, Any], inputs: tuple[Value | None, ...]) -> Sequence[Value]:
         """What it does, but for rounding at random."""

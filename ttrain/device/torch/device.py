@@ -61,7 +61,7 @@ class TorchDevice(Device):
         self.group = group
         self.products = products
         self.kind, self.name = kind, kind
-        self.supports_capture = kind == "cuda"
+        self.supports_capture, self.compiles = kind == "cuda", kind == "cpu"
         self.threads = threads or default_threads()
         torch.set_num_threads(self.threads)
         if kind == "cuda":

@@ -16,6 +16,7 @@ class PlannedDevice(NullDevice):
     def __init__(self, kind: str, rows: Mapping[str, Kernel], threads: int, products: str = "auto") -> None:
         super().__init__(rows=rows)
         self.name, self.threads, self.products = kind, threads, products
+        self.compiles = kind == "cpu"
 
     def compiler(self) -> StepCompiler | None:
         if self.name != "cpu":

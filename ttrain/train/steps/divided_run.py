@@ -80,6 +80,13 @@ class DividedRun:
         named = [(part, part.parameter) for part in self.owned]
         return [part.of(graph, parameter.path + slot, spec_of(parameter), kind) for part, parameter in named]
 
+    def weight_spec(self, parameter: Parameter, remainders: bool) -> TensorSpec:
+        """Of a parameter's master values, or with `remainders` of what they have beyond a copy that layers read, unless
+        the rule reads them outside of an update.
+        """
+        kept = remainders and parameter.has_copy(self.run.dtype) and not self.run.rule.whole
+        return parameter.spec.with_dtype(DType.INT16) if kept else parameter.spec
+
     def _owned(self) -> Iterator[OwnedPart]:
         offsets, _ = run_offsets(self._sizes)
         blocks = 0

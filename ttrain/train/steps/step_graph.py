@@ -71,10 +71,12 @@ class StepGraph:
     micro_batches: int | None = None  # that it has now; None: as many
     shorter: Model | None = None  # records training in its place, on shorter sequences, over the same parameters
     ranks: Ranks = Ranks()  # that divide a batch of several slices: each works on slices of `rows` * `accumulation`
+    remainders: bool = False  # fp32 weights are kept as what their bf16 copies lack, where only updates read them
     runs: list[ParameterRun] = field(init=False)
     divided: list[DividedRun] = field(init=False)  # the runs, as ranks divide them
 
     def __post_init__(self) -> None:
+        self.remainders &= self.ema is None  # averages are of fp32 weights
         self.runs = parameter_runs(self.model.parameters(), self.optimizer, self.model.compute)
         self.divided = [DividedRun(run, self.ranks) for run in self.runs]
 
@@ -229,7 +231,8 @@ class StepGraph:
             return StateTensor(name, spec, kind, run, parameter.padding * padded, None, parts, everywhere)
 
         tensors = [StateTensor(name, spec, Kind.CACHE) for name, spec in held.items()]
-        tensors += [tensor(p.path, p.spec, p.kind, run, p, not p.has_copy(compute)) for run, p in placed]
+        specs = {p: run.weight_spec(p, self.remainders) for run in self.divided for p in run.run.parameters}
+        tensors += [tensor(p.path, specs.get(p, p.spec), p.kind, run, p, not p.has_copy(compute)) for run, p in placed]
         copied = [(run, p) for run, p in placed if p.has_copy(compute)]
         tensors += [tensor(p.copy_name, p.read_spec(compute), Kind.COPY, run, p) for run, p in copied]
         if training:
@@ -395,7 +398,7 @@ class StepGraph:
             ops.all_gather_state([use(graph, p, compute) for p in parameters], written, divided.bounds)
 
     def _weights(self, graph: Graph, divided: DividedRun) -> list[Value]:
-        return divided.values(graph, "", lambda p: p.spec, Kind.PARAMETER)
+        return divided.values(graph, "", lambda p: divided.weight_spec(p, self.remainders), Kind.PARAMETER)
 
     def _slot(self, graph: Graph, divided: DividedRun, slot: str) -> list[Value]:
         return divided.values(graph, f"/{slot}", lambda p: self._slot_spec(p, divided.run.rule, slot), Kind.OPTIMIZER)

@@ -26,6 +26,7 @@ TORCH_DTYPES = {
     DType.BF16: torch.bfloat16,
     DType.INT64: torch.int64,
     DType.INT32: torch.int32,
+    DType.INT16: torch.int16,
     DType.BOOL: torch.bool,
 }
 RUN_GAP = 64  # elements; neighbours of one run lie less than this apart

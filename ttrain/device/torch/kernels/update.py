@@ -131,6 +131,11 @@ class _Call:
         copies = lists.pop() if attributes.get("copies") else []
         return _Call(lists, copies, *ins[-4:])
 
+    @property
+    def remainders(self) -> bool:
+        """Whether the parameters are what fp32 weights have beyond their copies."""
+        return str(self.lists[0][0].dtype).endswith("int16")
+
     def widths(self) -> list[list[int]]:
         """Bytes per element of each list's tensors, or of their specs."""
         return [[_itemsize(tensor) for tensor in tensors] for tensors in self.lists]
@@ -189,7 +194,8 @@ def _update(context: Context, ins: Given, outs: Tensors, attributes: Attributes,
         launch = _updating(call.lists, call.factor, work, update)
     else:
         launch = _Blocks(context, call, attributes, work).launch()
-    pairs = zip(*_aligned_slots([call.copies, call.lists[0]]), strict=True) if call.copies else ()
+    copied = call.copies and not call.remainders
+    pairs = zip(*_aligned_slots([call.copies, call.lists[0]]), strict=True) if copied else ()
     return chain(launch, *(copying(copy, parameter) for copy, parameter in pairs))
 
 
@@ -208,6 +214,16 @@ def _block_workspace(context: Context, call: _Call, attributes: Attributes) -> l
     keys = TensorSpec((_KEYS * (len(call.lists) - 1),), DType.INT32)
     scalars = [TensorSpec((program.scalar_count,), dtype) for dtype in (DType.FP64, DType.FP32)]
     return [*scalars, keys, *[block] * (2 + narrow + program.registers)]
+
+
+def _joining(x: Tensor, copy: Tensor, remainder: Tensor) -> list[Launch]:
+    """bf16 copies and remainders to fp32 numbers."""
+    bits = x.view(torch.int32)
+    return [
+        copying(bits, copy.view(torch.int16)),
+        partial(torch.bitwise_left_shift, bits, 16, out=bits),
+        partial(torch.add, bits, remainder, out=bits),
+    ]
 
 
 class _Blocks:
@@ -240,7 +256,7 @@ class _Blocks:
 
     def _vectors(self) -> Iterator[tuple[list[Tensor], int]]:
         """One vector per list with the number of its first element; whole lists where they lie side by side."""
-        lists = self.call.lists
+        lists = [*self.call.lists, *([self.call.copies] if self.call.remainders else [])]
         flat = None if self.numbers else flatten(*lists)
         if flat is not None:
             yield flat, 0
@@ -251,6 +267,7 @@ class _Blocks:
 
     def _block(self, parts: list[Tensor], first: int) -> list[Launch]:
         parameter, gradient, *slots = parts
+        copy = slots.pop() if self.call.remainders else parameter
         size, wides = parameter.numel(), iter(self.wides)
         g = self.g[:size]
         launches: list[Launch] = [copying(g, gradient)]
@@ -260,7 +277,8 @@ class _Blocks:
         for state in (parameter, *slots):
             if state.dtype.itemsize < 4:
                 read.append(next(wides)[:size])
-                launches.append(copying(read[-1], state))
+                split = self.call.remainders and state is parameter
+                launches += _joining(read[-1], copy, state) if split else [copying(read[-1], state)]
             else:
                 read.append(state)
         steps, results = self.program.bind([read[0], g, *read[1:]], self.scalars, [s[:size] for s in self.scratch])
@@ -268,8 +286,22 @@ class _Blocks:
         for number, (state, result) in enumerate(zip((parameter, *slots), results, strict=True)):
             if number in self.stochastic and state.dtype is torch.bfloat16:
                 launches += self._rounding(result, number, first)
-            launches.append(copying(state, result))
+            split = self.call.remainders and state is parameter
+            launches += self._splitting(result, copy, state) if split else [copying(state, result)]
         return launches
+
+    def _splitting(self, x: Tensor, copy: Tensor, remainder: Tensor) -> list[Launch]:
+        """fp32 numbers to their bf16 copies and remainders."""
+        bits, upper = x.view(torch.int32), self.t[: x.numel()].view(torch.int32)
+        return [
+            partial(torch.nan_to_num, x, nan=math.nan, posinf=math.inf, neginf=-math.inf, out=x),
+            partial(torch.add, bits, 0x8000, out=upper),
+            partial(torch.bitwise_right_shift, upper, 16, out=upper),
+            copying(copy.view(torch.int16), upper),
+            partial(torch.bitwise_left_shift, upper, 16, out=upper),
+            partial(torch.sub, bits, upper, out=upper),
+            copying(remainder, upper),
+        ]
 
     def _rounding(self, x: Tensor, number: int, first: int) -> list[Launch]:
         """fp32 numbers to one of the bf16 numbers beside them; a NaN stays one."""

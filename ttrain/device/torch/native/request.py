@@ -62,7 +62,7 @@ def stored(specs: Iterable[TensorSpec | None]) -> bool:
 
 def c_type(spec: TensorSpec) -> str:
     """The element type in C++."""
-    return {DType.FP32: "float", DType.BF16: "bf16", DType.INT64: "i64"}[spec.dtype]
+    return {DType.FP32: "float", DType.BF16: "bf16", DType.INT64: "i64", DType.INT16: "half16"}[spec.dtype]
 
 
 def c_float(value: float) -> str:

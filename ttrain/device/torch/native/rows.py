@@ -179,5 +179,6 @@ def _dtypes() -> dict[Any, DType]:
         torch.bfloat16: DType.BF16,
         torch.int64: DType.INT64,
         torch.int32: DType.INT32,
+        torch.int16: DType.INT16,
         torch.bool: DType.BOOL,
     }

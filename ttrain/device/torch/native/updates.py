@@ -65,7 +65,7 @@ def _bound(
 def _one_dtype(specs: Sequence[TensorSpec | None]) -> DType | None:
     """The dtype that all tensors share, if it is one that kernels read."""
     found = {spec.dtype for spec in specs if spec is not None}
-    return found.pop() if len(found) == 1 and found <= {DType.FP32, DType.BF16} else None
+    return found.pop() if len(found) == 1 and found <= {DType.FP32, DType.BF16, DType.INT16} else None
 
 
 def _slots(items: Sequence[Any], count: int, slots: int) -> tuple[list[list[Any]], list[Any]]:
@@ -126,6 +126,9 @@ def _update(request: Request, sizing: Sizing) -> Native | None:
         return None
     scalars, steps, results = arithmetic
     types = [c_type(slot[0]) for slot in slots]
+    remainders = dtypes[0] is DType.INT16
+    if remainders:
+        types[vectors] = types[0]
     team = sizing.threads_for((10 + 2 * len(steps) + 6 * len(stochastic)) * _size(slots[0]))
     numbered = bool(stochastic)
     entries = lists + numbered
@@ -145,15 +148,16 @@ def _update(request: Request, sizing: Sizing) -> Native | None:
         f"const u32 start = {f'u32(reinterpret_cast<u64>(block.address[{lists}]))' if numbered else '0'};",
         "over_elements(block.count, [&](const auto& load, const auto& store, i64 j) {",
         "const u32 element = start + u32(j);",
-        *(f"const vf v{position} = load(p{position});" for position in range(vectors) if position != 1),
+        f"const vf v0 = {f'weight(load(p{vectors}), load(p0))' if remainders else 'load(p0)'};",
+        *(f"const vf v{position} = load(p{position});" for position in range(2, vectors)),
         f"const vf v1 = {'product(load(p1), clip)' if factor is not None else 'load(p1)'};",
         *steps,
         *(
-            f"const vf new{position} = round{position}({result}, element);"
+            f"const vf new{position} = round{position}({'quieted' * (remainders and not position)}({result}), element);"
             for position, result in zip(written, results, strict=True)
         ),
         *(f"store(p{position}, new{position});" for position in written),
-        *([f"store(p{vectors}, new0);"] if copies else []),
+        *([f"store(p{vectors}, {'upper' * remainders}(new0));"] if copies else []),
         "});",
         "});",
     ]

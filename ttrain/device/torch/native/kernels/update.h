@@ -27,6 +27,27 @@ INLINE vf product(vf a, vf b) {
 INLINE vf product(vf a, float b) { return product(a, splat(b)); }
 INLINE vf product(float a, vf b) { return product(b, splat(a)); }
 
+// 16 bits of a fp32 number, as the lower half of a lane.
+struct half16 {
+    u16 bits;
+};
+INLINE vf load(const half16* p) {
+    vh h;
+    __builtin_memcpy(&h, p, sizeof h);
+    return bits_as<vf>(__builtin_convertvector(h, vu));
+}
+INLINE void store(half16* p, vf v) {
+    vh h = __builtin_convertvector(bits_as<vu>(v), vh);
+    __builtin_memcpy(p, &h, sizeof h);
+}
+
+// Master weights as a bf16 copy and a remainder: the sum of their bits, the remainder's signed. See ops/update.py.
+INLINE vf weight(vf copy, vf rest) {
+    return bits_as<vf>((bits_as<vu>(copy) << 16) + bits_as<vu>(bits_as<vi>(bits_as<vu>(rest) << 16) >> 16));
+}
+INLINE vf quieted(vf x) { return x == x ? x : bits_as<vf>(splat_u(0x7FC00000u)); }
+INLINE vf upper(vf x) { return bits_as<vf>((bits_as<vu>(x) + 0x8000u) >> 16); }
+
 // How a slot is rounded to T: stochastically, by 16 bits of the hash of (key, element), or to nearest. See ops/update.py.
 template <class T, bool Stochastic>
 struct Rounding {

@@ -1,0 +1,100 @@
+"""fp32 weights as what their bf16 copies lack: the same weights and moments, and the nearest copies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.models.session import ENGINES
+from tests.native.conftest import require_compiler
+from ttrain.config.build import build_session
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.torch.device import TorchDevice
+from ttrain.device.torch.planned import PlannedDevice
+from ttrain.engine.settings import EngineConfig
+from ttrain.engine.state import State, StateTensor
+from ttrain.graph.kinds import Kind
+from ttrain.models.gpt import GPT
+from ttrain.models.settings import GPTConfig
+from ttrain.nn.initialize import Normal
+from ttrain.nn.module import Module, Parameter
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.settings import AdamWConfig
+from ttrain.train.settings import GuardConfig, TrainConfig
+from ttrain.train.steps.step_graph import StepGraph
+
+EDGES = (0x3F800000, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0xBF808000, 0x7F7FFFFF, 0x7F800000, 0xFF800000,
+         0x7FC00000, 0xFFFFFFFF, 0x00000001, 0x00008000, 0x807FFFFF, 0x00000000, 0x80000000)  # fmt: skip
+
+
+def numbers(count: int) -> np.ndarray:
+    """Of random bits, and with those at which rounding turns."""
+    drawn = np.random.default_rng(3).integers(0, 2**32, count, dtype=np.uint32)
+    drawn[: len(EDGES)] = EDGES
+    return drawn.view(np.float32)
+
+
+def nearest(weights: np.ndarray) -> np.ndarray:
+    """The nearest bf16 numbers, of two as near the one of greater magnitude."""
+    return np.where(np.isnan(weights), np.nan, ((weights.view(np.uint32) + 0x8000) & 0xFFFF0000).view(np.float32))
+
+
+def test_every_number_is_read_as_it_was_written() -> None:
+    spec = TensorSpec((64, 65))
+    tensors = [
+        StateTensor("w", spec.with_dtype(DType.INT16), Kind.PARAMETER, padding=3),
+        StateTensor("w/compute", spec.with_dtype(DType.BF16), Kind.COPY, padding=3),
+    ]
+    state, values = State(TorchDevice("cpu", 1), tensors), numbers(61 * 65).reshape(61, 65)
+    state.write("w", values)
+    assert state.spec("w") == TensorSpec((61, 65)) and state.nbytes(Kind.PARAMETER) == 2 * spec.size
+    quiet = np.where(np.isnan(values), np.float32(np.nan), values)
+    assert np.array_equal(state.read("w").view(np.uint32), quiet.view(np.uint32))
+    np.testing.assert_array_equal(state.read("w/compute"), nearest(values))
+
+
+class Vector(Module):
+    """One tensor."""
+
+    def __init__(self) -> None:
+        self.config, self.compute = None, DType.BF16
+        self.weight = Parameter((1000,), Normal(1.0))
+        self.name_parameters()
+
+
+def updated(engine: str, remainders: bool, lr: float) -> State:
+    """The state after three updates."""
+    optimizer = AdamW(AdamWConfig(clip_norm=None, weight_decay=0.1))
+    graph = StepGraph(Vector(), optimizer, rows=1, accumulation=2, remainders=remainders)
+    state = State(TorchDevice("cpu", 1), graph.state_tensors())
+    state.write("weight", numbers(1000))
+    step = ENGINES[engine](state.device, state).build("update", graph.trace_update)
+    for number in (1, 2, 3):
+        state.write("weight/gradient", np.random.default_rng(number).standard_normal(1000, np.float32))
+        step({"lr": lr, "step": number})
+    return state
+
+
+def test_a_compiled_update_keeps_every_bit_of_weights_and_moments() -> None:
+    require_compiler()
+    whole, split = (updated("traced", remainders, 0.01) for remainders in (False, True))
+    for name in ("weight", "weight/first_moment", "weight/second_moment"):
+        np.testing.assert_array_equal(split.read(name), whole.read(name), err_msg=name)
+    np.testing.assert_array_equal(split.read("weight/compute"), nearest(whole.read("weight")))
+
+
+@pytest.mark.parametrize("engine", ["static", "traced"])
+def test_weights_that_stay_are_put_together_and_taken_apart_again(engine: str) -> None:
+    """Also by rows of torch, for rules that have no C++."""
+    state = updated(engine, True, 0.0)
+    np.testing.assert_array_equal(state.read("weight"), numbers(1000))
+    np.testing.assert_array_equal(state.read("weight/compute"), nearest(numbers(1000)))
+
+
+def test_a_compiled_step_takes_them_where_only_updates_read_weights() -> None:
+    for name, ema, width in (("traced", None, 2), ("static", None, 4), ("traced", 0.9, 4)):
+        model = GPT(GPTConfig(layers=1, heads=2, width=16, context=8, vocabulary=11), DType.BF16)
+        device, train = PlannedDevice("cpu", {}, 1), TrainConfig(batch_size=2, ema=ema)
+        session = build_session(model, device, train, AdamWConfig(), GuardConfig(), EngineConfig(name=name))
+        tensor = session.state.tensor("blocks.0.attention.qkv.weight")
+        assert tensor.spec.dtype.itemsize == width and tensor.host_spec.dtype is DType.FP32
