@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,9 +23,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TESTS = Path(__file__).parent
+# Few tests that take long: first, so that at the end no worker is left with one of these files.
+LONGEST = (
+    "parallel/test_restarts.py", "native/test_rows.py", "faults/test_supervision.py", "parallel/test_faults.py",
+    "ttnn/test_watch.py", "parallel/test_bits.py", "train/runs/test_documents_resume.py", "ttnn/test_mock.py",
+    "faults/test_kills.py", "test_docs.py", "bench/test_check.py", "train/steps/test_length_schedule.py",
+)  # fmt: skip
 FAST = ("engine", "graph", "ops", "optim", "plan", "test_architecture.py", "test_budget.py", "test_import_rank.py")
 
 
+@cache
 def is_fast(path: Path) -> bool:
     """Whether a file lies in the fast tier."""
     return path.relative_to(TESTS).parts[0] in FAST
@@ -40,6 +49,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_fast(item.path) and not any(item.get_closest_marker(name) for name in ("slow", "another_way")):
             item.add_marker("fast")
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: rank(item.path, tests[item.path]))
+
+
+@cache
+def rank(path: Path, tests: int) -> tuple[int, int, str]:
+    """Where a file comes: the longest, then those with the most tests, as --dist loadfile deals files out in turn."""
+    name = path.relative_to(TESTS).as_posix()
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST), -tests, name
 
 
 def cache_home(folder: Path) -> str:

@@ -7,7 +7,17 @@ import pytest
 import torch
 
 from tests.native.conftest import NativeDevice, every_case, has_kernel, is_native
-from tests.ops.harness import Interpreter, all_cases, as_torch, draw, only, record, recorded_by_models, reference
+from tests.ops.harness import (
+    Interpreter,
+    all_cases,
+    as_torch,
+    draw,
+    every_op,
+    only,
+    record,
+    recorded_by_models,
+    reference,
+)
 from tests.ops.test_forward import output_name
 from tests.ops.tolerances import tolerance
 from tests.ops.ulp import assert_within
@@ -46,7 +56,7 @@ def test_every_op_that_computes_has_a_rule() -> None:
     assert not RULES.keys() - {op.name for op in REGISTRY.values()}
 
 
-@pytest.mark.parametrize(("op", "case", "dtype"), every_case())
+@every_op(every_case())
 def test_kernel_equals_reference(device: NativeDevice, op: Op, case: Case, dtype: DType) -> None:
     arrays = draw(op, case, dtype)
     graph, _, outputs = record(op, case, dtype)
@@ -71,7 +81,7 @@ def takes_a_like_input(op: Op, case: Case, dtype: DType) -> bool:
     return any(value.spec == node.outputs[0].spec for value in node.values)
 
 
-@pytest.mark.parametrize(("op", "case", "dtype"), only(every_case(lambda op: op.elementwise), takes_a_like_input))
+@every_op(only(every_case(lambda op: op.elementwise), takes_a_like_input))
 def test_elementwise_kernel_may_write_over_an_input(device: NativeDevice, op: Op, case: Case, dtype: DType) -> None:
     arrays = draw(op, case, dtype)
     graph, values, outputs = record(op, case, dtype)
@@ -94,7 +104,7 @@ def test_elementwise_kernel_may_write_over_an_input(device: NativeDevice, op: Op
             np.testing.assert_array_equal(out.double().numpy(), wanted, err_msg=f"over {value.name}")
 
 
-@pytest.mark.parametrize(("op", "case", "dtype"), every_case())
+@every_op(every_case())
 def test_a_launch_repeats_to_the_bit(device: NativeDevice, op: Op, case: Case, dtype: DType) -> None:
     arrays = draw(op, case, dtype)
     runs = []

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ttrain.core.spec import DType
 from ttrain.device.base import Device
 from ttrain.device.torch.device import TorchDevice
 
-FP32_RATE_ON_CUDA = ("update",)
 GPU = torch.cuda.is_available()
 # The same kernels with sizes that send small cases down the paths of large ones, and those of CUDA on the CPU.
 WAYS: dict[str, dict[str, Any]] = {
@@ -39,14 +37,3 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     opened.context = dataclasses.replace(opened.context, **changed)
     yield opened
     opened.close()
-
-
-@pytest.fixture(autouse=True)
-def takes_fp64(request: pytest.FixtureRequest) -> None:
-    """fp64 only serves tighter tests; the one kernel that refuses it is left out on its device."""
-    parameters = getattr(request.node, "callspec", None)
-    if parameters is None or not {"device", "op", "dtype"} <= parameters.params.keys():
-        return
-    on_gpu = parameters.params["device"][0] == "cuda"
-    if on_gpu and parameters.params["dtype"] is DType.FP64 and parameters.params["op"].name in FP32_RATE_ON_CUDA:
-        pytest.skip("aten's fused optimizers on CUDA take an fp32 learning rate")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from ttrain.core.spec import DType, TensorSpec
@@ -17,8 +19,8 @@ from ttrain.plan.lifetime import overwritable
 from ttrain.verify.cases import TORCH, Arrays, as_torch, draw, input_names, input_specs, record, reference, rounded
 
 __all__ = [
-    "TORCH", "Arrays", "Interpreter", "all_cases", "as_torch", "bound", "draw", "input_names", "input_specs",
-    "inputs_of_kind", "only", "record", "recorded_by_models", "reference", "rounded", "shared_with",
+    "TORCH", "Arrays", "Interpreter", "all_cases", "as_torch", "bound", "draw", "every_op", "input_names",
+    "input_specs", "inputs_of_kind", "only", "record", "recorded_by_models", "reference", "rounded", "shared_with",
 ]  # fmt: skip
 POISON = {DType.INT64: -(2**40), DType.INT32: -(2**30), DType.BOOL: True}
 
@@ -31,9 +33,7 @@ def recorded_by_models(op: Op) -> bool:
 
 
 def all_cases(*dtypes: DType, where: Callable[[Op], bool] = recorded_by_models) -> list[Any]:
-    """(op, case, dtype) of every case of every op, with readable ids, for parametrize."""
-    import pytest
-
+    """(op, case, dtype) of every case of every op, with readable ids."""
     return [
         pytest.param(op, case, dtype, id=f"{op.name}-{number}-{dtype}")
         for op in REGISTRY.values()
@@ -57,6 +57,45 @@ def shared_with(device: Device, op: Op, case: Case, dtype: DType) -> list[Value]
     kernel = device.kernels.get(op.name)
     taken = [] if op.aliases(node) or kernel is None else overwritable(node, kernel)
     return [value for value in taken if value.spec == outputs[0].spec]
+
+
+def every_op(cases: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a check of one case a test of each op, which names all of its cases that fail: a test a case would take
+    longer to report than to run. The check takes fixtures, and then the values of a case.
+    """
+    ops: dict[str, list[Any]] = {}
+    for case in cases:
+        ops.setdefault(case.values[0].name, []).append(case)
+
+    def decorate(check: Callable[..., None]) -> Callable[..., None]:
+        parameters = inspect.signature(check).parameters
+        fixtures = list(parameters.values())[: len(parameters) - len(cases[0].values)]
+
+        def test(cases: list[Any], **given: Any) -> None:
+            failed = {case.id: error for case in cases if (error := failure(check, *given.values(), *case.values))}
+            if failed:
+                first = next(iter(failed.values()))
+                listed = "\n".join(f"{name}: {error!r}" for name, error in failed.items())
+                raise AssertionError(f"{len(failed)} of {len(cases)} cases:\n{listed}") from first
+
+        cases_of = inspect.Parameter("cases", inspect.Parameter.KEYWORD_ONLY)
+        test.__signature__ = inspect.Signature([*fixtures, cases_of])  # type: ignore[attr-defined]
+        test.__name__, test.__doc__ = check.__name__, check.__doc__
+        test.__module__ = check.__module__
+        return pytest.mark.parametrize("cases", ops.values(), ids=ops)(test)
+
+    return decorate
+
+
+def failure(check: Callable[..., None], *given: Any) -> Exception | None:
+    """What a check raises; one that skips itself has nothing to say."""
+    try:
+        check(*given)
+    except pytest.skip.Exception:
+        return None
+    except Exception as error:
+        return error
+    return None
 
 
 class Interpreter:
@@ -120,6 +159,9 @@ class Interpreter:
         self.launch_on(node, ins, [self.buffers[output] for output in node.outputs])
 
     def launch_on(self, node: Node, ins: Sequence[Buffer | None], outs: Sequence[Buffer]) -> None:
+        fp64 = any(value.spec.dtype is DType.FP64 for value in node.values)
+        if fp64 and node.op.name == "update" and self.device.name == "cuda":
+            pytest.skip("aten's fused optimizers on CUDA take an fp32 learning rate")
         kernel = self.device.kernels[node.op.name]
         results = bound(self, node, ins, outs)()
         if kernel.delivery is Delivery.FRESH:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.ops.harness import Interpreter, all_cases, as_torch, draw, only, record, reference
+from tests.ops.harness import Interpreter, all_cases, as_torch, draw, every_op, only, record, reference
 from tests.ops.test_forward import output_name
 from tests.ops.tolerances import tolerance
 from tests.ops.ulp import Tolerance, assert_within
@@ -31,7 +29,7 @@ def test_the_composite_ops_of_training_decompose() -> None:
     assert names >= attention | losses | {"linear", "add_layer_norm", "update"}
 
 
-@pytest.mark.parametrize(("op", "case", "dtype"), COMPOSITE)
+@every_op(COMPOSITE)
 def test_decomposition_equals_reference_and_kernel(device: Device, op: Op, case: Case, dtype: DType) -> None:
     arrays = draw(op, case, dtype)
     expected = reference(op, case, [as_torch(array) for array in arrays.values()])

@@ -12,6 +12,7 @@ from tests.ops.harness import (
     all_cases,
     as_torch,
     draw,
+    every_op,
     input_specs,
     only,
     record,
@@ -47,7 +48,7 @@ def test_every_op_has_a_kernel(device: TorchDevice) -> None:
     assert sorted(set(device.kernels) - set(REGISTRY)) == []
 
 
-@pytest.mark.parametrize(("op", "case", "dtype"), all_cases(*DTYPES))
+@every_op(all_cases(*DTYPES))
 def test_kernel_equals_reference(device: TorchDevice, op: Op, case: Case, dtype: DType) -> None:
     if op.name == "embedding_grad" and dtype is DType.BF16 and device.kind != device.context.kind:
         pytest.skip("the CUDA row calls an aten function that adds in fp32 on CUDA only")
@@ -66,7 +67,7 @@ def test_kernel_equals_reference(device: TorchDevice, op: Op, case: Case, dtype:
 MIXED = {"layer_norm": ("weight", "bias"), "add_layer_norm": ("weight", "bias"), "layer_norm_grad": ("weight",)}
 
 
-@pytest.mark.parametrize(("op", "case", "dtype"), all_cases(DType.BF16, where=lambda op: op.name in MIXED))
+@every_op(all_cases(DType.BF16, where=lambda op: op.name in MIXED))
 def test_norms_take_fp32_parameters_in_bf16(device: TorchDevice, op: Op, case: Case, dtype: DType) -> None:
     """As a bf16 step feeds them: norms read the fp32 parameters themselves, not copies."""
     arrays = draw(op, case, dtype)
@@ -91,7 +92,7 @@ def writes_over() -> list[Any]:
     return only(all_cases(DType.FP32, DType.BF16), lambda *case: bool(shared_with(cpu, *case)))
 
 
-@pytest.mark.parametrize(("op", "case", "dtype"), writes_over())
+@every_op(writes_over())
 def test_kernel_may_write_over_the_inputs_it_names(device: TorchDevice, op: Op, case: Case, dtype: DType) -> None:
     """As a plan does where nothing reads the input afterwards: elementwise ops over any, others over `overwrites`."""
     graph, values, outputs = record(op, case, dtype)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.ops.harness import Arrays, Interpreter, all_cases, draw, only, record
+from tests.ops.harness import Arrays, Interpreter, all_cases, draw, every_op, only, record
 from tests.ops.ulp import assert_within
 from ttrain.autodiff import backward
 from ttrain.core.spec import DType
@@ -47,7 +47,7 @@ def traced_gradients(
     return {name: interpreter.read(g) for name, g in zip(names, gradients, strict=True)}, weights
 
 
-@pytest.mark.parametrize(("op", "case", "dtype"), trained(*GRADIENT))
+@every_op(trained(*GRADIENT))
 def test_gradient_equals_autograd(device: Device, op: Op, case: Case, dtype: DType) -> None:
     for chosen in output_choices(op, case, dtype):
         arrays = draw(op, case, dtype)
@@ -58,7 +58,7 @@ def test_gradient_equals_autograd(device: Device, op: Op, case: Case, dtype: DTy
             assert_within(gradient, expected[name], dtype, GRADIENT[dtype], what)
 
 
-@pytest.mark.parametrize(("op", "case", "dtype"), trained(DType.FP64, where=lambda op: op.name in COMPOSITE))
+@every_op(trained(DType.FP64, where=lambda op: op.name in COMPOSITE))
 def test_gradient_equals_finite_differences_of_the_kernel(device: Device, op: Op, case: Case, dtype: DType) -> None:
     chosen = list(range(DIFFERENTIABLE_OUTPUTS.get(op.name, 1)))
     arrays = draw(op, case, dtype)

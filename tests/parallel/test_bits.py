@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.forked import forks
 from tests.parallel.ranks_worker import CASES, SLICES, Case, cases_of, session_of, work
 from ttrain.config import build
 from ttrain.core.spec import DType
@@ -31,8 +30,7 @@ def free_port() -> int:
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every case by all counts of ranks; processes are forked from one that has imported everything."""
     folder = tmp_path_factory.mktemp("ranks")
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.parallel.ranks_worker"])
+    context = forks()
     for count in COUNTS:
         port = free_port()
         ranks = [context.Process(target=work, args=(rank, count, port, folder)) for rank in range(count)]

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
+from tests import forked
 from tests.train.sampling.test_decode import CONTEXT, VOCABULARY, Reading, small_gpt, tokens
 from tests.train.sampling.test_decode_agillm import Opened
 from tests.ttnn.runs import ENGINES, golden, llama
@@ -62,9 +59,7 @@ LIMITS = {"nano-gpt": 340, "llama": 214, "agillm": 140, "agillm pairs": 145}
 
 def test_a_mocked_board_takes_every_op_and_settles(kernels: str) -> None:
     """The child forbids new programs after the third text."""
-    environment = {**os.environ, "TTRAIN_CACHE": kernels, "OMP_NUM_THREADS": "1"}
-    command, root = [sys.executable, "-m", "tests.ttnn.decode_child"], Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    done = forked.run("tests.ttnn.decode_child", TTRAIN_CACHE=kernels, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-3000:]
     cases = {case["name"]: case for case in map(json.loads, done.stdout.splitlines()[-6:])}
     assert len(cases) == 6

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,8 @@ import pytest
 
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
-ROOT = Path(__file__).parents[2]
+from tests import forked
+
 BF16 = {"precision": "bf16"}
 N150: dict[str, dict[str, Any]] = {
     "mlp": {"model": "mlp"},
@@ -39,9 +37,7 @@ LIMITS = {"mlp": 22, "nano-gpt": 342, "nano-gpt pure": 329, "gpt2": 162, "llama"
 @cache
 def child(cache_folder: str, order: str) -> list[dict[str, Any]]:
     """Lines of JSON that a process on a mocked board prints."""
-    environment = {**os.environ, "TTRAIN_CACHE": cache_folder, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.ttnn.mock_child", order]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    done = forked.run("tests.ttnn.mock_child", order, TTRAIN_CACHE=cache_folder, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -169,17 +165,8 @@ def test_a_dry_run_of_sub_devices(kernels: str) -> None:
 
 
 def test_a_run_on_a_mocked_board_can_not_be_mistaken_for_training(kernels: str, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "ttrain",
-        "device=n150",
-        "device.mode=mock",
-        "model=mlp",
-        f"run.dir={tmp_path / 'run'}",
-    ]
-    environment = {**os.environ, "TTRAIN_CACHE": kernels, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    overrides = ["device=n150", "device.mode=mock", "model=mlp", f"run.dir={tmp_path / 'run'}"]
+    done = forked.run("ttrain", *overrides, TTRAIN_CACHE=kernels, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     said = done.stdout + done.stderr
     assert said.count("values are not computed") == 2  # at the start and at the end

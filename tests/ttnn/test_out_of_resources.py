@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import forked
 from ttrain.core.errors import EXIT_USER
 from ttrain.device.family import Failed
 from ttrain.device.ttnn.out_of_resources import Run, diagnose
@@ -21,7 +19,6 @@ from ttrain.optim.settings import AdamWConfig, OptimizerConfig, SGDConfig
 from ttrain.train.forecast.out_of_memory import shrinking_keys
 from ttrain.train.settings import TrainConfig
 
-ROOT = Path(__file__).parents[2]
 DRAM = (
     "Out of Memory: Not enough space to allocate 134217728 B DRAM buffer across 12 banks, where each bank needs to "
     "store 11186176 B, but bank size is 1071292352 B (allocated: 1 B, free: {free} B, largest free block: 2 B)."
@@ -139,18 +136,8 @@ def test_on_a_mocked_board(name: str, kernels: str, tmp_path: Path) -> None:
     pytest.importorskip("ttnn", reason="the package ttnn is not installed")
     overrides, said, key = REAL[name]
     run = tmp_path / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "ttrain",
-        "device=n150",
-        "model=mlp",
-        "device.mode=mock",
-        f"run.dir={run}",
-        *overrides,
-    ]
-    environment = {**os.environ, "TTRAIN_CACHE": kernels, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    given = ["device=n150", "model=mlp", "device.mode=mock", f"run.dir={run}", *overrides]
+    done = forked.run("ttrain", *given, TTRAIN_CACHE=kernels, OMP_NUM_THREADS="1")
     text = done.stdout + done.stderr
     assert done.returncode == EXIT_USER, text
     assert said in text and key in text and "Traceback" not in text

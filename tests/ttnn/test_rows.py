@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 import torch
 
 import ttrain.ops  # noqa: F401 - fills the registry
+from tests.ops.harness import every_op
 from tests.ttnn.runs import golden
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.engine.state import State, StateTensor
@@ -122,11 +122,12 @@ def dtype(array: np.ndarray) -> DType:
     return DType.INT64 if array.dtype.kind == "i" else DType.FP32
 
 
-Run = Callable[[], None]
-
-
-@pytest.mark.parametrize(("op", "case"), cases())
+@every_op(cases())
 def test_row_equals_reference(op: Op, case: Case) -> None:
+    check_row(op, case)
+
+
+def check_row(op: Op, case: Case) -> None:
     example = Example(op, case)
     actual, expected = example.run(), example.expected()
     for name, one, two in zip(range(len(actual)), actual, expected, strict=False):

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
+from tests.ops.harness import every_op
 from tests.ttnn import runs, test_rows
 from tests.ttnn.runs import adamw, cosine, cpu, gpt, llama, run
 from ttrain.core.errors import ConfigError
@@ -59,11 +60,11 @@ def part(fused: bool = True) -> TenstorrentDevice:
     return TenstorrentDevice(PartMesh(), TenstorrentConfig(fused_kernels=fused))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("op", "case"), [each for each in test_rows.cases() if each.values[0].name in OPS])
+@every_op([each for each in test_rows.cases() if each.values[0].name in OPS])
 def test_row_on_a_core_subset_equals_reference(monkeypatch: pytest.MonkeyPatch, op: Any, case: Any) -> None:
     device = part()
     monkeypatch.setattr(test_rows, "golden", lambda: device)
-    test_rows.test_row_equals_reference(op, case)
+    test_rows.check_row(op, case)
     assert device.mesh.told[False] == 0  # type: ignore[attr-defined]
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from ttrain.core.errors import EXIT_DEVICE_BUSY, DeviceHang
 from ttrain.device.ttnn.runtime import watch as module
 from ttrain.device.ttnn.runtime.watch import Watch
@@ -20,7 +19,7 @@ from ttrain.train.runs.run_directory import RunDirectory
 
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
-ROOT = Path(__file__).parents[2]
+ROOT = forked.ROOT
 
 
 class Ended:
@@ -149,14 +148,12 @@ registry.register("device", "hanging", config=TenstorrentConfig, target=opened)
 
 def hanging(folder: Path, place: str, after: int, *words: str, once: bool = False) -> subprocess.CompletedProcess[str]:
     (folder / "hanging_device.py").write_text(HANGING, "utf-8")
-    command = [sys.executable, "-m", "ttrain", "plugins=[hanging_device]", "device=hanging", "device.step_timeout_s=3"]
+    device = ["plugins=[hanging_device]", "device=hanging", f"device.step_timeout_s={60 if place == 'nowhere' else 2}"]
     environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{folder}", "TTRAIN_CACHE": str(folder / "cache"),
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{folder}", "TTRAIN_CACHE": str(folder / "cache"),
         "TTRAIN_HANG": f"{place} {after}", **({"TTRAIN_HANG_ONCE": str(folder / "hung")} if once else {}),
     }  # fmt: skip
-    return subprocess.run(
-        [*command, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=170, check=False
-    )
+    return forked.run("ttrain", *device, *words, cwd=folder, **environment)
 
 
 SIMULATED = ["device.mode=simulator", "device.simulator=anything"]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import forked
 from tests.native.conftest import require_compiler
 from tests.ttnn.runs import Outcome, cpu, golden, run, step_inputs
 from ttrain import ops
@@ -27,7 +25,6 @@ from ttrain.models.base import LOSS_WEIGHT, SCALAR
 from ttrain.nn.initialize import initial_values
 from ttrain.nn.module import Module
 
-ROOT = Path(__file__).parents[2]
 PLACES = ("cpu dynamic", "cpu static", "cpu traced", "golden dynamic", "golden static")
 ROWS, TIME, WIDTH, STEPS = 2, 9, 24, 3
 Tensors = dict[str, torch.Tensor]
@@ -114,9 +111,7 @@ def check(outcome: Outcome, expected: tuple[list[float], dict[str, np.ndarray]],
 def on_mock(module: str, folder: Path) -> dict[str, Any]:
     """What a process says that took the module's step on a mocked board, whose validators take every op."""
     pytest.importorskip("ttnn", reason="the package ttnn is not installed")
-    environment = {**os.environ, "TTRAIN_CACHE": str(folder), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.width.mock_child", module]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    done = forked.run("tests.width.mock_child", module, TTRAIN_CACHE=str(folder), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-3000:]
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return said

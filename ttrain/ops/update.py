@@ -240,7 +240,11 @@ class Update(Op):
         return [value for written in zip(*new, strict=True) for value in written]
 
     def add_cases(self, rule: Rule, positive: Sequence[int] = ()) -> None:
-        """Test a rule on two tensors: with and without factor, copies, and state in bf16. `positive` numbers slots."""
+        """Test a rule on two tensors: with and without factor, copies, and state in bf16. `positive` numbers slots.
+
+        What is read and written so is the same for every rule, so that the first with that many slots is tested in
+        each way, and the others in the fullest and in the plainest.
+        """
         shapes, lists = ((4, 8), (257,)), 2 + len(rule.slots)
         above = ("lr", "step", "factor", *(f"slots.{2 * slot + item}" for slot in positive for item in range(2)))
         slots = [f"slots.{number}" for number in range(2 * len(rule.slots) + 2)]
@@ -254,7 +258,8 @@ class Update(Op):
             ((), (), {"stochastic": every, "stream": 8}, state),
             ((), (), {"stochastic": every, "stream": 16, "copies": True}, (*state, *copies)),
         ]
-        for factor, seed, more, narrow in ways:
+        tested = any(len(case.attributes["rule"].slots) == len(rule.slots) for case in self.cases)
+        for factor, seed, more, narrow in ways[:: 1 - len(ways)] if tested else ways:
             given = (*shapes * (lists + more.get("copies", False)), (), (), factor, seed)
             attributes = {"rule": rule, "count": 2, **more}
             cases(self, Case(given, attributes, {"seed": 2**62}, above, narrow=narrow))

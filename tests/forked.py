@@ -1,0 +1,55 @@
+"""`python -m` as a fork of a process that has imported torch and ttrain: it starts at once.
+
+ttnn is not among what is imported, because it reads the environment as it is.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+IMPORTED = [
+    "tests.faults.kills", "tests.parallel.ranks_worker", "tests.ttnn.runs", "ttrain.cli", "ttrain.tasks.train",
+    "ttrain.train.loop.loop",
+]  # fmt: skip
+SECONDS = 170.0
+
+
+def forks() -> Any:
+    """Where processes of tests come from; there is one such server for a process that runs tests."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
+
+
+def run(module: str, *words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What `python -m module words` does in a folder, with more variables in its environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        said = [Path(folder, name) for name in ("stdout", "stderr")]
+        process = forks().Process(target=_work, args=(module, words, cwd, {**os.environ, **environment}, said))
+        process.start()
+        process.join(SECONDS)
+        code = process.exitcode
+        if code is None:
+            process.kill()
+        assert code is not None, f"{module} {words} ran for over {SECONDS} s"
+        return subprocess.CompletedProcess([module, *words], code, *(file.read_text("utf-8") for file in said))
+
+
+def _work(module: str, words: Sequence[str], cwd: Path, environment: Mapping[str, str], said: Sequence[Path]) -> None:
+    for number, file in enumerate(said, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    sys.path[:0] = [str(cwd), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.argv = [module, *words]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
