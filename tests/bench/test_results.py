@@ -27,6 +27,7 @@ from ttrain.core.errors import UserError
 from ttrain.core.spec import TensorSpec
 from ttrain.graph import Graph
 from ttrain.train.forecast.peak import Rates
+from ttrain.train.runs.results_folder import claim
 
 
 def result(static_ms: float = 0.5, threads: int = 2) -> Result:
@@ -129,14 +130,14 @@ def test_a_file_that_cannot_be_compared_with(tmp_path: Path, change: Callable[[A
 def test_folders_are_never_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     now = datetime(2030, 1, 2, 3, 4, 5)
-    made = [folders.claim(None, "gpt_char", now) for _ in range(2)]
+    made = [claim("bench.out", None, folders.ROOT, "gpt_char", now) for _ in range(2)]
     assert [str(path) for path in made] == [f"outputs/bench/2030-01-02/03-04-05_gpt_char{end}" for end in ("", "_2")]
-    folders.save(result(), folders.claim("mine", "x", now))
+    folders.save(result(), claim("bench.out", "mine", folders.ROOT, "x", now))
     with pytest.raises(UserError, match="holds results already"):
-        folders.claim("mine", "x", now)
+        claim("bench.out", "mine", folders.ROOT, "x", now)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"can't be written"):
-        folders.claim("file/inside", "x", now)
+        claim("bench.out", "file/inside", folders.ROOT, "x", now)
 
 
 def test_a_plot_of_what_was_timed(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from ttrain.config.compose import Composer
 from ttrain.core.errors import ConfigError, UserError
 from ttrain.sweep import command, run
 from ttrain.sweep.folder import SweepFolder, read_status, read_sweep
+from ttrain.train.logging.events import read_events
 from ttrain.train.runs.inspect import read_run
 
 Sweep = Any
@@ -252,6 +253,8 @@ def test_a_pruned_search_takes_half_the_steps_and_finds_the_same(sweep: Sweep, c
     finished = [float(row["optimizer.lr"]) for row in rows if row["state"] == "finished"]
     pruned = [float(row["optimizer.lr"]) for row in rows if row["state"] == "pruned"]
     assert finished and pruned and len(finished) + len(pruned) == 6 and min(finished) < min(pruned)
+    noted = [event for path in Path("pruned").glob("*/events.jsonl") for event in read_events(path.parent)]
+    assert [event["kind"] for event in noted] == ["pruned"] * len(pruned)
     drawn = Path("pruned/evaluations.svg").read_text()
     assert drawn.count("<polyline") + drawn.count("<circle") >= 6
     Path("started.jsonl").unlink()
@@ -325,10 +328,15 @@ def test_a_benchmark_that_failed_starts_again_beside_what_it_left(sweep: Sweep) 
     assert table(path)[0]["bf16 static_ms"] == "4.0" and table(path)[1]["static_ms"] == "110.0"
 
 
-def test_an_objective_that_no_job_has_is_told(sweep: Sweep, capfd: Any) -> None:
-    assert sweep("run.seed=1,2", "sweep.objective=best_loss") == 0
-    said = capfd.readouterr().err
-    assert "sweep.objective=best_loss: no job has such a number. There are: best_val_loss, step, tokens_per_s." in said
+def test_an_objective_that_no_job_has_ends_the_sweep(sweep: Sweep, capfd: Any) -> None:
+    """Before it where the names are known, else after the first job."""
+    with pytest.raises(ConfigError, match="sweep.objective=best_vall_loss.*Did you mean 'best_val_loss'"):
+        sweep("run.seed=1,2", "sweep.objective=best_vall_loss")
+    assert not Path("outputs").exists()
+    assert sweep("task=plan", "run.seed=1,2", "sweep.objective=step_m") == 2
+    assert [row["state"] for row in table(only_sweep())] == ["failed", "missing"]
+    assert "sweep.objective=step_m: task=plan has no such number. Did you mean 'step_ms'?" in capfd.readouterr().err
+    assert sweep("task=plan", "run.seed=1,2", "sweep.objective=memory_bytes") == 0
 
 
 def test_words_of_a_weights_and_biases_agent(tmp_path: Path) -> None:

@@ -7,16 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ttrain.config.schema import Config
+from ttrain.config.schema import Config, SweepConfig
 from ttrain.core.files import read_json
+from ttrain.core.names import did_you_mean
 from ttrain.train.logging.meter import loop_speed
-from ttrain.train.logging.metrics import read_metrics
+from ttrain.train.logging.metrics import METRICS, read_metrics
 
 TRAINING = ("step", "train/loss", "val/loss", "val/bits_per_byte", "best_val_loss", "tokens_per_s")
 _OUTPUT = {"bench": "bench.out", "plan": "plan.json", "verify": "verify.json"}  # key that says where results go
 _OBJECTIVE = {"bench": "times_as_fast", "plan": "step_ms"}  # where none of the job's numbers is called sweep.objective
-
-METRICS = "metrics.jsonl"
 
 Numbers = dict[str, Any]
 
@@ -55,8 +54,18 @@ def columns(task: str, numbers: Numbers) -> Numbers:
 
 
 def objective_key(task: str, numbers: Numbers, wanted: str) -> str:
-    """The number that a job is judged by: the one wanted where it has that, else the one usual for its task."""
-    return wanted if wanted in numbers else _OBJECTIVE.get(task, wanted)
+    """The number that a job is judged by: the one wanted, or where that was left to us the one usual for its task."""
+    return _OBJECTIVE.get(task, wanted) if wanted == SweepConfig().objective and wanted not in numbers else wanted
+
+
+def objective_problem(task: str, numbers: Numbers, wanted: str) -> str | None:
+    """What is wrong with sweep.objective where a job is done and has no such number; the config's checks know those of
+    training.
+    """
+    known = [name for name, value in numbers.items() if as_number(value) is not None]
+    if task == "train" or not known or objective_key(task, numbers, wanted) in known:
+        return None
+    return f"sweep.objective={wanted}: task={task} has no such number. {did_you_mean(wanted, known)}"
 
 
 def measured(run: Path, objective: str) -> list[float]:

@@ -19,8 +19,9 @@ from ttrain.core.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER
 from ttrain.core.units import format_duration
 from ttrain.sweep.folder import FINISHED, LOG, PRUNED, Status, SweepFolder, relative
 from ttrain.sweep.jobs import Job
-from ttrain.sweep.numbers import as_number, measured, objective_key, output_override
+from ttrain.sweep.numbers import as_number, measured, objective_key, objective_problem, output_override
 from ttrain.sweep.outcome import failure_text, job_numbers
+from ttrain.train.logging.events import Events
 from ttrain.train.runs.run_directory import RECORD
 from ttrain.train.supervise.child import PROGRAM, Child, PassOn, describe_exit
 
@@ -83,12 +84,13 @@ class Runner:
         self._waiting: Job | None = None  # taken from the source, but there is no room on the card yet
         self.failed: list[int] = []  # exit codes
         self.interrupted = False
+        self._unknown_objective = False
 
     def run(self, source: Source) -> None:
-        """Runs until the source has no more, a job fails under fail_fast, or a signal comes."""
+        """Runs until the source has no more, a job fails under fail_fast or lacks the objective, or a signal comes."""
         with PassOn(lambda: [running.child for running in self._running]) as signals:
             while True:
-                stopping = signals.received > 0 or (self.settings.fail_fast and bool(self.failed))
+                stopping = signals.received > 0 or self._gives_up
                 if not stopping:
                     self._start_jobs(source)
                 if not self._running:
@@ -97,11 +99,15 @@ class Runner:
                 self._collect(source)
                 if not stopping:
                     self._prune(source)
-                if self.settings.fail_fast and self.failed and not signals.received:
+                if self._gives_up and not signals.received:
                     signals.received = 1
                     for running in self._running:
                         running.child.send(signal.SIGTERM)
             self.interrupted = signals.number is not None
+
+    @property
+    def _gives_up(self) -> bool:
+        return self._unknown_objective or (self.settings.fail_fast and bool(self.failed))
 
     def refuse(self, job: Job) -> None:
         """Records a job whose config is wrong."""
@@ -211,6 +217,11 @@ class Runner:
         key = objective_key(task, numbers, self.settings.objective)
         status["objective"] = as_number(numbers.get(key))
         reached = "" if status["objective"] is None else f", {key} {status['objective']:.6g}"
+        if code == 0 and (problem := objective_problem(task, numbers, self.settings.objective)):
+            self._unknown_objective = True
+            self.failed.append(EXIT_USER)
+            self._say(f"job {job.name} failed: {problem}")
+            return {**status, "state": "failed", "reason": problem}
         if code == 0:
             self._say(f"job {job.name} finished in {format_duration(seconds)}{reached}")
             dry_run = "dry run: values are not computed" if numbers.get("computes") is False else None
@@ -221,6 +232,7 @@ class Runner:
             best = min if self.settings.direction == "minimize" else max
             status["objective"] = best(filter(math.isfinite, found), default=None)
             reason = f"pruned after {len(found)} evaluation(s)"
+            Events(self._run_directory(job)).add("pruned", f"Was {reason} by {self.folder.path}: others do better.")
             self._say(f"job {job.name} was {reason}{reached}")
             return {**status, "state": PRUNED, "reason": reason}
         if code == EXIT_INTERRUPTED:

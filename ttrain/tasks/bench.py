@@ -26,6 +26,7 @@ from ttrain.core.errors import Interrupted, UserError
 from ttrain.device.family import MOCK, family_of
 from ttrain.device.settings import DeviceConfig
 from ttrain.train.runs.record import environment_record
+from ttrain.train.runs.results_folder import claim
 
 
 def run(config: Config) -> None:
@@ -37,7 +38,7 @@ def run(config: Config) -> None:
     name = mark_name(study.label, device.name)
     if settings.markdown is not None:
         check_page(Path(settings.markdown), name)
-    folder = folders.claim(settings.out, study.label, now)
+    folder = claim("bench.out", settings.out, folders.ROOT, study.label, now)
     result = Result(settings.name, study.label, asdict(settings), _environment(config), mark=name)
     if modelled and isinstance(settings, ContestConfig) and settings.baselines:
         result.notes.append("PyTorch does not take part: it would run on this machine, and the chip is not here.")

@@ -8,12 +8,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ttrain.bench import folder as folders
 from ttrain.config.schema import Config
 from ttrain.core.errors import ConfigError
 from ttrain.core.files import to_json, write_chosen
 from ttrain.core.units import counted, format_bytes, format_count
 from ttrain.train.runs.record import command_line
+from ttrain.train.runs.results_folder import RESULTS, claim
 
 ROOT = Path("outputs/eval")
 
@@ -62,9 +62,9 @@ def _place(wanted: str | None, label: str) -> Iterator[Path]:
     if wanted is not None:
         yield Path(wanted)
         return
-    folder = folders.claim(None, label, datetime.now(), "eval.out", ROOT)
+    folder = claim("eval.out", None, ROOT, label, datetime.now())
     try:
-        yield folder / folders.RESULTS
+        yield folder / RESULTS
     finally:
         with suppress(OSError):
             folder.rmdir()
@@ -80,6 +80,7 @@ def _lines(results: dict[str, Any], out: Path) -> list[tuple[str, str]]:
         lines.append(("loss", f"{text['loss']:.4f}"))
         lines.append(("perplexity", f"{text['perplexity']:.4f}"))
         lines.append(("bits per byte", f"{text['bits_per_byte']:.4f}"))
+        lines += [("note", notice) for notice in text["notices"]]
     if choices := results.get("choices"):
         lines.append(("choices", f"{choices['source']}: {counted(choices['questions'], 'question')}"))
         for name in (name for name in choices if f"{name}_stderr" in choices):

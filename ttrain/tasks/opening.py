@@ -19,7 +19,7 @@ from ttrain.data.settings import TextConfig
 from ttrain.models.identity import FUNCTION, differing
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.settings import LoraConfig
-from ttrain.train.settings import EvalConfig, ExportConfig, SampleConfig
+from ttrain.train.settings import CheckpointConfig
 
 if TYPE_CHECKING:
     from ttrain.engine.state import State
@@ -89,9 +89,7 @@ class OpenedModel:
             state.write(name, value)
 
 
-def of_run(
-    config: Config, wanted: SampleConfig | EvalConfig | ExportConfig, always_given: Iterable[str], needs: str = ""
-) -> OpenedModel:
+def of_run(config: Config, wanted: CheckpointConfig, always_given: Iterable[str], needs: str = "") -> OpenedModel:
     """The model of run.dir, as its checkpoint says with what the user gave on top; the data is not needed. The section
     `wanted` says which checkpoint, and whether averages stand for the weights.
 

@@ -157,7 +157,15 @@ class WandbConfig(LoggerConfig):
 
 
 @dataclass
-class SampleConfig:
+class CheckpointConfig:
+    """Which weights of a run a task takes."""
+
+    checkpoint: str = option("last", "which checkpoint of the run: last, best, or a step number")
+    average: bool = option(True, "take the averages of the weights, where the run keeps them; false: the weights")
+
+
+@dataclass
+class SampleConfig(CheckpointConfig):
     """How text is drawn from a trained model."""
 
     prompt: str | None = option(
@@ -224,12 +232,10 @@ class SampleConfig:
     penalty_window: int | None = option(
         128, "how many of the newest tokens count for the three penalties; null counts all", minimum=1
     )
-    checkpoint: str = option("last", "which checkpoint of the run: last, best, or a step number")
-    average: bool = option(True, "take the averages of the weights, where the run keeps them; false: the weights")
 
 
 @dataclass
-class EvalConfig:
+class EvalConfig(CheckpointConfig):
     """What task=eval measures of a trained model."""
 
     text: list[str] = option(
@@ -253,15 +259,13 @@ class EvalConfig:
     )
     limit: int | None = option(None, "read no more documents and questions than this; null reads all", minimum=1)
     batch_size: int = option(8, "sequences that are computed at once", minimum=1)
-    checkpoint: str = option("last", "which checkpoint of the run: last, best, or a step number")
-    average: bool = option(True, "take the averages of the weights, where the run keeps them; false: the weights")
     out: str | None = option(
         None, "JSON file for the results; null takes results.json in a new folder below outputs/eval", path=True
     )
 
 
 @dataclass
-class ExportConfig:
+class ExportConfig(CheckpointConfig):
     """What task=export makes of a run's parameters, or of a file of weights."""
 
     source: str | None = option(
@@ -270,8 +274,6 @@ class ExportConfig:
         "original; `model` says what it holds, AGILLM's sizes follow from the file",
         path=True,
     )
-    checkpoint: str = option("last", "which checkpoint of the run: last, best, or a step number")
-    average: bool = option(True, "take the averages of the weights, where the run keeps them; false: the weights")
     file: str | None = option(None, "file to write: .pt, .safetensors or .gguf", path=True)
     form: str = option(
         "original",

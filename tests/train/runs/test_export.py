@@ -16,9 +16,10 @@ from tests.models.plain_gpt import PlainGPT
 from ttrain.cli import main
 from ttrain.data.tokenizer import CharTokenizer
 from ttrain.models.gpt import GPT
-from ttrain.models.settings import GPTConfig
+from ttrain.models.settings import GPTConfig, LlamaConfig
 from ttrain.train.checkpoint.checkpoint import read_checkpoint
 from ttrain.train.checkpoint.weights_file import read_metadata
+from ttrain.train.runs.export_gguf import gguf_problem
 
 SIZE = {"layers": 1, "heads": 2, "width": 16, "context": 8}
 MODEL = ["model=nano-gpt", "model.bias=true", *(f"model.{key}={value}" for key, value in SIZE.items())]
@@ -169,3 +170,16 @@ def test_a_run_that_can_not_be_written_whole_leaves_nothing(
     assert export("export.dir=partial") == 1
     assert "No space left on device" in capsys.readouterr().err
     assert not Path("partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "form"),
+    [
+        (GPTConfig(logit_cap=15.0), "ttrain"),
+        (LlamaConfig(value_embeddings=True, window=8), "ttrain"),
+        (LlamaConfig(window=8), "huggingface"),
+    ],
+)
+def test_a_refusal_of_gguf_names_a_form_that_holds_the_model(config: Any, form: str) -> None:
+    advised = str(gguf_problem(config)).split("Give export.form=")[1]
+    assert advised.startswith(form) and (form == "huggingface") == (not config.switched_on())

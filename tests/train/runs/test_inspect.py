@@ -17,7 +17,7 @@ from ttrain.sweep.outcome import _LAST, print_table
 from ttrain.tasks.report import page
 from ttrain.train.logging.chart import Series, line_chart
 from ttrain.train.logging.events import Events, read_events
-from ttrain.train.runs.inspect import find_runs, read_run
+from ttrain.train.runs.inspect import RunInfo, find_runs, read_run
 
 
 class Page(HTMLParser):
@@ -188,3 +188,8 @@ def test_charts() -> None:
     assert len(chart) < 30_000
     heights = {pair.split(",")[1] for pair in chart.split('points="')[1].split('"')[0].split()}
     assert len(heights) == 2  # the single spike is still there
+
+
+def test_a_pruned_run_says_so() -> None:
+    events = [{"kind": "interrupted", "message": "Stopped by SIGTERM"}, {"kind": "pruned", "message": "Was pruned"}]
+    assert RunInfo(Path("run"), "resumable", 4, 8, 4, events=events).reason == "Was pruned"

@@ -131,6 +131,10 @@ def test_summary_tells_the_numbers_and_the_next_commands(tmp_path: Path, capsys:
         f"python -m ttrain task=sample run.dir='{run}'",
     ):
         assert expected in printed
+    assert "average" not in printed
+    averaged = dataclasses.replace(summary, averaged=True)
+    assert dict(averaged.lines())["val loss"] == "1.7500 (best 1.6250 at step 80), with the average of the weights"
+    assert averaged.to_dict()["val_loss_of_average"] is True
     stored = json.loads(json.dumps(summary.to_dict(), allow_nan=False))
     assert stored["val/loss"] == 1.75 and stored["best_step"] == 80 and stored["peak_memory_bytes"] == 3 << 30
     assert "not measured" in dict(make_summary(Progress()).lines())["val loss"]

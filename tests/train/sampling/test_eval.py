@@ -145,6 +145,19 @@ def test_without_a_token_between_documents_the_first_is_only_read() -> None:
     assert again.pop("loss") == pytest.approx(found.pop("loss"), rel=1e-6) and again.keys() == found.keys()
 
 
+def test_what_is_not_read_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mixed").mkdir()
+    Path("mixed/one.txt").write_text("the cat sat")
+    Path("mixed/two.dat").write_text("the dog sat")
+    Path("mixed/three.jsonl").write_text('{"text": " "}\n{"text": "the mat"}\n')
+    (others, blank) = evaluated(gpt(), "eval.text=[mixed]")["text"]["notices"]
+    assert others.startswith("eval.text: 1 file(s) of mixed are not read") and "mixed/two.dat" in others
+    assert "data." not in others and blank == "eval.text: 1 blank document(s) are left out."
+    said = capsys.readouterr().out
+    assert f"note           {others}" in said and blank in said
+    assert evaluated(gpt(), "eval.text=[mixed/one.txt,mixed/two.dat]")["text"]["notices"] == []
+
+
 def test_each_evaluation_has_a_folder_that_names_what_was_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
     gpt()
     run = trained("adapted", *SIZES, *DOCUMENTS, "lora.rank=2", "train.init_from=gpt", "optimizer.lr=0.1")

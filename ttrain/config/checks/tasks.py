@@ -11,6 +11,7 @@ from ttrain.config.checks.device import lacks_precision
 from ttrain.config.components import TaskConfig
 from ttrain.config.registry import family_that
 from ttrain.config.schema import PrepareConfig, ProfileConfig, RampConfig, ReportConfig, Source, SweepConfig
+from ttrain.core.names import did_you_mean
 from ttrain.data.settings import DataConfig, DocumentsConfig, TextConfig
 from ttrain.device.family import MOCK, family_of
 from ttrain.device.settings import DeviceConfig
@@ -125,6 +126,17 @@ def _prune(task: TaskConfig, train: TrainConfig, sweep: SweepConfig) -> Iterator
             f"sweep.prune={sweep.prune}: needs more than sweep.prune_after={sweep.prune_after} evaluation(s) of a job. "
             f"Give train.eval_every=<steps>, at most {max(train.steps // (sweep.prune_after + 1), 1)}."
         )
+
+
+@check
+def _objective(task: TaskConfig, sweep: SweepConfig) -> Iterator[str]:
+    if task.name != "train" or sweep.objective == SweepConfig().objective:
+        return
+    from ttrain.train.runs.summary import NUMBERS
+
+    if sweep.objective not in NUMBERS:
+        hint = did_you_mean(sweep.objective, NUMBERS)
+        yield f"sweep.objective={sweep.objective}: summary.json of a run has no such number. {hint}"
 
 
 @check

@@ -114,6 +114,11 @@ def _averages(train: TrainConfig, optimizer: Any, precision: PrecisionConfig) ->
     averages = isinstance(optimizer, ScheduleFreeConfig)
     if averages and train.ema is not None:
         yield f"train.ema={train.ema}: optimizer=schedule_free keeps an average of its own. Give train.ema=null."
+    elif averages and optimizer.average_after >= train.steps:
+        yield (
+            f"optimizer.average_after={optimizer.average_after}: must be below train.steps={train.steps}, or the "
+            "average has no step to take in."
+        )
     elif (averages or train.ema is not None) and precision.name == "bf16_pure":
         key = "optimizer=schedule_free" if averages else f"train.ema={train.ema}"
         yield f"{key}: an average needs weights in fp32, and precision=bf16_pure has none. Give precision=bf16."

@@ -13,7 +13,7 @@ import numpy as np
 from ttrain.core.errors import DataError
 from ttrain.core.names import listed
 from ttrain.data.settings import DocumentsConfig
-from ttrain.data.sources import Reader, find_sources
+from ttrain.data.sources import Reader, Source, find_sources
 from ttrain.data.tokenizer import Ids, named_place
 from ttrain.tasks.evaluating.scorer import Scorer, cross_entropy
 from ttrain.train.protocols import Array
@@ -76,7 +76,8 @@ def measure_texts(
 
     config = DocumentsConfig(sources=sources, text_key=text_key)
     found = find_sources(config)
-    documents = list(islice(Reader(config).in_turn(found, [len] * len(found)), limit))
+    reader = Reader(config)
+    documents = list(islice(reader.in_turn(found, [len] * len(found)), limit))
     texts = [document.text for document in documents]
     with named_place(lambda wanted: next(each.place for each in documents if wanted.search(each.text))):
         encoded = [np.asarray(ids) for ids in scorer.tokenizer.encode_documents(texts)]
@@ -102,4 +103,14 @@ def measure_texts(
         "perplexity": math.exp(loss),
         "bits_per_byte": loss * tokens / math.log(2) / size,
         "first_tokens_predicted": scorer.start is not None,
+        "notices": _notices(found, reader),
     }
+
+
+def _notices(found: list[Source], reader: Reader) -> list[str]:
+    """What of eval.text is not read, or read otherwise than its name says."""
+    told = [note.replace("data.sources:", "eval.text:") for each in found for note in each.notices]
+    blank = reader.skipped.blank
+    told += [f"eval.text: {blank} blank document(s) are left out."] if blank else []
+    key, instead = "data.suffixes says which are.", "Name them in eval.text to have them read as text."
+    return [note.replace(key, instead) for note in told]

@@ -90,8 +90,9 @@ def turns(setup: Setup, device: Device, console: Console, stop: StopRequests) ->
                 return progress.best_val_loss
             baseline = setup.dataset.baseline(train.eval_sequences)  # of the very targets that evaluations count
             model = (setup.model_name, setup.model.parameter_count)
-            ranks, counts = setup.world.ranks, loop.counters()
-            summary = summarize(*model, train.steps, baseline, run, device, progress, counts, setup.unit, ranks)
+            ranks = setup.world.ranks
+            counts, unit, averaged = loop.counters(), setup.unit, "swap" in steps
+            summary = summarize(*model, train.steps, baseline, run, device, progress, counts, unit, ranks, averaged)
         events.add("finished", "All steps are done.")
         writes_text = setup.print_sample(steps.get("logits"))  # the run is done, whatever becomes of the terminal
         overrides, rate = train_on(setup.rate, progress)

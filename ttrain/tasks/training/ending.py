@@ -25,6 +25,7 @@ def summarize(
     counters: Mapping[str, int],
     unit: str,
     ranks: Ranks,
+    averaged: bool,
 ) -> Summary:
     """Writes summary and loss curve of a run that is done."""
     from ttrain.train.runs.summary import Summary, draw_loss_curve, last_rates, last_val_metrics, recorded_steps
@@ -44,6 +45,7 @@ def summarize(
         ranks=ranks,
         caution=device.caution,
         unit=unit,
+        averaged=averaged,
     )
     run.write_summary({**summary.to_dict(), "engine": dict(counters)})
     draw_loss_curve(run.metrics, run.loss_curve, summary.loss_baseline, summary.caution)

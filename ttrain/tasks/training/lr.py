@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ttrain.bench import folder as folders
 from ttrain.config import build
 from ttrain.config.schema import Config, RampConfig
 from ttrain.core.errors import Interrupted, OutOfMemory, UserError
@@ -20,6 +19,7 @@ from ttrain.core.files import replace_file, to_json
 from ttrain.core.waiting import Waiting
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.runs.record import command_line
+from ttrain.train.runs.results_folder import RESULTS, claim
 from ttrain.train.settings import without_phases
 
 if TYPE_CHECKING:
@@ -58,12 +58,12 @@ def run(config: Config) -> dict[str, Any]:
         device = stack.enter_context(closing(build.build_device(setup.config.device, setup.config.precision)))
         if not device.computes:
             raise UserError(f"device={config.device.name}: computes no values. Choose another, such as device=cpu.")
-        folder = folders.claim(ramp.out, f"{setup.model_name}_{device.name}", datetime.now(), "ramp.out", ROOT)
+        folder = claim("ramp.out", ramp.out, ROOT, f"{setup.model_name}_{device.name}", datetime.now())
         console, stop = build.build_console(setup.config.logger), stack.enter_context(StopRequests())
         rates, losses, diverged = _losses(setup, device, ramp, console, stop)
     findings = find(rates, losses, ramp.rise)
     results = _results(config, setup, rates, losses, diverged, findings)
-    replace_file(folder / folders.RESULTS, to_json(results))
+    replace_file(folder / RESULTS, to_json(results))
     _draw(results, folder / "plot.png")
     for label, value in _lines(results, folder):
         print(f"{label.ljust(15)}{value}")

@@ -15,6 +15,7 @@ from ttrain.core.units import format_bytes, format_count
 from ttrain.device.base import Device
 from ttrain.device.timing import duration
 from ttrain.graph.graph import Node
+from ttrain.graph.kinds import Stage
 from ttrain.train.forecast.peak import Rates
 
 Span = tuple[Node, float, float]  # a node, and when it began and ended, in seconds
@@ -198,5 +199,6 @@ def _path(node: Node) -> list[str]:
 
 
 def part_of(node: Node) -> str:
-    """The same of all blocks together; the stage of what has none."""
-    return re.sub(r"\.\d+", ".*", _part(node)) or node.stage.value
+    """The same of all blocks together; the stage, in brackets, of what is no part of the model."""
+    part = "" if node.stage is Stage.UPDATE else _part(node)
+    return re.sub(r"\.\d+", ".*", part) or f"({node.stage.value})"

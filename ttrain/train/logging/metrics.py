@@ -11,6 +11,8 @@ from typing import IO, Any
 
 from ttrain.core.files import replace_file
 
+METRICS = "metrics.jsonl"
+
 Metrics = dict[str, float | int | None]
 
 

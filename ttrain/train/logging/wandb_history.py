@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ttrain.core.files import read_json, replace_file, to_json
-from ttrain.train.logging.metrics import Metrics, read_metrics
+from ttrain.train.logging.metrics import METRICS, Metrics, read_metrics
 
 RECORD = "wandb.json"
 SUPERSEDED = "superseded"
@@ -36,7 +36,7 @@ class WandbHistory:
         self._write(mode, active=True)
         if mode == "disabled":
             return
-        for line in read_metrics(self._run / "metrics.jsonl"):
+        for line in read_metrics(self._run / METRICS):
             if self.is_new(line):
                 yield line
 
@@ -84,7 +84,7 @@ def note_earlier_attempts(run: Path) -> None:
         return
     if synced or record.get("mode") == "online":
         told: dict[str, int] = dict(record.get("online", {}))
-        for line in read_metrics(run / "metrics.jsonl"):
+        for line in read_metrics(run / METRICS):
             told[_kind(line)] = max(told.get(_kind(line), 0), int(line["step"]))
         record["online"] = told
     replace_file(run / RECORD, to_json({**record, "active": False}))

@@ -38,8 +38,11 @@ def gguf_problem(config: Any) -> str | None:
         f"model.{key}={getattr(config, key)}"
         for key in expected
         if getattr(config, key, expected[key]) != expected[key]
-    ] + config.switched_on()
-    return f"export.form=gguf: is not written with {', '.join(other)}. {_ADVICE}" if other else None
+    ]
+    switches = config.switched_on()
+    advice = "Give export.form=ttrain." if switches else _ADVICE  # nor has Transformers such switches
+    problem = f"export.form=gguf: is not written with {', '.join(other + switches)}. {advice}"
+    return problem if other or switches else None
 
 
 def write_gguf(

@@ -14,7 +14,7 @@ from ttrain.core.files import lock_file, read_json
 from ttrain.train.checkpoint.retention import list_checkpoints
 from ttrain.train.logging.events import Event, read_events
 from ttrain.train.logging.meter import loop_speed
-from ttrain.train.logging.metrics import read_metrics
+from ttrain.train.logging.metrics import METRICS, read_metrics
 from ttrain.train.runs.run_directory import LOCK, RECORD, chosen_model, read_config
 
 _NO_RUNS_IN = {"checkpoints", "wandb", ".hydra"}
@@ -67,13 +67,13 @@ class RunInfo:
         """Why it failed, or what happened last."""
         if self.state == "dry_run":
             return str(self.summary.get("reason") or self.summary.get("note", ""))
-        wanted = ("failed", "gave_up", "interrupted") if self.state in ("failed", "resumable") else ()
+        wanted = ("failed", "gave_up", "interrupted", "pruned") if self.state in ("failed", "resumable") else ()
         return next((str(e.get("message", "")) for e in reversed(self.events) if e["kind"] in wanted), "")
 
     @property
     def updated(self) -> datetime | None:
         """When something was recorded last."""
-        files = [self.path / name for name in ("metrics.jsonl", "events.jsonl", RECORD)]
+        files = [self.path / name for name in (METRICS, "events.jsonl", RECORD)]
         times = [file.stat().st_mtime for file in files if file.exists()]
         return datetime.fromtimestamp(max(times)) if times else None
 
@@ -86,7 +86,7 @@ def read_run(path: Path) -> RunInfo:
         config = read_config(path)
     except CheckpointError:  # a run that was stopped before its first step
         config = {}
-    metrics, events = list(read_metrics(path / "metrics.jsonl")), list(read_events(path))
+    metrics, events = list(read_metrics(path / METRICS)), list(read_events(path))
     summary = read_json(path / "summary.json")
     found, _ = list_checkpoints(path / "checkpoints")
     checkpoint = found[-1].step if found else None

@@ -24,7 +24,7 @@ from ttrain.core.errors import CheckpointError, UserError
 from ttrain.core.files import lock_file, replace_file, to_json
 from ttrain.train.checkpoint.checkpoint import UNFINISHED
 from ttrain.train.checkpoint.retention import put_back_replaced
-from ttrain.train.logging.metrics import read_metrics
+from ttrain.train.logging.metrics import METRICS, read_metrics
 from ttrain.train.settings import with_current_keys
 
 RECORD = "run.json"
@@ -56,7 +56,7 @@ class RunDirectory:
 
     @property
     def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS
 
     @property
     def config(self) -> Path:

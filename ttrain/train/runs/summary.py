@@ -47,6 +47,7 @@ class Summary:
     ranks: Ranks = field(default_factory=Ranks)  # that trained together
     caution: str | None = None  # what has to be known of the numbers; see Device.caution
     unit: str = TOKENS  # what `progress.tokens` counts
+    averaged: bool = False  # whether evaluations read an average of the weights
 
     def to_dict(self) -> dict[str, Any]:
         """Values for summary.json."""
@@ -72,6 +73,7 @@ class Summary:
             "val_metrics": dict(self.val_metrics),
             "baseline": None if self.baseline is None else {"name": self.baseline[0], "loss": self.baseline[1]},
             **({"ranks": self.ranks.count, "slices": self.ranks.slices} if self.ranks.slices > 1 else {}),
+            **({"val_loss_of_average": True} if self.averaged else {}),
             **({} if self.caution is None else {"caution": self.caution}),
         }
 
@@ -126,7 +128,16 @@ class Summary:
         progress = self.progress
         best = progress.best_val_loss
         better = best is not None and progress.val_loss is not None and best < progress.val_loss
-        return _loss(progress.val_loss) + (f" (best {best:.4f} at step {progress.best_step})" if better else "")
+        shown = _loss(progress.val_loss) + (f" (best {best:.4f} at step {progress.best_step})" if better else "")
+        return f"{shown}, with the average of the weights" if self.averaged and progress.val_loss is not None else shown
+
+
+# Keys of summary.json that are numbers; a model's further metrics are not among them.
+NUMBERS = tuple(
+    key
+    for key, value in Summary("", 0, Progress(), 0, RecordedSteps(), 0).to_dict().items()
+    if not isinstance(value, str | dict) and key != "baseline"
+)
 
 
 def extent_line(
