@@ -132,17 +132,17 @@ def _late(rank: int) -> None:
 
 
 def _no_room(rank: int) -> None:
-    """The first share of rank 1 can't be written."""
+    """The first shard of rank 1 can't be written."""
     from ttrain.train.loop import saver
 
-    write, left = saver.write_share, [rank]
+    write, left = saver.write_shard, [rank]
 
-    def write_share(*given: Any) -> Any:
+    def write_shard(*given: Any) -> Any:
         if left and left.pop():
             raise OSError("no room on this machine")
         return write(*given)
 
-    saver.write_share = write_share
+    saver.write_shard = write_shard
 
 
 def _raise() -> None:

@@ -56,7 +56,7 @@ def kill_one(forks: Forks, run: Path, generator: random.Random) -> bool:
 def tensors(run: Path) -> dict[str, bytes]:
     """Every tensor of the newest checkpoint, whoever wrote it."""
     from ttrain.train.checkpoint.retention import find_checkpoint
-    from ttrain.train.checkpoint.shards import lazy_tensors
+    from ttrain.train.checkpoint.tensor_files import lazy_tensors
 
     found = lazy_tensors(sorted(find_checkpoint(run, "last").path.glob("*.safetensors")))
     return {name: found[name].tobytes() for name in found}

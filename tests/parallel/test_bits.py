@@ -53,13 +53,13 @@ def test_any_number_of_ranks_gives_the_same_bits(case: Case, results: Path) -> N
     held = alone.pop("held")
     assert np.isfinite(alone["losses"]).all() and len({tuple(row) for row in alone["losses"]}) == len(alone["losses"])
     for count in [count for count in COUNTS[1:] if case in cases_of(count)]:
-        shares = []
+        shards = []
         for rank in range(count):
             found = loaded(results, case.name, count, rank)
-            shares.append(found.pop("held"))
+            shards.append(found.pop("held"))
             assert found.keys() == alone.keys()
             assert [name for name in alone if found[name].tobytes() != alone[name].tobytes()] == []
-        whole, own = np.sum(shares, axis=0), np.max(shares, axis=0)
+        whole, own = np.sum(shards, axis=0), np.max(shards, axis=0)
         if case.shards:
             assert whole[1] == held[1] and own[1] < 0.75 * held[1]  # tiny tensors are not cut
             assert (whole[0] < count * held[0]) == (case.compute is DType.BF16)  # masters beside the copies

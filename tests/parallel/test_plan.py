@@ -46,14 +46,14 @@ def test_the_plan_is_that_of_the_rank_that_owns_most(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 8])
-def test_a_rank_of_zero1_keeps_its_share_and_sends_the_rest(count: int, tmp_path: Path) -> None:
+def test_a_rank_of_zero1_keeps_its_shard_and_sends_the_rest(count: int, tmp_path: Path) -> None:
     one = planned(tmp_path)
-    share = planned(tmp_path, "parallel=zero1", f"parallel.world={count}")
+    shard = planned(tmp_path, "parallel=zero1", f"parallel.world={count}")
     assert one["memory"]["optimizer"] == 2 * 4 * PARAMETERS
-    assert share["memory"]["optimizer"] == pytest.approx(2 * 4 * PARAMETERS / count, rel=0.15)
-    assert share["memory"]["parameter"] == one["memory"]["parameter"]
-    assert share["checkpoint_bytes"] == one["checkpoint_bytes"]
-    sent = share["communication"]
+    assert shard["memory"]["optimizer"] == pytest.approx(2 * 4 * PARAMETERS / count, rel=0.15)
+    assert shard["memory"]["parameter"] == one["memory"]["parameter"]
+    assert shard["checkpoint_bytes"] == one["checkpoint_bytes"]
+    sent = shard["communication"]
     for name in ("reduce_scatter", "all_gather"):
         assert sent[name]["nbytes"] == pytest.approx(4 * PARAMETERS * (count - 1) / count, rel=0.15)
 

@@ -10,7 +10,7 @@ from ttrain.core.errors import ConfigError
 from ttrain.core.spec import run_offsets
 from ttrain.parallel.beside import Beside
 from ttrain.parallel.place import first_host, place
-from ttrain.parallel.ranks import BLOCK, Ranks, divide, tree_sum
+from ttrain.parallel.ranks import BLOCK, Ranks, sharding_of, tree_sum
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
@@ -18,18 +18,18 @@ from ttrain.parallel.ranks import BLOCK, Ranks, divide, tree_sum
 @pytest.mark.parametrize("whole", [False, True])
 def test_every_element_of_a_run_has_one_owner(count: int, limit: int, whole: bool) -> None:
     sizes = [1, 64, 3 * BLOCK + 7, 65, 40 * BLOCK, BLOCK]
-    division = divide(sizes, count, whole, limit)
-    for size, ranks in zip(sizes, division.parts, strict=True):
+    sharding = sharding_of(sizes, count, whole, limit)
+    for size, ranks in zip(sizes, sharding.parts, strict=True):
         owned = sorted(part for parts in ranks for part in parts)
         assert [element for start, stop in owned for element in range(start, stop)] == list(range(size))
         assert all(start % BLOCK == 0 for start, _ in owned)
         assert not whole or owned == [(0, size)]
-    starts = [bucket[0] for bucket in division.bounds]
-    assert starts == [0, *(bucket[-1] for bucket in division.bounds[:-1])]
-    assert division.bounds[-1][-1] == run_offsets(sizes)[1]
+    starts = [bucket[0] for bucket in sharding.bounds]
+    assert starts == [0, *(bucket[-1] for bucket in sharding.bounds[:-1])]
+    assert sharding.bounds[-1][-1] == run_offsets(sizes)[1]
     if not whole and limit > sum(sizes):
-        shares = [stop - start for start, stop in zip(division.bounds[0], division.bounds[0][1:], strict=False)]
-        assert max(shares) - min(shares) <= 2 * BLOCK
+        shards = [stop - start for start, stop in zip(sharding.bounds[0], sharding.bounds[0][1:], strict=False)]
+        assert max(shards) - min(shards) <= 2 * BLOCK
 
 
 def test_a_sum_in_a_tree_is_that_of_its_subtrees() -> None:

@@ -23,8 +23,8 @@ from ttrain.core.errors import CheckpointError
 from ttrain.core.spec import stored_part, stored_part_name
 from ttrain.parallel.ranks import Ranks
 from ttrain.train.checkpoint.checkpoint import MANIFEST, read_json, sealed
-from ttrain.train.checkpoint.shards import lazy_tensors
-from ttrain.train.checkpoint.share import shared_out
+from ttrain.train.checkpoint.host_copy import shared_out
+from ttrain.train.checkpoint.tensor_files import lazy_tensors
 
 REPO = Path(__file__).parents[2]
 STEPS = 150
@@ -179,7 +179,7 @@ def test_parts_are_joined_by_their_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_ranks_share_whole_tensors_out(count: int) -> None:
     sizes = {f"{number}": 1 + 37 * number % 101 for number in range(60)}
-    shares = [shared_out(sizes, Ranks(rank, count)) for rank in range(count)]
-    assert sorted(name for share in shares for name in share) == sorted(sizes)
-    loads = [sum(sizes[name] for name in share) for share in shares]
+    shards = [shared_out(sizes, Ranks(rank, count)) for rank in range(count)]
+    assert sorted(name for shard in shards for name in shard) == sorted(sizes)
+    loads = [sum(sizes[name] for name in shard) for shard in shards]
     assert max(loads) - min(loads) <= max(sizes.values()) / 10

@@ -1,7 +1,7 @@
 """Sums over the chips or ranks that share a batch, and what follows where each rank owns a part. Alone they do nothing.
 
 Ranks exchange runs of state, whose tensors lie side by side: `bounds` tells for each bucket of a run where the ranks'
-shares begin, and where it ends, in elements; see parallel.ranks.Division. Parts of a tensor lie in its own memory.
+shards begin, and where it ends, in elements; see parallel.ranks.Sharding. Parts of a tensor lie in its own memory.
 
 A sum over ranks is two ops, so that it overlaps with what is computed between them: a start for each bucket, which
 returns at once, and one `collectives_done` that waits for all. Meanwhile the tensors belong to the exchange, as does
@@ -53,15 +53,15 @@ def _all_reduce_start(tensors: Sequence[Value], bounds: Bounds = ()) -> list[Ten
 
 @primitive(**_OVER_STATE)
 def _reduce_scatter_start(tensors: Sequence[Value], bounds: Bounds = ()) -> list[TensorSpec]:
-    """The same for this rank's share of the bucket alone; what else lies in the bucket is spoilt."""
+    """The same for this rank's shard of the bucket alone; what else lies in the bucket is spoilt."""
     return _with_room("reduce_scatter_start", tensors, bounds)
 
 
 def _with_room(name: str, tensors: Sequence[Value], bounds: Bounds) -> list[TensorSpec]:
-    """Specs of the tensors, and of room for this share from every other rank."""
+    """Specs of the tensors, and of room for this shard from every other rank."""
     require(len(bounds) < 2, name, f"{len(bounds)} buckets", "one bucket")
-    shares = [stop - start for bucket in bounds for start, stop in pairwise(bucket)]
-    room = [tensors[0].spec.with_shape((len(shares) - 1) * max(shares))] if shares else []
+    shards = [stop - start for bucket in bounds for start, stop in pairwise(bucket)]
+    room = [tensors[0].spec.with_shape((len(shards) - 1) * max(shards))] if shards else []
     return [*(tensor.spec for tensor in tensors), *room]
 
 

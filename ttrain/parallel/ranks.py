@@ -26,7 +26,7 @@ class Ranks:
     rank: int = 0
     count: int = 1
     slices: int = 1
-    shards: bool = False  # whether each rank updates a share of the model and keeps the optimizer's state of that alone
+    shards: bool = False  # whether each rank updates a shard of the model and keeps the optimizer's state of that alone
     bucket_mb: float = BUCKET_MB  # of fp32 gradients that are sent at a time
 
     @property
@@ -63,10 +63,10 @@ def tree_sum(values: Sequence[T], add: Callable[[T, T], T]) -> T:
 
 
 @dataclass(frozen=True)
-class Division:
+class Sharding:
     """Who owns what of a run of tensors that lie side by side, as core.spec.run_offsets lays them.
 
-    Each bucket of `bounds` holds where the shares of its ranks begin, in elements of the run, and where it ends.
+    Each bucket of `bounds` holds where the shards of its ranks begin, in elements of the run, and where it ends.
     """
 
     sizes: tuple[int, ...]
@@ -92,8 +92,8 @@ class Division:
         return found
 
 
-def divide(sizes: Sequence[int], count: int, whole: bool, limit: int) -> Division:
-    """Buckets of nearly equal size in shares of nearly equal size, cut at multiples of BLOCK elements of a tensor, or
+def sharding_of(sizes: Sequence[int], count: int, whole: bool, limit: int) -> Sharding:
+    """Buckets of nearly equal size in shards of nearly equal size, cut at multiples of BLOCK elements of a tensor, or
     between `whole` tensors."""
     offsets, end = run_offsets(sizes)
     limit = -(-end // -(-end // limit))
@@ -109,7 +109,7 @@ def divide(sizes: Sequence[int], count: int, whole: bool, limit: int) -> Divisio
         inside = cuts[bisect_left(cuts, start) : last + 1]
         bounds.append(tuple(_nearest(inside, start + (stop - start) * rank / count) for rank in range(count + 1)))
         start = stop
-    return Division(tuple(sizes), tuple(bounds))
+    return Sharding(tuple(sizes), tuple(bounds))
 
 
 def _nearest(cuts: Sequence[int], wanted: float) -> int:

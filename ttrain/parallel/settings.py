@@ -13,7 +13,7 @@ class ParallelConfig:
     """How several processes, the ranks, train one model: each on its slices of every batch."""
 
     name: str = option(
-        "none", "none, ddp (each rank updates all of the model) or zero1 (each its share, of which it keeps the state)",
+        "none", "none, ddp (each rank updates all of the model) or zero1 (each its shard, of which it keeps the state)",
         choices=("none", "ddp", "zero1"),
     )  # fmt: skip
     processes: int | None = option(

@@ -38,8 +38,8 @@ from ttrain.engine.state import State
 from ttrain.graph.kinds import Kind
 from ttrain.models.weight_checks import Weights
 from ttrain.optim.base import AVERAGE
-from ttrain.train.checkpoint.shards import check_header, lazy_tensors, tensors_in
 from ttrain.train.checkpoint.state_match import match
+from ttrain.train.checkpoint.tensor_files import check_header, lazy_tensors, tensors_in
 from ttrain.train.protocols import SAVED_KINDS, Array, StateValues
 from ttrain.train.settings import with_current_keys
 
@@ -82,13 +82,13 @@ class Checkpoint:
             self._verify_file(self.path / name, entry, name in known)
         return self
 
-    def shards(self, *kinds: Kind) -> list[str]:
+    def files_of(self, *kinds: Kind) -> list[str]:
         """Names of the files that hold tensors of these kinds."""
         return sorted(name for name in self.files if name.startswith(tuple(STEMS[kind] for kind in kinds)))
 
     def holds(self, state: StateValues, kind: Kind) -> bool:
         """Whether it has files of all tensors of a kind in their shapes and dtypes."""
-        files = self.shards(kind)
+        files = self.files_of(kind)
         try:
             whole = all((self.path / name).stat().st_size == self.files[name]["bytes"] for name in files)
             found = tensors_in(self.path / file for file in files) if whole else {}
@@ -144,7 +144,7 @@ class Checkpoint:
         """
         kinds = [kind for kind in SAVED_KINDS if optimizer or kind is not Kind.OPTIMIZER]
         wanted = {name: tuple(state.spec(name).shape) for name in state.names(*kinds)}
-        found = tensors_in(self.path / shard for shard in self.shards(*kinds))
+        found = tensors_in(self.path / file for file in self.files_of(*kinds))
         matched = match({name: tensor.shape for name, tensor in found.items()}, wanted, state, self.config)
         if matched.problem is not None:
             what = "model and optimizer" if optimizer else "model"
@@ -162,15 +162,15 @@ class Checkpoint:
     @property
     def has_averages(self) -> bool:
         """Whether the run keeps averages of its weights."""
-        files = [self.path / name for name in self.shards(Kind.OPTIMIZER)]
+        files = [self.path / name for name in self.files_of(Kind.OPTIMIZER)]
         return any(name.endswith(f"/{AVERAGE}") for name in lazy_tensors(files))
 
     def weights(self, averages: bool = False) -> Mapping[str, Array]:
         """Parameters and saved buffers by path, with `averages` those in their place that the run keeps; each is read
         from the disk when it is asked for.
         """
-        plain = lazy_tensors(self.path / name for name in self.shards(*STEMS.keys() - {Kind.OPTIMIZER}))
-        kept = lazy_tensors(self.path / name for name in self.shards(Kind.OPTIMIZER)) if averages else {}
+        plain = lazy_tensors(self.path / name for name in self.files_of(*STEMS.keys() - {Kind.OPTIMIZER}))
+        kept = lazy_tensors(self.path / name for name in self.files_of(Kind.OPTIMIZER)) if averages else {}
         names = {path: f"{path}/{AVERAGE}" for path in plain}
         return Weights(plain.keys(), lambda path: kept[names[path]] if names[path] in kept else plain[path])
 

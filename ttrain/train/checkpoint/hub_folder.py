@@ -10,7 +10,7 @@ from typing import Any
 
 from ttrain.core.errors import CheckpointError, ConfigError, UserError
 from ttrain.models import gpt_weights, llama_weights
-from ttrain.train.checkpoint.shards import LazyTensor, check_header, tensors_of
+from ttrain.train.checkpoint.tensor_files import LazyTensor, check_header, tensors_of
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

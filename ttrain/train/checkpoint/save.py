@@ -27,7 +27,7 @@ from ttrain.train.checkpoint.checkpoint import (
     sealed,
     step_name,
 )
-from ttrain.train.checkpoint.shards import in_shards
+from ttrain.train.checkpoint.tensor_files import in_shards
 from ttrain.train.protocols import StateValues
 
 SHARD_BYTES = 1 << 29
@@ -56,7 +56,7 @@ def save_checkpoint(
     """Writes `folder/step_<step>` and returns it verified. What was there before stays intact if that fails.
 
     The files of frozen parameters are those of an `earlier` checkpoint that holds them; the state is not read for them.
-    With `others` the state is the share of rank 0, and they give the files that the other ranks have written, once they
+    With `others` the state is the shard of rank 0, and they give the files that the other ranks have written, once they
     have; then the folder was made by `start_save`.
     Raises NonFiniteError where a tensor holds NaN or Inf, and TtrainError where the files can't be written.
     """
@@ -89,8 +89,8 @@ def start_save(folder: Path, step: int) -> None:
     _beside(folder, step).mkdir()
 
 
-def write_share(folder: Path, step: int, state: StateValues, rank: int) -> Files:
-    """Writes the files of a rank's share into the folder of `start_save`, and returns them, verified."""
+def write_shard(folder: Path, step: int, state: StateValues, rank: int) -> Files:
+    """Writes the files of a rank's shard into the folder of `start_save`, and returns them, verified."""
     beside = _beside(folder, step)
     files = _write_tensors(beside, state, f"-rank{rank}")
     for name, entry in files.items():
@@ -146,7 +146,7 @@ def _write_files(
     files = _write_tensors(folder, state, "" if others is None else "-rank0", frozen=earlier is None)
     known: Files = {}
     if earlier is not None:
-        for name in earlier.shards(Kind.FROZEN):
+        for name in earlier.files_of(Kind.FROZEN):
             link_or_copy(earlier.path / name, folder / name)
             known[name] = earlier.files[name]
     known |= {} if others is None else others()

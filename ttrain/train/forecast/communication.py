@@ -67,7 +67,7 @@ def exposed_seconds(work: Work, ranks: Ranks, gbps: float, computing: float, wei
 def sent_bytes(node: Node, ranks: Ranks) -> int:
     """Bytes that this rank sends for a node; 0 where it is no collective.
 
-    A sum over ranks sends every other rank's share of a run to its owner, a gather its own share to every other rank.
+    A sum over ranks sends every other rank's shard of a run to its owner, a gather its own shard to every other rank.
     A small tensor is taken to go round in a ring.
     """
     name, others = node.op.name, ranks.count - 1
@@ -77,9 +77,9 @@ def sent_bytes(node: Node, ranks: Ranks) -> int:
     if not bounds:
         return 0
     size = node.values[0].spec.dtype.itemsize
-    shares = [[stop - start for start, stop in pairwise(bucket)] for bucket in bounds]
-    own = sum(bucket[ranks.rank] for bucket in shares)
-    gathered, reduced = own * others, sum(map(sum, shares)) - own
+    shards = [[stop - start for start, stop in pairwise(bucket)] for bucket in bounds]
+    own = sum(bucket[ranks.rank] for bucket in shards)
+    gathered, reduced = own * others, sum(map(sum, shards)) - own
     sent = {"all_gather_state": gathered, "reduce_scatter_start": reduced, "all_reduce_start": gathered + reduced}
     return size * sent.get(name, 0)
 

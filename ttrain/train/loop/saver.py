@@ -24,6 +24,7 @@ from ttrain.core.files import sync_file
 from ttrain.core.units import format_bytes
 from ttrain.parallel.world import World
 from ttrain.train.checkpoint.checkpoint import Checkpoint, step_name
+from ttrain.train.checkpoint.host_copy import HostCopy
 from ttrain.train.checkpoint.retention import checkpoint_bytes, prune_checkpoints, with_frozen
 from ttrain.train.checkpoint.save import (
     CheckpointContent,
@@ -31,9 +32,8 @@ from ttrain.train.checkpoint.save import (
     note_progress,
     save_checkpoint,
     start_save,
-    write_share,
+    write_shard,
 )
-from ttrain.train.checkpoint.share import HostCopy
 from ttrain.train.logging.events import Events
 from ttrain.train.protocols import StateValues
 from ttrain.train.runs.run_directory import RunDirectory
@@ -68,7 +68,7 @@ class Saver:
         say: Callable[[str], None],
         world: World | None = None,
     ) -> None:
-        """All ranks of a `world` call `save`, since each writes its share of the state."""
+        """All ranks of a `world` call `save`, since each writes its shard of the state."""
         self._world = world or World()
         self._run, self._state, self._config, self._events, self._say = run, state, config, events, say
         self._thread: threading.Thread | None = None
@@ -148,7 +148,7 @@ class Saver:
     def _write(self, work: _Work) -> None:
         self._error = None
         if not self._world.leads:
-            self._write_share(work)
+            self._write_shard(work)
             return
         folder, content, several = self._run.checkpoints, work.content, self._world.ranks.count > 1
         try:
@@ -174,14 +174,14 @@ class Saver:
         if self._error is not None:
             self.step = None
 
-    def _write_share(self, work: _Work) -> None:
+    def _write_shard(self, work: _Work) -> None:
         """Tells the leading rank what was written, or why it was not."""
         self.step = work.content.step
         if work.state is None:
             return
         outcome: dict[str, Any] = {}
         try:
-            outcome["files"] = write_share(self._run.checkpoints, self.step, work.state, self._world.ranks.rank)
+            outcome["files"] = write_shard(self._run.checkpoints, self.step, work.state, self._world.ranks.rank)
         except Exception as error:  # none may be lost with the thread
             outcome = {"error": str(error) or type(error).__name__, "bad": isinstance(error, NonFiniteError)}
         self._world.send(f"save/{work.number}", json.dumps(outcome))
@@ -226,7 +226,7 @@ def yield_processor() -> None:
 def _check_room(folder: Path, state: StateValues, step: int, frozen: bool, ranks: int) -> None:
     """Raises TtrainError unless a checkpoint fits on the disk; the newest one is kept until this one is verified.
 
-    The state is the share of one of so many ranks.
+    The state is the shard of one of so many ranks.
     """
     folder.mkdir(parents=True, exist_ok=True)
     needed, free = ranks * checkpoint_bytes(state, frozen), shutil.disk_usage(folder).free

@@ -12,7 +12,7 @@ from ttrain.core.files import to_json, write_synced
 from ttrain.core.units import format_count
 from ttrain.data.end_token import TOKEN_IDS, end_ids, token_text
 from ttrain.train.checkpoint.hub_folder import CONFIG, INDEX, WEIGHTS, is_known, written_config
-from ttrain.train.checkpoint.shards import in_shards
+from ttrain.train.checkpoint.tensor_files import in_shards
 from ttrain.train.checkpoint.weights_file import write_safetensors
 from ttrain.train.protocols import Array
 from ttrain.train.runs.export import whole_folder

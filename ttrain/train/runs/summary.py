@@ -99,7 +99,7 @@ class Summary:
         if self.tokens_per_s:
             lines.append(("speed", self._speed(self.tokens_per_s)))
         if self.ranks.slices > 1:
-            shared = ", each with its share of the optimizer" if self.ranks.sharding else ""
+            shared = ", each with its shard of the optimizer" if self.ranks.sharding else ""
             lines.append(("ranks", f"{self.ranks.count} on {self.ranks.slices} slices of every batch{shared}"))
         if len(self.rates) > 1:
             shown = (f"{name.removeprefix('lr/')} {rate:.2e}" for name, rate in self.rates.items())

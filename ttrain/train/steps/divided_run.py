@@ -15,7 +15,7 @@ from ttrain.nn.module import Parameter
 from ttrain.ops.collective import Bounds
 from ttrain.optim.clip import Norms
 from ttrain.optim.groups import ParameterRun
-from ttrain.parallel.ranks import BLOCK, Division, Ranks, divide
+from ttrain.parallel.ranks import BLOCK, Ranks, Sharding, sharding_of
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class DividedRun:
         self._sizes = [parameter.spec.size for parameter in run.parameters]
 
     @cached_property
-    def division(self) -> Division:
+    def sharding(self) -> Sharding:
         """Who owns what."""
-        return divide(self._sizes, self._ranks.count, self.run.rule.whole, self._ranks.bucket)
+        return sharding_of(self._sizes, self._ranks.count, self.run.rule.whole, self._ranks.bucket)
 
     @property
     def bounds(self) -> Bounds:
-        return self.division.bounds
+        return self.sharding.bounds
 
     @property
     def blocks(self) -> int:
@@ -69,7 +69,7 @@ class DividedRun:
 
     def parts(self, position: int) -> tuple[Part, ...]:
         """Those of a parameter that this rank owns; none where it owns all."""
-        return self.division.parts[position][self._ranks.rank] if self._ranks.sharding else ()
+        return self.sharding.parts[position][self._ranks.rank] if self._ranks.sharding else ()
 
     @cached_property
     def owned(self) -> list[OwnedPart]:
@@ -122,7 +122,7 @@ def summed_over_ranks(
 
 def heaviest(runs: Sequence[DividedRun], ranks: Ranks) -> int:
     """The rank that owns most elements, the first of equals."""
-    parts = [of_tensor for run in runs for of_tensor in run.division.parts]
+    parts = [of_tensor for run in runs for of_tensor in run.sharding.parts]
     owned = [sum(stop - start for each in parts for start, stop in each[rank]) for rank in range(ranks.count)]
     return owned.index(max(owned))
 

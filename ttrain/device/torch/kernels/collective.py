@@ -1,4 +1,4 @@
-"""Sums over ranks, in one order whoever computes: contributions to a share are sent to its owner, who adds them up.
+"""Sums over ranks, in one order whoever computes: contributions to a shard are sent to its owner, who adds them up.
 
 The sum is that of `parallel.ranks.tree_sum` over ranks, so no library's order of summing gets into the bits.
 """
@@ -41,7 +41,7 @@ def _reduce_scatter(context: Context, ins: Tensors, outs: Tensors, attributes: A
 
 
 def _start(context: Context, outs: Tensors, attributes: Attributes, further: Further) -> Launch:
-    """Sums the shares of a bucket beside what is launched next, and does what follows."""
+    """Sums the shards of a bucket beside what is launched next, and does what follows."""
     bounds = attributes.get("bounds", ())
     if context.group is None or not bounds:
         return chain()
@@ -69,16 +69,16 @@ def _run(tensors: Tensors, bounds: tuple[tuple[int, ...], ...]) -> Tensor:
 
 
 def _reduce(context: Context, run: Tensor, bucket: tuple[int, ...], room: Tensor) -> list[Launch]:
-    """This rank's share of a bucket <- its sum over ranks; `room` takes in what the others send."""
+    """This rank's shard of a bucket <- its sum over ranks; `room` takes in what the others send."""
     group = context.group
     assert group is not None
-    rank, shares = group.rank, [run[start:stop] for start, stop in pairwise(bucket)]
-    own, others = shares[rank], [other for other in range(group.count) if other != rank]
+    rank, shards = group.rank, [run[start:stop] for start, stop in pairwise(bucket)]
+    own, others = shards[rank], [other for other in range(group.count) if other != rank]
     given: list[Tensor] = [own] * group.count
     for place, other in enumerate(others if own.numel() else ()):
         given[other] = room[place * own.numel() : (place + 1) * own.numel()]
     launches = [
-        group.exchange([(other, shares[other]) for other in others], [(other, given[other]) for other in others])
+        group.exchange([(other, shards[other]) for other in others], [(other, given[other]) for other in others])
     ]
     step = _SERIAL if context.on_cpu else own.numel()
     while len(given) > 1 and own.numel():
@@ -90,13 +90,13 @@ def _reduce(context: Context, run: Tensor, bucket: tuple[int, ...], room: Tensor
 
 
 def _gather(context: Context, run: Tensor, bucket: tuple[int, ...]) -> list[Launch]:
-    """Every share of a bucket <- what its owner holds there."""
+    """Every shard of a bucket <- what its owner holds there."""
     group = context.group
     assert group is not None
-    shares = [run[start:stop] for start, stop in pairwise(bucket)]
+    shards = [run[start:stop] for start, stop in pairwise(bucket)]
     others = [other for other in range(group.count) if other != group.rank]
-    sends = [(other, shares[group.rank]) for other in others]
-    return [group.exchange(sends, [(other, shares[other]) for other in others])]
+    sends = [(other, shards[group.rank]) for other in others]
+    return [group.exchange(sends, [(other, shards[other]) for other in others])]
 
 
 def _norms_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
