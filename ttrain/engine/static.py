@@ -69,7 +69,7 @@ class StaticEngine(Engine):
         shares = self.device.arenas
         arena = self.shared_arena() if shares else self.device.allocate_arena(plan.arena_bytes, "activations")
         of_host = None if self.device.host is None else self.shared_arena(on_host=True)
-        return BoundPlan(plan, self.device, self.kernels, self.state, (arena, of_host))
+        return BoundPlan(plan, self, (arena, of_host))
 
     def bind_all(self) -> None:
         """Give every step built so far its addresses."""
@@ -107,8 +107,8 @@ class StaticStep(Step):
         with device.watched(self._what), self._counted:
             bound = self.take_addresses()
             if self._prefetched is not None:
-                written = self._prefetched.take()
-                arrays = {key: array for key, array in arrays.items() if not _equal(array, written.get(key))}
+                there = {key for key, x in self._prefetched.take().items() if np.array_equal(x, arrays[key])}
+                arrays = {key: array for key, array in arrays.items() if key not in there}
             if arrays:
                 device.upload_inputs(bound.inputs, arrays)
             self.run(bound)
@@ -166,22 +166,13 @@ class PrefetchedInputs:
         return self._written
 
 
-def _equal(array: np.ndarray, written: np.ndarray | None) -> bool:
-    return written is not None and np.array_equal(array, written)
-
-
 class BoundPlan:
     """A plan with addresses: launches without arguments, and the buffers of inputs and outputs."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        device: Device,
-        kernels: Mapping[str, Kernel],
-        state: State,
-        arenas: tuple[Arena, Arena],  # of the device, and of the host beside it
-    ) -> None:
-        self._plan, self._device, self._kernels, self._state, self._arenas = plan, device, kernels, state, arenas
+    def __init__(self, plan: Plan, engine: StaticEngine, arenas: tuple[Arena, Arena]) -> None:
+        """The arenas are that of the device, and that of the host beside it."""
+        self._plan, self._arenas = plan, arenas
+        self._device, self._kernels, self._state = engine.device, engine.kernels, engine.state
         self.inputs = {name: self._buffer(value) for name, value in plan.graph.inputs.items()}
         self.outputs = {name: (value, self._buffer(value)) for name, value in plan.graph.outputs.items()}
         self.nodes = plan.launched
