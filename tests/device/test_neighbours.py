@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,8 +31,8 @@ def places(threads: int) -> dict[int, set[int]]:
 def test_workers_make_room_while_cores_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     threads, used = len(CORES), [0.0]
     monkeypatch.setattr(OtherWork, "cores", lambda self: used[0])
-    monkeypatch.setattr(neighbours, "SECONDS", 0.0)
-    monkeypatch.setattr(neighbours, "COST", 0.0)
+    clock = SimpleNamespace(monotonic=count(1, 60).__next__, thread_time=lambda: 0.0)  # steps may take minutes
+    monkeypatch.setattr(neighbours, "time", clock)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     near, alone = Neighbours(threads), threading.active_count()
@@ -50,6 +52,11 @@ def test_workers_make_room_while_cores_are_short(monkeypatch: pytest.MonkeyPatch
         near.look()
         near.rest()
         assert places(threads)[1] == CORES and threading.active_count() == alone
+        moved = []
+        for _ in range(2):  # what others did before is no matter of the next steps
+            near.look()
+            moved.append(places(threads)[1] != CORES)
+        assert moved == [False, True]
     finally:
         near.rest()
         torch.set_num_threads(before)

@@ -20,7 +20,6 @@ from ttrain.core.cores import OtherWork
 from ttrain.device.torch.native import openmp
 
 SECONDS, COST = 0.1, 500  # between two looks at what others use, and as many times as long as a look takes, at least
-LONG_AGO = 1.0  # seconds after which a look begins anew
 SHORT, ENOUGH = 0.35, 0.2  # cores too few for workers to move, and to stay where they moved; a queue shows them as less
 
 _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -39,22 +38,25 @@ class Neighbours:
 
     def look(self) -> None:
         """No more than a look at the clock, most of the time."""
-        begun = time.monotonic()
-        if begun < self._next:
+        if time.monotonic() < self._next:
             return
-        if self._work is None or begun > self._next + LONG_AGO:
+        begun = time.thread_time()
+        if self._work is None:
             self._work = OtherWork()
         else:
             cores, others = len(os.sched_getaffinity(0)), self._work.cores()
             if self._threads + others - cores > (SHORT if self._sleepers is None else ENOUGH):
                 self._make_room(max(1, cores - max(1, round(others))))
             else:
-                self.rest()
-        now = time.monotonic()
-        self._next = now + max(SECONDS, COST * (now - begun))
+                self._undo()
+        self._next = time.monotonic() + max(SECONDS, COST * (time.thread_time() - begun))
 
     def rest(self) -> None:
-        """Workers may run everywhere and spin as usual."""
+        """Workers may run everywhere and spin as usual, and the next look begins anew."""
+        self._undo()
+        self._work = None
+
+    def _undo(self) -> None:
         if self._sleepers is not None:
             self._move(os.sched_getaffinity(0))
             self._sleepers.end()
