@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from math import ceil
+from unittest.mock import Mock
 
 import pytest
 
@@ -60,6 +62,9 @@ def test_the_size_of_a_turn(step_seconds: float, turn_seconds: float, settle: in
     (seat,) = seats(Clock(), a=1.0)
     seat.size(step_seconds, turn_seconds)
     assert (seat.settle, seat.timed) == (settle, timed)
+    seat.beside = Mock()
+    seat.size(step_seconds, turn_seconds)
+    assert seat.timed == timed and seat.settle == max(settle, min(20_000, ceil(0.3 / max(step_seconds, 1e-9))))
 
 
 def test_time_ends_it_but_not_before_a_spread_can_be_told() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from math import ceil
 
 from ttrain.bench.contender import Contender
 from ttrain.bench.process import Neighbour
@@ -17,6 +18,7 @@ from ttrain.bench.process import Neighbour
 Clock = Callable[[], float]
 LEAST_ROUNDS = 3
 MOST_STEPS = 2000  # per turn
+NOTICE_SECONDS = 0.3  # an engine looks for neighbours ten times a second
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,15 @@ class Seat:
         return self.contender.name if self.beside is None else beside(self.contender.name)
 
     def size(self, step_seconds: float, turn_seconds: float) -> None:
-        """Fit a turn into `turn_seconds`: at least one untimed and one timed step."""
-        steps = min(max(round(turn_seconds / max(step_seconds, 1e-9)), 2), MOST_STEPS)
-        self.settle = max(1, steps // 5)
-        self.timed = steps - self.settle
+        """Fit a turn into `turn_seconds`: at least one untimed and one timed step. Beside a neighbour it begins with
+        steps in which it can be noticed.
+        """
+        step_seconds = max(step_seconds, 1e-9)
+        steps = min(max(round(turn_seconds / step_seconds), 2), MOST_STEPS)
+        settle = max(1, steps // 5)
+        self.timed = steps - settle
+        noticed = 0 if self.beside is None else min(ceil(NOTICE_SECONDS / step_seconds), 10 * MOST_STEPS)
+        self.settle = max(settle, noticed)
 
 
 def beside(contender: str) -> str:
