@@ -23,11 +23,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TESTS = Path(__file__).parent
-# Few tests that take long: first, so that at the end no worker is left with one of these files.
+# Few tests that take long: first, so that at the end no worker is left with one of these files. Those that start many
+# processes lie apart, so that two workers don't run two of them.
 LONGEST = (
-    "parallel/test_restarts.py", "native/test_rows.py", "faults/test_supervision.py", "parallel/test_faults.py",
-    "ttnn/test_watch.py", "parallel/test_bits.py", "train/runs/test_documents_resume.py", "ttnn/test_mock.py",
-    "faults/test_kills.py", "test_docs.py", "bench/test_check.py", "train/steps/test_length_schedule.py",
+    "native/test_rows.py", "parallel/test_restarts.py", "ttnn/test_mock.py", "ttnn/test_watch.py",
+    "faults/test_supervision.py", "train/runs/test_documents_resume.py", "parallel/test_faults.py", "test_docs.py",
+    "parallel/test_bits.py", "faults/test_kills.py", "bench/test_check.py", "train/steps/test_phases.py",
 )  # fmt: skip
 FAST = ("engine", "graph", "ops", "optim", "plan", "test_architecture.py", "test_budget.py", "test_import_rank.py")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import ttrain
+from tests.conftest import LONGEST, TESTS
 
 PACKAGE = Path(ttrain.__file__).parent
 REPO = PACKAGE.parent
@@ -115,3 +116,7 @@ def test_lines_of_python_are_counted(source: str, lines: int) -> None:
 
 def test_lines_of_templates_are_counted() -> None:
     assert template_lines("// a\n\nint f() {  /* b\n c */\n  return 1;  // d\n}\n/* e */\n") == 3
+
+
+def test_the_files_that_are_dealt_out_first_exist() -> None:
+    assert [name for name in LONGEST if not (TESTS / name).is_file()] == []

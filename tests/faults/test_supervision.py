@@ -188,7 +188,7 @@ def test_a_real_run_comes_through_every_fault(
     monkeypatch.syspath_prepend(REPO / "tests" / "faults")
     assert train("run.dir=whole", "train.steps=10") == 0
     overrides = ["plugins=[faulty]", "engine=faulty", f"engine.faults=[{','.join(faults)}]", "train.steps=10"]
-    overrides += ["supervise.backoff=0.01", "supervise.hang_timeout=5", "supervise.max_restarts=9"]
+    overrides += ["supervise.backoff=0.01", "supervise.hang_timeout=8", "supervise.max_restarts=9"]
     assert train("run.dir=run", *overrides) == 0
     assert Path("faults.txt").read_text().split() == [fault.partition("@")[0] for fault in faults]
     kinds = [event["kind"] for event in read_events(Path("run"))]
