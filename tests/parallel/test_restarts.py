@@ -141,9 +141,9 @@ def test_a_checkpoint_with_a_bad_file_of_a_rank_is_refused_or_passed_over(
     assert main([*sample, f"sample.checkpoint={STEPS}"]) == 2
     refused = capfd.readouterr().err
     assert told in refused and refused.count("\n") == 1
-    assert main(sample) == 0
-    assert told in capfd.readouterr().err
     if damage is _missing:  # the others take the same way
+        assert main(sample) == 0
+        assert told in capfd.readouterr().err
         assert main([f"run.dir={run}", "resume=auto", "parallel=ddp", f"train.steps={STEPS}"]) == 0
         assert told in capfd.readouterr().err and newest(run).is_dir()
 
