@@ -17,7 +17,7 @@ from ttrain.core.errors import CaptureError, DeviceUnavailable, GraphError
 from ttrain.core.options import LARGEST_INTEGER
 from ttrain.core.processor import processor_name, vector_extensions
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Device, Group, Kernel, Launch, StepCompiler, flat_launches
+from ttrain.device.base import ALIGNMENT, Device, Group, Kernel, Launch, StepCompiler, flat_launches
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch.kernels import kernel_table
 from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context
@@ -89,6 +89,10 @@ class TorchDevice(Device):
             raise GraphError(f"device {self.name} was closed; {nbytes} bytes can't be allocated on it any more.")
         if nbytes > LARGEST_INTEGER:  # more than torch can be asked for
             raise MemoryError(f"{nbytes:.1e} bytes in one piece")
+        if self.kind == "cpu":  # numpy's zeros take memory when they are first written, torch's at once
+            raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
+            first = -raw.ctypes.data % ALIGNMENT
+            return torch.from_numpy(raw[first : first + nbytes])
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
     def place(self, arena: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
