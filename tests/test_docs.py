@@ -154,8 +154,9 @@ def write_files(page: Path, place: Path) -> None:
 
 
 def composed(overrides: list[str]) -> list[Config]:
-    """The checked config of a command; of a sweep those of the first and the last job."""
+    """The checked config of a command; of a sweep those of the first and the last job, of a search an example."""
     from ttrain.sweep.jobs import SweepOverrides, compose_job
+    from ttrain.sweep.search import example
 
     flags, overrides = parse_arguments(overrides)
     with Composer(flags.config_name or MAIN_CONFIG, flags.config_dir) as composer:
@@ -163,8 +164,9 @@ def composed(overrides: list[str]) -> list[Config]:
             return [composer.typed(overrides)]
         master = composer.compose(overrides, RunMode.MULTIRUN)
         assert not composer.loader.problems
-        combinations = SweepOverrides.read(composer, master).combinations()
-        jobs = [compose_job(composer, master, job) for job in (combinations[0], combinations[-1])]
+        sweep = SweepOverrides.read(composer, master)
+        found = sweep.combinations() if sweep.setting("search", master) is None else [example(sweep)]
+        jobs = [compose_job(composer, master, job) for job in (found[0], *found[1:][-1:])]
     assert not [job.problem for job in jobs if job.problem]
     return [job.config for job in jobs if job.config is not None]
 
