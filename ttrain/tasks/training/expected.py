@@ -17,8 +17,8 @@ from ttrain.models.settings import TransformerConfig
 from ttrain.optim.groups import parameter_runs
 from ttrain.train.logging.meter import Alternative, Forecast, Pace, evaluations_left
 from ttrain.train.runs.record import command_line
-from ttrain.train.steps.divided_run import DividedRun, heaviest
 from ttrain.train.steps.phases import PhaseSchedule
+from ttrain.train.steps.sharded_run import ShardedRun, heaviest
 
 if TYPE_CHECKING:
     from ttrain.data.batches import Dataset
@@ -44,7 +44,7 @@ def session_to_plan(config: Config, model: Model, device: Device) -> Session:
     ranks = build.planned_ranks(config.parallel)
     if ranks.sharding:
         runs = parameter_runs(model.parameters(), build.build_optimizer(config.optimizer), model.compute)
-        ranks = replace(ranks, rank=heaviest([DividedRun(run, ranks) for run in runs], ranks))
+        ranks = replace(ranks, rank=heaviest([ShardedRun(run, ranks) for run in runs], ranks))
     resident = build.build_resident(config.data, config.train, model, device)
     return build.build_session(
         model, device, *replace(config, engine=engine).step_parts, ranks=ranks, resident=resident

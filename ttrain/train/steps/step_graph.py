@@ -26,9 +26,9 @@ from ttrain.optim.base import AVERAGE, ROUNDING_SEED, STEP, STREAMS, Optimizer
 from ttrain.optim.clip import global_norms
 from ttrain.optim.groups import ParameterRun, parameter_runs
 from ttrain.parallel.ranks import Ranks
-from ttrain.train.steps.divided_run import DividedRun, average_spec, directions, norms_of, part_of, summed_over_ranks
 from ttrain.train.steps.noise import NOISE_NORM
 from ttrain.train.steps.resident import Resident
+from ttrain.train.steps.sharded_run import ShardedRun, average_spec, directions, norms_of, part_of, summed_over_ranks
 
 GRADIENT = "/gradient"  # after the path of a parameter
 GRAD_NORM = "grad_norm"
@@ -73,12 +73,12 @@ class StepGraph:
     ranks: Ranks = Ranks()  # that divide a batch of several slices: each works on slices of `rows` * `accumulation`
     remainders: bool = False  # fp32 weights are kept as what their bf16 copies lack, where only updates read them
     runs: list[ParameterRun] = field(init=False)
-    divided: list[DividedRun] = field(init=False)  # the runs, as ranks divide them
+    sharded: list[ShardedRun] = field(init=False)  # the runs, as ranks divide them
 
     def __post_init__(self) -> None:
         self.remainders &= self.ema is None  # averages are of fp32 weights
         self.runs = parameter_runs(self.model.parameters(), self.optimizer, self.model.compute)
-        self.divided = [DividedRun(run, self.ranks) for run in self.runs]
+        self.sharded = [ShardedRun(run, self.ranks) for run in self.runs]
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -194,7 +194,7 @@ class StepGraph:
         """Weights and averages take each other's place, bit for bit."""
         with graph.stage(Stage.UPDATE), graph.scope("averages"):
             none = ops.full(graph, SCALAR, 0.0)  # the rule reads neither rate nor step
-            for run in self.divided:
+            for run in self.sharded:
                 averages = run.values(graph, f"/{AVERAGE}", average_spec, Kind.OPTIMIZER)
                 written = self._apply(graph, run, SWAP, [self._gradients(graph, run), averages], none, none)
                 self._gather(graph, run, written)
@@ -219,7 +219,7 @@ class StepGraph:
         placed = [*members, *(("frozen", parameter) for parameter in self.frozen)]
         held = {} if self.resident is None else self.resident.specs
 
-        sharded = self.divided if training and self.ranks.sharding else []
+        sharded = self.sharded if training and self.ranks.sharding else []
         owned = {p: run.parts(at) for run in sharded for at, p in enumerate(run.run.parameters)}
 
         def tensor(
@@ -231,7 +231,7 @@ class StepGraph:
             return StateTensor(name, spec, kind, run, parameter.padding * padded, None, parts, everywhere)
 
         tensors = [StateTensor(name, spec, Kind.CACHE) for name, spec in held.items()]
-        specs = {p: run.weight_spec(p, self.remainders) for run in self.divided for p in run.run.parameters}
+        specs = {p: run.weight_spec(p, self.remainders) for run in self.sharded for p in run.run.parameters}
         tensors += [tensor(p.path, specs.get(p, p.spec), p.kind, run, p, not p.has_copy(compute)) for run, p in placed]
         copied = [(run, p) for run, p in placed if p.has_copy(compute)]
         tensors += [tensor(p.copy_name, p.read_spec(compute), Kind.COPY, run, p) for run, p in copied]
@@ -300,10 +300,10 @@ class StepGraph:
             found = [[next(left) for _ in run.parameters] for run in self.runs]
             if self.ranks.count == 1:
                 return found
-            owned = [self._gradients(graph, run) for run in self.divided] if self.ranks.sharding else None
-            return summed_over_ranks(self.divided, found, owned)
+            owned = [self._gradients(graph, run) for run in self.sharded] if self.ranks.sharding else None
+            return summed_over_ranks(self.sharded, found, owned)
 
-    def _gradients(self, graph: Graph, run: DividedRun) -> list[Value]:
+    def _gradients(self, graph: Graph, run: ShardedRun) -> list[Value]:
         """Of what this rank updates of a run, as they are in the state."""
         return run.values(graph, GRADIENT, self._gradient_spec, Kind.GRADIENT)
 
@@ -335,7 +335,7 @@ class StepGraph:
                 every = [gradient for given in gradients for gradient in given]
                 norms = global_norms(every, [run.clipped for run in self.runs for _ in run.parameters])
             else:
-                norms = norms_of(graph, self.divided, gradients, self.ranks)
+                norms = norms_of(graph, self.sharded, gradients, self.ranks)
         graph.output(GRAD_NORM, norms.whole)
         if self._scoped:
             graph.output(CLIPPED_NORM, norms.clipped)
@@ -347,61 +347,61 @@ class StepGraph:
             given = self._summed(graph, gradients)
             norm = self._norm(graph, given)
         else:
-            given = [self._gradients(graph, run) for run in self.divided]
+            given = [self._gradients(graph, run) for run in self.sharded]
         with graph.stage(Stage.UPDATE):
             with graph.scope("clip"):
                 limit = self.optimizer.config.clip_norm
                 factor = None if limit is None else ops.clip_factor(norm, limit)
             step = graph.input(STEP, SCALAR)
-            for number, (run, own) in enumerate(zip(self.divided, given, strict=True)):
+            for number, (run, own) in enumerate(zip(self.sharded, given, strict=True)):
                 with graph.scope(run.run.name):
                     self._update_run(graph, number, run, own, step, factor if run.run.clipped else None)
 
     def _update_run(
-        self, graph: Graph, number: int, divided: DividedRun, gradients: list[Value], step: Value, factor: Value | None
+        self, graph: Graph, number: int, sharded: ShardedRun, gradients: list[Value], step: Value, factor: Value | None
     ) -> None:
-        run, rule = divided.run, divided.run.rule
+        run, rule = sharded.run, sharded.run.rule
         lr, stochastic = graph.input(run.lr, SCALAR), self._stochastic(run)
         seed = graph.input(ROUNDING_SEED, SEED) if stochastic else None
-        lists = [gradients, *(self._slot(graph, divided, slot) for slot in rule.slots)]
+        lists = [gradients, *(self._slot(graph, sharded, slot) for slot in rule.slots)]
         if rule.whole:
-            lists, factor = [directions(run, [self._weights(graph, divided), *lists], lr, step, factor)], None
+            lists, factor = [directions(run, [self._weights(graph, sharded), *lists], lr, step, factor)], None
         written = self._apply(
-            graph, divided, rule.tail or rule, lists, lr, step, factor, seed, stochastic=stochastic,
+            graph, sharded, rule.tail or rule, lists, lr, step, factor, seed, stochastic=stochastic,
             stream=STREAMS * number if stochastic else 0,
-            numbers=tuple(part.number for part in divided.owned) if stochastic and self.ranks.sharding else (),
+            numbers=tuple(part.number for part in sharded.owned) if stochastic and self.ranks.sharding else (),
         )  # fmt: skip
         if self.ema is not None and written:
-            averages = divided.values(graph, f"/{AVERAGE}", average_spec, Kind.OPTIMIZER)
+            averages = sharded.values(graph, f"/{AVERAGE}", average_spec, Kind.OPTIMIZER)
             ops.update(ema_rule(self.ema), [averages, written], lr, step)
-        self._gather(graph, divided, written)
+        self._gather(graph, sharded, written)
 
     def _apply(
-        self, graph: Graph, divided: DividedRun, rule: Rule, lists: Sequence[Sequence[Value]], *scalars: Value | None,
+        self, graph: Graph, sharded: ShardedRun, rule: Rule, lists: Sequence[Sequence[Value]], *scalars: Value | None,
         **attributes: Any,
     ) -> Sequence[Value]:  # fmt: skip
         """A rule on the weights of a run and all copies; `lists` are gradients and slots. Returns the new weights."""
-        if not divided.owned:
+        if not sharded.owned:
             return []
-        given, compute = [self._weights(graph, divided), *lists], self.model.compute
-        copies = divided.run.parameters[0].has_copy(compute)  # one run has one read dtype
+        given, compute = [self._weights(graph, sharded), *lists], self.model.compute
+        copies = sharded.run.parameters[0].has_copy(compute)  # one run has one read dtype
         if copies:
-            given.append(divided.values(graph, "/compute", lambda p: p.read_spec(compute), Kind.COPY))
+            given.append(sharded.values(graph, "/compute", lambda p: p.read_spec(compute), Kind.COPY))
         return ops.update(rule, given, *scalars, copies=copies, **attributes)  # type: ignore[arg-type]
 
-    def _gather(self, graph: Graph, divided: DividedRun, written: Sequence[Value]) -> None:
+    def _gather(self, graph: Graph, sharded: ShardedRun, written: Sequence[Value]) -> None:
         """Let every rank have what each wrote of a run."""
         if self.ranks.sharding:
-            compute, parameters = self.model.compute, divided.run.parameters
+            compute, parameters = self.model.compute, sharded.run.parameters
             if written and parameters[0].has_copy(compute) and written[0].producer is not None:
                 written = written[0].producer.outputs[-len(written) :]  # an update's copies come last
-            ops.all_gather_state([use(graph, p, compute) for p in parameters], written, divided.bounds)
+            ops.all_gather_state([use(graph, p, compute) for p in parameters], written, sharded.bounds)
 
-    def _weights(self, graph: Graph, divided: DividedRun) -> list[Value]:
-        return divided.values(graph, "", lambda p: divided.weight_spec(p, self.remainders), Kind.PARAMETER)
+    def _weights(self, graph: Graph, sharded: ShardedRun) -> list[Value]:
+        return sharded.values(graph, "", lambda p: sharded.weight_spec(p, self.remainders), Kind.PARAMETER)
 
-    def _slot(self, graph: Graph, divided: DividedRun, slot: str) -> list[Value]:
-        return divided.values(graph, f"/{slot}", lambda p: self._slot_spec(p, divided.run.rule, slot), Kind.OPTIMIZER)
+    def _slot(self, graph: Graph, sharded: ShardedRun, slot: str) -> list[Value]:
+        return sharded.values(graph, f"/{slot}", lambda p: self._slot_spec(p, sharded.run.rule, slot), Kind.OPTIMIZER)
 
     def _stochastic(self, run: ParameterRun) -> tuple[int, ...]:
         """Which lists of a run's update are rounded stochastically: 0 the parameters, from 1 the slots."""

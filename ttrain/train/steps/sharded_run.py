@@ -40,7 +40,7 @@ def part_of(parameter: Parameter, part: Part, spec: TensorSpec) -> Part:
     return (0, spec.size) if part == (0, parameter.spec.size) else part
 
 
-class DividedRun:
+class ShardedRun:
     """A run of parameters as the ranks divide it."""
 
     def __init__(self, run: ParameterRun, ranks: Ranks) -> None:
@@ -100,7 +100,7 @@ class DividedRun:
 
 
 def summed_over_ranks(
-    runs: Sequence[DividedRun], gradients: Sequence[Sequence[Value]], owned: Sequence[Sequence[Value]] | None = None
+    runs: Sequence[ShardedRun], gradients: Sequence[Sequence[Value]], owned: Sequence[Sequence[Value]] | None = None
 ) -> list[list[Value]]:
     """By run, the gradients summed over ranks: of what this rank owns of them where that is given, else all.
 
@@ -120,14 +120,14 @@ def summed_over_ranks(
     return done[-len(runs) :]
 
 
-def heaviest(runs: Sequence[DividedRun], ranks: Ranks) -> int:
+def heaviest(runs: Sequence[ShardedRun], ranks: Ranks) -> int:
     """The rank that owns most elements, the first of equals."""
     parts = [of_tensor for run in runs for of_tensor in run.sharding.parts]
     owned = [sum(stop - start for each in parts for start, stop in each[rank]) for rank in range(ranks.count)]
     return owned.index(max(owned))
 
 
-def norms_of(graph: Graph, runs: Sequence[DividedRun], gradients: Sequence[Sequence[Value]], ranks: Ranks) -> Norms:
+def norms_of(graph: Graph, runs: Sequence[ShardedRun], gradients: Sequence[Sequence[Value]], ranks: Ranks) -> Norms:
     """The norm of the gradients of some runs, and of those that are clipped."""
     pairs = list(zip(runs, gradients, strict=True))
     sides = ([pair for pair in pairs if pair[0].run.clipped is clipped] for clipped in (True, False))
@@ -135,7 +135,7 @@ def norms_of(graph: Graph, runs: Sequence[DividedRun], gradients: Sequence[Seque
     return Norms(ops.global_norm(found) if len(found) > 1 else found[0], found[0])
 
 
-def _block_norm(graph: Graph, runs: Sequence[tuple[DividedRun, Sequence[Value]]], ranks: Ranks) -> Value:
+def _block_norm(graph: Graph, runs: Sequence[tuple[ShardedRun, Sequence[Value]]], ranks: Ranks) -> Value:
     """The L2 norm of the gradients of some runs, whose bits do not depend on who holds which part of them.
 
     It is that of the norms of fixed blocks, each of which one rank has; the others have a zero there.
