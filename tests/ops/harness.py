@@ -61,7 +61,8 @@ def shared_with(device: Device, op: Op, case: Case, dtype: DType) -> list[Value]
 
 def every_op(cases: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a check of one case a test of each op, which names all of its cases that fail: a test a case would take
-    longer to report than to run. The check takes fixtures, and then the values of a case.
+    longer to report than to run. The check takes fixtures, and then the values of a case. A test
+    whose cases are all skipped is skipped.
     """
     ops: dict[str, list[Any]] = {}
     for case in cases:
@@ -69,14 +70,20 @@ def every_op(cases: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[.
 
     def decorate(check: Callable[..., None]) -> Callable[..., None]:
         parameters = inspect.signature(check).parameters
-        fixtures = list(parameters.values())[: len(parameters) - len(cases[0].values)]
+        own = len(cases[0].values)
+        fixtures, names = list(parameters.values())[:-own], list(parameters)[-own:]
 
         def test(cases: list[Any], **given: Any) -> None:
-            failed = {case.id: error for case in cases if (error := failure(check, *given.values(), *case.values))}
+            values = {case.id: dict(zip(names, case.values, strict=True)) for case in cases}
+            raised = {name: outcome(check, {**given, **case}) for name, case in values.items()}
+            skipped = {name: error for name, error in raised.items() if isinstance(error, pytest.skip.Exception)}
+            failed = {name: error for name, error in raised.items() if error is not None and name not in skipped}
             if failed:
                 first = next(iter(failed.values()))
                 listed = "\n".join(f"{name}: {error!r}" for name, error in failed.items())
                 raise AssertionError(f"{len(failed)} of {len(cases)} cases:\n{listed}") from first
+            if len(skipped) == len(cases):
+                pytest.skip(str(next(iter(skipped.values()))))
 
         cases_of = inspect.Parameter("cases", inspect.Parameter.KEYWORD_ONLY)
         test.__signature__ = inspect.Signature([*fixtures, cases_of])  # type: ignore[attr-defined]
@@ -87,13 +94,11 @@ def every_op(cases: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[.
     return decorate
 
 
-def failure(check: Callable[..., None], *given: Any) -> Exception | None:
-    """What a check raises; one that skips itself has nothing to say."""
+def outcome(check: Callable[..., None], given: Mapping[str, Any]) -> BaseException | None:
+    """What a check raises where it fails or skips itself."""
     try:
-        check(*given)
-    except pytest.skip.Exception:
-        return None
-    except Exception as error:
+        check(**given)
+    except (Exception, pytest.skip.Exception, pytest.fail.Exception) as error:
         return error
     return None
 
