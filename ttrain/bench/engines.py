@@ -37,7 +37,7 @@ def step_graph(case: Case, device: Device | None = None, ranks: Ranks | None = N
     optimizer = build.build_optimizer(case.training.optimizer)
     rows = case.training.rows // ranks.slices
     resident = Resident(case.model.batch_specs(rows)) if case.resident else None
-    remainders = device is not None and device.compiles and engine == "traced"
+    remainders = device is not None and build.keeps_remainders(device, engine)
     return StepGraph(case.model, optimizer, rows, resident=resident, ranks=ranks, remainders=remainders)
 
 

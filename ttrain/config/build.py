@@ -226,9 +226,14 @@ def build_session(
         ema=train.ema,
         noise=train.noise_scale,
         resident=resident,
-        remainders=device.compiles and engine.name == "traced",
+        remainders=keeps_remainders(device, engine.name),
     )
     return Session.open(graph, device, lambda on, state: build_engine(engine, on, state), training, further)
+
+
+def keeps_remainders(device: Device, engine: str) -> bool:
+    """Whether fp32 weights are kept as bf16 copies and remainders, for which compiled steps have kernels."""
+    return device.compiles and engine == "traced"
 
 
 def build_resident(data: DataConfig, train: TrainConfig, model: Model, device: Device) -> Resident | None:

@@ -25,7 +25,7 @@ GivenSpecs = Sequence[TensorSpec | None]  # of inputs; None where one is absent
 Attributes = Mapping[str, Any]
 
 ALIGNMENT = 64  # bytes; a cache line, and what vector loads of 512 bits want
-UNWATCHED = nullcontext()  # one for all
+UNWATCHED = nullcontext()  # a step enters one each time, and to make one costs more
 
 
 class Delivery(Enum):

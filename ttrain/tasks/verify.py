@@ -144,8 +144,7 @@ class _Work:
 
     def _exact(self) -> dict[str, bool]:
         """Which engines run the very kernels that the first one runs; a compiler may reorder sums."""
-        compiles = self.device.compiler() is not None
-        return {name: not (compiles and name == "traced") for name in self.engines}
+        return {name: not (self.device.compiles and name == "traced") for name in self.engines}
 
     def _available(self, name: str) -> bool:
         from ttrain.engine.state import State

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
@@ -17,7 +17,16 @@ from ttrain.core.errors import CaptureError, DeviceUnavailable, GraphError
 from ttrain.core.options import LARGEST_INTEGER
 from ttrain.core.processor import processor_name, vector_extensions
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import ALIGNMENT, Device, Group, Kernel, Launch, StepCompiler, flat_launches
+from ttrain.device.base import (
+    ALIGNMENT,
+    UNWATCHED,
+    Device,
+    Group,
+    Kernel,
+    Launch,
+    StepCompiler,
+    flat_launches,
+)
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch.kernels import kernel_table
 from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context
@@ -124,7 +133,7 @@ class TorchDevice(Device):
     def watched(self, what: str) -> AbstractContextManager[None]:
         if self._neighbours is not None:
             self._neighbours.look()
-        return nullcontext()
+        return UNWATCHED
 
     def rest(self) -> None:
         if self._neighbours is not None:
@@ -172,7 +181,7 @@ class TorchDevice(Device):
 
     def compiler(self) -> StepCompiler | None:
         """On the CPU a step is traced by compiling its plan; on a GPU by recording its launches."""
-        if self.kind != "cpu":
+        if not self.compiles:
             return None
         from ttrain.device.torch.native import NativeKernels
 

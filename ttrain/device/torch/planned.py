@@ -19,7 +19,7 @@ class PlannedDevice(NullDevice):
         self.compiles = kind == "cpu"
 
     def compiler(self) -> StepCompiler | None:
-        if self.name != "cpu":
+        if not self.compiles:
             return None
         from ttrain.device.torch.native import NativeKernels
 

@@ -140,7 +140,7 @@ def _on_this_machine(
     rates = measured_rates(device.name, str(config.precision.compute), config.device.index)
     assert rates is not None  # it is a CPU or a GPU
     machine = machine_name(device.name, getattr(device, "threads", None))
-    compiles = device.compiler() is not None
+    compiles = device.compiles
     own = "traced" if config.engine.name == "traced" else "static"
     times, left, source = {}, seconds, f"the time of each kernel by itself on this {device.name}"
     for engine in (own, "traced" if own == "static" else "static"):
