@@ -129,6 +129,7 @@ def _update(request: Request, sizing: Sizing) -> Native | None:
     remainders = dtypes[0] is DType.INT16
     if remainders:
         types[vectors] = types[0]
+        results[0] = f"quieted({results[0]})"
     team = sizing.threads_for((10 + 2 * len(steps) + 6 * len(stochastic)) * _size(slots[0]))
     numbered = bool(stochastic)
     entries = lists + numbered
@@ -153,11 +154,11 @@ def _update(request: Request, sizing: Sizing) -> Native | None:
         f"const vf v1 = {'product(load(p1), clip)' if factor is not None else 'load(p1)'};",
         *steps,
         *(
-            f"const vf new{position} = round{position}({'quieted' * (remainders and not position)}({result}), element);"
+            f"const vf new{position} = round{position}({result}, element);"
             for position, result in zip(written, results, strict=True)
         ),
         *(f"store(p{position}, new{position});" for position in written),
-        *([f"store(p{vectors}, {'upper' * remainders}(new0));"] if copies else []),
+        *([f"store(p{vectors}, {'upper(new0)' if remainders else 'new0'});"] if copies else []),
         "});",
         "});",
     ]
