@@ -113,7 +113,7 @@ def test_recomputed_blocks_change_no_bit(engine: str, compute: DType) -> None:
 def test_recomputation_keeps_one_tensor_per_block() -> None:
     def kept(recompute: str) -> int:
         session = Session(small(layers=6, recompute=recompute), adamw(), 4)
-        return session.steps["train"].plan.arena_bytes
+        return session.steps["train"].plan.peak_bytes()  # wherever they lie
 
     assert kept("block") < 0.6 * kept("none")
 
