@@ -110,16 +110,16 @@ def under_way(rank: int, number: int, fault: Callable[[], object]) -> Change:
     """A fault of one rank in a step, as its first exchange has been started; another rank is late for it."""
 
     def change(here: int) -> None:
-        from ttrain.parallel.beside import Beside
+        from ttrain.parallel.communication import CommunicationThread
 
-        start, step = Beside.start, [0]
+        start, step = CommunicationThread.start, [0]
 
-        def started(self: Beside, launches: Any) -> None:
+        def started(self: CommunicationThread, launches: Any) -> None:
             start(self, launches)
             if here == rank and step[0] == number:
                 fault()
 
-        Beside.start = started  # type: ignore[method-assign]
+        CommunicationThread.start = started  # type: ignore[method-assign]
         at_step(here, number, partial(step.__setitem__, 0, number))(here)
 
     return change

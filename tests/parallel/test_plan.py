@@ -92,8 +92,8 @@ def test_all_ranks_start_buckets_in_one_order_as_soon_as_they_are_complete(shard
         assert nodes.index(starts[0]) < end < nodes.index(starts[-1]) < nodes.index(done)
         for start in starts:
             assert nodes[nodes.index(start) - 1].op.name in ("accumulate", start.op.name)
-            room = plan.owned[start.outputs[-1]]
-            assert [plan.graph.nodes[time] for time in (room.start, room.end)] == [start, done]
+            buffer = plan.owned[start.outputs[-1]]
+            assert [plan.graph.nodes[time] for time in (buffer.start, buffer.end)] == [start, done]
             held = set(start.outputs)
             assert {node for node in nodes if held & {*node.values}} <= {*starts, done}
         orders.append([(node.op.name, node.attributes["bounds"]) for node in nodes if "bounds" in node.attributes])

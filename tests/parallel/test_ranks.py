@@ -8,7 +8,7 @@ import pytest
 
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import run_offsets
-from ttrain.parallel.beside import Beside
+from ttrain.parallel.communication import CommunicationThread
 from ttrain.parallel.place import first_host, place
 from ttrain.parallel.ranks import BLOCK, Ranks, sharding_of, tree_sum
 
@@ -46,18 +46,18 @@ def test_a_sum_in_a_tree_is_that_of_its_subtrees() -> None:
         assert 2 ** ranks[0].levels == 8 // count
 
 
-def test_what_runs_beside_is_done_in_order_and_leaves_no_thread() -> None:
-    beside, done, may_go = Beside(), list[int](), threading.Event()
-    beside.start([lambda: may_go.wait(60), lambda: done.append(1)])
-    beside.start([lambda: done.append(2)])
+def test_a_thread_for_communication_keeps_the_order_and_ends() -> None:
+    thread, done, may_go = CommunicationThread(), list[int](), threading.Event()
+    thread.start([lambda: may_go.wait(60), lambda: done.append(1)])
+    thread.start([lambda: done.append(2)])
     assert done == []  # what is given next may be computed meanwhile
     may_go.set()
-    beside.finish()
+    thread.finish()
     assert done == [1, 2]
-    beside.start([lambda: done.append(1 // 0), lambda: done.append(3)])
+    thread.start([lambda: done.append(1 // 0), lambda: done.append(3)])
     with pytest.raises(ZeroDivisionError):
-        beside.finish()
-    assert done == [1, 2] and beside.close() and "exchange" not in {thread.name for thread in threading.enumerate()}
+        thread.finish()
+    assert done == [1, 2] and thread.close() and "exchange" not in {each.name for each in threading.enumerate()}
 
 
 def test_where_a_process_stands() -> None:

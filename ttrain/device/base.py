@@ -169,10 +169,10 @@ class Group(Protocol):
         """Sends flat buffers to other ranks and receives others from them; empty ones are left out. For `start`."""
 
     def start(self, launches: Sequence[Launch]) -> Launch:
-        """Runs launches in order, after those started before, beside what the device is given next."""
+        """Runs launches in order, after those started before, while the device goes on with what it is given next."""
 
     def finish(self) -> None:
-        """Nothing that is launched from now on runs before all that was started is done."""
+        """Waits, or lets the device wait, until all that was started is done."""
 
     def sum(self, buffer: Buffer) -> Launch:
         """buffer <- its sum over all ranks, in any order: for numbers of which all but one rank's are zero."""

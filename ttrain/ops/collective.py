@@ -5,7 +5,8 @@ shards begin, and where it ends, in elements; see parallel.ranks.Sharding. Parts
 
 A sum over ranks is two ops, so that it overlaps with what is computed between them: a start for each bucket, which
 returns at once, and one `collectives_done` that waits for all. Meanwhile the tensors belong to the exchange, as does
-the room for what other ranks send, an output of the start that `collectives_done` reads. All ranks start in one order.
+the receive buffer for what other ranks send, an output of the start that `collectives_done` reads. All ranks start in
+one order.
 """
 
 from __future__ import annotations
@@ -47,29 +48,29 @@ def _all_reduce_state(tensors: Sequence[Value]) -> list[TensorSpec]:
 
 @primitive(**_OVER_STATE)
 def _all_reduce_start(tensors: Sequence[Value], bounds: Bounds = ()) -> list[TensorSpec]:
-    """Starts to put the sums over all ranks into a bucket of the tensors. The last output is room to receive."""
-    return _with_room("all_reduce_start", tensors, bounds)
+    """Starts to put the sums over all ranks into a bucket of the tensors. The last output is the receive buffer."""
+    return _with_receive_buffer("all_reduce_start", tensors, bounds)
 
 
 @primitive(**_OVER_STATE)
 def _reduce_scatter_start(tensors: Sequence[Value], bounds: Bounds = ()) -> list[TensorSpec]:
-    """The same for this rank's shard of the bucket alone; what else lies in the bucket is spoilt."""
-    return _with_room("reduce_scatter_start", tensors, bounds)
+    """The same for this rank's shard of the bucket alone; what else lies in the bucket is undefined afterwards."""
+    return _with_receive_buffer("reduce_scatter_start", tensors, bounds)
 
 
-def _with_room(name: str, tensors: Sequence[Value], bounds: Bounds) -> list[TensorSpec]:
-    """Specs of the tensors, and of room for this shard from every other rank."""
+def _with_receive_buffer(name: str, tensors: Sequence[Value], bounds: Bounds) -> list[TensorSpec]:
+    """Specs of the tensors, and of a buffer for the largest shard from every other rank."""
     require(len(bounds) < 2, name, f"{len(bounds)} buckets", "one bucket")
     shards = [stop - start for bucket in bounds for start, stop in pairwise(bucket)]
-    room = [tensors[0].spec.with_shape((len(shards) - 1) * max(shards))] if shards else []
-    return [*(tensor.spec for tensor in tensors), *room]
+    buffer = [tensors[0].spec.with_shape((len(shards) - 1) * max(shards))] if shards else []
+    return [*(tensor.spec for tensor in tensors), *buffer]
 
 
 @primitive(**_OVER_SOME)
 def _collectives_done(tensors: Sequence[Value], count: int) -> list[TensorSpec]:
     """The first `count` tensors, as all collectives that were started leave them; the others are given back.
 
-    Parts of tensors may follow those that they lie in. The others are what the starts took to receive.
+    Parts of tensors may follow those that they lie in. The others are the receive buffers of the starts.
     """
     return [tensor.spec for tensor in tensors[:count]]
 
@@ -117,13 +118,13 @@ def all_reduce_state(tensors: Sequence[Value]) -> list[Value]:
 
 
 def reduce_start(tensors: Sequence[Value], bounds: Bounds, scatters: bool) -> list[Value]:
-    """See the ops; returns the new values of the tensors, and the room."""
+    """See the ops; returns the new values of the tensors, and the receive buffer."""
     return list(op("reduce_scatter_start" if scatters else "all_reduce_start").record(*tensors, bounds=bounds))
 
 
-def collectives_done(tensors: Sequence[Value], room: Sequence[Value]) -> list[Value]:
+def collectives_done(tensors: Sequence[Value], buffers: Sequence[Value]) -> list[Value]:
     """See the op; returns the new values of the tensors."""
-    return list(op("collectives_done").record(*tensors, *room, count=len(tensors)))
+    return list(op("collectives_done").record(*tensors, *buffers, count=len(tensors)))
 
 
 def all_gather_state(tensors: Sequence[Value], parts: Sequence[Value], bounds: Bounds) -> list[Value]:

@@ -19,8 +19,8 @@ from ttrain.core import errors
 from ttrain.core.errors import RankFailed, TtrainError, UserError
 from ttrain.core.options import differences
 from ttrain.device.base import Launch
-from ttrain.parallel.beside import Beside, Stream
 from ttrain.parallel.board import Board
+from ttrain.parallel.communication import CommunicationStream, CommunicationThread
 from ttrain.parallel.place import Place
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.settings import ParallelConfig
@@ -188,12 +188,12 @@ def serve(listener: socket, count: int, timeout: float) -> Board:
 class DistributedGroup:
     """Messages between devices. See device.base.Group.
 
-    What is started runs on a stream of its own on a GPU, beside the CPU on a thread of its own.
+    What is started runs on a GPU on a stream of its own, on the CPU on a thread of its own.
     """
 
     def __init__(self, rank: int, count: int, host: Any, board: Board, on_gpu: bool) -> None:
         self.rank, self.count, self.host, self._board = rank, count, host, board
-        self._beside = Stream() if on_gpu else Beside()
+        self._communication = CommunicationStream() if on_gpu else CommunicationThread()
 
     def _waits(self, launch: Launch) -> Launch:
         def guarded() -> None:
@@ -213,11 +213,11 @@ class DistributedGroup:
         return lambda: _wait([start(buffer, rank) for start, buffer, rank in pairs])
 
     def start(self, launches: Sequence[Launch]) -> Launch:
-        return self._waits(partial(self._beside.start, launches)) if launches else lambda: None
+        return self._waits(partial(self._communication.start, launches)) if launches else lambda: None
 
     def finish(self) -> None:
         with self._board.waiting():
-            self._beside.finish()
+            self._communication.finish()
 
     def sum(self, buffer: Any) -> Launch:
         return self._waits(lambda: _wait([dist.all_reduce(buffer, async_op=True)]))
@@ -227,14 +227,14 @@ class DistributedGroup:
             dist.all_reduce(torch.from_numpy(array.view(np.int32)), group=self.host)  # bits, so that no sign is lost
 
     def close(self) -> None:
-        """Ends what runs beside, be it done or not."""
-        if not self._beside.close():
+        """Ends what was started, be it done or not."""
+        if not self._communication.close():
             # A receive that nobody answers: once it is late, gloo closes all connections, which wakes who waits there.
             with suppress(RuntimeError):
                 late = dist.irecv(torch.empty(1), (self.rank + 1) % self.count, tag=1)
                 assert late is not None
                 late.wait(timedelta(milliseconds=1))
-            self._beside.close()
+            self._communication.close()
 
 
 def _wait(works: Sequence[Any]) -> None:

@@ -106,16 +106,16 @@ def summed_over_ranks(
 
     Each bucket is an exchange of its own. Those of a run are started from its end, where backward begins.
     """
-    room: list[Value] = []
+    buffers: list[Value] = []
     summed = [list(given) for given in gradients]
     for run, given in zip(runs, summed, strict=True):
         for bucket in reversed(run.bounds):
             inside, base = run.tensors_of(bucket)
             bounds = tuple(bound - base for bound in bucket)
             *given[inside], received = ops.reduce_start(given[inside], (bounds,), scatters=owned is not None)
-            room.append(received)
+            buffers.append(received)
     lists = [*summed, *(owned or ())]
-    left = iter(ops.collectives_done([value for values in lists for value in values], room))
+    left = iter(ops.collectives_done([value for values in lists for value in values], buffers))
     done = [list(islice(left, len(values))) for values in lists]
     return done[-len(runs) :]
 

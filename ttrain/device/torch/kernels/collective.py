@@ -41,7 +41,7 @@ def _reduce_scatter(context: Context, ins: Tensors, outs: Tensors, attributes: A
 
 
 def _start(context: Context, outs: Tensors, attributes: Attributes, further: Further) -> Launch:
-    """Sums the shards of a bucket beside what is launched next, and does what follows."""
+    """Sums the shards of a bucket while the device goes on, and then does what is `further` to be done."""
     bounds = attributes.get("bounds", ())
     if context.group is None or not bounds:
         return chain()
@@ -68,15 +68,15 @@ def _run(tensors: Tensors, bounds: tuple[tuple[int, ...], ...]) -> Tensor:
     return tensors[0].as_strided((bounds[-1][-1],), (1,), tensors[0].storage_offset())
 
 
-def _reduce(context: Context, run: Tensor, bucket: tuple[int, ...], room: Tensor) -> list[Launch]:
-    """This rank's shard of a bucket <- its sum over ranks; `room` takes in what the others send."""
+def _reduce(context: Context, run: Tensor, bucket: tuple[int, ...], received: Tensor) -> list[Launch]:
+    """This rank's shard of a bucket <- its sum over ranks; `received` takes what the others send."""
     group = context.group
     assert group is not None
     rank, shards = group.rank, [run[start:stop] for start, stop in pairwise(bucket)]
     own, others = shards[rank], [other for other in range(group.count) if other != rank]
     given: list[Tensor] = [own] * group.count
     for place, other in enumerate(others if own.numel() else ()):
-        given[other] = room[place * own.numel() : (place + 1) * own.numel()]
+        given[other] = received[place * own.numel() : (place + 1) * own.numel()]
     launches = [
         group.exchange([(other, shards[other]) for other in others], [(other, given[other]) for other in others])
     ]

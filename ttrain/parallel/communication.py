@@ -1,4 +1,7 @@
-"""Where exchanges between ranks run while the device computes: in order, one after another."""
+"""Where ranks exchange gradients while the device computes: a thread of the host, or a stream of the GPU.
+
+Of both, what was started runs in order, one launch after another.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from queue import SimpleQueue
 
 from ttrain.device.base import Launch
 
-_PATIENCE_SECONDS = 1.0  # for what is under way as the ranks part
+_CLOSE_SECONDS = 1.0  # for what is under way as the ranks part
 
 
-class Beside:
-    """A thread of the host."""
+class CommunicationThread:
+    """A thread of the host, started by the first launches. After one that raised it runs no more."""
 
     def __init__(self) -> None:
         self._orders: SimpleQueue[Sequence[Launch]] = SimpleQueue()
@@ -29,7 +32,7 @@ class Beside:
         self._orders.put(launches)
 
     def finish(self) -> None:
-        """Waits for all that was started. Raises what one of the launches did."""
+        """Waits for all that was started. Raises what one of the launches raised."""
         while self._pending:
             outcome = self._outcomes.get()
             self._pending -= 1
@@ -37,11 +40,11 @@ class Beside:
                 raise outcome
 
     def close(self) -> bool:
-        """Whether the thread has ended."""
+        """Ends the thread once it has done what was started; False where that takes too long."""
         if self._thread is None:
             return True
         self._orders.put(())
-        self._thread.join(_PATIENCE_SECONDS)
+        self._thread.join(_CLOSE_SECONDS)
         return not self._thread.is_alive()
 
     def _serve(self) -> None:
@@ -55,7 +58,7 @@ class Beside:
             self._outcomes.put(outcome)
 
 
-class Stream:
+class CommunicationStream:
     """A stream of the GPU. What is captured between a start and the finish goes into the graph with its order."""
 
     def __init__(self) -> None:
