@@ -86,7 +86,6 @@ def _model(config: Config) -> Model:
 
 
 def _title(config: Config, model: Model, device: str) -> str:
-
     name = config.source.choices.get("model", config.model.name)
     parts = [f"Plan of {name} on {device}, engine {config.engine.name}, {config.precision.name}"]
     rows, count = config.train.batch_size, config.train.accumulation

@@ -7,17 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Delivery, Device, Kernel, Launch, Layout, Table
+from ttrain.device.base import Attributes, Delivery, Device, GivenSpecs, Kernel, Launch, Layout, Specs, Table
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput
 from ttrain.device.ttnn.tensors.layout import default_layout
 
 if TYPE_CHECKING:
     from ttrain.device.ttnn.tensors.store import Store
-
-Attributes = Mapping[str, Any]
-Specs = Sequence[TensorSpec | None]
 
 
 def offloaded_by(config: TenstorrentConfig, name: str) -> bool:
@@ -53,7 +49,7 @@ def both_tables(card: Mapping[str, Kernel], host: Device, store: Store) -> Table
     )
 
 
-def _apart(inputs: Specs, outputs: Sequence[TensorSpec], attributes: Attributes) -> list[Layout | None]:
+def _apart(inputs: GivenSpecs, outputs: Specs, attributes: Attributes) -> list[Layout | None]:
     """Naming the default layout keeps such values in tensors that nothing else takes turns in.
 
     So a tensor stays the same from step to step, and the host finds it after a captured step has run.

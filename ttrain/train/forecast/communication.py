@@ -20,7 +20,7 @@ _START = "_start"  # ends the names of what runs beside computing
 class Collective:
     """One kind of collective: how often a step calls it, and the bytes that one rank sends by it.
 
-    `early` are those of them that are under way before backward has ended.
+    `early` bytes of these are under way before backward has ended.
     """
 
     name: str
@@ -38,7 +38,7 @@ def collectives(work: Work, ranks: Ranks) -> list[Collective]:
             nbytes = times * sent_bytes(node, ranks)
             if nbytes:
                 name = node.op.name.removesuffix("_state").removesuffix(_START)
-                had, early = found.get(name, Collective(name, 0, 0)), nbytes * (place < end)
+                had, early = found.get(name, Collective(name, 0, 0)), nbytes if place < end else 0
                 found[name] = Collective(name, had.calls + times, had.nbytes + nbytes, had.early + early)
     return list(found.values())
 

@@ -160,14 +160,14 @@ class Phases:
         self._phase, graph = phase, self.session.graph
         micro_batches = phase.rows // (graph.rows * graph.chips * graph.ranks.slices)
         graph = replace(graph, shorter=self._shorter.get(phase.length), micro_batches=micro_batches)
-        if before is None or before.length != phase.length or graph.grows_by_plans:
+        if before is None or before.length != phase.length or graph.rebuilt_to_grow:
             self._build(graph, step, anew=before is not None)
         self.session.graph = graph
         if before is not None:
             self.turned(step, phase)
 
     def _build(self, graph: StepGraph, step: int, anew: bool) -> None:
-        """All steps, for sequences of another length."""
+        """All steps of a phase, `anew` in place of those of the one before."""
         self._dataset = self._reader.opened(self._whole, step)
         self._steps.clear()
         if anew:

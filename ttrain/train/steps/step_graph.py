@@ -103,11 +103,11 @@ class StepGraph:
         for level in range(self.ranks.levels):
             steps[f"keep{level}"] = partial(self.trace_keep, level=level)
             steps[f"merge{level}"] = partial(self.trace_merge, level=level)
-        return {name: steps[name] for name in self._counts(self._parts if self.grows_by_plans else self.accumulation)}
+        return {name: steps[name] for name in self._counts(self._parts if self.rebuilt_to_grow else self.accumulation)}
 
     @property
-    def grows_by_plans(self) -> bool:
-        """Whether steps of another number of micro-batches are others: the last one may be the first of its slice."""
+    def rebuilt_to_grow(self) -> bool:
+        """Whether another number of micro-batches takes other steps: that of `train` may be the first of its slice."""
         return self.ranks.count > 1
 
     @property
@@ -127,14 +127,14 @@ class StepGraph:
 
     def _counts(self, parts: int) -> dict[str, int]:
         """See repeats; of so many micro-batches a slice."""
-        slices, joined, guarded = len(self.ranks.own), self.joined, self.guarded
-        further = slices * (parts - 1)
-        counts = {"accumulate_first": slices - (joined and not further), "accumulate_next": further}
-        counts["accumulate_next"] -= joined and further > 0
+        slices, joined = len(self.ranks.own), int(self.joined)  # `train` does what comes last of each
+        counts = {"accumulate_first": slices, "accumulate_next": slices * (parts - 1)}
+        counts["accumulate_next" if parts > 1 else "accumulate_first"] -= joined
         for level in range(self.ranks.levels):
             counts |= {f"keep{level}": slices >> level + 1, f"merge{level}": (slices >> level + 1) - joined}
-        counts |= {"train": joined, "norm": guarded and not joined, "update": guarded or not joined}
-        return {name: int(count) for name, count in counts.items() if count}
+        counts |= {"train": 1} if joined else {"norm": 1} if self.guarded else {}
+        counts |= {"update": 1} if self.guarded or not joined else {}
+        return {name: count for name, count in counts.items() if count}
 
     def further_steps(self) -> dict[str, Trace]:
         """`evaluate`; `logits` where the model has them, `swap` where weights are averaged."""

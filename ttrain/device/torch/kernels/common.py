@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.base import Attributes as Attributes
 from ttrain.device.base import Delivery, Group, Kernel, Launch
+from ttrain.device.base import Specs as Specs
 from ttrain.device.torch.chunks import CHUNK_LOGITS, chunk_rows
 
 Tensor = torch.Tensor
-Specs = Sequence[TensorSpec]
-Attributes = Mapping[str, Any]
 Tensors = Sequence[Tensor]
 Given = Sequence[Any]  # tensors, or specs; None where an input is absent
 RowBind = Callable[..., Launch]  # (context, inputs, outputs, attributes, workspace)

@@ -102,8 +102,9 @@ def _grad_workspace(context: Context, ins: Given, outs: Specs, attributes: Attri
 def _layer_norm_grad(context: Context, ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     dy, x, mean, rstd, weight, residual = ins
     dy, x, residual = rows_of(dy), rows_of(x), None if residual is None else rows_of(residual)
-    own = len(outs) + 1 if context.on_cpu else 0
-    scratch, totals, work = work[: min(own, 2)], work[2:own], work[own:]
+    scratch, totals = work[:0], work[:0]
+    if context.on_cpu:
+        scratch, totals, work = work[:2], work[2 : len(outs) + 1], work[len(outs) + 1 :]
     (weight,), preparing = _widened([weight], work)
     finish = _finishing(rows_of(outs[0]), residual)
     if x.dtype is torch.bfloat16:

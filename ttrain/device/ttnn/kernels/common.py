@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.base import Attributes as Attributes
 from ttrain.device.base import Delivery, Kernel, Launch, Layout
 from ttrain.device.ttnn.tensors.device_tensor import Derived, DeviceTensor, Tensors
 from ttrain.device.ttnn.tensors.layout import TILE, TileLayout, device_shape, dtype_name
 from ttrain.device.ttnn.tensors.store import Store
 
-Attributes = Mapping[str, Any]
 Specs = Sequence[Any]
 Build = Callable[..., Launch]  # (Context, inputs, outputs, attributes, workspace)
 
