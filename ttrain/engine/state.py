@@ -226,7 +226,7 @@ class State:
                 some = np.array(values[start : min(start + _AT_ONCE, stop)], np.float32)
                 some[np.isnan(some)] = np.nan
                 place = side.place(arena, byte + 2 * (start - first), TensorSpec(some.shape, DType.INT16))
-                side.upload(place, (some.view(np.int32) + carry >> shift).astype(np.int16))
+                side.upload(place, ((some.view(np.int32) + carry) >> shift).astype(np.int16))
 
     def nbytes(self, kind: Kind, on_host: bool | None = None) -> int:
         """Bytes here of all tensors of one kind; with `on_host` only of those that are, or are not, in host memory."""

@@ -19,8 +19,10 @@ from contextlib import suppress
 from ttrain.core.cores import OtherWork
 from ttrain.device.torch.native import openmp
 
-SECONDS, COST = 0.1, 500  # between two looks at what others use, and as many times as long as a look takes, at least
-SHORT, ENOUGH = 0.35, 0.2  # cores too few for workers to move, and to stay where they moved; a queue shows them as less
+INTERVAL = 0.1  # seconds between two looks at what others use, at least
+INTERVAL_IN_LOOKS = 500  # and so many times as long as a look takes, so that looks cost next to nothing
+MOVE_SHORTAGE = 0.35  # cores that are lacking from which on workers move; with a queue they show as fewer than they are
+STAY_SHORTAGE = 0.2  # and above which they stay where they moved
 
 _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _FORK = ctypes.CFUNCTYPE(None, _BODY, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
@@ -45,11 +47,11 @@ class Neighbours:
             self._work = OtherWork()
         else:
             cores, others = len(os.sched_getaffinity(0)), self._work.cores()
-            if self._threads + others - cores > (SHORT if self._sleepers is None else ENOUGH):
+            if self._threads + others - cores > (MOVE_SHORTAGE if self._sleepers is None else STAY_SHORTAGE):
                 self._make_room(max(1, cores - max(1, round(others))))
             else:
                 self._undo()
-        self._next = time.monotonic() + max(SECONDS, COST * (time.thread_time() - begun))
+        self._next = time.monotonic() + max(INTERVAL, INTERVAL_IN_LOOKS * (time.thread_time() - begun))
 
     def rest(self) -> None:
         """Workers may run everywhere and spin as usual, and the next look begins anew."""
