@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-from math import ceil
 from unittest.mock import Mock
 
 import pytest
 
 from tests.bench.pretend import Clock, Pretender
-from ttrain.bench.interleave import LEAST_ROUNDS, MOST_STEPS, Seat, interleave, take_turn
+from ttrain.bench.interleave import LEAST_ROUNDS, Seat, interleave, take_turn
 
 
 @pytest.fixture(autouse=True)
@@ -55,16 +54,17 @@ def test_a_device_that_runs_ahead_is_timed_over_the_whole_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step_seconds", "turn_seconds", "settle", "timed"),
-    [(0.1, 1.0, 2, 8), (10.0, 1.0, 1, 1), (1e-9, 1.0, MOST_STEPS // 5, 4 * MOST_STEPS // 5), (0.0, 1.0, 400, 1600)],
+    ("step_seconds", "settle", "timed", "beside"),
+    [(0.1, 2, 8, 3), (10.0, 1, 1, 1), (0.001, 200, 800, 300), (1e-9, 400, 1600, 20_000), (0.0, 400, 1600, 20_000)],
 )
-def test_the_size_of_a_turn(step_seconds: float, turn_seconds: float, settle: int, timed: int) -> None:
+def test_the_size_of_a_turn_of_a_second(step_seconds: float, settle: int, timed: int, beside: int) -> None:
+    """Beside a neighbour it settles for three tenths of a second, but for no more than 20,000 steps."""
     (seat,) = seats(Clock(), a=1.0)
-    seat.size(step_seconds, turn_seconds)
+    seat.size(step_seconds, 1.0)
     assert (seat.settle, seat.timed) == (settle, timed)
     seat.beside = Mock()
-    seat.size(step_seconds, turn_seconds)
-    assert seat.timed == timed and seat.settle == max(settle, min(20_000, ceil(0.3 / max(step_seconds, 1e-9))))
+    seat.size(step_seconds, 1.0)
+    assert (seat.settle, seat.timed) == (beside, timed)
 
 
 def test_time_ends_it_but_not_before_a_spread_can_be_told() -> None:
