@@ -135,14 +135,14 @@ def _no_room(rank: int) -> None:
     """The first shard of rank 1 can't be written."""
     from ttrain.train.loop import saver
 
-    write, left = saver.write_shard, [rank]
+    write, left = saver.write_rank_files, [rank]
 
-    def write_shard(*given: Any) -> Any:
+    def write_rank_files(*given: Any) -> Any:
         if left and left.pop():
             raise OSError("no room on this machine")
         return write(*given)
 
-    saver.write_shard = write_shard
+    saver.write_rank_files = write_rank_files
 
 
 def _raise() -> None:

@@ -111,7 +111,7 @@ class State:
             offsets, end = run_offsets([spec.size for _, spec in members])
             starts = (total + offset * dtype.itemsize for offset in offsets)
             places |= {name: (start, spec) for start, (name, spec) in zip(starts, members, strict=True)}
-            total += end * dtype.itemsize + _BETWEEN * lent
+            total += end * dtype.itemsize + (_BETWEEN if lent else 0)
         kind, _, run, slot = next(iter(runs))
         purpose = "gradients" if lent else " ".join(filter(None, (kind.value, run, slot)))
         arena = side.allocate_arena(total, purpose, copies=kind in (Kind.COPY, Kind.FROZEN))

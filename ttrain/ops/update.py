@@ -259,7 +259,7 @@ class Update(Op):
             ((), (), {"stochastic": every, "stream": 16, "copies": True}, (*state, *copies)),
         ]
         tested = any(len(case.attributes["rule"].slots) == len(rule.slots) for case in self.cases)
-        for factor, seed, more, narrow in ways[:: 1 - len(ways)] if tested else ways:
+        for factor, seed, more, narrow in (ways[0], ways[-1]) if tested else ways:
             given = (*shapes * (lists + more.get("copies", False)), (), (), factor, seed)
             attributes = {"rule": rule, "count": 2, **more}
             cases(self, Case(given, attributes, {"seed": 2**62}, above, narrow=narrow))

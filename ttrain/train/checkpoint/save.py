@@ -89,7 +89,7 @@ def start_save(folder: Path, step: int) -> None:
     _beside(folder, step).mkdir()
 
 
-def write_shard(folder: Path, step: int, state: StateValues, rank: int) -> Files:
+def write_rank_files(folder: Path, step: int, state: StateValues, rank: int) -> Files:
     """Writes the files of a rank's shard into the folder of `start_save`, and returns them, verified."""
     beside = _beside(folder, step)
     files = _write_tensors(beside, state, f"-rank{rank}")

@@ -32,7 +32,7 @@ from ttrain.train.checkpoint.save import (
     note_progress,
     save_checkpoint,
     start_save,
-    write_shard,
+    write_rank_files,
 )
 from ttrain.train.logging.events import Events
 from ttrain.train.protocols import StateValues
@@ -148,7 +148,7 @@ class Saver:
     def _write(self, work: _Work) -> None:
         self._error = None
         if not self._world.leads:
-            self._write_shard(work)
+            self._write_rank_files(work)
             return
         folder, content, several = self._run.checkpoints, work.content, self._world.ranks.count > 1
         try:
@@ -174,14 +174,14 @@ class Saver:
         if self._error is not None:
             self.step = None
 
-    def _write_shard(self, work: _Work) -> None:
+    def _write_rank_files(self, work: _Work) -> None:
         """Tells the leading rank what was written, or why it was not."""
         self.step = work.content.step
         if work.state is None:
             return
         outcome: dict[str, Any] = {}
         try:
-            outcome["files"] = write_shard(self._run.checkpoints, self.step, work.state, self._world.ranks.rank)
+            outcome["files"] = write_rank_files(self._run.checkpoints, self.step, work.state, self._world.ranks.rank)
         except Exception as error:  # none may be lost with the thread
             outcome = {"error": str(error) or type(error).__name__, "bad": isinstance(error, NonFiniteError)}
         self._world.send(f"save/{work.number}", json.dumps(outcome))

@@ -134,7 +134,7 @@ class _Call:
     @property
     def remainders(self) -> bool:
         """Whether the parameters are what fp32 weights have beyond their copies."""
-        return str(self.lists[0][0].dtype).endswith("int16")
+        return self.lists[0][0].dtype in (torch.int16, DType.INT16)
 
     def widths(self) -> list[list[int]]:
         """Bytes per element of each list's tensors, or of their specs."""
