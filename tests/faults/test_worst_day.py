@@ -303,7 +303,9 @@ def test_ctrl_c_during_the_first_imports() -> None:
     assert (done.returncode, done.stderr) == (130, "ttrain: interrupted\n")
 
 
-def test_a_hangup_saves_unless_nohup_was_asked_for() -> None:
+def test_a_hangup_saves_unless_nohup_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a process that was started without a place for messages."""
+    monkeypatch.setattr(sys, "stderr", None)
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the suite itself may run under nohup
     try:
         with StopRequests() as stop:

@@ -55,7 +55,7 @@ class StopRequests:
         if again:
             os.kill(os.getpid(), number)
         message = f"\n{self.requested.name}: finishing the step and saving; once more ends the run at once.\n"
-        with contextlib.suppress(OSError, ValueError):  # the terminal may be what went away
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # the terminal went away, or never was
             os.write(sys.stderr.fileno(), message.encode())  # print is not safe here
 
     def _note_save(self, number: int, frame: FrameType | None) -> None:
