@@ -182,6 +182,7 @@ def _overflow(rank: int) -> None:
     Driver.inputs = inputs  # type: ignore[method-assign]
 
 
+GROWING = ["train.accumulation=2", "train.batch_schedule=[2,4]", "train.phase_steps=3"]
 FAULTS: dict[str, tuple[Change, list[list[str]]]] = {
     "raises": (at_step(1, 3, _raise), [[], []]),
     "leader_raises": (at_step(0, 3, _raise), [[], []]),
@@ -197,7 +198,7 @@ FAULTS: dict[str, tuple[Change, list[list[str]]]] = {
     "version": (_version, [[], []]),
     "data": (_data, [[], []]),
     "no_room": (_no_room, [[], []]),
-    "overflow": (_overflow, [[], []]),
+    "overflow": (_overflow, [GROWING] * 2),
     "skipped": (_overflow, [["guard.nonfinite=skip", "guard.max_skips=1"]] * 2),
     "absent": (lambda rank: os._exit(0) if rank else None, [[], []]),
 }

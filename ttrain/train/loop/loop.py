@@ -224,6 +224,8 @@ class Loop:
             if applied and not self._go_back(search, number):
                 after = "" if gradient is None else f"From the loss backwards, the first bad gradient is {gradient}."
                 return f"{search.note}{after}".strip()
+            if self.phases is not None:  # repeated steps may be of an earlier one
+                self.phases.turn(number)
             tensor = search.in_step(*self.driver.inputs(number), number)
         except RankFailed:
             raise
@@ -239,15 +241,11 @@ class Loop:
         self.world.barrier()
         checkpoint, _ = newest_complete(self.run_directory.checkpoints)
 
-        def repeat(repeated: int) -> None:
-            self.heartbeat()
-            self.driver(repeated)
-
         def stopped() -> bool:
             return self.world.largest({"stop": float(self.stop.requested is not None)})["stop"] > 0
 
         seconds = self.world.broadcast(self.progress.seconds / number)
-        return search.go_back(number, checkpoint, repeat, seconds, stopped)
+        return search.go_back(number, checkpoint, lambda step: self._begin(step).finish(), seconds, stopped)
 
     def _spiked(self, number: int, loss: float) -> bool:
         """Looks for a spike of the loss; whether the run was rolled back for it."""
