@@ -89,8 +89,10 @@ def plugins_taken_back(tmp_path: Path) -> Iterator[None]:
     ours = {
         name for name, module in sys.modules.items() if str(getattr(module, "__file__", "")).startswith(str(tmp_path))
     }
-    for name in [op.name for op in REGISTRY.values() if getattr(op, "body", type(op)).__module__ in ours]:
-        del REGISTRY[name]
+    made = {op.name: getattr(op, "function", type(op)).__module__ for op in REGISTRY.values()}
+    for name, module in made.items():
+        if not module.startswith("ttrain."):  # also of a plugin whose import failed, which left no module
+            del REGISTRY[name]
     for group, name in registry._ROWS.keys() - rows:
         del registry._ROWS[group, name]
         ConfigStore.instance().repo.get(group, {}).pop(f"{name}.yaml", None)

@@ -57,6 +57,7 @@ OTHER_PROGRAMS = {
     "wandb agent": "needs an account",
     "torchrun": "waits for other machines; tests/parallel starts ranks",
     "srun": "needs a cluster",
+    "export SRUN_CPUS_PER_TASK": "as above",
     'eval "$(ttrain -sc install=bash)"': "changes the shell; tests/config/test_cli.py asks for the completions",
 }
 NOT_RUN: dict[str, Callable[[Config], bool]] = {

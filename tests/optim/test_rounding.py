@@ -277,7 +277,7 @@ def test_the_rounding_of_a_step_hangs_on_seed_and_step_alone() -> None:
     seen: list[dict[str, Any]] = []
 
     class Built:
-        inputs = dict.fromkeys(("tokens", "targets", "loss_weight", "seed", "rounding_seed", "lr", "step"))
+        inputs = uploads = dict.fromkeys(("tokens", "targets", "loss_weight", "seed", "rounding_seed", "lr", "step"))
 
         def __call__(self, inputs: dict[str, Any]) -> dict[str, float]:
             seen.append(inputs)
