@@ -16,9 +16,10 @@ from ttrain.device.torch.native.openmp import entry_points
 from ttrain.device.torch.neighbours import Neighbours
 
 CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
-pytestmark = pytest.mark.skipif(
-    len(CORES) < 2 or not entry_points(), reason="no two cores, or no OpenMP runtime whose threads could be moved"
-)
+pytestmark = [
+    pytest.mark.skipif(len(CORES) < 2, reason="no second core to bind threads to, or no system that binds them"),
+    pytest.mark.skipif(not entry_points(), reason="this torch has no OpenMP runtime whose threads could be moved"),
+]
 
 
 def places(threads: int) -> dict[int, set[int]]:

@@ -91,9 +91,8 @@ class StepSearch:
         Ranks exchange tensors in the last call, which they run to its end.
         """
         named = [(f"input {name}", _bad_elements(array)) for name, array in batch.items()]
-        before = next((f"{name} ({bad})" for name, bad in named if bad), None) or first_nonfinite(
-            self._state, SAVED_KINDS
-        )
+        persistent = first_nonfinite(self._state, SAVED_KINDS)  # which ranks read together, whatever their batch holds
+        before = next((f"{name} ({bad})" for name, bad in named if bad), persistent)
         found = self._world.first(None if before is None else (0, before))
         *own, last = self._step.calls(batch, rates, number)
         several = self._world.ranks.count > 1
