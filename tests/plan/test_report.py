@@ -28,9 +28,10 @@ from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD
 from ttrain.plan import build_plan
-from ttrain.plan.report import CLASSES, show_plan, step_cost
 from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
 from ttrain.train.forecast.plan_report import PlanReport, parameter_groups, plan_report
+from ttrain.train.forecast.show import show_plan
+from ttrain.train.forecast.step_cost import CLASSES, step_cost
 from ttrain.train.steps.session import Session, flops_per_step
 from ttrain.train.steps.step_graph import StepGraph
 

@@ -20,7 +20,7 @@ from ttrain.graph import Graph, Kind
 from ttrain.graph.alias import roots_of
 from ttrain.graph.graph import op
 from ttrain.graph.passes import remove_dead_code
-from ttrain.graph.place import TRANSFERS, place, transfer_bytes
+from ttrain.graph.place import place
 from ttrain.graph.verify import verify
 from ttrain.nn.initialize import initial_values
 from ttrain.optim.base import EXAMPLE
@@ -28,6 +28,7 @@ from ttrain.optim.settings import SGDConfig
 from ttrain.optim.sgd import SGD
 from ttrain.train.checkpoint.checkpoint import read_checkpoint
 from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
+from ttrain.train.forecast.step_cost import TRANSFERS, transfer_bytes
 from ttrain.train.steps.step_graph import StepGraph
 
 ODD = {"tied": False, "vocabulary": 97, "width": 40, "heads": 4, "context": 20, "dropout": 0.1, "recompute": "block"}

@@ -20,7 +20,6 @@ from ttrain.graph.kinds import Kind
 from ttrain.graph.rewrite import Rewriter
 
 Inputs = Sequence[Value | None]
-TRANSFERS = ("to_host", "to_device")
 
 
 def _transfer(name: str, doc: str, transfer: bool = True) -> Op:
@@ -146,8 +145,3 @@ def _copied_from(value: Value | None) -> Value | None:
     """The value of which this one is computed again."""
     copied = None if value is None or value.producer is None else value.producer.copy_of
     return None if copied is None or value is None else copied.outputs[value.index]
-
-
-def transfer_bytes(nodes: Sequence[Node]) -> dict[str, int]:
-    """Bytes that one run of the nodes transfers, by direction."""
-    return {name: sum(node.op.nbytes(node) for node in nodes if node.op.name == name) for name in TRANSFERS}

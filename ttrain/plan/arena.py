@@ -19,7 +19,7 @@ UNPLACED = -1  # no block begins there, since offsets are aligned
 class Block:
     """A buffer to place: its bytes, the launches between which it is live (inclusive), and where it came to lie.
 
-    `label` and `group` tell what it is for; see report.CLASSES. Offsets below zero lie in a Loan, which ends at zero.
+    `label` and `group` tell what it is for. Offsets below zero lie in a Loan, which ends at zero.
     `layout` is for devices without arenas: only blocks of equal layout may lie at the same offset. `on_host` tells that
     the block lies in the host's arena beside that of the device.
     """

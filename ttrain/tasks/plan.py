@@ -117,9 +117,8 @@ def _show(what: str, session: Session, steps: Any) -> None:
     """The nodes of every training step: as traced, with gradients and update, as planned, or summed up by op."""
     from ttrain.core.tables import plain_table
     from ttrain.graph import Graph, Stage
-    from ttrain.graph.show import show
-    from ttrain.plan.report import show_plan
     from ttrain.train.forecast.plan_report import op_table
+    from ttrain.train.forecast.show import show, show_plan
 
     for name, trace in session.graph.train_steps().items():
         if what == "ops":

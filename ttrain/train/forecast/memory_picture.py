@@ -9,7 +9,7 @@ import numpy as np
 
 from ttrain.core.errors import UserError
 from ttrain.plan.plan import Plan
-from ttrain.plan.report import CLASSES
+from ttrain.train.forecast.step_cost import CLASSES
 
 COLOURS = {"inputs": "#9aa5b1", "activations": "#3b7dd8", "gradients": "#d9822b", "update": "#5aa469",
            "workspace": "#b5567a"}  # fmt: skip

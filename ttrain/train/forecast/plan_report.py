@@ -12,9 +12,8 @@ from ttrain.core.units import format_bytes, format_count
 from ttrain.engine.base import Step, Trace
 from ttrain.engine.state import State
 from ttrain.graph import Graph, Kind, Node, Stage
-from ttrain.graph.place import TRANSFERS
 from ttrain.models.base import Model
-from ttrain.plan.report import CLASSES, StepCost, op_costs, step_cost
+from ttrain.train.forecast.step_cost import CLASSES, TRANSFERS, StepCost, op_costs, step_cost
 from ttrain.train.protocols import SAVED_KINDS
 from ttrain.train.steps.step_graph import StepGraph
 

@@ -11,7 +11,7 @@ from ttrain.engine.base import Engine, Step
 from ttrain.engine.state import State, StateTensor
 from ttrain.graph import Graph
 from ttrain.nn.initialize import initial_value
-from ttrain.plan.report import model_flops
+from ttrain.train.steps.flops import model_flops
 from ttrain.train.steps.step_graph import StepGraph
 
 

@@ -6,7 +6,7 @@ from ttrain import ops
 from ttrain.autodiff import backward
 from ttrain.core.spec import TensorSpec
 from ttrain.graph import Graph, Kind, Stage
-from ttrain.graph.show import show, show_node
+from ttrain.train.forecast.show import show, show_node
 
 TEXT = """\
 input  x:fp32[2, 3]

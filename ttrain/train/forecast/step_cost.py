@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from ttrain.device.base import Kernel, align, of_side
-from ttrain.graph.graph import Graph, Node, Value
+from ttrain.device.base import align
+from ttrain.graph.graph import Graph, Node
 from ttrain.graph.kinds import Stage
-from ttrain.graph.passes import remove_dead_code
-from ttrain.graph.place import transfer_bytes
-from ttrain.graph.show import scope_width
 from ttrain.plan.arena import Block, peak
-from ttrain.plan.lifetime import BEFORE, Placement
+from ttrain.plan.lifetime import Placement
 from ttrain.plan.plan import Plan
+from ttrain.train.steps.flops import by_stage, model_flops
 
 CLASSES = ("inputs", "activations", "gradients", "update", "workspace")  # of what lies in an arena
+TRANSFERS = ("to_host", "to_device")
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,8 @@ def step_cost(recorded: Graph, plan: Plan | None, largest: int = 5) -> StepCost:
         planned=planned,
         launches=len(launched),
         flops=model_flops(recorded),
-        executed_flops=_by_stage((node, node.op.flops(node)) for node in launched),
-        moved=_by_stage((node, node.op.nbytes(node)) for node in launched),
+        executed_flops=by_stage((node, node.op.flops(node)) for node in launched),
+        moved=by_stage((node, node.op.nbytes(node)) for node in launched),
         memory=memory,
         kept=plan.activation_bytes() if planned and trained else None,
         peak=most,
@@ -108,48 +106,6 @@ def op_costs(nodes: Iterable[Node]) -> list[OpCost]:
     return sorted(costs, key=lambda cost: (-cost.nbytes, cost.op))
 
 
-def model_flops(recorded: Graph) -> dict[str, int]:
-    """Operations that a recorded step needs, by stage: without copies that save memory and without unread values."""
-    needed = remove_dead_code(recorded).nodes
-    return _by_stage((node, node.op.flops(node)) for node in needed if not node.copy)
-
-
-def _by_stage(counted: Iterator[tuple[Node, int]]) -> dict[str, int]:
-    totals = {stage.value: 0 for stage in Stage}
-    for node, count in counted:
-        totals[node.stage.value] += count
-    return totals
-
-
-def show_plan(plan: Plan, kernels: Mapping[str, Kernel] | None = None) -> str:
-    """The op list with buffers: one line a node, then one line a buffer.
-
-    A value is shown where it lies: `@<offset>+<bytes>` in the arena, `=<name>` in state. A node without a number is not
-    launched: a view, or a copy that the kernel before it made unnecessary. Where there are several ways to run a node,
-    a row of the device's `kernels` tells which one it takes.
-    """
-    lines, launch, width = [f"arena: {plan.arena_bytes} bytes"], 0, scope_width(plan.graph.nodes)
-    lines.append(f" node launch stage    {'scope':{width}}  outputs = op(inputs)")
-    for time, node in enumerate(plan.graph.nodes):
-        elided = node in plan.placement.elided
-        number = "-" if elided else str(launch)
-        launch += not elided
-        work = "".join(f" workspace @{block.offset}+{block.nbytes}" for block in plan.scratch.get(node, []))
-        text = node.text(partial(_place, plan), lambda value: f"{_place(plan, value)}:{value.spec}")
-        place = f"{time:5} {number:>6} {node.stage.value:8} {node.scope:{width}}"
-        way = None if elided or kernels is None else of_side(kernels, node.on_host)[node.op.name].way
-        lines.append(f"{place}  {text}{work}" + (f" by {way(*node.specs, node.attributes)}" if way else ""))
-    lines.append("")
-    lines.append(f"{'offset':>12} {'bytes':>12} {'live':>11}  what")
-    for buffer in sorted(plan.blocks, key=lambda b: (b.offset, b.start)):
-        live = "..".join("in" if time == BEFORE else str(time) for time in dict.fromkeys((buffer.start, buffer.end)))
-        lines.append(f"{buffer.offset:12} {buffer.nbytes:12} {live:>11}  {buffer.group}: {buffer.label}")
-    return "\n".join(lines)
-
-
-def _place(plan: Plan, value: Value) -> str:
-    owner = plan.placement.owner_of(value)
-    if owner.kind.is_state:
-        return f"={owner.name}"
-    block = plan.owned[owner]
-    return f"@{block.offset}+{block.nbytes}"
+def transfer_bytes(nodes: Sequence[Node]) -> dict[str, int]:
+    """Bytes that one run of the nodes transfers, by direction."""
+    return {name: sum(node.op.nbytes(node) for node in nodes if node.op.name == name) for name in TRANSFERS}

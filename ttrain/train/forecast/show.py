@@ -1,0 +1,69 @@
+"""Graphs and plans as text: one line a node, in order, with stage, place in the model, shapes and attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+from ttrain.device.base import Kernel, of_side
+from ttrain.graph.graph import Graph, Node, Value
+from ttrain.graph.kinds import Stage
+from ttrain.plan.lifetime import BEFORE
+from ttrain.plan.plan import Plan
+
+
+def show(graph: Graph, stages: Iterable[Stage] = tuple(Stage)) -> str:
+    """Every node of the given stages."""
+    wanted = set(stages)
+    nodes = [node for node in graph.nodes if node.stage in wanted]
+    width = _scope_width(nodes)
+    lines = [f"input  {value!r}" for value in graph.inputs.values()]
+    lines += [f"{value.kind.value:9} {value!r}" for value in graph.state.values()]
+    lines += [show_node(node, width) for node in nodes]
+    lines += [f"output {name} = {value.label}" for name, value in graph.outputs.items()]
+    return "\n".join(lines)
+
+
+def _scope_width(nodes: Iterable[Node]) -> int:
+    """Characters of the longest scope."""
+    return max((len(node.scope) for node in nodes), default=0)
+
+
+def show_node(node: Node, width: int = 0) -> str:
+    """One node on one line, its scope padded to `width`."""
+    again = f"  (copy {node.copy})" if node.copy else ""
+    return f"{node.stage.value:8} {node.scope:{width}}  {node.text(lambda value: value.label)}{again}"
+
+
+def show_plan(plan: Plan, kernels: Mapping[str, Kernel] | None = None) -> str:
+    """The op list with buffers: one line a node, then one line a buffer.
+
+    A value is shown where it lies: `@<offset>+<bytes>` in the arena, `=<name>` in state. A node without a number is not
+    launched: a view, or a copy that the kernel before it made unnecessary. Where there are several ways to run a node,
+    a row of the device's `kernels` tells which one it takes.
+    """
+    lines, launch, width = [f"arena: {plan.arena_bytes} bytes"], 0, _scope_width(plan.graph.nodes)
+    lines.append(f" node launch stage    {'scope':{width}}  outputs = op(inputs)")
+    for time, node in enumerate(plan.graph.nodes):
+        elided = node in plan.placement.elided
+        number = "-" if elided else str(launch)
+        launch += not elided
+        work = "".join(f" workspace @{block.offset}+{block.nbytes}" for block in plan.scratch.get(node, []))
+        text = node.text(partial(_place, plan), lambda value: f"{_place(plan, value)}:{value.spec}")
+        place = f"{time:5} {number:>6} {node.stage.value:8} {node.scope:{width}}"
+        way = None if elided or kernels is None else of_side(kernels, node.on_host)[node.op.name].way
+        lines.append(f"{place}  {text}{work}" + (f" by {way(*node.specs, node.attributes)}" if way else ""))
+    lines.append("")
+    lines.append(f"{'offset':>12} {'bytes':>12} {'live':>11}  what")
+    for buffer in sorted(plan.blocks, key=lambda b: (b.offset, b.start)):
+        live = "..".join("in" if time == BEFORE else str(time) for time in dict.fromkeys((buffer.start, buffer.end)))
+        lines.append(f"{buffer.offset:12} {buffer.nbytes:12} {live:>11}  {buffer.group}: {buffer.label}")
+    return "\n".join(lines)
+
+
+def _place(plan: Plan, value: Value) -> str:
+    owner = plan.placement.owner_of(value)
+    if owner.kind.is_state:
+        return f"={owner.name}"
+    block = plan.owned[owner]
+    return f"@{block.offset}+{block.nbytes}"
