@@ -1,180 +1,148 @@
-"""Passes that join neighbouring nodes into one fused op: fewer launches, fewer passes over memory."""
+"""The pass that joins neighbouring nodes into one fused op: fewer launches, fewer passes over memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ttrain.core.errors import ShapeError
 from ttrain.core.spec import DType
 from ttrain.device.base import of_side
 from ttrain.graph.alias import overwritten, roots_of
 from ttrain.graph.graph import Graph, Node, Value, op
 from ttrain.graph.rewrite import Rewriter, uses
 
-
-class _Matcher:
-    """What the patterns ask: who reads a value, whether anybody else does, and whether it could be read later."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.readers = uses(graph)
-        self.kept = set(graph.outputs.values())
-        self.roots = roots_of(graph)
-        self.times = {node: time for time, node in enumerate(graph.nodes)}
-        self.writes: dict[Value, list[int]] = {}
-        for node, time in self.times.items():
-            for value in overwritten(node):
-                self.writes.setdefault(self.roots[value], []).append(time)
-
-    def source(self, value: Value, reader: Node, *names: str) -> Node | None:
-        """The node of one of these ops that makes a value which one reader alone reads, and nothing else keeps."""
-        source = value.producer
-        alone = self.readers.get(value) == [reader] and value not in self.kept
-        return source if source is not None and source.op.name in names and alone else None
-
-    def unchanged(self, value: Value, start: Node, end: Node) -> bool:
-        """Whether no node between the two overwrites the buffer of a value."""
-        times = self.writes.get(self.roots[value], [])
-        return not any(self.times[start] < time < self.times[end] for time in times)
-
-    def unread(self, values: Sequence[Value]) -> bool:
-        return not any(self.readers.get(value) or value in self.kept for value in values)
+Inputs = tuple[Value | None, ...]
 
 
-class Match(NamedTuple):
-    """One place where a pattern applies: which node disappears and what takes its reader's place."""
+class Joined(NamedTuple):
+    """What two nodes become."""
 
-    absorbed: Node
     name: str
-    inputs: tuple[Value | None, ...]
-    attributes: dict[str, Any]
-    outputs: list[Value]  # the old values that the fused op's outputs stand for, in order
+    inputs: Inputs
+    attributes: Mapping[str, Any]
+    outputs: Sequence[Value]  # the old values that the fused op's outputs stand for, in order
 
 
-Pattern = Callable[[_Matcher, Node], Match | None]
+# (a node, the node that makes one of its inputs, its other inputs) -> what they become, unless they don't fit
+Rule = Callable[[Node, Node, Inputs], Joined | None]
 
 
 def fuse(graph: Graph, kernels: Container[str]) -> Graph:
     """Join matmul + bias -> linear, linear + activation, residual sum + norm and their gradients, a sum + the
     gradient of a lookup, and head + cross-entropy, where the device has a kernel for what they become.
 
-    A pattern applies only where no node outside it reads what would disappear.
+    Two nodes are joined only where no node outside them reads what would disappear.
     """
-    for pattern, names in _PATTERNS.items():
-        graph = _apply(graph, pattern, names, kernels)
+    while found := _Matcher(graph, kernels).matches():
+        absorbed = {source for source, _ in found.values()}
+        rewriter = Rewriter(graph)
+        for node in graph.nodes:
+            if node in found:
+                _, joined = found[node]
+                inputs = tuple(None if value is None else rewriter.map[value] for value in joined.inputs)
+                with rewriter.at(node):
+                    fused = rewriter.new.append(op(joined.name), inputs, joined.attributes)
+                rewriter.replace(joined.outputs, fused.outputs)
+            elif node not in absorbed:
+                rewriter.copy(node)
+        graph = rewriter.finish()
     return graph
 
 
-def _apply(graph: Graph, pattern: Pattern, names: Container[str], kernels: Container[str]) -> Graph:
-    matcher = _Matcher(graph)
-    replaced: dict[Node, Match] = {}
-    absorbed: set[Node] = set()
-    for node in graph.nodes:
-        match = pattern(matcher, node) if node.op.name in names else None
-        if match is None or match.absorbed in absorbed or match.absorbed.on_host is not node.on_host:
-            continue
-        if match.name not in of_side(kernels, node.on_host):
-            continue
-        if all(matcher.unchanged(value, match.absorbed, node) for value in match.absorbed.values):
-            absorbed.add(match.absorbed)
-            replaced[node] = match
-    if not replaced:
-        return graph
-    rewriter = Rewriter(graph)
-    for node in graph.nodes:
-        if node in replaced:
-            match = replaced[node]
-            inputs = tuple(None if value is None else rewriter.map[value] for value in match.inputs)
-            with rewriter.at(node):
-                fused = rewriter.new.append(op(match.name), inputs, match.attributes)
-            rewriter.replace(match.outputs, fused.outputs)
-        elif node not in absorbed:
-            rewriter.copy(node)
-    return rewriter.finish()
+class _Matcher:
+    """Finds pairs of nodes that may become one: who reads a value, and whether it could be read later."""
+
+    def __init__(self, graph: Graph, kernels: Container[str]) -> None:
+        self.graph, self.kernels = graph, kernels
+        self.readers, self.kept, self.roots = uses(graph), set(graph.outputs.values()), roots_of(graph)
+        self.times = {node: time for time, node in enumerate(graph.nodes)}
+        self.writes: dict[Value, list[int]] = {}
+        for node, time in self.times.items():
+            for value in overwritten(node):
+                self.writes.setdefault(self.roots[value], []).append(time)
+
+    def matches(self) -> dict[Node, tuple[Node, Joined]]:
+        """By the later node of a pair, the earlier one and what they become. No node is part of two pairs."""
+        found: dict[Node, tuple[Node, Joined]] = {}
+        taken: set[Node] = set()
+        for node in self.graph.nodes:
+            for position in (1, 0) if node.op.name == "add" else (0,):
+                value = node.inputs[position] if node.inputs else None
+                source = None if value is None else value.producer
+                rule = None if source is None else _RULES.get((node.op.name, source.op.name))
+                if value is None or source is None or rule is None or value.index or source in taken:
+                    continue
+                joined = rule(node, source, (*node.inputs[:position], *node.inputs[position + 1 :]))
+                if joined is not None and self._fits(node, source, joined):
+                    found[node] = source, joined
+                    taken |= {node, source}
+                    break
+        return found
+
+    def _fits(self, node: Node, source: Node, joined: Joined) -> bool:
+        """Whether a kernel takes the place of both where the later one is, and all others find what they read."""
+        same = source.stage is node.stage and source.copy == node.copy and source.on_host is node.on_host
+        made = {*source.outputs, *node.outputs}
+        if not same or joined.name not in of_side(self.kernels, node.on_host) or made & {*joined.inputs}:
+            return False
+        start, end = self.times[source], self.times[node]
+        for value in made:
+            others = [self.times[reader] for reader in self.readers.get(value, []) if reader is not node]
+            if any(time < end for time in others) if value in joined.outputs else others or value in self.kept:
+                return False
+        if any(start < time < end for value in source.values for time in self.writes.get(self.roots[value], [])):
+            return False
+        try:
+            specs = [None if value is None else value.spec for value in joined.inputs]
+            return op(joined.name).infer_outputs(specs, joined.attributes) == [value.spec for value in joined.outputs]
+        except ShapeError:  # such as a sum of another shape, which is no bias
+            return False
 
 
-def _bias(matcher: _Matcher, node: Node) -> Match | None:
-    """add(matmul(x, W^T), b) or add(linear(x, W), b) with b [O] -> linear(x, W, b)."""
-    product, bias = node.values
-    source = matcher.source(product, node, "linear", "matmul")
-    if source is None or bias.spec != product.spec.with_shape(*product.shape[-1:]):
-        return None
-    if source.op.name == "linear":
-        fits = source.inputs[2] is None and source.attributes.get("activation") is None
-    else:
-        fits = source.attributes == {"transpose_a": False, "transpose_b": True} and product.spec.rank == 2
-    return Match(source, "linear", (*source.inputs[:2], bias), {}, list(node.outputs)) if fits else None
+def _bias(node: Node, source: Node, rest: Inputs) -> Joined | None:
+    """add(matmul(x, W^T), b) or add(linear(x, W), b) -> linear(x, W, b)."""
+    plain = {"transpose_a": False, "transpose_b": True} if source.op.name == "matmul" else {}
+    fits = source.attributes == plain and len(source.values) == 2
+    return Joined("linear", (*source.values, *rest), {}, node.outputs) if fits else None
 
 
-def _activation(matcher: _Matcher, node: Node) -> Match | None:
+def _activation(node: Node, source: Node, rest: Inputs) -> Joined | None:
     """activation(linear(x, W, b)) -> linear with that activation, where backward does not read the sum itself."""
-    source = matcher.source(node.values[0], node, "linear")
-    if source is None or source.attributes.get("activation") is not None:
-        return None
     name = "gelu_tanh" if node.attributes.get("approximate") == "tanh" else node.op.name
-    return Match(source, "linear", source.inputs, {"activation": name}, list(node.outputs))
+    return None if source.attributes else Joined("linear", source.inputs, {"activation": name}, node.outputs)
 
 
-def _residual_norm(matcher: _Matcher, node: Node) -> Match | None:
+def _residual_norm(node: Node, source: Node, rest: Inputs) -> Joined:
     """norm(add(x, branch)) -> add_norm, of layers or of RMS; the sum stays readable."""
-    total = node.input("x")
-    source = total.producer
-    if source is None or source.op.name != "add" or source.stage is not node.stage or source.copy != node.copy:
-        return None
-    x, branch = source.input("x"), source.input("y")
-    if x.spec != branch.spec or total in node.inputs[1:] or matcher.readers[total][0] is not node:
-        return None
-    inputs = (x, branch, *node.inputs[1:])
-    return Match(source, f"add_{node.op.name}", inputs, dict(node.attributes), [total, *node.outputs])
+    return Joined(f"add_{node.op.name}", (*source.inputs, *rest), node.attributes, (*source.outputs, *node.outputs))
 
 
-def _residual_norm_grad(matcher: _Matcher, node: Node) -> Match | None:
+def _residual_norm_grad(node: Node, source: Node, rest: Inputs) -> Joined | None:
     """add(gradient beside the norm, the norm's dx) -> the norm's gradient that adds it."""
-    for source, beside in _summed(matcher, node, "layer_norm_grad", "rms_norm_grad"):
-        if source.inputs[-1] is not None:
-            continue
-        start, end = matcher.times[source], matcher.times[node]
-        readers = [reader for output in source.outputs[1:] for reader in matcher.readers.get(output, [])]
-        if not any(start < matcher.times[reader] < end for reader in readers):
-            outputs = [*node.outputs, *source.outputs[1:]]
-            return Match(source, source.op.name, (*source.inputs[:-1], beside), dict(source.attributes), outputs)
-    return None
+    inputs, outputs = (*source.inputs[:-1], *rest), (*node.outputs, *source.outputs[1:])
+    return None if source.inputs[-1] else Joined(source.op.name, inputs, source.attributes, outputs)
 
 
-def _lookup_grad(matcher: _Matcher, node: Node) -> Match | None:
+def _lookup_grad(node: Node, source: Node, rest: Inputs) -> Joined | None:
     """add(base, embedding_grad(dy, ids)) -> add_embedding_grad: the rows that do not occur are left alone."""
-    for source, base in _summed(matcher, node, "embedding_grad"):
-        if base.spec.dtype.wide is DType.FP32:
-            return Match(source, "add_embedding_grad", (base, *source.inputs), {}, list(node.outputs))
-    return None
+    narrow = node.outputs[0].spec.dtype.wide is DType.FP32
+    return Joined("add_embedding_grad", (*rest, *source.inputs), {}, node.outputs) if narrow else None
 
 
-def _summed(matcher: _Matcher, node: Node, *names: str) -> Iterator[tuple[Node, Value]]:
-    """Nodes of these ops whose first output a sum of equal specs alone reads, each with what it is added to."""
-    for inside, beside in (node.values[::-1], node.values):
-        source = matcher.source(inside, node, *names)
-        if source is not None and inside.index == 0 and inside.spec == beside.spec:
-            yield source, beside
-
-
-def _head_cross_entropy(matcher: _Matcher, node: Node) -> Match | None:
+def _head_cross_entropy(node: Node, source: Node, rest: Inputs) -> Joined | None:
     """cross_entropy(linear(hidden, head)) -> head_cross_entropy in evaluation, where nothing reads the logits."""
-    logits = node.input("logits")
-    source = matcher.source(logits, node, "linear")
-    if source is None or not matcher.unread(node.outputs[1:]):
-        return None
     hidden, head, bias = source.inputs
-    if source.attributes.get("activation") is not None or hidden is None or hidden.spec.rank != 2:
-        return None
-    inputs = (hidden, head, node.input("targets"), node.input("weight"), bias)
-    attributes = {"smoothing": 0.0, "live": logits.shape[1], "gradients": False}
-    return Match(source, "head_cross_entropy", inputs, attributes, [node.outputs[0]])
+    attributes = {"smoothing": 0.0, "live": source.outputs[0].shape[-1], "gradients": False}
+    inputs = (hidden, head, *rest, bias)
+    return None if source.attributes else Joined("head_cross_entropy", inputs, attributes, node.outputs[:1])
 
 
-_PATTERNS: dict[Pattern, tuple[str, ...]] = {  # what may disappear into a node of these ops, in this order
-    _bias: ("add",),
-    _activation: ("relu", "tanh", "gelu"),
-    _residual_norm: ("layer_norm", "rms_norm"),
-    _residual_norm_grad: ("add",),
-    _lookup_grad: ("add",),
-    _head_cross_entropy: ("cross_entropy",),
+_RULES: dict[tuple[str, str], Rule] = {
+    **dict.fromkeys((("add", "linear"), ("add", "matmul")), _bias),
+    **dict.fromkeys(((name, "linear") for name in ("relu", "tanh", "gelu")), _activation),
+    **dict.fromkeys(((name, "add") for name in ("layer_norm", "rms_norm")), _residual_norm),
+    **dict.fromkeys((("add", name) for name in ("layer_norm_grad", "rms_norm_grad")), _residual_norm_grad),
+    ("add", "embedding_grad"): _lookup_grad,
+    ("cross_entropy", "linear"): _head_cross_entropy,
 }
