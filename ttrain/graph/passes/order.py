@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from graphlib import TopologicalSorter
 
 from ttrain.graph.alias import overwritten, roots_of
@@ -44,39 +44,35 @@ def gather_sides(graph: Graph) -> Graph:
     return copied(graph, _gathered(graph.nodes[:first], roots) + _gathered(graph.nodes[first:], roots))
 
 
-def _gathered(nodes: Sequence[Node], roots: dict[Value, Value]) -> list[Node]:
+def _gathered(nodes: Sequence[Node], roots: Mapping[Value, Value]) -> list[Node]:
     """The nodes in an order that changes sides only where nothing more can run on one."""
-    waiting = TopologicalSorter(dict(enumerate(_after(nodes, roots))))
+    waiting, times = TopologicalSorter(dependencies(nodes, roots)), {node: time for time, node in enumerate(nodes)}
     waiting.prepare()
     ready: dict[bool, list[int]] = {False: [], True: []}
     found: list[Node] = []
     side = bool(nodes) and nodes[0].by_host
     while waiting.is_active():
-        for time in waiting.get_ready():
-            heapq.heappush(ready[nodes[time].by_host], time)
+        for node in waiting.get_ready():
+            heapq.heappush(ready[node.by_host], times[node])
         side = side if ready[side] else not side
-        found.append(nodes[time := heapq.heappop(ready[side])])
-        waiting.done(time)
+        found.append(nodes[heapq.heappop(ready[side])])
+        waiting.done(found[-1])
     return found
 
 
-def _after(nodes: Sequence[Node], roots: dict[Value, Value]) -> list[set[int]]:
+def dependencies(nodes: Sequence[Node], roots: Mapping[Value, Value]) -> dict[Node, set[Node]]:
     """For each node the earlier ones that must have run: those that make what it reads, and where it overwrites a
     buffer or reads one that is overwritten, those that touched it before."""
-    made: dict[Value, int] = {}
-    written: dict[Value, int] = {}  # by root: the last node that overwrote it, and who has read it since
-    read: dict[Value, list[int]] = {}
-    found: list[set[int]] = []
-    for time, node in enumerate(nodes):
-        needed = {made[value] for value in node.values if value in made}
+    found: dict[Node, set[Node]] = {}
+    touched: dict[Value, list[Node]] = {}  # by root: the node that overwrote it last, and who has read it since
+    written: set[Value] = set()
+    for node in nodes:
+        needed = {value.producer for value in node.values if value.producer in found}
         changed = {roots[value] for value in overwritten(node)}
-        for root in {roots[value] for value in node.values} | changed:
-            needed.update([written[root]] if root in written else [])
-        for root in changed:
-            needed.update(read.pop(root, []))
-            written[root] = time
-        for root in {roots[value] for value in node.values} - changed:
-            read.setdefault(root, []).append(time)
-        made.update((output, time) for output in node.outputs)
-        found.append(needed)
+        for root in {roots[value] for value in node.values}:
+            since = touched.setdefault(root, [])
+            needed.update(since if root in changed else since[: root in written])
+            touched[root] = [node] if root in changed else [*since, node]
+        written |= changed
+        found[node] = needed
     return found
