@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from tests.models.session import ENGINES
 from tests.native.conftest import require_compiler
-from ttrain.config.build import build_session
+from ttrain.config.build import build_optimizer, build_session
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.device import TorchDevice
 from ttrain.device.torch.planned import PlannedDevice
@@ -18,8 +20,7 @@ from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.nn.initialize import Normal
 from ttrain.nn.module import Module, Parameter
-from ttrain.optim.adamw import AdamW
-from ttrain.optim.settings import AdamWConfig
+from ttrain.optim.settings import AdamWConfig, LionConfig, SGDConfig
 from ttrain.train.settings import GuardConfig, TrainConfig
 from ttrain.train.steps.step_graph import StepGraph
 
@@ -62,10 +63,17 @@ class Vector(Module):
         self.name_parameters()
 
 
-def updated(engine: str, remainders: bool, lr: float) -> State:
+OPTIMIZERS = {
+    "adamw": AdamWConfig(weight_decay=0.1),
+    "lion": LionConfig(weight_decay=0.1),
+    "sgd": SGDConfig(momentum=0.9),
+}
+
+
+def updated(optimizer: str, engine: str, remainders: bool, lr: float) -> State:
     """The state after three updates."""
-    optimizer = AdamW(AdamWConfig(clip_norm=None, weight_decay=0.1))
-    graph = StepGraph(Vector(), optimizer, rows=1, accumulation=2, remainders=remainders)
+    config = replace(OPTIMIZERS[optimizer], clip_norm=None)
+    graph = StepGraph(Vector(), build_optimizer(config), rows=1, accumulation=2, remainders=remainders)
     state = State(TorchDevice("cpu", 1), graph.state_tensors())
     state.write("weight", numbers(1000))
     step = ENGINES[engine](state.device, state).build("update", graph.trace_update)
@@ -75,18 +83,21 @@ def updated(engine: str, remainders: bool, lr: float) -> State:
     return state
 
 
-def test_a_compiled_update_keeps_every_bit_of_weights_and_moments() -> None:
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_compiled_update_keeps_every_bit_of_weights_and_moments(optimizer: str) -> None:
     require_compiler()
-    whole, split = (updated("traced", remainders, 0.01) for remainders in (False, True))
-    for name in ("weight", "weight/first_moment", "weight/second_moment"):
+    whole, split = (updated(optimizer, "traced", remainders, 0.01) for remainders in (False, True))
+    assert split.tensor("weight").remainders and not np.array_equal(whole.read("weight"), numbers(1000))
+    for name in whole.names(Kind.PARAMETER, Kind.OPTIMIZER):
         np.testing.assert_array_equal(split.read(name), whole.read(name), err_msg=name)
     np.testing.assert_array_equal(split.read("weight/compute"), nearest(whole.read("weight")))
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("engine", ["static", "traced"])
-def test_weights_that_stay_are_put_together_and_taken_apart_again(engine: str) -> None:
+def test_weights_that_stay_are_put_together_and_taken_apart_again(engine: str, optimizer: str) -> None:
     """Also by rows of torch, for rules that have no C++."""
-    state = updated(engine, True, 0.0)
+    state = updated(optimizer, engine, True, 0.0)
     np.testing.assert_array_equal(state.read("weight"), numbers(1000))
     np.testing.assert_array_equal(state.read("weight/compute"), nearest(numbers(1000)))
 
