@@ -13,8 +13,8 @@ from ttrain.device.base import Delivery
 from ttrain.device.null import NullDevice
 from ttrain.graph import Graph, Kind, Value
 from ttrain.plan import Plan, build_plan
+from ttrain.plan.arena import Block
 from ttrain.plan.check import check
-from ttrain.plan.lifetime import Lifetime
 
 PAIR = TensorSpec((2, 3))
 
@@ -67,7 +67,7 @@ def _overwrite_a_step_input(example: Example) -> None:
 
 def _drop_a_copy_that_is_needed(example: Example) -> None:
     example.own(example.given, example.given)
-    example.plan.placement.lifetimes[example.given] = Lifetime(0, 99)
+    example.plan.owned[example.given] = Block("given", PAIR.nbytes, 0, 99, 4096)
 
 
 def _spoil_a_state_after_its_last_reader(example: Example) -> None:
@@ -91,7 +91,7 @@ def test_a_read_that_finds_another_value_is_named(fault: Callable[[Example], Non
 
 def test_a_use_outside_the_lifetime_is_named() -> None:
     example = Example()
-    example.plan.placement.lifetimes[example.kept].end -= 1
+    example.plan.owned[example.kept].end -= 1
     assert "outside the lifetime of its buffer" in example.fault()
 
 
@@ -100,7 +100,7 @@ def test_a_buffer_that_is_too_small_is_named() -> None:
     graph = example.graph
     small = Value(graph, TensorSpec((2,)), Kind.NODE, "small")
     example.own(example.moved, small)
-    example.plan.placement.lifetimes[small] = Lifetime(0, 99)
+    example.plan.owned[small] = Block("small", 8, 0, 99, 4096)
     assert "does not fit the buffer of small" in example.fault()
 
 
@@ -124,7 +124,7 @@ def test_a_kernel_does_not_write_over_what_it_reads(fresh: bool) -> None:
         example.device.deliveries["relu"] = Delivery.FRESH
     else:
         example.own(example.kept, example.moved)
-        example.plan.placement.lifetimes[example.moved].end = 99
+        example.plan.owned[example.moved] = Block("moved", PAIR.nbytes, 0, 99, 4096)
     assert "would write over its own input" in example.fault() or "but its buffer holds" in example.fault()
 
 

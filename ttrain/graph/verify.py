@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container, Iterable
+
 from ttrain.core.errors import GraphError
 from ttrain.graph.alias import overwritten, roots_of
 from ttrain.graph.graph import Graph, Node, Value
@@ -9,53 +11,74 @@ from ttrain.graph.kinds import Kind
 
 
 def verify(graph: Graph, stage: str) -> Graph:
-    """Raise GraphError naming the first node that breaks a rule; return the graph.
+    """Raise GraphError naming a node that breaks a rule; return the graph.
 
     Rules: every input was made before it is read; every output has the spec that the op infers; a value whose buffer
     was overwritten is not read afterwards, be it through a view or as an output of the graph; only state is
     overwritten, no constant, and by one node not twice; only a transfer reads what lies on the other side.
     """
-    checker = _Checker(graph, stage)
+
+    def broken(message: str) -> GraphError:
+        return GraphError(f"after {stage}: {message}")
+
+    roots = roots_of(graph)
+    follow(graph, roots.__getitem__, (*graph.inputs.values(), *graph.state.values()), broken)
     for node in graph.nodes:
-        checker.check(node)
-    for name, value in graph.outputs.items():
-        checker.check_read(value, f"output {name}")
+        for value in node.values:
+            if value.on_host is not node.on_host and not node.op.transfer:
+                raise broken(f"{node!r} reads {value!r}, which lies on the other side.")
+        given, made = node.specs
+        if (specs := node.op.infer_outputs(given, node.attributes)) != made:
+            raise broken(f"{node!r} has outputs that its op does not infer: {specs}.")
+        changed = overwritten(node)
+        for value in changed:
+            root = roots[value]
+            if not root.kind.is_state:
+                raise broken(f"{node!r} overwrites {value!r}, which is not state.")
+            if root.kind is Kind.CONSTANT:
+                raise broken(f"{node!r} overwrites {root!r}, a derived buffer. Declare it with saved=True.")
+            if [roots[other] for other in changed].count(root) > 1:
+                raise broken(f"{node!r} overwrites {value!r} twice.")
     return graph
 
 
-class _Checker:
-    def __init__(self, graph: Graph, stage: str) -> None:
-        self.stage, self.roots = stage, roots_of(graph)
-        self.writer: dict[Value, Node] = {}  # root -> the node that overwrote its buffer last
-        # Per value, that node at the time the value was made.
-        self.version: dict[Value, Node | None] = dict.fromkeys((*graph.inputs.values(), *graph.state.values()))
+def follow(
+    graph: Graph,
+    owner_of: Callable[[Value], Value],
+    entering: Iterable[Value],
+    fault: Callable[[str], Exception],
+    reads: Callable[[Node], Iterable[Value]] = lambda node: node.values,
+    elided: Container[Node] = frozenset(),
+) -> None:
+    """Follow what every buffer holds, node by node; raise a `fault` where a reader finds another value than it means.
 
-    def check(self, node: Node) -> None:
-        for value in node.values:
-            self.check_read(value, node)
-            if value.on_host is not node.on_host and not node.op.transfer:
-                raise self.broken(f"{node!r} reads {value!r}, which lies on the other side.")
-        given, made = node.specs
-        if (specs := node.op.infer_outputs(given, node.attributes)) != made:
-            raise self.broken(f"{node!r} has outputs that its op does not infer: {specs}.")
-        for value in overwritten(node):
-            root = self.roots[value]
-            if not root.kind.is_state:
-                raise self.broken(f"{node!r} overwrites {value!r}, which is not state.")
-            if root.kind is Kind.CONSTANT:
-                raise self.broken(f"{node!r} overwrites {root!r}, a derived buffer. Declare it with saved=True.")
-            if self.writer.get(root) is node:
-                raise self.broken(f"{node!r} overwrites {value!r} twice.")
-            self.writer[root] = node
-        for output in node.outputs:
-            self.version[output] = self.writer.get(self.roots[output])
+    A buffer is known by the value that owns it; those of the `entering` hold them when the step starts. What the next
+    step finds in state must be the newest version. An assignment that is `elided` expects its value in the state.
+    """
+    meant = {value: value for value in (*graph.inputs.values(), *graph.state.values())}  # of a view what it shows
+    held = {value: value for value in entering}  # by owner
+    newest = {value: value for value in graph.state.values()}
 
-    def check_read(self, value: Value, reader: Node | str) -> None:
-        if value not in self.version:
-            raise self.broken(f"{reader} reads {value!r}, which no earlier node makes.")
-        writer = self.writer.get(self.roots[value])
-        if writer is not self.version[value]:
-            raise self.broken(f"{reader} reads {value!r}, overwritten by {writer!r}.")
+    def expect(value: Value, reader: Node | str, where: Value | None = None) -> None:
+        if value not in meant:
+            raise fault(f"{reader} reads {value!r}, which no earlier node makes.")
+        found = held.get(owner_of(where or value))
+        if found is not meant[value]:
+            raise fault(f"{reader} reads {value!r}, but its buffer holds {found!r} by then.")
 
-    def broken(self, message: str) -> GraphError:
-        return GraphError(f"after {self.stage}: {message}")
+    for node in graph.nodes:
+        if node.op.view or node in elided:
+            source = node.values[0] if node.op.view else node.input("value")
+            expect(source, node, source if node.op.view else node.input("state"))
+            meant[node.outputs[0]] = meant[source]
+        else:
+            for value in reads(node):
+                expect(value, node)
+            for output in node.outputs:
+                meant[output] = held[owner_of(output)] = output
+        changed = [] if node.op.view else [node.outputs[index] for index in node.op.aliases(node)]
+        newest.update((owner_of(output), output) for output in changed)
+    for state, value in newest.items():
+        expect(value, f"the next step's {state.name}", state)
+    for name, value in graph.outputs.items():
+        expect(value, f"output {name}")

@@ -10,7 +10,7 @@ from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind, Stage
 from ttrain.plan.arena import Block, Loan, pack, take_turns
 from ttrain.plan.check import check
-from ttrain.plan.lifetime import Lifetime, Placement, first_writes, place
+from ttrain.plan.lifetime import Placement, first_writes, place
 from ttrain.plan.plan import Plan
 
 _GROUPS = {Stage.FORWARD: "activations", Stage.BACKWARD: "gradients", Stage.UPDATE: "update"}
@@ -26,7 +26,7 @@ def build_plan(
     """
     layouts = None if device is None or device.arenas else _Layouts(graph, kernels, device)
     placement = place(graph, kernels, frozenset() if layouts is None else layouts.special)
-    owned = {owner: _block(owner, lifetime) for owner, lifetime in placement.lifetimes.items()}
+    owned = {owner: _block(owner, *lifetime) for owner, lifetime in placement.lifetimes.items()}
     scratch = _scratch(graph, kernels, placement)
     if layouts is not None:
         layouts.give({owner: block for owner, block in owned.items() if not block.on_host})
@@ -40,8 +40,8 @@ def build_plan(
     return plan
 
 
-def _block(owner: Value, lifetime: Lifetime) -> Block:
-    node, (start, end) = owner.producer, (lifetime.start, lifetime.end)
+def _block(owner: Value, start: int, end: int) -> Block:
+    node = owner.producer
     label, group = (f"input {owner.name}", "inputs") if node is None else (_label(owner, node), _GROUPS[node.stage])
     return Block(label, owner.spec.nbytes, start, end, on_host=owner.on_host, group=group)
 

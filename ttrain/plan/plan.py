@@ -43,6 +43,11 @@ class Plan:
         both = [*self.owned.values(), *(block for group in self.scratch.values() for block in group)]
         return [block for block in both if block.on_host is on_host]
 
+    def block_of(self, value: Value) -> Block | None:
+        """Where a value lies: its part of an arena, or of a loan; None where it lies in state that lends nothing."""
+        owner = self.placement.owner_of(value)
+        return self.lent.get(owner.name) if owner.kind.is_state else self.owned[owner]
+
     @property
     def launched(self) -> list[Node]:
         """Nodes that a kernel runs for: all but views and copies that delivery made unnecessary."""
