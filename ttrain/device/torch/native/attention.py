@@ -22,7 +22,7 @@ def _scratch(qkv: TensorSpec, heads: int, backward: bool, threads: int) -> Tenso
     block = _up(time, 8) if time < 32 else 32
     longest, width = max(_up(time, _TILE), _up(time, block)), _up(packed // (3 * heads), _TILE)
     matrix, scores = longest * width, block * longest
-    return fp32(threads, 9 * matrix + 2 * scores if backward else 3 * matrix + scores + block * width)
+    return fp32(threads, 9 * matrix + 2 * scores if backward else 4 * matrix + scores + block * width)
 
 
 def _attention(request: Request, sizing: Sizing) -> Native | None:

@@ -92,14 +92,14 @@ __attribute__((noinline)) void tile_product(
         for (int v = 0; v < TILE_VECTORS; ++v) store(c + i * c_row + v * W, tile[i][v]);
 }
 
-// C (+)= A B of fp32 matrices in whole tiles: `rows` and `columns` are rounded up to them.
+// C (+)= A B in whole tiles: `rows` and `columns` are rounded up to them.
+template <class E>
 INLINE void multiply(
-    i64 rows, i64 columns, i64 inner, const float* a, i64 a_row, i64 a_step, const float* b, i64 b_row, float* c,
+    i64 rows, i64 columns, i64 steps, const Unit<E>* a, i64 a_row, i64 a_step, const Unit<E>* b, i64 b_row, float* c,
     i64 c_row, bool adding) {
     for (i64 j = 0; j < columns; j += TILE_COLUMNS)
         for (i64 i = 0; i < rows; i += TILE_ROWS)
-            tile_product<float, false>(
-                inner, a + i * a_row, a_row, a_step, b + j, b_row, c + i * c_row + j, c_row, adding);
+            tile_product<E, false>(steps, a + i * a_row, a_row, a_step, b + j, b_row, c + i * c_row + j, c_row, adding);
 }
 
 // Sizes of C [M, N] = A [M, K] B [K, N], the distances between rows as the matrices are stored, and the blocks that are
@@ -115,9 +115,11 @@ struct Sizes {
     }
 };
 
-// The pair of elements at p and `next` further on; an odd inner axis ends with a pair of one.
+// The pair of elements at p and `next` further on; an odd inner axis ends with a pair of one. A vector of such.
 INLINE float unit_at(const float* p, i64, bool) { return *p; }
 INLINE u32 unit_at(const bf16* p, i64 next, bool alone) { return u32(p->bits) | (alone ? 0 : u32(p[next].bits) << 16); }
+INLINE vf units_at(const float* p, i64) { return load(p); }
+INLINE vu units_at(const bf16* p, i64 next) { return bits_as<vu>(load(p)) >> 16 | bits_as<vu>(load(p + next)); }
 
 // Steps k0 .. k1 and columns j0 .. j1 of the right matrix in panels of TILE_COLUMNS columns, [panel][step][column]. B is
 // stored [K, N], or [N, K] where Turned. Columns beyond the end are zero.
@@ -151,7 +153,10 @@ INLINE void pack_right(Sizes s, const E* b, i64 k0, i64 k1, i64 j0, i64 j1, Unit
                 const E* row = b + (k0 + k) * elements * s.b_row + j;
                 Unit<E>* panel = panels + k * TILE_COLUMNS;
                 if (count == TILE_COLUMNS && (k0 + k + 1) * elements <= s.K)
-                    for (int c = 0; c < TILE_COLUMNS; ++c) panel[c] = unit_at(row + c, s.b_row, false);
+                    for (int c = 0; c < TILE_COLUMNS; c += W) {
+                        const auto units = units_at(row + c, s.b_row);
+                        __builtin_memcpy(panel + c, &units, sizeof units);
+                    }
                 else
                     for (i64 c = 0; c < TILE_COLUMNS; ++c)
                         panel[c] = c < count ? unit_at(row + c, s.b_row, (k0 + k + 1) * elements > s.K) : Unit<E>{};
@@ -164,20 +169,24 @@ INLINE void pack_right(Sizes s, const E* b, i64 k0, i64 k1, i64 j0, i64 j1, Unit
 // or [K, M] where Turned. Rows beyond the end repeat the last one, and their sums are dropped.
 template <class E, bool Turned>
 INLINE void pack_left(Sizes s, const E* a, i64 k0, i64 k1, i64 i0, i64 i1, Unit<E>* panels) {
-    constexpr i64 together = 4, elements = Inner<E>::elements;  // panels at a time: each row's cache line is read once
+    constexpr i64 elements = Inner<E>::elements, near = 32;  // steps at a time: their cache lines serve several panels
     const i64 steps = k1 - k0, panel = steps * TILE_ROWS, next = elements * s.a_row;
     i64 i = i0;
     if constexpr (Turned)
-        if (k1 * elements <= s.K)
-            for (; i + together * TILE_ROWS <= i1; i += together * TILE_ROWS, panels += together * panel)
-                for (i64 k = 0; k < steps; ++k) {
-                    const E* row = a + (k0 + k) * next + i;
-#pragma GCC unroll 4
-                    for (int t = 0; t < together; ++t)
-#pragma GCC unroll 8
-                        for (int r = 0; r < TILE_ROWS; ++r)
-                            panels[t * panel + k * TILE_ROWS + r] = unit_at(row + t * TILE_ROWS + r, s.a_row, false);
-                }
+        if (k1 * elements <= s.K) {
+            const i64 whole = (i1 - i0) / W * W;
+            for (i64 first = 0; first < steps; first += near)
+                for (i64 j = 0; j < whole; j += W)
+                    for (i64 k = first; k < first + near && k < steps; ++k) {
+                        const auto units = units_at(a + (k0 + k) * next + i0 + j, s.a_row);
+                        for (int r = 0; r < W; r += TILE_ROWS)
+                            __builtin_memcpy(
+                                panels + (j + r) * steps + k * TILE_ROWS,
+                                reinterpret_cast<const Unit<E>*>(&units) + r, TILE_ROWS * sizeof(Unit<E>));
+                    }
+            i += whole;
+            panels += whole * steps;
+        }
     for (; i < i1; i += TILE_ROWS, panels += panel)
         for (i64 k = 0; k < steps; ++k)
             for (i64 r = 0; r < TILE_ROWS; ++r) {
