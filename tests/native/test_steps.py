@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,14 @@ class Device(TorchDevice):
         return NativeKernels(self.kernels, self.threads, Toolchain(self.folder))
 
 
-def session(engine_class: type[StaticEngine], folder: Path, compute: DType, dropout: float) -> tuple[Any, StaticEngine]:
-    device = Device(folder, threads=2)
+def session(
+    engine_class: type[StaticEngine],
+    folder: Path,
+    compute: DType,
+    dropout: float,
+    make_device: Callable[[Path, int], Device] = Device,
+) -> tuple[Any, StaticEngine]:
+    device = make_device(folder, 2)
     model = GPT(GPTConfig(layers=2, heads=2, width=32, context=TIME, vocabulary=VOCABULARY, dropout=dropout), compute)
     steps = StepGraph(model, AdamW(AdamWConfig()), ROWS)
     state = State(device, steps.state_tensors())

@@ -24,7 +24,7 @@ class DeviceConfig:
     products: str = option(
         "auto",
         "cpu: who multiplies matrices; own is the compiled code of engine=traced, onednn and aten are libraries that "
-        "torch brings, each where it can; auto takes the compiled code where there is one, except for bf16 where there "
-        "are matrix units, and of the libraries for each shape the one that measured faster on this machine, once",
+        "torch brings, each where it can; auto takes for each shape what measured faster on this machine, once: traced "
+        "its compiled code unless libraries make whole steps faster, the others one of the libraries",
         choices=("auto", "own", "onednn", "aten"),
     )

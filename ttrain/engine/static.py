@@ -53,13 +53,16 @@ class StaticEngine(Engine):
     def build(self, name: str, trace: Trace) -> Step:
         graph = self.derive(trace)
         self.state.check(graph)
-        step = self.make_step(name, build_plan(graph, self.kernels, self.device, self.state.loan))
+        step = self.make_step(name, self.plan(graph))
         self._steps.append(step)
         return step
 
     def derive(self, trace: Trace) -> Graph:
         """The final graph of a step."""
         return prepare(trace, self.kernels, self.device, self.rematerialize)
+
+    def plan(self, graph: Graph) -> Plan:
+        return build_plan(graph, self.kernels, self.device, self.state.loan)
 
     def make_step(self, name: str, plan: Plan) -> StaticStep:
         return StaticStep(self, name, plan)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
 import numpy as np
 
 from ttrain.core.errors import CaptureError
-from ttrain.device.base import NUMPY_DTYPES, Device, Launch, chain
+from ttrain.device.base import NUMPY_DTYPES, Device, Launch, StepCompiler, chain
 from ttrain.engine.base import Trace
 from ttrain.engine.state import State
 from ttrain.engine.static import BoundPlan, StaticEngine, StaticStep
 from ttrain.graph.alias import overwritten
-from ttrain.graph.graph import Graph
+from ttrain.graph.graph import Graph, Value
+from ttrain.graph.kinds import Kind, Stage
 from ttrain.graph.passes import remove_dead_code
 from ttrain.graph.verify import verify
 from ttrain.plan.plan import Plan
@@ -56,14 +61,43 @@ class TracedEngine(StaticEngine):
                     "host, so every replay would repeat the captured value. Use engine=static."
                 )
 
+    def plan(self, graph: Graph) -> Plan:
+        plan = super().plan(graph)
+        trains = any(node.stage is not Stage.FORWARD for node in graph.nodes)
+        if self.compiler is not None and (trains or not self._steps):  # evaluations take what was settled for training
+            with self._compiling(self.compiler):
+                anew = self.compiler.settle(plan.launched, partial(self._rehearsal, self.compiler, graph))
+            plan = super().plan(graph) if anew else plan
+        return plan
+
+    def _rehearsal(self, compiler: StepCompiler, graph: Graph) -> Launch:
+        """Runs what a step launches, but for what writes state that outlives it, on activations of its own."""
+        plan = super().plan(graph)
+        compiler.prepare(plan.launched)
+        arena = self.device.allocate_arena(plan.arena_bytes, "the rehearsal of a step")
+        bound = BoundPlan(plan, self, (arena, None))
+        passing = (Kind.NODE, Kind.INPUT, Kind.GRADIENT)
+        kept = [
+            launch
+            for node, launch in zip(bound.nodes, bound.node_launches, strict=True)
+            if all(plan.placement.owner_of(output).kind in passing for output in node.outputs)
+        ]
+        ready = partial(self.device.upload_inputs, bound.inputs, zeros(graph.inputs))  # a run writes over them
+        return chain(ready, *compiler.join(kept))
+
+    @contextmanager
+    def _compiling(self, compiler: StepCompiler) -> Iterator[None]:
+        """Counts what is compiled meanwhile."""
+        counters, before = self.counters, (compiler.compilations, compiler.built, compiler.cached)
+        yield
+        counters.compilations += compiler.compilations - before[0]
+        counters.kernels_built += compiler.built - before[1]
+        counters.kernels_cached += compiler.cached - before[2]
+
     def bind(self, plan: Plan) -> BoundPlan:
         if self.compiler is not None:
-            compiler, counters = self.compiler, self.counters
-            before = compiler.compilations, compiler.built, compiler.cached
-            compiler.prepare(plan.launched)
-            counters.compilations += compiler.compilations - before[0]
-            counters.kernels_built += compiler.built - before[1]
-            counters.kernels_cached += compiler.cached - before[2]
+            with self._compiling(self.compiler):
+                self.compiler.prepare(plan.launched)
         bound = super().bind(plan)
         if self.compiler is not None:
             bound.launches = self.compiler.join(bound.launches)
@@ -127,8 +161,7 @@ class TracedStep(StaticStep):
         if any(overwritten(node) for node in self.plan.graph.nodes):
             return False
         bound = self.take_addresses()
-        zeros = {key: np.zeros(spec.shape, NUMPY_DTYPES[spec.dtype]) for key, spec in self.inputs.items()}
-        self.engine.device.upload_inputs(bound.inputs, zeros)
+        self.engine.device.upload_inputs(bound.inputs, zeros(self.plan.graph.inputs))
         bound.run()
         self._warm = True
         return True
@@ -152,3 +185,8 @@ class TracedStep(StaticStep):
         """Drop the capture, before the device goes."""
         self._replay = None
         self._bound = None
+
+
+def zeros(inputs: Mapping[str, Value]) -> dict[str, np.ndarray]:
+    """Arrays for the inputs of a step, by name."""
+    return {name: np.zeros(value.spec.shape, NUMPY_DTYPES[value.spec.dtype]) for name, value in inputs.items()}

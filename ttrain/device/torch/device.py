@@ -28,7 +28,7 @@ from ttrain.device.base import (
     flat_launches,
 )
 from ttrain.device.settings import DeviceConfig
-from ttrain.device.torch.kernels import kernel_table
+from ttrain.device.torch.kernels import kernel_table, product_libraries
 from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context
 from ttrain.device.torch.neighbours import Neighbours
 
@@ -185,7 +185,9 @@ class TorchDevice(Device):
             return None
         from ttrain.device.torch.native import NativeKernels
 
-        return NativeKernels(self.kernels, self.threads, products=self.products)
+        # Ranks would each choose for themselves.
+        libraries = product_libraries(self.context) if self.group is None else None
+        return NativeKernels(self.kernels, self.threads, None, self.products, libraries, measures=True)
 
     def capture(self, launches: Sequence[Launch], name: str) -> Launch:
         """Record the launches as one CUDA graph.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from ttrain.device.base import Kernel, StepCompiler
 from ttrain.device.null.device import NullDevice
@@ -13,9 +14,11 @@ from ttrain.device.settings import DeviceConfig
 class PlannedDevice(NullDevice):
     """A device by its table. On the CPU a traced step is planned with the rows that would be compiled for it."""
 
-    def __init__(self, kind: str, rows: Mapping[str, Kernel], threads: int, products: str = "auto") -> None:
+    def __init__(
+        self, kind: str, rows: Mapping[str, Kernel], threads: int, products: str = "auto", libraries: Any = None
+    ) -> None:
         super().__init__(rows=rows)
-        self.name, self.threads, self.products = kind, threads, products
+        self.name, self.threads, self.products, self._libraries = kind, threads, products, libraries
         self.compiles = kind == "cpu"
 
     def compiler(self) -> StepCompiler | None:
@@ -23,7 +26,7 @@ class PlannedDevice(NullDevice):
             return None
         from ttrain.device.torch.native import NativeKernels
 
-        return NativeKernels(self.kernels, self.threads, products=self.products)
+        return NativeKernels(self.kernels, self.threads, None, self.products, self._libraries)
 
 
 def planned(config: DeviceConfig) -> PlannedDevice:
@@ -31,7 +34,7 @@ def planned(config: DeviceConfig) -> PlannedDevice:
     import torch
 
     from ttrain.core.cores import default_threads
-    from ttrain.device.torch.kernels import kernel_table
+    from ttrain.device.torch.kernels import kernel_table, product_libraries
     from ttrain.device.torch.kernels.common import Context
 
     kind = config.name
@@ -40,4 +43,5 @@ def planned(config: DeviceConfig) -> PlannedDevice:
         kind = "cuda" if torch.cuda.device_count() else "cpu"
     threads = config.threads or default_threads()
     context = replace(Context.of(torch.device(kind), threads), products=config.products)
-    return PlannedDevice(kind, kernel_table(context), threads, config.products)
+    libraries = product_libraries(context) if kind == "cpu" else None
+    return PlannedDevice(kind, kernel_table(context), threads, config.products, libraries)

@@ -15,6 +15,8 @@ function or a `Chain` of a few. A launch allocates nothing, except where aten ha
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ttrain.device.base import Kernel
 from ttrain.device.torch.kernels import (
     attention,
@@ -36,3 +38,9 @@ from ttrain.device.torch.kernels.common import ROWS, Context
 def kernel_table(context: Context) -> dict[str, Kernel]:
     """A row for every op."""
     return {op: made(context) for op, made in ROWS.items()}
+
+
+def product_libraries(context: Context) -> dict[str, dict[str, Kernel]]:
+    """By the name of each library that torch brings for products, the rows that multiply by it."""
+    names = ("aten", "onednn")
+    return {name: kernel_table(replace(context, products=name)) for name in names}

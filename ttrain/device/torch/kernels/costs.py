@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -35,30 +35,36 @@ def fastest(key: str, ways: Mapping[str, Callable[[], Launch]], margin: float = 
 
 @lru_cache(maxsize=512)
 def _chosen(key: str, ways: tuple[tuple[str, Callable[[], Launch]], ...], margin: float = CLEAR_WIN) -> str:
-    costs = _read().get(_machine(), {}).get(key, {})
-    if set(costs) != {name for name, _ in ways}:
-        costs = _measured(ways, margin)
-        _write(key, costs)
-    return _winner(costs, ways[0][0], margin)
+    costs = recalled(key, [name for name, _ in ways], lambda: _measured(ways, margin))
+    assert costs is not None  # they are measured
+    return winner(costs, ways[0][0], margin)
 
 
-def _winner(costs: Mapping[str, float], first: str, margin: float) -> str:
+def recalled(
+    key: str, names: Collection[str], measure: Callable[[], Mapping[str, float]] | None
+) -> Mapping[str, float] | None:
+    """Seconds of each way by the table, or else as measured now and kept; None where neither can be."""
+    known = _read().get(_machine(), {}).get(key, {})
+    if set(known) == set(names) or measure is None:
+        return known if set(known) == set(names) else None
+    costs = measure()
+    _write(key, costs)
+    return costs
+
+
+def winner(costs: Mapping[str, float], first: str, margin: float) -> str:
+    """The name of the cheapest way, or of the first where that does not cost more by the margin."""
     best = min(costs, key=lambda name: costs[name])
     return best if costs[first] > margin * costs[best] else first
 
 
 def _measured(ways: tuple[tuple[str, Callable[[], Launch]], ...], margin: float) -> dict[str, float]:
     """Seconds of the fastest run of each way, of series that are repeated until the last one told nothing new."""
-    costs, launches = {name: float("inf") for name, _ in ways}, {}
-    for name, make in ways:
-        with contextlib.suppress(RuntimeError):  # such as an oneDNN build without the primitive
-            launch = make()
-            launch()
-            launches[name] = launch
+    costs, launches = {name: float("inf") for name, _ in ways}, warmed(ways)
     for _ in range(_MOST_SERIES):
-        found = {**costs, **_seconds(launches)}
+        found = {**costs, **seconds(launches)}
         lower = {name: min(cost, found[name]) for name, cost in costs.items()}
-        alike = _winner(found, ways[0][0], margin) == _winner(lower, ways[0][0], margin)
+        alike = winner(found, ways[0][0], margin) == winner(lower, ways[0][0], margin)
         settled = alike and all(costs[name] <= _SETTLED * lower[name] for name in launches)
         costs = lower
         if settled:
@@ -66,15 +72,29 @@ def _measured(ways: tuple[tuple[str, Callable[[], Launch]], ...], margin: float)
     return costs
 
 
-def _seconds(launches: Mapping[str, Launch]) -> dict[str, float]:
+def warmed(ways: Iterable[tuple[str, Callable[[], Launch]]]) -> dict[str, Launch]:
+    """A launch by each way that works here, which has run once."""
+    launches = {}
+    for name, make in ways:
+        with contextlib.suppress(RuntimeError):  # such as an oneDNN build without the primitive
+            launch = make()
+            launch()
+            launches[name] = launch
+    return launches
+
+
+def seconds(
+    launches: Mapping[str, Launch], least: int = _LEAST_TURNS, limit: float = _TURNS_SECONDS
+) -> dict[str, float]:
     """Seconds of the fastest run of each: what the machine can do when nothing disturbs it.
 
-    Ways take turns, so that a machine that is busy for a moment disturbs all of them; short ones get more turns.
+    Ways take turns, so that a machine that is busy for a moment disturbs all of them; short ones get more turns, until
+    `limit` seconds are over.
     """
     costs = {name: float("inf") for name in launches}
-    end = time.perf_counter() + _TURNS_SECONDS
+    end = time.perf_counter() + limit
     for turn in range(_MOST_TURNS):
-        if turn >= _LEAST_TURNS and time.perf_counter() > end:
+        if turn >= least and time.perf_counter() > end:
             break
         for name, launch in launches.items():
             start = time.perf_counter()

@@ -36,6 +36,11 @@ class Request:
     def of_node(node: NodeLike) -> Request:
         return Request.make(node.op.name, *node.specs, node.attributes)
 
+    def __str__(self) -> str:
+        inputs = ", ".join("-" if spec is None else str(spec) for spec in self.inputs)
+        settings = (f"{name}={value}" for name, value in self.attributes)
+        return " ".join([f"{self.op}({inputs}) ->", *map(str, self.outputs), *settings])
+
     @property
     def settings(self) -> dict[str, Any]:
         """The attributes by name."""

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from ttrain.core.errors import PlanError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Delivery, Kernel, Launch
 from ttrain.device.torch.native import attention, pool, products, rules, updates
+from ttrain.device.torch.native.choice import OWN, Choice, Libraries, Ways
 from ttrain.device.torch.native.codegen import function_name, library_sources
 from ttrain.device.torch.native.launch import joined
 from ttrain.device.torch.native.native import Native, Sizing
@@ -24,12 +26,14 @@ from ttrain.device.torch.native.toolchain import Toolchain, has_feature
 
 RULES = {**rules.RULES, **updates.RULES, **attention.RULES, **products.RULES}
 _INPLACE = ("accumulate", "assign", "update")
+_BOTH = (DType.FP32, DType.BF16)
 
 
 class NativeKernels:
     """The StepCompiler of the CPU: functions compiled for the requests of a plan.
 
     `base` are the rows for everything that no rule covers, such as fp64. `sizing` alone may be a number of threads.
+    `libraries` are what our products are compared with, where `measures` by timing them; see choice.py.
     """
 
     fuses = True
@@ -40,20 +44,24 @@ class NativeKernels:
         sizing: Sizing | int,
         toolchain: Toolchain | None = None,
         products: str = "auto",
+        libraries: Libraries | None = None,
+        measures: bool = False,
     ) -> None:
         self._toolchain = Toolchain() if toolchain is None else toolchain
         if not isinstance(sizing, Sizing):
-            both = (DType.FP32, DType.BF16)
             # Matrix units beat vectors by far, and aten reaches them.
-            usual = both[:1] if has_feature("amx_bf16") else both
-            sizing = Sizing(sizing, products={"auto": usual, "own": both}.get(products, ()))
+            usual = _BOTH[:1] if has_feature("amx_bf16") else _BOTH
+            sizing = Sizing(sizing, products={"auto": usual, "own": _BOTH}.get(products, ()))
         self.sizing = sizing
+        self.ways: Ways = {}  # of products that were compared; others go the way of their dtype
+        self.mixed = False  # whether a plan has products that a library computes
+        self._base = base
+        self._choice = Choice(self, libraries, measures) if libraries and products == "auto" else None
         self.compilations = 0  # how often the compiler ran; libraries from the cache do not count
         self.built = self.cached = 0  # kernels that were compiled, and that came from the cache
-        self.kernels: Mapping[str, Kernel] = {**base, **{name: self._row(name, base.get(name)) for name in RULES}}
+        self.kernels: Mapping[str, Kernel] = {**base, **{name: self._row(name) for name in RULES}}
         self._functions: dict[str, int] = {}  # body -> address
         self._libraries: list[ctypes.CDLL] = []
-        self._mixed = False  # whether a plan has products that a library computes
         self._native = lru_cache(maxsize=None)(self._make)
 
     def prepare(self, nodes: Iterable[NodeLike]) -> None:
@@ -64,13 +72,30 @@ class NativeKernels:
         wanted: dict[str, None] = {}
         for node in nodes:
             native = self.native(Request.of_node(node))
-            self._mixed |= native is None and node.op.name in products.RULES
+            self.mixed |= native is None and node.op.name in products.RULES
             wanted.update(dict.fromkeys(native.bodies if native is not None else ()))
         missing = [body for body in wanted if body not in self._functions]
         if missing:
             self._load(missing)
+        self.share_threads(self.mixed)
+
+    def share_threads(self, wanted: bool) -> None:
+        """Whether kernels run on the threads of libraries, or on our own."""
         for library in self._libraries:
-            pool.use_openmp(library, self._mixed)
+            pool.use_openmp(library, wanted)
+
+    def settle(self, nodes: Sequence[NodeLike], rehearse: Callable[[], Launch]) -> bool:
+        return self._choice is not None and self._choice.settle(nodes, rehearse)
+
+    def take(self, ways: Ways) -> None:
+        """Let compared products go these ways, the others those of their dtype."""
+        self.ways = ways
+        self._native.cache_clear()
+
+    def covers(self, request: Request) -> bool:
+        """Whether it is a product that our own code can make."""
+        rule = products.RULES.get(request.op)
+        return rule is not None and rule(request, replace(self.sizing, products=_BOTH)) is not None
 
     def join(self, launches: Iterable[Launch]) -> list[Launch]:
         """The launches with neighbouring native ones as one foreign call each."""
@@ -82,7 +107,15 @@ class NativeKernels:
 
     def _make(self, request: Request) -> Native | None:
         rule = RULES.get(request.op)
-        return None if rule is None else rule(request, self.sizing)
+        way, sizing = self.ways.get(request), self.sizing
+        if way is not None:
+            sizing = replace(sizing, products=_BOTH if way == OWN else ())
+        return None if rule is None else rule(request, sizing)
+
+    def _library(self, request: Request) -> Kernel | None:
+        """The row for a request that does not run natively."""
+        table = None if self._choice is None else self._choice.libraries.get(self.ways.get(request, OWN))
+        return (self._base if table is None else table).get(request.op)
 
     def _load(self, bodies: Sequence[str]) -> None:
         before = self._toolchain.compilations
@@ -105,28 +138,37 @@ class NativeKernels:
             raise PlanError(f"{op} is bound before its kernel was compiled: prepare() must see every node of a plan.")
         return self._functions[body]
 
-    def _row(self, name: str, base: Kernel | None) -> Kernel:
+    def _row(self, name: str) -> Kernel:
+        base = self._base.get(name)
+
         def bind(ins: Sequence[Any], outs: Sequence[Any], attributes: Mapping[str, Any], work: Sequence[Any]) -> Launch:
             request = Request.make(name, map(_spec, ins), [_spec_of(out) for out in outs], attributes)
             native = self.native(request)
             if native is None:
-                return _base_launch(name, base, ins, outs, attributes, work)
+                return _base_launch(name, self._library(request), ins, outs, attributes, work)
             return native.launch([self._function(body, name) for body in native.bodies], ins, outs, work)
 
         def workspace(
             ins: Sequence[TensorSpec | None], outs: Sequence[TensorSpec], attributes: Mapping[str, Any]
         ) -> list[TensorSpec]:
-            native = self.native(Request.make(name, ins, outs, attributes))
+            request = Request.make(name, ins, outs, attributes)
+            native, base = self.native(request), self._library(request)
             if native is not None:
                 return list(native.workspace)
             return [] if base is None else base.workspace_specs(ins, outs, attributes)
 
-        def of_base(fact: str, otherwise: Any, *given: Any) -> Any:
-            if base is None or getattr(base, fact) is None or self.native(Request.make(name, *given)) is not None:
-                return otherwise
-            return getattr(base, fact)(*given)
+        def outside(*given: Any) -> int:
+            request = Request.make(name, *given)
+            tell = getattr(self._library(request), "outside", None)
+            return 0 if tell is None or self.native(request) is not None else int(tell(*given))
 
-        outside, way = partial(of_base, "outside", 0), partial(of_base, "way", "compiled")
+        def way(*given: Any) -> str:
+            request = Request.make(name, *given)
+            tell = getattr(self._library(request), "way", None)
+            if self.native(request) is not None:
+                return "compiled"
+            return self.ways.get(request, "library") if tell is None else str(tell(*given))
+
         delivery = Delivery.INPLACE if name in _INPLACE else Delivery.INTO
         # Only over its base: a gradient of equal spec is read row by row all the while.
         overwrites = (0,) if name == "add_embedding_grad" else ()

@@ -103,6 +103,12 @@ def _headers() -> bytes:
     return b"".join(path.name.encode() + path.read_bytes() for path in sorted(HEADERS.glob("*.h")))
 
 
+def code_version() -> str:
+    """Changes with the sources of the kernels, the compiler and its flags: how fast kernels are holds for one."""
+    facts = "\n".join([*find_compiler().command, *FLAGS, _machine_flag(), find_compiler().identity])
+    return _digest(facts.encode() + _headers())[:12]
+
+
 class Toolchain:
     """Builds libraries, or takes them from the cache. `compilations` counts the libraries that had to be built."""
 
