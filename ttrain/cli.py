@@ -58,7 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _prepare_streams()
     try:
         with leader_speaks():
-            return _interruptible(list(sys.argv[1:] if arguments is None else arguments))
+            code = _run(list(sys.argv[1:] if arguments is None else arguments))
+            sys.stdout.flush()
+            return code
+    except KeyboardInterrupt:
+        _say("interrupted", mark=False)
+        return EXIT_INTERRUPTED
     except TtrainError as error:
         return _failed(error)
     except OSError as error:  # a full disk, a folder that went away: the system's own words tell it best
@@ -75,16 +80,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_FAILURE
     finally:
         _drop_what_nobody_reads()
-
-
-def _interruptible(arguments: list[str]) -> int:
-    try:
-        code = _run(arguments)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        _say("interrupted", mark=False)
-        return EXIT_INTERRUPTED
-    return code
 
 
 def _failed(error: TtrainError) -> int:
@@ -120,21 +115,16 @@ def _run(arguments: list[str]) -> int:
         elif flags.cfg:
             _show_config(composer, overrides, flags)
         else:
-            return _run_or_sweep(composer, overrides, flags)
+            if settled := settle_without_home():
+                _say(settled)
+            if not flags.multirun:
+                composed = composer.compose(overrides)
+                if composed.hydra.mode != RunMode.MULTIRUN:  # which a config file may ask for too
+                    return _run_one(composer.check(composed), overrides, _given(flags))
+            from ttrain.sweep import command
+
+            return command.run(composer, overrides, _given(flags))
     return EXIT_DONE
-
-
-def _run_or_sweep(composer: Composer, overrides: list[str], flags: argparse.Namespace) -> int:
-    settled = settle_without_home()
-    if settled:
-        _say(settled)
-    if not flags.multirun:
-        composed = composer.compose(overrides)
-        if composed.hydra.mode != RunMode.MULTIRUN:  # which a config file may ask for too
-            return _run_one(composer.check(composed), overrides, _given(flags))
-    from ttrain.sweep import command
-
-    return command.run(composer, overrides, _given(flags))
 
 
 def _run_one(config: Config, overrides: list[str], flags: list[str]) -> int:
@@ -142,8 +132,8 @@ def _run_one(config: Config, overrides: list[str], flags: list[str]) -> int:
     from ttrain.train.supervise import launch
     from ttrain.train.supervise.heartbeat import Heartbeat
 
-    if supervised.wanted(config):
-        return supervised.run(config, overrides, flags)
+    if supervised.wanted(config.task.name, config.supervise, config.source):
+        return supervised.run(config.supervise, config.parallel, overrides, flags)
     heartbeat = Heartbeat.of_process()
     if config.task.name == "train" and launch.wanted(config.parallel):
 

@@ -162,13 +162,17 @@ def test_a_signal_is_passed_on_and_ends_supervision(run: Run) -> None:
 
 
 def test_when_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wanted(*overrides: str) -> bool:
+        config = load(overrides)
+        return supervised.wanted(config.task.name, config.supervise, config.source)
+
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert not supervised.wanted(load([]))
-    assert supervised.wanted(load(["supervise=true"])) and supervised.wanted(load(["supervise.max_restarts=5"]))
-    assert not supervised.wanted(load(["supervise.max_restarts=5", "supervise=false"]))
-    assert not supervised.wanted(load(["supervise=true", "task=plan"]))
+    assert not wanted()
+    assert wanted("supervise=true") and wanted("supervise.max_restarts=5")
+    assert not wanted("supervise.max_restarts=5", "supervise=false")
+    assert not wanted("supervise=true", "task=plan")
     monkeypatch.setenv(VARIABLE, "x")
-    assert not supervised.wanted(load(["supervise=true"]))
+    assert not wanted("supervise=true")
 
 
 def test_only_the_command_line_may_name_a_command(tmp_path: Path) -> None:

@@ -164,7 +164,9 @@ def test_a_warm_start_takes_it(tmp_path: Path) -> None:
 
 def test_the_plan_counts_each_by_itself() -> None:
     graph = StepGraph(Centred(), AdamW(AdamWConfig()), ROWS)
-    opened = run_session.Session.open(graph, NullDevice(), StaticEngine)
+    device = NullDevice()
+    state = State(device, graph.state_tensors())
+    opened = run_session.Session(graph, state, StaticEngine(device, state))
     report = plan_report(graph, opened.state, {"train": opened.engine.build("train", graph.trace_train)})
     parameters = 4 * (WIDTH * WIDTH + WIDTH)
     assert report.placed == {

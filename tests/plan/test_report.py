@@ -17,6 +17,7 @@ from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch.device import cpu
 from ttrain.device.torch.planned import planned
 from ttrain.engine.dynamic import DynamicEngine
+from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine
 from ttrain.engine.traced import TracedEngine
 from ttrain.graph import Graph, Kind, Stage
@@ -42,7 +43,8 @@ def session(
     device: Device, model: Any = None, optimizer: Any = None, accumulation: int = 1, engine: Any = StaticEngine
 ) -> Session:
     graph = StepGraph(model or GPT(GPTConfig(**SIZES)), optimizer or AdamW(AdamWConfig()), 4, accumulation)
-    return Session.open(graph, device, engine)
+    state = State(device, graph.state_tensors())
+    return Session(graph, state, engine(device, state))
 
 
 def report(device: Device, **options: Any) -> PlanReport:

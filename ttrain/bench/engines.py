@@ -71,6 +71,7 @@ class EngineContender(Contender):
         self.description = f"engine={name}, rematerialize={str(engine.rematerialize).lower()}"
 
     def build(self) -> None:
+        from ttrain.engine.state import State
         from ttrain.models.base import prepare_plain
         from ttrain.train.steps.driver import Driver
         from ttrain.train.steps.session import Session
@@ -80,9 +81,8 @@ class EngineContender(Contender):
         self._world = build.build_world(self._parallel, self._device_config)
         self.device = build.build_device(self._device_config, case.dtypes, self._world)
         graph = step_graph(case, self.device, self._world.ranks, self.name)
-        self.session = Session.open(
-            graph, self.device, lambda device, state: build.build_engine(self._engine_config, device, state)
-        )
+        state = State(self.device, graph.state_tensors())
+        self.session = Session(graph, state, build.build_engine(self._engine_config, self.device, state))
         for path, values in case.first_weights():
             self.session.state.write(path, values)
         steps = {name: self.session.engine.build(name, trace) for name, trace in graph.train_steps().items()}

@@ -64,12 +64,12 @@ def _row(study: Study, case: Case, variant: Variant, model: TimeModel, planned: 
 def _planned(case: Case, device: DeviceConfig) -> Work:
     """What the engine static would launch on the device, planned without one."""
     from ttrain.bench.engines import step_graph
+    from ttrain.engine.state import State
     from ttrain.train.steps.session import Session
 
     with closing(build.planned_device(device)) as planned:
         graph = step_graph(case, planned)
-        session = Session.open(
-            graph, planned, lambda place, state: build.build_engine(EngineConfig(name="static"), place, state)
-        )
+        state = State(planned, graph.state_tensors())
+        session = Session(graph, state, build.build_engine(EngineConfig(name="static"), planned, state))
         with closing(session):
             return Work.of({"train": session.engine.build("train", graph.trace_train)}, {"train": 1})

@@ -204,7 +204,11 @@ def build_session(
     ranks: Ranks | None = None,
     resident: Resident | None = None,
 ) -> Session:
-    """The model on the device, its values still unset, and `further` tensors beside it."""
+    """The model on the device, its values still unset, and `further` tensors beside it.
+
+    Without `training` there are neither gradients nor the optimizer's tensors.
+    """
+    from ttrain.engine.state import State
     from ttrain.train.steps.session import Session
     from ttrain.train.steps.step_graph import StepGraph
 
@@ -228,7 +232,8 @@ def build_session(
         resident=resident,
         remainders=keeps_remainders(device, engine.name),
     )
-    return Session.open(graph, device, lambda on, state: build_engine(engine, on, state), training, further)
+    state = State(device, [*graph.state_tensors(training), *further])
+    return Session(graph, state, build_engine(engine, device, state))
 
 
 def keeps_remainders(device: Device, engine: str) -> bool:

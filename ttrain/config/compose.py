@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import hydra.version
 import yaml
@@ -19,7 +20,7 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import ttrain
@@ -27,7 +28,9 @@ from ttrain.config import registry
 from ttrain.config.components import BUILT_IN
 from ttrain.config.loader import NULL_OPTION, SchemaLoader, ignored
 from ttrain.config.overrides import parse
+from ttrain.config.saved import with_model_folder
 from ttrain.config.schema import Config
+from ttrain.config.validate import Findings, typed_config
 from ttrain.core.errors import ConfigError
 from ttrain.core.names import did_you_mean
 
@@ -89,8 +92,23 @@ class Composer:
     def check(self, composed: DictConfig) -> Config:
         """The typed config of the tree composed last; raises ConfigError with every problem found."""
         HydraConfig.instance().set_config(composed)
-        with one_sentence(self.loader):
-            return self.loader.typed(composed)
+        loader = self.loader
+        findings = Findings(list(loader.problems), set(loader.bad_sections), loader.origins)
+        with one_sentence(loader):
+            job = OmegaConf.create({key: composed._get_node(key) for key in composed if key != "hydra"})
+            values, source = _resolved(job, findings), loader.source()
+            for group, name in loader.names.items():
+                given = values.get(group, {})
+                if isinstance(given, dict) and given.get("name") != name:
+                    findings.add(
+                        f"{group}.name={given.get('name')}: a component is chosen by its group; "
+                        f"give {group}={given.get('name')}.",
+                        group,
+                    )
+            model = values.get("model")
+            if isinstance(model, dict) and model.get("from") not in (None, "???"):
+                values, source = with_model_folder(values, source, findings)
+            return typed_config(values, source, findings)
 
     def groups(self) -> dict[str, list[str]]:
         """Every config group of ours with its options."""
@@ -157,6 +175,22 @@ def load(overrides: Sequence[str] = (), config_name: str = MAIN_CONFIG, config_d
     """Compose and check in one call: `load(["model=gpt2", "train.steps=10"])`."""
     with Composer(config_name, config_dir) as composer:
         return composer.typed(overrides)
+
+
+def _resolved(node: DictConfig, findings: Findings) -> dict[Any, Any]:
+    """Plain values with every interpolation resolved; one that can't be is reported and left out."""
+    plain: dict[Any, Any] = {}
+    for key in node:
+        try:
+            value = "???" if OmegaConf.is_missing(node, key) else node[key]
+        except OmegaConfBaseException as error:
+            findings.add(f"{error.full_key}: {str(error).splitlines()[0]}.", str(error.full_key).partition(".")[0])
+            continue
+        if isinstance(value, DictConfig):
+            plain[key] = _resolved(value, findings)
+        else:
+            plain[key] = OmegaConf.to_container(value, resolve=True) if isinstance(value, ListConfig) else value
+    return plain
 
 
 @contextmanager

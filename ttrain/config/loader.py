@@ -20,12 +20,10 @@ from hydra.core.default_element import ConfigDefault, GroupDefault, InputDefault
 from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from ttrain.config import registry
-from ttrain.config.saved import with_model_folder
 from ttrain.config.schema import Config, Source, sections
-from ttrain.config.validate import Findings, section_type, typed_config
+from ttrain.config.validate import section_type
 from ttrain.core.errors import ConfigError
 from ttrain.core.options import default_of, key_of
 
@@ -107,22 +105,8 @@ class SchemaLoader(ConfigLoaderImpl):
             self.origins = {k: file for k, file in self.origins.items() if k != key and not k.startswith(f"{key}.")}
         return composed
 
-    def typed(self, composed: DictConfig) -> Config:
-        """The typed config of the tree composed last, with or without Hydra's node; raises ConfigError."""
-        findings = Findings(list(self.problems), set(self.bad_sections), self.origins)
-        job = OmegaConf.create({key: composed._get_node(key) for key in composed if key != "hydra"})
-        values = _resolved(job, findings)
-        for group, name in self.names.items():
-            given = values.get(group, {})
-            if isinstance(given, dict) and given.get("name") != name:
-                findings.add(
-                    f"{group}.name={given.get('name')}: a component is chosen by its group; "
-                    f"give {group}={given.get('name')}.",
-                    group,
-                )
-        return typed_config(*with_model_folder(values, self._source(), findings), findings)
-
-    def _source(self) -> Source:
+    def source(self) -> Source:
+        """Where the tree composed last came from."""
         choices = self.choices
         explicit: set[str] = set()
         for override in self.parsed:
@@ -203,19 +187,15 @@ class SchemaLoader(ConfigLoaderImpl):
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
         composed = super()._compose_config_from_defaults_list(defaults, repo)
         self.reading = ""
-        if "hydra" in composed:
-            self._complete(composed)
+        if "hydra" in composed:  # the whole: every key of the schema that files left out, in the schema's order
+            given = {key: composed._get_node(key) for key in list(composed)}
+            for key in given:
+                del composed[key]
+            for section in sections():
+                composed[section] = self._with_defaults(section, given.pop(section, None))
+            for key, node in given.items():  # keys that no schema has, and Hydra's own
+                composed[key] = node
         return composed
-
-    def _complete(self, composed: DictConfig) -> None:
-        """Add every key of the schema that the files left out, in the schema's order."""
-        given = {key: composed._get_node(key) for key in list(composed)}
-        for key in given:
-            del composed[key]
-        for section in sections():
-            composed[section] = self._with_defaults(section, given.pop(section, None))
-        for key, node in given.items():  # keys that no schema has, and Hydra's own
-            composed[key] = node
 
     def _with_defaults(self, section: str, node: Any) -> Any:
         default = default_of(Config.__dataclass_fields__[section])
@@ -249,22 +229,6 @@ def _adapt(override: Override, repository: IConfigRepository, listed: dict[str, 
     nothing = override.value_type == ValueType.ELEMENT and override.value() is None
     if nothing and repository.config_exists(f"{group}/{NULL_OPTION}"):
         override._value = NULL_OPTION
-
-
-def _resolved(node: DictConfig, findings: Findings) -> dict[Any, Any]:
-    """Plain values with every interpolation resolved; one that can't be is reported and left out."""
-    plain: dict[Any, Any] = {}
-    for key in node:
-        try:
-            value = "???" if OmegaConf.is_missing(node, key) else node[key]
-        except OmegaConfBaseException as error:
-            findings.add(f"{error.full_key}: {str(error).splitlines()[0]}.", str(error.full_key).partition(".")[0])
-            continue
-        if isinstance(value, DictConfig):
-            plain[key] = _resolved(value, findings)
-        else:
-            plain[key] = OmegaConf.to_container(value, resolve=True) if isinstance(value, ListConfig) else value
-    return plain
 
 
 def _flat_keys(values: Any, prefix: str) -> Iterator[str]:

@@ -48,10 +48,11 @@ def _copy(path: list[str], source: Mapping[str, Any], target: dict[str, Any]) ->
 
 
 def with_model_folder(values: dict[Any, Any], source: Source, found: Findings) -> tuple[dict[Any, Any], Source]:
-    """The plain values with what model.from says in them, and their source; keys that disagree are problems."""
-    model = values.get("model")
-    if not isinstance(model, Mapping) or model.get("from") in (None, "???"):
-        return values, source
+    """The plain values, which have model.from, with what it says in them, and their source.
+
+    Keys that disagree are problems.
+    """
+    model = values["model"]
     given = str(model["from"])
     from ttrain.train.checkpoint.hub_folder import find_folder, read_architecture
 

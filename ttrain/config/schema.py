@@ -223,8 +223,5 @@ def sections() -> list[str]:
 
 def to_dict(config: Config) -> dict[str, Any]:
     """The config as plain nested dicts, for a run record or YAML."""
-    return {name: _plain(getattr(config, name)) for name in sections()}
-
-
-def _plain(value: Any) -> Any:
-    return as_keys(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+    parts = {name: getattr(config, name) for name in sections()}
+    return {name: as_keys(part) if dataclasses.is_dataclass(part) else part for name, part in parts.items()}

@@ -59,14 +59,16 @@ def typed_config(values: Mapping[str, Any], source: Source | None = None, findin
     """
     found = findings or Findings()
     config = Config(source=source or Source())
-    for key in _target_keys(values, ""):
-        found.add(f"{key}: the key _target_ is refused; components are chosen by registered name only.")
-    for key in values:
+    for key, value in values.items():
+        for target in [str(key)] if key == "_target_" else _target_keys(value, str(key)):
+            found.add(f"{target}: the key _target_ is refused; components are chosen by registered name only.")
         if key not in sections():
             found.add(f"{key}: unknown key{found.origin(str(key))}. {_suggest_root(str(key))}")
-    for declared in fields(Config):
-        if declared.name in values and declared.name not in found.bad_sections and declared.name != "source":
-            _fill_section(config, declared.name, values[declared.name], found)
+    for name in sections():
+        if name in values and name not in found.bad_sections:
+            section = _section(name, values[name], found)
+            if section is not _REFUSED:
+                setattr(config, name, section)
     for name in sections():
         part = getattr(config, name)
         if is_dataclass(part):
@@ -91,23 +93,19 @@ def section_type(section: str, name: Any) -> type[Any] | None:
     return type(default) if is_dataclass(default) else None
 
 
-def _fill_section(config: Config, section: str, value: Any, found: Findings) -> None:
+def _section(section: str, value: Any, found: Findings) -> Any:
+    """The typed section, or the value of a single option; _REFUSED where it is reported."""
     if section not in registry.groups() and section_type(section, None) is None:
-        converted = _convert(Config, section, section, value, found)
-        if converted is not _REFUSED:
-            setattr(config, section, converted)
-        return
+        return _convert(Config, section, section, value, found)
     if value is None and section in registry.groups():
         found.add(f"{section}: nothing is chosen. Give {section}=<option>; --help lists the options.", section)
-        return
-    if not isinstance(value, Mapping):
+    elif not isinstance(value, Mapping):
         found.add(f"{section}={value}: must be a group of keys such as {section}.<key>=<value>.", section)
-        return
-    schema = section_type(section, value.get("name"))
-    if schema is None:
+    elif (schema := section_type(section, value.get("name"))) is None:
         found.add(_name_problem(section, value.get("name")), section)
-        return
-    setattr(config, section, _fill(schema, section, value, found))
+    else:
+        return _fill(schema, section, value, found)
+    return _REFUSED
 
 
 def _fill(schema: type[Any], section: str, values: Mapping[str, Any], found: Findings) -> Any:

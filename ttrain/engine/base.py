@@ -102,7 +102,7 @@ class Engine(ABC):
         """A step from the function that records it."""
 
     def close(self) -> None:
-        """Release what was captured or compiled. The device outlives the engine."""
+        """Release what was built; the engine can build anew. The device outlives it."""
 
 
 class CountedRun:

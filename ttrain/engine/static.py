@@ -74,6 +74,10 @@ class StaticEngine(Engine):
         of_host = None if self.device.host is None else self.shared_arena(on_host=True)
         return BoundPlan(plan, self, (arena, of_host))
 
+    def close(self) -> None:
+        self._steps.clear()
+        self._arenas.clear()
+
     def bind_all(self) -> None:
         """Give every step built so far its addresses."""
         for step in self._steps:

@@ -127,6 +127,7 @@ class TracedEngine(StaticEngine):
         for step in self._steps:
             if isinstance(step, TracedStep):
                 step.release()
+        super().close()
         self.device.freeze(None)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
@@ -128,8 +126,7 @@ def compose_job(composer: Composer, master: DictConfig, job: Job, own: Sequence[
         with one_sentence(composer.loader):
             tree = ConfigLoaderImpl.load_sweep_config(composer.loader, master, [*job.overrides, *own])
             tree.hydra.job.num, tree.hydra.job.id = job.number, str(job.number)
-            HydraConfig.instance().set_config(copy.deepcopy(tree))  # it makes what it is given read-only
-            job.config = composer.loader.typed(tree)
+            job.config = composer.check(tree)
     except ConfigError as error:
         job.problem = str(error)
     return job

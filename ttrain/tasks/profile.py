@@ -110,7 +110,7 @@ def _warmed(config: Config, steps: int) -> Iterator[tuple[Device, Driver]]:
         session = stack.enter_context(closing(setup.open(device)))
         setup.origin.set_values(session, config.run.seed)
         built = {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
-        drive = setup.driver(device, built, setup.reader(0, Position()), last=WARM_UP + steps)
+        drive = setup.driver(session, built, setup.reader(0, Position()), last=WARM_UP + steps)
         for number in waited_for(range(1, WARM_UP + 1), "Warming up"):
             drive(number)
         yield device, drive

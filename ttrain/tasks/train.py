@@ -5,14 +5,15 @@ from __future__ import annotations
 import gc
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from typing import cast
 
 from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.errors import OutOfMemory
 from ttrain.device.family import family_of
-from ttrain.parallel.world import World
 from ttrain.tasks.training.recover import shrunk_config
 from ttrain.tasks.training.setup import set_up
+from ttrain.train.loop.interrupt import StopRequests
 
 
 def run(config: Config) -> float | None:
@@ -35,28 +36,28 @@ def run(config: Config) -> float | None:
         gc.collect()  # what the failed try still holds
 
 
-def _again(config: Config, world: World) -> Config:
-    """Where torchrun starts the ranks of a new run again, they continue it."""
-    run = world.remembered("run") if config.resume == "none" else None
-    if run is None:
-        return config
-    return replace(config, resume="auto", run=replace(config.run, dir=run))
-
-
 def _run(config: Config) -> float | None:
-    from ttrain.tasks.training.attempt import train
+    from ttrain.tasks.training.attempt import turns
     from ttrain.tasks.training.dry_run import dry_run
+    from ttrain.train.runs.summary import unit_of
 
     with ExitStack() as stack:
         world = build.build_world(config.parallel, config.device)
         stack.enter_context(world.together())
-        config = _again(config, world)
+        run = world.remembered("run") if config.resume == "none" else None
+        if run is not None:  # torchrun starts the ranks of a new run again: they continue it
+            config = replace(config, resume="auto", run=replace(config.run, dir=run))
         setup = set_up(config, stack, world)
         given = setup.config
         device = stack.enter_context(closing(build.build_device(given.device, given.precision, world)))
         console = build.build_console(given.logger)
-        console.unit = setup.unit
+        console.unit = unit_of(setup.dataset.description)
         if device.computes:
-            return train(setup, device, console)
+            turn = turns(setup, device, console, StopRequests(world.ranks.count > 1))
+            while True:
+                try:
+                    next(turn)
+                except StopIteration as end:
+                    return cast(float | None, end.value)
         dry_run(setup, device, console.say)
         return None

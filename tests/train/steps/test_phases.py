@@ -264,13 +264,14 @@ def test_the_memory_of_the_old_steps_is_free_before_new_ones_take_theirs(
     train: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive: list[list[bool]] = []
-    engines: list[weakref.ref[Any]] = []
-    built = Session.build_training
+    steps: list[weakref.ref[Any]] = []
+    build = Session.build_training
 
     def recorded(self: Session) -> Any:
-        alive.append([engine() is not None for engine in engines])
-        engines.append(weakref.ref(self.engine))
-        return built(self)
+        alive.append([step() is not None for step in steps] + list(getattr(self.engine, "_arenas", {})))
+        built = build(self)
+        steps.append(weakref.ref(next(iter(built.values()))))
+        return built
 
     monkeypatch.setattr(Session, "build_training", recorded)
     assert train("run.dir=run", "train.steps=14") == 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ttrain.config import build
 from ttrain.config.rates import train_on
@@ -21,7 +21,7 @@ from ttrain.train.checkpoint.retention import check_space, list_checkpoints
 from ttrain.train.logging.events import Events
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.runs.run_directory import RunDirectory
-from ttrain.train.runs.summary import continue_command, print_summary, start_command
+from ttrain.train.runs.summary import continue_command, print_summary, start_command, unit_of
 from ttrain.train.settings import LoggerConfig, TrainConfig
 from ttrain.train.steps.phases import DataReader, Phases
 from ttrain.train.supervise.heartbeat import Heartbeat
@@ -46,16 +46,6 @@ FIRST = "The first step is under way"
 Turns = Generator[None, None, float | None]  # what yields while its device computes, and ends in the best val/loss
 
 
-def train(setup: Setup, device: Device, console: Console) -> float | None:
-    """Trains to the end; see `turns`."""
-    turn = turns(setup, device, console, StopRequests(setup.world.ranks.count > 1))
-    while True:
-        try:
-            next(turn)
-        except StopIteration as end:
-            return end.value
-
-
 def turns(setup: Setup, device: Device, console: Console, stop: StopRequests) -> Turns:
     """Trains, and notes in the run's events how that began and ended; returns the best val/loss.
 
@@ -76,7 +66,11 @@ def turns(setup: Setup, device: Device, console: Console, stop: StopRequests) ->
         events.add("started", " ".join(filter(None, [f"An attempt starts on {device.name}.", device.caution])))
         device.last_words.append(partial(_hung, plugins, run, events, console, heartbeat, savers))
         with _told(train, setup.shrinking_keys, device.name, steps, run, events):
-            loop = _assembled(setup, device, console, run, steps, stop, heartbeat.beat, stack)
+            with Waiting("Placing the model and building its steps", console.say):
+                session = stack.enter_context(closing(setup.open(device)))
+                placed = _placed(setup, session, run, steps, console.say, heartbeat.beat)
+            heartbeat.beat()
+            loop = _assembled(setup, session, placed, console, run, steps, stop, heartbeat.beat, stack)
             savers.append(loop.saver)
             with loop.running():
                 while loop.advance():
@@ -91,7 +85,7 @@ def turns(setup: Setup, device: Device, console: Console, stop: StopRequests) ->
             baseline = setup.dataset.baseline(train.eval_sequences)  # of the very targets that evaluations count
             model = (setup.model_name, setup.model.parameter_count)
             ranks = setup.world.ranks
-            counts, unit, averaged = loop.counters(), setup.unit, "swap" in steps
+            counts, unit, averaged = loop.counters(), unit_of(setup.dataset.description), "swap" in steps
             summary = summarize(*model, train.steps, baseline, run, device, progress, counts, unit, ranks, averaged)
         events.add("finished", "All steps are done.")
         writes_text = setup.print_sample(steps.get("logits"))  # the run is done, whatever becomes of the terminal
@@ -100,9 +94,19 @@ def turns(setup: Setup, device: Device, console: Console, stop: StopRequests) ->
     return progress.best_val_loss
 
 
+class Placed(NamedTuple):
+    """How far a run is whose state has its values."""
+
+    progress: Progress
+    began: dict[str, Any]  # what to record of how the attempt began
+    reader: DataReader
+    phases: Phases | None
+
+
 def _assembled(
     setup: Setup,
-    device: Device,
+    session: Session,
+    placed: Placed,
     console: Console,
     run: RunDirectory,
     steps: dict[str, Step],
@@ -110,12 +114,13 @@ def _assembled(
     beat: Callable[[], None],
     stack: ExitStack,
 ) -> Loop:
-    """The loop over all parts of the attempt, with the built steps in `steps`."""
+    """The loop over all parts of the attempt; writes the run's record."""
     from ttrain.train.loop.loop import Loop
     from ttrain.train.loop.nonfinite import Start, StepSearch
 
     config, dataset, say = setup.config, setup.dataset, console.say
-    session, progress, reader, phases = _placed(setup, device, run, steps, say, beat, stack)
+    (progress, began, reader, phases), device = placed, session.engine.device
+    setup.record(run, session, steps, began)
     loggers = stack.enter_context(_loggers(config.logger, setup.stored, run, progress, console))
     for line in setup.announcement(device, run.path, progress.step):
         say(line)
@@ -123,7 +128,7 @@ def _assembled(
     pace = pace_of(config, dataset, session, steps, progress.step, say, continues=setup.origin.point is not None)
     pace.announce()
     timed = _timed(pace, say, stack, config.train.steps - progress.step)
-    driver = setup.driver(device, steps, reader, phases if setup.shorter else None, last=config.train.steps)
+    driver = setup.driver(session, steps, reader, phases if setup.shorter else None, last=config.train.steps)
     evaluation = _evaluation(config.train, setup.model, dataset, steps, say, setup.world)
     start = Start(progress.step, partial(setup.origin.set_values, session, config.run.seed))
     parameters = list(setup.model.parameters())
@@ -153,27 +158,21 @@ def _assembled(
 
 def _placed(
     setup: Setup,
-    device: Device,
+    session: Session,
     run: RunDirectory,
     steps: dict[str, Step],
     say: Callable[[str], None],
     beat: Callable[[], None],
-    stack: ExitStack,
-) -> tuple[Session, Progress, DataReader, Phases | None]:
-    """The state with its values, how far the run is, and what reads on from there; writes the run's record."""
+) -> Placed:
+    """Gives the state its values and builds all `steps`: how far the run is, what reads on from there."""
     dataset, seed = setup.dataset, setup.config.run.seed
-    with Waiting("Placing the model and building its steps", say):
-        session = stack.enter_context(closing(setup.open(device)))
-        check_space(run.path, session.state)
-        progress, began, notes = setup.origin.begin(run, session, seed, setup.stored, dataset.description)
-        for note in notes:
-            say(note)
-        beat()
-        reader = setup.reader(progress.step, progress.read)
-        phases = _build(setup.config.train, dataset, setup.shorter, session, reader, steps)
+    check_space(run.path, session.state)
+    progress, began, notes = setup.origin.begin(run, session, seed, setup.stored, dataset.description)
+    for note in notes:
+        say(note)
     beat()
-    setup.record(run, device, session, steps, began)
-    return session, progress, reader, phases
+    reader = setup.reader(progress.step, progress.read)
+    return Placed(progress, began, reader, _build(setup.config.train, dataset, setup.shorter, session, reader, steps))
 
 
 @contextmanager

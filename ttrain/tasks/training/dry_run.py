@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ttrain.train.runs.run_directory import RunDirectory
     from ttrain.train.steps.driver import Driver
     from ttrain.train.steps.dry_run import StepCosts
+    from ttrain.train.steps.session import Session
 
 COMPARED = ("static", "dynamic")  # engines whose dispatch is measured beside that of the configured one
 
@@ -66,7 +67,7 @@ def _costed(setup: Setup, device: Device, say: Callable[[str], None]) -> None:
 def _built(setup: Setup, device: Device, say: Callable[[str], None]) -> None:
     """Builds all steps and launches one on a device that computes nothing; leaves nothing behind."""
     with closing(setup.open(device)) as session:
-        _driver(setup, device, session.build_training())(1)
+        _driver(setup, session, session.build_training())(1)
         say(
             f"Dry run: device {device.name} computes no values. Every step was built and one was launched; "
             f"nothing was trained or saved."
@@ -81,9 +82,9 @@ def _measured(
 
     with closing(setup.open(device)) as session:
         steps.update(session.build_training())
-        setup.record(run, device, session, steps, {"dry_run": warning})
+        setup.record(run, session, steps, {"dry_run": warning})
         names = session.graph.train_steps()
-        result = measure(device, _driver(setup, device, steps), {name: steps[name] for name in names})
+        result = measure(device, _driver(setup, session, steps), {name: steps[name] for name in names})
         return result, asdict(session.engine.counters)
 
 
@@ -100,16 +101,16 @@ def _others(setup: Setup, device: Device, say: Callable[[str], None]) -> dict[st
             with closing(setup.open(device, name)) as session:
                 traces = session.graph.train_steps()
                 steps = {step: session.engine.build(step, trace) for step, trace in traces.items()}
-                found[name] = dispatch_ms(_driver(setup, device, steps))
+                found[name] = dispatch_ms(_driver(setup, session, steps))
         except RuntimeError as error:
             why = _failure(setup, device, {}, error)
             say(f"engine={name} does not fit, so its dispatch was not measured: {why}")
     return found
 
 
-def _driver(setup: Setup, device: Device, steps: Mapping[str, Step]) -> Driver:
+def _driver(setup: Setup, session: Session, steps: Mapping[str, Step]) -> Driver:
     """Of the first steps of a run."""
-    return setup.driver(device, steps, setup.reader(0, Position()))
+    return setup.driver(session, steps, setup.reader(0, Position()))
 
 
 def _failure(setup: Setup, device: Device, steps: Mapping[str, Step], error: Exception) -> Exception:

@@ -88,7 +88,7 @@ def _losses(
                 setup.origin.set_values(session, setup.config.run.seed)
                 for name, trace in session.graph.train_steps().items():
                     built[name] = session.engine.build(name, trace)
-            driver = _rising(setup.driver(device, built, setup.reader(0, Position()), last=ramp.steps), setup, ramp)
+            driver = _rising(setup.driver(session, built, setup.reader(0, Position()), last=ramp.steps), setup, ramp)
             console.start(0, ramp.steps)
             for number in range(1, ramp.steps + 1):
                 result, rate = driver(number), rate_of(ramp, number)

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from ttrain.models.base import Model
     from ttrain.train.runs.resume import ResumePoint
     from ttrain.train.steps.driver import Driver
-    from ttrain.train.steps.resident import Resident
     from ttrain.train.steps.session import Session
 
 
@@ -58,16 +57,9 @@ class Setup:
     prompt: list[int] | None  # token ids of the sample at the end; None where no text can be made
     origin: Origin
     rate: Rate
-    warnings: list[str]  # what has to be known before the run starts
+    warnings: list[str]  # what has to be known before the run starts, beside the notices of the config
     world: World  # the ranks that train together
     earlier: Mapping[str, Any]  # the device of the attempt before
-
-    @property
-    def unit(self) -> str:
-        """What a step counts: tokens, or the target values of numbers."""
-        from ttrain.train.runs.summary import TOKENS, VALUES
-
-        return TOKENS if "tokens" in self.dataset.description else VALUES
 
     @property
     def ranks(self) -> str:
@@ -80,9 +72,17 @@ class Setup:
         """A directory for a run that is new, or branches off from another."""
         label = f"{self.model_name}_{device.name}_{self.config.engine.name}"
         claimed: list[RunDirectory] = []
+        origin = self.origin
+        # what does not go on in the run that it continues writes into no run that trains
+        wanted = self.config.run.dir if origin.held is None else None
+
+        def fill(run: RunDirectory) -> None:
+            run.write_config(self.stored)
+            if origin.point is not None and device.computes:
+                origin.point = resuming.branch_off(origin.point, run)
 
         def claim() -> str:
-            claimed.append(self.origin.claim(self.config.run.dir, label, self.stored, branches=device.computes))
+            claimed.append(RunDirectory.claim(wanted, label, fill=fill))
             return str(claimed[0].path)
 
         path = self.world.once(claim)
@@ -90,18 +90,14 @@ class Setup:
 
     def open(self, device: Device, engine: str | None = None) -> Session:
         """The model on the device, under the run's engine or another."""
-        config = self.config
-        if engine is not None:
-            config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, name=engine))
-        resident = self.resident(device)
-        session = build.build_session(self.model, device, *config.step_parts, ranks=self.world.ranks, resident=resident)
+        config, ranks = self.config, self.world.ranks
+        chosen = dataclasses.replace(config.engine, name=engine or config.engine.name)
+        resident = build.build_resident(config.data, config.train, self.model, device)
+        parts = (config.train, config.optimizer, config.guard, chosen)
+        session = build.build_session(self.model, device, *parts, ranks=ranks, resident=resident)
         if resident is not None:
             resident.write(session.state, self.dataset)
         return session
-
-    def resident(self, device: Device) -> Resident | None:
-        """What of the training split lies on the device."""
-        return build.build_resident(self.config.data, self.config.train, self.model, device)
 
     def reader(self, step: int, read: Position) -> DataReader:
         """What hands out the data after a step."""
@@ -109,14 +105,14 @@ class Setup:
 
     def driver(
         self,
-        device: Device,
+        session: Session,
         steps: Mapping[str, Step],
         reader: DataReader,
         phases: Phases | None = None,
         last: int = 0,
     ) -> Driver:
         """What runs the built steps; where sequences grow, the `phases` say on which data. For `last` see Driver."""
-        seed, resident = self.config.run.seed, self.resident(device)
+        seed, resident, device = self.config.run.seed, session.graph.resident, session.engine.device
         dataset, prepare = (
             (self.dataset, None) if resident is None else (resident.picked(self.dataset), resident.prepare)
         )
@@ -128,7 +124,6 @@ class Setup:
     def record(
         self,
         run: RunDirectory,
-        device: Device,
         session: Session,
         steps: Mapping[str, Step],
         attempt: dict[str, Any],
@@ -139,7 +134,8 @@ class Setup:
 
         dataset, arguments = self.dataset, list(self.config.source.overrides)
         tokenizer_hash = None if dataset.tokenizer is None else dataset.tokenizer.hash
-        environment = environment_record(self.stored, device.describe(), dataset.description, tokenizer_hash, arguments)
+        hardware = session.engine.device.describe()
+        environment = environment_record(self.stored, hardware, dataset.description, tokenizer_hash, arguments)
         run.record(self.stored, {**environment, "model": self.model_name, **attempt})
         run.write_plan(plan_report(session.graph, session.state, steps).text())
 
@@ -159,7 +155,8 @@ class Setup:
         schedule = self.reader(0, Position()).schedule
         rows = [schedule.at(number).rows for number in (1, train.steps)]
         yield extent_line(self.dataset, train.steps, rows, schedule.read(0, train.steps).tokens, config.data.limit)
-        for warning in (*filter(None, [device.caution, self._other_threads(device)]), *self.warnings):
+        of_device = filter(None, [device.caution, self._other_threads(device)])
+        for warning in (*of_device, *notices(config), *self.warnings):
             yield f"WARNING: {warning}"
         if step >= train.steps:
             yield f"All {train.steps} steps are done; give train.steps=<more> to train on."
@@ -204,12 +201,12 @@ class Setup:
         return shrinking_keys(config.train, self.model.config, *names, config.optimizer)
 
 
-def _held(config: Config, world: World, stack: ExitStack) -> RunDirectory | None:
+def _held(resume: str, run: str | None, world: World, stack: ExitStack) -> RunDirectory | None:
     """The run that is continued, held until the exit stack closes."""
     found: list[RunDirectory] = []
 
     def hold() -> str:
-        held = resuming.hold_run(config.resume, config.run.dir)
+        held = resuming.hold_run(resume, run)
         if held is None:
             return ""
         found.append(stack.enter_context(closing(held)))
@@ -223,8 +220,9 @@ def set_up(config: Config, stack: ExitStack, world: World | None = None) -> Setu
     """A run that is continued is held before it is read, until the exit stack closes."""
     Heartbeat.of_process().beat()
     world = world or World()
-    _agree(config, world)
-    held = _held(config, world, stack)
+    if world.ranks.count > 1:
+        _agree(config, world)
+    held = _held(config.resume, config.run.dir, world, stack)
     point = resuming.find_resume_point(config.resume, config.run.dir)
     if point is not None and held is not None:  # this run alone removes it
         point = dataclasses.replace(point, checkpoint=dataclasses.replace(point.checkpoint, reader=None))
@@ -246,7 +244,8 @@ def set_up(config: Config, stack: ExitStack, world: World | None = None) -> Setu
     with world.leader_first():
         dataset = build.build_dataset(data, config.model, train.length_schedule, refuse)
     world.agree("data", {key: value for key, value in dataset.description.items() if key not in _PLACES})
-    model = build.build_model(*config.model_parts, dataset.vocabulary)
+    parts = config.model, config.precision, config.device, config.data, lora
+    model = build.build_model(*parts, dataset.vocabulary)
     check_groups(model.parameters(), config.optimizer)
     stored = {**to_dict(config), "model": build.resolved_model(config.model, model)}
     stored["parallel"]["slices"] = world.ranks.slices if world.ranks.slices > 1 else None
@@ -265,7 +264,7 @@ def set_up(config: Config, stack: ExitStack, world: World | None = None) -> Setu
     name = _model_name(config.source, config.model.name, point, held)
     rate = Rate(config.optimizer.lr, config.schedule, train.steps)
     jump = None if point is None else rate_jump(point.checkpoint.config, rate, Progress.of(point.checkpoint))
-    warnings = [*notices(config), *filter(None, [jump]), *dataset.description.get("notices", ())]
+    warnings = [*filter(None, [jump]), *dataset.description.get("notices", ())]
     origin = Origin(held, point, warm, adapter, notes)
     earlier = newest_attempt(None if point is None else point.run).get("device", {})
     return Setup(config, stored, dataset, model, name, shorter, prompt, origin, rate, warnings, world, earlier)

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ttrain.config.checks.device import supervised
-from ttrain.config.schema import Config
+from ttrain.config.schema import Source
 from ttrain.parallel.place import place
 from ttrain.parallel.settings import ParallelConfig
+from ttrain.train.settings import SuperviseConfig
 from ttrain.train.supervise.child import PROGRAM
 from ttrain.train.supervise.heartbeat import VARIABLE
 from ttrain.train.supervise.supervisor import Supervisor, continuing
@@ -18,20 +19,19 @@ from ttrain.train.supervise.supervisor import Supervisor, continuing
 _ENOUGH_FAILURES = 2  # in a row, to try fewer ranks
 
 
-def wanted(config: Config) -> bool:
+def wanted(task: str, config: SuperviseConfig, source: Source) -> bool:
     """Whether this process should supervise: asked for, and not itself the child of a supervisor."""
-    if config.task.name != "train" or os.environ.get(VARIABLE) or place() is not None:
-        return False
-    return supervised(config.supervise, config.source)
+    alone = not os.environ.get(VARIABLE) and place() is None
+    return task == "train" and alone and supervised(config, source)
 
 
-def run(config: Config, overrides: Sequence[str], flags: Sequence[str]) -> int:
+def run(config: SuperviseConfig, parallel: ParallelConfig, overrides: Sequence[str], flags: Sequence[str]) -> int:
     """Supervises the training that the overrides ask for; its exit code."""
 
     def command(run: Path | None) -> list[str]:
-        return [*PROGRAM, *flags, *continuing(overrides, run), *_fewer(config.parallel, supervisor.failures)]
+        return [*PROGRAM, *flags, *continuing(overrides, run), *_fewer(parallel, supervisor.failures)]
 
-    supervisor = Supervisor(config.supervise, command, _say)
+    supervisor = Supervisor(config, command, _say)
     return supervisor.run()
 
 

@@ -10,7 +10,7 @@ from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.checkpoint.retention import remove_unfinished
 from ttrain.train.logging.metrics import cut_metrics
 from ttrain.train.logging.wandb_history import note_earlier_attempts
-from ttrain.train.runs.resume import ResumePoint, branch_off, take_up
+from ttrain.train.runs.resume import ResumePoint, take_up
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.runs.warm_start import WarmStart
 from ttrain.train.steps.session import Session
@@ -25,17 +25,6 @@ class Origin:
     warm: WarmStart | None = None  # where a new run takes its first values from
     adapter: PeftAdapter | None = None  # and those of its adapters
     notes: list[str] = field(default_factory=list)  # to tell when the attempt starts
-
-    def claim(self, wanted: str | None, label: str, stored: dict[str, Any], branches: bool) -> RunDirectory:
-        """A directory for a run that is new, or `branches` off from the checkpoint; see RunDirectory.claim."""
-
-        def fill(run: RunDirectory) -> None:
-            run.write_config(stored)
-            if self.point is not None and branches:
-                self.point = branch_off(self.point, run)
-
-        # what does not go on in the run that it continues writes into no run that trains
-        return RunDirectory.claim(wanted if self.held is None else None, label, fill=fill)
 
     def set_values(self, session: Session, seed: int) -> tuple[str, ...]:
         """The state that this attempt begins with, a new run's optimizer tensors are zero; what to tell of it."""

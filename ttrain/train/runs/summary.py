@@ -21,6 +21,11 @@ TOKENS, VALUES = "tokens", "target values"  # what steps count
 _ALIKE = 0.1  # speeds that differ by less than this share of the greater are told as one
 
 
+def unit_of(data: Mapping[str, Any]) -> str:
+    """What a step counts, by the description of the data."""
+    return TOKENS if "tokens" in data else VALUES
+
+
 @dataclass(frozen=True)
 class RecordedSteps:
     """How fast a run's recorded steps were, over all attempts."""

@@ -171,7 +171,7 @@ class Phases:
         self._dataset = self._reader.opened(self._whole, step)
         self._steps.clear()
         if anew:
-            self.session.renew(graph)
+            self.session.engine.close()
             gc.collect()  # the old steps and their memory, before new ones take theirs
         self.session.graph = graph
         self._steps.update(self.session.build_training())

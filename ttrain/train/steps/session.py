@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ttrain.device.base import Device
 from ttrain.engine.base import Engine, Step
-from ttrain.engine.state import State, StateTensor
+from ttrain.engine.state import State
 from ttrain.graph import Graph
 from ttrain.nn.initialize import initial_value
 from ttrain.train.steps.flops import model_flops
@@ -22,27 +21,6 @@ class Session:
     graph: StepGraph
     state: State
     engine: Engine
-    make_engine: Callable[[Device, State], Engine]
-
-    @classmethod
-    def open(
-        cls,
-        graph: StepGraph,
-        device: Device,
-        make_engine: Callable[[Device, State], Engine],
-        training: bool = True,
-        further: Sequence[StateTensor] = (),
-    ) -> Session:
-        """Places the state, and `further` tensors; without `training` neither gradients nor the optimizer's."""
-        state = State(device, [*graph.state_tensors(training), *further])
-        return cls(graph, state, make_engine(device, state), make_engine)
-
-    def renew(self, graph: StepGraph) -> None:
-        """Closes what was built and starts anew over the same state. The engine's counters go on."""
-        counters, device = self.engine.counters, self.engine.device
-        self.engine.close()
-        self.graph, self.engine = graph, self.make_engine(device, self.state)
-        self.engine.counters = counters
 
     def initialize(self, seed: int) -> None:
         """First values of the parameters, one in host memory at a time. The optimizer's tensors start at zero."""
