@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +11,7 @@ import pytest
 
 from tests.faults.conftest import losses, tensors
 from ttrain.cli import main
+from ttrain.core.errors import TtrainError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.data.regression import RegressionDataset
 from ttrain.data.settings import RegressionConfig
@@ -23,7 +22,6 @@ from ttrain.train.forecast.out_of_memory import is_out_of_memory
 from ttrain.train.logging.events import read_events
 from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.loop.guards import LearningCheck, SpikeDetector
-from ttrain.train.loop.loop import Loop
 from ttrain.train.settings import GuardConfig
 from ttrain.train.steps.step import StepResult
 
@@ -200,27 +198,23 @@ class Tensors:
 
 
 def asked(state: Tensors, rate: float, moved: int) -> tuple[list[str], list[str]]:
-    check = LearningCheck(state)  # type: ignore[arg-type]
+    check = LearningCheck(state, steps=2)  # type: ignore[arg-type]
+    assert check.after(1, rate) is None
     state.arrays["w"][:moved] += 0.5
-    check.add(rate)
     return check.ask()
 
 
-def test_doubts_about_many_tensors_are_one_warning() -> None:
+def test_doubts_about_many_tensors_are_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = LearningCheck(Tensors(), steps=2)  # type: ignore[arg-type]
     found = [f"w{number} has a gradient but did not move" for number in range(5)]
-    learning = SimpleNamespace(ask=lambda: ([], found), add=lambda rate: None)
-    told: list[str] = []
-    events: list[str] = []
-    loop: Any = SimpleNamespace(_learning=learning, _check_after=1, _say=told.append)
-    loop.events = SimpleNamespace(add=lambda kind, note, step: events.append(note))
-    loop._warn = partial(Loop._warn, loop)
-    Loop._check_learning(loop, 7, 0.1, SimpleNamespace(finite=True))  # type: ignore[arg-type]
-    (line,) = told
-    assert (
-        line.startswith("WARNING: Step 7: w0 has a gradient")
-        and "w2 has a gradient but did not move and 2 more" in line
-    )
-    assert len(events) == 1
+    monkeypatch.setattr(check, "ask", lambda: ([], found))
+    assert check.after(6, 0.1) is None
+    line = check.after(7, 0.1)
+    assert line is not None and line.startswith("Step 7: w0 has a gradient")
+    assert "w2 has a gradient but did not move and 2 more" in line
+    monkeypatch.setattr(check, "ask", lambda: (["w9 stands"], found))
+    with pytest.raises(TtrainError, match="w9 stands.*w0 has a gradient"):
+        check.after(8, 0.1)
 
 
 def test_learning_check() -> None:

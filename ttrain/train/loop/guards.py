@@ -9,6 +9,7 @@ from statistics import median
 
 import numpy as np
 
+from ttrain.core.errors import TtrainError
 from ttrain.core.names import listed
 from ttrain.core.spec import DType
 from ttrain.engine.state import State
@@ -48,13 +49,13 @@ class SpikeDetector:
 class LearningCheck:
     """Whether the first updates of an attempt reach the parameters and the optimizer's tensors.
 
-    Made before the first step, asked after the last: `problems` are certain faults, `doubts` may be rounding. Frozen
-    parameters have no gradient in the state. `stochastic` tells that bf16 parameters are rounded stochastically: then
-    most of their elements may stay where they are, and none is lost.
+    Made before the first of `steps`, asked after the last: `problems` are certain faults, `doubts` may be rounding.
+    Frozen parameters have no gradient in the state. `stochastic` tells that bf16 parameters are rounded stochastically:
+    then most of their elements may stay where they are, and none is lost.
     """
 
-    def __init__(self, state: State, stochastic: bool = False) -> None:
-        self._state = state
+    def __init__(self, state: State, steps: int = 1, stochastic: bool = False) -> None:
+        self._state, self._left = state, steps
         gradients = set(state.names(Kind.GRADIENT))
         trained = [name for name in state.names(Kind.PARAMETER) if not gradients or f"{name}/gradient" in gradients]
         self._before = {name: _checksum(state.read(name)) for name in trained}
@@ -62,9 +63,19 @@ class LearningCheck:
         self._narrow = {name: state.read(name) for name in narrow}  # bf16 without master weights
         self._rate = 0.0
 
-    def add(self, rate: float) -> None:
-        """Notes the learning rate of a step that was taken."""
-        self._rate += rate
+    def after(self, number: int, rate: float) -> str | None:
+        """Told of every step with its learning rate, 0 for one without an update; after the last, the doubts in a note.
+
+        Raises TtrainError for problems. None before the last.
+        """
+        self._rate, self._left = self._rate + rate, self._left - 1
+        if self._left > 0:
+            return None
+        problems, doubts = self.ask()
+        note = _doubts_note(number, doubts) if doubts else ""
+        if problems:
+            raise TtrainError(f"{_problems_message(number, problems)} {note}".strip())
+        return note
 
     def ask(self) -> tuple[list[str], list[str]]:
         """(problems, doubts), one sentence per tensor. Nothing is said where the learning rate was 0."""
@@ -112,13 +123,13 @@ def _checksum(array: Array) -> int:
     return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).reshape(-1))
 
 
-def doubts_note(number: int, doubts: list[str]) -> str:
+def _doubts_note(number: int, doubts: list[str]) -> str:
     """One warning for all tensors whose updates hardly move them."""
     mend = " optimizer.stochastic_rounding=true keeps them on average." if any("bf16" in it for it in doubts) else ""
     return f"Step {number}: {listed(doubts, between='; ')}; such updates may be lost in rounding.{mend}"
 
 
-def problems_message(number: int, problems: list[str]) -> str:
+def _problems_message(number: int, problems: list[str]) -> str:
     """Why a run can't go on whose updates move nothing."""
     return (
         f"Step {number}: the updates do not reach the model: {listed(problems, between='; ')}. This is a fault of the "

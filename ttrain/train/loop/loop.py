@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ttrain.core.errors import Interrupted, NonFiniteError, RankFailed, TtrainError
+from ttrain.core.errors import Interrupted, NonFiniteError, RankFailed
 from ttrain.engine.state import State
 from ttrain.graph.kinds import Kind
 from ttrain.parallel.world import World
@@ -23,7 +23,7 @@ from ttrain.train.logging.loggers import Loggers
 from ttrain.train.logging.meter import Meter
 from ttrain.train.logging.metrics import Metrics
 from ttrain.train.loop.evaluate import Evaluation
-from ttrain.train.loop.guards import LearningCheck, SpikeDetector, doubts_note, problems_message
+from ttrain.train.loop.guards import LearningCheck, SpikeDetector
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.loop.nonfinite import StepSearch, first_bad_state, nonfinite_message
 from ttrain.train.loop.saver import Saver
@@ -151,8 +151,9 @@ class Loop:
     def _begin(self, number: int) -> StepUnderWay:
         """A step, before anything of it is launched."""
         self.heartbeat()
-        if self._check_after is not None and self._learning is None:
-            self._learning = LearningCheck(self.state, self.rounds_stochastically)
+        if self._check_after is not None:
+            self._learning = LearningCheck(self.state, self._check_after, self.rounds_stochastically)
+            self._check_after = None
         if self.phases is not None:
             self.phases.turn(number)
         self.meter.start()
@@ -182,7 +183,11 @@ class Loop:
             note = first_step_note(seconds, counts)
             self.events.add("first_step", note, number, seconds=round(seconds, 3), engine=counts)
             self._say(note)
-        self._check_learning(number, min(rates.values()), result)
+        if self._learning is not None:
+            doubts = self._learning.after(number, min(rates.values()) if result.finite else 0.0)
+            self._learning = self._learning if doubts is None else None
+            if doubts:
+                self._warn("not_moving", doubts, number)
 
     def _grown(self, number: int, phase: Phase) -> None:
         """A step reads other sizes than the one before."""
@@ -284,22 +289,6 @@ class Loop:
         self.loggers.console.close()
         self.loggers.console.start(self.progress.step, self.config.steps)
         return True
-
-    def _check_learning(self, number: int, rate: float, result: StepResult) -> None:
-        """After the first steps of an attempt: have the updates reached the parameters? Raises TtrainError if not."""
-        if self._learning is None or self._check_after is None:
-            return
-        if result.finite:
-            self._learning.add(rate)
-        self._check_after -= 1
-        if self._check_after > 0:
-            return
-        problems, doubts = self._learning.ask()
-        self._learning = self._check_after = None
-        if doubts:
-            self._warn("not_moving", doubts_note(number, doubts), number)
-        if problems:
-            raise TtrainError(problems_message(number, problems))
 
     def _step_metrics(self, number: int, result: StepResult, rates: Mapping[str, float]) -> Metrics:
         return {

@@ -27,6 +27,7 @@ from ttrain.optim.clip import global_norms
 from ttrain.optim.groups import ParameterRun, parameter_runs
 from ttrain.parallel.ranks import Ranks
 from ttrain.train.steps.noise import NOISE_NORM
+from ttrain.train.steps.repeats import joins, repeats
 from ttrain.train.steps.resident import Resident
 from ttrain.train.steps.sharded_run import ShardedRun, average_spec, directions, norms_of, part_of, summed_over_ranks
 
@@ -103,7 +104,7 @@ class StepGraph:
         for level in range(self.ranks.levels):
             steps[f"keep{level}"] = partial(self.trace_keep, level=level)
             steps[f"merge{level}"] = partial(self.trace_merge, level=level)
-        return {name: steps[name] for name in self._counts(self._parts if self.rebuilt_to_grow else self.accumulation)}
+        return {name: steps[name] for name in self._repeats(self._parts if self.rebuilt_to_grow else self.accumulation)}
 
     @property
     def rebuilt_to_grow(self) -> bool:
@@ -111,30 +112,18 @@ class StepGraph:
         return self.ranks.count > 1
 
     @property
-    def joined(self) -> bool:
-        """Whether `train` computes the last micro-batch and what follows: so ranks exchange gradients in backward."""
-        return self.ranks.count > 1 or (self.accumulation == 1 and self.ranks.single and not self.guarded)
-
-    @property
     def repeats(self) -> dict[str, int]:
         """How often each of `train_steps` runs in one optimizer step of this rank."""
-        return self._counts(self._parts)
+        return self._repeats(self._parts)
 
     @property
     def _parts(self) -> int:
         """Micro-batches of a slice now."""
         return self.micro_batches or self.accumulation
 
-    def _counts(self, parts: int) -> dict[str, int]:
-        """See repeats; of so many micro-batches a slice."""
-        slices, joined = len(self.ranks.own), int(self.joined)  # `train` does what comes last of each
-        counts = {"accumulate_first": slices, "accumulate_next": slices * (parts - 1)}
-        counts["accumulate_next" if parts > 1 else "accumulate_first"] -= joined
-        for level in range(self.ranks.levels):
-            counts |= {f"keep{level}": slices >> level + 1, f"merge{level}": (slices >> level + 1) - joined}
-        counts |= {"train": 1} if joined else {"norm": 1} if self.guarded else {}
-        counts |= {"update": 1} if self.guarded or not joined else {}
-        return {name: count for name, count in counts.items() if count}
+    def _repeats(self, micro_batches: int) -> dict[str, int]:
+        joined = joins(self.ranks, self.accumulation, self.guarded)
+        return repeats(self.ranks, micro_batches, joined, self.guarded)
 
     def further_steps(self) -> dict[str, Trace]:
         """`evaluate`; `logits` where the model has them, `swap` where weights are averaged."""
