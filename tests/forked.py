@@ -49,6 +49,10 @@ def _work(module: str, words: Sequence[str], cwd: Path, environment: Mapping[str
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ.clear()
     os.environ.update(environment)
+    if "OMP_NUM_THREADS" in environment:  # which OpenMP has read long before
+        import torch
+
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     os.chdir(cwd)
     sys.path[:0] = [str(cwd), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     sys.argv = [module, *words]

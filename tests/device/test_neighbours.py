@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import closing
 from itertools import count
 from types import SimpleNamespace
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from ttrain.core.cores import OtherWork
+from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch import neighbours
+from ttrain.device.torch.device import cpu
 from ttrain.device.torch.native.openmp import entry_points
 from ttrain.device.torch.neighbours import Neighbours
 
@@ -52,7 +55,7 @@ def test_workers_make_room_while_cores_are_short(monkeypatch: pytest.MonkeyPatch
         assert moved == [False, False, True, True, False]
         used[0] = 1.0
         near.look()
-        near.rest()
+        near.forget()
         assert places(threads)[1] == CORES and threading.active_count() == alone
         moved = []
         for _ in range(2):  # what others did before is no matter of the next steps
@@ -60,11 +63,19 @@ def test_workers_make_room_while_cores_are_short(monkeypatch: pytest.MonkeyPatch
             moved.append(places(threads)[1] != CORES)
         assert moved == [False, True]
     finally:
-        near.rest()
+        near.forget()
         torch.set_num_threads(before)
 
 
-def test_one_thread_never_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OtherWork, "__init__", lambda self: pytest.fail("looked"))
-    for _ in range(3):
-        Neighbours(1).look()
+def test_one_thread_never_looks_nor_does_who_is_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[OtherWork] = []
+    monkeypatch.setattr(OtherWork, "__init__", lambda self: looks.append(self))
+    monkeypatch.setattr(OtherWork, "cores", lambda self: 0.0)
+    before = torch.get_num_threads()
+    try:
+        for room, expected in ((False, 0), (True, 1)):
+            with closing(cpu(DeviceConfig(threads=2, make_room=room))) as device, device.launching("a step"):
+                Neighbours(1).look()
+            assert len(looks) == expected
+    finally:
+        torch.set_num_threads(before)

@@ -109,7 +109,7 @@ class EngineContender(Contender):
         self.device.synchronize()
 
     def rest(self) -> None:
-        self.device.rest()
+        self.device.release_threads()
 
     def planned_bytes(self) -> int | None:
         plan, state = self.built.plan, self.session.state

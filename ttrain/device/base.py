@@ -25,7 +25,7 @@ GivenSpecs = Sequence[TensorSpec | None]  # of inputs; None where one is absent
 Attributes = Mapping[str, Any]
 
 ALIGNMENT = 64  # bytes; a cache line, and what vector loads of 512 bits want
-UNWATCHED = nullcontext()  # a step enters one each time, and to make one costs more
+NOTHING_AROUND = nullcontext()  # a step enters one each time, and to make one costs more
 
 
 class Delivery(Enum):
@@ -280,12 +280,16 @@ class Device(ABC):
     def copy(self, source: Buffer, destination: Buffer) -> None:
         """Device to device, shapes equal; rounds to the destination's dtype."""
 
-    def watched(self, what: str) -> AbstractContextManager[None]:
-        """Entered around launches: a device that can hang ends the process, with a message, where one never returns."""
-        return UNWATCHED
+    def launching(self, what: str) -> AbstractContextManager[None]:
+        """Entered around launches, for what a device does about them.
 
-    def rest(self) -> None:
-        """Told where others work on this machine before the next step: what a step changed about it is undone."""
+        One that can hang ends the process, with a message, where a launch never returns; a CPU looks whether other
+        programs want the cores of its threads.
+        """
+        return NOTHING_AROUND
+
+    def release_threads(self) -> None:
+        """Undoes what `launching` changed about the threads of this process, before others measure on this machine."""
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -20,6 +20,10 @@ class DeviceConfig:
         minimum=1,
         maximum=1024,
     )
+    make_room: bool = option(
+        True,
+        "cpu: look for other programs between steps, and where cores are short move threads to free ones",
+    )
     index: int = option(0, "cuda: which GPU", minimum=0)
     products: str = option(
         "auto",

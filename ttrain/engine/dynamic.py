@@ -38,11 +38,11 @@ class DynamicStep(Step):
         self._joined, self._order = graph, list[tuple[Node, list[Value]]]()  # what was made of it
 
     def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
-        with self.engine.device.watched(self._what), self._counted:
+        with self.engine.device.launching(self._what), self._counted:
             return self._run(inputs, look=None)[0]
 
     def inspect(self, inputs: Mapping[str, HostValue], look: Look, ready: Launch | None = None) -> bool:
-        with self.engine.device.watched(self._what):
+        with self.engine.device.launching(self._what):
             return self._run(inputs, look, ready)[1]
 
     def _run(

@@ -111,7 +111,7 @@ class StaticStep(Step):
 
     def start(self, inputs: Mapping[str, HostValue]) -> Callable[[], dict[str, Any]]:
         device, arrays = self.engine.device, self._arrays(inputs)
-        with device.watched(self._what), self._counted:
+        with device.launching(self._what), self._counted:
             bound = self.take_addresses()
             if self._prefetched is not None:
                 there = {key for key, x in self._prefetched.take().items() if np.array_equal(x, arrays[key])}
@@ -134,7 +134,7 @@ class StaticStep(Step):
     def inspect(self, inputs: Mapping[str, HostValue], look: Look, ready: Launch | None = None) -> bool:
         device = self.engine.device
         arrays = self._arrays(inputs)
-        with device.watched(self._what):
+        with device.launching(self._what):
             bound = self.take_addresses()
             device.upload_inputs(bound.inputs, arrays)
             if ready is not None:

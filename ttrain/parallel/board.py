@@ -13,10 +13,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ttrain.core.errors import EXIT_FAILURE, EXIT_INTERRUPTED, RankFailed, TtrainError
 
+E = TypeVar("E", bound=BaseException)
 _BEAT_SECONDS = 1.0
 _DEAD_SECONDS = 2.5 * _BEAT_SECONDS  # without a beat
 _PATIENCE_SECONDS = 3.0  # for whoever knows the cause of an error to post it
@@ -110,7 +111,7 @@ class Board:
         finally:
             self._waiting = False
 
-    def ended(self, error: BaseException) -> BaseException:
+    def ended(self, error: E) -> E | TtrainError:
         """What this rank ends with, an error of its own being told to all others; the first error stands."""
         if isinstance(error, RankFailed):
             return error

@@ -6,10 +6,11 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from socket import socket
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,12 +41,13 @@ class DistributedWorld(World):
             Ranks(place.rank, place.count, config.slices or place.count, config.name == "zero1", config.bucket_mb)
         )
         wait = timedelta(seconds=config.timeout)
-        self._lasting, name, self._board = _board(place, wait)
+        meeting = _Meeting.of(place, wait)
+        self._lasting, self._board = meeting.lasting, meeting.board
         self._board.meet()
         with self._board.waiting():
-            meeting = dist.PrefixStore(f"{name}/group", _store(place, wait))
+            group = dist.PrefixStore(f"{meeting.name}/group", _store(place, wait))
             dist.init_process_group(
-                "nccl" if on_gpu else "gloo", store=meeting, rank=place.rank, world_size=place.count, timeout=wait,
+                "nccl" if on_gpu else "gloo", store=group, rank=place.rank, world_size=place.count, timeout=wait,
                 device_id=torch.device("cuda", place.local_rank) if on_gpu else None,
             )  # fmt: skip
             # None is the group of all. To hold it would keep its threads beyond the end, and they abort the process.
@@ -155,14 +157,23 @@ def _store(place: Place, wait: timedelta, hosts: bool = False) -> dist.TCPStore:
         ) from None
 
 
-def _board(place: Place, wait: timedelta) -> tuple[dist.Store, str, Board]:
-    """What lasts over the restarts by torchrun, the name of this start, and its board."""
-    led = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = _store(place, wait, led and place.rank == 0)
-    started = "/".join(os.environ.get(f"TORCHELASTIC_{key}", "") for key in ("RUN_ID", "RESTART_COUNT"))
-    name = f"ttrain/{started}/{place.count}"
-    board = Board(dist.PrefixStore(name, store), place.rank, place.count, wait.total_seconds(), led)
-    return dist.PrefixStore("ttrain", store), name, board
+@dataclass(frozen=True)
+class _Meeting:
+    """Where the ranks of one start find each other."""
+
+    name: str
+    board: Board
+    lasting: dist.Store  # also over restarts by torchrun
+
+    @classmethod
+    def of(cls, place: Place, wait: timedelta) -> _Meeting:
+        """Raises RankFailed where nobody is there."""
+        led = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        store = _store(place, wait, led and place.rank == 0)
+        started = "/".join(os.environ.get(f"TORCHELASTIC_{key}", "") for key in ("RUN_ID", "RESTART_COUNT"))
+        name = f"ttrain/{started}/{place.count}"
+        board = Board(dist.PrefixStore(name, store), place.rank, place.count, wait.total_seconds(), led)
+        return cls(name, board, dist.PrefixStore("ttrain", store))
 
 
 def ended_early(error: TtrainError, place: Place) -> TtrainError:
@@ -171,7 +182,7 @@ def ended_early(error: TtrainError, place: Place) -> TtrainError:
     Nobody may be there to be told.
     """
     try:
-        return cast(TtrainError, _board(place, timedelta(seconds=_EARLY_SECONDS))[-1].ended(error))
+        return _Meeting.of(place, timedelta(seconds=_EARLY_SECONDS)).board.ended(error)
     except RankFailed:
         return error
 

@@ -19,7 +19,7 @@ from ttrain.core.processor import processor_name, vector_extensions
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import (
     ALIGNMENT,
-    UNWATCHED,
+    NOTHING_AROUND,
     Device,
     Group,
     Kernel,
@@ -37,7 +37,7 @@ _PINNED_FROM = 1 << 16  # bytes; below this the driver stages a pageable copy it
 
 def cpu(config: DeviceConfig, group: Group | None = None) -> TorchDevice:
     """device=cpu."""
-    return TorchDevice("cpu", config.threads, group=group, products=config.products)
+    return TorchDevice("cpu", config.threads, group=group, products=config.products, make_room=config.make_room)
 
 
 def cuda(config: DeviceConfig, group: Group | None = None) -> TorchDevice:
@@ -65,6 +65,7 @@ class TorchDevice(Device):
         index: int = 0,
         group: Group | None = None,
         products: str = "auto",
+        make_room: bool = True,
     ) -> None:
         super().__init__()
         self.group = group
@@ -80,7 +81,7 @@ class TorchDevice(Device):
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.device = torch.device(kind, index) if kind == "cuda" else torch.device("cpu")
         self.context = replace(Context.of(self.device, self.threads, group), products=products)
-        self._neighbours = Neighbours(self.threads) if kind == "cpu" else None
+        self._neighbours = Neighbours(self.threads) if kind == "cpu" and make_room else None
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._first_event: torch.cuda.Event | None = None
         self._closed = False
@@ -130,14 +131,14 @@ class TorchDevice(Device):
     def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         destination.copy_(source)
 
-    def watched(self, what: str) -> AbstractContextManager[None]:
+    def launching(self, what: str) -> AbstractContextManager[None]:
         if self._neighbours is not None:
             self._neighbours.look()
-        return UNWATCHED
+        return NOTHING_AROUND
 
-    def rest(self) -> None:
+    def release_threads(self) -> None:
         if self._neighbours is not None:
-            self._neighbours.rest()
+            self._neighbours.forget()
 
     def synchronize(self) -> None:
         if self.kind == "cuda":
@@ -223,7 +224,7 @@ class TorchDevice(Device):
         if self._closed:
             return
         self._closed = True
-        self.rest()
+        self.release_threads()
         if self.kind == "cuda":
             self.synchronize()
             for graph in self._graphs:

@@ -53,7 +53,7 @@ class Neighbours:
                 self._undo()
         self._next = time.monotonic() + max(INTERVAL, INTERVAL_IN_LOOKS * (time.thread_time() - begun))
 
-    def rest(self) -> None:
+    def forget(self) -> None:
         """Workers may run everywhere and spin as usual, and the next look begins anew."""
         self._undo()
         self._work = None

@@ -162,7 +162,7 @@ class TenstorrentDevice(Device):
     def place(self, arena: BufferPool, offset: int, spec: TensorSpec) -> DeviceTensor:
         return arena.at(offset, spec)
 
-    def watched(self, what: str) -> AbstractContextManager[None]:
+    def launching(self, what: str) -> AbstractContextManager[None]:
         return self.watch(what)
 
     def upload(self, buffer: DeviceTensor, array: np.ndarray) -> None:

@@ -29,7 +29,7 @@ from ttrain.device.torch.kernels.common import (
 )
 
 aten = torch.ops.aten
-_BLOCK = {True: 2**18, False: 2**25}  # elements, on the CPU or not
+_CPU_BLOCK, _GPU_BLOCK = 2**18, 2**25  # elements that are worked on at a time
 
 
 def _widened(parameters: Sequence[Tensor | None], work: Sequence[Tensor]) -> tuple[list[Any], list[Launch]]:
@@ -159,8 +159,8 @@ def _finishing_wide(dx: Tensor, residual: Tensor | None, scratch: Tensor) -> Cal
 
 def _block(context: Context, x: TensorSpec) -> TensorSpec:
     """Rows of x that are worked on at a time, wide: as many whatever the threads, as sums over them show."""
-    width = max(x.shape[-1], 1)
-    return TensorSpec((max(1, min(x.size // width, _BLOCK[context.on_cpu] // width)), x.shape[-1]), x.dtype.wide)
+    width, block = max(x.shape[-1], 1), _CPU_BLOCK if context.on_cpu else _GPU_BLOCK
+    return TensorSpec((max(1, min(x.size // width, block // width)), x.shape[-1]), x.dtype.wide)
 
 
 def _blocks(tensors: Sequence[Tensor | None], step: int) -> Iterator[list[Any]]:

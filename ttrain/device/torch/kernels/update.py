@@ -31,7 +31,7 @@ from ttrain.device.torch.kernels.common import (
 from ttrain.device.torch.kernels.program import Program
 from ttrain.device.torch.kernels.random import counting, keying, mixing
 
-_BLOCK = {True: 2**16, False: 2**20}  # elements at most, on the CPU or not: all scratch of a block stays in its cache
+_CPU_BLOCK, _GPU_BLOCK = 2**16, 2**20  # elements at most: all scratch of a block stays in the cache
 _LOW, _HIGH = 0xFFFF, -0x10000  # the bits of a fp32 number that a bf16 number lacks, and those that it has
 _KEYS = 8  # int32 per list: key, key of the block, and scratch
 
@@ -209,7 +209,8 @@ def _block_workspace(context: Context, call: _Call, attributes: Attributes) -> l
     """Scalars in fp64 and fp32, keys, then a block each: gradient, temporary, slots that are not fp32, and scratch."""
     program = _program(attributes)
     _, total = run_offsets([spec.size for spec in call.lists[0]])
-    block = TensorSpec((max(1, min(total, context.block, _BLOCK[context.on_cpu])),), DType.FP32)
+    most = _CPU_BLOCK if context.on_cpu else _GPU_BLOCK
+    block = TensorSpec((max(1, min(total, context.block, most)),), DType.FP32)
     narrow = sum(number != 1 and sizes[0] < 4 for number, sizes in enumerate(call.widths()))
     keys = TensorSpec((_KEYS * (len(call.lists) - 1),), DType.INT32)
     scalars = [TensorSpec((program.scalar_count,), dtype) for dtype in (DType.FP64, DType.FP32)]

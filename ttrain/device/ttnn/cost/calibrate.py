@@ -134,7 +134,7 @@ class Calibration:
         """Microseconds of launches in a row, until all are done."""
         self.device.synchronize()
         start = self.clock()
-        with self.device.watched("a launch of the calibration"):
+        with self.device.launching("a launch of the calibration"):
             for launch in launches:
                 launch()
         self.device.synchronize()
@@ -158,7 +158,7 @@ class Calibration:
         outs = [self.device.allocate(spec) for spec in made]
         work = [self.device.allocate(spec) for spec in kernel.workspace_specs(given, made, node.attributes)]
         launch = self.device.bind(kernel, ins, outs, node.attributes, work)
-        with self.device.watched("a launch of the calibration"):
+        with self.device.launching("a launch of the calibration"):
             launch()
         self.device.synchronize()
         return Measured(launch, node_programs(node))

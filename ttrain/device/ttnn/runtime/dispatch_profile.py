@@ -132,6 +132,6 @@ class TtnnProfiler:
     def _read(self, device: Any) -> Sequence[Dispatch]:
         """What the device's profiler has recorded so far."""
         device.synchronize()
-        with device.watched("reading the profiler"):
+        with device.launching("reading the profiler"):
             device.mesh.tt.ReadDeviceProfiler(device.mesh.handle)
         return read_report(find_report(self.folder))
