@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.ops.harness import all_cases, record
+from tests.ops.harness import all_cases, cases_of, record
 from ttrain.core.errors import UserError
 from ttrain.core.spec import DType
 from ttrain.device.base import Kernel
@@ -37,7 +37,7 @@ def every_case(where: Callable[[Op], bool] = has_kernel) -> list[Any]:
 
 
 def _number(op: Op, case: Case) -> int:
-    return next(number for number, other in enumerate(op.cases) if other == case)
+    return next(number for number, other in enumerate(cases_of(op)) if other == case)
 
 
 class NativeDevice(TorchDevice):

@@ -16,10 +16,21 @@ from ttrain.graph import REGISTRY, Case, Op
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind
 from ttrain.plan.lifetime import overwritable
-from ttrain.verify.cases import TORCH, Arrays, as_torch, draw, input_names, input_specs, record, reference, rounded
+from ttrain.verify.cases import (
+    TORCH,
+    Arrays,
+    as_torch,
+    cases_of,
+    draw,
+    input_names,
+    input_specs,
+    record,
+    reference,
+    rounded,
+)  # fmt: skip
 
 __all__ = [
-    "TORCH", "Arrays", "Interpreter", "all_cases", "as_torch", "bound", "draw", "every_op", "input_names",
+    "TORCH", "Arrays", "Interpreter", "all_cases", "as_torch", "bound", "cases_of", "draw", "every_op", "input_names",
     "input_specs", "inputs_of_kind", "only", "record", "recorded_by_models", "reference", "rounded", "shared_with",
 ]  # fmt: skip
 POISON = {DType.INT64: -(2**40), DType.INT32: -(2**30), DType.BOOL: True}
@@ -38,7 +49,7 @@ def all_cases(*dtypes: DType, where: Callable[[Op], bool] = recorded_by_models) 
         pytest.param(op, case, dtype, id=f"{op.name}-{number}-{dtype}")
         for op in REGISTRY.values()
         if where(op)
-        for number, case in enumerate(op.cases)
+        for number, case in enumerate(cases_of(op))
         for dtype in dtypes
     ]
 

@@ -17,7 +17,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.engine.state import State, StateTensor
 from ttrain.engine.static import StaticEngine
 from ttrain.graph import REGISTRY, Case, Graph, Kind, Op, Value
-from ttrain.verify.cases import input_names
+from ttrain.verify.cases import cases_of, draw
 
 TOLERANCE = 2e-5
 EXCHANGES = {"all_reduce_start", "reduce_scatter_start", "collectives_done", "all_gather_state"}
@@ -28,7 +28,7 @@ def cases() -> list[Any]:
     return [
         pytest.param(op, case, id=f"{op.name}-{number}")
         for op in REGISTRY.values()
-        for number, case in enumerate(op.cases)
+        for number, case in enumerate(cases_of(op))
         if not op.view and op.name not in OVER_RANKS
     ]
 
@@ -38,30 +38,7 @@ class Example:
 
     def __init__(self, op: Op, case: Case) -> None:
         self.op, self.case = op, case
-        self.arrays: dict[str, np.ndarray | None] = {}
-        generator = np.random.default_rng(3)
-        for name, shape in zip(self.names(), case.shapes, strict=True):
-            self.arrays[name] = None if shape is None else self.values(name, shape, generator)
-        given = {name: self.torch(array) for name, array in self.arrays.items()}
-        for name, tensor in op.derived(given, case.attributes).items():
-            self.arrays[name] = tensor.numpy()
-
-    def names(self) -> list[str]:
-        return input_names(self.op, self.case)
-
-    def values(self, name: str, shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
-        if name in self.case.integers:
-            numbers = generator.integers(0, self.case.integers[name], shape)
-            if name in self.case.holes:
-                numbers.reshape(-1)[:1] = -1
-            return np.asarray(numbers)
-        numbers = np.asarray(generator.standard_normal(shape))
-        base = name.partition(".")[0]
-        if name in self.case.positive or base in self.case.positive or name in self.op_positive:
-            numbers = np.abs(numbers) + 0.5
-        return np.round(numbers, 1) if name == "step" else numbers.astype(np.float32).astype(np.float64)
-
-    op_positive = ("step",)
+        self.arrays = draw(op, case, DType.FP32)
 
     @staticmethod
     def torch(array: np.ndarray | None) -> Any:
@@ -70,7 +47,7 @@ class Example:
     def record(self, graph: Graph) -> list[Value]:
         written = set()
         inputs: list[Value | None] = []
-        names = self.names()
+        names = list(self.arrays)
         specs = {n: None if a is None else TensorSpec(a.shape, dtype(a)) for n, a in self.arrays.items()}
         probe = Graph()
         node = probe.append(
@@ -112,7 +89,7 @@ class Example:
         return [np.asarray(results.get(str(number))) for number in range(len(outputs))]
 
     def expected(self) -> list[np.ndarray]:
-        tensors = [self.torch(self.arrays[name]) for name in self.names()]
+        tensors = [self.torch(array) for array in self.arrays.values()]
         result = self.op.reference(*tensors, **self.case.attributes)
         several = result if isinstance(result, (list, tuple)) else [result]
         return [tensor.numpy() for tensor in several]

@@ -163,7 +163,7 @@ class Op:
         constants: floating-point inputs that never get a gradient.
         differentiable: False for ops that only occur after backward.
         transfer: moves a value between such a device and the host.
-        cases: shapes and attributes that the generated tests run. Must not be empty.
+        cases: shapes and attributes that the generated tests run; none where the cases of other ops record this one.
     """
 
     name: str

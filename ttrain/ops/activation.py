@@ -67,13 +67,8 @@ def tanh_grad(dy: Value, saved: Value) -> Value:
 
 
 for _shape in PLAIN_SHAPES:
-    cases(relu_grad, Case((_shape, _shape)))
-    cases(tanh_grad, Case((_shape, _shape)))
     cases(silu, Case((_shape,)))
-    cases(silu_grad, Case((_shape, _shape)))
-    for _form in GELU_FORMS:
-        cases(gelu, Case((_shape,), {"approximate": _form}))
-        cases(gelu_grad, Case((_shape, _shape), {"approximate": _form}))
+    cases(gelu, *(Case((_shape,), {"approximate": _form}) for _form in GELU_FORMS))
 
 
 def activation(x: Value, name: str) -> Value:

@@ -76,11 +76,7 @@ def _bias_in_torch(positions: Any, visible: Any, context: int, dtype: DType, hea
     return torch.where(hidden, HIDDEN, bias)[None]
 
 
-@primitive(
-    outputs=("bias",),
-    reference=_bias_in_torch,
-    derived=lambda given, attributes: _example_places(given["positions"].shape[0], attributes["context"]),
-)
+@primitive(outputs=("bias",), reference=_bias_in_torch)
 def cache_bias(
     positions: Value, visible: Value, context: int, dtype: DType, heads: int, mask: AttentionMask
 ) -> TensorSpec:
@@ -93,16 +89,6 @@ def cache_bias(
     require(positions.spec.rank == 1, "cache_bias", positions.spec, "one place for each query")
     _check_places("cache_bias", positions.shape[0], positions, visible)
     return TensorSpec((1, heads if mask.biased else 1, positions.shape[0], context), dtype)
-
-
-for _rows, _context, _heads, _mask in (
-    (3, 7, 1, EVERY_KEY),
-    (1, 33, 3, AttentionMask(FULL, "future")),
-    (5, 5, 1, AttentionMask(FULL, "distance")),
-    (3, 9, 1, AttentionMask(FULL, window=2)),
-):
-    _attributes = {"context": _context, "dtype": DType.FP32, "heads": _heads, "mask": _mask}
-    cases(cache_bias, Case(((_rows,), (_rows,)), _attributes, {"positions": _context, "visible": _context + 1}))
 
 
 @composite(differentiable=False, derived=lambda given, _: _example_places(given["q"].shape[2], given["keys"].shape[2]))

@@ -51,15 +51,6 @@ cases(
     Case(((33,), (65, 12)), integers={"ids": 65}),
     Case(((2, 1), (1, 3)), integers={"ids": 1}),
 )
-for _ids, _count in (((3, 5), 7), ((33,), 65), ((2,), 1)):
-    cases(one_hot, Case((_ids,), {"count": _count, "dtype": DType.FP32}, {"ids": _count}, holes=("ids",)))
-cases(
-    embedding_grad,
-    Case(((3, 5, 4), (3, 5)), {"vocabulary": 7}, integers={"ids": 7}),
-    Case(((33, 12), (33,)), {"vocabulary": 65}, integers={"ids": 65}),
-    Case(((6, 3), (6,)), {"vocabulary": 1}, integers={"ids": 1}),
-    Case(((5, 3), (5,)), {"vocabulary": 33}, integers={"ids": 3}),
-)
 
 
 @composite(family="fused", outputs=("sum",), differentiable=False, flops=lambda node: node.input("dy").spec.size)

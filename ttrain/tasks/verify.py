@@ -101,13 +101,14 @@ class _Work:
 
     def ops(self, chosen: list[Any], waiting: Waiting) -> list[Comparison]:
         """Every op in all its cases, forward and backward."""
+        from ttrain.verify.cases import cases_of
         from ttrain.verify.models import equal_engines
         from ttrain.verify.ops import reach, run_trials, trials
         from ttrain.verify.tolerances import GRADIENT
 
-        if bare := [op.name for op in chosen if not op.cases]:
+        if bare := [op.name for op in chosen if not cases_of(op)]:
             self.notes.append(f"Without cases to run, so not verified: {', '.join(bare)}.")
-        chosen = [op for op in chosen if op.cases]
+        chosen = [op for op in chosen if cases_of(op)]
         reached = {op: reach(op, self.device) for op in chosen}
         absent = [op.name for op in chosen if not reached[op].outputs]
         inner = [op.name for op in chosen if reached[op].outputs and not reached[op].alone]

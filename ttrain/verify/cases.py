@@ -1,9 +1,17 @@
-"""The cases that ops declare: their inputs, drawn alike every time, and what PyTorch makes of them in fp64."""
+"""The cases of ops: their inputs, drawn alike every time, and what PyTorch makes of them in fp64.
+
+An op declares the cases that it is run on, or others show them: one that declares none is run on what the bodies and
+gradients of those that do record of it, on the very numbers that reach it there. So the op of a gradient needs no cases
+of its own.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,13 +25,82 @@ import ttrain.optim.muon
 import ttrain.optim.schedule_free
 import ttrain.optim.sgd  # noqa: F401 - their rules are ops too
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph import Case, Op
-from ttrain.graph.graph import Graph, Value
+from ttrain.graph import REGISTRY, Case, Op
+from ttrain.graph.graph import Graph, Node, Value
 
 Arrays = dict[str, np.ndarray | None]  # by input name; None where an optional input is absent
 TORCH = {DType.FP64: torch.float64, DType.FP32: torch.float32, DType.BF16: torch.bfloat16}
 # Outputs that a loss may be formed from; the others are statistics that only the op's own backward reads.
 DIFFERENTIABLE_OUTPUTS = {"split_heads": 3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown(Case):
+    """A case that another op shows: node `number` of those that a case of `by` records of the op."""
+
+    by: Op
+    of: Case
+    number: int
+
+    def seen(self, op: Op, dtype: DType) -> Node:
+        """The node where a step computes in `dtype`."""
+        return [node for node in _unfolded(self.by, self.of, dtype).nodes if node.op is op][self.number]
+
+    def draw(self, op: Op, dtype: DType) -> Arrays:
+        """What reaches the node from the inputs of the other op."""
+        node = self.seen(op, dtype)
+        given, graph = draw(self.by, self.of, dtype), node.values[0].graph
+        known: dict[Value | None, Any] = {None: None}
+        for name, value in graph.inputs.items():
+            array = given[name] if name in given else loss_weights([value], f"{name} of {op.name}")[0]
+            known[value] = as_torch(array)
+        names = input_names(op, self)
+        return {
+            name: None if value is None else rounded(_made(value, known).numpy(), value.spec.dtype)
+            for name, value in zip(names, node.inputs, strict=True)
+        }
+
+
+def _made(value: Value | None, known: dict[Value | None, Any]) -> Any:
+    """What the references make of a value, which joins what is known."""
+    if value not in known:
+        assert value is not None and value.producer is not None
+        node = value.producer
+        results = node.op.reference(*(_made(given, known) for given in node.inputs), **node.attributes)
+        known.update(zip(node.outputs, results if isinstance(results, list | tuple) else [results], strict=False))
+    return known[value]
+
+
+def cases_of(op: Op) -> Sequence[Case]:
+    """What an op is run on; nothing where it declares no case and no other op records it."""
+    return op.cases or _shown(len(REGISTRY)).get(op.name, ())
+
+
+@lru_cache(maxsize=1)
+def _shown(ops: int) -> Mapping[str, Sequence[Case]]:
+    """Of so many ops those without cases of their own, with the different ones that others show."""
+    found: dict[str, dict[Any, Case]] = {}
+    for by, of in ((op, case) for op in REGISTRY.values() for case in op.cases):
+        numbers: dict[str, int] = {}
+        for node in _unfolded(by, of, DType.FP32).nodes:
+            if not node.op.cases:
+                number = numbers[node.op.name] = numbers.get(node.op.name, -1) + 1
+                shapes = tuple(None if value is None else value.shape for value in node.inputs)
+                case = Shown(shapes, node.attributes, by=by, of=of, number=number)
+                found.setdefault(node.op.name, {}).setdefault((shapes, tuple(node.attributes.items())), case)
+    return {name: list(shown.values()) for name, shown in found.items()}
+
+
+def _unfolded(op: Op, case: Case, dtype: DType) -> Graph:
+    """A case of an op, with its gradient behind it if it has one of its own, and its body."""
+    graph, _, outputs = record(op, case, dtype)
+    node = graph.nodes[0]
+    if op.differentiable and not getattr(op, "goes_through_body", False):
+        kept = outputs[: DIFFERENTIABLE_OUTPUTS.get(op.name, 1)]
+        given = [graph.input(f"gradient {index}", output.spec) for index, output in enumerate(kept)]
+        op.vjp(node, *given, *[None] * (len(outputs) - len(given)))
+    op.decompose(node, node.inputs)
+    return graph
 
 
 def input_names(op: Op, case: Case) -> list[str]:
@@ -44,6 +121,8 @@ def input_names(op: Op, case: Case) -> list[str]:
 
 def input_specs(op: Op, case: Case, dtype: DType) -> dict[str, TensorSpec | None]:
     """Specs of the inputs of a case where the step computes in `dtype`."""
+    if isinstance(case, Shown):
+        return dict(zip(input_names(op, case), case.seen(op, dtype).specs[0], strict=True))
     specs: dict[str, TensorSpec | None] = {}
     for name, shape in zip(input_names(op, case), case.shapes, strict=True):
         if shape is None:
@@ -65,6 +144,8 @@ def rounded(array: np.ndarray, dtype: DType) -> np.ndarray:
 
 def draw(op: Op, case: Case, dtype: DType) -> Arrays:
     """Inputs of a case: the same numbers every time, representable in their dtypes."""
+    if isinstance(case, Shown):
+        return case.draw(op, dtype)
     generator = np.random.default_rng(zlib.crc32(f"{op.name} {case.shapes} {sorted(case.attributes)}".encode()))
     arrays: Arrays = {}
     specs = input_specs(op, case, dtype)

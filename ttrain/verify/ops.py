@@ -30,7 +30,7 @@ def chosen_ops(names: Sequence[str]) -> list[Op]:
             raise ConfigError(f"verify.ops={name}: no such op or family. {did_you_mean(name, {*REGISTRY, *families})}")
     chosen = [op for op in REGISTRY.values() if not names or op.name in names or op.family in names]
     for op in chosen:
-        if op.name in names and not op.cases:
+        if op.name in names and not cases.cases_of(op):
             raise ConfigError(f"verify.ops={op.name}: the op has no cases to run. Declare some: see docs/extending.md.")
     return chosen
 
@@ -53,7 +53,7 @@ def reach(op: Op, device: Device) -> Reach:
     Where a kernel holds an output in a layout of its own, such as the statistics of layer norm on a card, the numbers
     in it are its own business, and an op that reads them is verified through the backward of the one that makes them.
     """
-    graph, _, outputs = cases.record(op, op.cases[0], DType.FP32)
+    graph, _, outputs = cases.record(op, cases.cases_of(op)[0], DType.FP32)
     node = graph.nodes[0]
     if op.view or op.name in device.kernels:
         own = not device.arenas and {"mean", "rstd"} <= set(op.inputs)
@@ -173,7 +173,7 @@ class Trial:
 def trials(op: Op, dtype: DType, reached: Reach) -> list[Trial]:
     """Forward of every case of an op, and every gradient where backward may pass through."""
     found = []
-    for number, case in enumerate(op.cases):
+    for number, case in enumerate(cases.cases_of(op)):
         if reached.outputs and reached.alone:
             found.append(Trial(op, number, case, dtype, None, reached.outputs))
         if reached.outputs and cases.trainable(op, case):

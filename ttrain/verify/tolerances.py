@@ -18,7 +18,7 @@ MODEL_COSINE = {DType.FP32: 1 - 1e-9, DType.BF16: 0.9995}
 # (op, output or *) -> tolerance in ULP of bf16, where an intermediate is rounded to bf16 on the way.
 BF16 = {
     ("attention", "*"): Tolerance(3, 2),  # scores and probabilities
-    ("attention_grad", "*"): Tolerance(8, 4),  # and gradients of scores, one at a time, some of them small
+    ("attention_grad", "*"): Tolerance(16, 6),  # and gradients of scores, one at a time, some of them sums that cancel
     ("cached_attention", "*"): Tolerance(3, 2),
     ("head_cross_entropy", "*"): Tolerance(5, 3),  # logits
     ("tanh_grad", "*"): Tolerance(2, 1.5),  # CUDA rounds 1 - y^2
@@ -36,7 +36,7 @@ FP32 = {
     ("update", "written"): Tolerance(16, 12),
     **{(rule, "parameter"): NEWTON_SCHULZ for rule in ("muon", "normuon")},
     **{("head_cross_entropy", name): Tolerance(24, 12) for name in ("dhidden", "dhead")},  # sums that cancel
-    **{("attention_grad", name): Tolerance(24, 12) for name in ("dq", "dk", "dv")},  # of small values
+    **{("attention_grad", name): Tolerance(32, 16) for name in ("dq", "dk", "dv")},  # of small values
 }
 # Ops whose fp64 run is fp32 in places: they hold fp32 state, so fp64 only serves other tests.
 FP32_INSIDE = {"update"}
