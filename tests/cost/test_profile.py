@@ -70,7 +70,7 @@ def test_medians_shares_and_roofs_are_of_the_spans() -> None:
         [(product, at, at + took), (total, at + took, at + took + 1), (total, at + took + 1, at + took + 2)]
         for at, took in ((0.0, 2.0), (10.0, 4.0), (20.0, 30.0))
     ]
-    profile = NodeProfile.of("cpu", "static", 1, [4.0, 5.0, 40.0], [6.0, 6.0, 6.0], Rates(1e4, 1e3), steps)
+    profile = NodeProfile.of("cpu", "static", 1, [4.0, 5.0, 40.0], [6.0, 6.0, 6.0], Rates(1e4, 1e3), steps, {})
     assert profile.overhead == pytest.approx(0.2) and profile.whole.seconds == 6 and profile.whole.launches == 3
     assert profile.nodes[product].seconds == 4 and profile.nodes[product].roof == pytest.approx(4400 / 1e3)
     assert profile.nodes[total].flops == 2 * 300 and profile.nodes[total].roof == pytest.approx(2 * 2400 / 1e3)

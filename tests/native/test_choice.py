@@ -123,7 +123,7 @@ def test_a_step_with_products_of_a_library_trains_alike_and_its_rehearsal_change
         np.testing.assert_array_equal(engine.state.read(name), plain[1].state.read(name))
     native = compiler_of(engine)
     assert measured[-1] == "step" and measured.count("product") == len(native.ways)
-    assert set(native.ways.values()) == {OWN, "aten"}
+    assert set(native.ways.values()) == {OWN, "aten"} and set(engine.ways().values()) == {"compiled", "aten"}
     np.testing.assert_allclose(losses(step, 6), losses(plain[0], 6), rtol=2e-5 if compute is DType.FP32 else 2e-2)
     fork = ctypes.c_void_p.in_dll(native._libraries[-1], "ttrain_openmp_fork").value
     assert (fork is not None) == bool(entry_points())

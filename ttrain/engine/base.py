@@ -101,6 +101,10 @@ class Engine(ABC):
     def build(self, name: str, trace: Trace) -> Step:
         """A step from the function that records it."""
 
+    def ways(self) -> dict[str, str]:
+        """The way that each product of its steps goes, where a device has several; see Kernel."""
+        return {}
+
     def close(self) -> None:
         """Release what was built; the engine can build anew. The device outlives it."""
 

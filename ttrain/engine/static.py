@@ -74,6 +74,15 @@ class StaticEngine(Engine):
         of_host = None if self.device.host is None else self.shared_arena(on_host=True)
         return BoundPlan(plan, self, (arena, of_host))
 
+    def ways(self) -> dict[str, str]:
+        found = {}
+        for node in (node for step in self._steps for node in step.plan.launched):
+            if (way := of_side(self.kernels, node.on_host)[node.op.name].way) is not None:
+                specs = ", ".join(str(value.spec) for value in node.values)
+                settings = (f"{name}={value}" for name, value in sorted(node.attributes.items()))
+                found[" ".join([f"{node.op.name}({specs})", *settings])] = way(*node.specs, node.attributes)
+        return found
+
     def close(self) -> None:
         self._steps.clear()
         self._arenas.clear()

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 def run(config: Config) -> None:
     """Prints the plan, and with plan.show the nodes or the buffers behind it; writes plan.json=<file> if asked."""
     from ttrain.train.forecast.plan_report import plan_report
+    from ttrain.train.forecast.show import show_ways
 
     if config.plan.calibrate:
         _calibrate(config)
@@ -47,14 +48,16 @@ def run(config: Config) -> None:
             steps = session.build_training()
             report = plan_report(session.graph, session.state, steps)
         extra = _Extra(config, session, steps, report, device)
-        print(_title(config, model, device.name) + extra.verdict + "\n")
+        ways = session.engine.ways()
+        told = f" {show_ways(ways)}" if ways and config.engine.name == "traced" else ""
+        print(_title(config, model, device.name) + told + extra.verdict + "\n")
         _print([*report.tables(), *extra.tables])  # what takes no time is there at once
         for table in extra.slow_tables(session, steps):
             _print([table])
         if config.plan.show is not None:
             _show(config.plan.show, session, steps)
         if config.plan.json is not None:
-            _write_json(config, device.name, {**report.to_dict(), **extra.values})
+            _write_json(config, device.name, {**report.to_dict(), "products": ways, **extra.values})
         if config.plan.picture is not None:
             _draw(config.plan.picture, report, steps)
 

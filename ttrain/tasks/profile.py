@@ -60,7 +60,7 @@ def _by_device(config: Config) -> Profile:
         profiler: Profiler | None = family_of(config.device).profiler(config.device, Path(folder))
         assert profiler is not None  # its family profiles
         steps, config = config.profile.steps, dataclasses.replace(config, device=profiler.config)
-        with _warmed(config, steps) as (device, drive):
+        with _warmed(config, steps) as (device, drive, _):
             profiler.warm(device)
             for number in waited_for(range(WARM_UP + 1, WARM_UP + steps + 1), "Profiling steps"):
                 drive(number)
@@ -74,7 +74,7 @@ def _by_node(config: Config) -> NodeProfile:
 
     # A guarded step's update is a step of its own, which would not be seen.
     config = dataclasses.replace(config, guard=dataclasses.replace(config.guard, nonfinite="stop"))
-    with _warmed(config, 2 * config.profile.steps) as (device, drive):
+    with _warmed(config, 2 * config.profile.steps) as (device, drive, ways):
         rates = measured_rates(device.name, str(config.precision.compute), config.device.index)
         assert rates is not None  # checked with the config
         watch, plain, watched, spans = Stopwatch(device), [], [], []
@@ -87,7 +87,8 @@ def _by_node(config: Config) -> NodeProfile:
                     calls = drive.step.calls(*inputs)
                     watched.append(_seconds(device, partial(drive.step.inspect, calls, watch.look, watch.ready)))
             spans.append(watch.spans())
-        return NodeProfile.of(device.name, config.engine.name, config.profile.top, plain, watched, rates, spans)
+        names = (device.name, config.engine.name)
+        return NodeProfile.of(*names, config.profile.top, plain, watched, rates, spans, ways)
 
 
 def _seconds(device: Device, call: Callable[[], object]) -> float:
@@ -98,8 +99,8 @@ def _seconds(device: Device, call: Callable[[], object]) -> float:
 
 
 @contextmanager
-def _warmed(config: Config, steps: int) -> Iterator[tuple[Device, Driver]]:
-    """The open device, and what drives so many steps more than warm it up, on batches as large as they get."""
+def _warmed(config: Config, steps: int) -> Iterator[tuple[Device, Driver, dict[str, str]]]:
+    """The open device, what drives so many steps more than warm it up on the largest batches, and who multiplies."""
     from ttrain.tasks.training.setup import set_up
     from ttrain.train.steps.phases import Position
 
@@ -113,4 +114,4 @@ def _warmed(config: Config, steps: int) -> Iterator[tuple[Device, Driver]]:
         drive = setup.driver(session, built, setup.reader(0, Position()), last=WARM_UP + steps)
         for number in waited_for(range(1, WARM_UP + 1), "Warming up"):
             drive(number)
-        yield device, drive
+        yield device, drive, session.engine.ways()

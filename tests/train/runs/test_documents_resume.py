@@ -105,7 +105,7 @@ def test_changed_documents_are_refused_and_other_ones_are_not(capsys: pytest.Cap
     assert "; data: sha256: " in error
 
 
-def test_touched_but_equal_documents_go_on_and_other_threads_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_touched_but_equal_documents_go_on_and_other_bits_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*DATA, *QUIET, *TINY, "run.dir=run", "train.steps=2"]) == 0
     os.utime("a.jsonl", ns=(1, 1))
     assert main(["run.dir=run", "resume=auto", "train.steps=4"]) == 0
@@ -113,6 +113,13 @@ def test_touched_but_equal_documents_go_on_and_other_threads_are_told(capsys: py
     assert "changed since the checkpoint: data" not in error.lower() and "thread" not in error
     assert main(["run.dir=run", "resume=auto", "train.steps=5", "device.threads=2"]) == 0
     assert "kernels ran with 1 thread(s) before and run with 2 now" in capsys.readouterr().err
+    record = json.loads(Path("run", "run.json").read_text())
+    products = record["attempts"][-1]["device"]["products"]
+    assert set(products.values()) == {"aten"}
+    products[next(iter(products))] = "onednn"
+    Path("run", "run.json").write_text(json.dumps(record))
+    assert main(["run.dir=run", "resume=auto", "train.steps=6", "device.threads=2"]) == 0
+    assert "products are made another way than before (1 onednn -> aten)" in capsys.readouterr().err
 
 
 def test_a_run_of_documents_can_be_sampled_and_planned(capsys: pytest.CaptureFixture[str]) -> None:

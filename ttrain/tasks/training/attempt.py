@@ -122,7 +122,7 @@ def _assembled(
     (progress, began, reader, phases), device = placed, session.engine.device
     setup.record(run, session, steps, began)
     loggers = stack.enter_context(_loggers(config.logger, setup.stored, run, progress, console))
-    for line in setup.announcement(device, run.path, progress.step):
+    for line in setup.announcement(session.engine, run.path, progress.step):
         say(line)
     run.keep()
     pace = pace_of(config, dataset, session, steps, progress.step, say, continues=setup.origin.point is not None)

@@ -33,7 +33,7 @@ from ttrain.train.supervise.heartbeat import Heartbeat
 if TYPE_CHECKING:
     from ttrain.data.batches import Dataset
     from ttrain.device.base import Device
-    from ttrain.engine.base import Step
+    from ttrain.engine.base import Engine, Step
     from ttrain.models.base import Model
     from ttrain.train.runs.resume import ResumePoint
     from ttrain.train.steps.driver import Driver
@@ -134,17 +134,19 @@ class Setup:
 
         dataset, arguments = self.dataset, list(self.config.source.overrides)
         tokenizer_hash = None if dataset.tokenizer is None else dataset.tokenizer.hash
-        hardware = session.engine.device.describe()
-        environment = environment_record(self.stored, hardware, dataset.description, tokenizer_hash, arguments)
+        facts = {**session.engine.device.describe(), "products": session.engine.ways()}
+        environment = environment_record(self.stored, facts, dataset.description, tokenizer_hash, arguments)
         run.record(self.stored, {**environment, "model": self.model_name, **attempt})
         run.write_plan(plan_report(session.graph, session.state, steps).text())
 
-    def announcement(self, device: Device, path: Path, step: int) -> Iterator[str]:
+    def announcement(self, engine: Engine, path: Path, step: int) -> Iterator[str]:
         """What is trained, where and on what, and what has to be known of it, `step` steps being done."""
         from ttrain.optim.groups import frozen_count
+        from ttrain.train.forecast.show import show_ways
         from ttrain.train.runs.summary import extent_line
 
         config, model, train = self.config, self.model, self.config.train
+        device, ways = engine.device, engine.ways()
         parts = f"{self.model_name} with {format_count(model.parameter_count)} parameters"
         if count := frozen_count(model.parameters(), config.optimizer):
             parts += f", {format_count(count)} of them frozen,"
@@ -152,22 +154,31 @@ class Setup:
         yield f"Training {parts} on {place}. Run: {path}"
         if config.engine.name == "traced":
             yield "The first step is compiled or captured, which takes longer than the others."
+            yield from [show_ways(ways)] * bool(ways)
         schedule = self.reader(0, Position()).schedule
         rows = [schedule.at(number).rows for number in (1, train.steps)]
         yield extent_line(self.dataset, train.steps, rows, schedule.read(0, train.steps).tokens, config.data.limit)
-        of_device = filter(None, [device.caution, self._other_threads(device)])
+        of_device = filter(None, [device.caution, self._other_bits(device, ways)])
         for warning in (*of_device, *notices(config), *self.warnings):
             yield f"WARNING: {warning}"
         if step >= train.steps:
             yield f"All {train.steps} steps are done; give train.steps=<more> to train on."
 
-    def _other_threads(self, device: Device) -> str | None:
+    def _other_bits(self, device: Device, ways: Mapping[str, str]) -> str | None:
         before, now = self.earlier.get("threads"), getattr(device, "threads", None)
-        if before in (None, now) or not self.earlier.get("name") == device.name == "cpu":
+        if not self.earlier.get("name") == device.name == "cpu":
             return None
-        return (
-            f"kernels ran with {before} thread(s) before and run with {now} now, so that results differ in their last "
-            f"bits; device.threads={before} keeps the bits."
+        if before not in (None, now):
+            return (
+                f"kernels ran with {before} thread(s) before and run with {now} now, so that results differ in their "
+                f"last bits; device.threads={before} keeps the bits."
+            )
+        earlier = self.earlier.get("products") or {}
+        turned = [f"{earlier[name]} -> {way}" for name, way in ways.items() if earlier.get(name, way) != way]
+        told = ", ".join(f"{turned.count(turn)} {turn}" for turn in sorted(set(turned)))
+        return told and (
+            f"products are made another way than before ({told}), so that results differ in their last bits; what was "
+            "measured on this machine is gone or another (see device.products, which pins who multiplies)."
         )
 
     def content(self, progress: Progress, val_loss: float | None) -> CheckpointContent:

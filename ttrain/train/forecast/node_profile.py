@@ -17,6 +17,7 @@ from ttrain.device.timing import duration
 from ttrain.graph.graph import Node
 from ttrain.graph.kinds import Stage
 from ttrain.train.forecast.peak import Rates
+from ttrain.train.forecast.show import show_ways
 
 Span = tuple[Node, float, float]  # a node, and when it began and ended, in seconds
 _LABEL = attrgetter("label")
@@ -85,11 +86,12 @@ class NodeProfile:
     rates: Rates
     nodes: Mapping[Node, Cost]
     timeline: Sequence[Span] = field(repr=False)  # of the last step
+    ways: Mapping[str, str] = field(default_factory=dict)  # that products go, see Engine.ways
 
     @classmethod
     def of(
         cls, device: str, engine: str, top: int, plain: Sequence[float], watched: Sequence[float], rates: Rates,
-        steps: Sequence[Sequence[Span]],
+        steps: Sequence[Sequence[Span]], ways: Mapping[str, str],
     ) -> NodeProfile:  # fmt: skip
         """From the seconds of plain and of watched steps, and the spans of the latter."""
         taken: dict[Node, list[float]] = {}
@@ -105,7 +107,7 @@ class NodeProfile:
             count, flops, nbytes = counts[node] or 1, node.op.flops(node), node.op.nbytes(node)
             times = count * flops, count * nbytes
             nodes[node] = Cost(count, median(seconds), *times, count * rates.roof(flops, nbytes))
-        return cls(device, engine, len(steps), top, median(plain), median(watched), rates, nodes, steps[-1])
+        return cls(device, engine, len(steps), top, median(plain), median(watched), rates, nodes, steps[-1], ways)
 
     @property
     def whole(self) -> Cost:
@@ -130,7 +132,7 @@ class NodeProfile:
             "device": self.device, "engine": self.engine, "steps": self.steps, "step_ms": 1e3 * self.plain,
             "profiled_step_ms": 1e3 * self.watched, "overhead": self.overhead,
             "flops_per_s": self.rates.flops, "bytes_per_s": self.rates.nbytes, "roof_ms": 1e3 * self.whole.roof,
-            "of_roof": self.whole.roof / self.plain,
+            "of_roof": self.whole.roof / self.plain, "products": dict(self.ways),
             "nodes": [
                 {"op": node.op.name, "part": _part(node), "stage": node.stage.value, **vars(share),
                  "of_roof": share.roof / max(share.seconds, 1e-12), "outputs": [str(v.spec) for v in node.outputs]}
@@ -152,6 +154,7 @@ class NodeProfile:
             f"{self.overhead:+.1%}. The nodes together take {duration(whole.seconds)}.",
             f"At the roof, {rates} as measured here, they would take {duration(whole.roof)}: each kernel its FLOPs or "
             f"its bytes, whichever takes longer. That is {whole.roof / self.plain:.0%} of the step.",
+            *[show_ways(self.ways)] * bool(self.ways),
         )
         return [
             Table(f"Longest {len(nodes)} of {len(self.nodes)} nodes", ("part", "stage", "op", *columns), nodes),

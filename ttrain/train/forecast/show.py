@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 
@@ -59,6 +60,12 @@ def show_plan(plan: Plan, kernels: Mapping[str, Kernel] | None = None) -> str:
         live = "..".join("in" if time == BEFORE else str(time) for time in dict.fromkeys((buffer.start, buffer.end)))
         lines.append(f"{buffer.offset:12} {buffer.nbytes:12} {live:>11}  {buffer.group}: {buffer.label}")
     return "\n".join(lines)
+
+
+def show_ways(ways: Mapping[str, str]) -> str:
+    """How many products, equal ones counted once, go each way."""
+    counts = sorted(Counter(ways.values()).items())
+    return "Products, equal ones counted once: " + ", ".join(f"{count} {way}" for way, count in counts) + "."
 
 
 def _place(plan: Plan, value: Value) -> str:
