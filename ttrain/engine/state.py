@@ -19,6 +19,7 @@ from ttrain.plan.arena import Loan
 _BETWEEN = RUN_ALIGNMENT * DType.FP64.itemsize  # bytes between runs in one arena, lest they are taken for one
 _AT_ONCE = 2**20  # elements
 _Run = tuple[Kind, DType, str, str]  # kind, dtype, run and slot of tensors that lie side by side
+_Piece = tuple[str, TensorSpec, Part]  # name, spec and elements of a tensor, or of a part of one
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,14 @@ class StateTensor:
     everywhere: bool = True
 
     @property
-    def placed(self) -> list[tuple[str, TensorSpec]]:
+    def placed(self) -> list[_Piece]:
         """What of it takes memory here."""
-        return [(self.name, self.spec)] if self.everywhere else self.part_specs
+        return [(self.name, self.spec, (0, self.spec.size))] if self.everywhere else self.pieces
 
     @property
-    def part_specs(self) -> list[tuple[str, TensorSpec]]:
-        """Names and specs of its parts."""
-        return [(part_name(self.name, part), part_spec(self.spec, part)) for part in self.parts]
+    def pieces(self) -> list[_Piece]:
+        """Its parts."""
+        return [(part_name(self.name, part), part_spec(self.spec, part), part) for part in self.parts]
 
     @property
     def host_spec(self) -> TensorSpec:
@@ -87,13 +88,13 @@ class State:
         self.loan: Loan | None = None
         self.loan_arena: Arena = None
         lending = device.arenas and device.host is None
-        arenas: dict[tuple[Any, ...], dict[_Run, list[tuple[str, TensorSpec]]]] = {}
+        arenas: dict[tuple[Any, ...], dict[_Run, list[_Piece]]] = {}
         for tensor in tensors:
             slot = tensor.name.rpartition("/")[2] if "/" in tensor.name else ""
             run = (tensor.kind, tensor.spec.dtype, tensor.run, slot)
             key = (tensor.kind,) if lending and tensor.kind is Kind.GRADIENT else (*run, self.on_host(tensor.name))
             arenas.setdefault(key, {}).setdefault(run, []).extend(tensor.placed)
-            self._declared |= {name: (spec, tensor.kind) for name, spec in (*tensor.placed, *tensor.part_specs)}
+            self._declared |= {name: (spec, tensor.kind) for name, spec, _ in (*tensor.placed, *tensor.pieces)}
         for key, runs in arenas.items():
             self._allocate(runs, device.side(key[-1] is True), lent=len(key) == 1)
         for tensor in tensors:
@@ -103,14 +104,14 @@ class State:
             if tensor.first is not None:
                 self.write(tensor.name, tensor.first())
 
-    def _allocate(self, runs: Mapping[_Run, Sequence[tuple[str, TensorSpec]]], side: Device, lent: bool) -> None:
+    def _allocate(self, runs: Mapping[_Run, Sequence[_Piece]], side: Device, lent: bool) -> None:
         """One arena for a run, or with room between them for all whose memory is lent."""
         places: dict[str, tuple[int, TensorSpec]] = {}
         total = 0
         for (_, dtype, _, _), members in runs.items():
-            offsets, end = run_offsets([spec.size for _, spec in members])
+            offsets, end = run_offsets([spec.size for _, spec, _ in members])
             starts = (total + offset * dtype.itemsize for offset in offsets)
-            places |= {name: (start, spec) for start, (name, spec) in zip(starts, members, strict=True)}
+            places |= {name: (start, spec) for start, (name, spec, _) in zip(starts, members, strict=True)}
             total += end * dtype.itemsize + (_BETWEEN if lent else 0)
         kind, _, run, slot = next(iter(runs))
         purpose = "gradients" if lent else " ".join(filter(None, (kind.value, run, slot)))
@@ -125,7 +126,7 @@ class State:
         """In the memory of the whole."""
         arena, byte, _ = self._placed[tensor.name]
         side = self.device.side(self.on_host(tensor.name))
-        for (name, spec), (start, _) in zip(tensor.part_specs, tensor.parts, strict=True):
+        for name, spec, (start, _) in tensor.pieces:
             place = byte + start * spec.dtype.itemsize
             self._placed[name] = (arena, place, side.place(arena, place, spec))
 
@@ -155,33 +156,29 @@ class State:
 
     def read(self, name: str) -> np.ndarray:
         """A host copy; bf16 comes as fp32."""
-        tensor, side = self.tensor(name), self.device.side(self.on_host(name))
-        values = self._values(tensor, name, side) if tensor.everywhere else self._joined(tensor, side)
+        tensor = self.tensor(name)
+        if tensor.everywhere:
+            values = self._values(tensor, name)
+        else:
+            values = np.zeros(tensor.spec.size, np.float32)
+            for piece, _, (start, stop) in tensor.placed:
+                values[start:stop] = self._values(tensor, piece).reshape(-1)
+            if self.device.group is not None:
+                self.device.group.join(values)
+            values = values.reshape(tensor.spec.shape)
         return values[: len(values) - tensor.padding] if tensor.padding else values
 
-    def _values(self, tensor: StateTensor, name: str, side: Device) -> np.ndarray:
+    def _values(self, tensor: StateTensor, name: str) -> np.ndarray:
         """Of a tensor, or of the part of it by that name."""
+        side = self.device.side(self.on_host(tensor.name))
         values = side.download(self._placed[name][2])
         if not tensor.remainders:
             return values
-        bits = side.download(self._upper(tensor, name, side)).astype(np.int32)
+        arena, byte, _ = self._placed[f"{tensor.name}/compute{name.removeprefix(tensor.name)}"]
+        bits = side.download(side.place(arena, byte, self._declared[name][0])).astype(np.int32)
         bits <<= 16
         bits += values
         return bits.view(np.float32)
-
-    def _upper(self, tensor: StateTensor, name: str, side: Device) -> Buffer:
-        """The copy of a tensor of remainders, or of a part of one, as int16."""
-        arena, byte, _ = self._placed[f"{tensor.name}/compute{name.removeprefix(tensor.name)}"]
-        return side.place(arena, byte, self._declared[name][0])
-
-    def _joined(self, tensor: StateTensor, side: Device) -> np.ndarray:
-        """A tensor of which each rank holds parts."""
-        whole = np.zeros(tensor.spec.size, np.float32)
-        for (name, _), (start, stop) in zip(tensor.part_specs, tensor.parts, strict=True):
-            whole[start:stop] = self._values(tensor, name, side).reshape(-1)
-        if self.device.group is not None:
-            self.device.group.join(whole)
-        return whole.reshape(tensor.spec.shape)
 
     def own_parts(self, name: str) -> list[Part] | None:
         """The parts of a tensor's values that this rank alone has; None where all ranks have them all."""
@@ -192,7 +189,7 @@ class State:
     def read_part(self, name: str, part: Part) -> np.ndarray:
         """The values of one of `own_parts`, in a row; asks no other rank."""
         held = next(own for own in self.tensor(name).parts if own[0] == part[0])
-        values = self._values(self.tensor(name), part_name(name, held), self.device.side(self.on_host(name)))
+        values = self._values(self.tensor(name), part_name(name, held))
         return values.reshape(-1)[: part[1] - part[0]]
 
     def write(self, name: str, array: np.ndarray) -> None:
@@ -202,37 +199,29 @@ class State:
             raise GraphError(f"{name}: got an array {list(array.shape)}, expected {tensor.host_spec}.")
         if padding := tensor.padding:
             array = np.concatenate([array, np.zeros((padding, *array.shape[1:]), array.dtype)])
-        side, copy = self.device.side(self.on_host(name)), f"{name}/compute"
-        if tensor.remainders:
-            self._write_halves(tensor, array.reshape(-1), side)
-        elif tensor.everywhere:
-            side.upload(self._placed[name][2], array)
-        else:
-            for (part, _), (start, stop) in zip(tensor.part_specs, tensor.parts, strict=True):
-                values = array.reshape(-1)[start:stop]
-                side.upload(self._placed[part][2], values.reshape(self._declared[part][0].shape))
-        if copy in self._placed and not tensor.remainders:
-            side.upload(self._placed[copy][2], array)
+        side, values, copy = self.device.side(self.on_host(name)), array.reshape(-1), f"{name}/compute"
+        whole = [(copy, tensor.spec, (0, values.size))] if copy in self._placed else []
+        for piece, spec, (start, stop) in (*tensor.placed, *whole):
+            if tensor.remainders:
+                self._write_half(side, piece, values[start:stop], upper=piece == copy)
+            else:
+                side.upload(self._placed[piece][2], values[start:stop].reshape(spec.shape))
 
-    def _write_halves(self, tensor: StateTensor, values: np.ndarray, side: Device) -> None:
-        """The copy and the remainders of fp32 numbers, some at a time to save memory."""
-        parts = [(tensor.name, (0, values.size))]
-        if not tensor.everywhere:
-            parts = [(name, part) for (name, _), part in zip(tensor.part_specs, tensor.parts, strict=True)]
-        halves = [(f"{tensor.name}/compute", (0, values.size), 0x8000, 16), *((*part, 0, 0) for part in parts)]
-        for name, (first, stop), carry, shift in halves:
-            arena, byte, _ = self._placed[name]
-            for start in range(first, stop, _AT_ONCE):
-                some = np.array(values[start : min(start + _AT_ONCE, stop)], np.float32)
-                some[np.isnan(some)] = np.nan
-                place = side.place(arena, byte + 2 * (start - first), TensorSpec(some.shape, DType.INT16))
-                side.upload(place, ((some.view(np.int32) + carry) >> shift).astype(np.int16))
+    def _write_half(self, side: Device, name: str, values: np.ndarray, upper: bool) -> None:
+        """The copy or the remainders of fp32 numbers, some at a time to save memory."""
+        arena, byte, _ = self._placed[name]
+        for start in range(0, values.size, _AT_ONCE):
+            some = np.array(values[start : start + _AT_ONCE], np.float32)
+            some[np.isnan(some)] = np.nan
+            bits = some.view(np.int32)
+            place = side.place(arena, byte + 2 * start, TensorSpec(some.shape, DType.INT16))
+            side.upload(place, (bits + 0x8000 >> 16 if upper else bits).astype(np.int16))
 
     def nbytes(self, kind: Kind, on_host: bool | None = None) -> int:
         """Bytes here of all tensors of one kind; with `on_host` only of those that are, or are not, in host memory."""
-        tensors = [tensor for tensor in self._tensors.values() if tensor.kind is kind]
-        chosen = [tensor for tensor in tensors if on_host is None or self.on_host(tensor.name) is on_host]
-        return sum(spec.nbytes for tensor in chosen for _, spec in tensor.placed)
+        sides = (True, False) if on_host is None else (on_host,)
+        tensors = [self._tensors[name] for name in self.names(kind) if self.on_host(name) in sides]
+        return sum(spec.nbytes for tensor in tensors for _, spec, _ in tensor.placed)
 
     def check(self, graph: Graph) -> None:
         """Raise GraphError where a graph uses state that was not declared, or declared otherwise."""
