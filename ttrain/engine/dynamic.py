@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Arena, Buffer, Kernel, Launch, of_side
+from ttrain.device.base import Buffer, Launch
 from ttrain.engine.base import Engine, HostValue, Look, Step, Trace, host_outputs, traced_graph
+from ttrain.engine.bound import Bound
+from ttrain.engine.state import Placed
+from ttrain.graph.alias import roots_of
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind
-from ttrain.graph.passes import decompose, fuse, live_nodes
+from ttrain.graph.passes import copy_reshapes, decompose, fuse, live_nodes
 from ttrain.graph.verify import verify
-
-Placed = tuple[Arena, int, Buffer]
 
 
 class DynamicEngine(Engine):
@@ -35,7 +36,7 @@ class DynamicStep(Step):
         super().__init__(engine, name, graph, fixed=False)
         self._trace = trace
         self._recorded: Any = None  # what `_facts` tells of the last recorded graph
-        self._joined, self._order = graph, list[tuple[Node, list[Value]]]()  # what was made of it
+        self._joined, self._roots, self._order = graph, roots_of(graph), list[tuple[Node, list[Value]]]()  # made of it
 
     def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
         with self.engine.device.launching(self._what), self._counted:
@@ -49,12 +50,11 @@ class DynamicStep(Step):
         self, inputs: Mapping[str, HostValue], look: Look | None, ready: Launch | None = None
     ) -> tuple[dict[str, Any], bool]:
         """Outputs, and whether `look` ended the step at a node; then there are none."""
-        device, tape = self.engine.device, _Tape(self.engine)
-        arrays = self._arrays(inputs)
-        for key in arrays:
-            tape.inputs[key] = tape.allocate(self.inputs[key], f"input {key}")
-        device.upload_inputs({key: buffer for key, (_, _, buffer) in tape.inputs.items()}, arrays)
+        device, arrays = self.engine.device, self._arrays(inputs)
         self._record()
+        tape = _Tape(self.engine, self._roots)
+        given = {key: tape.allocate(self._joined.inputs[key]) for key in arrays}
+        device.upload_inputs(given, arrays)
         if ready is not None:
             ready()
         try:
@@ -63,11 +63,11 @@ class DynamicStep(Step):
                 if look is not None and look(node, tape.download):
                     return {}, True
                 for value in done:
-                    tape.buffers.pop(value, None)
-            outputs = {key: (value, tape.placed(value)[2]) for key, value in self._joined.outputs.items()}
+                    del tape.values[value]
+            outputs = {key: (value, tape.buffer(value)) for key, value in self._joined.outputs.items()}
             return host_outputs(device, outputs), False
         finally:
-            tape.close()
+            tape.values.clear()  # now; the graph and its values refer to each other and live until they are collected
 
     def _record(self) -> None:
         """Record anew, and where that gave another graph than last time, make of it what the device launches."""
@@ -75,8 +75,10 @@ class DynamicStep(Step):
         graph = traced_graph(self._trace, device)
         facts = _facts(graph)
         if facts != self._recorded:
-            self._joined = decompose(fuse(graph, device.kernels), device.kernels, device.name)
-            self._order, self._recorded = _with_last_reads(self._joined), facts
+            graph = decompose(fuse(graph, device.kernels), device.kernels, device.name)
+            self._joined = copy_reshapes(graph, device.shares)
+            self._roots = roots_of(self._joined)
+            self._order, self._recorded = _with_last_reads(self._joined, self._roots), facts
 
 
 def _facts(graph: Graph) -> Any:
@@ -93,63 +95,41 @@ def _facts(graph: Graph) -> Any:
     return named, nodes
 
 
-def _with_last_reads(graph: Graph) -> list[tuple[Node, list[Value]]]:
-    """The nodes that count, each with the values that nothing reads after it."""
-    seen, found = set(graph.outputs.values()), []
+def _with_last_reads(graph: Graph, roots: Mapping[Value, Value]) -> list[tuple[Node, list[Value]]]:
+    """The nodes that count, each with the values that own a buffer which nothing reads after it."""
+    seen, found = {roots[value] for value in graph.outputs.values()}, []
     for node in reversed(live_nodes(graph)):
-        done = [value for value in dict.fromkeys((*node.values, *node.outputs)) if value not in seen]
-        seen.update(done)
-        found.append((node, done))
+        touched = dict.fromkeys(roots[value] for value in (*node.values, *node.outputs))
+        found.append((node, [root for root in touched if root.kind is Kind.NODE and root not in seen]))
+        seen.update(touched)
     return found[::-1]
 
 
-class _Tape:
-    """Buffers of one running step, by value."""
+class _Tape(Bound):
+    """Buffers of one running step: every value has memory of its own."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.device, self.state = engine.device, engine.state
-        self.inputs: dict[str, Placed] = {}
-        self.buffers: dict[Value, Placed] = {}
+    def __init__(self, engine: Engine, roots: Mapping[Value, Value]) -> None:
+        super().__init__(engine, engine.device.kernels, roots.__getitem__)
+        self.values: dict[Value, Placed] = {}
 
-    def allocate(self, spec: TensorSpec, purpose: str, on_host: bool = False) -> Placed:
-        side = self.device.side(on_host)
-        arena = side.allocate_arena(spec.nbytes, purpose)
-        return arena, 0, side.place(arena, 0, spec)
+    def allocate(self, value: Value) -> Buffer:
+        side, purpose = (
+            self.device.side(value.on_host),
+            value.producer.op.name if value.producer else f"input {value.name}",
+        )
+        arena = side.allocate_arena(value.spec.nbytes, purpose)
+        self.values[value] = arena, 0, side.place(arena, 0, value.spec)
+        return self.values[value][2]
 
-    def placed(self, value: Value) -> Placed:
-        if value.kind is Kind.INPUT:
-            return self.inputs[value.name]
-        return self.state.placed(value.name) if value.kind.is_state else self.buffers[value]
+    def placed(self, owner: Value) -> Placed:
+        return self.values[owner]
 
-    def download(self, value: Value) -> Any:
-        return self.device.side(value.on_host).download(self.placed(value)[2])
-
-    def close(self) -> None:
-        """Drop every buffer now; the graph and its values refer to each other and live until they are collected."""
-        self.inputs.clear()
-        self.buffers.clear()
+    def workspace(self, node: Node, specs: Sequence[TensorSpec]) -> list[Buffer]:
+        return [self.device.side(node.on_host).allocate(spec, f"workspace of {node.op.name}") for spec in specs]
 
     def launch(self, node: Node) -> None:
-        aliases, on_host = node.op.aliases(node), node.on_host
-        side = self.device.side(on_host)
-        if node.op.view and side.shares(node.values[0].spec, node.outputs[0].spec):
-            arena, offset, _ = self.placed(node.values[0])
-            spec = node.outputs[0].spec
-            self.buffers[node.outputs[0]] = (arena, offset, side.place(arena, offset, spec))
-            return
-        for index, output in enumerate(node.outputs):
-            shared = node.inputs[aliases[index]] if index in aliases and not node.op.view else None
-            if shared is None:
-                self.buffers[output] = self.allocate(output.spec, node.op.name, on_host)
-            else:
-                self.buffers[output] = self.placed(shared)
-        rows = of_side(self.device.kernels, on_host)
-        self._run(node, rows["copy_reshape" if node.op.view else node.op.name])
-
-    def _run(self, node: Node, kernel: Kernel) -> None:
-        ins = [None if value is None else self.placed(value)[2] for value in node.inputs]
-        outs = [self.buffers[output][2] for output in node.outputs]
-        specs = kernel.workspace_specs(*node.specs, node.attributes)
-        purpose, on_host = f"workspace of {node.op.name}", node.on_host
-        workspace = [self.allocate(spec, purpose, on_host)[2] for spec in specs]
-        self.device.side(on_host).bind(kernel, ins, outs, node.attributes, workspace)()
+        if not node.op.view:
+            for output in node.outputs:
+                if self.owner_of(output) is output:
+                    self.allocate(output)
+            self.bind(node)()

@@ -18,6 +18,7 @@ from ttrain.plan.arena import Loan
 
 _BETWEEN = RUN_ALIGNMENT * DType.FP64.itemsize  # bytes between runs in one arena, lest they are taken for one
 _AT_ONCE = 2**20  # elements
+Placed = tuple[Arena, int, Buffer]  # the byte in the arena, and the tensor that lies there
 _Run = tuple[Kind, DType, str, str]  # kind, dtype, run and slot of tensors that lie side by side
 _Piece = tuple[str, TensorSpec, Part]  # name, spec and elements of a tensor, or of a part of one
 
@@ -83,7 +84,7 @@ class State:
         self._tensors = {tensor.name: tensor for tensor in tensors}
         if len(self._tensors) != len(tensors):
             raise GraphError("two persistent tensors have the same name")
-        self._placed: dict[str, tuple[Arena, int, Buffer]] = {}
+        self._placed: dict[str, Placed] = {}
         self._declared: dict[str, tuple[TensorSpec, Kind]] = {}  # of whole tensors and parts, as graphs use them
         self.loan: Loan | None = None
         self.loan_arena: Arena = None
@@ -148,7 +149,7 @@ class State:
         """Of the values as `read` gives and `write` takes them."""
         return self.tensor(name).host_spec
 
-    def placed(self, name: str) -> tuple[Arena, int, Buffer]:
+    def placed(self, name: str) -> Placed:
         """Arena, byte offset and buffer of one tensor or part."""
         if name not in self._placed:
             self.tensor(name)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,12 @@ from ttrain.autodiff.rematerialize import rematerialize
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Arena, Buffer, Device, Kernel, Launch, flat_launches, of_side
 from ttrain.engine.base import Engine, HostValue, Look, Step, Trace, host_outputs, traced_graph
-from ttrain.engine.state import State
+from ttrain.engine.bound import Bound
+from ttrain.engine.state import Placed, State
 from ttrain.graph import passes
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.verify import verify
+from ttrain.plan.arena import Block
 from ttrain.plan.build import build_plan
 from ttrain.plan.plan import Plan
 
@@ -182,17 +185,17 @@ class PrefetchedInputs:
         return self._written
 
 
-class BoundPlan:
+class BoundPlan(Bound):
     """A plan with addresses: launches without arguments, and the buffers of inputs and outputs."""
 
     def __init__(self, plan: Plan, engine: StaticEngine, arenas: tuple[Arena, Arena]) -> None:
         """The arenas are that of the device, and that of the host beside it."""
+        super().__init__(engine, engine.kernels, plan.placement.owner_of)
         self._plan, self._arenas = plan, arenas
-        self._device, self._kernels, self._state = engine.device, engine.kernels, engine.state
-        self.inputs = {name: self._buffer(value) for name, value in plan.graph.inputs.items()}
-        self.outputs = {name: (value, self._buffer(value)) for name, value in plan.graph.outputs.items()}
+        self.inputs = {name: self.buffer(value) for name, value in plan.graph.inputs.items()}
+        self.outputs = {name: (value, self.buffer(value)) for name, value in plan.graph.outputs.items()}
         self.nodes = plan.launched
-        self.node_launches: list[Launch] = [self._bind(node) for node in self.nodes]
+        self.node_launches: list[Launch] = [self.bind(node) for node in self.nodes]
         self.launches: list[Launch] = list(flat_launches(self.node_launches))
 
     def run(self) -> None:
@@ -202,43 +205,26 @@ class BoundPlan:
 
     def parts(self) -> list[tuple[bool, list[Launch]]]:
         """Launches in runs of those that the device captures, and those between them that the host runs (True)."""
-        found: list[tuple[bool, list[Launch]]] = []
-        for node, launch in zip(self.nodes, self.node_launches, strict=True):
-            if not found or found[-1][0] is not node.by_host:
-                found.append((node.by_host, []))
-            found[-1][1].extend(flat_launches([launch]))
-        return found
+        pairs = groupby(zip(self.nodes, self.node_launches, strict=True), key=lambda pair: pair[0].by_host)
+        return [(by_host, list(flat_launches(launch for _, launch in run))) for by_host, run in pairs]
 
     def inspect(self, look: Look) -> bool:
         """Launch node by node until `look` says True; whether it did."""
         for node, launch in zip(self.nodes, self.node_launches, strict=True):
             launch()
-            if look(node, lambda value: self._device.side(value.on_host).download(self._buffer(value))):
+            if look(node, self.download):
                 return True
         return False
 
-    def _buffer(self, value: Value) -> Buffer:
-        owner = self._plan.placement.owner_of(value)
-        side = self._device.side(owner.on_host)
-        if owner.kind.is_state:
-            arena, offset, buffer = self._state.placed(owner.name)
-            return buffer if owner is value else side.place(arena, offset, value.spec)
-        return self._place(self._plan.owned[owner].offset, value.spec, owner.on_host)
+    def placed(self, owner: Value) -> Placed:
+        return self._place(self._plan.owned[owner], owner.spec)
 
-    def _place(self, offset: int, spec: TensorSpec, on_host: bool) -> Buffer:
+    def workspace(self, node: Node, specs: Sequence[TensorSpec]) -> list[Buffer]:
+        return [self._place(block, spec)[2] for block, spec in zip(self._plan.scratch[node], specs, strict=True)]
+
+    def _place(self, block: Block, spec: TensorSpec) -> Placed:
         """At an offset of the arena, or below zero in what the state lends."""
-        loan, side = self._state.loan, self._device.side(on_host)
+        arena, offset, loan = self._arenas[block.on_host], block.offset, self.state.loan
         if offset < 0 and loan is not None:
-            return side.place(self._state.loan_arena, loan.nbytes + offset, spec)
-        return side.place(self._arenas[on_host], offset, spec)
-
-    def _bind(self, node: Node) -> Launch:
-        on_host = node.on_host
-        device = self._device.side(on_host)
-        kernel = of_side(self._kernels, on_host)[node.op.name]
-        ins = [None if value is None else self._buffer(value) for value in node.inputs]
-        outs = [self._buffer(output) for output in node.outputs]
-        specs = kernel.workspace_specs(*node.specs, node.attributes)
-        blocks = zip(self._plan.scratch[node], specs, strict=True)
-        workspace = [self._place(block.offset, spec, on_host) for block, spec in blocks]
-        return device.bind(kernel, ins, outs, node.attributes, workspace)
+            arena, offset = self.state.loan_arena, loan.nbytes + offset
+        return arena, offset, self.device.side(block.on_host).place(arena, offset, spec)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -64,11 +63,10 @@ class TracedEngine(StaticEngine):
     def plan(self, graph: Graph) -> Plan:
         plan = super().plan(graph)
         trains = any(node.stage is not Stage.FORWARD for node in graph.nodes)
-        if self.compiler is not None and (trains or not self._steps):  # evaluations take what was settled for training
-            with self._compiling(self.compiler):
-                anew = self.compiler.settle(plan.launched, partial(self._rehearsal, self.compiler, graph))
-            plan = super().plan(graph) if anew else plan
-        return plan
+        if self.compiler is None or (self._steps and not trains):  # evaluations take what was settled for training
+            return plan
+        anew = self.compiler.settle(plan.launched, partial(self._rehearsal, self.compiler, graph))
+        return super().plan(graph) if anew else plan
 
     def _rehearsal(self, compiler: StepCompiler, graph: Graph) -> Launch:
         """Runs what a step launches, but for what writes state that outlives it, on activations of its own."""
@@ -85,19 +83,12 @@ class TracedEngine(StaticEngine):
         ready = partial(self.device.upload_inputs, bound.inputs, zeros(graph.inputs))  # a run writes over them
         return chain(ready, *compiler.join(kept))
 
-    @contextmanager
-    def _compiling(self, compiler: StepCompiler) -> Iterator[None]:
-        """Counts what is compiled meanwhile."""
-        counters, before = self.counters, (compiler.compilations, compiler.built, compiler.cached)
-        yield
-        counters.compilations += compiler.compilations - before[0]
-        counters.kernels_built += compiler.built - before[1]
-        counters.kernels_cached += compiler.cached - before[2]
-
     def bind(self, plan: Plan) -> BoundPlan:
         if self.compiler is not None:
-            with self._compiling(self.compiler):
-                self.compiler.prepare(plan.launched)
+            compiler, counters = self.compiler, self.counters
+            compiler.prepare(plan.launched)
+            counters.compilations, counters.kernels_built = compiler.compilations, compiler.built
+            counters.kernels_cached = compiler.cached
         bound = super().bind(plan)
         if self.compiler is not None:
             bound.launches = self.compiler.join(bound.launches)
@@ -140,17 +131,12 @@ class TracedStep(StaticStep):
 
     def run(self, bound: BoundPlan) -> None:
         engine = self.engine
-        if engine.compiler is not None:
-            if self._replay is None:
-                engine.counters.captures += 1
-                self._replay = bound.run
-            self._replay()
-            return
-        if self._replay is None and not self._warm:
+        if self._replay is None and engine.compiler is not None:
+            engine.counters.captures += 1
+            self._replay = bound.run
+        if self._replay is None and not (self._warm and engine.capture(self)):
             bound.run()
             self._warm = True
-        elif self._replay is None and not engine.capture(self):
-            bound.run()
         else:
             assert self._replay is not None
             self._replay()

@@ -1,0 +1,45 @@
+"""The values of a graph as buffers, and its nodes as launches on them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from ttrain.core.spec import TensorSpec
+from ttrain.device.base import Buffer, Kernel, Launch, of_side
+from ttrain.engine.base import Engine
+from ttrain.engine.state import Placed
+from ttrain.graph.graph import Node, Value
+
+
+class Bound(ABC):
+    """`owner_of` tells of a value the one whose buffer it shares."""
+
+    def __init__(self, engine: Engine, kernels: Mapping[str, Kernel], owner_of: Callable[[Value], Value]) -> None:
+        self.device, self.state, self.kernels, self.owner_of = engine.device, engine.state, kernels, owner_of
+
+    @abstractmethod
+    def placed(self, owner: Value) -> Placed:
+        """Where a value lies that is no state and owns its buffer."""
+
+    @abstractmethod
+    def workspace(self, node: Node, specs: Sequence[TensorSpec]) -> list[Buffer]:
+        """The scratch buffers of a node."""
+
+    def buffer(self, value: Value) -> Buffer:
+        owner = self.owner_of(value)
+        arena, offset, buffer = self.state.placed(owner.name) if owner.kind.is_state else self.placed(owner)
+        same = owner is value or owner.spec == value.spec
+        return buffer if same else self.device.side(owner.on_host).place(arena, offset, value.spec)
+
+    def download(self, value: Value) -> np.ndarray:
+        return self.device.side(value.on_host).download(self.buffer(value))
+
+    def bind(self, node: Node) -> Launch:
+        kernel = of_side(self.kernels, node.on_host)[node.op.name]
+        ins = [None if value is None else self.buffer(value) for value in node.inputs]
+        outs = [self.buffer(output) for output in node.outputs]
+        workspace = self.workspace(node, kernel.workspace_specs(*node.specs, node.attributes))
+        return self.device.side(node.on_host).bind(kernel, ins, outs, node.attributes, workspace)
