@@ -18,6 +18,7 @@ from functools import lru_cache, partial
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 from ttrain.core.errors import GraphError, ShapeError
+from ttrain.core.shapes import Shapes
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.graph import Case, Graph, Node, Op, Value, declare
 from ttrain.graph.kinds import Kind
@@ -62,8 +63,8 @@ def specs_of(tensors: Sequence[Any]) -> list[TensorSpec | None]:
 class Declared(Op, Generic[P, R]):
     """An op that one function declares: its parameters annotated as values are the inputs, the others attributes."""
 
-    def __init__(self, function: Callable[P, Any], **facts: Any) -> None:
-        self.function = function
+    def __init__(self, function: Callable[P, Any], shapes: str = "", **facts: Any) -> None:
+        self.function, self.shapes = function, Shapes(shapes)
         self._signature = inspect.signature(function, eval_str=True)
         declared = self._signature.parameters.values()
         self.inputs = tuple(_LISTED[p.annotation].format(p.name) for p in declared if p.annotation in _LISTED)
@@ -72,7 +73,7 @@ class Declared(Op, Generic[P, R]):
         self._values = [p.name for p in declared if p.annotation in _LISTED]
         self._converted = {p.name: _CONVERTED[p.annotation] for p in declared if p.annotation in _CONVERTED}
         self.name, self.__doc__ = function.__name__.strip("_"), function.__doc__
-        self.family = function.__module__.rpartition(".")[2]
+        self.family, self.wide = function.__module__.rpartition(".")[2], self.shapes.wide
         for fact, value in facts.items():
             setattr(self, fact, value)
 
@@ -99,8 +100,15 @@ class Declared(Op, Generic[P, R]):
         values = dict(zip(self._values, inputs, strict=False))
         if len(single) < len(self.inputs):
             values[self._values[-1]] = inputs[len(single) :]  # type: ignore[assignment]
+        if self.shapes.text:
+            self.shapes.check(self.name, {name: _specs(values.get(name)) for name in self._values})
         function: Callable[..., Any] = self.function
         return function(**values, **attributes)
+
+
+def _specs(given: Value | Sequence[Value] | None) -> list[TensorSpec]:
+    """Of an input, a list of them, or none where it is absent."""
+    return [value.spec for value in ([given] if isinstance(given, Value) else given or ())]
 
 
 class Primitive(Declared[P, Value]):
@@ -161,23 +169,26 @@ class Composite(Declared[P, R]):
 @overload
 def composite(body: Callable[P, R], /) -> Composite[P, R]: ...
 @overload
-def composite(**facts: Any) -> Callable[[Callable[P, R]], Composite[P, R]]: ...
-def composite(body: Callable[P, R] | None = None, **facts: Any) -> Any:
-    """Decorator: declare a function of values as an op; `facts` set attributes of Op, such as outputs and wide.
+def composite(shapes: str = "", /, **facts: Any) -> Callable[[Callable[P, R]], Composite[P, R]]: ...
+def composite(body: Callable[P, R] | str = "", /, **facts: Any) -> Any:
+    """Decorator: declare a function of values as an op; `facts` set attributes of Op, such as outputs and wide, and
+    `shapes` the inputs that it takes: see core/shapes.py.
 
     Values come before attributes, lists of values last among them; attributes are hashable, and graph values annotated
     Value, Value | None or Sequence[Value].
     """
-    return partial(composite, **facts) if body is None else declare(Composite(body, **facts))
+    if isinstance(body, str):
+        return lambda function: declare(Composite(function, **{"shapes": body, **facts}))
+    return declare(Composite(body, **facts))
 
 
-def primitive(**facts: Any) -> Callable[[Callable[P, Any]], Primitive[P]]:
+def primitive(shapes: str = "", **facts: Any) -> Callable[[Callable[P, Any]], Primitive[P]]:
     """Decorator: declare an op by its shape rule, a function from values to the spec of the output or those of several.
 
     `facts` set attributes of Op and take the place of its methods: at least `reference`; `vjp(node, *gradients of the
     outputs)` where a gradient passes.
     """
-    return lambda rule: declare(Primitive(rule, **facts))
+    return lambda rule: declare(Primitive(rule, shapes=shapes, **facts))
 
 
 def cases(op: Op, *given: Case) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ttrain.graph.composite import cases, composite, require
+from ttrain.graph.composite import cases, composite
 from ttrain.graph.graph import Case, Value
 from ttrain.ops.common import PLAIN_SHAPES
 from ttrain.ops.elementwise import erf, exp, full, greater, sigmoid, tanh
@@ -13,14 +13,9 @@ GELU_FORMS = ("none", "tanh")
 _SLOPE, _CUBIC = math.sqrt(2 / math.pi), 0.044715  # of the tanh form
 
 
-def _same_shape(name: str, dy: Value, saved: Value) -> None:
-    require(dy.shape == saved.shape, name, f"{dy.spec} and {saved.spec}", "equal shapes")
-
-
-@composite(outputs=("dx",), elementwise=True, differentiable=False)
+@composite("dy [...], saved [...]", outputs=("dx",), elementwise=True, differentiable=False)
 def gelu_grad(dy: Value, saved: Value, approximate: str) -> Value:
     """dx = dy (Phi(x) + x phi(x)) for the saved input x, or the derivative of the tanh approximation."""
-    _same_shape("gelu_grad", dy, saved)
     x = saved
     if approximate == "tanh":
         t = tanh(_SLOPE * (x + _CUBIC * (x * x * x)))
@@ -38,10 +33,9 @@ def gelu(x: Value, approximate: str = "tanh") -> Value:
     return 0.5 * x * (erf(math.sqrt(0.5) * x) + 1.0)
 
 
-@composite(outputs=("dx",), elementwise=True, differentiable=False)
+@composite("dy [...], saved [...]", outputs=("dx",), elementwise=True, differentiable=False)
 def silu_grad(dy: Value, saved: Value) -> Value:
     """dx = dy s (1 + x (1 - s)) with s = sigmoid(x), for the saved input x."""
-    _same_shape("silu_grad", dy, saved)
     s = sigmoid(saved)
     return dy * s * (saved * (1.0 - s) + 1.0)
 
@@ -52,17 +46,15 @@ def silu(x: Value) -> Value:
     return x * sigmoid(x)
 
 
-@composite(outputs=("dx",), elementwise=True, differentiable=False)
+@composite("dy [...], saved [...]", outputs=("dx",), elementwise=True, differentiable=False)
 def relu_grad(dy: Value, saved: Value) -> Value:
     """dx = dy where the saved output y > 0, else 0."""
-    _same_shape("relu_grad", dy, saved)
     return dy * greater(saved, full(saved.graph, saved.spec.with_shape(), 0.0))
 
 
-@composite(outputs=("dx",), elementwise=True, differentiable=False)
+@composite("dy [...], saved [...]", outputs=("dx",), elementwise=True, differentiable=False)
 def tanh_grad(dy: Value, saved: Value) -> Value:
     """dx = dy (1 - y^2) for the saved output y."""
-    _same_shape("tanh_grad", dy, saved)
     return dy * (1.0 - saved * saved)
 
 
@@ -81,10 +73,9 @@ def activation(x: Value, name: str) -> Value:
     return x.graph.apply(name, x)
 
 
-@composite
+@composite("gate [...], up [...]")
 def gated_activation(gate: Value, up: Value, function: str) -> Value:
     """y = f(gate) * up for an activation f by its config name: SwiGLU with silu, GeGLU with gelu (Shazeer, 2020)."""
-    require(gate.spec == up.spec, "gated_activation", f"{gate.spec} and {up.spec}", "equal specs")
     return activation(gate, function) * up
 
 

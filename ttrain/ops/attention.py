@@ -36,10 +36,9 @@ def _scores_in_torch(x: Any, scale: float, mask: AttentionMask) -> Any:
     return scale * x + (bias if mask.biased else bias[0])
 
 
-@composite(outputs=("dx",), differentiable=False)
+@composite("dy [...], y [...]", outputs=("dx",), differentiable=False)
 def softmax_grad(dy: Value, y: Value, scale: float) -> Value:
     """dx = scale * y (dy - sum(dy y)): the backward of y = softmax(scale * x) from its output; fp32 at least inside."""
-    require(dy.spec == y.spec, "softmax_grad", f"{dy.spec} and {y.spec}", "equal specs")
     given, made = cast(dy, y.spec.dtype.wide), cast(y, y.spec.dtype.wide)
     total = reshape(reduce_sum(given * made, [y.spec.rank - 1]), (*y.shape[:-1], 1))
     return cast(made * (given - total) * scale, y.spec.dtype)
@@ -131,17 +130,19 @@ def _example_positions(given: Mapping[str, Any], attributes: Mapping[str, Any]) 
     return {"positions": numbers - (numbers * (given["positions"] % 2 == 0)).cummax(1).values}
 
 
-@primitive(outputs=("bias",), reference=_bias_in_torch)
+@primitive("positions int64 [B, T]", outputs=("bias",), reference=_bias_in_torch)
 def document_bias(positions: Value, dtype: DType) -> TensorSpec:
     """[B, 1, T, T] to add to scaled scores: HIDDEN where a key lies in another document than its query, else 0.
 
     positions int64 [B, T] count from 0 anew in every document of a row.
     """
-    require((positions.spec.rank, positions.spec.dtype) == (2, DType.INT64), "document_bias", positions, "int64 [B, T]")
     return TensorSpec((positions.shape[0], 1, positions.shape[1], positions.shape[1]), dtype)
 
 
-@composite(name="attention", outputs=("y", "log_sum_exp"), derived=_example_positions)
+_QKV = "q [B, T, Q], k [B, T, K], v [B, T, V], bias [...], positions int64 [B, T]"
+
+
+@composite(_QKV, name="attention", outputs=("y", "log_sum_exp"), derived=_example_positions)
 def _attention(
     q: Value,
     k: Value | None,
@@ -179,7 +180,7 @@ def _(node: Node, dy: Value, log_sum_exp: None) -> Sequence[Value | None]:
     return [None if given is None else next(found) for given in (q, k, v, bias)] + [None, None]
 
 
-@composite(outputs=("dq", "dk?", "dv?", "dbias?"), differentiable=False)
+@composite(_QKV + ", dy [B, T, Y], y [B, T, Y]", outputs=("dq", "dk?", "dv?", "dbias?"), differentiable=False)
 def attention_grad(
     dy: Value,
     q: Value,
@@ -199,7 +200,6 @@ def attention_grad(
 ) -> tuple[Value, ...]:
     """Gradients of what attention was given, forming the probabilities again. dq alone is that of a packed q."""
     name = "attention_grad"
-    require(dy.spec == y.spec, name, f"dy {dy.spec} and y {y.spec}", "equal specs")
     parts = _parts(name, q, k, v, heads, kv_heads)
     (dy_heads,) = split_heads(dy, 1, heads)
     dy_heads = parts.grouped(dy_heads)
@@ -241,10 +241,9 @@ class _Parts(NamedTuple):
 
 def _parts(name: str, q: Value, k: Value | None, v: Value | None, heads: int, kv_heads: int | None) -> _Parts:
     """Queries, keys and values by heads. Raises ShapeError for shapes that do not fit."""
-    time, pairs = q.shape[1] if q.spec.rank == 3 else 0, kv_heads or heads
+    time, pairs = q.shape[1], kv_heads or heads
     if k is None or v is None:
         require(k is v, name, "one of k and v", "both, or none for a packed q")
-        require(q.spec.rank == 3, name, q.spec, "[batch, time, 3 * width]")
         require(q.shape[2] % (3 * heads) == 0, name, f"{q.shape[2]} features", f"a multiple of 3 x {heads} heads")
         fix = "Give q, k and v apart."
         require(pairs == heads, name, f"{kv_heads=} of a packed projection", f"{heads} as it has heads", fix)
@@ -252,8 +251,6 @@ def _parts(name: str, q: Value, k: Value | None, v: Value | None, heads: int, kv
         return _Parts(queries, keys, values, heads, time)
     require(heads % pairs == 0, name, f"{heads} heads and {kv_heads=}", "a multiple of kv_heads")
     for label, spec, count in (("q", q.spec, heads), ("k", k.spec, pairs), ("v", v.spec, pairs)):
-        fits = spec.rank == 3 and spec.shape[:2] == q.shape[:2] and spec.dtype is q.spec.dtype
-        require(fits, name, f"q {q.spec} and {label} {spec}", "[batch, time, heads * width], equal batch, time, dtype")
         require(
             spec.shape[2] % count == 0, name, f"{label} of {spec.shape[2]} features", f"a multiple of {count} heads"
         )
@@ -269,13 +266,12 @@ def _scores(parts: _Parts, bias: Value | None, positions: Value | None, scale: f
     scores = parts.ungrouped(matmul(parts.q, parts.k, transpose_b=True))
     batch, heads, time, _ = scores.shape
     if positions is not None:
-        require(positions.shape == (batch, time), "attention", f"{positions.spec}", f"positions int64[{batch}, {time}]")
         scores, scale = scores * scale + document_bias(positions, scores.spec.dtype), 1.0
     if bias is None:
         return scores, scale
     fits = bias.spec.rank == 4 and bias.shape[0] in (1, batch) and bias.shape[1] in (1, heads)
-    fits = fits and bias.shape[2:] == (time, time) and bias.spec.dtype is scores.spec.dtype
-    wanted = f"[1 or {batch}, 1 or {heads}, {time}, {time}] in {scores.spec.dtype}"
+    fits = fits and bias.shape[2:] == (time, time)
+    wanted = f"[1 or {batch}, 1 or {heads}, {time}, {time}]"
     require(fits, "attention", f"bias {bias.spec}", wanted)
     return scores * scale + bias, 1.0
 

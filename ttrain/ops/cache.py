@@ -18,19 +18,9 @@ from ttrain.ops.layout import reshape
 from ttrain.ops.matmul import matmul
 
 
-def _check_places(owner: str, count: int, *places: Value) -> None:
-    wanted = TensorSpec((count,), DType.INT64)
-    for given in places:
-        require(given.spec == wanted, owner, given.spec, f"{wanted}, one for each new row")
-
-
-def _check_cache(owner: str, cache: TensorSpec, rows: TensorSpec, grouped: bool = False) -> None:
-    require(cache.rank == 4, owner, cache, "a cache [batch, heads, context, width]")
-    fits = rows.rank == 4 and rows.shape[0] == cache.shape[0] and rows.shape[2] <= cache.shape[2]
-    fits = fits and (rows.shape[1] % cache.shape[1] == 0 if grouped else rows.shape[1] == cache.shape[1])
-    fits, given = fits and rows.shape[3] == cache.shape[3], f"{rows} and {cache}"
-    require(fits, owner, given, "rows of the cache's batch, heads and width, at most as many as it has places")
-    require(rows.dtype is cache.dtype, owner, given, "equal dtypes")
+def _check_cache(owner: str, cache: TensorSpec, rows: TensorSpec) -> None:
+    fits = rows.shape[1] % cache.shape[1] == 0 and rows.shape[2] <= cache.shape[2]
+    require(fits, owner, f"{rows} and {cache}", "a multiple of its heads, at most as many rows as it has places")
 
 
 def _example_places(rows: int, context: int) -> dict[str, Any]:
@@ -42,6 +32,7 @@ def _example_places(rows: int, context: int) -> dict[str, Any]:
 
 
 @primitive(
+    "cache [B, H, C, D], rows [B, H, N, D], positions int64 [N]",
     outputs=("new_cache",),
     mutates={"new_cache": "cache"},
     flops=free,
@@ -55,7 +46,6 @@ def cache_write(cache: Value, rows: Value, positions: Value) -> TensorSpec:
     No position may occur twice.
     """
     _check_cache("cache_write", cache.spec, rows.spec)
-    _check_places("cache_write", rows.shape[2], positions)
     return cache.spec
 
 
@@ -76,7 +66,7 @@ def _bias_in_torch(positions: Any, visible: Any, context: int, dtype: DType, hea
     return torch.where(hidden, HIDDEN, bias)[None]
 
 
-@primitive(outputs=("bias",), reference=_bias_in_torch)
+@primitive("positions int64 [N], visible int64 [N]", outputs=("bias",), reference=_bias_in_torch)
 def cache_bias(
     positions: Value, visible: Value, context: int, dtype: DType, heads: int, mask: AttentionMask
 ) -> TensorSpec:
@@ -86,12 +76,14 @@ def cache_bias(
     The others get, with a position bias, -slope * distance in each of `heads` heads (ALiBi, Press et al., 2022):
     |j - positions[i]|, or for `future` max(0, j - positions[i]).
     """
-    require(positions.spec.rank == 1, "cache_bias", positions.spec, "one place for each query")
-    _check_places("cache_bias", positions.shape[0], positions, visible)
     return TensorSpec((1, heads if mask.biased else 1, positions.shape[0], context), dtype)
 
 
-@composite(differentiable=False, derived=lambda given, _: _example_places(given["q"].shape[2], given["keys"].shape[2]))
+@composite(
+    "q [B, H, N, K], keys [B, G, C, K], values [B, G, C, D], positions int64 [N], visible int64 [N]",
+    differentiable=False,
+    derived=lambda given, _: _example_places(given["q"].shape[2], given["keys"].shape[2]),
+)
 def cached_attention(
     q: Value,
     keys: Value,
@@ -107,10 +99,7 @@ def cached_attention(
     reads keys and values of head h * G // H. Query i stands at positions[i] and sees the keys below visible[i], with a
     window only those nearer than that; of which there has to be one.
     """
-    owner = "cached_attention"
-    _check_cache(owner, keys.spec, q.spec, grouped=True)
-    require(values.shape[:3] == keys.shape[:3], owner, f"{values.spec} and {keys.spec}", "a value for each key")
-    _check_places(owner, q.shape[2], positions, visible)
+    _check_cache("cached_attention", keys.spec, q.spec)
     batch, groups, context, _ = keys.shape
     together = q.shape[1] // groups * q.shape[2]  # the queries that share keys, one after another
     scores = scale * matmul(reshape(q, (batch, groups, together, q.shape[3])), keys, transpose_b=True)

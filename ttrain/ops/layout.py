@@ -60,10 +60,9 @@ def _expand(x: Value, shape: Sequence[int]) -> TensorSpec:
     return x.spec.with_shape(*shape)
 
 
-@primitive(flops=free, reference=lambda x: x.transpose(-1, -2))
+@primitive("x [..., M, N]", flops=free, reference=lambda x: x.transpose(-1, -2))
 def transpose(x: Value) -> TensorSpec:
     """The last two axes swapped."""
-    require(x.spec.rank >= 2, "transpose", x.spec, "rank 2 or more")
     return x.spec.with_shape(*x.shape[:-2], x.shape[-1], x.shape[-2])
 
 
@@ -84,10 +83,9 @@ def _split_in_torch(x: Any, parts: int, heads: int) -> Any:
     return x.unflatten(2, (parts, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
-@primitive(outputs=("parts*",), flops=free, reference=_split_in_torch)
+@primitive("x [B, T, F]", outputs=("parts*",), flops=free, reference=_split_in_torch)
 def _split_heads(x: Value, parts: int, heads: int) -> list[TensorSpec]:
     """[B, T, parts*H*D] -> `parts` tensors [B, H, T, D]: queries, keys and values from one projection."""
-    require(x.spec.rank == 3, "split_heads", x.spec, "[batch, time, features]")
     batch, time, width = x.shape
     whole = width % (parts * heads) == 0
     require(whole, "split_heads", f"{width} features", f"a multiple of {parts} parts x {heads} heads")
@@ -115,18 +113,15 @@ def _merge_in_torch(*parts: Any) -> Any:
 
 
 @primitive(
+    "parts [B, H, T, D]",
     flops=free,
     reference=_merge_in_torch,
     vjp=lambda node, dy: split_heads(dy, len(node.inputs), node.values[0].shape[1]),
 )
 def merge_heads(parts: Sequence[Value]) -> TensorSpec:
     """Several [B, H, T, D] -> [B, T, parts*H*D]: the inverse of split_heads."""
-    first = parts[0].spec
-    require(first.rank == 4, "merge_heads", first, "[batch, heads, time, head width]")
-    specs = [part.spec for part in parts]
-    require(all(spec == first for spec in specs), "merge_heads", ", ".join(map(str, specs)), "equal specs")
-    batch, heads, time, width = first.shape
-    return first.with_shape(batch, time, len(parts) * heads * width)
+    batch, heads, time, width = parts[0].shape
+    return parts[0].spec.with_shape(batch, time, len(parts) * heads * width)
 
 
 def index_select(x: Value, indices: Sequence[int]) -> Value:
@@ -134,10 +129,9 @@ def index_select(x: Value, indices: Sequence[int]) -> Value:
     return x if list(indices) == list(range(x.shape[1])) else _index_select(x, indices)
 
 
-@primitive(flops=free, reference=lambda x, indices: x[:, list(indices)])
+@primitive("x [B, T, C]", flops=free, reference=lambda x, indices: x[:, list(indices)])
 def _index_select(x: Value, indices: Sequence[int]) -> TensorSpec:
     """y[b, i] = x[b, indices[i]]: x [B, T, C] -> y [B, len(indices), C]; no index occurs twice."""
-    require(x.spec.rank == 3, "index_select", x.spec, "[batch, time, features]")
     inside = len(indices) == len(set(indices)) > 0 and min(indices) >= 0 and max(indices) < x.shape[1]
     require(inside, "index_select", f"indices {indices}", f"different ones from 0 to {x.shape[1] - 1}")
     return x.spec.with_shape(x.shape[0], len(indices), x.shape[2])
@@ -155,14 +149,14 @@ def _put_in_torch(x: Any, indices: tuple[int, ...], size: int) -> Any:
 
 
 @primitive(
+    "x [B, N, C]",
     flops=free,
     reference=_put_in_torch,
     vjp=lambda node, dy: [_index_select(dy, node.attributes["indices"])],
 )
 def index_put(x: Value, indices: Sequence[int], size: int) -> TensorSpec:
     """y[b, indices[i]] = x[b, i], and zero elsewhere: x [B, len(indices), C] -> y [B, size, C]."""
-    fits = x.spec.rank == 3 and x.shape[1] == len(indices)
-    require(fits, "index_put", x.spec, f"[batch, {len(indices)}, features]")
+    require(x.shape[1] == len(indices), "index_put", x.spec, f"{len(indices)} rows, as there are indices")
     return x.spec.with_shape(x.shape[0], size, x.shape[2])
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.composite import cases, composite, require
 from ttrain.graph.graph import Case, Node, Value
 from ttrain.ops.common import is_one
@@ -38,26 +37,15 @@ class _Rows(NamedTuple):
         return reduce_sum(self.hot, [1]) * weight
 
 
-def _check_rows(name: str, rows: int, targets: Value, weight: Value, dtype: DType, each: bool = False) -> None:
-    wanted = TensorSpec((rows,), DType.INT64)
-    require(targets.spec == wanted, name, f"targets {targets.spec}", str(wanted))
-    scalar = TensorSpec((), dtype.wide)
-    fits = weight.spec == scalar or (each and weight.spec == scalar.with_shape(rows))
-    require(fits, name, f"weight {weight.spec}", f"{scalar}{f' or {scalar.with_shape(rows)}' if each else ''}")
+_LOGITS = "logits [N, V], targets int64 [N], weight wide []"
 
 
-def _check_logits(name: str, logits: Value, targets: Value, weight: Value) -> None:
-    require(logits.spec.rank == 2, name, f"logits {logits.spec}", "[rows, vocabulary]")
-    _check_rows(name, logits.shape[0], targets, weight, logits.spec.dtype)
-
-
-@composite(name="cross_entropy", outputs=("loss", "log_sum_exp"), wide=("weight",), constants=("weight",))
+@composite(_LOGITS, name="cross_entropy", outputs=("loss", "log_sum_exp"), constants=("weight",))
 def _cross_entropy(logits: Value, targets: Value, weight: Value) -> tuple[Value, Value]:
     """Softmax cross-entropy in nats: logits [N, V], targets int64 [N], weight fp32 [] -> loss fp32 [].
 
     `log_sum_exp` [N] fp32 is kept for backward.
     """
-    _check_logits("cross_entropy", logits, targets, weight)
     rows = _Rows.of(cast(logits, logits.spec.dtype.wide), targets)
     losses = rows.weights(weight) * (rows.log_sum_exp - rows.picked)
     return reduce_sum(losses, [0]), rows.log_sum_exp
@@ -69,25 +57,13 @@ def _(node: Node, dloss: Value, log_sum_exp: None) -> Sequence[Value | None]:
     return [cross_entropy_grad(node.input("logits"), node.input("targets"), node.outputs[1], weight), None, None]
 
 
-@composite(outputs=("dlogits",), elementwise=True, differentiable=False)
+@composite(_LOGITS + ", log_sum_exp wide [N]", outputs=("dlogits",), elementwise=True, differentiable=False)
 def cross_entropy_grad(logits: Value, targets: Value, log_sum_exp: Value, weight: Value) -> Value:
     """dlogits = weight (softmax(logits) - onehot(targets)), zero in rows without a target."""
-    _check_logits("cross_entropy_grad", logits, targets, weight)
     hot = one_hot(targets, logits.shape[1], logits.spec.dtype.wide)
     column = (logits.shape[0], 1)
     probabilities = exp(cast(logits, hot.spec.dtype) - reshape(log_sum_exp, column))
     return cast((probabilities - hot) * reshape(reduce_sum(hot, [1]) * weight, column), logits.spec.dtype)
-
-
-def _check_head(hidden: Value, head: Value, targets: Value, weight: Value, bias: Value | None, live: int) -> None:
-    name, given = "head_cross_entropy", f"hidden {hidden.spec} and head {head.spec}"
-    matching = hidden.spec.rank == 2 and head.spec.rank == 2 and hidden.shape[1] == head.shape[1]
-    require(matching, name, given, "[rows, width] and [vocabulary, width]")
-    require(hidden.spec.dtype is head.spec.dtype, name, given, "equal dtypes")
-    row = head.spec.with_shape(head.shape[0])
-    require(bias is None or bias.spec == row, name, f"bias {bias and bias.spec}", str(row))
-    _check_rows(name, hidden.shape[0], targets, weight, hidden.spec.dtype, each=True)
-    require(0 < live <= head.shape[0], name, f"live={live}", f"1 to {head.shape[0]} ids")
 
 
 _HEAD_OUTPUTS = ("loss", "cross_entropy?", "dhidden?", "dhead?", "dbias?")
@@ -98,7 +74,11 @@ def _head_outputs(attributes: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 @composite(
-    name="head_cross_entropy", outputs=_HEAD_OUTPUTS, outputs_of=_head_outputs, wide=("weight",), constants=("weight",)
+    "hidden [N, C], head [V, C], targets int64 [N], weight wide [] or [N], bias [V]",
+    name="head_cross_entropy",
+    outputs=_HEAD_OUTPUTS,
+    outputs_of=_head_outputs,
+    constants=("weight",),
 )
 def _head_cross_entropy(
     hidden: Value,
@@ -122,7 +102,7 @@ def _head_cross_entropy(
     and bias are `frozen`. A device forms them while
     some rows' logits are at hand, so the logits [N, V] never exist whole, and backward needs no second product.
     """
-    _check_head(hidden, head, targets, weight, bias, live)
+    require(0 < live <= head.shape[0], "head_cross_entropy", f"live={live}", f"1 to {head.shape[0]} ids")
     require(0 <= smoothing < 1, "head_cross_entropy", f"{smoothing=}", "a share from 0 to below 1")
     alive = _first_rows(head, live)
     logits = linear(hidden, alive, None if bias is None else _first_rows(bias, live))
@@ -177,10 +157,12 @@ def _(node: Node, dloss: Value | None, *others: Value | None) -> Sequence[Value 
     return [dhidden, dhead, None, None, dbias]
 
 
-@composite(outputs=("loss",), wide=("weight",), constants=("target", "weight"))
+_PREDICTION = "prediction [...], target any [...], weight wide []"
+
+
+@composite(_PREDICTION, outputs=("loss",), constants=("target", "weight"))
 def squared_error(prediction: Value, target: Value, weight: Value) -> Value:
     """loss = weight * sum((prediction - target)^2), fp32 []; the loop's weight is 1 / elements of the step."""
-    _check_elements("squared_error", prediction, target, weight)
     difference = cast(prediction - target, prediction.spec.dtype.wide)
     return reduce_sum(difference * difference, range(difference.spec.rank)) * weight
 
@@ -191,17 +173,10 @@ def _(node: Node, dloss: Value) -> Sequence[Value | None]:
     return [squared_error_grad(node.input("prediction"), node.input("target"), weight), None, None]
 
 
-@composite(outputs=("dprediction",), elementwise=True, differentiable=False)
+@composite(_PREDICTION, outputs=("dprediction",), elementwise=True, differentiable=False)
 def squared_error_grad(prediction: Value, target: Value, weight: Value) -> Value:
     """dprediction = 2 * weight * (prediction - target)."""
-    _check_elements("squared_error_grad", prediction, target, weight)
     return 2.0 * (prediction - target) * cast(weight, prediction.spec.dtype)
-
-
-def _check_elements(name: str, prediction: Value, target: Value, weight: Value) -> None:
-    require(prediction.shape == target.shape, name, f"{prediction.spec} and {target.spec}", "equal shapes")
-    scalar = TensorSpec((), prediction.spec.dtype.wide)
-    require(weight.spec == scalar, name, f"weight {weight.spec}", str(scalar))
 
 
 for _n, _v in ((6, 5), (33, 65), (1, 2)):

@@ -56,22 +56,13 @@ for _ta, _tb in product((False, True), repeat=2):
         cases(matmul, Case(((*_lead, *_a), (*_lead, *_b)), {"transpose_a": _ta, "transpose_b": _tb}))
 
 
-@composite
+@composite("x [..., I], weight [O, I], bias [O]")
 def linear(x: Value, weight: Value, bias: Value | None = None, activation: str | None = None) -> Value:
     """y = f(x W^T + b): x [..., I], W [O, I], b [O] -> y [..., O]; f is `activation` or the identity.
 
     An activation is joined to its product by a pass, where backward does not read the sum itself.
     """
-    require(weight.spec.rank == 2, "linear", weight.spec, "a weight [outputs, inputs]")
-    outputs, inputs = weight.shape
-    fits = x.spec.rank >= 1 and x.shape[-1] == inputs
-    require(fits, "linear", f"x {x.spec}", f"{inputs} features, as the weight {weight.spec} has")
-    same = x.spec.dtype is weight.spec.dtype
-    require(same, "linear", f"{x.spec} and {weight.spec}", "equal dtypes", "Cast one of them.")
-    if bias is not None:
-        wanted = TensorSpec((outputs,), x.spec.dtype)
-        require(bias.spec == wanted, "linear", f"bias {bias.spec}", str(wanted))
-    y = reshape(matmul(_flat(x), weight, transpose_b=True), (*x.shape[:-1], outputs))
+    y = reshape(matmul(_flat(x), weight, transpose_b=True), (*x.shape[:-1], weight.shape[0]))
     y = y if bias is None else y + bias
     return y if activation is None else activated(y, activation)
 
@@ -105,12 +96,9 @@ cases(
 )
 
 
-@composite
+@composite("x [B, T, F], matrix [D, E]")
 def head_matmul(x: Value, matrix: Value, heads: int, transpose: bool = False) -> Value:
     """y_h = x_h M for every head h, or x_h M^T with `transpose`: x [B, T, H*D], M [D, E] -> y [B, T, H*E]."""
-    shaped, given = x.spec.rank == 3 and matrix.spec.rank == 2, f"{x.spec} and {matrix.spec}"
-    require(shaped, "head_matmul", given, "[batch, time, features] and a matrix")
-    require(x.spec.dtype is matrix.spec.dtype, "head_matmul", given, "equal dtypes", "Cast one of them.")
     inner, outer = matrix.shape[::-1] if transpose else matrix.shape
     require(x.shape[2] == heads * inner, "head_matmul", f"{x.shape[2]} features", f"{heads} heads of {inner}")
     return reshape(matmul(_head_rows(x, heads), matrix, transpose_b=transpose), (*x.shape[:2], heads * outer))
@@ -127,12 +115,11 @@ def _settings(node: Node) -> tuple[int, bool]:
     return node.attributes["heads"], node.attributes["transpose"]
 
 
-@composite(differentiable=False)
+@composite("a [B, T, D], b [B, T, E]", differentiable=False)
 def head_product(a: Value, b: Value, heads: int) -> Value:
     """y = the sum over rows and heads of a_h^T b_h: a [B, T, H*D], b [B, T, H*E] -> y [D, E]."""
-    given = f"{a.spec} and {b.spec}"
-    require(a.spec.rank == 3 and a.shape[:2] == b.shape[:2], "head_product", given, "equal [batch, time]")
-    require(a.shape[2] % heads == b.shape[2] % heads == 0, "head_product", given, f"multiples of {heads} heads")
+    fits, given = a.shape[2] % heads == b.shape[2] % heads == 0, f"{a.spec} and {b.spec}"
+    require(fits, "head_product", given, f"multiples of {heads} heads")
     return matmul(_head_rows(a, heads), _head_rows(b, heads), transpose_a=True)
 
 

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ttrain.core.spec import TensorSpec
-from ttrain.graph.composite import cases, composite, require
+from ttrain.graph.composite import cases, composite
 from ttrain.graph.graph import Case, Node, Value, op
 from ttrain.ops.elementwise import cast, sqrt
 from ttrain.ops.layout import reshape
 from ttrain.ops.reduce import mean, reduce_sum
 
+_ADDED = "x [..., C], branch [..., C], weight any [C]"
 _SHAPES = ((4, 8), (2, 3, 32), (1, 1, 33), (5, 257))
 
 
-def _check(name: str, x: Value, weight: Value, bias: Value | None) -> None:
-    require(x.spec.rank >= 1, name, x.spec, "at least one axis")
-    for label, value in (("weight", weight), ("bias", bias)):
-        if value is not None:
-            fits = value.shape == x.shape[-1:]
-            require(fits, name, f"{label} {value.spec}", f"[{x.shape[-1]}], the last axis of {x.spec}")
-
-
-@composite(name="layer_norm", outputs=("y", "mean", "rstd"), cheap=True)
+@composite("x [..., C], weight any [C], bias any [C]", name="layer_norm", outputs=("y", "mean", "rstd"), cheap=True)
 def _layer_norm(x: Value, weight: Value, bias: Value | None, eps: float) -> tuple[Value, Value, Value]:
     """y = (x - mean) rstd * weight + bias over the last axis of x [..., C] (Ba et al., 2016); weight, bias [C].
 
     mean and rstd = 1 / sqrt(var + eps) are [...], fp32 at least.
     """
-    _check("layer_norm", x, weight, bias)
     wide = cast(x, x.spec.dtype.wide)
     centre = mean(wide, -1)  # [..., 1]
     shifted = wide - centre
@@ -45,7 +36,11 @@ def _(node: Node, dy: Value, *statistics: None) -> Sequence[Value | None]:
     return [dx, rest[0], rest[1] if bias else None]
 
 
-@composite(outputs=("dx", "dweight", "dbias?"), wide=("mean", "rstd"), differentiable=False)
+@composite(
+    "x [..., C], dy [..., C], residual [..., C], weight any [C], mean wide [...], rstd wide [...]",
+    outputs=("dx", "dweight", "dbias?"),
+    differentiable=False,
+)
 def layer_norm_grad(
     dy: Value, x: Value, mean: Value, rstd: Value, weight: Value, residual: Value | None, bias: bool
 ) -> tuple[Value, ...]:
@@ -53,13 +48,7 @@ def layer_norm_grad(
 
     `residual` is a gradient that reaches x beside the norm; dx includes it.
     """
-    wide, name = x.spec.dtype.wide, "layer_norm_grad"
-    require(dy.spec == x.spec, name, f"dy {dy.spec} and x {x.spec}", "equal specs")
-    statistics = TensorSpec(x.shape[:-1], wide)
-    known = mean.spec == rstd.spec == statistics
-    require(known, name, f"mean {mean.spec} and rstd {rstd.spec}", f"{statistics} for {x.spec}")
-    fits = residual is None or residual.spec == x.spec
-    require(fits, name, f"residual {residual and residual.spec} and x {x.spec}", "equal specs")
+    wide = x.spec.dtype.wide
     rows, lead = (*x.shape[:-1], 1), range(x.spec.rank - 1)
     rstd = reshape(rstd, rows)
     normal = (cast(x, wide) - reshape(mean, rows)) * rstd
@@ -82,23 +71,23 @@ def _norm_again(node: Node) -> Node:
     return Node(norm, (total, *node.inputs[2:]), node.attributes, tuple(normed))
 
 
-@composite(outputs=("total", "y", "mean", "rstd"), differentiable=False, rematerialized=_norm_again)
+@composite(
+    _ADDED + ", bias any [C]", outputs=("total", "y", "mean", "rstd"), differentiable=False, rematerialized=_norm_again
+)
 def add_layer_norm(
     x: Value, branch: Value, weight: Value, bias: Value | None, eps: float
 ) -> tuple[Value, Value, Value, Value]:
     """total = x + branch; y = layer_norm(total): a residual sum and the norm that reads it, joined by a pass."""
-    require(x.spec == branch.spec, "add_layer_norm", f"{x.spec} and {branch.spec}", "equal specs")
     total = x + branch
     return total, *_layer_norm(total, weight, bias, eps)
 
 
-@composite(name="rms_norm", outputs=("y", "rstd"), cheap=True)
+@composite("x [..., C], weight any [C]", name="rms_norm", outputs=("y", "rstd"), cheap=True)
 def _rms_norm(x: Value, weight: Value, eps: float) -> tuple[Value, Value]:
     """y = x rstd * weight over the last axis of x [..., C] (Zhang and Sennrich, 2019); weight [C].
 
     rstd = 1 / sqrt(mean(x^2) + eps) is [...], fp32 at least.
     """
-    _check("rms_norm", x, weight, None)
     wide = cast(x, x.spec.dtype.wide)
     rstd = 1.0 / sqrt(_mean(wide * wide) + eps)  # [..., 1]
     return cast(wide * rstd * cast(weight, wide.spec.dtype), x.spec.dtype), reshape(rstd, x.shape[:-1])
@@ -109,13 +98,14 @@ def _(node: Node, dy: Value, rstd: None) -> Sequence[Value | None]:
     return rms_norm_grad(dy, node.input("x"), node.outputs[1], node.input("weight"), None)
 
 
-@composite(outputs=("dx", "dweight"), wide=("rstd",), differentiable=False)
+@composite(
+    "x [..., C], dy [..., C], residual [..., C], weight any [C], rstd wide [...]",
+    outputs=("dx", "dweight"),
+    differentiable=False,
+)
 def rms_norm_grad(dy: Value, x: Value, rstd: Value, weight: Value, residual: Value | None) -> tuple[Value, Value]:
     """Gradients of an RMS norm from its input and rstd; `residual` as in layer_norm_grad."""
-    wide, name = x.spec.dtype.wide, "rms_norm_grad"
-    require(dy.spec == x.spec, name, f"dy {dy.spec} and x {x.spec}", "equal specs")
-    statistic = TensorSpec(x.shape[:-1], wide)
-    require(rstd.spec == statistic, name, f"rstd {rstd.spec}", f"{statistic} for {x.spec}")
+    wide = x.spec.dtype.wide
     rstd = reshape(rstd, (*x.shape[:-1], 1))
     normal, given = cast(x, wide) * rstd, cast(dy, wide)
     scaled = given * cast(weight, wide)
@@ -125,10 +115,9 @@ def rms_norm_grad(dy: Value, x: Value, rstd: Value, weight: Value, residual: Val
     return cast(dx, x.spec.dtype), cast(dweight, weight.spec.dtype)
 
 
-@composite(outputs=("total", "y", "rstd"), differentiable=False, rematerialized=_norm_again)
+@composite(_ADDED, outputs=("total", "y", "rstd"), differentiable=False, rematerialized=_norm_again)
 def add_rms_norm(x: Value, branch: Value, weight: Value, eps: float) -> tuple[Value, Value, Value]:
     """total = x + branch; y = rms_norm(total), likewise."""
-    require(x.spec == branch.spec, "add_rms_norm", f"{x.spec} and {branch.spec}", "equal specs")
     total = x + branch
     return total, *_rms_norm(total, weight, eps)
 

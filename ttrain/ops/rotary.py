@@ -11,7 +11,11 @@ from ttrain.ops.elementwise import cast
 from ttrain.ops.layout import index_put, index_select, merge_heads, reshape, split_heads
 
 
-@composite(family="rotary", wide=("cos", "sin"), constants=("cos", "sin"))
+@composite(
+    "x [B, T, F], cos any [T, R] or [B, T, R], sin any [T, R] or [B, T, R]",
+    wide=("cos", "sin"),
+    constants=("cos", "sin"),
+)
 def rotary(x: Value, cos: Value, sin: Value, heads: int, inverse: bool = False) -> Value:
     """x [B, T, heads*D] with the first 2R features of each head turned, or turned back where `inverse`.
 
@@ -19,8 +23,7 @@ def rotary(x: Value, cos: Value, sin: Value, heads: int, inverse: bool = False) 
     feature R + i are a pair: (a, b) becomes (a cos - b sin, b cos + a sin). Features from 2R on stay as they are.
     """
     given = f"x {x.spec}, cos {cos.spec} and sin {sin.spec}"
-    fits = x.spec.rank == 3 and cos.shape[:-1] in (x.shape[1:2], x.shape[:2]) and x.shape[2] % heads == 0
-    require(fits and cos.spec == sin.spec, "rotary", given, f"[batch, time, {heads} heads * width] and [time, pairs]")
+    require(x.shape[2] % heads == 0 and cos.spec == sin.spec, "rotary", given, f"{heads} heads, and equal tables")
     require(2 * cos.shape[-1] <= x.shape[2] // heads, "rotary", given, "at most one pair for two features of a head")
     width, turned = x.shape[2] // heads, 2 * cos.shape[-1]
     if turned == width:

@@ -25,12 +25,8 @@ _STREAMS_OF_HOST = 1 << 20  # more than the updates of a step have: the sides of
 _PROBED = 2  # elements that a rule is recorded on, to see what it is made of
 
 
-def _state_spec(owner: str, state: Value, value: Value) -> TensorSpec:
-    require(state.shape == value.shape, owner, f"{state.spec} and {value.spec}", "equal shapes")
-    return state.spec
-
-
 _INTO_STATE: Mapping[str, Any] = {
+    "shapes": "state any [...], value any [...]",
     "outputs": ("new_state",),
     "wide": ("state",),
     "mutates": {"new_state": "state"},
@@ -40,13 +36,13 @@ _INTO_STATE: Mapping[str, Any] = {
 @primitive(**_INTO_STATE, flops=free, reference=lambda state, value: value.to(state.dtype))
 def assign(state: Value, value: Value) -> TensorSpec:
     """state <- value (rounded to the state's dtype). Plans usually let value's kernel write there directly."""
-    return _state_spec("assign", state, value)
+    return state.spec
 
 
 @primitive(**_INTO_STATE, reference=lambda state, value: state + value)
 def accumulate(state: Value, value: Value) -> TensorSpec:
     """state <- state + value."""
-    return _state_spec("accumulate", state, value)
+    return state.spec
 
 
 for _shape in ((4, 8), (257,), ()):
@@ -54,11 +50,9 @@ for _shape in ((4, 8), (257,), ()):
     cases(accumulate, Case((_shape, _shape)))
 
 
-@composite(outputs=("factor",), wide=("norm",), differentiable=False)
+@composite("norm wide []", outputs=("factor",), differentiable=False)
 def clip_factor(norm: Value, limit: float) -> Value:
     """factor = min(1, limit / (norm + 1e-6)) as of torch.nn.utils.clip_grad_norm_; norm and factor []."""
-    fits = norm.shape == () and norm.spec.dtype.is_floating
-    require(fits, "clip_factor", norm.spec, "a floating-point scalar")
     return limit / at_least(norm + 1e-6, limit)
 
 

@@ -1,0 +1,65 @@
+"""Shapes of an op's inputs as it declares them: `x [..., I], weight [O, I], bias [O], targets int64 [N]`.
+
+A letter stands for the same size wherever it occurs, `...` for the same axes. An input has the dtype of the first one,
+or that which is named: `int64`, `wide` for fp32 at least, `any`. Where one of two shapes will do, `or` is between them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from ttrain.core.errors import ShapeError
+from ttrain.core.spec import DType, TensorSpec
+
+_INPUT = re.compile(r"(\w+) (\w*) ?(\[.*?\](?: or \[.*?\])*)")
+
+
+class Shapes:
+    """What a text declares. `wide` names the inputs that are fp32 at least even where a step computes in bf16."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._inputs = [
+            (name, kind, [axes.split(", ") if axes else [] for axes in re.findall(r"\[(.*?)\]", choices)])
+            for name, kind, choices in _INPUT.findall(text)
+        ]
+        if ", ".join(found[0] for found in _INPUT.finditer(text)) != text:
+            raise ShapeError(
+                f"shapes: got {text!r}, expected as in 'x [..., I], weight any [O, I], ids int64 [N] or []'."
+            )
+        self.wide = tuple(name for name, kind, _ in self._inputs if kind == "wide")
+
+    def check(self, owner: str, given: Mapping[str, Sequence[TensorSpec]]) -> None:
+        """Raise ShapeError unless inputs are as declared: by name, none where one is absent, several of a list."""
+        sizes: dict[str, tuple[int, ...]] = {}  # of a letter one, of `...` those of all its axes
+        plain: DType | None = None  # the dtype of inputs of which none is named
+        for name, kind, choices in self._inputs:
+            for spec in given[name]:
+                plain = plain or (None if kind else spec.dtype)
+                first = plain or spec.dtype
+                dtype = {"": first, "wide": first.wide, "any": spec.dtype}.get(kind) or DType.parse(kind)
+                known = [found for axes in choices if (found := _bound(axes, spec.shape, sizes)) is not None]
+                if spec.dtype is not dtype or not known:
+                    got = ", ".join(f"{name} {spec}" for name, specs in given.items() for spec in specs)
+                    wanted = " or ".join(_written(axes, sizes) for axes in choices)
+                    raise ShapeError(f"{owner}: got {got}, expected {name} {dtype}{wanted}. It takes {self.text}.")
+                sizes = known[0]
+
+
+def _bound(
+    axes: Sequence[str], shape: tuple[int, ...], known: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]] | None:
+    """What is known and the sizes of further axes; None where a shape is not that of the axes."""
+    parts: list[tuple[int, ...]] = [(size,) for size in shape]
+    if axes[:1] == ["..."]:
+        lead = max(len(shape) - len(axes) + 1, 0)
+        parts = [shape[:lead], *parts[lead:]]
+    found = dict(known)
+    same = len(parts) == len(axes) and all(found.setdefault(*pair) == pair[1] for pair in zip(axes, parts, strict=True))
+    return found if same else None
+
+
+def _written(axes: Sequence[str], known: Mapping[str, tuple[int, ...]]) -> str:
+    """The axes, numbers in the place of those that are known."""
+    return f"[{', '.join(str(part) for axis in axes for part in known.get(axis, (axis,)))}]"
