@@ -169,21 +169,23 @@ INLINE void pack_right(Sizes s, const E* b, i64 k0, i64 k1, i64 j0, i64 j1, Unit
 // or [K, M] where Turned. Rows beyond the end repeat the last one, and their sums are dropped.
 template <class E, bool Turned>
 INLINE void pack_left(Sizes s, const E* a, i64 k0, i64 k1, i64 i0, i64 i1, Unit<E>* panels) {
-    constexpr i64 elements = Inner<E>::elements, near = 32;  // steps at a time: their cache lines serve several panels
+    constexpr i64 elements = Inner<E>::elements, near = 16;  // steps at a time, whose pages serve several panels
     const i64 steps = k1 - k0, panel = steps * TILE_ROWS, next = elements * s.a_row;
     i64 i = i0;
     if constexpr (Turned)
         if (k1 * elements <= s.K) {
-            const i64 whole = (i1 - i0) / W * W;
+            constexpr i64 line = 2 * W;  // columns of a cache line of bf16, which may not be there any more a column later
+            const i64 whole = (i1 - i0) / line * line;
             for (i64 first = 0; first < steps; first += near)
-                for (i64 j = 0; j < whole; j += W)
-                    for (i64 k = first; k < first + near && k < steps; ++k) {
-                        const auto units = units_at(a + (k0 + k) * next + i0 + j, s.a_row);
-                        for (int r = 0; r < W; r += TILE_ROWS)
-                            __builtin_memcpy(
-                                panels + (j + r) * steps + k * TILE_ROWS,
-                                reinterpret_cast<const Unit<E>*>(&units) + r, TILE_ROWS * sizeof(Unit<E>));
-                    }
+                for (i64 j = 0; j < whole; j += line)
+                    for (i64 k = first; k < first + near && k < steps; ++k)
+                        for (i64 r = j; r < j + line; r += W) {
+                            const auto units = units_at(a + (k0 + k) * next + i0 + r, s.a_row);
+                            for (int p = 0; p < W; p += TILE_ROWS)
+                                __builtin_memcpy(
+                                    panels + (r + p) * steps + k * TILE_ROWS,
+                                    reinterpret_cast<const Unit<E>*>(&units) + p, TILE_ROWS * sizeof(Unit<E>));
+                        }
             i += whole;
             panels += whole * steps;
         }
