@@ -43,8 +43,8 @@ class _Reverse:
         self.graph, self.forward, self.wrt = graph, forward, set(wrt)
         self.needed = self._dependents(wrt)
         self.gradients: dict[Value, Value] = {}
-        self.again: dict[Value, Value] = {}  # value of a recomputed segment -> its second computation
-        self.recomputed: set[int] = set()
+        self.again: dict[Node, Node] = {}  # node of a recomputed segment -> its second recording
+        self.values: dict[Value | None, Value] = {}  # the same of what it makes
 
     def _dependents(self, wrt: Sequence[Value]) -> set[Value]:
         """Floating-point values that depend on `wrt`. What was written to state is constant from there on."""
@@ -100,18 +100,16 @@ class _Reverse:
         """The node itself, or its second recording where it belongs to a recomputed segment."""
         if node.segment is None:
             return node
-        if node.segment not in self.recomputed:
-            self.recomputed.add(node.segment)
+        if node not in self.again:
             for original in self.forward:
                 if original.segment == node.segment and not overwritten(original):  # state changes once
-                    self._record_again(original)
-        again = [self.again.get(output, output) for output in node.outputs]
-        inputs = tuple(None if value is None else self.again.get(value, value) for value in node.inputs)
-        return Node(node.op, inputs, node.attributes, tuple(again), node.scope)
+                    self.again[original] = self._record_again(original)
+        return self.again[node]
 
-    def _record_again(self, node: Node) -> None:
-        inputs = tuple(None if value is None else self.again.get(value, value) for value in node.inputs)
+    def _record_again(self, node: Node) -> Node:
+        inputs = tuple(self.values.get(value, value) for value in node.inputs)
         with self.graph.within(copy=1), self.graph.scope(node.scope):
             copied = self.graph.append(node.op, inputs, node.attributes)
         copied.copy_of = node
-        self.again.update(zip(node.outputs, copied.outputs, strict=True))
+        self.values.update(zip(node.outputs, copied.outputs, strict=True))
+        return copied

@@ -49,21 +49,9 @@ class _Choice:
 
 def _insert(graph: Graph, plans: dict[Value, Node]) -> Graph:
     rewriter = Rewriter(graph)
-    again: dict[Value, Value] = {}
     for node in graph.nodes:
-        inputs = list(rewriter.inputs(node))
         if node.stage is Stage.BACKWARD:
-            for position, value in enumerate(node.inputs):
-                if value in plans and value is not None:
-                    if value not in again:
-                        again.update(_record_again(rewriter, plans[value], node))
-                    inputs[position] = again[value]
-        rewriter.copy(node, tuple(inputs))
+            for value in (value for value in node.values if value in plans):
+                rewriter.map[value] = rewriter.record(node, plans.pop(value), copy=1)[0]
+        rewriter.copy(node)
     return rewriter.finish()
-
-
-def _record_again(rewriter: Rewriter, source: Node, reader: Node) -> dict[Value, Value]:
-    inputs = tuple(None if value is None else rewriter.map[value] for value in source.inputs)
-    with rewriter.at(reader), rewriter.new.within(copy=1):
-        copied = rewriter.new.append(source.op, inputs, source.attributes)
-    return dict(zip(source.outputs, copied.outputs, strict=True))

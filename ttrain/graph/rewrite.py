@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 from ttrain.core.errors import GraphError
 from ttrain.graph.graph import Graph, Node, Value
@@ -21,7 +22,7 @@ class Rewriter:
 
     def __init__(self, old: Graph) -> None:
         self.old, self.new = old, Graph()
-        self.map: dict[Value, Value] = {}
+        self.map: dict[Value | None, Value] = {}
         for name, value in old.inputs.items():
             self.map[value] = self.new.input(name, value.spec)
         for name, value in old.state.items():
@@ -30,21 +31,27 @@ class Rewriter:
 
     def inputs(self, node: Node) -> tuple[Value | None, ...]:
         """A node's inputs on the new graph."""
-        return tuple(None if value is None else self.map.get(value) for value in node.inputs)
+        return tuple(map(self.map.get, node.inputs))
 
     def at(self, node: Node) -> AbstractContextManager[None]:
         """Context in which recorded nodes inherit this node's scope, stage, segment, copy number and side."""
         return self.new.within(**{mark: getattr(node, mark) for mark in _INHERITED})
 
-    def copy(self, node: Node, inputs: tuple[Value | None, ...] | None = None) -> None:
-        """Record the same node on the new graph. Raises GraphError where an input was left out by a replacement."""
-        inputs = self.inputs(node) if inputs is None else inputs
+    def record(self, place: Node, node: Node, **marks: Any) -> tuple[Value, ...]:
+        """Record a node of old values where `place` was, with these marks; returns the outputs.
+
+        Raises GraphError where an input was left out by a replacement.
+        """
+        inputs = self.inputs(node)
         for old, new in zip(node.inputs, inputs, strict=True):
             if old is not None and new is None:
                 raise GraphError(f"{node!r} reads {old!r}, which the replacement of {old.producer!r} left out.")
-        with self.at(node):
-            copied = self.new.append(node.op, inputs, node.attributes)
-        self.map.update(zip(node.outputs, copied.outputs, strict=True))
+        with self.at(place), self.new.within(**marks):
+            return self.new.append(node.op, inputs, node.attributes).outputs
+
+    def copy(self, node: Node) -> None:
+        """Record the same node on the new graph."""
+        self.map.update(zip(node.outputs, self.record(node, node), strict=True))
 
     def replace(self, values: Sequence[Value], replacements: Sequence[Value]) -> None:
         """Let values of the new graph stand for old ones. Raises GraphError where a spec differs."""
@@ -67,7 +74,7 @@ def rewrite(graph: Graph, replace: Replace) -> Graph:
         with rewriter.at(node):
             outputs = replace(node, inputs)
         if outputs is None:
-            rewriter.copy(node, inputs)
+            rewriter.copy(node)
         else:
             rewriter.replace(node.outputs, outputs)
     return rewriter.finish()

@@ -43,6 +43,6 @@ def merge_common_subexpressions(graph: Graph) -> Graph:
         if key in seen:
             rewriter.replace(node.outputs, seen[key])
         else:
-            rewriter.copy(node, inputs)
+            rewriter.copy(node)
             seen[key] = [rewriter.map[output] for output in node.outputs]
     return rewriter.finish()

@@ -40,10 +40,8 @@ def fuse(graph: Graph, kernels: Container[str]) -> Graph:
         for node in graph.nodes:
             if node in found:
                 _, joined = found[node]
-                inputs = tuple(None if value is None else rewriter.map[value] for value in joined.inputs)
-                with rewriter.at(node):
-                    fused = rewriter.new.append(op(joined.name), inputs, joined.attributes)
-                rewriter.replace(joined.outputs, fused.outputs)
+                fused = Node(op(joined.name), joined.inputs, joined.attributes)
+                rewriter.replace(joined.outputs, rewriter.record(node, fused))
             elif node not in absorbed:
                 rewriter.copy(node)
         graph = rewriter.finish()

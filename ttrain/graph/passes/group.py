@@ -154,7 +154,5 @@ def _record(rewriter: Rewriter, item: _Item, outputs: Sequence[Value]) -> None:
         for node in item.members
     )
     results = tuple(numbers[output] - len(inputs) for output in outputs)
-    with rewriter.at(item.members[-1]):
-        values = tuple(rewriter.map[value] for value in inputs)
-        node = rewriter.new.append(op("fused"), values, {"program": program, "results": results})
-    rewriter.replace(outputs, node.outputs)
+    fused = Node(op("fused"), tuple(inputs), {"program": program, "results": results})
+    rewriter.replace(outputs, rewriter.record(item.members[-1], fused))
