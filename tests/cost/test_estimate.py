@@ -31,7 +31,7 @@ from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
-from ttrain.train.forecast import kernel_times, peak
+from ttrain.train.forecast import kernel_times, peak, step_cost
 from ttrain.train.forecast.estimate import host_estimate, host_time
 from ttrain.train.forecast.kernel_times import KernelTimes
 from ttrain.train.forecast.memory_picture import memory_over_time
@@ -321,9 +321,9 @@ def test_memory_over_time_peaks_where_the_plan_says(steps: Any) -> None:
     plan = steps["train"].plan
     series = memory_over_time(plan)
     total = sum(series.values())
-    lent = sum(block.nbytes for block in plan.lent.values())
-    assert np.max(total) <= plan.peak_bytes() <= plan.arena_bytes + lent and np.max(total) > 0.9 * plan.peak_bytes()
-    assert plan.state_bytes()[Kind.PARAMETER.value] > 0
+    lent, (most, _) = sum(block.nbytes for block in plan.lent.values()), step_cost.peak(plan.blocks)
+    assert np.max(total) <= most <= plan.arena_bytes + lent and np.max(total) > 0.9 * most
+    assert step_cost.state_bytes(plan)[Kind.PARAMETER.value] > 0
 
 
 def planned(capsys: pytest.CaptureFixture[str], *overrides: str, code: int = 0) -> str:

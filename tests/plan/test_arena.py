@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from ttrain.core.errors import PlanError
 from ttrain.device.base import ALIGNMENT, align
-from ttrain.plan.arena import Block, check_overlap, pack, peak
+from ttrain.plan.arena import Block, check_overlap, pack
+from ttrain.train.forecast.step_cost import peak
 
 SETTINGS = settings(max_examples=200, deadline=None, derandomize=True)
 
@@ -54,7 +55,7 @@ def test_the_arena_lies_between_the_peak_and_no_reuse_at_all(placed: list[Block]
 @SETTINGS
 @given(blocks(least=1))
 def test_packing_is_a_function_of_its_input(placed: list[Block]) -> None:
-    again = [Block(block.label, block.nbytes, block.start, block.end) for block in placed]
+    again = [Block(block.what, block.nbytes, block.start, block.end) for block in placed]
     assert pack(placed) == pack(again) and [b.offset for b in placed] == [b.offset for b in again]
 
 

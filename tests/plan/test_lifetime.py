@@ -12,6 +12,7 @@ from ttrain.device.null import NullDevice
 from ttrain.graph import Graph, Kind, Value
 from ttrain.graph.verify import verify
 from ttrain.plan import Plan, build_plan
+from ttrain.train.forecast.step_cost import state_bytes
 
 PAIR = TensorSpec((2, 3))
 
@@ -292,6 +293,6 @@ def test_a_plan_counts_bytes_by_kind() -> None:
     graph, x, state = start()
     weight = parameter(graph, "w", 2, 3)
     graph.output("y", ops.multiply(ops.accumulate(state, x), weight))
-    found = planned(graph).state_bytes()
+    found = state_bytes(planned(graph))
     assert {kind: nbytes for kind, nbytes in found.items() if nbytes} == {"parameter": 24, "gradient": 24}
     assert found.keys() == {kind.value for kind in Kind if kind.is_state}

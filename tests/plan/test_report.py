@@ -32,7 +32,7 @@ from ttrain.plan import build_plan
 from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
 from ttrain.train.forecast.plan_report import PlanReport, parameter_groups, plan_report
 from ttrain.train.forecast.show import show_plan
-from ttrain.train.forecast.step_cost import CLASSES, step_cost
+from ttrain.train.forecast.step_cost import CLASSES, PlannedBuffer, step_cost
 from ttrain.train.steps.session import Session, flops_per_step
 from ttrain.train.steps.step_graph import StepGraph
 
@@ -107,7 +107,7 @@ def test_the_peak_is_split_into_classes_without_remainder() -> None:
 def test_every_buffer_is_listed_with_what_it_is() -> None:
     plan = session(NullDevice()).build_training()["train"].plan
     assert plan is not None
-    buffers = plan.blocks
+    buffers = [PlannedBuffer.of(block) for block in plan.blocks]
     assert {buffer.label for buffer in buffers if buffer.group == "inputs"} == {
         "input tokens", "input targets", "input loss_weight", "input seed", "input lr", "input step",
     }  # fmt: skip

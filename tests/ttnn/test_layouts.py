@@ -83,7 +83,7 @@ def test_blocks_take_turns_only_within_a_layout() -> None:
         Block("d", 64, 5, 6, layout="g"),
     ]
     total = take_turns(blocks)
-    offsets = {block.label: block.offset for block in blocks}
+    offsets = {block.what: block.offset for block in blocks}
     assert offsets["c"] == offsets["a"] != offsets["b"]
     assert offsets["d"] not in (offsets["a"], offsets["b"])
     assert total == 3 * 64

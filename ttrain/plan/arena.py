@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
 from ttrain.core.errors import PlanError
 from ttrain.device.base import Layout, align
+from ttrain.graph.graph import Node, Value
 
 UNPLACED = -1  # no block begins there, since offsets are aligned
 
@@ -19,19 +18,19 @@ UNPLACED = -1  # no block begins there, since offsets are aligned
 class Block:
     """A buffer to place: its bytes, the launches between which it is live (inclusive), and where it came to lie.
 
-    `label` and `group` tell what it is for. Offsets below zero lie in a Loan, which ends at zero.
+    `what` it is for: the value that owns it, the node whose scratch it is, or a name. Offsets below zero lie in a Loan,
+    which ends at zero.
     `layout` is for devices without arenas: only blocks of equal layout may lie at the same offset. `on_host` tells that
     the block lies in the host's arena beside that of the device.
     """
 
-    label: str
+    what: Value | Node | str
     nbytes: int
     start: int
     end: int
     offset: int = UNPLACED
     layout: Layout | None = None
     on_host: bool = False
-    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -124,25 +123,13 @@ def check_overlap(blocks: Sequence[Block]) -> None:
     live: list[Block] = []
     for block in order:
         if block.offset == UNPLACED:
-            raise PlanError(f"{block.label} was given no place in the arena.")
+            raise PlanError(f"{block.what} was given no place in the arena.")
         live = [other for other in live if other.end >= block.start]
         for other in live:
             if block.offset < other.offset + other.nbytes and other.offset < block.offset + block.nbytes:
                 raise PlanError(
-                    f"{block.label} (bytes {block.offset} to {block.offset + block.nbytes}, launches {block.start} to "
-                    f"{block.end}) overlaps {other.label} (bytes {other.offset} to {other.offset + other.nbytes}, "
+                    f"{block.what} (bytes {block.offset} to {block.offset + block.nbytes}, launches {block.start} to "
+                    f"{block.end}) overlaps {other.what} (bytes {other.offset} to {other.offset + other.nbytes}, "
                     f"launches {other.start} to {other.end})."
                 )
         live.append(block)
-
-
-def peak(blocks: Sequence[Block]) -> tuple[int, int]:
-    """The most bytes that are live at once, which no packing can go below, and the first launch when they are."""
-    changes: Counter[int] = Counter()
-    for block in blocks:
-        changes[block.start] += align(block.nbytes)
-        changes[block.end + 1] -= align(block.nbytes)
-    times = sorted(changes)
-    totals = dict(zip(times, accumulate(changes[time] for time in times), strict=True))
-    first = max(times, key=lambda time: totals[time], default=0)
-    return totals.get(first, 0), first

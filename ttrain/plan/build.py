@@ -7,13 +7,11 @@ from collections.abc import Iterable, Mapping
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Device, Kernel, Layout, of_side
 from ttrain.graph.graph import Graph, Node, Value
-from ttrain.graph.kinds import Kind, Stage
-from ttrain.plan.arena import Block, Loan, pack, take_turns
+from ttrain.graph.kinds import Kind
+from ttrain.plan.arena import UNPLACED, Block, Loan, pack, take_turns
 from ttrain.plan.check import check
 from ttrain.plan.lifetime import Placement, first_writes, place
 from ttrain.plan.plan import Plan
-
-_GROUPS = {Stage.FORWARD: "activations", Stage.BACKWARD: "gradients", Stage.UPDATE: "update"}
 
 
 def build_plan(
@@ -26,7 +24,10 @@ def build_plan(
     """
     layouts = None if device is None or device.arenas else _Layouts(graph, kernels, device)
     placement = place(graph, kernels, frozenset() if layouts is None else layouts.special)
-    owned = {owner: _block(owner, *lifetime) for owner, lifetime in placement.lifetimes.items()}
+    owned = {
+        owner: Block(owner, owner.spec.nbytes, start, end, on_host=owner.on_host)
+        for owner, (start, end) in placement.lifetimes.items()
+    }
     scratch = _scratch(graph, kernels, placement)
     if layouts is not None:
         layouts.give({owner: block for owner, block in owned.items() if not block.on_host})
@@ -40,27 +41,13 @@ def build_plan(
     return plan
 
 
-def _block(owner: Value, start: int, end: int) -> Block:
-    node = owner.producer
-    label, group = (f"input {owner.name}", "inputs") if node is None else (_label(owner, node), _GROUPS[node.stage])
-    return Block(label, owner.spec.nbytes, start, end, on_host=owner.on_host, group=group)
-
-
-def _label(value: Value, node: Node) -> str:
-    names = node.op.outputs_of(node.attributes)
-    name = names[value.index].rstrip("?*") if value.index < len(names) else str(value.index)
-    output = f".{name}" if len(node.outputs) > 1 else ""
-    return " ".join(filter(None, (node.scope, f"{node.op.name}{output}", str(value.spec))))
-
-
 def _scratch(graph: Graph, kernels: Mapping[str, Kernel], placement: Placement) -> dict[Node, list[Block]]:
     """Scratch buffers of every node."""
     scratch: dict[Node, list[Block]] = {}
     for time, node in enumerate(graph.nodes):
-        name, on_host = node.op.name, node.on_host
         if node not in placement.elided:
-            specs = of_side(kernels, on_host)[name].workspace_specs(*node.specs, node.attributes)
-            scratch[node] = [Block(name, x.nbytes, time, time, -1, x, on_host, "workspace") for x in specs]
+            specs = of_side(kernels, node.on_host)[node.op.name].workspace_specs(*node.specs, node.attributes)
+            scratch[node] = [Block(node, x.nbytes, time, time, UNPLACED, x, node.on_host) for x in specs]
     return scratch
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ttrain.graph.graph import Graph, Node, Value
-from ttrain.graph.kinds import Kind, Stage
-from ttrain.plan.arena import Block, peak
+from ttrain.plan.arena import Block
 from ttrain.plan.lifetime import Placement
 
 
@@ -52,21 +51,3 @@ class Plan:
     def launched(self) -> list[Node]:
         """Nodes that a kernel runs for: all but views and copies that delivery made unnecessary."""
         return [node for node in self.graph.nodes if node not in self.placement.elided]
-
-    def state_bytes(self) -> dict[str, int]:
-        """Bytes of persistent tensors per kind, without those in host memory."""
-        totals = {kind.value: 0 for kind in Kind if kind.is_state}
-        for value in (value for value in self.graph.state.values() if not value.on_host):
-            totals[value.kind.value] += value.spec.nbytes
-        return totals
-
-    def activation_bytes(self) -> int:
-        """Bytes alive between forward and backward: what backward reads of forward."""
-        boundary = next((t for t, node in enumerate(self.graph.nodes) if node.stage is Stage.BACKWARD), None)
-        if boundary is None:
-            return self.peak_bytes()
-        return sum(block.nbytes for block in self.blocks if block.start < boundary <= block.end)
-
-    def peak_bytes(self) -> int:
-        """Most bytes live at once: a lower bound of `arena_bytes` where nothing is lent."""
-        return peak(self.blocks)[0]

@@ -116,6 +116,7 @@ def _driver(setup: Setup, session: Session, steps: Mapping[str, Step]) -> Driver
 def _failure(setup: Setup, device: Device, steps: Mapping[str, Step], error: Exception) -> Exception:
     """What an error says is short, with what the plan needs; else the error itself."""
     from ttrain.train.forecast.out_of_memory import plan_needs
+    from ttrain.train.forecast.step_cost import state_bytes
 
     if isinstance(error, TtrainError):
         return error
@@ -127,7 +128,7 @@ def _failure(setup: Setup, device: Device, steps: Mapping[str, Step], error: Exc
         rows=config.train.batch_size // config.train.accumulation,
         smaller=setup.shrinking_keys(),
         vocabulary=hasattr(setup.model.config, "vocabulary"),
-        state=max((sum(plan.state_bytes().values()) for plan in plans), default=0),
+        state=max((sum(state_bytes(plan).values()) for plan in plans), default=0),
         memory=device.memory().get("total", 0),
     )
     found = family_of(config.device).diagnose(config.device, error, failed)

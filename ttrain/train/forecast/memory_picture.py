@@ -9,7 +9,7 @@ import numpy as np
 
 from ttrain.core.errors import UserError
 from ttrain.plan.plan import Plan
-from ttrain.train.forecast.step_cost import CLASSES
+from ttrain.train.forecast.step_cost import CLASSES, PlannedBuffer
 
 COLOURS = {"inputs": "#9aa5b1", "activations": "#3b7dd8", "gradients": "#d9822b", "update": "#5aa469",
            "workspace": "#b5567a"}  # fmt: skip
@@ -19,7 +19,7 @@ def memory_over_time(plan: Plan) -> dict[str, np.ndarray]:
     """Live bytes of the arena by class, at each launch."""
     count = max(len(plan.graph.nodes), 1)
     series = {name: np.zeros(count + 1) for name in CLASSES}
-    for buffer in plan.blocks:
+    for buffer in map(PlannedBuffer.of, plan.blocks):
         series[buffer.group][max(buffer.start, 0)] += buffer.nbytes
         series[buffer.group][min(buffer.end, count - 1) + 1] -= buffer.nbytes
     return {name: np.cumsum(change)[:-1] for name, change in series.items()}

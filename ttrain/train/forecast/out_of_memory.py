@@ -8,6 +8,7 @@ from typing import Any
 
 from ttrain.core.units import format_bytes
 from ttrain.optim.settings import OptimizerConfig
+from ttrain.train.forecast.step_cost import state_bytes
 from ttrain.train.settings import TrainConfig
 
 # What torch (CPU and CUDA), the runtimes of cards and C++ say where an allocation fails.
@@ -39,7 +40,7 @@ def plan_needs(steps: Mapping[str, Any]) -> str:
     if not plans:
         return ""
     peak = max(plans, key=lambda plan: plan.arena_bytes)
-    classes = {str(kind): size for kind, size in peak.state_bytes().items() if size}
+    classes = {str(kind): size for kind, size in state_bytes(peak).items() if size}
     classes |= {"values of a step": peak.arena_bytes}
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in classes.items())
     return f"The plan needs {format_bytes(sum(classes.values()))}: {listed}."

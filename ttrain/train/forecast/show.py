@@ -11,6 +11,7 @@ from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Stage
 from ttrain.plan.lifetime import BEFORE
 from ttrain.plan.plan import Plan
+from ttrain.train.forecast.step_cost import PlannedBuffer
 
 
 def show(graph: Graph, stages: Iterable[Stage] = tuple(Stage)) -> str:
@@ -56,7 +57,7 @@ def show_plan(plan: Plan, kernels: Mapping[str, Kernel] | None = None) -> str:
         lines.append(f"{place}  {text}{work}" + (f" by {way(*node.specs, node.attributes)}" if way else ""))
     lines.append("")
     lines.append(f"{'offset':>12} {'bytes':>12} {'live':>11}  what")
-    for buffer in sorted(plan.blocks, key=lambda b: (b.offset, b.start)):
+    for buffer in sorted(map(PlannedBuffer.of, plan.blocks), key=lambda b: (b.offset, b.start)):
         live = "..".join("in" if time == BEFORE else str(time) for time in dict.fromkeys((buffer.start, buffer.end)))
         lines.append(f"{buffer.offset:12} {buffer.nbytes:12} {live:>11}  {buffer.group}: {buffer.label}")
     return "\n".join(lines)

@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from ttrain.device.base import align
-from ttrain.graph.graph import Graph, Node
-from ttrain.graph.kinds import Stage
-from ttrain.plan.arena import Block, peak
+from ttrain.graph.graph import Graph, Node, Value
+from ttrain.graph.kinds import Kind, Stage
+from ttrain.plan.arena import Block
 from ttrain.plan.lifetime import Placement
 from ttrain.plan.plan import Plan
 from ttrain.train.steps.flops import by_stage, model_flops
 
 CLASSES = ("inputs", "activations", "gradients", "update", "workspace")  # of what lies in an arena
 TRANSFERS = ("to_host", "to_device")
+_CLASS = {Stage.FORWARD: "activations", Stage.BACKWARD: "gradients", Stage.UPDATE: "update"}
+
+
+class PlannedBuffer(NamedTuple):
+    """A buffer of a device's arena: what lies there, its class and bytes, and the launches between which it is live."""
+
+    label: str
+    group: str  # of CLASSES
+    nbytes: int
+    offset: int
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, block: Block) -> PlannedBuffer:
+        return cls(*_named(block.what), block.nbytes, block.offset, block.start, block.end)
+
+
+def _named(what: Value | Node | str) -> tuple[str, str]:
+    """A label for what a buffer is for, and its class."""
+    if not isinstance(what, Value):
+        return what.op.name if isinstance(what, Node) else what, "workspace"
+    node = what.producer
+    if node is None:
+        return f"input {what.name}", "inputs"
+    names = node.op.outputs_of(node.attributes)
+    name = names[what.index].rstrip("?*") if what.index < len(names) else str(what.index)
+    output = f".{name}" if len(node.outputs) > 1 else ""
+    return " ".join(filter(None, (node.scope, f"{node.op.name}{output}", str(what.spec)))), _CLASS[node.stage]
 
 
 @dataclass(frozen=True)
@@ -38,7 +69,7 @@ class StepCost:
     kept: int | None
     peak: int
     arena: int
-    largest: list[Block]  # of those live at the peak
+    largest: list[PlannedBuffer]  # of those live at the peak
     borrowed: int = 0
     host_arena: int = 0  # in host memory, of what offloaded parameters take part in
     outside: int = 0  # allocated by libraries during a launch, beside the arena
@@ -47,9 +78,7 @@ class StepCost:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        told = ("label", "group", "nbytes", "offset", "start", "end")
-        largest = [{key: getattr(block, key) for key in told} for block in self.largest]
-        lists = {"largest": largest, "ops": [vars(cost) for cost in self.ops]}
+        lists = {"largest": [buffer._asdict() for buffer in self.largest], "ops": [vars(cost) for cost in self.ops]}
         return {**vars(self), **lists}
 
 
@@ -58,8 +87,9 @@ def step_cost(recorded: Graph, plan: Plan | None, largest: int = 5) -> StepCost:
     planned = plan is not None
     if plan is None:
         plan = Plan(recorded, Placement(elided={node for node in recorded.nodes if node.op.view}), {}, {})
-    buffers, launched = plan.blocks, plan.launched
-    most, time = peak(buffers)
+    blocks, launched = plan.blocks, plan.launched
+    most, time = peak(blocks)
+    buffers = map(PlannedBuffer.of, blocks)
     live = sorted((buffer for buffer in buffers if buffer.start <= time <= buffer.end), key=lambda b: -b.nbytes)
     trained = any(node.stage is Stage.BACKWARD for node in plan.graph.nodes)
     memory = dict.fromkeys(CLASSES, 0)
@@ -72,7 +102,7 @@ def step_cost(recorded: Graph, plan: Plan | None, largest: int = 5) -> StepCost:
         executed_flops=by_stage((node, node.op.flops(node)) for node in launched),
         moved=by_stage((node, node.op.nbytes(node)) for node in launched),
         memory=memory,
-        kept=plan.activation_bytes() if planned and trained else None,
+        kept=activation_bytes(plan) if planned and trained else None,
         peak=most,
         arena=plan.arena_bytes,
         largest=live[:largest],
@@ -109,3 +139,31 @@ def op_costs(nodes: Iterable[Node]) -> list[OpCost]:
 def transfer_bytes(nodes: Sequence[Node]) -> dict[str, int]:
     """Bytes that one run of the nodes transfers, by direction."""
     return {name: sum(node.op.nbytes(node) for node in nodes if node.op.name == name) for name in TRANSFERS}
+
+
+def peak(blocks: Sequence[Block]) -> tuple[int, int]:
+    """The most bytes that are live at once, which no packing can go below, and the first launch when they are."""
+    changes: Counter[int] = Counter()
+    for block in blocks:
+        changes[block.start] += align(block.nbytes)
+        changes[block.end + 1] -= align(block.nbytes)
+    times = sorted(changes)
+    totals = dict(zip(times, accumulate(changes[time] for time in times), strict=True))
+    first = max(times, key=lambda time: totals[time], default=0)
+    return totals.get(first, 0), first
+
+
+def activation_bytes(plan: Plan) -> int:
+    """Bytes alive between forward and backward: what backward reads of forward; where there is none the peak."""
+    boundary = next((t for t, node in enumerate(plan.graph.nodes) if node.stage is Stage.BACKWARD), None)
+    if boundary is None:
+        return peak(plan.blocks)[0]
+    return sum(block.nbytes for block in plan.blocks if block.start < boundary <= block.end)
+
+
+def state_bytes(plan: Plan) -> dict[str, int]:
+    """Bytes of persistent tensors per kind, without those in host memory."""
+    totals = {kind.value: 0 for kind in Kind if kind.is_state}
+    for value in (value for value in plan.graph.state.values() if not value.on_host):
+        totals[value.kind.value] += value.spec.nbytes
+    return totals
