@@ -30,7 +30,7 @@ SETTINGS = [
 ]  # fmt: skip
 IMPORTED = (
     "torch", "tokenizers", "safetensors.numpy", "ttrain.device.torch.device", "ttrain.engine.static",
-    "ttrain.tasks.train", "ttrain.train.loop.loop",
+    "ttrain.tasks.train", "ttrain.train.loop.loop", "matplotlib.backends.backend_agg", "matplotlib.figure",
 )  # fmt: skip
 MOMENTS = ("save", "training", "save", "training", "save", "start", "save", "training", "save", "training")
 WORDS = ["def", "return", "self", "for", "in", "if", "else", "import", "class", "None"]

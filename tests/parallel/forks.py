@@ -27,7 +27,7 @@ TINY = [
     "logger=jsonl", "train.batch_size=4", "train.steps=6", "train.save_every=2", "train.eval_every=null",
     "train.log_every=1", "train.peak_tflops=1",
 ]  # fmt: skip
-TOGETHER = 3  # cases
+TOGETHER = 4  # cases
 LIMIT = 60.0  # seconds for all ranks to end
 
 Change = Callable[[int], None]  # of the program, in a rank of this number
@@ -203,6 +203,7 @@ FAULTS: dict[str, tuple[Change, list[list[str]]]] = {
     "absent": (lambda rank: os._exit(0) if rank else None, [[], []]),
 }
 WAITING = ("hangs", "absent")  # until the time-out
+LATE = (*WAITING, "killed", "leader_killed", "late")  # to end, and idle meanwhile
 SHARDED = ("overflow",)  # where each rank updates its part
 
 
@@ -219,12 +220,16 @@ class Case:
             f"run.dir={folder / name}",
         ]
         self._forks = Forks([[*common, *each] for each in own], folder / f"{name}.log", change)
-        self._checkpoints = folder / name / "checkpoints"
+        self._checkpoints, self._until = folder / name / "checkpoints", time.monotonic() + LIMIT
+
+    def is_over(self) -> bool:
+        """Whether all ranks have ended, or had the time for it."""
+        return self._forks.poll() or time.monotonic() > self._until
 
     def result(self) -> dict[str, Any]:
         forks = self._forks
         return {
-            "ended": forks.wait(), "codes": forks.codes, "said": forks.said("ttrain: ", "Traceback"),
+            "ended": forks.wait(0.0), "codes": forks.codes, "said": forks.said("ttrain: ", "Traceback"),
             "saved": sorted(path.name for path in self._checkpoints.glob("*")),
             "notes": [line for own in forks.said("This was", "WARNING") for line in own],
         }  # fmt: skip
@@ -238,10 +243,15 @@ def main() -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     os.environ["XDG_CACHE_HOME"] = str(options.folder / "cache")
     import_all()
-    results = {}
-    for first in range(0, len(options.faults), TOGETHER):
-        cases = {name: Case(name, options.folder) for name in options.faults[first : first + TOGETHER]}
-        results |= {name: case.result() for name, case in cases.items()}
+    results: dict[str, Any] = {}
+    cases: dict[str, Case] = {}
+    waiting = sorted(options.faults, key=lambda name: name not in LATE)
+    while waiting or cases:
+        while waiting and len(cases) < TOGETHER:
+            name = waiting.pop(0)
+            cases[name] = Case(name, options.folder)
+        results |= {name: cases.pop(name).result() for name in list(cases) if cases[name].is_over()}
+        time.sleep(0.01)
     print(json.dumps(results))
     return 0
 

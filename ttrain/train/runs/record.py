@@ -7,6 +7,7 @@ import shlex
 import subprocess
 from collections.abc import Iterable
 from datetime import datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def environment_record(
         "data": data,
         "config_hash": sha256_json(config),
         "tokenizer_hash": tokenizer_hash,
-        "git": git_state(Path(ttrain.__file__).parent),
+        "git": own_state(),
     }
 
 
@@ -42,6 +43,7 @@ def command_line(arguments: Iterable[str]) -> str:
     return shlex.join(["python", "-m", "ttrain", *arguments])
 
 
+@cache
 def package_versions() -> dict[str, str]:
     """Version of every package of PACKAGES that is installed, without importing it."""
     versions = {}
@@ -51,6 +53,12 @@ def package_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
+
+
+@cache  # what runs was imported once, whatever becomes of the folder meanwhile
+def own_state() -> dict[str, Any] | None:
+    """Git state of what runs."""
+    return git_state(Path(ttrain.__file__).parent)
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

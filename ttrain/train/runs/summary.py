@@ -269,7 +269,7 @@ def draw_loss_curve(
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4))
     axes = figure.add_subplot()
     for (key, style), points in zip(_CURVES.items(), curves.values(), strict=True):
         if points:
