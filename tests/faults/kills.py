@@ -174,8 +174,8 @@ def main() -> int:
         importlib.import_module(module)
     begin = time.monotonic()
     child = start(command(options.folder, "whole", options.steps, options.save_every), options.folder / "whole.log")
-    whole = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     found = run_with_kills(options.folder, options.kills, options.steps, options.save_every, options.seed)
+    whole = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     result = {"undisturbed_exit_code": whole, **found}
     if whole == found["exit_code"] == 0:
         result |= compare(options.folder, options.steps)

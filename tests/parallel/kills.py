@@ -106,8 +106,9 @@ def main() -> int:
     import_all()
     begin = time.monotonic()
     whole = started(folder, "whole", options.steps, "none", 1)
+    found = disturbed(folder, options.kills, options.steps, options.seed)
     whole.wait(LONG)
-    result = {"undisturbed": whole.codes, **disturbed(folder, options.kills, options.steps, options.seed)}
+    result = {"undisturbed": whole.codes, **found}
     if {*whole.codes, *result["exit_codes"]} == {0}:
         result |= compare(folder, options.steps)
     print(json.dumps({**result, "seconds": round(time.monotonic() - begin, 1)}))

@@ -122,7 +122,7 @@ class Board:
         code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else code
         own = Failure(self._rank, str(error) or type(error).__name__, code)
         found = self.fail(own)
-        self._linger()
+        self._linger(found.rank)
         if found != own:
             return found.error(reported=True)
         if isinstance(error, TtrainError):
@@ -131,10 +131,10 @@ class Board:
             error.add_note(f"This was rank {self._rank} of {self._count}.")
         return error
 
-    def _linger(self) -> None:
-        """Gives all ranks the time to read why the run ends, where that goes with this one."""
+    def _linger(self, cause: int) -> None:
+        """Gives the ranks that are not the cause the time to read why the run ends, where that goes with this one."""
         until = time.monotonic() + (_PATIENCE_SECONDS if self._led and self._rank == 0 else 0)
-        others = range(1, self._count)
+        others = [rank for rank in range(1, self._count) if rank != cause]
         with suppress(RuntimeError):
             self.post(f"ended/{self._rank}", "")
             while time.monotonic() < until and not all(self._store.check([f"ended/{rank}"]) for rank in others):
@@ -159,13 +159,13 @@ class Board:
     def _check(self) -> None:
         if (failure := self.failure()) is not None:
             self._ends.set()
-            self._linger()
+            self._linger(failure.rank)
             raise failure.error(reported=True)
 
     def _first(self, failure: Failure) -> RankFailed:
         self._ends.set()
         found = self.fail(failure)
-        self._linger()
+        self._linger(found.rank)
         return found.error(reported=found != failure)
 
     def _reason(self, error: RuntimeError) -> TtrainError:

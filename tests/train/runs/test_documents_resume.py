@@ -51,9 +51,17 @@ def losses(run: str) -> list[tuple[int, float]]:
     return [(line["step"], line["train/loss"]) for line in read_metrics(Path(run, "metrics.jsonl")) if "lr" in line]
 
 
-def test_agillm_of_25_million_parameters_killed_and_resumed_has_the_same_bits() -> None:
+def test_agillm_killed_and_resumed_has_the_same_bits() -> None:
     """Joint objective with dropout, growing sequences; the kill comes after a phase that no checkpoint has seen."""
-    overrides = ["model=agillm", "model.preset=small", "model.context=24", "train.batch_size=1", *DATA, *QUIET]
+    overrides = [
+        "model=agillm",
+        "model.preset=small",
+        "model.layers=2",
+        "model.context=24",
+        "train.batch_size=1",
+        *DATA,
+        *QUIET,
+    ]
     overrides += ["train.length_schedule=[12,24]", "train.phase_steps=2", "train.keep_last=1", "train.keep_best=false"]
     assert main([*overrides, "train.steps=4", "train.save_every=99", "run.dir=whole"]) == 0
 
@@ -76,7 +84,7 @@ def test_agillm_of_25_million_parameters_killed_and_resumed_has_the_same_bits() 
     assert record["resumed_from"] != "step_00000000" and not [c for c in record["changes"] if c.startswith("data")]
     assert losses("killed") == losses("whole")
     ours, expected = tensors("killed"), tensors("whole")
-    assert ours.keys() == expected.keys() and len(ours) == 3 * 113
+    assert ours.keys() == expected.keys() and len(ours) == 3 * 35
     assert all(ours[name] == expected[name] for name in expected)
 
 
