@@ -30,13 +30,15 @@ A, B = (
 Seconds = Mapping[str, float] | None
 
 DECISIONS: list[tuple[Seconds, Seconds, Seconds, str]] = [
-    # seconds of A, which the plan has three times, and of B; of a step all own and mixed; who makes A and B
+    # seconds of A, which the plan has three times, and of B; of steps, all own and mixed; who makes A and B
     ({"own": 1, "aten": 2}, {"own": 5, "aten": 9}, None, "own own"),
     ({"own": 2, "aten": 1}, {"own": 5, "aten": 9}, {"own": 20, "mixed": 15}, "aten own"),
     ({"own": 2, "aten": 1}, {"own": 5, "aten": 9}, {"own": 20, "mixed": 19.5}, "own own"),  # the threads cost it
     ({"own": 1, "aten": 0.98}, {"own": 5, "aten": 4.9}, None, "own own"),
     ({"own": 1, "aten": 0.9}, {"own": 97, "aten": 99}, None, "own own"),  # not worth a rehearsal
-    ({"own": 3, "aten": 2, "onednn": 1}, {"own": 5, "aten": 4}, {"own": 9, "mixed": 8}, "onednn aten"),
+    ({"own": 3, "aten": 2, "onednn": 1}, {"own": 5, "aten": 4}, {"own": 9, "mixed": 7, "aten": 8}, "onednn aten"),
+    ({"own": 3, "aten": 2, "onednn": 1}, {"own": 5, "aten": 4}, {"own": 9, "mixed": 8, "aten": 7}, "aten aten"),
+    ({"own": 2, "aten": 1}, {"own": 5, "aten": 4}, {"own": 20, "mixed": 15}, "aten aten"),
     ({"own": 3, "aten": float("inf")}, {"own": 5, "aten": 1}, {"own": 9, "mixed": 8}, "own aten"),
     ({"own": 2, "aten": 1}, None, {"own": 20, "mixed": 15}, ""),
     ({"own": 2, "aten": 1}, {"own": 5, "aten": 9}, None, ""),  # nobody has timed the step
@@ -47,8 +49,9 @@ def decided(a: Seconds, b: Seconds, step: Seconds, unit: float, anyway: bool = F
     """Who makes A and B, and how many times whole steps were asked for; measurements in so many seconds."""
     asked = []
 
-    def together(ways: dict[Request, str]) -> Seconds:
-        asked.append(ways)
+    def together(rivals: Mapping[str, dict[Request, str]]) -> Seconds:
+        asked.append(rivals)
+        assert step is None or rivals.keys() == step.keys()
         return None if step is None else {name: unit * seconds for name, seconds in step.items()}
 
     def alone(request: Request) -> Seconds:
@@ -112,7 +115,7 @@ def test_a_step_with_products_of_a_library_trains_alike_and_its_rehearsal_change
             run()
             run()
         measured.append("step")
-        return {OWN: 3e-3, MIXED: 2e-3}
+        return {name: 2e-3 if name == MIXED else 3e-3 for name in runs}
 
     monkeypatch.setattr(choice, "seconds", alone)
     monkeypatch.setattr(choice, "in_turn", in_turn)

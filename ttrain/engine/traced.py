@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from ttrain.core.errors import CaptureError
-from ttrain.device.base import NUMPY_DTYPES, Device, Launch, StepCompiler, chain
+from ttrain.device.base import NUMPY_DTYPES, Arena, Device, Launch, StepCompiler, chain
 from ttrain.engine.base import Trace
 from ttrain.engine.state import State
 from ttrain.engine.static import BoundPlan, StaticEngine, StaticStep
@@ -65,15 +65,20 @@ class TracedEngine(StaticEngine):
         trains = any(node.stage is not Stage.FORWARD for node in graph.nodes)
         if self.compiler is None or (self._steps and not trains):  # evaluations take what was settled for training
             return plan
-        anew = self.compiler.settle(plan.launched, partial(self._rehearsal, self.compiler, graph))
+        anew = self.compiler.settle(plan.launched, partial(self._rehearsal, self.compiler, graph, []))
         return super().plan(graph) if anew else plan
 
-    def _rehearsal(self, compiler: StepCompiler, graph: Graph) -> Launch:
-        """Runs what a step launches, but for what writes state that outlives it, on activations of its own."""
+    def _rehearsal(self, compiler: StepCompiler, graph: Graph, arenas: list[tuple[int, Arena]]) -> Launch:
+        """Runs what a step launches, but for what writes state that outlives it, on activations of its own.
+
+        Those of all rehearsals of a step lie in one of the `arenas`, with their bytes, where it suffices.
+        """
         plan = super().plan(graph)
         compiler.prepare(plan.launched)
-        arena = self.device.allocate_arena(plan.arena_bytes, "the rehearsal of a step")
-        bound = BoundPlan(plan, self, (arena, None))
+        if not arenas or arenas[-1][0] < plan.arena_bytes:
+            arena = self.device.allocate_arena(plan.arena_bytes, "the rehearsal of a step")
+            arenas.append((plan.arena_bytes, arena))
+        bound = BoundPlan(plan, self, (arenas[-1][1], None))
         passing = (Kind.NODE, Kind.INPUT, Kind.GRADIENT)
         kept = [
             launch

@@ -44,13 +44,14 @@ def ways_of(request: Request) -> tuple[str, ...]:
 def decide(
     counts: Counter[Request],
     alone: Callable[[Request], Mapping[str, float] | None],
-    together: Callable[[Ways], Mapping[str, float] | None],
+    together: Callable[[Mapping[str, Ways]], Mapping[str, float] | None],
     mixed_anyway: bool = False,
 ) -> Ways:
     """A way for every product of a plan, which has each of them `counts` times; none where times are missing.
 
-    `alone` are the seconds of a product by way, `together` those of the step with all products OWN and with these ways
-    (MIXED). They are asked for only where the former promise more than TIE, and not of a step that is `mixed_anyway`.
+    `alone` are the seconds of a product by way, `together` those of the step with all products OWN, with the fastest
+    way of each (MIXED), and with all by one library. They are asked for only where the former promise more than TIE,
+    and not of a step that is `mixed_anyway`.
     """
     costs = {request: alone(request) for request in counts}
     known = {request: cost for request, cost in costs.items() if cost is not None}
@@ -59,17 +60,18 @@ def decide(
     mixed = {request: winner(cost, OWN, TIE) for request, cost in known.items()}
     if mixed_anyway:
         return mixed
-    own = dict.fromkeys(counts, OWN)
+    shared = [library for library in LIBRARIES if all(library in cost for cost in known.values())]
+    rivals = {OWN: dict.fromkeys(counts, OWN), MIXED: mixed}
+    rivals |= {library: ways for library in shared if (ways := dict.fromkeys(counts, library)) != mixed}
     sums = {
         name: sum(count * known[request][ways[request]] for request, count in counts.items())
-        for name, ways in ((OWN, own), (MIXED, mixed))
+        for name, ways in rivals.items()
     }
     if winner(sums, OWN, TIE) == OWN:
-        return own
-    measured = together(mixed) if sum(sums.values()) <= LONGEST else sums
-    if measured is None:
-        return {}
-    return own if winner(measured, OWN, TIE) == OWN else mixed
+        return rivals[OWN]
+    rivals = {name: ways for name, ways in rivals.items() if name == OWN or sums[OWN] > TIE * sums[name]}
+    measured = together(rivals) if sums[OWN] + sums[MIXED] <= LONGEST else sums
+    return {} if measured is None else rivals[winner(measured, OWN, TIE)]
 
 
 class Compared(Protocol):
@@ -152,21 +154,21 @@ class Choice:
         return launch
 
     def _together(
-        self, counts: Counter[Request], rehearse: Callable[[], Launch], ways: Ways
+        self, counts: Counter[Request], rehearse: Callable[[], Launch], rivals: Mapping[str, Ways]
     ) -> Mapping[str, float] | None:
         native, before, runs = self._native, self._native.ways, {}
 
         def measured() -> dict[str, float]:
-            for name, chosen in ((OWN, dict.fromkeys(ways, OWN)), (MIXED, ways)):
+            for name, ways in rivals.items():
                 native.mixed = False
-                native.take({**before, **chosen})
+                native.take({**before, **ways})
                 run = rehearse()
                 runs[name] = (partial(native.share_threads, native.mixed), run)
             return in_turn(runs)
 
-        products = sorted(f"{request} {way} {counts[request]}" for request, way in ways.items())
+        products = sorted(f"{request} {way} {counts[request]}" for request, way in rivals[MIXED].items())
         name = hashlib.sha256("\n".join(products).encode()).hexdigest()[:24]
-        return recalled(self._key(f"step {name}"), (OWN, MIXED), measured if self._measures else None)
+        return recalled(self._key(f"step {name}"), list(rivals), measured if self._measures else None)
 
     def _key(self, what: str) -> str:
         return f"{what} code={code_version()} threads={self._native.sizing.threads}"
