@@ -60,14 +60,14 @@ class AttentionMask:
 
     def score_bias(self, heads: int, time: int, hidden: float) -> np.ndarray:
         """fp32 [heads or 1, query, key] to add to scaled scores: `hidden` where a key is not attended to."""
-        query, key = np.indices((time, time))
-        if self.biased:
-            apart = np.maximum(key - query, 0) if self.position_bias == "future" else np.abs(key - query)
-            bias = (-alibi_slopes(heads)[:, None, None] * apart).astype(np.float32)
-        else:
-            bias = np.zeros((1, time, time), np.float32)
+        bias = self.preference(heads, *np.indices((time, time))).astype(np.float32)
         bias[:, ~self.attended(time)] = hidden
         return bias
+
+    def preference(self, heads: int, query: np.ndarray, key: np.ndarray) -> np.ndarray:
+        """fp64 [heads or 1, query, key]: the position bias of queries and keys at these places, zero without any."""
+        apart = np.maximum(key - query, 0) if self.position_bias == "future" else np.abs(key - query)
+        return (-alibi_slopes(heads) if self.biased else np.zeros(1))[:, None, None] * apart
 
     def __str__(self) -> str:
         words = [self.name, *([self.position_bias] if self.biased else [])]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ttrain.core.attention_mask import EVERY_KEY, FULL, HIDDEN, AttentionMask, alibi_slopes
+import numpy as np
+
+from ttrain.core.attention_mask import EVERY_KEY, FULL, HIDDEN, AttentionMask
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.composite import cases, composite, primitive, require
 from ttrain.graph.graph import Case, Value
@@ -57,13 +59,9 @@ for _cache, _rows in (((1, 2, 7, 4), 3), ((2, 3, 33, 5), 1), ((1, 1, 4, 8), 4)):
 def _bias_in_torch(positions: Any, visible: Any, context: int, dtype: DType, heads: int, mask: AttentionMask) -> Any:
     import torch
 
-    keys = torch.arange(context)
-    ahead = (keys - positions[:, None]).double()
-    distance = ahead.clamp(min=0) if mask.position_bias == "future" else ahead.abs()
-    slopes = torch.from_numpy(alibi_slopes(heads)) if mask.biased else torch.zeros(1)
-    bias = -slopes.double()[:, None, None] * distance
-    hidden = (keys >= visible[:, None]) | (ahead <= -(mask.window or context))
-    return torch.where(hidden, HIDDEN, bias)[None]
+    query, key = positions.numpy()[:, None], np.arange(context)
+    hidden = (key >= visible.numpy()[:, None]) | (key <= query - (mask.window or context))
+    return torch.from_numpy(np.where(hidden, HIDDEN, mask.preference(heads, query, key)))[None]
 
 
 @primitive("positions int64 [N], visible int64 [N]", outputs=("bias",), reference=_bias_in_torch)

@@ -22,17 +22,12 @@ def broadcast_shape(owner: str, x: TensorSpec, y: TensorSpec) -> tuple[int, ...]
 
 def sum_to(gradient: Value, target: Value) -> Value:
     """The gradient summed over the axes along which `target` was broadcast, in target's dtype."""
-    graph = gradient.graph
+    graph, lead = gradient.graph, gradient.spec.rank - target.spec.rank
+    axes = tuple(n for n, size in enumerate(gradient.shape) if n < lead or size != target.shape[n - lead])
+    if axes:
+        gradient = graph.apply("reduce_sum", gradient, axes=axes)
     if gradient.shape != target.shape:
-        lead = len(gradient.shape) - len(target.shape)
-        stretched = [
-            lead + axis for axis, size in enumerate(target.shape) if size == 1 and gradient.shape[lead + axis] != 1
-        ]
-        axes = (*range(lead), *stretched)
-        if axes:
-            gradient = graph.apply("reduce_sum", gradient, axes=axes)
-        if gradient.shape != target.shape:
-            gradient = graph.apply("reshape", gradient, shape=target.shape)
+        gradient = graph.apply("reshape", gradient, shape=target.shape)
     if gradient.spec.dtype is target.spec.dtype:
         return gradient
     return graph.apply("cast", gradient, dtype=target.spec.dtype)

@@ -48,13 +48,20 @@ def layer_norm_grad(
 
     `residual` is a gradient that reaches x beside the norm; dx includes it.
     """
-    wide = x.spec.dtype.wide
-    rows, lead = (*x.shape[:-1], 1), range(x.spec.rank - 1)
-    rstd = reshape(rstd, rows)
-    normal = (cast(x, wide) - reshape(mean, rows)) * rstd
-    given = cast(dy, wide)
+    return _gradients(dy, x, mean, rstd, weight, residual, bias)
+
+
+def _gradients(
+    dy: Value, x: Value, mean: Value | None, rstd: Value, weight: Value, residual: Value | None, bias: bool
+) -> tuple[Value, ...]:
+    """Of a norm that subtracts the mean, or of one without any."""
+    wide, column, lead = x.spec.dtype.wide, (*x.shape[:-1], 1), range(x.spec.rank - 1)
+    shifted = cast(x, wide) if mean is None else cast(x, wide) - reshape(mean, column)
+    rstd = reshape(rstd, column)
+    normal, given = shifted * rstd, cast(dy, wide)
     scaled = given * cast(weight, wide)
-    dx = rstd * (scaled - _mean(scaled) - normal * _mean(scaled * normal))
+    centred = scaled if mean is None else scaled - _mean(scaled)
+    dx = rstd * (centred - normal * _mean(scaled * normal))
     dx = dx if residual is None else dx + cast(residual, wide)
     sums = [given * normal, given] if bias else [given * normal]
     return cast(dx, x.spec.dtype), *(cast(reduce_sum(each, lead), weight.spec.dtype) for each in sums)
@@ -103,16 +110,9 @@ def _(node: Node, dy: Value, rstd: None) -> Sequence[Value | None]:
     outputs=("dx", "dweight"),
     differentiable=False,
 )
-def rms_norm_grad(dy: Value, x: Value, rstd: Value, weight: Value, residual: Value | None) -> tuple[Value, Value]:
+def rms_norm_grad(dy: Value, x: Value, rstd: Value, weight: Value, residual: Value | None) -> tuple[Value, ...]:
     """Gradients of an RMS norm from its input and rstd; `residual` as in layer_norm_grad."""
-    wide = x.spec.dtype.wide
-    rstd = reshape(rstd, (*x.shape[:-1], 1))
-    normal, given = cast(x, wide) * rstd, cast(dy, wide)
-    scaled = given * cast(weight, wide)
-    dx = rstd * (scaled - normal * _mean(scaled * normal))
-    dx = dx if residual is None else dx + cast(residual, wide)
-    dweight = reduce_sum(given * normal, range(x.spec.rank - 1))
-    return cast(dx, x.spec.dtype), cast(dweight, weight.spec.dtype)
+    return _gradients(dy, x, None, rstd, weight, residual, False)
 
 
 @composite(_ADDED, outputs=("total", "y", "rstd"), differentiable=False, rematerialized=_norm_again)

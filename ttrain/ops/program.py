@@ -62,24 +62,17 @@ def record(program: Program, results: Sequence[int], inputs: Sequence[Value]) ->
     return [known[len(inputs) + item] for item in results]
 
 
-def _result_specs(*known: TensorSpec, program: Program, results: tuple[int, ...]) -> list[TensorSpec]:
-    found = list(known)
-    for name, operands, attributes in program:
-        found += op(name).infer_outputs([found[item] for item in operands], dict(attributes))[:1]
-    made = found[len(known) :]
-    shapes = {spec.shape for spec in made}
-    require(len(shapes) == 1, "fused", f"results of shapes {sorted(shapes)}", "one shape")
-    return [made[item] for item in results]
-
-
-@composite(family="fused", outputs=("results*",), elementwise=True, differentiable=False, infer=_result_specs)
+@composite(family="fused", outputs=("results*",), elementwise=True, differentiable=False)
 def fused(inputs: Sequence[Value], program: Program, results: tuple[int, ...]) -> tuple[Value, ...]:
     """A program of elementwise ops over tensors that broadcast to one shape, which every result has.
 
     `program` lists the steps (see `step`); `results` tells which steps' values are outputs. A lookup of rows
     (embedding) may be a step. Values in between need not be rounded to their dtype.
     """
-    return tuple(record(program, results, inputs))
+    made = record(program, range(len(program)), inputs)
+    shapes = {value.shape for value in made}
+    require(len(shapes) == 1, "fused", f"results of shapes {sorted(shapes)}", "one shape")
+    return tuple(made[item] for item in results)
 
 
 _BIAS_GELU = (step("add", 0, 1), step("gelu", 2, approximate="tanh"))

@@ -233,31 +233,6 @@ class Update(Op):
             new.append([assign(state, cast(value, state.spec.dtype)) for state, value in pairs if state is not None])
         return [value for written in zip(*new, strict=True) for value in written]
 
-    def add_cases(self, rule: Rule, positive: Sequence[int] = ()) -> None:
-        """Test a rule on two tensors: with and without factor, copies, and state in bf16. `positive` numbers slots.
-
-        What is read and written so is the same for every rule, so that the first with that many slots is tested in
-        each way, and the others in the fullest and in the plainest.
-        """
-        shapes, lists = ((4, 8), (257,)), 2 + len(rule.slots)
-        above = ("lr", "step", "factor", *(f"slots.{2 * slot + item}" for slot in positive for item in range(2)))
-        slots = [f"slots.{number}" for number in range(2 * len(rule.slots) + 2)]
-        state, copies = ("parameters.0", "parameters.1", *slots[:-2]), tuple(slots[-2:])
-        every = tuple(range(len(rule.slots) + 1))
-        ways: list[tuple[Any, Any, dict[str, Any], tuple[str, ...]]] = [
-            ((), None, {}, ()),
-            (None, None, {}, ()),
-            ((), None, {"copies": True}, copies),
-            (None, None, {}, state),
-            ((), (), {"stochastic": every, "stream": 8}, state),
-            ((), (), {"stochastic": every, "stream": 16, "copies": True}, (*state, *copies)),
-        ]
-        tested = any(len(case.attributes["rule"].slots) == len(rule.slots) for case in self.cases)
-        for factor, seed, more, narrow in (ways[0], ways[-1]) if tested else ways:
-            given = (*shapes * (lists + more.get("copies", False)), (), (), factor, seed)
-            attributes = {"rule": rule, "count": 2, **more}
-            cases(self, Case(given, attributes, {"seed": 2**62}, above, narrow=narrow))
-
 
 declare(Update())
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.composite import cases
 from ttrain.graph.graph import Case, op
 from ttrain.nn.initialize import Constant
 from ttrain.nn.module import Parameter
-from ttrain.ops.update import Rule, Update
+from ttrain.ops.update import Rule
 from ttrain.optim.settings import OptimizerConfig
 
 SCALAR = TensorSpec((), DType.FP32)
@@ -38,7 +38,32 @@ class Optimizer(Protocol):
 def rule_cases(rule: Rule, positive: Sequence[int] = (), shape: tuple[int, ...] = EXAMPLE.shape) -> None:
     """Let the generated tests run a rule on every device; `positive` numbers slots that are never negative."""
     if not rule.whole:
-        cast(Update, op("update")).add_cases(rule, positive)
+        _update_cases(rule, positive)
     slots = [rule.slot_spec(slot, TensorSpec(shape)).shape for slot in rule.slots]
     above = (*(rule.body.inputs[2 + number] for number in positive), "lr", "step")
     cases(rule.body, Case((shape, shape, *slots, (), ()), dict(rule.settings), positive=above))
+
+
+def _update_cases(rule: Rule, positive: Sequence[int]) -> None:
+    """Op update with a rule, on two tensors: with and without factor, copies, and state in bf16.
+
+    What is read and written so is the same for every rule, so that the first with that many slots is tested in each
+    way, and the others in the fullest and in the plainest.
+    """
+    update, lists = op("update"), 2 + len(rule.slots)
+    above = ("lr", "step", "factor", *(f"slots.{2 * slot + item}" for slot in positive for item in range(2)))
+    slots = [f"slots.{number}" for number in range(2 * len(rule.slots) + 2)]
+    state, copies = ("parameters.0", "parameters.1", *slots[:-2]), tuple(slots[-2:])
+    every = tuple(range(len(rule.slots) + 1))
+    ways: list[tuple[Any, Any, dict[str, Any], tuple[str, ...]]] = [
+        ((), None, {}, ()),
+        (None, None, {}, ()),
+        ((), None, {"copies": True}, copies),
+        (None, None, {}, state),
+        ((), (), {"stochastic": every, "stream": 8}, state),
+        ((), (), {"stochastic": every, "stream": 16, "copies": True}, (*state, *copies)),
+    ]
+    tested = any(len(case.attributes["rule"].slots) == len(rule.slots) for case in update.cases)
+    for factor, seed, more, narrow in (ways[0], ways[-1]) if tested else ways:
+        given = (*((4, 8), (257,)) * (lists + more.get("copies", False)), (), (), factor, seed)
+        cases(update, Case(given, {"rule": rule, "count": 2, **more}, {"seed": 2**62}, above, narrow=narrow))
