@@ -116,7 +116,8 @@ class StaticStep(Step):
         super().__init__(engine, name, plan.graph)
         self.plan: Plan = plan
         self._bound: BoundPlan | None = None
-        self._prefetched: PrefetchedInputs | None = None
+        self._prefetches = False
+        self._prefetched: tuple[Launch | None, Mapping[str, np.ndarray]] = None, {}
 
     def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
         return self.start(inputs)()
@@ -125,19 +126,25 @@ class StaticStep(Step):
         device, arrays = self.engine.device, self._arrays(inputs)
         with device.launching(self._what), self._counted:
             bound = self.take_addresses()
-            if self._prefetched is not None:
-                there = {key for key, x in self._prefetched.take().items() if np.array_equal(x, arrays[key])}
-                arrays = {key: array for key, array in arrays.items() if key not in there}
+            take, written = self._prefetched
+            if take is not None:
+                take()  # brings what was written into the step's buffers
+                self._prefetched = None, {}
+                arrays = {
+                    key: x for key, x in arrays.items() if key not in written or not np.array_equal(written[key], x)
+                }
             if arrays:
                 device.upload_inputs(bound.inputs, arrays)
             self.run(bound)
-        if self._prefetched is None and device.overlaps:
-            self._prefetched = PrefetchedInputs(device, bound.inputs, arrays)
+        if device.overlaps and not self._prefetches:  # once before a capture, so that the device has all its memory
+            self._prefetches = True
+            self._prefetched = device.prefetch(bound.inputs, arrays), arrays
         return partial(host_outputs, device, bound.outputs)
 
     def prefetch(self, inputs: Mapping[str, HostValue]) -> None:
-        if self._prefetched is not None:
-            self._prefetched.write(self._arrays(inputs))
+        if self._prefetches:
+            arrays = self._arrays(inputs)
+            self._prefetched = self.engine.device.prefetch(self.take_addresses().inputs, arrays), arrays
 
     def run(self, bound: BoundPlan) -> None:
         """Run the bound plan once."""
@@ -161,28 +168,6 @@ class StaticStep(Step):
         if self._bound is None:
             self._bound = self.engine.bind(self.plan)
         return self._bound
-
-
-class PrefetchedInputs:
-    """Inputs that the device took in for the next run of a step."""
-
-    def __init__(self, device: Device, buffers: Mapping[str, Buffer], arrays: Mapping[str, np.ndarray]) -> None:
-        """Writes the arrays once, so that the device has all its memory before a capture."""
-        self._device, self._buffers = device, buffers
-        self._written: Mapping[str, np.ndarray] = {}
-        self._take: Launch | None = None
-        self.write(arrays)
-
-    def write(self, arrays: Mapping[str, np.ndarray]) -> None:
-        self._take, self._written = self._device.prefetch(self._buffers, arrays), arrays
-
-    def take(self) -> Mapping[str, np.ndarray]:
-        """Bring what was written into the step's buffers; the values that are there now, none where nothing was."""
-        if self._take is None:
-            return {}
-        self._take()
-        self._take = None
-        return self._written
 
 
 class BoundPlan(Bound):

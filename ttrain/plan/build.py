@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Device, Kernel, Layout, of_side
@@ -22,20 +23,21 @@ def build_plan(
     Without arenas on the device, an offset stands for one tensor, and values take turns in it by layout. With a `loan`
     values also lie in the memory of state that the step has yet to overwrite.
     """
-    layouts = None if device is None or device.arenas else _Layouts(graph, kernels, device)
-    placement = place(graph, kernels, frozenset() if layouts is None else layouts.special)
+    whole = None if device is None or device.arenas else device  # takes memory in whole tensors
+    own = {} if whole is None else _own_layouts(graph, kernels)
+    placement = place(graph, kernels, own)
     owned = {
         owner: Block(owner, owner.spec.nbytes, start, end, on_host=owner.on_host)
         for owner, (start, end) in placement.lifetimes.items()
     }
     scratch = _scratch(graph, kernels, placement)
-    if layouts is not None:
-        layouts.give({owner: block for owner, block in owned.items() if not block.on_host})
-        layouts.give_scratch(block for group in scratch.values() for block in group if not block.on_host)
     plan = Plan(graph, placement, owned, scratch, _outside(graph, kernels, placement))
+    if whole is not None:
+        for block in plan.blocks:
+            _lay_out(block, own, whole)
     if loan is not None:
         plan.lent = loan.fixed(first_writes(graph, placement), len(graph.nodes))
-    plan.arena_bytes = pack(plan.blocks, [*plan.lent.values()]) if layouts is None else take_turns(plan.blocks)
+    plan.arena_bytes = pack(plan.blocks, [*plan.lent.values()]) if whole is None else take_turns(plan.blocks)
     plan.host_arena_bytes = pack(plan.host_blocks)
     check(plan, kernels)
     return plan
@@ -57,35 +59,28 @@ def _outside(graph: Graph, kernels: Mapping[str, Kernel], placement: Placement) 
     return max((tell(*node.specs, node.attributes) for tell, node in rows if tell is not None), default=0)
 
 
-class _Layouts:
-    """How a device without arenas holds each value."""
+def _own_layouts(graph: Graph, kernels: Mapping[str, Kernel]) -> dict[Value, Layout]:
+    """Of values that their kernels hold in a layout of their own: they share a buffer with nothing else."""
+    found: dict[Value, Layout] = {}
+    for node in graph.nodes:
+        layouts = None if node.op.view else of_side(kernels, node.on_host)[node.op.name].layouts
+        if layouts is not None:
+            given = zip(node.outputs, layouts(*node.specs, node.attributes), strict=True)
+            found.update((output, layout) for output, layout in given if layout is not None)
+    return found
 
-    def __init__(self, graph: Graph, kernels: Mapping[str, Kernel], device: Device) -> None:
-        self._device = device
-        self._of: dict[Value, Layout] = {}
-        for node in graph.nodes:
-            layouts = None if node.op.view else of_side(kernels, node.on_host)[node.op.name].layouts
-            if layouts is not None:
-                given = zip(node.outputs, layouts(*node.specs, node.attributes), strict=True)
-                self._of.update((output, layout) for output, layout in given if layout is not None)
 
-    @property
-    def special(self) -> frozenset[Value]:
-        """Values that their kernels hold in a layout of their own: they share a buffer with nothing else."""
-        return frozenset(self._of)
+def _lay_out(block: Block, own: Mapping[Any, Layout], device: Device) -> None:
+    """Set layout and bytes of a block on a device without arenas; of a scratch buffer the layout is still its spec.
 
-    def give(self, blocks: Mapping[Value, Block]) -> None:
-        """Set layout and bytes of each block. A step input shares with nothing: the next batch is written early."""
-        for owner, block in blocks.items():
-            layout = self._of.get(owner, self._device.layout(owner.spec))
-            block.nbytes = self._device.layout_bytes(layout)
-            # A tensor is known by its spec, so one that is held otherwise takes turns only with its like.
-            kept = (owner.spec, layout) if owner in self._of else layout
-            block.layout = (owner.name, layout) if owner.kind is Kind.INPUT else kept
-
-    def give_scratch(self, blocks: Iterable[Block]) -> None:
-        """The same for scratch buffers, whose layout is still their spec."""
-        for block in blocks:
-            assert isinstance(block.layout, TensorSpec)
-            block.layout = self._device.layout(block.layout)
-            block.nbytes = self._device.layout_bytes(block.layout)
+    A step input shares with nothing: the next batch is written early.
+    """
+    owner = block.what
+    spec = owner.spec if isinstance(owner, Value) else block.layout
+    assert isinstance(spec, TensorSpec)
+    layout = block.layout = own.get(owner, device.layout(spec))
+    block.nbytes = device.layout_bytes(layout)
+    if isinstance(owner, Value) and owner.kind is Kind.INPUT:
+        block.layout = owner.name, layout
+    elif owner in own:  # a tensor is known by its spec, so one that is held otherwise takes turns only with its like
+        block.layout = spec, layout
