@@ -188,7 +188,7 @@ class TorchDevice(Device):
 
         # Ranks would each choose for themselves.
         libraries = product_libraries(self.context) if self.group is None else None
-        return NativeKernels(self.kernels, self.threads, None, self.products, libraries, measures=True)
+        return NativeKernels(self.kernels, self.threads, products=self.products, libraries=libraries, measures=True)
 
     def capture(self, launches: Sequence[Launch], name: str) -> Launch:
         """Record the launches as one CUDA graph.

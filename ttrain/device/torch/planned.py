@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from ttrain.device.base import Kernel, StepCompiler
 from ttrain.device.null.device import NullDevice
@@ -15,8 +14,14 @@ class PlannedDevice(NullDevice):
     """A device by its table. On the CPU a traced step is planned with the rows that would be compiled for it."""
 
     def __init__(
-        self, kind: str, rows: Mapping[str, Kernel], threads: int, products: str = "auto", libraries: Any = None
+        self,
+        kind: str,
+        rows: Mapping[str, Kernel],
+        threads: int,
+        products: str = "auto",
+        libraries: Mapping[str, Mapping[str, Kernel]] | None = None,
     ) -> None:
+        """`libraries` are as of product_libraries; without them nothing is compared."""
         super().__init__(rows=rows)
         self.name, self.threads, self.products, self._libraries = kind, threads, products, libraries
         self.compiles = kind == "cpu"
@@ -26,7 +31,7 @@ class PlannedDevice(NullDevice):
             return None
         from ttrain.device.torch.native import NativeKernels
 
-        return NativeKernels(self.kernels, self.threads, None, self.products, self._libraries)
+        return NativeKernels(self.kernels, self.threads, products=self.products, libraries=self._libraries)
 
 
 def planned(config: DeviceConfig) -> PlannedDevice:

@@ -33,6 +33,7 @@ from ttrain.device.torch.kernels import (
     update,
 )
 from ttrain.device.torch.kernels.common import ROWS, Context
+from ttrain.device.torch.kernels.product import LIBRARIES
 
 
 def kernel_table(context: Context) -> dict[str, Kernel]:
@@ -42,5 +43,4 @@ def kernel_table(context: Context) -> dict[str, Kernel]:
 
 def product_libraries(context: Context) -> dict[str, dict[str, Kernel]]:
     """By the name of each library that torch brings for products, the rows that multiply by it."""
-    names = ("aten", "onednn")
-    return {name: kernel_table(replace(context, products=name)) for name in names}
+    return {name: kernel_table(replace(context, products=name)) for name in LIBRARIES}

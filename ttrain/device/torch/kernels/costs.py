@@ -45,8 +45,10 @@ def recalled(
 ) -> Mapping[str, float] | None:
     """Seconds of each way by the table, or else as measured now and kept; None where neither can be."""
     known = _read().get(_machine(), {}).get(key, {})
-    if set(known) == set(names) or measure is None:
-        return known if set(known) == set(names) else None
+    if set(known) == set(names):
+        return known
+    if measure is None:
+        return None
     costs = measure()
     _write(key, costs)
     return costs

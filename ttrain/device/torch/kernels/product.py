@@ -16,6 +16,7 @@ from ttrain.device.base import Launch, chain
 from ttrain.device.torch.kernels.common import Tensor
 from ttrain.device.torch.kernels.costs import TIE, fastest
 
+LIBRARIES = ("aten", "onednn")  # by their names in device.products
 SMALLEST = 4_000_000  # floating-point operations; below, oneDNN's overhead per call outweighs its speed
 _BLOCK_ROWS = 256  # of a tall product are computed at once by oneDNN, at least: fewer make it slower
 _BLOCK_BYTES = 2**22  # of the fresh tensor of a block, where that many rows allow it

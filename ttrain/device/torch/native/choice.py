@@ -21,13 +21,12 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.torch.kernels.common import TORCH_DTYPES
 from ttrain.device.torch.kernels.costs import TIE, recalled, seconds, warmed, winner
-from ttrain.device.torch.kernels.product import SMALLEST
+from ttrain.device.torch.kernels.product import LIBRARIES, SMALLEST
 from ttrain.device.torch.native.native import Native, Sizing
 from ttrain.device.torch.native.request import NodeLike, Request
 from ttrain.device.torch.native.toolchain import code_version
 
-OWN, MIXED = "own", "mixed"
-LIBRARIES = ("aten", "onednn")
+OWN, FASTEST = "own", "fastest"
 LONGEST = 0.5  # seconds of both steps together by their products; longer ones are compared by these alone
 _TURNS, _SECONDS = 3, 0.02  # of a product: at least so many, and until that much time has gone into it
 _STEP_TURNS, _STEP_SECONDS = 5, 0.5  # of whole steps: at most so many
@@ -38,7 +37,7 @@ Ways = dict[Request, str]  # who makes a product: OWN or a library
 
 def ways_of(request: Request) -> tuple[str, ...]:
     """The ways that a product may take; all but fp32 reaches oneDNN through aten alone."""
-    return (OWN, *LIBRARIES) if request.input(0).dtype is DType.FP32 else (OWN, LIBRARIES[0])
+    return (OWN, *LIBRARIES) if request.input(0).dtype is DType.FP32 else (OWN, "aten")
 
 
 def decide(
@@ -50,19 +49,19 @@ def decide(
     """A way for every product of a plan, which has each of them `counts` times; none where times are missing.
 
     `alone` are the seconds of a product by way, `together` those of the step with all products OWN, with the fastest
-    way of each (MIXED), and with all by one library. They are asked for only where the former promise more than TIE,
+    way of each (FASTEST), and with all by one library. They are asked for only where the former promise more than TIE,
     and not of a step that is `mixed_anyway`.
     """
     costs = {request: alone(request) for request in counts}
     known = {request: cost for request, cost in costs.items() if cost is not None}
     if len(known) < len(costs):
         return {}
-    mixed = {request: winner(cost, OWN, TIE) for request, cost in known.items()}
+    fastest = {request: winner(cost, OWN, TIE) for request, cost in known.items()}
     if mixed_anyway:
-        return mixed
+        return fastest
     shared = [library for library in LIBRARIES if all(library in cost for cost in known.values())]
-    rivals = {OWN: dict.fromkeys(counts, OWN), MIXED: mixed}
-    rivals |= {library: ways for library in shared if (ways := dict.fromkeys(counts, library)) != mixed}
+    rivals = {OWN: dict.fromkeys(counts, OWN), FASTEST: fastest}
+    rivals |= {library: ways for library in shared if (ways := dict.fromkeys(counts, library)) != fastest}
     sums = {
         name: sum(count * known[request][ways[request]] for request, count in counts.items())
         for name, ways in rivals.items()
@@ -70,7 +69,7 @@ def decide(
     if winner(sums, OWN, TIE) == OWN:
         return rivals[OWN]
     rivals = {name: ways for name, ways in rivals.items() if name == OWN or sums[OWN] > TIE * sums[name]}
-    measured = together(rivals) if sums[OWN] + sums[MIXED] <= LONGEST else sums
+    measured = together(rivals) if sums[OWN] + sums[FASTEST] <= LONGEST else sums
     return {} if measured is None else rivals[winner(measured, OWN, TIE)]
 
 
@@ -125,8 +124,8 @@ class Choice:
     def _compared(self, node: NodeLike) -> Request | None:
         """The request of a product that is not settled; None of others. Small ones are our own: a call costs more."""
         request = Request.of_node(node)
-        open_yet = request not in self._native.ways and self._native.covers(request)
-        return request if open_yet and node.op.flops(node) >= SMALLEST else None
+        unsettled = request not in self._native.ways and self._native.covers(request)
+        return request if unsettled and node.op.flops(node) >= SMALLEST else None
 
     def _prepare(self, ways: Ways, nodes: Sequence[NodeLike]) -> None:
         """Compile all by own code, once, and let it run on the threads of libraries, as where both multiply."""
@@ -166,7 +165,7 @@ class Choice:
                 runs[name] = (partial(native.share_threads, native.mixed), run)
             return in_turn(runs)
 
-        products = sorted(f"{request} {way} {counts[request]}" for request, way in rivals[MIXED].items())
+        products = sorted(f"{request} {way} {counts[request]}" for request, way in rivals[FASTEST].items())
         name = hashlib.sha256("\n".join(products).encode()).hexdigest()[:24]
         return recalled(self._key(f"step {name}"), list(rivals), measured if self._measures else None)
 

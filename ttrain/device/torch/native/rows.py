@@ -166,7 +166,7 @@ class NativeKernels:
             request = Request.make(name, *given)
             tell = getattr(self._library(request), "way", None)
             if self.native(request) is not None:
-                return "compiled"
+                return OWN
             return self.ways.get(request, "library") if tell is None else str(tell(*given))
 
         delivery = Delivery.INPLACE if name in _INPLACE else Delivery.INTO
