@@ -46,8 +46,6 @@ def expected_seconds(contender: Contender, device: Device) -> float | None:
         return None
     work = Work.of({"train": contender.built}, {"train": 1})
     with tempfile.TemporaryDirectory() as folder:
-        times = KernelTimes(
-            lambda: device, "this process", Path(folder) / "kernels.json", compiled=contender.name == "traced"
-        )
+        times = KernelTimes(lambda: device, "this process", Path(folder) / "kernels.json", compiler=work.compiler)
         with closing(times):
             return host_time(work, times, None, contender.name, "").total

@@ -8,6 +8,7 @@ from typing import Any
 
 from ttrain.core.tables import Table
 from ttrain.core.units import format_count
+from ttrain.device.base import StepCompiler
 
 TIE = 0.03  # ways that differ by less are taken to be equally fast
 PARTS = ("dispatch", "compute", "bandwidth", "host_input")
@@ -20,14 +21,17 @@ class Work:
     nodes: tuple[tuple[int, tuple[Any, ...]], ...]
     inputs: int
     input_bytes: int
+    compiler: StepCompiler | None = None  # of traced steps, where a device compiles
 
     @classmethod
     def of(cls, steps: Mapping[str, Any], per_step: Mapping[str, int]) -> Work:
-        """From built steps (`plan` and `uploads` of each count) and how often each runs."""
+        """From built steps (`plan`, `uploads` and `engine` of each count) and how often each runs."""
         built = [(times, steps[name]) for name, times in per_step.items()]
         planned = tuple((times, tuple(step.plan.launched)) for times, step in built if step.plan is not None)
         specs = [(times, spec) for times, step in built for spec in step.uploads.values()]
-        return cls(planned, sum(times for times, _ in specs), sum(times * spec.nbytes for times, spec in specs))
+        (compiler,) = {getattr(step.engine, "compiler", None) for _, step in built} or {None}
+        uploads = sum(times for times, _ in specs), sum(times * spec.nbytes for times, spec in specs)
+        return cls(planned, *uploads, compiler)
 
     @property
     def launches(self) -> int:

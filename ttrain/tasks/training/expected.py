@@ -150,7 +150,7 @@ def _on_this_machine(
             continue
         by = KernelTimes(
             lambda: build.build_device(named), machine, bar=True, seconds=left, rates=rates,
-            compiled=compiles and engine == "traced",
+            compiler=work.compiler,
         )  # fmt: skip
         with closing(by):
             time = host_time(work, by, plans.on_fewer_rows(engine, work, rates), engine, "")

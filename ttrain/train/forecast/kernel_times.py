@@ -28,7 +28,7 @@ from ttrain.core.files import replace_file
 from ttrain.core.folders import cache_folder
 from ttrain.core.spec import TensorSpec, run_offsets
 from ttrain.core.waiting import Waiting
-from ttrain.device.base import Device, Kernel
+from ttrain.device.base import Device, Kernel, StepCompiler
 from ttrain.graph.graph import Node
 from ttrain.train.forecast.peak import LEAST, Rates
 
@@ -51,7 +51,7 @@ class KernelTimes:
     bar: bool = False  # shows progress on stderr
     seconds: float = math.inf  # to measure for in all; what is left then is estimated by `rates`
     rates: Rates | None = None
-    compiled: bool = False  # the kernels are those that a traced step compiles
+    compiler: StepCompiler | None = None  # of a traced step, whose kernels these are then, by the ways that it takes
     clock: Callable[[], float] = time.perf_counter
     measured: int = 0
     estimated: dict[str, float] = field(default_factory=dict)  # seconds by kernel
@@ -134,14 +134,14 @@ class KernelTimes:
         if self._open is None:
             self._open = self.device()
             self._table = self._open.kernels
-        if self.compiled and (compiler := self._open.compiler()) is not None:
+        if self.compiler is not None:
             try:
                 with Waiting("Compiling kernels"):
-                    compiler.prepare(list(nodes))
+                    self.compiler.prepare(list(nodes))
             except UserError as error:
                 self.refused = str(error)
                 return False
-            self._table = compiler.kernels
+            self._table = self.compiler.kernels
         return True
 
     @property
@@ -183,9 +183,15 @@ class KernelTimes:
 
     def _key(self, node: Node) -> str:
         specs = [str(None if value is None else value.spec) for value in (*node.inputs, *node.outputs)]
-        where = f"{self.machine} compiled" if self.compiled else self.machine
+        where = f"{self.machine} {self._way(node)}".rstrip()
         text = " ".join([where, node.op.name, *specs, *(f"{k}={v}" for k, v in sorted(node.attributes.items()))])
         return f"{node.op.name} {hashlib.sha256(text.encode()).hexdigest()[:24]}"
+
+    def _way(self, node: Node) -> str:
+        if self.compiler is None:
+            return ""
+        way = self.compiler.kernels[node.op.name].way
+        return "compiled" if way is None else way(*node.specs, node.attributes)
 
     def _measure(self, node: Node) -> float:
         assert self._open is not None  # by _prepared

@@ -18,7 +18,7 @@ import torch
 
 from ttrain.core.errors import UserError
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Kernel, Launch
+from ttrain.device.base import Buffer, Kernel, Launch
 from ttrain.device.torch.kernels.common import TORCH_DTYPES
 from ttrain.device.torch.kernels.costs import TIE, recalled, seconds, warmed, winner
 from ttrain.device.torch.kernels.product import LIBRARIES, SMALLEST
@@ -28,7 +28,7 @@ from ttrain.device.torch.native.toolchain import code_version
 
 OWN, FASTEST = "own", "fastest"
 LONGEST = 0.5  # seconds of both steps together by their products; longer ones are compared by these alone
-_TURNS, _SECONDS = 3, 0.02  # of a product: at least so many, and until that much time has gone into it
+_TURNS, _SECONDS = 2, 0.03  # of a product: at least so many, and until that much time has gone into it
 _STEP_TURNS, _STEP_SECONDS = 5, 0.5  # of whole steps: at most so many
 
 Libraries = Mapping[str, Mapping[str, Kernel]]  # tables of rows by the library that multiplies in them
@@ -137,18 +137,17 @@ class Choice:
     def _alone(self, ready: Launch, request: Request) -> Mapping[str, float] | None:
         def measured() -> dict[str, float]:
             ready()
-            launches = warmed([(way, partial(self._launch, request, way)) for way in ways_of(request)])
+            made = [None if spec is None else _ones(spec) for spec in request.inputs], [*map(_ones, request.outputs)]
+            launches = warmed([(way, partial(self._launch, request, way, *made)) for way in ways_of(request)])
             return dict.fromkeys(ways_of(request), math.inf) | seconds(launches, _TURNS, _SECONDS)
 
         return recalled(self._key(str(request)), ways_of(request), measured if self._measures else None)
 
-    def _launch(self, request: Request, way: str) -> Launch:
-        """A product by itself, on memory of its own."""
+    def _launch(self, request: Request, way: str, ins: Sequence[Buffer], outs: Sequence[Buffer]) -> Launch:
         before, kernel, settings = self._native.ways, self._native.kernels[request.op], request.settings
         self._native.take({**before, request: way})
         work = kernel.workspace_specs(request.inputs, request.outputs, settings)
-        made = [None if spec is None else _ones(spec) for spec in request.inputs]
-        launch = kernel.bind(made, [*map(_ones, request.outputs)], settings, [*map(_ones, work)])
+        launch = kernel.bind(ins, outs, settings, [*map(_ones, work)])
         self._native.take(before)
         return launch
 
