@@ -27,6 +27,7 @@ class TracedEngine(StaticEngine):
     """
 
     name = "traced"
+    _steps: list[TracedStep]  # type: ignore[assignment]
 
     def __init__(self, device: Device, state: State, rematerialize: bool = True) -> None:
         super().__init__(device, state, rematerialize)
@@ -110,19 +111,17 @@ class TracedEngine(StaticEngine):
             self.bind_all()
             step.record()
         else:
-            steps = [each for each in self._steps if isinstance(each, TracedStep)]
-            warm = [each.warm_up() for each in steps]
+            warm = [each.warm_up() for each in self._steps]
             if not all(warm):
                 return False
-            for each in steps:
+            for each in self._steps:
                 each.record()
         self.device.freeze(f"step {step.name}")
         return True
 
     def close(self) -> None:
         for step in self._steps:
-            if isinstance(step, TracedStep):
-                step.release()
+            step.release()
         super().close()
         self.device.freeze(None)
 

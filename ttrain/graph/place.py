@@ -13,10 +13,8 @@ from typing import Any
 
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.alias import overwritten
 from ttrain.graph.composite import Primitive
 from ttrain.graph.graph import Graph, Node, Op, Value
-from ttrain.graph.kinds import Kind
 from ttrain.graph.rewrite import Rewriter
 
 Inputs = Sequence[Value | None]
@@ -58,6 +56,9 @@ class _Placer:
             value.on_host = offloaded(name)
         self.offloaded: set[Node] = set()  # nodes of the old graph that run on the host
         self.transferred: dict[Value, Value] = {}  # value -> the same on the other side
+        # Of the new graph: persistent tensors, also by what updates made of them, and step inputs with their views.
+        self.state: dict[Value, Value | None] = {value: value for value in self.new.state.values()}
+        self.given = set(self.new.inputs.values())
 
     def place(self, node: Node) -> None:
         inputs = self.rewriter.inputs(node)
@@ -76,13 +77,13 @@ class _Placer:
             return node.copy_of in self.offloaded
         if node.gradient_of in self.offloaded:
             return True
-        values = [value for value in inputs if value is not None and not _is_input(value)]
+        values = [value for value in inputs if value is not None and value not in self.given]
         made_there = [value for value in values if value.on_host]
-        return bool(values) and (len(made_there) == len(values) or any(_state_of(value) for value in made_there))
+        return bool(values) and (len(made_there) == len(values) or any(self.state.get(value) for value in made_there))
 
     def _divided(self, node: Node, inputs: Inputs) -> Sequence[Value] | None:
         """The outputs of an op that is recorded for each side apart; None where it is not."""
-        if len({value.on_host for value in inputs if value is not None and not _is_input(value)}) < 2:
+        if len({value.on_host for value in inputs if value is not None and value not in self.given}) < 2:
             return None
 
         def record(inputs: Inputs, attributes: Mapping[str, Any], on_host: bool) -> Sequence[Value]:
@@ -94,9 +95,14 @@ class _Placer:
     def _append(self, op: Op, inputs: Inputs, attributes: Mapping[str, Any], on_host: bool) -> Sequence[Value]:
         with self.new.within(on_host=on_host):
             node = self.new.append(op, tuple(inputs), attributes)
-        for value in overwritten(node):
-            state = _state_of(value)
-            if state is None or state.on_host is not on_host:
+        if op.view:
+            self.given.update(node.outputs if node.values[0] in self.given and not on_host else ())
+            return node.outputs
+        for output, source in op.aliases(node).items():
+            value = node.inputs[source]
+            state = None if value is None else self.state.get(value)
+            self.state[node.outputs[output]] = state
+            if value is not None and (state is None or state.on_host is not on_host):
                 raise GraphError(
                     f"{op.name} runs on the {'host' if on_host else 'device'} and overwrites {state or value!r}, which "
                     "does not lie there. State that shares an update must lie on one side."
@@ -110,7 +116,7 @@ class _Placer:
         original = _copied_from(old)
         if original is not None and self.rewriter.map[original] in self.transferred:
             value = self.rewriter.map[original]  # backward does not transfer again what it computes again
-        if value not in self.transferred or (on_host and _state_of(value)):  # state may have changed since
+        if value not in self.transferred or (on_host and self.state.get(value)):  # state may have changed since
             with self.new.within(segment=None):
                 self.transferred[value] = self._transfer(value, on_host)
         return self.transferred[value]
@@ -118,27 +124,9 @@ class _Placer:
     def _transfer(self, value: Value, on_host: bool) -> Value:
         if not on_host:
             return self._append(TO_DEVICE, [value], {}, False)[0]
-        if _is_input(value):
+        if value in self.given:
             return self._append(HOST_INPUT, [value], {}, True)[0]
         return self._append(TO_HOST, self._append(STAGE, [value], {}, False), {}, True)[0]
-
-
-def _state_of(value: Value) -> Value | None:
-    """The persistent tensor that a value is, or that an update made it of."""
-    while value.producer is not None:
-        aliases = {} if value.producer.op.view else value.producer.op.aliases(value.producer)
-        source = value.producer.inputs[aliases[value.index]] if value.index in aliases else None
-        if source is None:
-            return None
-        value = source
-    return value if value.kind.is_state else None
-
-
-def _is_input(value: Value) -> bool:
-    """Whether a value is a step input or a view of one."""
-    while value.producer is not None and value.producer.op.view and not value.on_host:
-        value = value.producer.values[0]
-    return value.kind is Kind.INPUT
 
 
 def _copied_from(value: Value | None) -> Value | None:

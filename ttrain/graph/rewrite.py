@@ -9,9 +9,9 @@ from typing import Any
 from ttrain.core.errors import GraphError
 from ttrain.graph.graph import Graph, Node, Value
 
-# Records the replacement of one node on the new graph and returns its outputs; None copies the node as it is.
-# A trailing output may be left out where nothing reads it.
-Replace = Callable[[Node, tuple[Value | None, ...]], Sequence[Value] | None]
+# Records the replacement of one node on the new graph and returns its outputs, of which trailing ones may be left out
+# where nothing reads them.
+Replace = Callable[[Node, tuple[Value | None, ...]], Sequence[Value]]
 
 
 _INHERITED = ("scope", "stage", "segment", "copy", "on_host")
@@ -66,17 +66,15 @@ class Rewriter:
         return self.new
 
 
-def rewrite(graph: Graph, replace: Replace) -> Graph:
-    """Copy a graph node by node, letting `replace` record something else in a node's place."""
+def rewrite(graph: Graph, chosen: Callable[[Node], bool], replace: Replace) -> Graph:
+    """Copy a graph node by node, letting `replace` record something else in the place of those that are chosen."""
     rewriter = Rewriter(graph)
     for node in graph.nodes:
-        inputs = rewriter.inputs(node)
-        with rewriter.at(node):
-            outputs = replace(node, inputs)
-        if outputs is None:
-            rewriter.copy(node)
+        if chosen(node):
+            with rewriter.at(node):
+                rewriter.replace(node.outputs, replace(node, rewriter.inputs(node)))
         else:
-            rewriter.replace(node.outputs, outputs)
+            rewriter.copy(node)
     return rewriter.finish()
 
 

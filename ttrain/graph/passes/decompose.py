@@ -23,9 +23,7 @@ def decompose(graph: Graph, supported: Container[str], device: str) -> Graph:
         rows = of_side(supported, node.on_host)
         return not node.op.view and not serves(rows, node.op.name, node.specs[0], node.attributes)
 
-    def replace(node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value] | None:
-        if not missing(node):
-            return None
+    def replace(node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
         outputs = node.op.decompose(node, inputs)
         if outputs is None:
             raise GraphError(f"device {device} has no kernel for {node.op.name}, and the op has no decomposition.")
@@ -35,7 +33,7 @@ def decompose(graph: Graph, supported: Container[str], device: str) -> Graph:
         left = {node.op.name for node in graph.nodes if missing(node)}
         if not left:
             return graph
-        graph = rewrite(graph, replace)
+        graph = rewrite(graph, missing, replace)
     raise GraphError(f"device {device}: the decompositions of {', '.join(sorted(left))} lead back to themselves.")
 
 
@@ -45,7 +43,4 @@ def copy_reshapes(graph: Graph, shares: Callable[[TensorSpec, TensorSpec], bool]
     def copies(node: Node) -> bool:
         return node.op.name == "reshape" and not node.on_host and not shares(node.values[0].spec, node.outputs[0].spec)
 
-    def replace(node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value] | None:
-        return [op("copy_reshape").record(*inputs, **node.attributes)] if copies(node) else None
-
-    return rewrite(graph, replace) if any(map(copies, graph.nodes)) else graph
+    return rewrite(graph, copies, lambda node, inputs: [op("copy_reshape").record(*inputs, **node.attributes)])
