@@ -51,11 +51,11 @@ def is_tree(value: Any) -> bool:
 
 
 def holds_tree(value: Any) -> bool:
-    if isinstance(value, type):
-        return False
+    """Whether it is the tree, or a sequence or an object of ttrain's with the tree in it."""
     if isinstance(value, tuple | list):
         return any(map(is_tree, value))
-    return is_tree(value) or (is_dataclass(value) and any(map(is_tree, getattr(value, "__dict__", {}).values())))
+    ours = not isinstance(value, type) and type(value).__module__.startswith("ttrain.")
+    return is_tree(value) or (ours and any(map(is_tree, getattr(value, "__dict__", {}).values())))
 
 
 def is_section(value: Any, name: str) -> bool:
@@ -85,8 +85,9 @@ def frames_of(frame: FrameType | None) -> Iterator[FrameType]:
 
 def place(frame: FrameType) -> tuple[int, str]:
     """Row and name of a function."""
-    path = Path(frame.f_code.co_filename).relative_to(PACKAGE)
-    return RANK[path.with_suffix("").parts[0]], f"{path}:{frame.f_code.co_qualname}"
+    code = frame.f_code
+    path = Path(code.co_filename).relative_to(PACKAGE)
+    return RANK[path.with_suffix("").parts[0]], f"{path}:{code.co_firstlineno} {code.co_name}"
 
 
 class Walk:
@@ -156,4 +157,4 @@ def test_the_config_reaches_each_component_in_few_stays_and_without_a_climb(walk
     assert len(stays) <= MOST, "\n".join(stays)
     assert not walk.climbs[component]
     # What nobody who follows it can miss.
-    assert {"__main__.py:main", "config/compose.py:Composer.check", "tasks/training/setup.py:set_up"} <= set(stays)
+    assert {"main", "check", "typed_config", "run_task", "set_up", "__init__"} <= {each.split()[1] for each in stays}
