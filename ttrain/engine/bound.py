@@ -15,29 +15,34 @@ from ttrain.graph.graph import Node, Value
 
 
 class Bound(ABC):
-    """`owner_of` tells of a value the one whose buffer it shares."""
+    """Finds the buffers of values, on a side each, and binds nodes to them; a subclass says where memory lies.
+
+    `owner_of` tells of a value the one whose buffer it shares. Offsets are bytes.
+    """
 
     def __init__(self, engine: Engine, kernels: Mapping[str, Kernel], owner_of: Callable[[Value], Value]) -> None:
         self.device, self.state, self.kernels, self.owner_of = engine.device, engine.state, kernels, owner_of
 
     @abstractmethod
     def placed(self, owner: Value) -> Placed:
-        """Where a value lies that is no state and owns its buffer."""
+        """Where a value lies that is not state and owns its buffer."""
 
     @abstractmethod
     def workspace(self, node: Node, specs: Sequence[TensorSpec]) -> list[Buffer]:
-        """The scratch buffers of a node."""
+        """The scratch buffers of a node, one for each spec."""
 
     def buffer(self, value: Value) -> Buffer:
+        """That of its owner, seen under the value's own shape and dtype."""
         owner = self.owner_of(value)
         arena, offset, buffer = self.state.placed(owner.name) if owner.kind.is_state else self.placed(owner)
-        same = owner is value or owner.spec == value.spec
-        return buffer if same else self.device.side(owner.on_host).place(arena, offset, value.spec)
+        return buffer if owner.spec == value.spec else self.device.side(owner.on_host).place(arena, offset, value.spec)
 
     def download(self, value: Value) -> np.ndarray:
+        """A host copy of what its buffer holds now."""
         return self.device.side(value.on_host).download(self.buffer(value))
 
     def bind(self, node: Node) -> Launch:
+        """The call without arguments that runs a node."""
         kernel = of_side(self.kernels, node.on_host)[node.op.name]
         ins = [None if value is None else self.buffer(value) for value in node.inputs]
         outs = [self.buffer(output) for output in node.outputs]

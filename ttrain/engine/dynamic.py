@@ -36,7 +36,8 @@ class DynamicStep(Step):
         super().__init__(engine, name, graph, fixed=False)
         self._trace = trace
         self._recorded: Any = None  # what `_facts` tells of the last recorded graph
-        self._joined, self._roots, self._order = graph, roots_of(graph), list[tuple[Node, list[Value]]]()  # made of it
+        # What was made of it: the graph that is launched, who owns which buffer, and its nodes with what dies there.
+        self._joined, self._roots, self._order = graph, roots_of(graph), list[tuple[Node, list[Value]]]()
 
     def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
         with self.engine.device.launching(self._what), self._counted:
@@ -113,10 +114,9 @@ class _Tape(Bound):
         self.values: dict[Value, Placed] = {}
 
     def allocate(self, value: Value) -> Buffer:
-        side, purpose = (
-            self.device.side(value.on_host),
-            value.producer.op.name if value.producer else f"input {value.name}",
-        )
+        """Gives a value its memory."""
+        purpose = f"input {value.name}" if value.producer is None else value.producer.op.name
+        side = self.device.side(value.on_host)
         arena = side.allocate_arena(value.spec.nbytes, purpose)
         self.values[value] = arena, 0, side.place(arena, 0, value.spec)
         return self.values[value][2]

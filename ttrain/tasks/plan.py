@@ -49,8 +49,8 @@ def run(config: Config) -> None:
             report = plan_report(session.graph, session.state, steps)
         extra = _Extra(config, session, steps, report, device)
         ways = session.engine.ways()
-        told = f" {show_ways(ways)}" if ways and config.engine.name == "traced" else ""
-        print(_title(config, model, device.name) + told + extra.verdict + "\n")
+        multiplied = f" {show_ways(ways)}" if ways and config.engine.name == "traced" else ""
+        print(_title(config, model, device.name) + multiplied + extra.verdict + "\n")
         _print([*report.tables(), *extra.tables])  # what takes no time is there at once
         for table in extra.slow_tables(session, steps):
             _print([table])

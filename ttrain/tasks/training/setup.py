@@ -73,7 +73,7 @@ class Setup:
         label = f"{self.model_name}_{device.name}_{self.config.engine.name}"
         claimed: list[RunDirectory] = []
         origin = self.origin
-        # what does not go on in the run that it continues writes into no run that trains
+        # What continues a run without writing into it, as a dry run does, gets a directory of its own.
         wanted = self.config.run.dir if origin.held is None else None
 
         def fill(run: RunDirectory) -> None:
@@ -154,7 +154,8 @@ class Setup:
         yield f"Training {parts} on {place}. Run: {path}"
         if config.engine.name == "traced":
             yield "The first step is compiled or captured, which takes longer than the others."
-            yield from [show_ways(ways)] * bool(ways)
+            if ways:
+                yield show_ways(ways)
         schedule = self.reader(0, Position()).schedule
         rows = [schedule.at(number).rows for number in (1, train.steps)]
         yield extent_line(self.dataset, train.steps, rows, schedule.read(0, train.steps).tokens, config.data.limit)

@@ -154,7 +154,7 @@ class NodeProfile:
             f"{self.overhead:+.1%}. The nodes together take {duration(whole.seconds)}.",
             f"At the roof, {rates} as measured here, they would take {duration(whole.roof)}: each kernel its FLOPs or "
             f"its bytes, whichever takes longer. That is {whole.roof / self.plain:.0%} of the step.",
-            *[show_ways(self.ways)] * bool(self.ways),
+            *([show_ways(self.ways)] if self.ways else []),
         )
         return [
             Table(f"Longest {len(nodes)} of {len(self.nodes)} nodes", ("part", "stage", "op", *columns), nodes),
