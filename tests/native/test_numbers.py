@@ -209,3 +209,14 @@ def test_large_shapes_agree_with_the_reference(
             error = float((got.double() - wanted).abs().max()) / scale
             narrow = torch.bfloat16 in (got.dtype, inputs[0].dtype)  # logits are rounded before the softmax
             assert error < (3e-2 if narrow else 5e-6), name
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, 1e-38])
+def test_hidden_keys_stay_hidden_whatever_the_scale(device: NativeDevice, scale: float) -> None:
+    mask = AttentionMask(window=3)
+    qkv = torch.randn(1, 9, 3 * 8, generator=torch.Generator().manual_seed(1))
+    inputs, attributes = [qkv, *[None] * 5], {"heads": 2, "scale": scale, "mask": mask}
+    y, statistics = run_all(device, [("attention", inputs, attributes)])[0]
+    expected = op("attention").reference(qkv.double(), *inputs[1:], **attributes)
+    torch.testing.assert_close(y.double(), expected[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(statistics.double(), expected[1], rtol=1e-5, atol=1e-6)

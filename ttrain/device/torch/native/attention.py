@@ -9,6 +9,7 @@ from ttrain.device.torch.native.elementwise import NO_MASK, mask
 from ttrain.device.torch.native.native import Native, Rule, Sizing, fp32
 from ttrain.device.torch.native.request import Request, c_float, c_type, stored, template
 
+_LEAST_SCALE = 1e-30  # hidden scores are the lowest numbers before they are scaled
 _TILE = 32  # columns of a tile with the widest vectors; narrower ones need less scratch
 
 
@@ -37,7 +38,8 @@ def _attention(request: Request, sizing: Sizing) -> Native | None:
     features = q.shape[2] // (3 if packed else 1)
     kv_heads = settings.get("kv_heads", heads)
     alike = packed or request.input(2 + backward).shape[2] * heads == features * kv_heads
-    if not stored((q, *request.outputs)) or q.size == 0 or not alike:
+    ordinary = settings["scale"] > _LEAST_SCALE
+    if not stored((q, *request.outputs)) or q.size == 0 or not alike or not ordinary:
         return None
     windowed = rules.window is not None and rules.name != CAUSAL
     if rules.name == FULL or windowed or rules.position_bias == "distance":

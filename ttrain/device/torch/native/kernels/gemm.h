@@ -175,16 +175,17 @@ INLINE void pack_left(Sizes s, const E* a, i64 k0, i64 k1, i64 i0, i64 i1, Unit<
     if constexpr (Turned)
         if (k1 * elements <= s.K) {
             constexpr i64 line = 2 * W;  // columns of a cache line of bf16, which may not be there any more a column later
+            constexpr int part = W < TILE_ROWS ? W : TILE_ROWS;  // of a vector, that lies side by side in a panel
             const i64 whole = (i1 - i0) / line * line;
             for (i64 first = 0; first < steps; first += near)
                 for (i64 j = 0; j < whole; j += line)
                     for (i64 k = first; k < first + near && k < steps; ++k)
                         for (i64 r = j; r < j + line; r += W) {
                             const auto units = units_at(a + (k0 + k) * next + i0 + r, s.a_row);
-                            for (int p = 0; p < W; p += TILE_ROWS)
+                            for (int p = 0; p < W; p += part)
                                 __builtin_memcpy(
-                                    panels + (r + p) * steps + k * TILE_ROWS,
-                                    reinterpret_cast<const Unit<E>*>(&units) + p, TILE_ROWS * sizeof(Unit<E>));
+                                    panels + (r + p) / TILE_ROWS * panel + k * TILE_ROWS + (r + p) % TILE_ROWS,
+                                    reinterpret_cast<const Unit<E>*>(&units) + p, part * sizeof(Unit<E>));
                         }
             i += whole;
             panels += whole * steps;
