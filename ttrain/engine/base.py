@@ -11,8 +11,7 @@ import numpy as np
 
 from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.names import did_you_mean
-from ttrain.core.spec import TensorSpec
-from ttrain.device.base import NUMPY_DTYPES, Buffer, Device, Launch
+from ttrain.device.base import NUMPY_DTYPES, Buffer, Device, Kernel, Launch
 from ttrain.engine.state import State
 from ttrain.graph.graph import Graph, Node, RecordCounter, Value
 from ttrain.graph.place import place
@@ -53,7 +52,10 @@ class Step(ABC):
         self.inputs = {key: value.spec for key, value in graph.inputs.items()}
         read = {value for node in graph.nodes for value in node.inputs} | {*graph.outputs.values()}
         self.uploads = {key: value.spec for key, value in graph.inputs.items() if value in read or not fixed}
-        self._arrays = HostInputs(name, self.inputs, self.uploads, engine.device.chips)
+        self._expected = []
+        for key, spec in self.uploads.items():  # where several chips share a batch, fields hold the rows of all of them
+            whole = (engine.device.chips * spec.shape[0], *spec.shape[1:]) if spec.rank >= 2 else spec.shape
+            self._expected.append((key, np.dtype(NUMPY_DTYPES[spec.dtype]), spec.shape, whole))
         self._counted = CountedRun(engine)
         self._what = f"step {name}"  # for a device that watches launches
 
@@ -87,6 +89,32 @@ class Step(ABC):
         """What one run launches, where that is fixed; empty otherwise."""
         return []
 
+    def _arrays(self, given: Mapping[str, HostValue]) -> dict[str, np.ndarray]:
+        """Inputs that it reads, as arrays of the declared shape. A changed shape is refused, never rebuilt for."""
+        if given.keys() != self.inputs.keys():
+            self._refuse_names(given)
+        arrays = {}
+        for key, dtype, shape, whole in self._expected:
+            array = np.asarray(given[key])
+            if array.dtype is not dtype:
+                if array.dtype.kind not in _TAKEN[dtype.kind]:
+                    raise ShapeError(f"step {self.name}: input {key!r} has dtype {array.dtype}, expected {dtype}.")
+                array = array.astype(dtype, copy=False)
+            if array.shape != shape and array.shape != whole:
+                raise ShapeError(
+                    f"step {self.name}: input {key!r} has shape {list(array.shape)}, expected {list(whole)}. A built "
+                    "step has fixed shapes; build another step for another shape."
+                )
+            arrays[key] = array
+        return arrays
+
+    def _refuse_names(self, given: Mapping[str, HostValue]) -> None:
+        for key in sorted(given.keys() - self.inputs.keys()):
+            raise ShapeError(f"step {self.name}: unknown input {key!r}. {did_you_mean(key, self.inputs)}")
+        for key, spec in self.inputs.items():
+            if key not in given:
+                raise ShapeError(f"step {self.name}: input {key!r} ({spec}) is missing.")
+
 
 class Engine(ABC):
     """Builds steps that share one state on one device."""
@@ -95,15 +123,17 @@ class Engine(ABC):
 
     def __init__(self, device: Device, state: State) -> None:
         self.device, self.state = device, state
+        self.kernels: Mapping[str, Kernel] = device.kernels
         self.counters = EngineCounters()
 
     @abstractmethod
     def build(self, name: str, trace: Trace) -> Step:
         """A step from the function that records it."""
 
-    def ways(self) -> dict[str, str]:
-        """The way that each product of its steps goes, where a device has several; see Kernel."""
-        return {}
+    @property
+    def plans(self) -> list[Plan]:
+        """Those of the steps built so far, where steps are planned."""
+        return []
 
     def close(self) -> None:
         """Release what was built; the engine can build anew. The device outlives it."""
@@ -127,47 +157,6 @@ class CountedRun:
             counters.allocations_after_first += self._engine.device.counters.allocations - self._allocations
             counters.nodes_after_first += RecordCounter.nodes - self._nodes
         self._first = False
-
-
-class HostInputs:
-    """Inputs that a step reads, as arrays of the declared shape. A changed shape is refused, never rebuilt for.
-
-    Where several chips share a batch, its fields hold the rows of all of them.
-    """
-
-    def __init__(
-        self, name: str, specs: Mapping[str, TensorSpec], uploads: Mapping[str, TensorSpec], chips: int = 1
-    ) -> None:
-        self._name, self._specs = name, specs
-        self._expected = []
-        for key, spec in uploads.items():
-            whole = (chips * spec.shape[0], *spec.shape[1:]) if spec.rank >= 2 else spec.shape
-            self._expected.append((key, np.dtype(NUMPY_DTYPES[spec.dtype]), spec.shape, whole))
-
-    def __call__(self, given: Mapping[str, HostValue]) -> dict[str, np.ndarray]:
-        if given.keys() != self._specs.keys():
-            self._refuse_names(given)
-        arrays = {}
-        for key, dtype, shape, whole in self._expected:
-            array = np.asarray(given[key])
-            if array.dtype is not dtype:
-                if array.dtype.kind not in _TAKEN[dtype.kind]:
-                    raise ShapeError(f"step {self._name}: input {key!r} has dtype {array.dtype}, expected {dtype}.")
-                array = array.astype(dtype, copy=False)
-            if array.shape != shape and array.shape != whole:
-                raise ShapeError(
-                    f"step {self._name}: input {key!r} has shape {list(array.shape)}, expected {list(whole)}. A built "
-                    "step has fixed shapes; build another step for another shape."
-                )
-            arrays[key] = array
-        return arrays
-
-    def _refuse_names(self, given: Mapping[str, HostValue]) -> None:
-        for key in sorted(given.keys() - self._specs.keys()):
-            raise ShapeError(f"step {self._name}: unknown input {key!r}. {did_you_mean(key, self._specs)}")
-        for key, spec in self._specs.items():
-            if key not in given:
-                raise ShapeError(f"step {self._name}: input {key!r} ({spec}) is missing.")
 
 
 def host_outputs(device: Device, outputs: Mapping[str, tuple[Value, Buffer]]) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Buffer, Kernel, Launch, of_side
+from ttrain.device.base import Buffer, Launch, of_side
 from ttrain.engine.base import Engine
 from ttrain.engine.state import Placed
 from ttrain.graph.graph import Node, Value
@@ -20,8 +20,9 @@ class Bound(ABC):
     `owner_of` tells of a value the one whose buffer it shares. Offsets are bytes.
     """
 
-    def __init__(self, engine: Engine, kernels: Mapping[str, Kernel], owner_of: Callable[[Value], Value]) -> None:
-        self.device, self.state, self.kernels, self.owner_of = engine.device, engine.state, kernels, owner_of
+    def __init__(self, engine: Engine, owner_of: Callable[[Value], Value]) -> None:
+        self.device, self.state, self.kernels = engine.device, engine.state, engine.kernels
+        self.owner_of = owner_of
 
     @abstractmethod
     def placed(self, owner: Value) -> Placed:

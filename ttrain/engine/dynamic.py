@@ -110,7 +110,7 @@ class _Tape(Bound):
     """Buffers of one running step: every value has memory of its own."""
 
     def __init__(self, engine: Engine, roots: Mapping[Value, Value]) -> None:
-        super().__init__(engine, engine.device.kernels, roots.__getitem__)
+        super().__init__(engine, roots.__getitem__)
         self.values: dict[Value, Placed] = {}
 
     def allocate(self, value: Value) -> Buffer:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ttrain.autodiff.rematerialize import rematerialize
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Arena, Buffer, Device, Kernel, Launch, flat_launches, of_side
+from ttrain.device.base import Arena, Buffer, Device, Launch, flat_launches
 from ttrain.engine.base import Engine, HostValue, Look, Step, Trace, host_outputs, traced_graph
 from ttrain.engine.bound import Bound
 from ttrain.engine.state import Placed, State
@@ -49,7 +49,6 @@ class StaticEngine(Engine):
     def __init__(self, device: Device, state: State, rematerialize: bool = True) -> None:
         super().__init__(device, state)
         self.rematerialize = rematerialize
-        self.kernels: Mapping[str, Kernel] = device.kernels
         self._steps: list[StaticStep] = []
         self._arenas: dict[bool, tuple[Arena, int]] = {}  # shared ones with their bytes; True for the host's
 
@@ -77,14 +76,9 @@ class StaticEngine(Engine):
         of_host = None if self.device.host is None else self.shared_arena(on_host=True)
         return BoundPlan(plan, self, (arena, of_host))
 
-    def ways(self) -> dict[str, str]:
-        found = {}
-        for node in (node for step in self._steps for node in step.plan.launched):
-            if (way := of_side(self.kernels, node.on_host)[node.op.name].way) is not None:
-                specs = ", ".join(str(value.spec) for value in node.values)
-                settings = (f"{name}={value}" for name, value in sorted(node.attributes.items()))
-                found[" ".join([f"{node.op.name}({specs})", *settings])] = way(*node.specs, node.attributes)
-        return found
+    @property
+    def plans(self) -> list[Plan]:
+        return [step.plan for step in self._steps]
 
     def close(self) -> None:
         self._steps.clear()
@@ -97,8 +91,7 @@ class StaticEngine(Engine):
 
     def shared_arena(self, on_host: bool = False) -> Arena:
         """The arena of all steps built so far. Steps built later that need more get one of their own."""
-        plans = [step.plan for step in self._steps]
-        needed = max(plan.host_arena_bytes if on_host else plan.arena_bytes for plan in plans)
+        needed = max(plan.host_arena_bytes if on_host else plan.arena_bytes for plan in self.plans)
         arena, nbytes = self._arenas.get(on_host, (None, -1))
         if needed > nbytes:
             names = ", ".join(step.name for step in self._steps)
@@ -175,7 +168,7 @@ class BoundPlan(Bound):
 
     def __init__(self, plan: Plan, engine: StaticEngine, arenas: tuple[Arena, Arena]) -> None:
         """The arenas are that of the device, and that of the host beside it."""
-        super().__init__(engine, engine.kernels, plan.placement.owner_of)
+        super().__init__(engine, plan.placement.owner_of)
         self._plan, self._arenas = plan, arenas
         self.inputs = {name: self.buffer(value) for name, value in plan.graph.inputs.items()}
         self.outputs = {name: (value, self.buffer(value)) for name, value in plan.graph.outputs.items()}

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def run(config: Config) -> None:
     """Prints the plan, and with plan.show the nodes or the buffers behind it; writes plan.json=<file> if asked."""
     from ttrain.train.forecast.plan_report import plan_report
-    from ttrain.train.forecast.show import show_ways
+    from ttrain.train.forecast.show import show_ways, ways
 
     if config.plan.calibrate:
         _calibrate(config)
@@ -48,8 +48,8 @@ def run(config: Config) -> None:
             steps = session.build_training()
             report = plan_report(session.graph, session.state, steps)
         extra = _Extra(config, session, steps, report, device)
-        ways = session.engine.ways()
-        multiplied = f" {show_ways(ways)}" if ways and config.engine.name == "traced" else ""
+        products = ways(session.engine)
+        multiplied = f" {show_ways(products)}" if products and config.engine.name == "traced" else ""
         print(_title(config, model, device.name) + multiplied + extra.verdict + "\n")
         _print([*report.tables(), *extra.tables])  # what takes no time is there at once
         for table in extra.slow_tables(session, steps):
@@ -57,7 +57,7 @@ def run(config: Config) -> None:
         if config.plan.show is not None:
             _show(config.plan.show, session, steps)
         if config.plan.json is not None:
-            _write_json(config, device.name, {**report.to_dict(), "products": ways, **extra.values})
+            _write_json(config, device.name, {**report.to_dict(), "products": products, **extra.values})
         if config.plan.picture is not None:
             _draw(config.plan.picture, report, steps)
 
@@ -128,7 +128,7 @@ def _show(what: str, session: Session, steps: Any) -> None:
             print(plain_table(op_table(name, steps[name].plan.launched)))
             continue
         if what == "plan":
-            text = show_plan(steps[name].plan, getattr(session.engine, "kernels", None))
+            text = show_plan(steps[name].plan, session.engine.kernels)
         else:
             graph = Graph()
             trace(graph)

@@ -130,11 +130,12 @@ class Setup:
     ) -> None:
         """Writes config, environment and plan of this attempt, and what `attempt` says of it."""
         from ttrain.train.forecast.plan_report import plan_report
+        from ttrain.train.forecast.show import ways
         from ttrain.train.runs.record import environment_record
 
         dataset, arguments = self.dataset, list(self.config.source.overrides)
         tokenizer_hash = None if dataset.tokenizer is None else dataset.tokenizer.hash
-        facts = {**session.engine.device.describe(), "products": session.engine.ways()}
+        facts = {**session.engine.device.describe(), "products": ways(session.engine)}
         environment = environment_record(self.stored, facts, dataset.description, tokenizer_hash, arguments)
         run.record(self.stored, {**environment, "model": self.model_name, **attempt})
         run.write_plan(plan_report(session.graph, session.state, steps).text())
@@ -142,11 +143,11 @@ class Setup:
     def announcement(self, engine: Engine, path: Path, step: int) -> Iterator[str]:
         """What is trained, where and on what, and what has to be known of it, `step` steps being done."""
         from ttrain.optim.groups import frozen_count
-        from ttrain.train.forecast.show import show_ways
+        from ttrain.train.forecast.show import show_ways, ways
         from ttrain.train.runs.summary import extent_line
 
         config, model, train = self.config, self.model, self.config.train
-        device, ways = engine.device, engine.ways()
+        device, found = engine.device, ways(engine)
         parts = f"{self.model_name} with {format_count(model.parameter_count)} parameters"
         if count := frozen_count(model.parameters(), config.optimizer):
             parts += f", {format_count(count)} of them frozen,"
@@ -154,12 +155,12 @@ class Setup:
         yield f"Training {parts} on {place}. Run: {path}"
         if config.engine.name == "traced":
             yield "The first step is compiled or captured, which takes longer than the others."
-            if ways:
-                yield show_ways(ways)
+            if found:
+                yield show_ways(found)
         schedule = self.reader(0, Position()).schedule
         rows = [schedule.at(number).rows for number in (1, train.steps)]
         yield extent_line(self.dataset, train.steps, rows, schedule.read(0, train.steps).tokens, config.data.limit)
-        of_device = filter(None, [device.caution, self._other_bits(device, ways)])
+        of_device = filter(None, [device.caution, self._other_bits(device, found)])
         for warning in (*of_device, *notices(config), *self.warnings):
             yield f"WARNING: {warning}"
         if step >= train.steps:

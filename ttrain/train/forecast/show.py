@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 
 from ttrain.device.base import Kernel, of_side
+from ttrain.engine.base import Engine
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Stage
 from ttrain.plan.lifetime import BEFORE
@@ -63,9 +64,20 @@ def show_plan(plan: Plan, kernels: Mapping[str, Kernel] | None = None) -> str:
     return "\n".join(lines)
 
 
-def show_ways(ways: Mapping[str, str]) -> str:
-    """How many products, equal ones counted once, go each way."""
-    counts = sorted(Counter(ways.values()).items())
+def ways(engine: Engine) -> dict[str, str]:
+    """The way that each product of an engine's steps goes, where its device has several; see Kernel."""
+    found = {}
+    for node in (node for plan in engine.plans for node in plan.launched):
+        if (way := of_side(engine.kernels, node.on_host)[node.op.name].way) is not None:
+            specs = ", ".join(str(value.spec) for value in node.values)
+            settings = (f"{name}={value}" for name, value in sorted(node.attributes.items()))
+            found[" ".join([f"{node.op.name}({specs})", *settings])] = way(*node.specs, node.attributes)
+    return found
+
+
+def show_ways(found: Mapping[str, str]) -> str:
+    """How many products, equal ones counted once, go each of the `ways`."""
+    counts = sorted(Counter(found.values()).items())
     return "Products, equal ones counted once: " + ", ".join(f"{count} {way}" for way, count in counts) + "."
 
 
