@@ -8,14 +8,15 @@ import pytest
 
 import ttrain.ops  # noqa: F401 - fills the registry
 from ttrain.core.attention_mask import EVERY_KEY, AttentionMask
-from ttrain.core.errors import ShapeError
+from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.shapes import Shapes
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph import REGISTRY, Op
+from ttrain.graph import REGISTRY, Case, Op
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.base import EXAMPLE
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD as PlainSGD
+from ttrain.verify.cases import _drawn
 
 
 def fp32(*shape: int) -> TensorSpec:
@@ -91,7 +92,7 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("softmax", [int64(4, 5)], {"scale": 1.0, "mask": AttentionMask("full")}, "floating-point"),
     ("log_sum_exp", [fp32(2, 4, 5)], {"scale": 1.0, "mask": AttentionMask()}, "[..., T, T]"),
     ("softmax_grad", [fp32(4, 5), bf16(4, 5)], {"scale": 1.0}, "y fp32[4, 5]"),
-    ("attention", [fp32(2, 5, 25), *NONE], HEADS, "multiple of 3 x 2 heads"),
+    ("attention", [fp32(2, 5, 25), *NONE], HEADS, "multiple of 3 parts x 2 heads"),
     ("attention", [fp32(2, 5, 24), *NONE], {**HEADS, "p": 0.1}, "a seed"),
     ("attention", [fp32(5, 24), *NONE], HEADS, "q fp32[B, T, Q]"),
     ("attention", [fp32(2, 5, 24), *NONE], {**HEADS, "kv_heads": 1}, "Give q, k and v apart"),
@@ -99,7 +100,7 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("attention", [fp32(2, 5, 8), fp32(2, 6, 8), fp32(2, 5, 8), *NONE[2:]], HEADS, "k fp32[2, 5, K]"),
     ("attention", [fp32(2, 5, 8), fp32(2, 5, 8), fp32(2, 4, 8), *NONE[2:]], HEADS, "v fp32[2, 5, V]"),
     ("attention", [fp32(2, 5, 8), fp32(2, 5, 8), bf16(2, 5, 8), *NONE[2:]], HEADS, "v fp32[2, 5, V]"),
-    ("attention", [fp32(2, 5, 8), fp32(2, 5, 8), fp32(2, 5, 9), *NONE[2:]], HEADS, "multiple of 2 heads"),
+    ("attention", [fp32(2, 5, 8), fp32(2, 5, 8), fp32(2, 5, 9), *NONE[2:]], HEADS, "multiple of 1 parts x 2 heads"),
     ("attention", [*[fp32(2, 5, 8)] * 3, *NONE[2:]], {**HEADS, "kv_heads": 3}, "a multiple of kv_heads"),
     ("attention", [*[fp32(2, 5, 8)] * 3, *NONE[2:]], {**HEADS, "kv_heads": 1}, "1 heads as wide as q's"),
     ("attention", [*[fp32(2, 5, 8)] * 3, fp32(2, 3, 5, 5), *NONE[3:]], HEADS, "[1 or 2, 1 or 2, 5, 5]"),
@@ -220,3 +221,14 @@ def test_a_letter_stands_for_one_size() -> None:
     for x, y in ((fp32(2, 3, 4), fp32(2)), (fp32(2, 3, 3), fp32(4)), (fp32(3), fp32())):
         with pytest.raises(ShapeError):
             square.check("op", {"x": [x], "y": [y]})
+
+
+def test_a_case_without_shapes_has_those_that_the_op_declares() -> None:
+    drawn = list(_drawn(REGISTRY["linear"], Case()))
+    assert [case.shapes[:2] for case in drawn[::2]] == [
+        ((4, 8), (5, 8)), ((2, 3, 32), (33, 32)), ((1, 1, 33), (2, 33)), ((5, 257), (7, 257)),
+    ]  # fmt: skip
+    assert {case.shapes[2] for case in drawn} == {None, (5,), (33,), (2,), (7,)}
+    assert [case.integers for case in _drawn(REGISTRY["embedding"], Case())] == [{"ids": v} for v in (8, 32, 33, 257)]
+    with pytest.raises(GraphError, match="matmul: it declares no shapes"):
+        list(_drawn(REGISTRY["matmul"], Case()))

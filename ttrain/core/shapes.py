@@ -29,6 +29,16 @@ class Shapes:
                 f"shapes: got {text!r}, expected as in 'x [..., I], weight any [O, I], ids int64 [N] or []'."
             )
         self.wide = tuple(name for name, kind, _ in self._inputs if kind == "wide")
+        self.integers = tuple(name for name, kind, _ in self._inputs if kind == "int64")
+
+    @property
+    def axes(self) -> list[str]:
+        """Letters, and `...`, in the order in which they occur first."""
+        return list(dict.fromkeys(axis for _, _, choices in self._inputs for axis in choices[0]))
+
+    def of_sizes(self, sizes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """The shape of each input where the axes are these, the first where two will do."""
+        return {name: tuple(part for axis in axes[0] for part in sizes[axis]) for name, _, axes in self._inputs}
 
     def check(self, owner: str, given: Mapping[str, Sequence[TensorSpec]]) -> None:
         """Raise ShapeError unless inputs are as declared: by name, none where one is absent, several of a list."""

@@ -134,18 +134,21 @@ class Node:
 class Case:
     """One test case of an op: input shapes (None for an absent input) and attributes.
 
+    Without shapes it stands for several, which follow from the shapes that the op declares.
+
     `integers` maps an input's name to the exclusive upper bound of its random int64 values; `holes` names those in
     which some values are -1 instead (no target there). `positive` names inputs whose values must be above zero. The
     tensors of a list input are named `<list>.<number>`. `narrow` names tensors that are in the dtype which the case is
-    run in although the op keeps such inputs wide.
+    run in although the op keeps such inputs wide. `values` gives int64 values that can't be random, in nested lists.
     """
 
-    shapes: tuple[tuple[int, ...] | None, ...]
+    shapes: tuple[tuple[int, ...] | None, ...] = ()
     attributes: Mapping[str, Any] = field(default_factory=dict)
     integers: Mapping[str, int] = field(default_factory=dict)
     positive: tuple[str, ...] = ()
     holes: tuple[str, ...] = ()
     narrow: tuple[str, ...] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Op:
@@ -229,12 +232,6 @@ class Op:
         `record(inputs, attributes, on_host)` records this op on one side and returns its outputs.
         """
         return None
-
-    def derived(self, given: Mapping[str, Any], attributes: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Inputs of a test case that can't be random because they follow from the others, as fp64 tensors by name;
-        names that the case does not have are passed over.
-        """
-        return {}
 
     # What follows is shared machinery; subclasses leave it alone.
 

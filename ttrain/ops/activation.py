@@ -79,6 +79,4 @@ def gated_activation(gate: Value, up: Value, function: str) -> Value:
     return activation(gate, function) * up
 
 
-for _shape in PLAIN_SHAPES:
-    for _function in ("silu", "gelu", "relu"):
-        cases(gated_activation, Case((_shape, _shape), {"function": _function}))
+cases(gated_activation, *(Case(attributes={"function": name}) for name in ("silu", "gelu", "relu")))

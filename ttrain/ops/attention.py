@@ -27,12 +27,10 @@ def _check_scores(owner: str, x: TensorSpec, mask: AttentionMask) -> None:
 
 
 def _scores_in_torch(x: Any, scale: float, mask: AttentionMask) -> Any:
-    import torch
-
     if mask.is_full:
         return scale * x
     heads = x.shape[-3] if mask.biased else 1
-    bias = torch.from_numpy(mask.score_bias(heads, x.shape[-1], -math.inf)).to(x.dtype)
+    bias = x.new_tensor(mask.score_bias(heads, x.shape[-1], -math.inf))
     return scale * x + (bias if mask.biased else bias[0])
 
 
@@ -122,14 +120,6 @@ def _bias_in_torch(positions: Any, dtype: DType) -> Any:
     return (starts[:, None, :, None] != starts[:, None, None, :]).double() * HIDDEN
 
 
-def _example_positions(given: Mapping[str, Any], attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of documents that begin where random numbers [B, T] are even."""
-    if given.get("positions") is None:
-        return {}
-    numbers = (0 * given["positions"] + 1).cumsum(1) - 1
-    return {"positions": numbers - (numbers * (given["positions"] % 2 == 0)).cummax(1).values}
-
-
 @primitive("positions int64 [B, T]", outputs=("bias",), reference=_bias_in_torch)
 def document_bias(positions: Value, dtype: DType) -> TensorSpec:
     """[B, 1, T, T] to add to scaled scores: HIDDEN where a key lies in another document than its query, else 0.
@@ -142,7 +132,7 @@ def document_bias(positions: Value, dtype: DType) -> TensorSpec:
 _QKV = "q [B, T, Q], k [B, T, K], v [B, T, V], bias [...], positions int64 [B, T]"
 
 
-@composite(_QKV, name="attention", outputs=("y", "log_sum_exp"), derived=_example_positions)
+@composite(_QKV, name="attention", outputs=("y", "log_sum_exp"))
 def _attention(
     q: Value,
     k: Value | None,
@@ -160,7 +150,7 @@ def _attention(
     """`log_sum_exp` [B, H, T] fp32 of the biased scores is what a kernel's backward needs to form the probabilities
     again; they are never kept.
     """
-    parts = _parts("attention", q, k, v, heads, kv_heads)
+    parts = _parts(q, k, v, heads, kv_heads)
     scores, factor = _scores(parts, bias, positions, scale)
     probabilities = softmax(scores, factor, mask)
     if p:
@@ -199,8 +189,7 @@ def attention_grad(
     stream: int = 0,
 ) -> tuple[Value, ...]:
     """Gradients of what attention was given, forming the probabilities again. dq alone is that of a packed q."""
-    name = "attention_grad"
-    parts = _parts(name, q, k, v, heads, kv_heads)
+    parts = _parts(q, k, v, heads, kv_heads)
     (dy_heads,) = split_heads(dy, 1, heads)
     dy_heads = parts.grouped(dy_heads)
     scores, factor = _scores(parts, bias, positions, scale)
@@ -239,21 +228,16 @@ class _Parts(NamedTuple):
         return reshape(x, (x.shape[0], self.heads, self.time, x.shape[3]))
 
 
-def _parts(name: str, q: Value, k: Value | None, v: Value | None, heads: int, kv_heads: int | None) -> _Parts:
+def _parts(q: Value, k: Value | None, v: Value | None, heads: int, kv_heads: int | None) -> _Parts:
     """Queries, keys and values by heads. Raises ShapeError for shapes that do not fit."""
-    time, pairs = q.shape[1], kv_heads or heads
+    name, time, pairs = "attention", q.shape[1], kv_heads or heads
     if k is None or v is None:
         require(k is v, name, "one of k and v", "both, or none for a packed q")
-        require(q.shape[2] % (3 * heads) == 0, name, f"{q.shape[2]} features", f"a multiple of 3 x {heads} heads")
         fix = "Give q, k and v apart."
         require(pairs == heads, name, f"{kv_heads=} of a packed projection", f"{heads} as it has heads", fix)
         queries, keys, values = split_heads(q, 3, heads)
         return _Parts(queries, keys, values, heads, time)
     require(heads % pairs == 0, name, f"{heads} heads and {kv_heads=}", "a multiple of kv_heads")
-    for label, spec, count in (("q", q.spec, heads), ("k", k.spec, pairs), ("v", v.spec, pairs)):
-        require(
-            spec.shape[2] % count == 0, name, f"{label} of {spec.shape[2]} features", f"a multiple of {count} heads"
-        )
     narrow = q.spec.with_shape(*q.shape[:2], q.shape[2] // heads * pairs)
     require(k.spec == narrow, name, f"q {q.spec} and k {k.spec}", f"k {narrow}, {pairs} heads as wide as q's")
     (by_heads,), (keys,), (values,) = split_heads(q, 1, heads), split_heads(k, 1, pairs), split_heads(v, 1, pairs)
@@ -305,9 +289,11 @@ _CASES: tuple[tuple[Any, ...], ...] = (
 def _case(q: Any, k: Any, v: Any, bias: Any, heads: int, more: Mapping[str, Any]) -> Case:
     width = q[2] // (3 if k is None else 1) // heads
     attributes = {"heads": heads, "scale": attention_scale(width), "mask": AttentionMask(), **more}
-    documents = attributes.pop("documents", False)
-    shapes = (q, k, v, bias, () if more.get("p") else None, q[:2] if documents else None)
-    return Case(shapes, attributes, {"seed": 2**62, "positions": 2**20})
+    positions = (
+        [[t % (3 + row) for t in range(q[1])] for row in range(q[0])] if attributes.pop("documents", 0) else None
+    )
+    shapes = (q, k, v, bias, () if more.get("p") else None, q[:2] if positions else None)
+    return Case(shapes, attributes, {"seed": 2**62}, values={"positions": positions})
 
 
 cases(_attention, *(_case(*given) for given in _CASES))

@@ -25,12 +25,10 @@ def _check_cache(owner: str, cache: TensorSpec, rows: TensorSpec) -> None:
     require(fits, owner, f"{rows} and {cache}", "a multiple of its heads, at most as many rows as it has places")
 
 
-def _example_places(rows: int, context: int) -> dict[str, Any]:
-    """Places in the middle; a query sees the pair of places that its own belongs to, and what is before."""
-    import torch
-
-    positions = torch.arange(rows) + (context - rows) // 2
-    return {"positions": positions, "visible": (positions // 2 * 2 + 2).clamp(max=context)}
+def _places(rows: int, context: int) -> dict[str, list[int]]:
+    """For cases, places in the middle; a query sees the pair that its own belongs to, and what is before."""
+    positions = range((context - rows) // 2, (context + rows) // 2)
+    return {"positions": [*positions], "visible": [min(place // 2 * 2 + 2, context) for place in positions]}
 
 
 @primitive(
@@ -40,7 +38,6 @@ def _example_places(rows: int, context: int) -> dict[str, Any]:
     flops=free,
     nbytes=lambda node: 2 * node.input("rows").spec.nbytes,
     reference=lambda cache, rows, positions: cache.index_copy(2, positions, rows),
-    derived=lambda given, _: _example_places(given["rows"].shape[2], given["cache"].shape[2]),
 )
 def cache_write(cache: Value, rows: Value, positions: Value) -> TensorSpec:
     """cache[b, h, positions[i], :] <- rows[b, h, i, :]: rows [B, H, N, D], cache [B, H, C, D], positions int64 [N].
@@ -52,16 +49,14 @@ def cache_write(cache: Value, rows: Value, positions: Value) -> TensorSpec:
 
 
 for _cache, _rows in (((1, 2, 7, 4), 3), ((2, 3, 33, 5), 1), ((1, 1, 4, 8), 4)):
-    _shapes = (_cache, (*_cache[:2], _rows, _cache[3]), (_rows,))
-    cases(cache_write, Case(_shapes, integers={"positions": _cache[2]}))
+    _new = (*_cache[:2], _rows, _cache[3])
+    cases(cache_write, Case((_cache, _new, (_rows,)), values=_places(_rows, _cache[2])))
 
 
 def _bias_in_torch(positions: Any, visible: Any, context: int, dtype: DType, heads: int, mask: AttentionMask) -> Any:
-    import torch
-
     query, key = positions.numpy()[:, None], np.arange(context)
     hidden = (key >= visible.numpy()[:, None]) | (key <= query - (mask.window or context))
-    return torch.from_numpy(np.where(hidden, HIDDEN, mask.preference(heads, query, key)))[None]
+    return positions.double().new_tensor(np.where(hidden, HIDDEN, mask.preference(heads, query, key)))[None]
 
 
 @primitive("positions int64 [N], visible int64 [N]", outputs=("bias",), reference=_bias_in_torch)
@@ -80,7 +75,6 @@ def cache_bias(
 @composite(
     "q [B, H, N, K], keys [B, G, C, K], values [B, G, C, D], positions int64 [N], visible int64 [N]",
     differentiable=False,
-    derived=lambda given, _: _example_places(given["q"].shape[2], given["keys"].shape[2]),
 )
 def cached_attention(
     q: Value,
@@ -117,5 +111,5 @@ _ATTENTION_CASES: tuple[tuple[tuple[int, int], int, int, int, int, dict[str, Any
 for _lead, _rows, _context, _key_width, _width, _extra, _groups in _ATTENTION_CASES:
     _caches = ((_lead[0], _groups, _context, _key_width), (_lead[0], _groups, _context, _width))
     _tensors = ((*_lead, _rows, _key_width), *_caches)
-    _bounds = {"positions": _context, "visible": _context + 1}
-    cases(cached_attention, Case((*_tensors, (_rows,), (_rows,)), {"scale": 0.4, **_extra}, _bounds))
+    _shapes, _given = (*_tensors, (_rows,), (_rows,)), _places(_rows, _context)
+    cases(cached_attention, Case(_shapes, {"scale": 0.4, **_extra}, values=_given))

@@ -84,24 +84,19 @@ def _all_gather_state(tensors: Sequence[Value], count: int, bounds: Bounds = ())
     return [tensor.spec for tensor in tensors[:count]]
 
 
-@primitive(
-    reference=lambda *tensors, places, total, block: _block_norms(tensors, places, total, block),
-    wide=("tensors",),
-)
+def _norms_in_torch(*tensors: Any, places: Sequence[int], total: int, block: int) -> Any:
+    y = tensors[0].new_zeros(total).double()
+    for tensor, place in zip(tensors, places, strict=True):
+        for number, part in enumerate(tensor.reshape(-1).split(block)):
+            y[place + number] = part.double().norm()
+    return y
+
+
+@primitive(reference=_norms_in_torch, wide=("tensors",))
 def block_norms(tensors: Sequence[Value], places: tuple[int, ...], total: int, block: int) -> TensorSpec:
     """y [total] fp32: from places[i] on the L2 norms of every `block` elements of tensor i, and zeros elsewhere."""
     require(len(places) == len(tensors), "block_norms", f"{places=}", f"{len(tensors)} places")
     return TensorSpec((total,), DType.FP32)
-
-
-def _block_norms(tensors: Sequence[Any], places: Sequence[int], total: int, block: int) -> Any:
-    import torch
-
-    y = torch.zeros(total, dtype=torch.float64)
-    for tensor, place in zip(tensors, places, strict=True):
-        norms = [part.double().norm() for part in tensor.reshape(-1).split(block)]
-        y[place : place + len(norms)] = torch.stack(norms)
-    return y
 
 
 cases(_all_gather_state, Case(((4, 8), (257,), (3,)), {"count": 2}))

@@ -41,12 +41,7 @@ def embedding(ids: Value, weight: Value) -> Value:
     return reshape(matmul(hot, weight), (*ids.shape, weight.shape[1]))
 
 
-cases(
-    embedding,
-    Case(((3, 5), (7, 4)), integers={"ids": 7}),
-    Case(((33,), (65, 12)), integers={"ids": 65}),
-    Case(((2, 1), (1, 3)), integers={"ids": 1}),
-)
+cases(embedding, Case())
 
 
 @composite(
@@ -61,8 +56,4 @@ def add_embedding_grad(base: Value, dy: Value, ids: Value) -> Value:
     return base + embedding_grad(dy, ids, base.shape[0])
 
 
-cases(
-    add_embedding_grad,
-    Case(((7, 4), (3, 5, 4), (3, 5)), integers={"ids": 7}),
-    Case(((65, 40), (33, 40), (33,)), integers={"ids": 65}),
-)
+cases(add_embedding_grad, Case())

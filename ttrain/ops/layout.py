@@ -88,7 +88,7 @@ def _split_heads(x: Value, parts: int, heads: int) -> list[TensorSpec]:
     """[B, T, parts*H*D] -> `parts` tensors [B, H, T, D]: queries, keys and values from one projection."""
     batch, time, width = x.shape
     whole = width % (parts * heads) == 0
-    require(whole, "split_heads", f"{width} features", f"a multiple of {parts} parts x {heads} heads")
+    require(whole, "split_heads", x.spec, f"features that are a multiple of {parts} parts x {heads} heads")
     return [x.spec.with_shape(batch, heads, time, width // (parts * heads))] * parts
 
 

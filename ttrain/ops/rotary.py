@@ -12,8 +12,7 @@ from ttrain.ops.layout import index_put, index_select, merge_heads, reshape, spl
 
 
 @composite(
-    "x [B, T, F], cos any [T, R] or [B, T, R], sin any [T, R] or [B, T, R]",
-    wide=("cos", "sin"),
+    "x [B, T, F], cos wide [T, R] or [B, T, R], sin wide [T, R] or [B, T, R]",
     constants=("cos", "sin"),
 )
 def rotary(x: Value, cos: Value, sin: Value, heads: int, inverse: bool = False) -> Value:

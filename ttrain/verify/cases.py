@@ -1,6 +1,7 @@
 """The cases of ops: their inputs, drawn alike every time, and what PyTorch makes of them in fp64.
 
-An op declares the cases that it is run on, or others show them: one that declares none is run on what the bodies and
+An op declares the cases that it is run on; of one without shapes they follow from the shapes that the op declares. Or
+others show them: one that declares none is run on what the bodies and
 gradients of those that do record of it, on the very numbers that reach it there. So the op of a gradient needs no cases
 of its own.
 """
@@ -8,8 +9,8 @@ of its own.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -24,14 +25,19 @@ import ttrain.optim.lion
 import ttrain.optim.muon
 import ttrain.optim.schedule_free
 import ttrain.optim.sgd  # noqa: F401 - their rules are ops too
+from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import REGISTRY, Case, Op
+from ttrain.graph.composite import Declared
 from ttrain.graph.graph import Graph, Node, Value
+from ttrain.ops.common import PLAIN_SHAPES
 
 Arrays = dict[str, np.ndarray | None]  # by input name; None where an optional input is absent
 TORCH = {DType.FP64: torch.float64, DType.FP32: torch.float32, DType.BF16: torch.bfloat16}
 # Outputs that a loss may be formed from; the others are statistics that only the op's own backward reads.
 DIFFERENTIABLE_OUTPUTS = {"split_heads": 3}
+# What the axes `...` and then the letters of declared shapes stand for; PLAIN_SHAPES where there are no letters.
+SIZES: tuple[tuple[Any, ...], ...] = (((4,), 8, 5), ((2, 3), 32, 33), ((1, 1), 33, 2), ((5,), 257, 7))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +79,34 @@ def _made(value: Value | None, known: dict[Value | None, Any]) -> Any:
 
 def cases_of(op: Op) -> Sequence[Case]:
     """What an op is run on; nothing where it declares no case and no other op records it."""
-    return op.cases or _shown(len(REGISTRY)).get(op.name, ())
+    return _declared(op) or _shown(len(REGISTRY)).get(op.name, ())
+
+
+def _declared(op: Op) -> list[Case]:
+    return [drawn for case in op.cases for drawn in ([case] if case.shapes or not op.inputs else _drawn(op, case))]
+
+
+def _drawn(op: Op, case: Case) -> Iterator[Case]:
+    """A case in several sizes, with the optional inputs and without. Integers are below the size of V."""
+    assert isinstance(op, Declared)
+    if not op.shapes.text:
+        raise GraphError(f"{op.name}: it declares no shapes, so they can't be left out of its cases.")
+    letters = [axis for axis in op.shapes.axes if axis != "..."]
+    optional = any(name.endswith("?") for name in op.inputs)
+    for lead, *sizes in SIZES if letters else [(lead,) for lead in PLAIN_SHAPES]:
+        known = {"...": lead, **{letter: (size,) for letter, size in zip(letters, sizes, strict=False)}}
+        given = op.shapes.of_sizes(known)
+        bounds = {name: known.get("V", (2**62,))[0] for name in op.shapes.integers}
+        for absent in (False, True) if optional else (False,):
+            shapes = tuple(None if absent and name.endswith("?") else given[name.rstrip("?")] for name in op.inputs)
+            yield replace(case, shapes=shapes, integers=bounds)
 
 
 @lru_cache(maxsize=1)
 def _shown(ops: int) -> Mapping[str, Sequence[Case]]:
     """Of so many ops those without cases of their own, with the different ones that others show."""
     found: dict[str, dict[Any, Case]] = {}
-    for by, of in ((op, case) for op in REGISTRY.values() for case in op.cases):
+    for by, of in ((op, case) for op in REGISTRY.values() for case in _declared(op)):
         numbers: dict[str, int] = {}
         for node in _unfolded(by, of, DType.FP32).nodes:
             if not node.op.cases:
@@ -127,7 +153,7 @@ def input_specs(op: Op, case: Case, dtype: DType) -> dict[str, TensorSpec | None
     for name, shape in zip(input_names(op, case), case.shapes, strict=True):
         if shape is None:
             specs[name] = None
-        elif name in case.integers or name in ("targets", "ids", "seed"):
+        elif name in case.integers or name in case.values or name in ("targets", "ids", "seed"):
             specs[name] = TensorSpec(shape, DType.INT64)
         else:
             wide = name.partition(".")[0] in op.wide and name not in case.narrow
@@ -152,6 +178,8 @@ def draw(op: Op, case: Case, dtype: DType) -> Arrays:
     for name, spec in specs.items():
         if spec is None:
             arrays[name] = None
+        elif name in case.values:
+            arrays[name] = np.array(case.values[name])
         elif spec.dtype is DType.INT64:
             values = generator.integers(0, case.integers[name], spec.shape)
             if name in case.holes:
@@ -161,10 +189,6 @@ def draw(op: Op, case: Case, dtype: DType) -> Arrays:
             positive = name in case.positive
             drawn = generator.uniform(0.5, 1.5, spec.shape) if positive else generator.normal(size=spec.shape)
             arrays[name] = rounded(np.asarray(drawn), spec.dtype)
-    given = {name: as_torch(array) for name, array in arrays.items()}
-    for name, value in op.derived(given, case.attributes).items():
-        if (spec := specs.get(name)) is not None:
-            arrays[name] = rounded(value.numpy(), spec.dtype)
     return arrays
 
 
