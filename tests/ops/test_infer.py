@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -209,13 +210,14 @@ def test_an_unknown_attention_mask_is_refused(given: dict[str, Any], expected: s
         AttentionMask(**given)
 
 
-def test_shapes_that_can_not_be_read_are_refused() -> None:
-    with pytest.raises(ShapeError, match=r"got 'x\[\.\.\., C\]', expected as in"):
-        Shapes("x[..., C]")
+@pytest.mark.parametrize("text", ["x[..., C]", "y [C]", "x int7 [C]", "x [C],"])
+def test_shapes_that_can_not_be_read_or_are_of_other_inputs_are_refused(text: str) -> None:
+    with pytest.raises(ShapeError, match=rf"got '{re.escape(text)}', expected as in .* of the inputs x, z\."):
+        Shapes(text, ("x", "z"))
 
 
 def test_a_letter_stands_for_one_size() -> None:
-    square = Shapes("x [..., T, T], y [...] or [T]")
+    square = Shapes("x [..., T, T], y [...] or [T]", ("x", "y"))
     square.check("op", {"x": [fp32(2, 3, 3)], "y": [fp32(2)]})
     square.check("op", {"x": [fp32(4, 4)], "y": [fp32()]})
     for x, y in ((fp32(2, 3, 4), fp32(2)), (fp32(2, 3, 3), fp32(4)), (fp32(3), fp32())):

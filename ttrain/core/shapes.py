@@ -12,21 +12,25 @@ from collections.abc import Mapping, Sequence
 from ttrain.core.errors import ShapeError
 from ttrain.core.spec import DType, TensorSpec
 
+_KINDS = ("", "wide", "any", *(dtype.label for dtype in DType))
 _INPUT = re.compile(r"(\w+) (\w*) ?(\[.*?\](?: or \[.*?\])*)")
 
 
 class Shapes:
     """What a text declares. `wide` names the inputs that are fp32 at least even where a step computes in bf16."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, inputs: Sequence[str]) -> None:
+        """Raises ShapeError for a text that can't be read, or that names others than an op's `inputs`."""
         self.text = text
         self._inputs = [
             (name, kind, [axes.split(", ") if axes else [] for axes in re.findall(r"\[(.*?)\]", choices)])
             for name, kind, choices in _INPUT.findall(text)
         ]
-        if ", ".join(found[0] for found in _INPUT.finditer(text)) != text:
+        known = all(name in inputs and kind in _KINDS for name, kind, _ in self._inputs)
+        if not known or ", ".join(found[0] for found in _INPUT.finditer(text)) != text:
             raise ShapeError(
-                f"shapes: got {text!r}, expected as in 'x [..., I], weight any [O, I], ids int64 [N] or []'."
+                f"shapes: got {text!r}, expected as in 'x [..., I], weight any [O, I], ids int64 [N] or []', of "
+                f"the inputs {', '.join(inputs)}."
             )
         self.wide = tuple(name for name, kind, _ in self._inputs if kind == "wide")
         self.integers = tuple(name for name, kind, _ in self._inputs if kind == "int64")

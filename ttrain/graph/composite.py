@@ -64,13 +64,14 @@ class Declared(Op, Generic[P, R]):
     """An op that one function declares: its parameters annotated as values are the inputs, the others attributes."""
 
     def __init__(self, function: Callable[P, Any], shapes: str = "", **facts: Any) -> None:
-        self.function, self.shapes = function, Shapes(shapes)
+        self.function = function
         self._signature = inspect.signature(function, eval_str=True)
         declared = self._signature.parameters.values()
         self.inputs = tuple(_LISTED[p.annotation].format(p.name) for p in declared if p.annotation in _LISTED)
         self._names = dict.fromkeys(p.name for p in declared)
         self._defaults = {p.name: p.default for p in declared if p.default is not p.empty}
         self._values = [p.name for p in declared if p.annotation in _LISTED]
+        self.shapes = Shapes(shapes, self._values)
         self._converted = {p.name: _CONVERTED[p.annotation] for p in declared if p.annotation in _CONVERTED}
         self.name, self.__doc__ = function.__name__.strip("_"), function.__doc__
         self.family, self.wide = function.__module__.rpartition(".")[2], self.shapes.wide

@@ -2,10 +2,10 @@
 // scores exists. Sums, scores and the softmax are fp32. Where hardware multiplies pairs of bf16, products of bf16
 // tensors take probabilities and the gradients of scores rounded to bf16; elsewhere everything is widened on the way in.
 // Queries, keys and values are [B, T, H, D], rows of T lying `Stride` apart, so they may be parts of one tensor; of keys
-// and values there may be fewer heads, K of them `Apart` apart, each for H / K heads of queries. Under `Pairs` a query sees the other position of
-// its aligned pair too; where that lies ahead, `slopes`, one a head, are taken off its score. Under `Documents` the query
-// at t sees no key before t - positions[t], where its document begins; positions are [B, T]. With a `Window` it sees so
-// many keys at most, its own the last.
+// and values there may be fewer heads, K of them `Apart` apart, each for H / K heads of queries. Under `Pairs` a query sees
+// the other position of its aligned pair too; where that lies ahead, `slopes`, one a head, are taken off its score. Under
+// `Documents` the query at t sees no key before t - positions[t], where its document begins; positions are [B, T]. With a
+// `Window` it sees so many keys at most, its own the last.
 #pragma once
 #include "gemm.h"
 #include "softmax.h"
@@ -213,8 +213,9 @@ INLINE void attention_grad(
         float* room = scratch + seat * S::backward;
         Head<E, T, D> q(room, false, true), g(room, false, true), k(room, true, true), v(room, true, false);
         float *dq = room, *dk = dq + S::matrix, *dv = dk + S::matrix, *p = dv + S::matrix, *ds = p + S::scores;
-        // By pairs of queries; fp32 as it is.
+        // By pairs of queries; fp32 as it is. The pairs lie in the room that operands of bf16 leave of that of fp32.
         constexpr i64 pair = q.pair;
+        static_assert(pair == 1 || 2 * S::scores <= 3 * S::matrix);
         Unit<E>* p_paired = as_units<E>(pair > 1 ? ds + S::scores : p);
         Unit<E>* ds_paired = pair > 1 ? p_paired + S::scores / pair : as_units<E>(ds);
         for (i64 head = share(B * K, chunk, chunks) * each; head < share(B * K, chunk + 1, chunks) * each; ++head) {

@@ -311,7 +311,7 @@ struct Cut {
         cut.across = (s.N + whole - 1) / whole;
         if (s.N >= s.M && cut.across < wanted) cut.across = tiles < wanted ? tiles : wanted;
         cut.down = (wanted + cut.across - 1) / cut.across;
-        while (cut.across * cut.down % threads) ++cut.down;
+        while (cut.across * cut.down % threads) ++cut.down;  // or one thread does a chunk more while the others wait
         const i64 most = (s.M + 4 * TILE_ROWS - 1) / (4 * TILE_ROWS);
         if (cut.down > most) cut.down = most;
         return cut;
