@@ -109,7 +109,8 @@ class StaticStep(Step):
         super().__init__(engine, name, plan.graph)
         self.plan: Plan = plan
         self._bound: BoundPlan | None = None
-        self._prefetches = False
+        self._prefetches = False  # whether a first prefetch has been made
+        # What brings the inputs of the next run into its buffers, and their values; None where nothing was prefetched.
         self._prefetched: tuple[Launch | None, Mapping[str, np.ndarray]] = None, {}
 
     def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:

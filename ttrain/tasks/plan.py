@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def run(config: Config) -> None:
     """Prints the plan, and with plan.show the nodes or the buffers behind it; writes plan.json=<file> if asked."""
     from ttrain.train.forecast.plan_report import plan_report
-    from ttrain.train.forecast.show import show_ways, ways
+    from ttrain.train.forecast.show import product_ways, show_ways
 
     if config.plan.calibrate:
         _calibrate(config)
@@ -48,7 +48,7 @@ def run(config: Config) -> None:
             steps = session.build_training()
             report = plan_report(session.graph, session.state, steps)
         extra = _Extra(config, session, steps, report, device)
-        products = ways(session.engine)
+        products = product_ways(session.engine)
         multiplied = f" {show_ways(products)}" if products and config.engine.name == "traced" else ""
         print(_title(config, model, device.name) + multiplied + extra.verdict + "\n")
         _print([*report.tables(), *extra.tables])  # what takes no time is there at once

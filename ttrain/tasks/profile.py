@@ -102,7 +102,7 @@ def _seconds(device: Device, call: Callable[[], object]) -> float:
 def _warmed(config: Config, steps: int) -> Iterator[tuple[Device, Driver, dict[str, str]]]:
     """The open device, what drives so many steps more than warm it up on the largest batches, and who multiplies."""
     from ttrain.tasks.training.setup import set_up
-    from ttrain.train.forecast.show import ways
+    from ttrain.train.forecast.show import product_ways
     from ttrain.train.steps.phases import Position
 
     config = dataclasses.replace(config, train=without_phases(config.train))
@@ -115,4 +115,4 @@ def _warmed(config: Config, steps: int) -> Iterator[tuple[Device, Driver, dict[s
         drive = setup.driver(session, built, setup.reader(0, Position()), last=WARM_UP + steps)
         for number in waited_for(range(1, WARM_UP + 1), "Warming up"):
             drive(number)
-        yield device, drive, ways(session.engine)
+        yield device, drive, product_ways(session.engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
@@ -130,12 +131,12 @@ class Setup:
     ) -> None:
         """Writes config, environment and plan of this attempt, and what `attempt` says of it."""
         from ttrain.train.forecast.plan_report import plan_report
-        from ttrain.train.forecast.show import ways
+        from ttrain.train.forecast.show import product_ways
         from ttrain.train.runs.record import environment_record
 
         dataset, arguments = self.dataset, list(self.config.source.overrides)
         tokenizer_hash = None if dataset.tokenizer is None else dataset.tokenizer.hash
-        facts = {**session.engine.device.describe(), "products": ways(session.engine)}
+        facts = {**session.engine.device.describe(), "products": product_ways(session.engine)}
         environment = environment_record(self.stored, facts, dataset.description, tokenizer_hash, arguments)
         run.record(self.stored, {**environment, "model": self.model_name, **attempt})
         run.write_plan(plan_report(session.graph, session.state, steps).text())
@@ -143,11 +144,11 @@ class Setup:
     def announcement(self, engine: Engine, path: Path, step: int) -> Iterator[str]:
         """What is trained, where and on what, and what has to be known of it, `step` steps being done."""
         from ttrain.optim.groups import frozen_count
-        from ttrain.train.forecast.show import show_ways, ways
+        from ttrain.train.forecast.show import product_ways, show_ways
         from ttrain.train.runs.summary import extent_line
 
         config, model, train = self.config, self.model, self.config.train
-        device, found = engine.device, ways(engine)
+        device, ways = engine.device, product_ways(engine)
         parts = f"{self.model_name} with {format_count(model.parameter_count)} parameters"
         if count := frozen_count(model.parameters(), config.optimizer):
             parts += f", {format_count(count)} of them frozen,"
@@ -155,18 +156,19 @@ class Setup:
         yield f"Training {parts} on {place}. Run: {path}"
         if config.engine.name == "traced":
             yield "The first step is compiled or captured, which takes longer than the others."
-            if found:
-                yield show_ways(found)
+            if ways:
+                yield show_ways(ways)
         schedule = self.reader(0, Position()).schedule
         rows = [schedule.at(number).rows for number in (1, train.steps)]
         yield extent_line(self.dataset, train.steps, rows, schedule.read(0, train.steps).tokens, config.data.limit)
-        of_device = filter(None, [device.caution, self._other_bits(device, found)])
+        of_device = filter(None, [device.caution, self._other_bits(device, ways)])
         for warning in (*of_device, *notices(config), *self.warnings):
             yield f"WARNING: {warning}"
         if step >= train.steps:
             yield f"All {train.steps} steps are done; give train.steps=<more> to train on."
 
     def _other_bits(self, device: Device, ways: Mapping[str, str]) -> str | None:
+        """Why results differ in their last bits from those of the attempt before, if they do on the CPU."""
         before, now = self.earlier.get("threads"), getattr(device, "threads", None)
         if not self.earlier.get("name") == device.name == "cpu":
             return None
@@ -176,11 +178,11 @@ class Setup:
                 f"last bits; device.threads={before} keeps the bits."
             )
         earlier = self.earlier.get("products") or {}
-        turned = [f"{earlier[name]} -> {way}" for name, way in ways.items() if earlier.get(name, way) != way]
-        told = ", ".join(f"{turned.count(turn)} {turn}" for turn in sorted(set(turned)))
-        return told and (
-            f"products are made another way than before ({told}), so that results differ in their last bits; what was "
-            "measured on this machine is gone or another (see device.products, which pins who multiplies)."
+        changes = Counter(f"{earlier[name]} -> {way}" for name, way in ways.items() if earlier.get(name, way) != way)
+        listed = ", ".join(f"{count} {change}" for change, count in sorted(changes.items()))
+        return listed and (
+            f"products are made another way than before ({listed}), so that results differ in their last bits; what "
+            "was measured on this machine is gone or another (see device.products, which pins who multiplies)."
         )
 
     def content(self, progress: Progress, val_loss: float | None) -> CheckpointContent:

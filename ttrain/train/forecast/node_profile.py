@@ -86,7 +86,7 @@ class NodeProfile:
     rates: Rates
     nodes: Mapping[Node, Cost]
     timeline: Sequence[Span] = field(repr=False)  # of the last step
-    ways: Mapping[str, str] = field(default_factory=dict)  # that products go, see Engine.ways
+    ways: Mapping[str, str] = field(default_factory=dict)  # that products go, see show.product_ways
 
     @classmethod
     def of(

@@ -64,7 +64,7 @@ def show_plan(plan: Plan, kernels: Mapping[str, Kernel] | None = None) -> str:
     return "\n".join(lines)
 
 
-def ways(engine: Engine) -> dict[str, str]:
+def product_ways(engine: Engine) -> dict[str, str]:
     """The way that each product of an engine's steps goes, where its device has several; see Kernel."""
     found = {}
     for node in (node for plan in engine.plans for node in plan.launched):
@@ -75,9 +75,9 @@ def ways(engine: Engine) -> dict[str, str]:
     return found
 
 
-def show_ways(found: Mapping[str, str]) -> str:
-    """How many products, equal ones counted once, go each of the `ways`."""
-    counts = sorted(Counter(found.values()).items())
+def show_ways(ways: Mapping[str, str]) -> str:
+    """How many products, equal ones counted once, go each way, by what `product_ways` found."""
+    counts = sorted(Counter(ways.values()).items())
     return "Products, equal ones counted once: " + ", ".join(f"{count} {way}" for way, count in counts) + "."
 
 
