@@ -157,9 +157,11 @@ def _convert(schema: type[Any], key: str, path: str, value: Any, found: Findings
 def _has_type(value: Any, hint: Any) -> bool:
     """Whether OmegaConf would leave a value as it is; to ask it takes a hundred times as long."""
     bare = without_none(hint)
-    if value is None or typing.get_origin(bare) is not list:
-        return bare is not hint if value is None else bare in TYPE_WORDS and type(value) is bare
-    return type(value) is list and all(type(each) is typing.get_args(bare)[0] for each in value)
+    if value is None:
+        return bare is not hint
+    if typing.get_origin(bare) is list:
+        return type(value) is list and all(type(each) is typing.get_args(bare)[0] for each in value)
+    return bare in TYPE_WORDS and type(value) is bare
 
 
 def _converted(value: Any, hint: Any) -> Any:

@@ -68,9 +68,9 @@ def turns(setup: Setup, device: Device, console: Console, stop: StopRequests) ->
         with _told(train, setup.shrinking_keys, device.name, steps, run, events):
             with Waiting("Placing the model and building its steps", console.say):
                 session = stack.enter_context(closing(setup.open(device)))
-                placed = _placed(setup, session, run, steps, console.say, heartbeat.beat)
+                beginning = _begin(setup, session, run, steps, console.say, heartbeat.beat)
             heartbeat.beat()
-            loop = _assembled(setup, session, placed, console, run, steps, stop, heartbeat.beat, stack)
+            loop = _assembled(setup, session, beginning, console, run, steps, stop, heartbeat.beat, stack)
             savers.append(loop.saver)
             with loop.running():
                 while loop.advance():
@@ -94,11 +94,11 @@ def turns(setup: Setup, device: Device, console: Console, stop: StopRequests) ->
     return progress.best_val_loss
 
 
-class Placed(NamedTuple):
-    """How far a run is whose state has its values."""
+class Beginning(NamedTuple):
+    """Where an attempt goes on from, once the state has its values and the steps are built."""
 
     progress: Progress
-    began: dict[str, Any]  # what to record of how the attempt began
+    began: dict[str, Any]  # what the run's record tells of it
     reader: DataReader
     phases: Phases | None
 
@@ -106,7 +106,7 @@ class Placed(NamedTuple):
 def _assembled(
     setup: Setup,
     session: Session,
-    placed: Placed,
+    beginning: Beginning,
     console: Console,
     run: RunDirectory,
     steps: dict[str, Step],
@@ -119,7 +119,7 @@ def _assembled(
     from ttrain.train.loop.nonfinite import Start, StepSearch
 
     config, dataset, say = setup.config, setup.dataset, console.say
-    (progress, began, reader, phases), device = placed, session.engine.device
+    (progress, began, reader, phases), device = beginning, session.engine.device
     setup.record(run, session, steps, began)
     loggers = stack.enter_context(_loggers(config.logger, setup.stored, run, progress, console))
     for line in setup.announcement(session.engine, run.path, progress.step):
@@ -156,15 +156,15 @@ def _assembled(
     )
 
 
-def _placed(
+def _begin(
     setup: Setup,
     session: Session,
     run: RunDirectory,
     steps: dict[str, Step],
     say: Callable[[str], None],
     beat: Callable[[], None],
-) -> Placed:
-    """Gives the state its values and builds all `steps`: how far the run is, what reads on from there."""
+) -> Beginning:
+    """Gives the state its values and builds all `steps`, the mapping that is filled."""
     dataset, seed = setup.dataset, setup.config.run.seed
     check_space(run.path, session.state)
     progress, began, notes = setup.origin.begin(run, session, seed, setup.stored, dataset.description)
@@ -172,7 +172,9 @@ def _placed(
         say(note)
     beat()
     reader = setup.reader(progress.step, progress.read)
-    return Placed(progress, began, reader, _build(setup.config.train, dataset, setup.shorter, session, reader, steps))
+    return Beginning(
+        progress, began, reader, _build(setup.config.train, dataset, setup.shorter, session, reader, steps)
+    )
 
 
 @contextmanager
