@@ -121,10 +121,10 @@ def test_values_of_low_rank_are_kept() -> None:
     bias, weight = parameter(graph, "b", 4), parameter(graph, "w", 4)
     loss = ops.mean(ops.multiply(ops.gelu(bias), weight))
     graph.output("gradient", backward(loss, [weight])[0])
-    assert rematerialize(graph) is graph
+    assert names(rematerialize(graph)) == names(graph)
 
 
 def test_a_graph_without_backward_is_left_alone() -> None:
     graph = Graph()
     graph.output("y", ops.gelu(graph.input("x", ROWS)))
-    assert rematerialize(graph) is graph
+    assert names(rematerialize(graph)) == names(graph)

@@ -84,11 +84,6 @@ class StaticEngine(Engine):
         self._steps.clear()
         self._arenas.clear()
 
-    def bind_all(self) -> None:
-        """Give every step built so far its addresses."""
-        for step in self._steps:
-            step.take_addresses()
-
     def shared_arena(self, on_host: bool = False) -> Arena:
         """The arena of all steps built so far. Steps built later that need more get one of their own."""
         needed = max(plan.host_arena_bytes if on_host else plan.arena_bytes for plan in self.plans)
@@ -109,9 +104,8 @@ class StaticStep(Step):
         super().__init__(engine, name, plan.graph)
         self.plan: Plan = plan
         self._bound: BoundPlan | None = None
-        self._prefetches = False  # whether a first prefetch has been made
-        # What brings the inputs of the next run into its buffers, and their values; None where nothing was prefetched.
-        self._prefetched: tuple[Launch | None, Mapping[str, np.ndarray]] = None, {}
+        # What brings the inputs of the next run into its buffers, and their values; None before the first prefetch.
+        self._prefetched: tuple[Launch | None, Mapping[str, np.ndarray]] | None = None
 
     def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
         return self.start(inputs)()
@@ -120,7 +114,7 @@ class StaticStep(Step):
         device, arrays = self.engine.device, self._arrays(inputs)
         with device.launching(self._what), self._counted:
             bound = self.take_addresses()
-            take, written = self._prefetched
+            take, written = self._prefetched or (None, {})
             if take is not None:
                 take()  # brings what was written into the step's buffers
                 self._prefetched = None, {}
@@ -130,13 +124,12 @@ class StaticStep(Step):
             if arrays:
                 device.upload_inputs(bound.inputs, arrays)
             self.run(bound)
-        if device.overlaps and not self._prefetches:  # once before a capture, so that the device has all its memory
-            self._prefetches = True
+        if device.overlaps and self._prefetched is None:  # before a capture, so that the device has all its memory
             self._prefetched = device.prefetch(bound.inputs, arrays), arrays
         return partial(host_outputs, device, bound.outputs)
 
     def prefetch(self, inputs: Mapping[str, HostValue]) -> None:
-        if self._prefetches:
+        if self._prefetched is not None:
             arrays = self._arrays(inputs)
             self._prefetched = self.engine.device.prefetch(self.take_addresses().inputs, arrays), arrays
 

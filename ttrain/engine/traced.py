@@ -108,7 +108,8 @@ class TracedEngine(StaticEngine):
         capture, and all are captured together.
         """
         if self.device.arenas:
-            self.bind_all()
+            for each in self._steps:
+                each.take_addresses()
             step.record()
         else:
             warm = [each.warm_up() for each in self._steps]

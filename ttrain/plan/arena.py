@@ -96,9 +96,8 @@ def take_turns(blocks: Sequence[Block]) -> int:
     total = 0
     for block in sorted(blocks, key=lambda block: block.start):
         tensors = free.setdefault(block.layout, [])
-        reusable = [tensor for tensor in tensors if tensor[0] < block.start]
-        if reusable:
-            taken = max(reusable)
+        taken = max((tensor for tensor in tensors if tensor[0] < block.start), default=None)
+        if taken is not None:
             tensors.remove(taken)
             block.offset = taken[1]
         else:

@@ -51,9 +51,8 @@ def check_delivery(plan: Plan, kernels: Mapping[str, Kernel]) -> None:
     owner_of = plan.placement.owner_of
     for node in plan.launched:
         kernel = of_side(kernels, node.on_host)[node.op.name]
-        delivery = kernel.delivery
         aliases = node.op.aliases(node)
-        if delivery is Delivery.INPLACE and len(aliases) != len(node.outputs):
+        if kernel.delivery is Delivery.INPLACE and len(aliases) != len(node.outputs):
             raise PlanError(f"{node.op.name} delivers in place, but {node!r} has outputs of its own.")
         inputs = {owner_of(value): value for value in node.values}
         for index, output in enumerate(node.outputs):

@@ -30,8 +30,8 @@ class Placement:
 def place(graph: Graph, kernels: Mapping[str, Kernel], apart: Container[Value] = frozenset()) -> Placement:
     """Decide sharing, then lifetimes. Pure; `kernels` tells how each op delivers. Values of `apart` share with none."""
     # Reuse comes first: a sum that ends up in state then lies there from its first term on.
-    placement = Placement(_reuse_dying_inputs(graph, kernels, apart))
-    placement.elided.update(node for node in graph.nodes if node.op.view)
+    views = {node for node in graph.nodes if node.op.view}
+    placement = Placement(_reuse_dying_inputs(graph, kernels, apart), elided=views)
     _deliver_into_state(graph, placement, apart)
     touched = _touched(graph, placement.owner)
     placement.lifetimes = {owner: (times[0], times[-1]) for owner, times in touched.items() if not owner.kind.is_state}

@@ -34,13 +34,10 @@ def merge_common_subexpressions(graph: Graph) -> Graph:
     seen: dict[Any, Sequence[Value]] = {}
     rewriter = Rewriter(graph)
     for node in graph.nodes:
-        if overwritten(node):
-            rewriter.copy(node)
-            continue
         inputs = rewriter.inputs(node)
         attributes = tuple(sorted(node.attributes.items(), key=lambda item: item[0]))
         key = (node.op.name, inputs, attributes, node.copy, node.segment, node.on_host)
-        if key in seen:
+        if key in seen and not overwritten(node):
             rewriter.replace(node.outputs, seen[key])
         else:
             rewriter.copy(node)
