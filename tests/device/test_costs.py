@@ -52,6 +52,16 @@ def test_a_clear_winner_is_taken_and_remembered() -> None:
     assert slower_now.made == 0
 
 
+def test_what_another_process_has_measured_meanwhile_counts() -> None:
+    def measured() -> dict[str, float]:
+        costs._write("something", {"usual": 2.0, "other": 1.0})
+        return {"usual": 1.0, "other": 2.0}
+
+    for _ in range(2):
+        assert costs.recalled("something", ["usual", "other"], measured) == {"usual": 2.0, "other": 1.0}
+    assert costs.recalled("another", ["usual", "other"], None) is None
+
+
 def test_the_first_way_is_taken_where_the_other_hardly_wins() -> None:
     assert Ways(usual=0.0044, other=0.004).choose() == "usual"
 

@@ -22,7 +22,7 @@ from ttrain.device.torch.native.openmp import entry_points
 from ttrain.device.torch.native.request import Request
 from ttrain.engine.static import StaticEngine
 from ttrain.engine.traced import TracedEngine
-from ttrain.train.forecast.show import ways
+from ttrain.train.forecast.show import product_ways
 
 A, B = (
     Request.make("matmul", [TensorSpec((8, width)), TensorSpec((width, 8))], [TensorSpec((8, 8))], {})
@@ -127,7 +127,7 @@ def test_a_step_with_products_of_a_library_trains_alike_and_its_rehearsal_change
         np.testing.assert_array_equal(engine.state.read(name), plain[1].state.read(name))
     native = compiler_of(engine)
     assert measured[-1] == "step" and measured.count("product") == len(native.ways)
-    assert set(native.ways.values()) == {OWN, "aten"} and set(ways(engine).values()) == {OWN, "aten"}
+    assert set(native.ways.values()) == {OWN, "aten"} and set(product_ways(engine).values()) == {OWN, "aten"}
     np.testing.assert_allclose(losses(step, 6), losses(plain[0], 6), rtol=2e-5 if compute is DType.FP32 else 2e-2)
     fork = ctypes.c_void_p.in_dll(native._libraries[-1], "ttrain_openmp_fork").value
     assert (fork is not None) == bool(entry_points())

@@ -44,14 +44,18 @@ def recalled(
     key: str, names: Collection[str], measure: Callable[[], Mapping[str, float]] | None
 ) -> Mapping[str, float] | None:
     """Seconds of each way by the table, or else as measured now and kept; None where neither can be."""
-    known = _read().get(_machine(), {}).get(key, {})
-    if set(known) == set(names):
+    known = _known(key, names)
+    if known is not None or measure is None:
         return known
-    if measure is None:
-        return None
     costs = measure()
-    _write(key, costs)
-    return costs
+    if (known := _known(key, names)) is None:  # another process may have measured meanwhile: all go by the same numbers
+        _write(key, costs)
+    return known or costs
+
+
+def _known(key: str, names: Collection[str]) -> Mapping[str, float] | None:
+    costs = _read().get(_machine(), {}).get(key, {})
+    return costs if set(costs) == set(names) else None
 
 
 def winner(costs: Mapping[str, float], first: str, margin: float) -> str:
