@@ -58,9 +58,8 @@ def tanh_grad(dy: Value, saved: Value) -> Value:
     return dy * (1.0 - saved * saved)
 
 
-for _shape in PLAIN_SHAPES:
-    cases(silu, Case((_shape,)))
-    cases(gelu, *(Case((_shape,), {"approximate": _form}) for _form in GELU_FORMS))
+cases(silu, *(Case((shape,)) for shape in PLAIN_SHAPES))
+cases(gelu, *(Case((shape,), {"approximate": form}) for shape in PLAIN_SHAPES for form in GELU_FORMS))
 
 
 def activation(x: Value, name: str) -> Value:

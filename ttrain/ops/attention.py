@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 from ttrain.core.attention_mask import CAUSAL, EVERY_KEY, FULL, HIDDEN, PAIRS, AttentionMask
@@ -164,7 +165,6 @@ def _attention(
 @_attention.gradient
 def _(node: Node, dy: Value, log_sum_exp: None) -> Sequence[Value | None]:
     (q, k, v, bias, seed, positions), (y, statistic) = node.inputs, node.outputs
-    assert q is not None
     found = op("attention_grad").record(dy, q, k, v, y, statistic, bias, seed, positions, **node.attributes)
     found = iter(found if isinstance(found, tuple) else [found])
     return [None if given is None else next(found) for given in (q, k, v, bias)] + [None, None]
@@ -253,10 +253,8 @@ def _scores(parts: _Parts, bias: Value | None, positions: Value | None, scale: f
         scores, scale = scores * scale + document_bias(positions, scores.spec.dtype), 1.0
     if bias is None:
         return scores, scale
-    fits = bias.spec.rank == 4 and bias.shape[0] in (1, batch) and bias.shape[1] in (1, heads)
-    fits = fits and bias.shape[2:] == (time, time)
-    wanted = f"[1 or {batch}, 1 or {heads}, {time}, {time}]"
-    require(fits, "attention", f"bias {bias.spec}", wanted)
+    fits = bias.shape in [*product((1, batch), (1, heads), (time,), (time,))]
+    require(fits, "attention", f"bias {bias.spec}", f"[1 or {batch}, 1 or {heads}, {time}, {time}]")
     return scores * scale + bias, 1.0
 
 
@@ -287,8 +285,8 @@ _CASES: tuple[tuple[Any, ...], ...] = (
 
 
 def _case(q: Any, k: Any, v: Any, bias: Any, heads: int, more: Mapping[str, Any]) -> Case:
-    width = q[2] // (3 if k is None else 1) // heads
-    attributes = {"heads": heads, "scale": attention_scale(width), "mask": AttentionMask(), **more}
+    scale = attention_scale(q[2] // (3 if k is None else 1) // heads)
+    attributes = {"heads": heads, "scale": scale, "mask": AttentionMask(), **more}
     positions = (
         [[t % (3 + row) for t in range(q[1])] for row in range(q[0])] if attributes.pop("documents", 0) else None
     )

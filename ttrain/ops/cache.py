@@ -110,6 +110,5 @@ _ATTENTION_CASES: tuple[tuple[tuple[int, int], int, int, int, int, dict[str, Any
 )
 for _lead, _rows, _context, _key_width, _width, _extra, _groups in _ATTENTION_CASES:
     _caches = ((_lead[0], _groups, _context, _key_width), (_lead[0], _groups, _context, _width))
-    _tensors = ((*_lead, _rows, _key_width), *_caches)
-    _shapes, _given = (*_tensors, (_rows,), (_rows,)), _places(_rows, _context)
-    cases(cached_attention, Case(_shapes, {"scale": 0.4, **_extra}, values=_given))
+    _shapes = ((*_lead, _rows, _key_width), *_caches, (_rows,), (_rows,))
+    cases(cached_attention, Case(_shapes, {"scale": 0.4, **_extra}, values=_places(_rows, _context)))

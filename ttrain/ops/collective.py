@@ -20,16 +20,11 @@ from ttrain.graph.composite import cases, primitive, require
 from ttrain.graph.graph import Case, Value, op
 
 Bounds = tuple[tuple[int, ...], ...]
-_OVER_STATE: dict[str, Any] = {
+_OVER_STATE: dict[str, Any] = {  # all tensors are written, or `count`, to which those behind them only belong
     "outputs": ("written*",),
     "wide": ("tensors",),
-    "aliases": lambda node: {index: index for index in range(len(node.inputs))},
-    "reference": lambda *tensors, **attributes: list(tensors),
-}
-_OVER_FIRST = {  # `count` tensors are written, those behind them only belong to them
-    **_OVER_STATE,
-    "aliases": lambda node: {index: index for index in range(node.attributes["count"])},
-    "reference": lambda *tensors, count, **attributes: list(tensors[:count]),
+    "aliases": lambda node: {index: index for index in range(node.attributes.get("count", len(node.inputs)))},
+    "reference": lambda *tensors, count=None, **attributes: list(tensors[:count]),
 }
 
 
@@ -66,7 +61,7 @@ def _with_receive_buffer(name: str, tensors: Sequence[Value], bounds: Bounds) ->
     return [*(tensor.spec for tensor in tensors), *buffer]
 
 
-@primitive(**_OVER_FIRST)
+@primitive(**_OVER_STATE)
 def _collectives_done(tensors: Sequence[Value], count: int) -> list[TensorSpec]:
     """The first `count` tensors, as all collectives that were started leave them; the others are given back.
 
@@ -75,7 +70,7 @@ def _collectives_done(tensors: Sequence[Value], count: int) -> list[TensorSpec]:
     return [tensor.spec for tensor in tensors[:count]]
 
 
-@primitive(**_OVER_FIRST)
+@primitive(**_OVER_STATE)
 def _all_gather_state(tensors: Sequence[Value], count: int, bounds: Bounds = ()) -> list[TensorSpec]:
     """Every part of `count` tensors <- what the rank that owns it holds there.
 

@@ -47,8 +47,3 @@ def is_full(value: Value) -> bool:
 def free(node: Node) -> int:
     """The operations of an op that moves or looks up, but computes nothing."""
     return 0
-
-
-def rows(spec: TensorSpec) -> int:
-    """Number of rows when all axes but the last are flattened."""
-    return spec.size // spec.shape[-1] if spec.shape[-1] else 0

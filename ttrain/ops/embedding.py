@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.composite import cases, composite, primitive
 from ttrain.graph.graph import Case, Value
@@ -12,11 +14,11 @@ from ttrain.ops.matmul import matmul
 _ROWS = "dy [..., C], ids int64 [...]"
 
 
-@primitive(
-    "ids int64 [...]",
-    flops=free,
-    reference=lambda ids, count, dtype: (ids[..., None] == ids.new_tensor(range(count))).double(),
-)
+def _one_hot_in_torch(ids: Any, count: int, dtype: DType) -> Any:
+    return (ids[..., None] == ids.new_tensor(range(count))).double()
+
+
+@primitive("ids int64 [...]", flops=free, reference=_one_hot_in_torch)
 def one_hot(ids: Value, count: int, dtype: DType) -> TensorSpec:
     """y[..., v] = 1 where ids[...] is v, else 0; a row of zeros where it is below zero: ids int64 [...] -> [..., V]."""
     return TensorSpec((*ids.shape, count), dtype)

@@ -98,12 +98,8 @@ def _(node: Node, *dparts: Value | None) -> Sequence[Value]:
     return [merge_heads([y.graph.apply("full", spec=y.spec, value=0.0) if dy is None else dy for dy, y in pairs])]
 
 
-cases(
-    _split_heads,
-    Case(((2, 5, 24),), {"parts": 3, "heads": 2}),
-    Case(((1, 4, 6),), {"parts": 1, "heads": 3}),
-    Case(((2, 3, 9),), {"parts": 3, "heads": 1}),
-)
+for _shape, _parts, _heads in (((2, 5, 24), 3, 2), ((1, 4, 6), 1, 3), ((2, 3, 9), 3, 1)):
+    cases(_split_heads, Case((_shape,), {"parts": _parts, "heads": _heads}))
 
 
 def _merge_in_torch(*parts: Any) -> Any:

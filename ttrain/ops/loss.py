@@ -6,7 +6,7 @@ whatever their sizes. A target below zero marks a position without a target: it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ttrain.graph.composite import cases, composite, require
@@ -69,15 +69,11 @@ def cross_entropy_grad(logits: Value, targets: Value, log_sum_exp: Value, weight
 _HEAD_OUTPUTS = ("loss", "cross_entropy?", "dhidden?", "dhead?", "dbias?")
 
 
-def _head_outputs(attributes: Mapping[str, Any]) -> tuple[str, ...]:
-    return _HEAD_OUTPUTS if attributes["smoothing"] else (_HEAD_OUTPUTS[0], *_HEAD_OUTPUTS[2:])
-
-
 @composite(
     "hidden [N, C], head [V, C], targets int64 [N], weight wide [] or [N], bias [V]",
     name="head_cross_entropy",
     outputs=_HEAD_OUTPUTS,
-    outputs_of=_head_outputs,
+    outputs_of=lambda given: _HEAD_OUTPUTS if given["smoothing"] else (_HEAD_OUTPUTS[0], *_HEAD_OUTPUTS[2:]),
     constants=("weight",),
 )
 def _head_cross_entropy(

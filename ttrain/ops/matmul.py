@@ -10,7 +10,6 @@ from ttrain.core.spec import TensorSpec
 from ttrain.graph.composite import cases, composite, primitive, require
 from ttrain.graph.graph import Case, Node, Value
 from ttrain.ops.activation import activation as activated
-from ttrain.ops.common import rows
 from ttrain.ops.layout import reshape
 from ttrain.ops.reduce import reduce_sum
 
@@ -21,6 +20,7 @@ def _product_flops(node: Node) -> int:
 
 
 @primitive(
+    "a [..., M, K], b [..., L, N]",
     outputs=("c",),
     flops=_product_flops,
     reference=lambda a, b, transpose_a, transpose_b: (a.mT if transpose_a else a) @ (b.mT if transpose_b else b),
@@ -30,13 +30,10 @@ def matmul(a: Value, b: Value, transpose_a: bool = False, transpose_b: bool = Fa
 
     Accumulates in fp32 at least; the result has a's dtype.
     """
-    given = f"{a.spec} and {b.spec}"
-    require(a.spec.rank >= 2 and b.spec.rank == a.spec.rank, "matmul", given, "two tensors of equal rank, 2 or more")
-    require(a.spec.dtype is b.spec.dtype, "matmul", given, "equal dtypes", "Cast one of them.")
-    require(a.shape[:-2] == b.shape[:-2], "matmul", given, "equal leading axes")
     m, inner_a = (a.shape[-1], a.shape[-2]) if transpose_a else a.shape[-2:]
     inner_b, n = (b.shape[-1], b.shape[-2]) if transpose_b else b.shape[-2:]
-    require(inner_a == inner_b, "matmul", given, f"equal inner sizes, not {inner_a} and {inner_b}")
+    fits = inner_a == inner_b
+    require(fits, "matmul", f"{a.spec} and {b.spec}", f"equal inner sizes, not {inner_a} and {inner_b}")
     return a.spec.with_shape(*a.shape[:-2], m, n)
 
 
@@ -83,15 +80,11 @@ def _(node: Node, dy: Value) -> Sequence[Value | None]:
 
 def _flat(x: Value) -> Value:
     """[..., C] as [N, C]."""
-    return reshape(x, (rows(x.spec), x.shape[-1]))
+    return reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
 
 
-cases(
-    linear,
-    Case(),
-    Case(((40, 32), (48, 32), (48,))),
-    *(Case(((5, 7), (33, 7), (33,)), {"activation": name}) for name in ("relu", "tanh")),
-)
+cases(linear, Case(), Case(((40, 32), (48, 32), (48,))))
+cases(linear, *(Case(((5, 7), (33, 7), (33,)), {"activation": name}) for name in ("relu", "tanh")))
 
 
 @composite("x [B, T, F], matrix [D, E]")
@@ -104,13 +97,10 @@ def head_matmul(x: Value, matrix: Value, heads: int, transpose: bool = False) ->
 
 @head_matmul.gradient
 def _(node: Node, dy: Value) -> Sequence[Value]:
-    x, matrix, heads, transpose = node.input("x"), node.input("matrix"), *_settings(node)
+    x, matrix, given = node.input("x"), node.input("matrix"), node.attributes
+    heads, transpose = given["heads"], given["transpose"]
     dmatrix = head_product(dy, x, heads) if transpose else head_product(x, dy, heads)
     return [head_matmul(dy, matrix, heads, not transpose), dmatrix]
-
-
-def _settings(node: Node) -> tuple[int, bool]:
-    return node.attributes["heads"], node.attributes["transpose"]
 
 
 @composite("a [B, T, D], b [B, T, E]", differentiable=False)

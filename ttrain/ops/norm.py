@@ -31,8 +31,7 @@ def _layer_norm(x: Value, weight: Value, bias: Value | None, eps: float) -> tupl
 @_layer_norm.gradient
 def _(node: Node, dy: Value, *statistics: None) -> Sequence[Value | None]:
     bias, (_, centre, rstd) = node.inputs[2] is not None, node.outputs
-    dx, *rest = layer_norm_grad(dy, node.input("x"), centre, rstd, node.input("weight"), None, bias)
-    return [dx, rest[0], rest[1] if bias else None]
+    return [*layer_norm_grad(dy, node.input("x"), centre, rstd, node.input("weight"), None, bias), None][:3]
 
 
 @composite(

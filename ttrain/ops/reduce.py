@@ -19,10 +19,6 @@ def _reduced(owner: str, x: TensorSpec, axes: Sequence[int]) -> TensorSpec:
     return x.with_shape(*(size for axis, size in enumerate(x.shape) if axis not in axes))
 
 
-def _every_element(node: Node) -> int:
-    return node.input("x").spec.size
-
-
 def _kept(x: Value, axes: Sequence[int]) -> tuple[int, ...]:
     """The shape of x with the axes that disappear at size one."""
     return tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
@@ -34,7 +30,7 @@ def reduce_sum(x: Value, axes: Sequence[int]) -> Value:
 
 
 @primitive(
-    flops=_every_element,
+    flops=lambda node: node.input("x").spec.size,
     reference=lambda x, axes: x.sum(axes) if axes else x,
     vjp=lambda node, dy: [expand(reshape(dy, _kept(node.values[0], **node.attributes)), node.values[0].shape)],
 )
@@ -51,7 +47,7 @@ def _max_gradient(node: Node, dy: Value) -> Sequence[Value]:
     return [largest * (reshape(dy, kept) / count)]
 
 
-@primitive(flops=_every_element, reference=lambda x, axes: x.amax(axes), vjp=_max_gradient)
+@primitive(flops=lambda node: node.input("x").spec.size, reference=lambda x, axes: x.amax(axes), vjp=_max_gradient)
 def _reduce_max(x: Value, axes: Sequence[int]) -> TensorSpec:
     """y = the largest element of x over `axes`, which disappear. Equal ones share the gradient."""
     return _reduced("reduce_max", x.spec, axes)

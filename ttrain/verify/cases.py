@@ -37,7 +37,9 @@ TORCH = {DType.FP64: torch.float64, DType.FP32: torch.float32, DType.BF16: torch
 # Outputs that a loss may be formed from; the others are statistics that only the op's own backward reads.
 DIFFERENTIABLE_OUTPUTS = {"split_heads": 3}
 # What the axes `...` and then the letters of declared shapes stand for; PLAIN_SHAPES where there are no letters.
-SIZES: tuple[tuple[Any, ...], ...] = (((4,), 8, 5), ((2, 3), 32, 33), ((1, 1), 33, 2), ((5,), 257, 7))
+SIZES: tuple[tuple[Any, ...], ...] = (
+    ((4,), 8, 5, 3, 6), ((2, 3), 32, 33, 5, 2), ((1, 1), 33, 2, 7, 4), ((5,), 257, 7, 2, 3),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
