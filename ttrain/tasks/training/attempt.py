@@ -164,7 +164,7 @@ def _begin(
     say: Callable[[str], None],
     beat: Callable[[], None],
 ) -> Beginning:
-    """Gives the state its values and builds all `steps`, the mapping that is filled."""
+    """Gives the state its values, and fills `steps` with all that are built."""
     dataset, seed = setup.dataset, setup.config.run.seed
     check_space(run.path, session.state)
     progress, began, notes = setup.origin.begin(run, session, seed, setup.stored, dataset.description)

@@ -10,7 +10,7 @@
 #include "gemm.h"
 #include "softmax.h"
 
-// What a product multiplies.
+// The type of the elements that products multiply.
 #if defined(__AVX512BF16__)
 template <class X>
 using Operand = X;
@@ -53,7 +53,7 @@ INLINE i64 keys_seen(i64 t) {
     if constexpr (!Pairs) return t + 1;
     return (t | 1) + 1 < T ? (t | 1) + 1 : T;
 }
-// Of scores that are not scaled yet.
+// Takes a slope off the score of the other position of a pair, which is not scaled yet.
 template <bool Pairs, i64 T>
 INLINE void prefer_near(float* row, i64 t, i64 head, const float* slopes, float scale) {
     if constexpr (Pairs)
@@ -82,14 +82,14 @@ INLINE void pair_rows(const E* x, i64 stride, i64 rows, i64 columns, Unit<E>* pa
 // An operand of one head in the orders that products read: rows [longest][width]; turned [width / pair][times], whose units
 // are parts of a row; paired [longest / pair][width], whose units are of neighbouring rows. For fp32 paired is as rows.
 template <class E, i64 T, i64 D>
-struct Head {
+struct HeadOperand {
     using S = HeadSizes<T, D>;
     static constexpr i64 pair = Inner<E>::elements, across = S::width / pair;
     E* rows;
     Unit<E>*turned, *paired;
 
     // Takes its room from scratch.
-    Head(float*& scratch, bool turning, bool pairing) {
+    HeadOperand(float*& scratch, bool turning, bool pairing) {
         auto take = [&](bool wanted) {
             float* taken = scratch;
             scratch += wanted ? S::matrix / pair : 0;
@@ -142,7 +142,7 @@ INLINE void attention(
     constexpr i64 chunks = chunks_of(B * K, Threads);
     parallel<Threads>(chunks, [&](int chunk, int seat) {
         float* room = scratch + seat * S::forward;
-        Head<E, T, D> q(room, false, false), k(room, true, false), v(room, false, true);
+        HeadOperand<E, T, D> q(room, false, false), k(room, true, false), v(room, false, true);
         float *scores = room, *out = scores + S::scores;
         for (i64 head = share(B * K, chunk, chunks) * each; head < share(B * K, chunk + 1, chunks) * each; ++head) {
             const i64 shared = head / H * T * Apart + head % H / each * D;
@@ -211,7 +211,7 @@ INLINE void attention_grad(
     constexpr i64 chunks = chunks_of(B * K, Threads);
     parallel<Threads>(chunks, [&](int chunk, int seat) {
         float* room = scratch + seat * S::backward;
-        Head<E, T, D> q(room, false, true), g(room, false, true), k(room, true, true), v(room, true, false);
+        HeadOperand<E, T, D> q(room, false, true), g(room, false, true), k(room, true, true), v(room, true, false);
         float *dq = room, *dk = dq + S::matrix, *dv = dk + S::matrix, *p = dv + S::matrix, *ds = p + S::scores;
         // By pairs of queries; fp32 as it is. The pairs lie in the room that operands of bf16 leave of that of fp32.
         constexpr i64 pair = q.pair;
