@@ -15,6 +15,7 @@ from ttrain.data.regression import RegressionDataset
 from ttrain.device.torch import device as torch_device
 from ttrain.train.checkpoint.retention import list_checkpoints
 from ttrain.train.logging.events import read_events
+from ttrain.train.steps import step_graph
 
 Train = Any
 LIMIT = 50.0  # above it the faulty kernels overflow
@@ -151,9 +152,19 @@ def test_parameters_that_were_bad_before(train: Train, fifth: Any, capsys: Any) 
     assert "Step 2: train/loss is nan. The first tensor with NaN or Inf is parameter layers." in errors
 
 
-def test_steps_are_repeated_within_a_limit_only(train: Train, fifth: Any, capsys: Any) -> None:
+@pytest.mark.parametrize("freed", [False, True])
+def test_steps_are_repeated_within_a_limit_only(
+    train: Train, fifth: Any, capsys: Any, freed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fifth["scale"] = {"targets": np.nan}
-    overrides = [*WORDS, "train.save_every=null", "train.save_minutes=null", "guard.search_seconds=0"]
+    monkeypatch.setattr(step_graph, "FREED", 64 if freed else 1 << 40)
+    overrides = [
+        *WORDS,
+        "optimizer.clip_norm=null",
+        "train.save_every=null",
+        "train.save_minutes=null",
+        "guard.search_seconds=0",
+    ]
     assert train("run.dir=run", *overrides) == 1
     errors = capsys.readouterr().err
     assert "steps 1 to 4 have to be repeated" in errors and "guard.search_seconds=" in errors

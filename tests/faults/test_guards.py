@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from ttrain.train.logging.events import read_events
 from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.loop.guards import LearningCheck, SpikeDetector
 from ttrain.train.settings import GuardConfig
+from ttrain.train.steps import step_graph
 from ttrain.train.steps.step import StepResult
 
 Train = Any
@@ -155,8 +157,16 @@ def test_spike_detector() -> None:
     assert not detector.is_spike(100)
 
 
-def test_updates_that_change_nothing_are_noticed(train: Train, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+@pytest.mark.parametrize(
+    ("freed", "told"),
+    [(False, "has a gradient but did not move"), (True, "did not move, and its gradient is not kept")],
+)
+def test_updates_that_change_nothing_are_noticed(
+    freed: bool, told: str, train: Train, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     """An engine whose update does not reach the parameters, as a stale kernel's would not."""
+    monkeypatch.setattr(step_graph, "FREED", 64 if freed else 1 << 40)
+    optimizer = ["optimizer=sgd", "optimizer.momentum=0", "optimizer.clip_norm=null"]  # keeps nothing
     original = StaticStep.__call__
 
     def frozen(self: Any, inputs: Any) -> Any:
@@ -169,29 +179,35 @@ def test_updates_that_change_nothing_are_noticed(train: Train, monkeypatch: pyte
 
     with monkeypatch.context() as patch:
         patch.setattr(StaticStep, "__call__", frozen)
-        assert train("run.dir=run") == 1
+        assert train("run.dir=run", *optimizer) == 1
         errors = capsys.readouterr().err
-        assert "Step 3: the updates do not reach the model" in errors and "has a gradient but did not move" in errors
-        assert train("run.dir=on", "guard.check_learning=null") == 0
-    assert train("run.dir=zero", "optimizer.lr=0") == 0
+        assert "Step 3: the updates do not reach the model" in errors and told in errors
+        assert train("run.dir=on", *optimizer, "guard.check_learning=null") == 0
+    assert train("run.dir=zero", *optimizer, "optimizer.lr=0") == 0
 
 
 class Tensors:
     """A state of plain arrays."""
 
-    def __init__(self, dtype: DType = DType.FP32, value: float = 1.0, moment: float = 1.0) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: DType = DType.FP32, value: float = 1.0, moment: float = 1.0, freed: bool = False) -> None:
+        self.dtype, self.freed = dtype, freed
         self.arrays = {
             "w": np.full(100, value, np.float32),
-            "w/gradient": np.ones(100, np.float32),
+            "still": np.full(100, value, np.float32),
+            "w/gradient": np.full(100, not freed, np.float32),
+            "still/gradient": np.zeros(100, np.float32),
             "w/second_moment": np.full(100, moment, np.float32),
         }
 
     def names(self, kind: Kind) -> list[str]:
-        return [{Kind.PARAMETER: "w", Kind.GRADIENT: "w/gradient", Kind.OPTIMIZER: "w/second_moment"}[kind]]
+        slot = {Kind.PARAMETER: "", Kind.GRADIENT: "gradient", Kind.OPTIMIZER: "second_moment"}[kind]
+        return [name for name in self.arrays if name.partition("/")[2] == slot]
 
     def spec(self, name: str) -> TensorSpec:
         return TensorSpec((100,), self.dtype)
+
+    def tensor(self, name: str) -> Any:
+        return SimpleNamespace(placed=not self.freed)
 
     def read(self, name: str) -> np.ndarray:
         return self.arrays[name].copy()
@@ -199,7 +215,7 @@ class Tensors:
 
 def asked(state: Tensors, rate: float, moved: int) -> tuple[list[str], list[str]]:
     check = LearningCheck(state, steps=2)  # type: ignore[arg-type]
-    assert check.after(1, rate) is None
+    assert check.after(1, rate, norm=10.0) is None
     state.arrays["w"][:moved] += 0.5
     return check.ask()
 
@@ -208,13 +224,13 @@ def test_doubts_about_many_tensors_are_one_warning(monkeypatch: pytest.MonkeyPat
     check = LearningCheck(Tensors(), steps=2)  # type: ignore[arg-type]
     found = [f"w{number} has a gradient but did not move" for number in range(5)]
     monkeypatch.setattr(check, "ask", lambda: ([], found))
-    assert check.after(6, 0.1) is None
-    line = check.after(7, 0.1)
+    assert check.after(6, 0.1, 1.0) is None
+    line = check.after(7, 0.1, 1.0)
     assert line is not None and line.startswith("Step 7: w0 has a gradient")
     assert "w2 has a gradient but did not move and 2 more" in line
     monkeypatch.setattr(check, "ask", lambda: (["w9 stands"], found))
     with pytest.raises(TtrainError, match="w9 stands.*w0 has a gradient"):
-        check.after(8, 0.1)
+        check.after(8, 0.1, 1.0)
 
 
 def test_learning_check() -> None:
@@ -223,9 +239,13 @@ def test_learning_check() -> None:
     assert asked(Tensors(value=1e6), 1e-3, 0) == ([], ["w has a gradient but did not move"])  # may be rounding
     assert asked(Tensors(moment=0), 1e-3, 100) == (["w/second_moment is still all zero"], [])
     assert asked(Tensors(moment=0), 0.0, 0) == ([], [])
-    state = Tensors()
-    state.arrays["w/gradient"][:] = 0
-    assert asked(state, 1e-3, 0) == ([], [])
+    still, unmoved = (f"{name} did not move, and its gradient is not kept" for name in ("still", "w"))
+    assert asked(Tensors(freed=True), 1e-3, 100) == ([], [still])
+    assert asked(Tensors(freed=True, moment=0), 1e-3, 100) == ([], [still])  # moved by weight decay, perhaps
+    assert asked(Tensors(freed=True), 1e-3, 0) == (["w has a gradient but did not move", still], [])
+    assert asked(Tensors(freed=True, moment=0), 1e-3, 0) == ([unmoved, still], [])
+    problems, doubts = asked(Tensors(freed=True, moment=0, value=1e6), 1e-3, 0)
+    assert not problems and len(doubts) == 2
     assert asked(Tensors(DType.BF16), 1e-3, 50) == ([], [])
     (doubt,) = asked(Tensors(DType.BF16), 1e-3, 2)[1]
     assert doubt == "w is bf16 without a master copy, and 98 % of its elements did not move"

@@ -10,7 +10,7 @@ from tests.graph.tools import assert_same_meaning, names, parameter
 from ttrain import ops
 from ttrain.core.spec import TensorSpec
 from ttrain.device.null import NullDevice
-from ttrain.graph import Graph, Kind, Value
+from ttrain.graph import Graph, Kind, Stage, Value
 from ttrain.graph.composite import Primitive
 from ttrain.graph.passes import store_early
 from ttrain.graph.verify import verify
@@ -66,6 +66,16 @@ def test_a_state_that_depends_on_another_store_stays_behind_it() -> None:
     graph.output("z", ops.tanh(other))
     ops.assign(other, ops.accumulate(state, y))
     assert ordered(graph) == ["relu", "accumulate", "tanh", "assign"]
+
+
+def test_an_update_follows_what_it_reads_and_ranks_act_together_in_one_order() -> None:
+    graph, x, state = start()
+    y = ops.relu(x)
+    graph.output("z", z := ops.tanh(y))
+    with graph.stage(Stage.UPDATE):
+        graph.output("sum", ops.all_reduce(z))  # a rank may have nothing to move this for
+        ops.all_reduce_state([ops.assign(state, ops.exp(y))])
+    assert ordered(graph) == ["relu", "exp", "assign", "tanh", "all_reduce", "all_reduce_state"]
 
 
 def test_an_exchange_starts_behind_the_last_of_what_it_sends() -> None:

@@ -231,6 +231,7 @@ def build_session(
         noise=train.noise_scale,
         resident=resident,
         remainders=keeps_remainders(device, engine.name),
+        frees=device.arenas and device.host is None and device.chips == 1,
     )
     state = State(device, [*graph.state_tensors(training), *further])
     return Session(graph, state, build_engine(engine, device, state))

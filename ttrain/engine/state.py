@@ -34,7 +34,8 @@ class StateTensor:
     host reads and writes the numbers.
 
     `parts` are those that this rank owns, each a vector under a name of its own (core.spec.part_name), or all of it in
-    its shape. Where all ranks hold the tensor, `everywhere`, they lie in its memory; else no more of it is here.
+    its shape. Where all ranks hold the tensor, `everywhere`, they lie in its memory; else no more of it is here. One
+    without either takes no memory and reads as zeros: a gradient that is freed within the step.
     """
 
     name: str

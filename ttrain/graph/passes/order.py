@@ -1,4 +1,4 @@
-"""The order of nodes: values that end up in state go there as soon as they are made, and ranks exchange them then."""
+"""The order of nodes: values that end up in state go there as soon as they are made, and are used up then."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from ttrain.graph.kinds import Stage
 from ttrain.graph.rewrite import copied
 
 _STORES = ("assign", "accumulate", "all_reduce_start", "reduce_scatter_start")
+_JOINT = ("all_reduce", "all_reduce_state", "all_gather_state", "collectives_done")  # in one order on all ranks
 
 
 def store_early(graph: Graph) -> Graph:
     """Move each assignment and accumulation to right behind the node that makes its value, which is then free again,
-    and each start of an exchange to behind the last of what it sends.
+    and so each start of an exchange and what makes up an update to behind the last of what it reads.
 
-    Otherwise the gradients of all parameters would be live at once. Only where nothing in between reads or overwrites
-    the state; the results are bit-equal. Nodes that move to the same place keep their order.
+    Otherwise the gradients of all parameters would be live at once. What a node overwrites is first read and
+    overwritten by those before it; the results are bit-equal. Nodes that move to the same place keep their order.
     """
     roots, places, touched = roots_of(graph), dict[Node, tuple[int, ...]](), dict[Value, tuple[int, ...]]()
     for time, node in enumerate(graph.nodes):
         places[node] = (time,)
         makers = [places[value.producer] for value in node.values if value.producer is not None]
-        if node.op.name in _STORES and makers:
-            behind = (*max(makers), time)
-            if all(touched.get(roots[value], behind) <= behind for value in overwritten(node)):
-                places[node] = behind
+        moves = node.op.name in _STORES or (node.stage is Stage.UPDATE and node.op.name not in _JOINT)
+        if makers and moves:
+            places[node] = (*max(*makers, *(touched.get(roots[value], ()) for value in overwritten(node)), ()), time)
         for root in {roots[value] for value in node.values}:
             touched[root] = max(touched.get(root, ()), places[node])
     return copied(graph, sorted(graph.nodes, key=places.__getitem__))

@@ -14,6 +14,7 @@ from ttrain.core.names import listed
 from ttrain.core.spec import DType
 from ttrain.engine.state import State
 from ttrain.graph.kinds import Kind
+from ttrain.optim.base import AVERAGE
 from ttrain.train.protocols import Array
 from ttrain.train.settings import GuardConfig
 
@@ -51,7 +52,8 @@ class LearningCheck:
 
     Made before the first of `steps`, asked after the last: `problems` are certain faults, `doubts` may be rounding.
     Frozen parameters have no gradient in the state. `stochastic` tells that bf16 parameters are rounded stochastically:
-    then most of their elements may stay where they are, and none is lost.
+    then most of their elements may stay where they are, and none is lost. Of a gradient that is freed within the step
+    the optimizer's tensors tell; where they don't, only that no parameter at all has moved is a problem.
     """
 
     def __init__(self, state: State, steps: int = 1, stochastic: bool = False) -> None:
@@ -62,13 +64,16 @@ class LearningCheck:
         narrow = [name for name in trained if state.spec(name).dtype is DType.BF16 and not stochastic]
         self._narrow = {name: state.read(name) for name in narrow}  # bf16 without master weights
         self._rate = 0.0
+        self._typical = 0.0  # root mean square of the last step's gradients
 
-    def after(self, number: int, rate: float) -> str | None:
-        """Told of every step with its learning rate, 0 for one without an update; after the last, the doubts in a note.
+    def after(self, number: int, rate: float, norm: float) -> str | None:
+        """Told of every step with its learning rate, 0 for one without an update, and the norm of its gradients; after
+        the last, the doubts in a note.
 
         Raises TtrainError for problems. None before the last.
         """
         self._rate, self._left = self._rate + rate, self._left - 1
+        self._typical = norm / math.sqrt(sum(self._state.spec(name).size for name in self._before) or 1)
         if self._left > 0:
             return None
         problems, doubts = self.ask()
@@ -79,13 +84,12 @@ class LearningCheck:
 
     def ask(self) -> tuple[list[str], list[str]]:
         """(problems, doubts), one sentence per tensor. Nothing is said where the learning rate was 0."""
-        problems: list[str] = []
-        doubts: list[str] = []
+        problems, doubts, unsure, moved = list[str](), list[str](), list[str](), False
         if self._rate == 0:
             return problems, doubts
         slots = self._state.names(Kind.OPTIMIZER)
         for name, before in self._before.items():
-            largest = self._largest_gradient(name)
+            largest, known = self._largest_gradient(name)
             if largest == 0:
                 continue
             values = self._state.read(name)
@@ -94,21 +98,34 @@ class LearningCheck:
                 spacing = float(np.spacing(np.float32(np.abs(values).max(initial=0.0))))
                 if self._state.spec(name).dtype is DType.BF16:
                     spacing *= _BF16_SPACING
-                if step > _MARGIN * spacing:
+                if step > _MARGIN * spacing and not known:
+                    unsure.append(f"{name} did not move, and its gradient is not kept")
+                elif step > _MARGIN * spacing:
                     problems.append(f"{name} has a gradient but did not move")
                 elif name not in self._narrow:
                     doubts.append(f"{name} has a gradient but did not move")
-            for slot in (slot for slot in slots if slot.startswith(f"{name}/")):
+            else:
+                moved = True
+            for slot in (slot for slot in slots if known and slot.startswith(f"{name}/")):
                 if not np.any(self._state.read(slot)):
                     problems.append(f"{slot} is still all zero")
             doubts += self._lost_in_rounding(name, values)
+        (doubts if moved else problems).extend(unsure)
         return problems, doubts
 
-    def _largest_gradient(self, name: str) -> float:
+    def _largest_gradient(self, name: str) -> tuple[float, bool]:
+        """Of a parameter, and whether that is known; else a typical one of any parameter."""
         gradient = f"{name}/gradient"
         if gradient not in self._state.names(Kind.GRADIENT):
-            return math.inf  # not kept: assume that there is one
-        return float(np.abs(self._state.read(gradient)).max(initial=0.0))
+            return math.inf, True  # not kept: assume that there is one
+        if self._state.tensor(gradient).placed:
+            return self._largest(gradient), True
+        slots = [slot for slot in self._state.names(Kind.OPTIMIZER) if slot.startswith(f"{name}/")]
+        largest = max((self._largest(slot) for slot in slots if not slot.endswith(f"/{AVERAGE}")), default=0.0)
+        return (largest, True) if largest else (self._typical, False)
+
+    def _largest(self, name: str) -> float:
+        return float(np.abs(self._state.read(name)).max(initial=0.0))
 
     def _lost_in_rounding(self, name: str, values: Array) -> list[str]:
         if name not in self._narrow:

@@ -184,7 +184,8 @@ class Loop:
             self.events.add("first_step", note, number, seconds=round(seconds, 3), engine=counts)
             self._say(note)
         if self._learning is not None:
-            doubts = self._learning.after(number, min(rates.values()) if result.finite else 0.0)
+            rate = min(rates.values()) if result.finite else 0.0
+            doubts = self._learning.after(number, rate, result.grad_norm)
             self._learning = self._learning if doubts is None else None
             if doubts:
                 self._warn("not_moving", doubts, number)

@@ -75,12 +75,14 @@ class StepSearch:
     def in_gradients(self) -> str | None:
         """The first bad gradient as backward makes them, from the loss to the input.
 
-        They are kept as they were before clipping, which would spread a NaN over all of them.
+        They are kept as they were before clipping, which would spread a NaN over all of them. Of one that was freed,
+        where nothing is clipped, the parameter tells that it updated.
         """
         gradients = self._state.names(Kind.GRADIENT)
         for place, path in enumerate(reversed(self._parameters)):
             name = f"{path}/gradient"
-            bad = _bad_elements(self._state.read(name)) if name in gradients else None
+            kept = name in gradients and self._state.tensor(name).placed
+            bad = _bad_elements(self._state.read(name if kept else path)) if name in gradients else None
             if bad:
                 return self._world.first((place, f"gradient {path} ({bad})"))
         return self._world.first(None)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import islice, pairwise
 
 from ttrain import ops
 from ttrain.core.spec import DType, Part, TensorSpec, part_name, part_spec, run_offsets
 from ttrain.graph import Graph, Kind, Value
-from ttrain.nn.module import Parameter
+from ttrain.nn.module import Parameter, use
 from ttrain.ops.collective import Bounds
-from ttrain.optim.clip import Norms
+from ttrain.optim.clip import Norms, global_norms
 from ttrain.optim.groups import ParameterRun
 from ttrain.parallel.ranks import BLOCK, Ranks, Sharding, sharding_of
 
@@ -80,6 +80,31 @@ class ShardedRun:
         named = [(part, part.parameter) for part in self.owned]
         return [part.of(graph, parameter.path + slot, spec_of(parameter), kind) for part, parameter in named]
 
+    def cut(self, nbytes: Callable[[Parameter], int], least: int) -> list[ShardedRun]:
+        """The run in parts of neighbours with `least` bytes or more each, where it has so many. Elements keep their
+        numbers.
+        """
+        ends, size = [0], 0
+        for end, parameter in enumerate(self.run.parameters, 1):
+            size += nbytes(parameter)
+            if size >= least:
+                ends, size = [*ends, end], 0
+        return [self._part(*pair) for pair in pairwise([*(ends[:-1] or ends), len(self.run.parameters)])]
+
+    def _part(self, first: int, end: int) -> ShardedRun:
+        part = ShardedRun(replace(self.run, parameters=self.run.parameters[first:end]), self._ranks)
+        part.owned = self.owned[first:end]
+        return part
+
+    def gather(self, graph: Graph, written: Sequence[Value], compute: DType) -> None:
+        """Let every rank have what each wrote of it."""
+        parameters = self.run.parameters
+        if not self._ranks.sharding:
+            return
+        if written and parameters[0].has_copy(compute) and written[0].producer is not None:
+            written = written[0].producer.outputs[-len(written) :]  # an update's copies come last
+        ops.all_gather_state([use(graph, p, compute) for p in parameters], written, self.bounds)
+
     def weight_spec(self, parameter: Parameter, remainders: bool) -> TensorSpec:
         """Of a parameter's master values, or with `remainders` of what they have beyond a copy that layers read, unless
         the rule reads them outside of an update.
@@ -127,9 +152,17 @@ def heaviest(runs: Sequence[ShardedRun], ranks: Ranks) -> int:
     return owned.index(max(owned))
 
 
-def norms_of(graph: Graph, runs: Sequence[ShardedRun], gradients: Sequence[Sequence[Value]], ranks: Ranks) -> Norms:
-    """The norm of the gradients of some runs, and of those that are clipped."""
+def norms_of(
+    graph: Graph, runs: Sequence[ShardedRun], gradients: Sequence[Sequence[Value]], ranks: Ranks, frees: bool = False
+) -> Norms:
+    """The norm of the gradients of some runs, and of those that are clipped. Where the step `frees` gradients, those
+    of no run wait for the others.
+    """
     pairs = list(zip(runs, gradients, strict=True))
+    if ranks.single:
+        lists = [(run.run.clipped, [ops.global_norm(given)] if frees else given) for run, given in pairs]
+        every = [(gradient, clipped) for clipped, given in lists for gradient in given]
+        return global_norms([gradient for gradient, _ in every], [clipped for _, clipped in every])
     sides = ([pair for pair in pairs if pair[0].run.clipped is clipped] for clipped in (True, False))
     found = [_block_norm(graph, side, ranks) for side in sides if side]
     return Norms(ops.global_norm(found) if len(found) > 1 else found[0], found[0])
@@ -160,9 +193,11 @@ def average_spec(parameter: Parameter) -> TensorSpec:
 
 
 def directions(
-    run: ParameterRun, lists: Sequence[Sequence[Value]], lr: Value, step: Value, factor: Value | None
+    run: ParameterRun, lists: Sequence[Sequence[Value]], lr: Value, step: Value, factor: Value | None, frees: bool
 ) -> list[Value]:
-    """What a rule of whole tensors puts in the place of each gradient of `lists`; the slots are updated."""
+    """What a rule of whole tensors puts in the place of each gradient of `lists`, which is state unless the step
+    `frees` it; the slots are updated.
+    """
     found = []
     for parameter, gradient, *slots in zip(*lists, strict=True):
         wide = ops.cast(gradient, DType.FP32)
@@ -171,5 +206,6 @@ def directions(
         direction, *new = run.rule.body(states[0], scaled, *states[1:], lr, step, **dict(run.rule.settings))
         for state, value in zip(slots, new, strict=True):
             ops.assign(state, ops.cast(value, state.spec.dtype))
-        found.append(ops.assign(gradient, ops.cast(direction, gradient.spec.dtype)))
+        direction = ops.cast(direction, gradient.spec.dtype)
+        found.append(direction if frees else ops.assign(gradient, direction))
     return found

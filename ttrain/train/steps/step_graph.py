@@ -7,7 +7,7 @@ Names of the state: a parameter's path; `<path>/compute` for its copy in the com
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -23,7 +23,6 @@ from ttrain.nn.module import Parameter, use
 from ttrain.ops.update import Rule
 from ttrain.optim.averages import SWAP, ema_rule
 from ttrain.optim.base import AVERAGE, ROUNDING_SEED, STEP, STREAMS, Optimizer
-from ttrain.optim.clip import global_norms
 from ttrain.optim.groups import ParameterRun, parameter_runs
 from ttrain.parallel.ranks import Ranks
 from ttrain.train.steps.noise import NOISE_NORM
@@ -35,6 +34,7 @@ GRADIENT = "/gradient"  # after the path of a parameter
 GRAD_NORM = "grad_norm"
 CLIPPED_NORM = "clipped_norm"
 ACTIVATION_NORM = "activation_norm"
+FREED = 2**23  # bytes of gradients at least that an update of their own frees: it takes a launch more
 
 
 @dataclass
@@ -73,13 +73,20 @@ class StepGraph:
     shorter: Model | None = None  # records training in its place, on shorter sequences, over the same parameters
     ranks: Ranks = Ranks()  # that divide a batch of several slices: each works on slices of `rows` * `accumulation`
     remainders: bool = False  # fp32 weights are kept as what their bf16 copies lack, where only updates read them
+    frees: bool = False  # no gradient is kept where several updates follow theirs in backward and none waits for all
     runs: list[ParameterRun] = field(init=False)
     sharded: list[ShardedRun] = field(init=False)  # the runs, as ranks divide them
+    updates: list[tuple[int, ShardedRun]] = field(init=False)  # what one op updates, with the number of its run
 
     def __post_init__(self) -> None:
         self.remainders &= self.ema is None  # averages are of fp32 weights
         self.runs = parameter_runs(self.model.parameters(), self.optimizer, self.model.compute)
         self.sharded = [ShardedRun(run, self.ranks) for run in self.runs]
+        parts = [run.cut(lambda p: self._gradient_spec(p).nbytes, FREED) for run in self.sharded]
+        waits = self.optimizer.config.clip_norm is not None or self.guarded or self.accumulation > 1
+        self.frees &= not waits and self.ranks.single and sum(map(len, parts)) > len(parts)
+        parts = parts if self.frees else [[run] for run in self.sharded]
+        self.updates = [(number, part) for number, of_run in enumerate(parts) for part in of_run]
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -134,7 +141,8 @@ class StepGraph:
 
     def trace_train(self, graph: Graph) -> None:
         """Forward, backward and update of a batch, or of the last of several micro-batches. Guarded, not the update."""
-        stored = self._stored(graph, ops.assign if self._parts == 1 else ops.accumulate)
+        store = ops.assign if self._parts == 1 else ops.accumulate
+        stored = self._backward(graph) if self.frees else self._stored(graph, store)
         with graph.stage(Stage.UPDATE), graph.scope("gradients"):
             for level in range(self.ranks.levels):
                 kept = (self._kept(graph, parameter, level) for parameter in self.parameters)
@@ -185,8 +193,8 @@ class StepGraph:
             none = ops.full(graph, SCALAR, 0.0)  # the rule reads neither rate nor step
             for run in self.sharded:
                 averages = run.values(graph, f"/{AVERAGE}", average_spec, Kind.OPTIMIZER)
-                written = self._apply(graph, run, SWAP, [self._gradients(graph, run), averages], none, none)
-                self._gather(graph, run, written)
+                written = self._apply(graph, run, SWAP, [averages, averages], none, none)  # it reads no gradient
+                run.gather(graph, written, self.model.compute)
 
     def trace_evaluate(self, graph: Graph) -> None:
         """The loss without dropout; changes nothing."""
@@ -225,17 +233,18 @@ class StepGraph:
         copied = [(run, p) for run, p in placed if p.has_copy(compute)]
         tensors += [tensor(p.copy_name, p.read_spec(compute), Kind.COPY, run, p) for run, p in copied]
         if training:
-            tensors += [tensor(p.path + GRADIENT, self._gradient_spec(p), Kind.GRADIENT, run, p) for run, p in members]
+            kept = [tensor(p.path + GRADIENT, self._gradient_spec(p), Kind.GRADIENT, run, p) for run, p in members]
+            tensors += [replace(gradient, everywhere=False) for gradient in kept] if self.frees else kept
             tensors += [
                 StateTensor(kept_name(p, level), self._gradient_spec(p), Kind.GRADIENT, run, p.padding)
                 for level in range(self.ranks.levels)
                 for run, p in members
             ]
             for run in self.runs:
-                kept = [(slot, p) for slot in run.rule.slots for p in run.parameters]
                 tensors += [
                     tensor(f"{p.path}/{slot}", self._slot_spec(p, run.rule, slot), Kind.OPTIMIZER, run.name, p, False)
-                    for slot, p in kept
+                    for slot in run.rule.slots
+                    for p in run.parameters
                 ]
             averaged = [(run, p) for run, p in members if self.ema is not None]
             tensors += [
@@ -286,7 +295,7 @@ class StepGraph:
         """By run, the gradients of what this rank updates, summed over all chips or ranks."""
         with graph.stage(Stage.UPDATE), graph.scope("clip"):
             left = iter(ops.all_reduce_state(gradients) if self.chips > 1 else gradients)
-            found = [[next(left) for _ in run.parameters] for run in self.runs]
+            found = [[next(left) for _ in part.run.parameters] for _, part in self.updates]
             if self.ranks.count == 1:
                 return found
             owned = [self._gradients(graph, run) for run in self.sharded] if self.ranks.sharding else None
@@ -320,11 +329,7 @@ class StepGraph:
     def _norm(self, graph: Graph, gradients: Sequence[Sequence[Value]]) -> Value:
         """The norm to be clipped; outputs it, and that of all gradients where it is another."""
         with graph.stage(Stage.UPDATE), graph.scope("clip"):
-            if self.ranks.single:
-                every = [gradient for given in gradients for gradient in given]
-                norms = global_norms(every, [run.clipped for run in self.runs for _ in run.parameters])
-            else:
-                norms = norms_of(graph, self.sharded, gradients, self.ranks)
+            norms = norms_of(graph, [part for _, part in self.updates], gradients, self.ranks, self.frees)
         graph.output(GRAD_NORM, norms.whole)
         if self._scoped:
             graph.output(CLIPPED_NORM, norms.clipped)
@@ -342,7 +347,7 @@ class StepGraph:
                 limit = self.optimizer.config.clip_norm
                 factor = None if limit is None else ops.clip_factor(norm, limit)
             step = graph.input(STEP, SCALAR)
-            for number, (run, own) in enumerate(zip(self.sharded, given, strict=True)):
+            for (number, run), own in zip(self.updates, given, strict=True):
                 with graph.scope(run.run.name):
                     self._update_run(graph, number, run, own, step, factor if run.run.clipped else None)
 
@@ -350,20 +355,21 @@ class StepGraph:
         self, graph: Graph, number: int, sharded: ShardedRun, gradients: list[Value], step: Value, factor: Value | None
     ) -> None:
         run, rule = sharded.run, sharded.run.rule
-        lr, stochastic = graph.input(run.lr, SCALAR), self._stochastic(run)
+        lr, stochastic, parted = graph.input(run.lr, SCALAR), self._stochastic(run), self.frees or self.ranks.sharding
         seed = graph.input(ROUNDING_SEED, SEED) if stochastic else None
         lists = [gradients, *(self._slot(graph, sharded, slot) for slot in rule.slots)]
         if rule.whole:
-            lists, factor = [directions(run, [self._weights(graph, sharded), *lists], lr, step, factor)], None
+            lists = [directions(run, [self._weights(graph, sharded), *lists], lr, step, factor, self.frees)]
+            factor = None
         written = self._apply(
             graph, sharded, rule.tail or rule, lists, lr, step, factor, seed, stochastic=stochastic,
             stream=STREAMS * number if stochastic else 0,
-            numbers=tuple(part.number for part in sharded.owned) if stochastic and self.ranks.sharding else (),
+            numbers=tuple(x.number for x in sharded.owned) if stochastic and parted else (),
         )  # fmt: skip
         if self.ema is not None and written:
             averages = sharded.values(graph, f"/{AVERAGE}", average_spec, Kind.OPTIMIZER)
             ops.update(ema_rule(self.ema), [averages, written], lr, step)
-        self._gather(graph, sharded, written)
+        sharded.gather(graph, written, self.model.compute)
 
     def _apply(
         self, graph: Graph, sharded: ShardedRun, rule: Rule, lists: Sequence[Sequence[Value]], *scalars: Value | None,
@@ -377,14 +383,6 @@ class StepGraph:
         if copies:
             given.append(sharded.values(graph, "/compute", lambda p: p.read_spec(compute), Kind.COPY))
         return ops.update(rule, given, *scalars, copies=copies, **attributes)  # type: ignore[arg-type]
-
-    def _gather(self, graph: Graph, sharded: ShardedRun, written: Sequence[Value]) -> None:
-        """Let every rank have what each wrote of a run."""
-        if self.ranks.sharding:
-            compute, parameters = self.model.compute, sharded.run.parameters
-            if written and parameters[0].has_copy(compute) and written[0].producer is not None:
-                written = written[0].producer.outputs[-len(written) :]  # an update's copies come last
-            ops.all_gather_state([use(graph, p, compute) for p in parameters], written, sharded.bounds)
 
     def _weights(self, graph: Graph, sharded: ShardedRun) -> list[Value]:
         return sharded.values(graph, "", lambda p: sharded.weight_spec(p, self.remainders), Kind.PARAMETER)
