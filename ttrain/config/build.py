@@ -245,21 +245,20 @@ def keeps_remainders(device: Device, engine: str) -> bool:
 def build_resident(data: DataConfig, train: TrainConfig, model: Model, device: Device) -> Resident | None:
     """What of the training split lies on the device, as data.resident says; None where every batch is handed over.
 
-    auto asks for memory of the device's own that looks rows up quickly. Raises UserError for a mesh of chips.
+    auto asks for memory of the device's own that looks rows up quickly. Raises UserError for a mesh of chips, and for a
+    model that makes what a step reads from a batch on the host.
     """
     from ttrain.train.steps.resident import LIMIT, Resident
 
     gains = device.name not in ("cpu", "null") and not device.narrow_lookups
     if data.resident == "host" or (data.resident == "auto" and not gains):
         return None
-    examples, rows = data.training_examples, train.batch_size // train.accumulation
-    if examples is None or hasattr(model, "prepare"):
+    examples, rows, prepares = data.training_examples, train.batch_size // train.accumulation, hasattr(model, "prepare")
+    if data.resident == "device" and (prepares or device.chips > 1):
+        why = f"model={model.config.name} prepares" if prepares else "the chips of a mesh share"
+        raise UserError(f"data.resident=device: {why} every batch, which the host hands over. Give auto or host.")
+    if examples is None or prepares:
         return None
-    if device.chips > 1 and data.resident == "device":
-        raise UserError(
-            "data.resident=device: the chips of a mesh share every batch, which is handed over by the host. Give auto "
-            "or host."
-        )
     found = Resident(model.batch_specs(rows), examples, device.narrow_lookups)
     small = sum(spec.nbytes for spec in found.specs.values()) <= LIMIT
     return found if small or data.resident == "device" else None

@@ -15,6 +15,7 @@ from ttrain.core.errors import UserError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.data.settings import RegressionConfig
 from ttrain.device.settings import DeviceConfig
+from ttrain.models.base import prepare_plain
 from ttrain.models.mlp import MLP
 from ttrain.models.settings import MLPConfig
 from ttrain.train.settings import TrainConfig
@@ -93,3 +94,8 @@ def test_what_can_t_lie_there_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     mesh: Any = type("Mesh", (), {"name": "t3000", "chips": 8, "narrow_lookups": True})()
     with pytest.raises(UserError, match="chips of a mesh share every batch"):
         build.build_resident(RegressionConfig(resident="device"), TrainConfig(), MLP(MLPConfig()), mesh)
+    preparing: Any = MLP(MLPConfig())
+    preparing.prepare = prepare_plain
+    device = build.planned_device(DeviceConfig(name="cpu"))
+    with pytest.raises(UserError, match="data.resident=device: model=mlp prepares every batch.* Give auto or host"):
+        build.build_resident(RegressionConfig(resident="device"), TrainConfig(), preparing, device)
