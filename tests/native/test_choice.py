@@ -129,7 +129,7 @@ def test_a_step_with_products_of_a_library_trains_alike_and_its_rehearsal_change
     assert measured[-1] == "step" and measured.count("product") == len(native.ways)
     assert set(native.ways.values()) == {OWN, "aten"} and set(product_ways(engine).values()) == {OWN, "aten"}
     np.testing.assert_allclose(losses(step, 6), losses(plain[0], 6), rtol=2e-5 if compute is DType.FP32 else 2e-2)
-    fork = ctypes.c_void_p.in_dll(native._libraries[-1], "ttrain_openmp_fork").value
+    fork = ctypes.c_void_p.in_dll(native._loaded[-1], "ttrain_openmp_fork").value
     assert (fork is not None) == bool(entry_points())
 
     def planned(folder: Path, threads: int) -> Device:

@@ -83,7 +83,7 @@ def test_with_products_of_a_library_kernels_run_on_its_threads() -> None:
             node_of("gelu", [x], {"approximate": "tanh"}),
         ]
         native.prepare(nodes)
-        fork = ctypes.c_void_p.in_dll(native._libraries[-1], "ttrain_openmp_fork").value
+        fork = ctypes.c_void_p.in_dll(native._loaded[-1], "ttrain_openmp_fork").value
         assert (fork is not None) == (expected and bool(entry_points()))
         device = NativeDevice(native, 2)
         y = torch.empty_like(x)

@@ -20,7 +20,7 @@ from ttrain.graph.composite import cases, primitive, require
 from ttrain.graph.graph import Case, Value, op
 
 Bounds = tuple[tuple[int, ...], ...]
-_OVER_STATE: dict[str, Any] = {  # all tensors are written, or `count`, to which those behind them only belong
+_OVER_STATE: dict[str, Any] = {  # the first `count` tensors are written, or all; those behind them only belong to them
     "outputs": ("written*",),
     "wide": ("tensors",),
     "aliases": lambda node: {index: index for index in range(node.attributes.get("count", len(node.inputs)))},

@@ -61,7 +61,7 @@ class NativeKernels:
         self.built = self.cached = 0  # kernels that were compiled, and that came from the cache
         self.kernels: Mapping[str, Kernel] = {**base, **{name: self._row(name) for name in RULES}}
         self._functions: dict[str, int] = {}  # body -> address
-        self._libraries: list[ctypes.CDLL] = []
+        self._loaded: list[ctypes.CDLL] = []  # what was compiled
         self._native = lru_cache(maxsize=None)(self._make)
 
     def prepare(self, nodes: Iterable[NodeLike]) -> None:
@@ -81,7 +81,7 @@ class NativeKernels:
 
     def share_threads(self, wanted: bool) -> None:
         """Whether kernels run on the threads of libraries, or on our own."""
-        for library in self._libraries:
+        for library in self._loaded:
             pool.use_openmp(library, wanted)
 
     def settle(self, nodes: Sequence[NodeLike], rehearse: Callable[[], Launch]) -> bool:
@@ -99,7 +99,7 @@ class NativeKernels:
 
     def join(self, launches: Iterable[Launch]) -> list[Launch]:
         """The launches with neighbouring native ones as one foreign call each."""
-        return joined(launches, _address(self._libraries[0], "ttrain_run")) if self._libraries else list(launches)
+        return joined(launches, _address(self._loaded[0], "ttrain_run")) if self._loaded else list(launches)
 
     def native(self, request: Request) -> Native | None:
         """How a request runs natively; None where it takes the base's way."""
@@ -130,7 +130,7 @@ class NativeKernels:
             logging.getLogger(__name__).warning(
                 "the system grants %d threads of %d to the compiled kernels", found, self.sizing.threads
             )
-        self._libraries.append(library)
+        self._loaded.append(library)
         self._functions.update({body: _address(library, function_name(body)) for body in bodies})
 
     def _function(self, body: str, op: str) -> int:
