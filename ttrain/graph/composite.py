@@ -117,6 +117,7 @@ class Primitive(Declared[P, Value]):
 
     def __init__(self, rule: Callable[P, Any], **facts: Any) -> None:
         super().__init__(rule, **{"differentiable": "vjp" in facts, **facts})
+        self.infer = lru_cache(maxsize=256)(self.infer)  # type: ignore[method-assign]
 
     def infer(self, *specs: TensorSpec | None, **attributes: Any) -> TensorSpec | Sequence[TensorSpec]:
         standing = tuple(None if spec is None else Value(_NOWHERE, spec, Kind.INPUT, "") for spec in specs)
