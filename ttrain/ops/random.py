@@ -15,9 +15,11 @@ from ttrain.graph.graph import Case, Node, Value
 
 
 def _mask_in_torch(seed: Any, spec: TensorSpec, p: float, stream: int) -> Any:
+    import torch
+
     key, threshold = stream_key(int(seed), stream), keep_threshold(p)
     kept = [mix(index + key & 0xFFFFFFFF) >= threshold for index in range(spec.size)]
-    return seed.new_tensor(kept).double().reshape(spec.shape) / (1 - p)
+    return torch.tensor(kept, dtype=torch.float64).reshape(spec.shape) / (1 - p)
 
 
 @primitive(
