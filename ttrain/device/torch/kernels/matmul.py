@@ -12,7 +12,7 @@ import torch
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Kernel, Launch, chain
 from ttrain.device.torch.kernels.common import ROWS, Attributes, Context, Given, Specs, Tensors, rows_of
-from ttrain.device.torch.kernels.product import fresh_bytes, product, takes_onednn
+from ttrain.device.torch.kernels.product import fresh_bytes, product, uses_onednn
 
 
 def _matmul(pinned: str, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
@@ -53,7 +53,7 @@ def _on_cpu(row: Kernel, context: Context, sizes: Callable[..., _Sizes | None]) 
 
     def way(*given: Any) -> str:
         found = sizes(*given)
-        return "onednn" if found is not None and takes_onednn(*found, context.products) else "aten"
+        return "onednn" if found is not None and uses_onednn(*found, context.products) else "aten"
 
     return replace(row, outside=outside, way=way)
 

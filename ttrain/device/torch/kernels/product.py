@@ -25,12 +25,14 @@ _LARGEST = 1024  # rows, columns and inner size of a measured product at most: l
 
 def product(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, pinned: str = "auto") -> Launch:
     """out [M, N] <- a [M, K] b [K, N] + bias [N]. a and b may be transposed views; `pinned` is device.products."""
-    if uses_onednn(a, b, pinned):
+    (rows, inner), columns = a.shape, b.shape[1]
+    sizes = rows, inner, columns, a.is_contiguous(), b.is_contiguous()
+    if a.device.type == "cpu" and a.dtype is torch.float32 and uses_onednn(*sizes, pinned):
         if not a.is_contiguous():  # a block of a transposed operand would be read with long strides
             return partial(_onednn_into, out, a, b.t(), bias)
-        height = _height(out.shape[1])
+        height = _height(columns)
         blocks = zip(out.split(height), a.split(height), strict=True)
-        return chain(*(partial(_onednn_into, part, rows, b.t(), bias) for part, rows in blocks))
+        return chain(*(partial(_onednn_into, part, block, b.t(), bias) for part, block in blocks))
     if bias is None:
         return partial(torch.mm, a, b, out=out)
     return partial(torch.addmm, bias, a, b, out=out)
@@ -41,7 +43,7 @@ def fresh_bytes(rows: int, inner: int, columns: int, plain_a: bool, plain_b: boo
 
     `plain_a` and `plain_b` say whether a [M, K] and b [K, N] lie in memory as their shapes say.
     """
-    if not takes_onednn(rows, inner, columns, plain_a, plain_b, pinned):
+    if not uses_onednn(rows, inner, columns, plain_a, plain_b, pinned):
         return 0
     height = min(_height(columns), rows) if plain_a else rows
     return 4 * (height * columns + (0 if plain_a else rows * inner))
@@ -57,20 +59,12 @@ def _worth(rows: int, inner: int, columns: int) -> bool:
     return 2 * rows * inner * columns >= SMALLEST and min(rows, inner, columns) >= 16
 
 
-def uses_onednn(a: Tensor, b: Tensor, pinned: str = "auto") -> bool:
-    """Whether this product goes to oneDNN directly instead of through aten."""
-    if a.device.type != "cpu" or a.dtype is not torch.float32:
-        return False
-    (rows, inner), columns = a.shape, b.shape[1]
-    return takes_onednn(rows, inner, columns, a.is_contiguous(), b.is_contiguous(), pinned)
-
-
-def takes_onednn(rows: int, inner: int, columns: int, plain_a: bool, plain_b: bool, pinned: str) -> bool:
-    """The same of a fp32 product on the CPU by its sizes."""
+def uses_onednn(rows: int, inner: int, columns: int, plain_a: bool, plain_b: bool, pinned: str) -> bool:
+    """Whether a fp32 product on the CPU goes to oneDNN directly instead of through aten; see fresh_bytes."""
     if pinned == "aten" or not _worth(rows, inner, columns):
         return False
     if pinned == "onednn":
-        return _there()
+        return _onednn_available()
     timed = (min(size, _LARGEST) for size in (rows, inner, columns))
     return _decided(*timed, plain_a, plain_b, torch.get_num_threads())
 
@@ -79,14 +73,14 @@ def _onednn_into(out: Tensor, a: Tensor, weight: Tensor, bias: Tensor | None) ->
     out.copy_(torch.ops.mkldnn._linear_pointwise.default(a, weight, bias, "none", [], ""))
 
 
-def _there() -> bool:
+def _onednn_available() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 @lru_cache(maxsize=512)
 def _decided(rows: int, inner: int, columns: int, plain_a: bool, plain_b: bool, threads: int) -> bool:
     """The table's answer, once per process and number of threads: is oneDNN faster for this product here?"""
-    if not _there():
+    if not _onednn_available():
         return False
 
     def operands() -> tuple[Tensor, Tensor, Tensor]:
