@@ -66,7 +66,8 @@ class TracedEngine(StaticEngine):
         trains = any(node.stage is not Stage.FORWARD for node in graph.nodes)
         if self.compiler is None or (self._steps and not trains):  # evaluations take what was settled for training
             return plan
-        anew = self.compiler.settle(plan.launched, partial(self._rehearsal, self.compiler, graph, []))
+        arenas: list[tuple[int, Arena]] = []  # of the rehearsals, let go of with them
+        anew = self.compiler.settle(plan.launched, partial(self._rehearsal, self.compiler, graph, arenas))
         return super().plan(graph) if anew else plan
 
     def _rehearsal(self, compiler: StepCompiler, graph: Graph, arenas: list[tuple[int, Arena]]) -> Launch:

@@ -65,7 +65,7 @@ class _Matcher:
         found: dict[Node, tuple[Node, Joined]] = {}
         taken: set[Node] = set()
         for node in self.graph.nodes:
-            for position in (1, 0) if node.op.name == "add" else (0,):
+            for position in (1, 0) if node.op.name == "add" else (0,):  # either term of a sum may be absorbed
                 value = node.inputs[position] if node.inputs else None
                 source = None if value is None else value.producer
                 rule = None if source is None else _RULES.get((node.op.name, source.op.name))
@@ -85,7 +85,7 @@ class _Matcher:
         if not same or joined.name not in of_side(self.kernels, node.on_host) or made & {*joined.inputs}:
             return False
         start, end = self.times[source], self.times[node]
-        for value in made:
+        for value in made:  # is read by others once the fused node has run, or not at all if it is no output of that
             others = [self.times[reader] for reader in self.readers.get(value, []) if reader is not node]
             if any(time < end for time in others) if value in joined.outputs else others or value in self.kept:
                 return False
@@ -124,8 +124,8 @@ def _residual_norm_grad(node: Node, source: Node, rest: Inputs) -> Joined | None
 
 def _lookup_grad(node: Node, source: Node, rest: Inputs) -> Joined | None:
     """add(base, embedding_grad(dy, ids)) -> add_embedding_grad: the rows that do not occur are left alone."""
-    narrow = node.outputs[0].spec.dtype.wide is DType.FP32
-    return Joined("add_embedding_grad", (*rest, *source.inputs), {}, node.outputs) if narrow else None
+    fits = node.outputs[0].spec.dtype.wide is DType.FP32  # or bf16, as its kernels are
+    return Joined("add_embedding_grad", (*rest, *source.inputs), {}, node.outputs) if fits else None
 
 
 def _head_cross_entropy(node: Node, source: Node, rest: Inputs) -> Joined | None:
