@@ -13,7 +13,7 @@ GELU_FORMS = ("none", "tanh")
 _SLOPE, _CUBIC = math.sqrt(2 / math.pi), 0.044715  # of the tanh form
 
 
-@composite("dy [...], saved [...]", outputs=("dx",), elementwise=True, differentiable=False)
+@composite("dy any [...], saved any [...]", outputs=("dx",), elementwise=True, differentiable=False)
 def gelu_grad(dy: Value, saved: Value, approximate: str) -> Value:
     """dx = dy (Phi(x) + x phi(x)) for the saved input x, or the derivative of the tanh approximation."""
     x = saved
@@ -33,7 +33,7 @@ def gelu(x: Value, approximate: str = "tanh") -> Value:
     return 0.5 * x * (erf(math.sqrt(0.5) * x) + 1.0)
 
 
-@composite("dy [...], saved [...]", outputs=("dx",), elementwise=True, differentiable=False)
+@composite("dy any [...], saved any [...]", outputs=("dx",), elementwise=True, differentiable=False)
 def silu_grad(dy: Value, saved: Value) -> Value:
     """dx = dy s (1 + x (1 - s)) with s = sigmoid(x), for the saved input x."""
     s = sigmoid(saved)
@@ -46,13 +46,13 @@ def silu(x: Value) -> Value:
     return x * sigmoid(x)
 
 
-@composite("dy [...], saved [...]", outputs=("dx",), elementwise=True, differentiable=False)
+@composite("dy any [...], saved any [...]", outputs=("dx",), elementwise=True, differentiable=False)
 def relu_grad(dy: Value, saved: Value) -> Value:
     """dx = dy where the saved output y > 0, else 0."""
     return dy * greater(saved, full(saved.graph, saved.spec.with_shape(), 0.0))
 
 
-@composite("dy [...], saved [...]", outputs=("dx",), elementwise=True, differentiable=False)
+@composite("dy any [...], saved any [...]", outputs=("dx",), elementwise=True, differentiable=False)
 def tanh_grad(dy: Value, saved: Value) -> Value:
     """dx = dy (1 - y^2) for the saved output y."""
     return dy * (1.0 - saved * saved)
