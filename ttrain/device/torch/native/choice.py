@@ -144,6 +144,7 @@ class Choice:
         return recalled(self._key(str(request)), ways_of(request), measured if self._measures else None)
 
     def _launch(self, request: Request, way: str, ins: Sequence[Buffer], outs: Sequence[Buffer]) -> Launch:
+        """A product one way, on this memory and scratch of its own; the ways that are taken stay as they are."""
         before, kernel, settings = self._native.ways, self._native.kernels[request.op], request.settings
         self._native.take({**before, request: way})
         work = kernel.workspace_specs(request.inputs, request.outputs, settings)
