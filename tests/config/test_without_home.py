@@ -12,6 +12,8 @@ from unittest import mock
 
 import pytest
 
+from ttrain.cli import main
+from ttrain.core.errors import EXIT_USER, ConfigError
 from ttrain.core.folders import cache_folder, settle_without_home
 
 REPO = Path(__file__).parents[2]
@@ -93,3 +95,15 @@ def test_a_command_without_a_home_says_one_line_of_ours(tmp_path: Path) -> None:
     assert line.startswith(
         "ttrain: the home folder /dev/null is no folder, so compiled kernels and timings are kept in "
     )
+
+
+@pytest.mark.parametrize("given", ["data=text data.path={}", "run.dir={}", "--config-dir={}", "--config-name={}"])
+def test_the_home_of_a_user_whom_nobody_knows(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["task=plan", *given.format("~nobody-knows/x").split()]) == EXIT_USER
+    assert "~nobody-knows is no user's home folder here; write the path in full." in capsys.readouterr().err
+
+
+def test_a_cache_in_the_home_of_a_user_whom_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTRAIN_CACHE", "~nobody-knows/x")
+    with pytest.raises(ConfigError, match="~nobody-knows is no user's home folder"):
+        cache_folder()

@@ -73,7 +73,9 @@ def test_a_way_that_fails_is_never_taken() -> None:
     assert costs.fastest("failing", {"usual": lambda: partial(time.sleep, 0.001), "other": failing}) == "usual"
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"a": 1}', '{"a": {"b": {"c": "x"}}}'])
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", '{"a": 1}', '{"a": {"b": {"c": "x"}}}', f'{{"a": {{"b": {{"c": 1{"0" * 400}}}}}}}']
+)
 def test_a_damaged_table_is_measured_again(damage: str) -> None:
     costs.table_path().write_text(damage)
     ways = Ways(usual=0.004, other=0.001)

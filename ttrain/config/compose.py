@@ -32,6 +32,7 @@ from ttrain.config.saved import with_model_folder
 from ttrain.config.schema import Config
 from ttrain.config.validate import Findings, typed_config
 from ttrain.core.errors import ConfigError
+from ttrain.core.folders import at_home
 from ttrain.core.names import did_you_mean
 
 MAIN_CONFIG = "config"
@@ -164,7 +165,7 @@ class Composer:
 
     def _option_hint(self, group: str, name: str, valid: list[str]) -> str:
         """The nearest option; for a path, how an own file is chosen."""
-        path = Path(name).expanduser()
+        path = at_home(name)
         own = next((file for file in (path, path.with_name(f"{path.name}.yaml")) if file.is_file()), None)
         if own is not None and own.parent.name == group and own.stem not in valid:
             return f"For a file of yours give --config-dir {own.parent.parent} {group}={own.stem}."
@@ -230,7 +231,7 @@ def _flat(error: BaseException) -> str:
 
 def _folder(flag: str, given: str | Path) -> Path:
     """The folder that a flag names, absolute. Raises ConfigError where it is none."""
-    path = Path(given).expanduser()
+    path = at_home(given)
     if path.is_dir() and str(given):
         return path.resolve()
     if not path.exists():
@@ -267,7 +268,7 @@ def _config_name(given: str, own: Path | None, ours: Path) -> tuple[str, list[Pa
     name = given.removesuffix(YAML)
     places = list(dict.fromkeys(place for place in (own, ours, Path.cwd()) if place is not None))
     for place in places if name else ():
-        file = (place / Path(f"{name}{YAML}").expanduser()).resolve()
+        file = (place / at_home(f"{name}{YAML}")).resolve()
         if file.is_file():
             searched = [] if own is None else [own]
             if file.parent not in (own, ours):

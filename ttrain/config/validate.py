@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import typing
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from ttrain.config import registry
 from ttrain.config.checks.problems import cross_field_problems
 from ttrain.config.schema import Config, Source, sections
 from ttrain.core.errors import ConfigError
+from ttrain.core.folders import at_home
 from ttrain.core.names import did_you_mean
 from ttrain.core.options import default_of, key_of, option_problems
 
@@ -192,7 +192,7 @@ def _at_home(path: Any) -> Any:
     """A path or a list of them with the home folder for a leading `~`, which no shell replaces behind `key=`."""
     if isinstance(path, list):
         return [_at_home(each) for each in path]
-    return os.path.expanduser(path) if isinstance(path, str) else path
+    return str(at_home(path)) if isinstance(path, str) and path.startswith("~") else path
 
 
 @cache

@@ -7,6 +7,8 @@ import stat
 import tempfile
 from pathlib import Path
 
+from ttrain.core.errors import ConfigError
+
 # Where libraries write by themselves, unless told otherwise; with XDG_CACHE_HOME it is all of them.
 _LIBRARIES = {
     "MPLCONFIGDIR": "matplotlib", "WANDB_CONFIG_DIR": "wandb", "WANDB_DATA_DIR": "wandb", "TRITON_CACHE_DIR": "triton",
@@ -17,9 +19,18 @@ def cache_folder() -> Path:
     """`$TTRAIN_CACHE`, else `$XDG_CACHE_HOME/ttrain`, else `~/.cache/ttrain`. It may not exist yet."""
     given = os.environ.get("TTRAIN_CACHE")
     if given:
-        return Path(given).expanduser()
+        return at_home(given)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "ttrain"
+
+
+def at_home(path: str | Path) -> Path:
+    """The path with a home folder for a leading `~`. Raises ConfigError for that of a user whom nobody knows."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        name = Path(path).parts[0]
+        raise ConfigError(f"{path}: {name} is no user's home folder here; write the path in full.") from None
 
 
 def settle_without_home() -> str | None:

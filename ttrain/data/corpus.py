@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ttrain.core.errors import DataError
+from ttrain.core.folders import at_home
 from ttrain.core.names import listed, with_line_breaks
 from ttrain.data.settings import TextConfig
 
@@ -226,7 +227,7 @@ def _find(config: TextConfig) -> tuple[str, Listing]:
     """What the corpus is called, and its files in order."""
     if config.path is None:
         return f"standard library of Python {platform.python_version()}", Listing(_standard_library())
-    path = Path(config.path).expanduser()
+    path = at_home(config.path)
     try:
         if path.is_dir():
             return str(config.path), files_in(path, config.suffixes, "data.path")

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError
+from ttrain.core.folders import at_home
 from ttrain.data.chat.jinja import chat_settings
 from ttrain.data.end_token import EndToken, with_end_token
 from ttrain.data.formats.compressed import OnBytes
@@ -175,7 +176,7 @@ def _tokenizer(
         return scan.characters, None
     if config.tokenizer == "bpe":
         return train_bpe(_training_text(config, sources, scan, on_bytes), config.vocabulary_size), None
-    return named_tokenizer(config.tokenizer), Path(config.tokenizer).expanduser()
+    return named_tokenizer(config.tokenizer), at_home(config.tokenizer)
 
 
 @dataclass(frozen=True)

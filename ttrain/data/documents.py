@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError
-from ttrain.core.folders import cache_folder
+from ttrain.core.folders import at_home, cache_folder
 from ttrain.data.batches import Batch, Sizes, Split, TokenSequences, held_out, sample_numbers, shuffled_passes
 from ttrain.data.chat.jinja import TEMPLATE_FILE
 from ttrain.data.counter import Words
@@ -192,7 +192,7 @@ def tokenized(config: DocumentsConfig, sources: list[Source]) -> Path:
 
     It is found again by path, size and time of change of every file, and by the keys that change tokens or splits.
     """
-    base = cache_folder() / "documents" if config.cache is None else Path(config.cache).expanduser()
+    base = cache_folder() / "documents" if config.cache is None else at_home(config.cache)
     stamped = stamp(sources)
     folder = base / _key(config, stamped)
     if os.path.isfile(folder / HEADER_FILE):
@@ -215,7 +215,7 @@ def tokenized(config: DocumentsConfig, sources: list[Source]) -> Path:
 
 def _key(config: DocumentsConfig, stamped: list[list[Any]]) -> str:
     kept = {name: value for name, value in dataclasses.asdict(config).items() if name not in _FREE_KEYS}
-    tokenizer = Path(config.tokenizer).expanduser()
+    tokenizer = at_home(config.tokenizer)
     files = [tokenizer, *(tokenizer.with_name(name) for name in (CONFIG_FILE, TEMPLATE_FILE))]
     contents = [
         hashlib.sha256(file.read_bytes()).hexdigest() for file in files if os.access(file, os.R_OK) and file.is_file()

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError
+from ttrain.core.folders import at_home
 from ttrain.data.corpus import cut
 from ttrain.data.tokenizer import UNKNOWN, ByteTokenizer, CharTokenizer, Ids, Tokenizer, unseen, visible_bytes
 
@@ -41,7 +42,7 @@ def parse_tokenizer(text: str) -> Tokenizer:
 
 def read_tokenizer(path: Path | str, key: str = "data.tokenizer") -> Tokenizer:
     """The tokenizer in a file. Raises DataError, which names `key`, when there is none."""
-    file = Path(path).expanduser()
+    file = at_home(path)
     try:
         return parse_tokenizer(file.read_text(encoding="utf-8"))
     except OSError as error:

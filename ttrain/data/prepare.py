@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import DataError
+from ttrain.core.folders import at_home
 from ttrain.data.corpus import Corpus
 from ttrain.data.document_files import fill_documents
 from ttrain.data.settings import DocumentsConfig, TextConfig
@@ -27,7 +28,7 @@ def prepare(config: TextConfig | DocumentsConfig, destination: Path | str, *, pr
     folder appears only once it is whole. Raises DataError when the corpus can't be used, or the destination exists or
     can't be written.
     """
-    final = Path(destination).expanduser()
+    final = at_home(destination)
     if final.exists():
         raise DataError(f"{final} exists already. Give another folder, or remove it first.")
     if isinstance(config, DocumentsConfig):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ttrain.core.errors import DataError
+from ttrain.core.folders import at_home
 from ttrain.core.names import listed
 from ttrain.core.units import format_bytes
 from ttrain.data.chat.jinja import TokenizerTemplate, chat_settings, template_file
@@ -203,7 +204,7 @@ def chat_template(config: DocumentsConfig) -> Template | TokenizerTemplate:
     """What makes texts of conversations. Raises DataError for a template that can't be used."""
     if config.template != "tokenizer":
         return Template(config.template)
-    file = Path(config.tokenizer).expanduser()
+    file = at_home(config.tokenizer)
     return TokenizerTemplate(chat_settings(file), config.loss_on == "replies", template_file(file))
 
 
@@ -236,7 +237,7 @@ def _suffix(file: Path) -> str:
 
 
 def _files(given: str, config: DocumentsConfig) -> Listing:
-    path = Path(given).expanduser()
+    path = at_home(given)
     try:
         if path.is_dir():
             return saved_dataset(path, files_in(path, config.suffixes, "data.sources", plain_name))

@@ -6,13 +6,13 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError
+from ttrain.core.folders import at_home
 from ttrain.core.units import format_bytes
 from ttrain.data.batches import Sizes, TokenDataset
 from ttrain.data.chat.jinja import tokenizer_settings
@@ -78,7 +78,7 @@ def named_tokenizer(path: str) -> Tokenizer:
         kinds = ", ".join(TOKENIZERS)
         raise DataError(f"data.tokenizer={path} is neither {kinds} nor the path of a tokenizer.json.")
     tokenizer = read_tokenizer(path)
-    tokenizer.config = tokenizer_settings(Path(path).expanduser())
+    tokenizer.config = tokenizer_settings(at_home(path))
     return tokenizer
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from ttrain.core.errors import DataError
 from ttrain.core.files import still_runs, sync_directory
+from ttrain.core.folders import at_home
 from ttrain.data.batches import Sizes, TokenDataset, outside_vocabulary
 from ttrain.data.library_tokenizer import read_tokenizer
 from ttrain.data.settings import TOKEN_DTYPES, TokensConfig
@@ -89,7 +90,7 @@ def find_token_files(config: TokensConfig) -> TokenFiles:
     """The files that a config names. Raises DataError when there are none or it isn't known what their ids mean."""
     if config.path is None:
         raise DataError("data=tokens needs data.path, a folder made with task=prepare or a file of raw token ids.")
-    path = Path(config.path).expanduser()
+    path = at_home(config.path)
     if path.is_dir():
         if (path / HEADER_FILE).is_file():
             return _prepared(path, config)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.errors import UserError
+from ttrain.core.folders import at_home
 from ttrain.core.units import counted
 from ttrain.core.waiting import Waiting
 from ttrain.tasks.opening import of_folder, of_run
@@ -94,7 +95,7 @@ def run(config: Config) -> None:
     from ttrain.train.sampling.draw import encode_prompt
     from ttrain.train.sampling.source import print_source
 
-    rows = [] if config.sample.prompts is None else list(_rows(Path(config.sample.prompts).expanduser()))
+    rows = [] if config.sample.prompts is None else list(_rows(at_home(config.sample.prompts)))
     if config.sample.prompts is not None and not rows:
         raise UserError(f"sample.prompts={config.sample.prompts}: has no prompt. Give a file with a prompt a line.")
     with opened_model(config) as opened:
@@ -140,7 +141,7 @@ def _write_results(opened: Opened, rows: list[tuple[str, Any]]) -> None:
     if target is None:
         _answer(opened, texts, print_text)
         return
-    file = Path(target).expanduser()
+    file = at_home(target)
     beside = file.with_name(f"{file.name}.partial")
     try:
         with open(beside, "w", buffering=1, encoding="utf-8") as stream:  # a line at a time

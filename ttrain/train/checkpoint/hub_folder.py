@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import CheckpointError, ConfigError, UserError
+from ttrain.core.folders import at_home
 from ttrain.models import gpt_weights, llama_weights
 from ttrain.train.checkpoint.tensor_files import LazyTensor, check_header, tensors_of
 
@@ -27,7 +28,7 @@ def find_folder(given: str, weights: bool = False) -> Path:
 
     Without `weights` a name brings what is small. Raises UserError where there is none, and it can't be downloaded.
     """
-    folder = Path(given).expanduser()
+    folder = at_home(given)
     if folder.exists() or not _NAME.fullmatch(given):
         if not (folder / CONFIG).is_file():
             raise UserError(

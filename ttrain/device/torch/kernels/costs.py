@@ -129,7 +129,7 @@ def _read() -> dict[str, dict[str, dict[str, float]]]:
             machine: {key: {way: float(cost) for way, cost in costs.items()} for key, costs in entries.items()}
             for machine, entries in stored.items()
         }
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, OverflowError, TypeError, AttributeError, RecursionError):
         return {}  # none yet, or damaged: measured again
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import DeviceUnavailable
-from ttrain.core.folders import cache_folder
+from ttrain.core.folders import at_home, cache_folder
 from ttrain.device.ttnn.mock.stub_compiler import MOCK_VARIABLE, installed_ttnn, missing_ttnn, runtime_root
 from ttrain.device.ttnn.runtime.profile import profiler_variables
 from ttrain.device.ttnn.runtime.simulator import checked_simulator
@@ -47,7 +47,7 @@ def variables(config: TenstorrentConfig) -> dict[str, str]:
     wheel = installed_ttnn()
     common = quiet(config.verbose)
     if config.profile is not None:
-        common |= profiler_variables(Path(config.profile).expanduser().resolve())
+        common |= profiler_variables(at_home(config.profile).resolve())
     if config.mode == "mock":
         return {**common, **_mock(config, wheel)}
     if config.mode == "simulator":

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from ttrain.core.errors import ConfigError, DeviceUnavailable
+from ttrain.core.folders import at_home
 from ttrain.device.ttnn.runtime.identity import require_board
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
@@ -23,7 +24,7 @@ def checked_simulator(config: TenstorrentConfig) -> Path:
     if config.simulator is None:
         raise ConfigError("device.mode=simulator: needs device.simulator=<path of the simulator library>.")
     # Not resolved: ttnn goes by the ending of the name, and looks for the descriptor beside the link.
-    given = Path(os.path.abspath(Path(config.simulator).expanduser()))
+    given = Path(os.path.abspath(at_home(config.simulator)))
     problem = _problem(given)
     if problem is not None:
         raise DeviceUnavailable(f"device.simulator={config.simulator}: {problem}.")
