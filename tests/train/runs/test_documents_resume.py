@@ -128,6 +128,10 @@ def test_touched_but_equal_documents_go_on_and_other_bits_are_told(capsys: pytes
     Path("run", "run.json").write_text(json.dumps(record))
     assert main(["run.dir=run", "resume=auto", "train.steps=6", "device.threads=2"]) == 0
     assert "products are made another way than before (1 onednn -> aten)" in capsys.readouterr().err
+    record["attempts"][-1] |= {"device": ["cpu"], "data": 5}  # a record that somebody has edited tells nothing
+    Path("run", "run.json").write_text(json.dumps(record))
+    assert main(["run.dir=run", "resume=auto", "train.steps=7"]) == 0
+    assert "last bits" not in capsys.readouterr().err
 
 
 def test_a_run_of_documents_can_be_sampled_and_planned(capsys: pytest.CaptureFixture[str]) -> None:

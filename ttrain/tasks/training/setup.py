@@ -27,7 +27,14 @@ from ttrain.train.checkpoint.save import CheckpointContent
 from ttrain.train.runs import resume as resuming
 from ttrain.train.runs.origin import Origin
 from ttrain.train.runs.record import package_versions
-from ttrain.train.runs.run_directory import FollowedRun, RunDirectory, chosen_model, newest_attempt, read_config
+from ttrain.train.runs.run_directory import (
+    FollowedRun,
+    RunDirectory,
+    chosen_model,
+    newest_attempt,
+    part_of,
+    read_config,
+)
 from ttrain.train.steps.phases import DataReader, Phases, Position
 from ttrain.train.supervise.heartbeat import Heartbeat
 
@@ -60,7 +67,7 @@ class Setup:
     rate: Rate
     warnings: list[str]  # what has to be known before the run starts, beside the notices of the config
     world: World  # the ranks that train together
-    earlier: Mapping[str, Any]  # the device of the attempt before
+    earlier: dict[str, Any]  # the device of the attempt before
 
     @property
     def ranks(self) -> str:
@@ -177,7 +184,7 @@ class Setup:
                 f"kernels ran with {before} thread(s) before and run with {now} now, so that results differ in their "
                 f"last bits; device.threads={before} keeps the bits."
             )
-        earlier = self.earlier.get("products") or {}
+        earlier = part_of(self.earlier, "products")
         changes = Counter(f"{earlier[name]} -> {way}" for name, way in ways.items() if earlier.get(name, way) != way)
         listed = ", ".join(f"{count} {change}" for change, count in sorted(changes.items()))
         return listed and (
@@ -281,7 +288,7 @@ def set_up(config: Config, stack: ExitStack, world: World | None = None) -> Setu
     jump = None if point is None else rate_jump(point.checkpoint.config, rate, Progress.of(point.checkpoint))
     warnings = [*filter(None, [jump]), *dataset.description.get("notices", ())]
     origin = Origin(held, point, warm, adapter, notes)
-    earlier = newest_attempt(None if point is None else point.run).get("device", {})
+    earlier = part_of(newest_attempt(None if point is None else point.run), "device")
     return Setup(config, stored, dataset, model, name, shorter, prompt, origin, rate, warnings, world, earlier)
 
 

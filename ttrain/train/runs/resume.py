@@ -27,7 +27,7 @@ from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.checkpoint.retention import DRY_RUN, hold, is_dry_run, newest_complete, set_aside_after
 from ttrain.train.checkpoint.save import note_progress
 from ttrain.train.logging.metrics import cut_metrics
-from ttrain.train.runs.run_directory import RECORD, RunDirectory, stored_attempts
+from ttrain.train.runs.run_directory import RECORD, RunDirectory, newest_attempt, part_of
 
 # Keys that say where and how a run is run, not what it computes.
 _UNREPORTED = (
@@ -191,7 +191,7 @@ def check_documents(point: ResumePoint, description: dict[str, Any]) -> None:
 
     Other sources, which the command line must have named, are no mistake: the run goes on at the same token of those.
     """
-    stored = {} if point.run is None else _newest_data(point.run)
+    stored = part_of(newest_attempt(point.run), "data")
     if "documents" not in stored or stored.get("source") != description.get("source"):
         return
     if stored.get("sha256") != description.get("sha256"):
@@ -203,18 +203,9 @@ def check_documents(point: ResumePoint, description: dict[str, Any]) -> None:
 
 def data_difference(run: Path, description: dict[str, Any]) -> list[str]:
     """What the newest attempt of a run says of its data, where that is not what the data is now."""
-    stored = _newest_data(run)
+    stored = part_of(newest_attempt(run), "data")
     given = json.loads(json.dumps(description))
     return [f"data: {key}: {old} -> {new}" for key, old, new in differences(stored, given)] if stored else []
-
-
-def _newest_data(run: Path) -> dict[str, Any]:
-    """What the newest attempt of a run says of its data; empty where it says nothing."""
-    try:
-        found = stored_attempts(run)[-1]["data"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def branch_off(point: ResumePoint, run: RunDirectory) -> ResumePoint:

@@ -284,6 +284,12 @@ def newest_attempt(run: Path | None) -> dict[str, Any]:
         return {}
 
 
+def part_of(record: dict[str, Any], key: str) -> dict[str, Any]:
+    """What a stored record holds under a key; empty where that is missing or no record itself."""
+    found = record.get(key)
+    return found if isinstance(found, dict) else {}
+
+
 def chosen_model(run: Path | None) -> str | None:
     """What the newest attempt of a run called its model, such as nano-gpt; None where it does not tell."""
     name = newest_attempt(run).get("model")
