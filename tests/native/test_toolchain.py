@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -139,6 +141,17 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     blocked.write_text("not a folder")
     with pytest.raises(UserError, match=r"can't be kept in .*TTRAIN_CACHE"):
         Toolchain(blocked / "cache").load(SOURCES)
+
+
+@pytest.mark.parametrize("call", [(Path, "write_text"), (os, "replace")])
+def test_a_disk_that_is_full_is_told(cache: Path, call: tuple[Any, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(*call, full)
+    with pytest.raises(UserError, match=r"can't be kept in .*: No space left on device. Set TTRAIN_CACHE"):
+        Toolchain(cache).load(library_sources(["(void)a;"], 1))
+    assert not list(cache.iterdir())
 
 
 def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,15 +150,15 @@ class Toolchain:
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             work = Path(tempfile.mkdtemp(prefix="build-", dir=self.folder))
-        except OSError as error:
+            try:
+                return self._build_in(work, command, key, sources)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+        except OSError as error:  # such as a disk that is full by now
             raise UserError(
                 f"compiled kernels can't be kept in {self.folder}: {error.strerror}. Set TTRAIN_CACHE to a folder that "
                 "can be written, or use engine=static."
             ) from None
-        try:
-            return self._build_in(work, command, key, sources)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
 
     def _build_in(self, work: Path, command: Sequence[str], key: str, sources: Sequence[str]) -> Path:
         self.compilations += 1
