@@ -36,7 +36,7 @@ DECISIONS: list[tuple[Seconds, Seconds, Seconds, str]] = [
     ({"own": 2, "aten": 1}, {"own": 5, "aten": 9}, {"own": 20, "fastest": 15}, "aten own"),
     ({"own": 2, "aten": 1}, {"own": 5, "aten": 9}, {"own": 20, "fastest": 19.5}, "own own"),  # the threads cost it
     ({"own": 1, "aten": 0.98}, {"own": 5, "aten": 4.9}, None, "own own"),
-    ({"own": 1, "aten": 0.9}, {"own": 97, "aten": 99}, None, "own own"),  # not worth a rehearsal
+    ({"own": 1, "aten": 0.9}, {"own": 97, "aten": 99}, None, "own own"),  # not worth a trial
     ({"own": 3, "aten": 2, "onednn": 1}, {"own": 5, "aten": 4}, {"own": 9, "fastest": 7, "aten": 8}, "onednn aten"),
     ({"own": 3, "aten": 2, "onednn": 1}, {"own": 5, "aten": 4}, {"own": 9, "fastest": 8, "aten": 7}, "aten aten"),
     ({"own": 2, "aten": 1}, {"own": 5, "aten": 4}, {"own": 20, "fastest": 15}, "aten aten"),
@@ -96,7 +96,7 @@ def compiler_of(engine: StaticEngine) -> NativeKernels:
 
 
 @pytest.mark.parametrize("compute", [DType.FP32, DType.BF16])
-def test_a_step_with_products_of_a_library_trains_alike_and_its_rehearsal_changes_nothing(
+def test_a_step_with_products_of_a_library_trains_alike_and_its_trials_change_nothing(
     compute: DType, folder: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     require_compiler()

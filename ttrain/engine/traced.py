@@ -66,19 +66,19 @@ class TracedEngine(StaticEngine):
         trains = any(node.stage is not Stage.FORWARD for node in graph.nodes)
         if self.compiler is None or (self._steps and not trains):  # evaluations take what was settled for training
             return plan
-        arenas: list[tuple[int, Arena]] = []  # of the rehearsals, let go of with them
-        anew = self.compiler.settle(plan.launched, partial(self._rehearsal, self.compiler, graph, arenas))
+        arenas: list[tuple[int, Arena]] = []  # of the trials, let go of with them
+        anew = self.compiler.settle(plan.launched, partial(self._trial, self.compiler, graph, arenas))
         return super().plan(graph) if anew else plan
 
-    def _rehearsal(self, compiler: StepCompiler, graph: Graph, arenas: list[tuple[int, Arena]]) -> Launch:
+    def _trial(self, compiler: StepCompiler, graph: Graph, arenas: list[tuple[int, Arena]]) -> Launch:
         """Runs what a step launches, but for what writes state that outlives it, on activations of its own.
 
-        Those of all rehearsals of a step lie in one of the `arenas`, with their bytes, where it suffices.
+        Those of all trials of a step lie in one of the `arenas`, with their bytes, where it suffices.
         """
         plan = super().plan(graph)
         compiler.prepare(plan.launched)
         if not arenas or arenas[-1][0] < plan.arena_bytes:
-            arena = self.device.allocate_arena(plan.arena_bytes, "the rehearsal of a step")
+            arena = self.device.allocate_arena(plan.arena_bytes, "the trials of a step")
             arenas.append((plan.arena_bytes, arena))
         bound = BoundPlan(plan, self, (arenas[-1][1], None))
         passing = (Kind.NODE, Kind.INPUT, Kind.GRADIENT)

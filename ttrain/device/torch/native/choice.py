@@ -99,10 +99,10 @@ class Choice:
         """Without `measures` only what is known of this machine already counts."""
         self.libraries, self._native, self._measures = libraries, native, measures
 
-    def settle(self, nodes: Sequence[NodeLike], rehearse: Callable[[], Launch]) -> bool:
+    def settle(self, nodes: Sequence[NodeLike], trial: Callable[[], Launch]) -> bool:
         """Decides on the products of a plan's nodes; whether it has to be planned anew.
 
-        `rehearse` plans and binds the step by the ways that are taken then; what it returns runs it, to be timed.
+        `trial` plans and binds the step by the ways that are taken then; what it returns runs it, to be timed.
         """
         native = self._native
         counts = Counter(request for node in nodes if (request := self._compared(node)) is not None)
@@ -112,7 +112,7 @@ class Choice:
         anyway = any(way != OWN for way in before.values())
         ready = partial(self._prepare, {**before, **dict.fromkeys(counts, OWN)}, nodes)
         try:
-            ways = decide(counts, partial(self._alone, ready), partial(self._together, counts, rehearse), anyway)
+            ways = decide(counts, partial(self._alone, ready), partial(self._together, counts, trial), anyway)
         except UserError:  # there is no compiler, as will be said where the plan is bound
             ways = {}
         native.take({**before, **ways})
@@ -153,7 +153,7 @@ class Choice:
         return launch
 
     def _together(
-        self, counts: Counter[Request], rehearse: Callable[[], Launch], rivals: Mapping[str, Ways]
+        self, counts: Counter[Request], trial: Callable[[], Launch], rivals: Mapping[str, Ways]
     ) -> Mapping[str, float] | None:
         native, before, runs = self._native, self._native.ways, {}
 
@@ -161,7 +161,7 @@ class Choice:
             for name, ways in rivals.items():
                 native.mixed = False
                 native.take({**before, **ways})
-                run = rehearse()
+                run = trial()
                 runs[name] = (partial(native.share_threads, native.mixed), run)
             return in_turn(runs)
 

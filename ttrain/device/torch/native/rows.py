@@ -84,8 +84,8 @@ class NativeKernels:
         for library in self._loaded:
             pool.use_openmp(library, wanted)
 
-    def settle(self, nodes: Sequence[NodeLike], rehearse: Callable[[], Launch]) -> bool:
-        return self._choice is not None and self._choice.settle(nodes, rehearse)
+    def settle(self, nodes: Sequence[NodeLike], trial: Callable[[], Launch]) -> bool:
+        return self._choice is not None and self._choice.settle(nodes, trial)
 
     def take(self, ways: Ways) -> None:
         """Let compared products go these ways, the others those of their dtype."""
