@@ -17,6 +17,7 @@ from ttrain.cli import main
 from ttrain.core.errors import UserError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.core.units import format_duration
+from ttrain.device.null.device import NullDevice
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.timing import Work
 from ttrain.device.torch.device import cpu
@@ -129,6 +130,23 @@ def test_a_traced_step_is_timed_by_the_kernels_that_it_compiles(tmp_path: Path) 
         assert refusing.of(program()) == pytest.approx([Rates(1e9, 1e9).seconds(program()[0])])
     assert "no compiler here" in refusing.note
     refusing.close()
+
+
+def test_what_a_planned_step_does_not_compile_is_timed_by_kernels_that_compute(tmp_path: Path) -> None:
+    from ttrain.config.build import planned_device
+
+    planned = planned_device(DeviceConfig(name="cpu", threads=1))
+    assert isinstance(planned, NullDevice)
+    compiler = planned.compiler()
+    planned.close()  # as that of another config's plan is, whose kernels are timed
+    graph = Graph()
+    node = ops.index_select(graph.input("x", TensorSpec((8, 512, 512))), range(0, 512, 2)).producer
+    times = KernelTimes(
+        lambda: cpu(DeviceConfig(name="cpu", threads=1)), "m", tmp_path / "kernels.json", compiler=compiler
+    )
+    assert node is not None and times.of([node])[0] > 0 and times.measured == 1
+    assert not planned.launched
+    times.close()
 
 
 def _no_compiler(_self: Any, _nodes: Any) -> None:

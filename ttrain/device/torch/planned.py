@@ -24,6 +24,7 @@ class PlannedDevice(NullDevice):
         """`libraries` are as of product_libraries; without them nothing is compared."""
         super().__init__(rows=rows)
         self.name, self.threads, self.products, self._libraries = kind, threads, products, libraries
+        self._rows = rows
         self.compiles = kind == "cpu"
 
     def compiler(self) -> StepCompiler | None:
@@ -31,7 +32,8 @@ class PlannedDevice(NullDevice):
             return None
         from ttrain.device.torch.native import NativeKernels
 
-        return NativeKernels(self.kernels, self.threads, products=self.products, libraries=self._libraries)
+        # Over rows that compute, since a forecast times what is not compiled as well.
+        return NativeKernels(self._rows, self.threads, products=self.products, libraries=self._libraries)
 
 
 def planned(config: DeviceConfig) -> PlannedDevice:
