@@ -13,7 +13,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Attributes as Attributes
 from ttrain.device.base import Delivery, Group, Kernel, Launch
 from ttrain.device.base import Specs as Specs
-from ttrain.device.torch.chunks import CHUNK_LOGITS, chunk_rows
+from ttrain.device.torch.chunks import CHUNK_LOGITS
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
@@ -61,11 +61,8 @@ class Context:
         """The context of a device whose kernels use that many CPU threads, with sizes as measured."""
         if device.type == "cpu":
             return Context(device, block=2**18 * threads, group=group)
-        return Context(device, block=2**25, kind="cuda", explicit_up_to=0, group=group)
-
-    def chunk_rows(self, vocabulary: int) -> int:
-        """Rows of a head's logits that are formed at a time."""
-        return chunk_rows(vocabulary, self.logits)
+        # A chunk of 2^23 logits is short work for a GPU beside what it costs to add chunks up.
+        return Context(device, block=2**25, kind="cuda", explicit_up_to=0, logits=2**27, group=group)
 
     @property
     def on_cpu(self) -> bool:

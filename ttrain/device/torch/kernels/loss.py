@@ -9,6 +9,7 @@ import torch
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Launch, chain
+from ttrain.device.torch.chunks import chunk_rows
 from ttrain.device.torch.kernels.common import (
     Attributes,
     Context,
@@ -208,8 +209,9 @@ def _head_cross_entropy_workspace(
 ) -> list[TensorSpec]:
     hidden, live, smoothing = ins[0], attributes["live"], attributes["smoothing"]
     count, dtype = hidden.shape[0], hidden.dtype.wide
-    chunk = min(context.chunk_rows(live), count)
     per_row, made = TargetRows.specs(count, dtype), outs[2 if smoothing else 1 :]
+    summed = 2 * dtype.itemsize * hidden.shape[1] if made[1:] and dtype is not hidden.dtype else 0
+    chunk = chunk_rows(count, live, context.logits, summed)
     specs = [*per_row, *per_row[-1:] * bool(smoothing), hidden.with_shape(chunk, live)]
     if dtype is not hidden.dtype:
         specs.append(TensorSpec((block_rows(context, chunk, live), live), dtype))

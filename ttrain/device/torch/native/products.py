@@ -72,9 +72,7 @@ def _linear(request: Request, sizing: Sizing) -> Native | None:
 
 
 def _head_cross_entropy(request: Request, sizing: Sizing) -> Native | None:
-    """In chunks of rows, on the live ids alone. Several chunks of bf16 need sums in fp32, or else room for all logits:
-    what is smaller.
-    """
+    """In chunks of rows, on the live ids alone."""
     hidden, head, settings = request.input(0), request.input(1), request.settings
     (rows, width), (vocabulary, _), dtype = hidden.shape, head.shape, hidden.dtype
     gradients, live, smoothing = settings["gradients"], settings["live"], settings["smoothing"]
@@ -82,9 +80,7 @@ def _head_cross_entropy(request: Request, sizing: Sizing) -> Native | None:
     narrow, each, bias = dtype is DType.BF16, bool(request.input(3).shape), request.has(4)
     if not _covered(dtype, sizing) or not rows * width or (narrow and width % 2):
         return None
-    chunk = min(chunk_rows(live, sizing.logits), rows)
-    if whole and narrow and chunk < rows and rows <= 2 * width:
-        chunk = rows
+    chunk = chunk_rows(rows, live, sizing.logits, 4 * width if whole and narrow else 0)
     stride = live + live % 2 if narrow else live
     threads = _threads(chunk, live, width, dtype, sizing)
     own = max(_scratch(inner, dtype) for inner in ((width, live, chunk) if gradients else (width,)))
