@@ -49,7 +49,7 @@ EXPRESSIONS = {
     "clip_factor": "v_clip({limit} / ({0} + 1e-6f))",
     "dropout": "mask{step}({0}, {index})",
     "dropout_mask": "mask{step}(splat(1.0f), {index})",
-    "embedding": 'known{step} ? load(row{step} + j, lanes) : splat(__builtin_nanf(""))',
+    "embedding": 'known{step} ? load(row{step} + {at}, group.lanes) : splat(__builtin_nanf(""))',
 }
 _COSTS = {
     "exp": 6, "sigmoid": 8, "log": 8, "tanh": 10, "gelu": 10, "gelu_grad": 14, "sqrt": 3, "divide": 3, "dropout": 5,
@@ -176,13 +176,13 @@ class LoopNest:
         loops = self.loops
         step = "\n".join(self._step())
         if loops.rows == 1:
-            opening = f"over_columns<{loops.width}, {threads}>([&](i64 j, auto lanes) {{"
+            opening = f"over_columns<{loops.width}, {threads}>([&](i64 j, auto group) {{"
             body = [*self._row(), "const i64 i = 0; (void)i;", opening, step, "});"]
         else:
             body = [
                 f"over_rows<{loops.rows}, {threads}>([&](i64 i) {{",
                 *self._row(),
-                f"over_row<{loops.width}>([&](i64 j, auto lanes) {{",
+                f"over_groups<{loops.width}>(0, {loops.width}, [&](i64 j, auto group) {{",
                 step,
                 "});",
                 "});",
@@ -228,21 +228,26 @@ class LoopNest:
         return lines
 
     def _step(self) -> list[str]:
-        """One vector: loads, the program, stores."""
-        count, lines = len(self.inputs), []
-        for item, strides in self.loops.strides.items():
-            if item >= 0 and strides[-1] and item not in self.ids:
-                lines.append(f"const vf v{item} = load(x{item} + at{item} + j, lanes);")
-        index = f"i * {self.loops.width} + j"
+        """A group of vectors: loads, the program, stores. Values are named as those of a vector, v0[u] and on."""
+        count, at = len(self.inputs), "j + u * W"
+        index = f"i * {self.loops.width} + {at}"
+        moving = [item for item, strides in self.loops.strides.items() if item >= 0 and strides[-1]]
+        loaded = [item for item in moving if item not in self.ids]
+        lines = [_each(item, f"load(x{item} + at{item} + {at}, group.lanes)") for item in loaded]
         for number, (name, operands, attributes) in enumerate(self.program):
             words = {key: c_float(value) for key, value in attributes if isinstance(value, float)}
             words["form"] = "_tanh" if dict(attributes).get("approximate") == "tanh" else ""
-            values = [f"v{item}" for item in operands]
-            expression = EXPRESSIONS[name].format(*values, **words, step=number, index=index)
-            lines.append(f"const vf v{count + number} = {expression};")
+            values = [f"v{item}[u]" if item in loaded or item >= count else f"v{item}" for item in operands]
+            expression = EXPRESSIONS[name].format(*values, **words, step=number, index=index, at=at)
+            lines.append(_each(count + number, expression))
         for position, step in enumerate(self.results):
-            lines.append(f"store(y{position} + {index}, v{count + step}, lanes);")
+            lines.append(f"EACH_VECTOR store(y{position} + {index}, v{count + step}[u], group.lanes);")
         return lines
+
+
+def _each(value: int, expression: str) -> str:
+    """C++ that makes a value of every vector u of a group."""
+    return f"vf v{value}[group.vectors]; EACH_VECTOR v{value}[u] = {expression};"
 
 
 def mask(seed: str, p: float, stream: int) -> str:

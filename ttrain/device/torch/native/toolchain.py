@@ -40,6 +40,7 @@ FLAGS = (
     "-fno-math-errno",  # lets square roots be one instruction; NaN and infinity keep their meaning
     "-fno-trapping-math",
     "-ffp-contract=fast",  # a multiply-add rounds once
+    "-fschedule-insns",  # operations of neighbouring vectors alternate
     "-Wno-psabi",  # vectors are never passed between libraries
 )
 

@@ -272,17 +272,12 @@ INLINE T* out(void* const* a, int index) {
     return static_cast<T*>(a[index]);
 }
 
-// step(offset, lanes) over N elements in a row, each chunk a range of whole cache lines.
+// step(offset, group) over N elements in a row, each chunk a range of whole cache lines.
 template <i64 N, int Threads, class Step>
 INLINE void over_columns(const Step& step) {
     constexpr i64 chunks = chunks_of((N + 63) / 64, Threads);
     parallel<Threads>(chunks, [&](int chunk, int) {
-        const i64 end = share(N, chunk + 1, chunks, 64);
-        i64 j = share(N, chunk, chunks, 64);
-        for (; j + W <= end; j += W) step(j, Full{});
-        if constexpr (N % W != 0) {
-            if (j < end) step(j, Part<N % W>{});
-        }
+        over_groups<N>(share(N, chunk, chunks, 64), share(N, chunk + 1, chunks, 64), step);
     });
 }
 INLINE i64 number(void* const* a, int index) { return reinterpret_cast<i64>(a[index]); }

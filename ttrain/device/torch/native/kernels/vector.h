@@ -83,6 +83,20 @@ struct Part {
     static constexpr int count = N;
 };
 
+// Vectors that a step takes together: some whole ones, or one. Their operations alternate, so that a chain of them need not
+// wait for itself; more would not fit the registers.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int TOGETHER = 4;
+#else
+constexpr int TOGETHER = 2;
+#endif
+template <int Vectors, class Lanes>
+struct Group {
+    static constexpr int vectors = Vectors;
+    static constexpr Lanes lanes{};
+};
+#define EACH_VECTOR _Pragma("GCC unroll 4") for (int u = 0; u < group.vectors; ++u)
+
 template <class Lanes>
 INLINE vf load(const float* p, Lanes) {
     vf v = {};
@@ -243,6 +257,16 @@ INLINE vf sum_over(const Term& term) {
     for (; j + W <= N; j += W) sum[j / W % 4] += term(j, Full{});
     if constexpr (N % W != 0) sum[N / W % 4] += term(N / W * W, Part<N % W>{});
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+// step(offset, group) from j to the end of a row, or of a part of it in whole vectors; the row has N elements.
+template <i64 N, class Step>
+INLINE void over_groups(i64 j, i64 end, const Step& step) {
+    for (; j + TOGETHER * W <= end; j += TOGETHER * W) step(j, Group<TOGETHER, Full>{});
+    for (; j + W <= end; j += W) step(j, Group<1, Full>{});
+    if constexpr (N % W != 0) {
+        if (j < end) step(j, Group<1, Part<N % W>>{});
+    }
 }
 
 // step(offset, lanes) over a row of N elements: full vectors, then the rest.
