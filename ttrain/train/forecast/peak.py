@@ -18,7 +18,7 @@ from ttrain.core.files import replace_file
 from ttrain.core.folders import cache_folder
 from ttrain.graph.graph import Node
 
-_SECONDS = 0.1  # for each of what is measured before the first step: two products and a copy
+_FIRST, _AGAIN = 0.1, 0.02  # seconds for each of what is measured before a step: two products and a copy
 _SIZES = {"cpu": 1024, "cuda": 8192}
 _MOVED = 64 * 2**20  # bytes that are copied: more than caches hold
 LEAST = 2e-6  # s that a launch takes however small its kernel is
@@ -50,7 +50,7 @@ def measured_rates(device: str, dtype: str, index: int = 0) -> Rates | None:
         return None
     key = f"{cache_folder()} {_key(device, dtype, index)}"
     if key not in _rates and (peak := measured_peak(device, dtype, index)) is not None:
-        moved = _cached(f"bandwidth {_key(device, 'bytes', index)}", lambda: _measure_bandwidth(device, index))
+        moved = _cached(f"bandwidth {_key(device, 'bytes', index)}", partial(_measure_bandwidth, device, index))
         _rates[key] = Rates(peak, moved)
     return _rates[key]
 
@@ -58,14 +58,14 @@ def measured_rates(device: str, dtype: str, index: int = 0) -> Rates | None:
 def measured_peak(device: str, dtype: str, index: int = 0) -> float | None:
     """FLOP/s of the best square matmul ever timed on `cpu` or `cuda`, with the current number of threads.
 
-    `dtype` is fp32 or bf16. Every run times some products, which takes a fraction of a second; the best number is kept
-    in the user's cache folder. None for devices that torch does not drive.
+    `dtype` is fp32 or bf16. Every run times some products, the first for longer; the best number is kept in the
+    user's cache folder. None for devices that torch does not drive.
     """
     if device not in _SIZES:
         return None
     import torch
 
-    return _cached(_key(device, dtype, index), lambda: _measure(torch, device, dtype, index))
+    return _cached(_key(device, dtype, index), partial(_measure, torch, device, dtype, index))
 
 
 def _key(device: str, dtype: str, index: int) -> str:
@@ -78,17 +78,17 @@ def _key(device: str, dtype: str, index: int) -> str:
     return " ".join(map(str, parts))
 
 
-def _measure_bandwidth(device: str, index: int) -> float:
+def _measure_bandwidth(device: str, index: int, seconds: float) -> float:
     """Byte/s of a copy, which reads and writes."""
     import torch
 
     place = torch.device(device, index) if device == "cuda" else torch.device(device)
     source, target = (torch.zeros(_MOVED, dtype=torch.uint8, device=place) for _ in range(2))
     synchronize = partial(torch.cuda.synchronize, index) if device == "cuda" else lambda: None
-    return 2 * _MOVED / _fastest(lambda: target.copy_(source), synchronize)
+    return 2 * _MOVED / _fastest(lambda: target.copy_(source), synchronize, seconds)
 
 
-def _measure(torch: Any, device: str, dtype: str, index: int) -> float:
+def _measure(torch: Any, device: str, dtype: str, index: int, seconds: float) -> float:
     """Best FLOP/s over the libraries that torch brings; a neighbour on the machine can only slow a product down."""
     size = _SIZES[device]
     place = torch.device(device, index) if device == "cuda" else torch.device(device)
@@ -99,13 +99,13 @@ def _measure(torch: Any, device: str, dtype: str, index: int) -> float:
     if device == "cpu" and kind is torch.float32 and onednn is not None and torch.backends.mkldnn.is_available():
         products.append(lambda: onednn.default(x, y, None, "none", [], ""))
     synchronize = partial(torch.cuda.synchronize, index) if device == "cuda" else lambda: None
-    fastest = min(_fastest(product, synchronize) for product in products)
+    fastest = min(_fastest(product, synchronize, seconds) for product in products)
     return 2 * size**3 / fastest
 
 
-def _fastest(product: Callable[[], Any], synchronize: Callable[[], Any]) -> float:
+def _fastest(product: Callable[[], Any], synchronize: Callable[[], Any], seconds: float) -> float:
     """Seconds of the fastest of the products that fit into the time."""
-    fastest, stop = float("inf"), time.perf_counter() + _SECONDS
+    fastest, stop = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < stop or fastest == float("inf"):
         synchronize()
         start = time.perf_counter()
@@ -115,12 +115,12 @@ def _fastest(product: Callable[[], Any], synchronize: Callable[[], Any]) -> floa
     return fastest
 
 
-def _cached(key: str, measure: Callable[[], float]) -> float:
-    """The best of all measurements: a neighbour on the machine can spoil one of them, or many."""
+def _cached(key: str, measure: Callable[[float], float]) -> float:
+    """The best of all measurements: a neighbour on the machine can spoil one of them, or many. Later ones are short."""
     path = cache_folder() / "peak.json"
     known = _read(path)
     before = known.get(key, 0.0)
-    best = max(before, measure())
+    best = max(before, measure(_AGAIN if before else _FIRST))
     if best > before:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
