@@ -92,7 +92,7 @@ INLINE Normal normal(vf x) {
 
 INLINE vf v_clip(vf x) { return lesser(splat(1.0f), x); }  // at most 1; in this order a NaN passes
 INLINE vf v_relu(vf x) { return greater(vf{}, x); }  // in this order a NaN passes
-INLINE vf v_max(vf x, vf y) { return (x > y) | (x != x) ? x : y; }  // a NaN of either passes
+INLINE vf v_max(vf x, vf y) { return ((x > y) | (x != x)) ? x : y; }  // a NaN of either passes
 INLINE vf v_greater(vf x, vf y) { return x > y ? splat(1.0f) : vf{}; }
 INLINE vf v_sign(vf x) { return x > vf{} ? splat(1.0f) : x < vf{} ? splat(-1.0f) : x; }
 INLINE vf v_relu_grad(vf dy, vf y) { return y > vf{} ? dy : vf{}; }
