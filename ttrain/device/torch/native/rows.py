@@ -49,7 +49,7 @@ class NativeKernels:
     ) -> None:
         self._toolchain = Toolchain() if toolchain is None else toolchain
         if not isinstance(sizing, Sizing):
-            # Matrix units beat vectors by far, and aten reaches them.
+            # Matrix units beat vectors by far. aten is known to reach them; ours have not run on such a processor yet.
             usual = _BOTH[:1] if has_feature("amx_bf16") else _BOTH
             sizing = Sizing(sizing, products={"auto": usual, "own": _BOTH}.get(products, ()))
         self.sizing = sizing

@@ -1,7 +1,9 @@
 // Matrix products in fp32 sums. A tile of the result lives in registers while the inner axis runs by, in steps: one
-// element of fp32, or a pair of bf16, which hardware multiplies and adds up at once where it can.
+// element of fp32, or a pair of bf16, which hardware multiplies and adds up at once where it can. Where there are matrix
+// units for such pairs, they hold a square of the result instead.
 #pragma once
 #include "reduce.h"
+#include "tiles.h"
 #include "vector_math.h"
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -57,6 +59,15 @@ struct Inner<bf16> {
 };
 template <class E>
 using Unit = typename Inner<E>::Unit;
+// Whether products of E may run in matrix units, which take whole squares of C and whole blocks of SIDE steps.
+template <class E>
+constexpr bool TILED = TILES && Inner<E>::elements == 2;
+static_assert(!TILES || (TILE_COLUMNS == SQUARE && W == SIDE), "a panel of B holds two registers side by side");
+template <class E>
+INLINE bool in_tiles() {
+    if constexpr (TILED<E>) return tiles_usable();
+    return false;
+}
 
 // c (+)= A B for one tile over `steps` units: A[i, k] at a[i * a_row + k * Step], or row by row where it is packed
 // (a_row 1, Step TILE_ROWS); rows of B are `b_row` apart, those of c `c_row`. Not inlined: by itself the loop keeps all
@@ -107,6 +118,7 @@ INLINE void multiply(
 // A. They stay in a core's second-level cache. Sums of WAITING elements of C wait in scratch for the next block of the
 // inner axis. native/products.py computes the scratch in the same way.
 constexpr i64 INNER = 512, RIGHT = 1 << 17, DOWN = 128, WAITING = 1 << 18, LINE = 16;
+static_assert(DOWN % SQUARE == 0, "so that padding to whole squares needs no room");
 struct Sizes {
     i64 M, N, K, a_row, b_row, c_row;
     template <class E>
@@ -121,13 +133,14 @@ INLINE u32 unit_at(const bf16* p, i64 next, bool alone) { return u32(p->bits) | 
 INLINE vf units_at(const float* p, i64) { return load(p); }
 INLINE vu units_at(const bf16* p, i64 next) { return bits_as<vu>(load(p)) >> 16 | bits_as<vu>(load(p + next)); }
 
-// Steps k0 .. k1 and columns j0 .. j1 of the right matrix in panels of TILE_COLUMNS columns, [panel][step][column]. B is
-// stored [K, N], or [N, K] where Turned. Columns beyond the end are zero.
+// Steps k0 .. k1 and columns j0 .. j1 of the right matrix in panels of TILE_COLUMNS columns and `deep` steps,
+// [panel][step][column]. B is stored [K, N], or [N, K] where Turned. Columns and steps beyond the end are zero.
 template <class E, bool Turned>
-INLINE void pack_right(Sizes s, const E* b, i64 k0, i64 k1, i64 j0, i64 j1, Unit<E>* panels) {
+INLINE void pack_right(Sizes s, const E* b, i64 k0, i64 k1, i64 j0, i64 j1, i64 deep, Unit<E>* panels) {
     constexpr i64 elements = Inner<E>::elements;
     const i64 steps = k1 - k0;
-    for (i64 j = j0; j < j1; j += TILE_COLUMNS, panels += steps * TILE_COLUMNS) {
+    for (i64 j = j0; j < j1; j += TILE_COLUMNS, panels += deep * TILE_COLUMNS) {
+        __builtin_memset(panels + steps * TILE_COLUMNS, 0, (deep - steps) * TILE_COLUMNS * sizeof(Unit<E>));
         const i64 count = j + TILE_COLUMNS <= j1 ? TILE_COLUMNS : j1 - j;
         if constexpr (Turned) {
             const i64 row = s.b_row / elements;
@@ -165,10 +178,43 @@ INLINE void pack_right(Sizes s, const E* b, i64 k0, i64 k1, i64 j0, i64 j1, Unit
     }
 }
 
+// Steps k0 .. k1 and rows i0 .. i1 of the left matrix for matrix units, in blocks of SIDE rows and SIDE steps,
+// [rows][steps][row][step], as many as whole squares of C and `deep` steps need. What lies beyond the ends is zero.
+template <class E, bool Turned>
+INLINE void pack_blocks(Sizes s, const E* a, i64 k0, i64 k1, i64 i0, i64 i1, i64 deep, Unit<E>* blocks) {
+    constexpr i64 elements = Inner<E>::elements;
+    const i64 next = elements * s.a_row, end = i0 + round_up(i1 - i0, SQUARE);
+    for (i64 k = k0; k < k1; k += SIDE)
+        for (i64 i = i0; i < end; i += SIDE) {
+            Unit<E>* block = blocks + (i - i0) * deep + (k - k0) * SIDE;
+            if (i + SIDE <= i1 && (k + SIDE) * elements <= s.K) {  // k1 is the end, or whole blocks before it
+                vf rows[W];
+#pragma GCC unroll 16
+                for (int r = 0; r < W; ++r)
+                    if constexpr (Turned)
+                        rows[r] = bits_as<vf>(units_at(a + (k + r) * next + i, s.a_row));
+                    else
+                        __builtin_memcpy(&rows[r], a + (i + r) * s.a_row + k * elements, sizeof(vf));
+                if constexpr (Turned) transpose_square(rows);
+                __builtin_memcpy(block, rows, sizeof rows);
+                continue;
+            }
+            for (i64 r = 0; r < SIDE; ++r)
+                for (i64 c = 0; c < SIDE; ++c) {
+                    const E* from = a + (Turned ? (k + c) * next + i + r : (i + r) * s.a_row + (k + c) * elements);
+                    block[r * SIDE + c] = i + r < i1 && k + c < k1
+                                              ? unit_at(from, Turned ? s.a_row : 1, (k + c + 1) * elements > s.K)
+                                              : Unit<E>{};
+                }
+        }
+}
+
 // Steps k0 .. k1 and rows i0 .. i1 of the left matrix in panels of TILE_ROWS rows, [panel][step][row]. A is stored [M, K],
 // or [K, M] where Turned. Rows beyond the end repeat the last one, and their sums are dropped.
 template <class E, bool Turned>
-INLINE void pack_left(Sizes s, const E* a, i64 k0, i64 k1, i64 i0, i64 i1, Unit<E>* panels) {
+INLINE void pack_left(Sizes s, const E* a, i64 k0, i64 k1, i64 i0, i64 i1, i64 deep, bool tiles, Unit<E>* panels) {
+    if constexpr (TILED<E>)
+        if (tiles) return pack_blocks<E, Turned>(s, a, k0, k1, i0, i1, deep, panels);
     constexpr i64 elements = Inner<E>::elements, near = 16;  // steps at a time, whose pages serve several panels
     const i64 steps = k1 - k0, panel = steps * TILE_ROWS, next = elements * s.a_row;
     i64 i = i0;
@@ -198,6 +244,23 @@ INLINE void pack_left(Sizes s, const E* a, i64 k0, i64 k1, i64 i0, i64 i1, Unit<
                     Turned ? unit_at(a + (k0 + k) * next + from, s.a_row, (k0 + k + 1) * elements > s.K)
                            : reinterpret_cast<const Unit<E>*>(a)[from * (s.a_row / elements) + k0 + k];
             }
+}
+
+// One tile of C from `packed` rows of A, or from rows in order.
+template <class E>
+INLINE void add_tile(
+    bool tiles, bool packed, i64 steps, i64 deep, const Unit<E>* a, i64 a_row, const Unit<E>* panel, float* sums,
+    bool adding) {
+    if constexpr (TILED<E>)
+        if (tiles) {
+            const i64 row = packed ? SIDE : a_row;
+            return multiply_tiles(
+                deep / SIDE, a, row, SIDE * (packed ? deep : row), packed ? SIDE * SIDE : SIDE, panel, sums, adding);
+        }
+    if (packed)
+        tile_product<E, true>(steps, a, 1, TILE_ROWS, panel, TILE_COLUMNS, sums, TILE_COLUMNS, adding);
+    else
+        tile_product<E, false>(steps, a, a_row, 1, panel, TILE_COLUMNS, sums, TILE_COLUMNS, adding);
 }
 
 // What becomes of a finished sum: y = f(x A + bias); Adding adds to what C holds.
@@ -262,41 +325,42 @@ INLINE void product_part(
     auto* right = left + DOWN * inner;
     float* waiting = scratch + LINE + DOWN * inner + RIGHT;
     const auto* rows = reinterpret_cast<const Unit<E>*>(a);
-    alignas(64) float tile[TILE_ROWS * TILE_COLUMNS];
+    const bool tiles = in_tiles<E>();
+    const i64 high = tiles ? SQUARE : TILE_ROWS;
+    alignas(64) float tile[(TILED<E> ? SQUARE : TILE_ROWS) * TILE_COLUMNS];
+    if constexpr (TILED<E>)
+        if (tiles) Tiles::configure(WHOLE_TILES);
     for (i64 jc = j0; jc < j1; jc += across)
         for (i64 im = i0; im < i1; im += down_most)
             for (i64 k0 = 0; k0 < all; k0 += inner) {
                 const i64 jend = jc + across < j1 ? jc + across : j1, imend = im + down_most < i1 ? im + down_most : i1;
                 const i64 k1 = k0 + inner < all ? k0 + inner : all, steps = k1 - k0;
+                const i64 deep = tiles ? round_up(steps, SIDE) : steps;
                 const bool last = k1 == all;
-                if (blocks > 1 || packed != jc) pack_right<E, TurnB>(s, b, k0, k1, jc, jend, right);
+                if (blocks > 1 || packed != jc) pack_right<E, TurnB>(s, b, k0, k1, jc, jend, deep, right);
                 packed = jc;
                 for (i64 ic = im; ic < imend; ic += DOWN) {
                     const i64 iend = ic + DOWN < imend ? ic + DOWN : imend;
                     // Whole tiles of an A in order are read where they lie.
-                    const i64 direct = TurnA ? ic : ic + (iend - ic) / TILE_ROWS * TILE_ROWS;
-                    if (direct < iend) pack_left<E, TurnA>(s, a, k0, k1, direct, iend, left);
+                    const i64 direct = TurnA || deep > steps ? ic : ic + (iend - ic) / high * high;
+                    if (direct < iend) pack_left<E, TurnA>(s, a, k0, k1, direct, iend, deep, tiles, left);
                     for (i64 j = jc; j < jend; j += TILE_COLUMNS)
-                        for (i64 i = ic; i < iend; i += TILE_ROWS) {
-                            float* sums = blocks == 1 ? tile : waiting + (i - im) * across + (j - jc) * TILE_ROWS;
-                            const i64 down = iend - i < TILE_ROWS ? iend - i : TILE_ROWS;
+                        for (i64 i = ic; i < iend; i += high) {
+                            float* sums = blocks == 1 ? tile : waiting + (i - im) * across + (j - jc) * high;
+                            const i64 down = iend - i < high ? iend - i : high;
                             const i64 across = jend - j < TILE_COLUMNS ? jend - j : TILE_COLUMNS;
                             C* at = c + i * s.c_row + j;
-                            const auto* panel = right + (j - jc) * steps;
                             if (last) fetch_tile(at, s.c_row, down);
-                            if (i < direct)
-                                tile_product<E, false>(
-                                    steps, rows + i * a_row + k0, a_row, 1, panel, TILE_COLUMNS, sums, TILE_COLUMNS,
-                                    k0 > 0);
-                            else
-                                tile_product<E, true>(
-                                    steps, left + (i - direct) * steps, 1, TILE_ROWS, panel, TILE_COLUMNS, sums,
-                                    TILE_COLUMNS, k0 > 0);
+                            const auto* from = i < direct ? rows + i * a_row + k0 : left + (i - direct) * deep;
+                            add_tile<E>(
+                                tiles, i >= direct, steps, deep, from, a_row, right + (j - jc) * deep, sums, k0 > 0);
                             if (last)
                                 finish<Bias, Adding, What>(sums, at, s.c_row, Bias ? bias + j : bias, down, across);
                         }
                 }
             }
+    if constexpr (TILED<E>)
+        if (tiles) Tiles::release();
 }
 
 // Into how many ranges of columns and of rows C is cut. Columns come first, since each range packs its part of B but once a
@@ -325,11 +389,12 @@ template <bool TurnA, bool TurnB, bool Bias, bool Adding, After What, class E, c
 __attribute__((noinline)) void product(
     Sizes s, const E* a, const E* b, const B* bias, C* c, float* scratch, i64 own, int threads) {
     const Cut cut = Cut::of<E>(s, threads);
+    const i64 high = in_tiles<E>() ? SQUARE : TILE_ROWS;
     for (int seat = 0; seat < threads; ++seat) *reinterpret_cast<i64*>(scratch + seat * own) = -1;
     parallel(threads, cut.across * cut.down, [&](int chunk, int seat) {
         const i64 j = chunk / cut.down, i = chunk % cut.down;
         product_part<TurnA, TurnB, Bias, Adding, What>(
-            s, a, b, bias, c, share(s.M, i, cut.down, TILE_ROWS), share(s.M, i + 1, cut.down, TILE_ROWS),
+            s, a, b, bias, c, share(s.M, i, cut.down, high), share(s.M, i + 1, cut.down, high),
             share(s.N, j, cut.across, TILE_COLUMNS), share(s.N, j + 1, cut.across, TILE_COLUMNS), scratch + seat * own);
     });
 }

@@ -1,0 +1,281 @@
+"""Products in matrix units. Plain loops stand for the instructions, so that any processor with AVX-512 runs these."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import platform
+import re
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.native.conftest import open_device, require_compiler
+from tests.native.test_numbers import Runs, large_runs, run_all
+from ttrain.core.spec import DType
+from ttrain.device.torch.native import pool, toolchain
+from ttrain.device.torch.native.codegen import call, function_name, library_sources
+from ttrain.device.torch.native.native import Sizing
+from ttrain.device.torch.native.products import _scratch
+from ttrain.device.torch.native.request import template
+from ttrain.device.torch.native.toolchain import HEADERS, Toolchain, find_compiler
+from ttrain.graph.graph import op
+
+EMULATION = ("-include", str(Path(__file__).with_name("emulated_tiles.h")))
+needs_avx512 = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64") or not toolchain.has_feature("avx512f"), reason="no AVX-512"
+)
+AFTER: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "nothing": lambda x: x,
+    "relu": torch.relu,
+    "tanh": torch.tanh,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """One instance of the template `product`, of bf16 matrices."""
+
+    turn_a: bool
+    turn_b: bool
+    bias: bool = False
+    adding: bool = False
+    after: str = "nothing"
+    kind: str = "bf16"  # of what it writes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.kind == "bf16" else torch.float32
+
+    @property
+    def body(self) -> str:
+        name = template("product", self.turn_a, self.turn_b, self.bias, self.adding, f"After::{self.after}")
+        sizes = ", ".join(f"number(a, {5 + index})" for index in range(6))
+        return call(
+            name, f"Sizes{{{sizes}}}", "in<bf16>(a, 0)", "in<bf16>(a, 1)", "in<bf16>(a, 2)", f"out<{self.kind}>(a, 3)",
+            "out<float>(a, 4)", "number(a, 11)", "int(number(a, 12))",
+        )  # fmt: skip
+
+
+TURNS = [(turn_a, turn_b) for turn_a in (False, True) for turn_b in (False, True)]
+FORMS = [
+    *(Form(*turns) for turns in TURNS),
+    *(Form(*turns, adding=True, kind="float") for turns in TURNS),
+    Form(True, False, adding=True),
+    Form(False, True, bias=True, kind="float"),
+    *(Form(False, True, bias=True, after=after) for after in AFTER if after != "nothing"),
+]
+
+
+def emulate(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(toolchain, "FLAGS", (*toolchain.FLAGS, *EMULATION))
+
+
+@pytest.fixture(scope="module")
+def library(folder: Path) -> Iterator[ctypes.CDLL]:
+    with pytest.MonkeyPatch.context() as patch:
+        emulate(patch)
+        made = Toolchain(folder).load(library_sources([form.body for form in FORMS], 1))
+    pool.join(made, 3)
+    yield made
+
+
+def count(library: ctypes.CDLL, name: str = "tile_products") -> int:
+    return ctypes.c_long.in_dll(library, name).value
+
+
+class Guarded:
+    """Memory that begins right behind a page which nobody may touch, or ends right before one. At first all NaN."""
+
+    def __init__(self, elements: int, dtype: torch.dtype, at_end: bool) -> None:
+        size, page = -(-elements * dtype.itemsize // 4) * 4, mmap.PAGESIZE
+        whole = -(-size // page) * page
+        self._map = mmap.mmap(-1, whole + 2 * page)
+        first = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        for guard in (first, first + page + whole):
+            assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(guard), ctypes.c_size_t(page), 0) == 0
+        place = page + (whole - size if at_end else 0)
+        self.address = first + place
+        self.all = torch.frombuffer(self._map, dtype=dtype, offset=place, count=elements).fill_(float("nan"))
+
+
+class Matrix(Guarded):
+    """Rows with gaps in between, but none after the last."""
+
+    def __init__(self, values: torch.Tensor, stride: int, at_end: bool) -> None:
+        rows, width = values.shape
+        super().__init__((rows - 1) * stride + width, values.dtype, at_end)
+        self.stride, self.values = stride, self.all.as_strided((rows, width), (stride, 1))
+        self.values.copy_(values)
+
+    def gaps_are_untouched(self) -> bool:
+        inside = torch.zeros(self.all.shape, dtype=torch.bool)
+        inside.as_strided(self.values.shape, (self.stride, 1)).fill_(True)
+        return bool(self.all[~inside].isnan().all())
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A product's operands: A [M, K], B [K, N], a bias [N] and what C holds before."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    bias: torch.Tensor
+    c: torch.Tensor
+
+    @staticmethod
+    def draw(m: int, n: int, k: int, dtype: torch.dtype) -> Problem:
+        generator = torch.Generator().manual_seed(m + 1000 * n + 1000_000 * k)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).bfloat16()
+
+        return Problem(normal(m, k) / k**0.5, normal(k, n), normal(n), normal(m, n).to(dtype))
+
+    def run(self, library: ctypes.CDLL, form: Form, threads: int, at_end: bool, gap: int) -> torch.Tensor:
+        (m, k), n = self.a.shape, self.b.shape[1]
+        stored = [x.T if turn else x for x, turn in ((self.a, form.turn_a), (self.b, form.turn_b))]
+        a, b = (Matrix(x, x.shape[1] + gap, at_end) for x in stored)
+        c, bias = Matrix(self.c, n + gap, at_end), Matrix(self.bias[None], n, at_end)
+        own = _scratch(k, DType.BF16)
+        scratch = Guarded(threads * own, torch.float32, at_end)
+        addresses = [memory.address for memory in (a, b, bias, c, scratch)]
+        arguments = (ctypes.c_void_p * 13)(*addresses, m, n, k, a.stride, b.stride, c.stride, own, threads)
+        function = getattr(library, function_name(form.body))
+        function.argtypes, function.restype = [ctypes.c_void_p], None
+        function(ctypes.addressof(arguments))
+        assert c.gaps_are_untouched()
+        return c.values.clone()
+
+    def expected(self, form: Form) -> torch.Tensor:
+        y = self.a.double() @ self.b.double()
+        y = AFTER[form.after](y + self.bias.double() if form.bias else y)
+        return y + self.c.double() if form.adding else y
+
+    def limit(self, form: Form) -> torch.Tensor:
+        """Of the error: sums in fp32 of products in any order, and one rounding to what is stored."""
+        terms = self.a.double().abs() @ self.b.double().abs() + 1
+        return 2e-6 * terms + self.expected(form).abs() * (2**-8 if form.kind == "bf16" else 2**-23)
+
+
+# Less than a register; whole ones and all but; several blocks of rows, of columns, of the inner axis, and of all three.
+SHAPES = [
+    (1, 1, 2), (2, 3, 6), (1, 70, 34), (70, 1, 30), (16, 16, 32), (17, 15, 30), (32, 32, 64), (33, 31, 34),
+    (64, 96, 128), (31, 65, 66), (257, 40, 62), (40, 50, 1024), (36, 70, 1026), (20, 490, 1030), (560, 33, 1058),
+    (130, 290, 2050),
+]  # fmt: skip
+
+
+@needs_avx512
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: re.sub(r"product<|After::|>\(.*", "", form.body))
+def test_products_are_those_of_torch(library: ctypes.CDLL, form: Form) -> None:
+    for m, n, even in SHAPES:
+        # An odd inner axis is for matrices whose rows do not run along it.
+        for k in (even, even - 1) if form.turn_a and not form.turn_b else (even,):
+            problem, before = Problem.draw(m, n, k, form.dtype), count(library)
+            first = problem.run(library, form, 1, False, 0)
+            assert count(library) > before
+            error = (first.double() - problem.expected(form)).abs()
+            assert bool((error <= problem.limit(form)).all()), (m, n, k, float(error.max()))
+            for threads, at_end, gap in ((1, True, 2), (2, True, 0), (3, False, 6)):
+                assert torch.equal(first, problem.run(library, form, threads, at_end, gap)), (m, n, k, threads)
+    assert count(library, "tiles_open") == 0, "every part releases what it has configured"
+
+
+@needs_avx512
+@pytest.mark.parametrize(("turn_a", "turn_b"), TURNS)
+def test_what_is_no_number_stays_in_its_row_and_column(library: ctypes.CDLL, turn_a: bool, turn_b: bool) -> None:
+    form = Form(turn_a, turn_b)
+    problem = Problem.draw(45, 50, 70, form.dtype)
+    problem.a[3, 5], problem.a[44, 69] = float("nan"), float("inf")
+    problem.b[11, 49], problem.b[69, 31] = float("nan"), -float("inf")
+    got, expected = problem.run(library, form, 2, True, 4), problem.expected(form)
+    assert torch.equal(got.isfinite(), expected.isfinite()) and torch.equal(got.isnan(), expected.isnan())
+    kept = expected.isfinite()
+    torch.testing.assert_close(got.double()[kept], expected[kept], rtol=2**-8, atol=1e-5)
+
+
+def narrow_runs() -> Runs:
+    """Ops that multiply bf16. The head's loss comes in chunks, whose gradients are summed in fp32."""
+    runs = [run for run in large_runs() if run[0] in ("matmul", "linear")]
+    generator = torch.Generator().manual_seed(4)
+    x, head, bias = (torch.randn(shape, generator=generator).bfloat16() for shape in ((300, 34), (41, 34), (41,)))
+    chunks = {"smoothing": 0.1, "live": 39, "gradients": True}
+    inputs = [x, head, torch.arange(300) * 7 % 39, torch.tensor(0.01), bias]
+    return [*runs[len(runs) // 2 :], ("head_cross_entropy", inputs, chunks)]
+
+
+@needs_avx512
+def test_ops_multiply_in_tiles_whatever_the_number_of_threads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    results = []
+    for threads in (1, 3):
+        device = open_device(Sizing(threads, thread_cost=1, logits=650), folder)
+        results.append(run_all(device, narrow_runs()))
+        assert count(device.native._loaded[-1]) > 1000
+        device.close()
+    for (name, inputs, attributes), first, second in zip(narrow_runs(), *results, strict=True):
+        exact = [None if x is None else x.double() if x.is_floating_point() else x for x in inputs]
+        expected = op(name).reference(*exact, **attributes)
+        expected = expected if isinstance(expected, list | tuple) else [expected]
+        for y, same, wanted in zip(first, second, expected, strict=True):
+            assert torch.equal(y, same), name
+            assert float((y.double() - wanted).abs().max() / wanted.abs().max()) < 3e-2, name
+
+
+@needs_avx512
+def test_vectors_multiply_where_tiles_are_refused_or_wrong(folder: Path) -> None:
+    form, results = Form(False, True, bias=True), []
+    problem = Problem.draw(45, 50, 70, form.dtype)
+    # The check multiplies a square over two blocks. The last are real instructions, which most processors do not have.
+    cases = [
+        ((*EMULATION, "-DTILES_REFUSED"), 0),
+        ((*EMULATION, "-DTILES_WRONG"), 8),
+        (("-mamx-tile", "-mamx-bf16"), None),
+    ]
+    for flags, tried in cases:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(toolchain, "FLAGS", (*toolchain.FLAGS, *flags))
+            library = Toolchain(folder).load(library_sources([form.body], 1))
+        results.append(problem.run(library, form, 1, True, 0))
+        assert tried is None or count(library) == tried
+        assert bool(((results[-1].double() - problem.expected(form)).abs() <= problem.limit(form)).all())
+    assert torch.equal(results[0], results[1])
+    assert toolchain.has_feature("amx_bf16") or torch.equal(results[0], results[2])
+
+
+def assembly(march: str, source: str, folder: Path) -> str | None:
+    """What the compiler makes of a source for a processor; None if it does not know that one. Warnings are errors."""
+    text, result = folder / "source.cpp", folder / "source.s"
+    text.write_text(source, "utf-8")
+    command = [*find_compiler().command, *toolchain.FLAGS, f"-march={march}"]
+    if subprocess.run([*command, "-E", "-xc++", "/dev/null"], capture_output=True, check=False).returncode:
+        return None
+    strict = ["-Wall", "-Wextra", "-Werror", f"-I{HEADERS}", "-S", str(text), "-o", str(result)]
+    done = subprocess.run([*command, *strict], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:2000]
+    return result.read_text("utf-8")
+
+
+def inner_loops(text: str) -> Sequence[str]:
+    """Blocks of instructions between labels that multiply tiles and jump back to their own label."""
+    blocks = re.findall(r"^(\.L\w+):.*\n((?:(?!\.L\w+:).*\n)*?\s+j\w+\s+\1\b)", text, flags=re.MULTILINE)
+    return [body for _, body in blocks if "tdpbf16ps" in body]
+
+
+def test_real_instructions_compile_and_the_loop_has_no_others(tmp_path: Path) -> None:
+    require_compiler()
+    source = library_sources([FORMS[1].body, FORMS[2].body], 1)[0]
+    text = assembly("sapphirerapids", source, tmp_path)
+    if text is None:
+        pytest.skip("the compiler knows no processor with tiles")
+    loops = inner_loops(text)
+    assert loops
+    for loop in loops:
+        assert loop.count("tdpbf16ps") == loop.count("tileloadd") and "(%rsp" not in loop, loop
