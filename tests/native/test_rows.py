@@ -34,7 +34,7 @@ from ttrain.graph.passes import decompose
 WITHOUT_ARITHMETIC = {"reshape", "copy_reshape", "all_reduce", "all_reduce_state"}
 EXCHANGES = {"all_reduce_start", "reduce_scatter_start", "collectives_done", "all_gather_state"}
 OVER_RANKS = {*EXCHANGES, "block_norms"}  # torch's kernels run these
-MOVES = {"index_select", "index_put"}  # torch's kernels run these
+MOVES = {"index_select", "index_put", "token_windows"}  # torch's kernels run these
 # Which the CPU, having kernels for what they stand for, does not record.
 OF_DECOMPOSITIONS = {"log_sum_exp", "one_hot", "reduce_max", "document_bias"}
 BY_THEIR_BODY = {"head_matmul", "head_product", "gated_activation"}

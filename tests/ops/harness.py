@@ -33,7 +33,7 @@ __all__ = [
     "TORCH", "Arrays", "Interpreter", "all_cases", "as_torch", "bound", "cases_of", "draw", "every_op", "input_names",
     "input_specs", "inputs_of_kind", "only", "record", "recorded_by_models", "reference", "rounded", "shared_with",
 ]  # fmt: skip
-POISON = {DType.INT64: -(2**40), DType.INT32: -(2**30), DType.BOOL: True}
+POISON = {DType.INT64: -(2**40), DType.INT32: -(2**30), DType.INT16: -(2**14), DType.BOOL: True}
 
 
 def recorded_by_models(op: Op) -> bool:

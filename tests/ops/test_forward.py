@@ -23,7 +23,8 @@ from tests.ops.harness import (
 )
 from tests.ops.tolerances import tolerance
 from tests.ops.ulp import assert_within
-from ttrain.core.spec import DType
+from ttrain import ops
+from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.device import TorchDevice
 from ttrain.graph import REGISTRY, Case, Op
 from ttrain.graph.composite import Composite
@@ -113,3 +114,25 @@ def test_kernel_may_write_over_the_inputs_it_names(device: TorchDevice, op: Op, 
         again.launch(node)
         for output in outputs:
             np.testing.assert_array_equal(again.read(output), apart.read(output), err_msg=f"over {taken.name}")
+
+
+@pytest.mark.parametrize("dtype", [DType.INT16, DType.INT32, DType.INT64])
+def test_windows_of_a_stream_of_any_integers_are_those_of_numpy(device: TorchDevice, dtype: DType) -> None:
+    ids = np.random.default_rng(0).integers(0, 2**15, 50)
+    starts = np.array([0, 43, 7, 7])
+    graph = Graph()
+    stream = graph.input("stream", TensorSpec((50,), dtype))
+    tokens, targets = ops.token_windows(graph.input("starts", TensorSpec((4,), DType.INT64)), stream, 6)
+    interpreter = Interpreter(device)
+    interpreter.run(graph, {"starts": starts, "stream": ids})
+    for value, first in ((tokens, 0), (targets, 1)):
+        assert value.spec == TensorSpec((4, 6), DType.INT64)
+        assert np.array_equal(interpreter.read(value), np.stack([ids[at + first :][:6] for at in starts]))
+
+
+def test_of_a_stream_only_the_windows_are_moved() -> None:
+    graph = Graph()
+    stream = graph.input("stream", TensorSpec((10**9,), DType.INT32))
+    tokens, _ = ops.token_windows(graph.input("starts", TensorSpec((3,), DType.INT64)), stream, 5)
+    assert tokens.producer is not None
+    assert tokens.producer.op.nbytes(tokens.producer) == 3 * (8 + 6 * 4 + 2 * 5 * 8)

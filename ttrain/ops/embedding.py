@@ -1,12 +1,12 @@
-"""Lookup of rows by id, and its gradient."""
+"""Lookup of rows by id, and its gradient; lookup of sequences in a stream of ids."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.composite import cases, composite, primitive
-from ttrain.graph.graph import Case, Value
+from ttrain.graph.composite import cases, composite, primitive, require
+from ttrain.graph.graph import Case, Node, Value, op
 from ttrain.ops.common import free
 from ttrain.ops.layout import reshape
 from ttrain.ops.matmul import matmul
@@ -59,3 +59,44 @@ def add_embedding_grad(base: Value, dy: Value, ids: Value) -> Value:
 
 
 cases(add_embedding_grad, Case())
+
+
+def token_windows(starts: Value, stream: Value, length: int) -> tuple[Value, Value]:
+    """Sequences of `length` ids of a stream, and as targets the ids that follow each of them: both int64 [B, length].
+
+    tokens[b, t] = stream[starts[b] + t], targets[b, t] = stream[starts[b] + t + 1]: stream of any integers [N], starts
+    int64 [B], each from 0 to N - length - 1.
+    """
+    found: tuple[Value, Value] = op("token_windows").record(starts, stream, length=length)
+    return found
+
+
+def _windows_in_torch(starts: Any, stream: Any, length: int) -> tuple[Any, Any]:
+    windows = stream.unfold(0, length + 1, 1)[starts].long()
+    return windows[:, :-1], windows[:, 1:]
+
+
+def _windows_nbytes(node: Node) -> int:
+    """Of the stream only what is looked up."""
+    (starts, stream), tokens = node.values, node.outputs[0].spec
+    looked_up = TensorSpec((starts.shape[0], node.attributes["length"] + 1), stream.spec.dtype)
+    return starts.spec.nbytes + looked_up.nbytes + 2 * tokens.nbytes
+
+
+@primitive(
+    "starts int64 [B], stream any [N]",
+    outputs=("tokens", "targets"),
+    flops=free,
+    nbytes=_windows_nbytes,
+    reference=_windows_in_torch,
+)
+def _token_windows(starts: Value, stream: Value, length: int) -> list[TensorSpec]:
+    """tokens[b, t] = stream[starts[b] + t], targets[b, t] = stream[starts[b] + t + 1]: int64 [B, length]."""
+    fits = not stream.spec.dtype.is_floating and 0 < length < stream.shape[0]
+    require(fits, "token_windows", f"{stream.spec} for sequences of {length}", "integers, at least one more than that")
+    return [TensorSpec((starts.shape[0], length), DType.INT64)] * 2
+
+
+for _starts, _size, _length in (([0, 32, 11], 40, 7), ([5], 7, 1), ([2, 2, 0, 1], 36, 33)):
+    _shapes = ((len(_starts),), (_size,))
+    cases(_token_windows, Case(_shapes, {"length": _length}, integers={"stream": 50}, values={"starts": _starts}))

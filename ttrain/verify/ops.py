@@ -152,7 +152,7 @@ class Trial:
                 name = cases.output_name(self.op, index)
                 unit, allowed = tolerance(self.op.name, name, value.spec.dtype, self.dtype, uniform)
                 got = outputs.get(f"{self.label}: {index}")
-                if got is not None and value.spec.dtype.is_floating:
+                if got is not None:
                     yield self._comparison(got, wanted.double().numpy(), unit, allowed * factor, name, engine)
             return
         inputs = self._inputs()

@@ -7,6 +7,7 @@ from ttrain.verify.ulp import Tolerance
 
 # The reference itself is fp64, so fp64 kernels differ from it by rounding of the same order.
 DEFAULT = {DType.FP64: Tolerance(512, 128), DType.FP32: Tolerance(16, 8), DType.BF16: Tolerance(1.5, 1.0)}
+EXACT = Tolerance(0, 0)  # of integers, in any unit
 
 # Of gradients: a backward is several kernels, each with an input that is rounded already.
 GRADIENT = {DType.FP64: Tolerance(4096, 1024), DType.FP32: Tolerance(64, 24), DType.BF16: Tolerance(6, 4)}
@@ -53,6 +54,8 @@ def tolerance(op: str, output: str, dtype: DType, computed_in: DType, uniform: b
 
     `uniform` is the device's `uniform_compute`.
     """
+    if not dtype.is_floating:
+        return DType.FP64, EXACT
     if computed_in is DType.BF16:
         if uniform and (op, output) in UNIFORM_BF16:
             return DType.BF16, UNIFORM_BF16[op, output]

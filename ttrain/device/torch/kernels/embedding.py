@@ -1,4 +1,4 @@
-"""Lookup of rows, and its gradient: a sum over equal ids in fp32 at least."""
+"""Lookup of rows, and its gradient: a sum over equal ids in fp32 at least. Lookup of sequences in a stream."""
 
 from __future__ import annotations
 
@@ -83,3 +83,16 @@ def _one_hot(context: Context, ins: Tensors, outs: Tensors, attributes: Attribut
     numbers = torch.arange(attributes["count"], device=ins[0].device)
     equal = partial(torch.eq, ins[0].unsqueeze(-1), numbers, out=work[0])
     return chain(equal, copying(outs[0], work[0]))
+
+
+def _windows_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    return [ins[1].with_shape(ins[0].size, attributes["length"] + 1)]
+
+
+@row("token_windows", _windows_workspace)
+def _token_windows(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    """All windows are a view of the stream whose rows overlap, so that no index is computed."""
+    starts, stream = ins
+    windows, found = stream.unfold(0, attributes["length"] + 1, 1), work[0]
+    picked = partial(torch.index_select, windows, 0, starts, out=found)
+    return chain(picked, copying(outs[0], found[:, :-1]), copying(outs[1], found[:, 1:]))
