@@ -16,7 +16,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Value
 from ttrain.models import agillm_weights
 from ttrain.models.agillm_windows import GATE_WEIGHT, SAT_WEIGHT, Windows
-from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED, Batch, scored_positions, valid_targets
+from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED, Batch, Prepare, prepare_plain, scored_positions, valid_targets
 from ttrain.models.cache import Caches
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.initialize import Orthogonal
@@ -135,14 +135,16 @@ class AGILLM(Module):
         own = {"tokens": spec, "targets": spec}
         return own if self.windows is None else own | self.windows.specs(rows)
 
-    def prepare(self, batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
-        """The batch with what the SAT pass predicts, and for each weight input how many terms it averages over."""
-        counts = {LOSS_WEIGHT: valid_targets(batch)}
-        if self.windows is None:
-            return dict(batch), counts
+    @property
+    def prepare(self) -> Prepare:
+        """Of a batch, see models.base; with SAT windows it adds what the SAT pass predicts."""
+        return prepare_plain if self.windows is None else self._with_windows
+
+    def _with_windows(self, batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
+        """Also, for each weight input, how many terms it averages over."""
         targets = batch["targets"]  # whose length may be that of a shorter model
         fields, further = Windows.of(self.config, targets.shape[1]).fields(targets)
-        return {**batch, **fields}, counts | further
+        return {**batch, **fields}, {LOSS_WEIGHT: valid_targets(batch)} | further
 
     def loss(self, graph: Graph, rows: int, training: bool) -> Value:
         """What is optimised, fp32 []: AR, and in joint training SAT and gate, each the mean over its own targets."""

@@ -14,7 +14,7 @@ from ttrain import ops
 from ttrain.core.attention_mask import CAUSAL
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Value
-from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED, Batch, prepare_plain, scored_positions
+from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED, Batch, Prepare, prepare_plain, scored_positions
 from ttrain.models.cache import POSITIONS, Caches
 from ttrain.models.settings import DecoderConfig
 from ttrain.nn.initialize import Constant, Normal
@@ -30,6 +30,15 @@ Angles = tuple[Value, Value]  # cos and sin of the places of tokens: [T, R], of 
 def linear(inputs: int, outputs: int, bias: bool | None, std: float = STD, role: Role = Role.HIDDEN) -> Linear:
     """A layer whose weights start as N(0, std)."""
     return Linear(inputs, outputs, bool(bias), Normal(std), Constant(0.0), role)
+
+
+def _with_future(batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
+    """The batch with what a future layer predicts: where a document goes on, the target of the next position."""
+    fields, counts = prepare_plain(batch)
+    targets = batch["targets"]
+    following = np.concatenate([targets[:, 1:], np.full_like(targets[:, :1], -1)], 1)
+    fields[FUTURE] = np.where(targets < 0, -1, following)
+    return fields, counts
 
 
 class BlockInputs(NamedTuple):
@@ -124,14 +133,10 @@ class Decoder(Module, ABC):
         names = ["tokens", "targets", *([POSITIONS] if self.packed else []), *([FUTURE] if self.future else [])]
         return dict.fromkeys(names, TensorSpec((rows, self.length), DType.INT64))
 
-    def prepare(self, batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
-        """The batch with what a future layer predicts: where a document goes on, the target of the next position."""
-        fields, counts = prepare_plain(batch)
-        if self.future is not None:
-            targets = batch["targets"]
-            following = np.concatenate([targets[:, 1:], np.full_like(targets[:, :1], -1)], 1)
-            fields[FUTURE] = np.where(targets < 0, -1, following)
-        return fields, counts
+    @property
+    def prepare(self) -> Prepare:
+        """Of a batch, see models.base; with a future layer it adds what that predicts."""
+        return prepare_plain if self.future is None else _with_future
 
     def at_length(self: Own, length: int) -> Own:
         """The same parameters, recorded on sequences of `length` tokens: the first positions serve them."""
