@@ -100,7 +100,7 @@ class Training:
             self._built = self._session.build_training()
             self._driver = build.build_driver(
                 self.model, device, self._built, lambda step: self._batch, *config.rate_parts, config.run.seed,
-                world=world,
+                self._prepare, world=world,
             )  # fmt: skip
             self._stack = stack.pop_all()
 

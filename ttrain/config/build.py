@@ -37,6 +37,7 @@ from ttrain.train.settings import GuardConfig, LoggerConfig, TrainConfig
 
 if TYPE_CHECKING:
     from ttrain.bench.studies import Study
+    from ttrain.core.spec import TensorSpec
     from ttrain.data.batches import Dataset, Sizes
     from ttrain.device.base import Device
     from ttrain.engine.base import Engine, Step
@@ -242,26 +243,44 @@ def keeps_remainders(device: Device, engine: str) -> bool:
     return device.compiles and engine == "traced"
 
 
-def build_resident(data: DataConfig, train: TrainConfig, model: Model, device: Device) -> Resident | None:
+def build_resident(data: DataConfig, train: TrainConfig, model: Model, device: Device, dataset: Any) -> Resident | None:
     """What of the training split lies on the device, as data.resident says; None where every batch is handed over.
 
-    auto asks for memory of the device's own that looks rows up quickly. Raises UserError for a mesh of chips, and for a
-    model that makes what a step reads from a batch on the host.
+    With auto none of a dataset that is None, since nobody has opened it. Raises UserError for what can't lie there.
     """
     from ttrain.train.steps.resident import LIMIT, Resident
 
-    gains = device.name not in ("cpu", "null") and not device.narrow_lookups
-    if data.resident == "host" or (data.resident == "auto" and not gains):
+    asked = data.resident == "device"
+    if data.resident == "host" or not (asked or gains_by_data(device)):
         return None
-    examples, rows, prepares = data.training_examples, train.batch_size // train.accumulation, hasattr(model, "prepare")
-    if data.resident == "device" and (prepares or device.chips > 1):
-        why = f"model={model.config.name} prepares" if prepares else "the chips of a mesh share"
-        raise UserError(f"data.resident=device: {why} every batch, which the host hands over. Give auto or host.")
-    if examples is None or prepares:
-        return None
-    found = Resident(model.batch_specs(rows), examples, device.narrow_lookups)
+    fields = model.batch_specs(train.batch_size // train.accumulation)
+    known = hasattr(dataset, "arrays") and fields.keys() <= dataset.fields.keys()
+    found = Resident(dataset.arrays(fields) if known else {}, in_parts=device.narrow_lookups)
+    why = _why_on_host(data, model, device, found.arrays)
+    if asked and why:
+        raise UserError(f"data.resident=device: {why}. Give auto or host.")
     small = sum(spec.nbytes for spec in found.specs.values()) <= LIMIT
-    return found if small or data.resident == "device" else None
+    return found if asked or (small and not why) else None
+
+
+def gains_by_data(device: Device) -> bool:
+    """Whether data.resident=auto has data lie there: in memory of its own, where it looks rows up quickly."""
+    return device.name not in ("cpu", "null") and not device.narrow_lookups
+
+
+def _why_on_host(data: DataConfig, model: Model, device: Device, arrays: Mapping[str, TensorSpec]) -> str | None:
+    """Why the training split can't lie on the device in these arrays; None where it can."""
+    from ttrain.models.base import preparation, prepare_plain
+
+    if preparation(model) is not prepare_plain:
+        return f"model={model.config.name} prepares every batch, which the host hands over"
+    if device.chips > 1:
+        return "the chips of a mesh share every batch, which the host hands over"
+    if not arrays:
+        return f"data={data.name} has no arrays that batches could be picked from"
+    if device.narrow_lookups and not all(spec.dtype.is_floating for spec in arrays.values()):
+        return f"device={device.name} looks up numbers in bf16 only, which does not hold the ids of tokens"
+    return None
 
 
 def build_driver(
@@ -273,18 +292,16 @@ def build_driver(
     optimizer: OptimizerConfig,
     schedule: ScheduleConfig,
     seed: int,
-    prepare: Prepare | None = None,
+    prepare: Prepare,
     last: int = 0,
     world: World | None = None,
 ) -> Driver:
     """What runs the built steps by their number, with seed and learning rates; see Driver for the rest."""
-    from ttrain.models.base import preparation
     from ttrain.optim.groups import learning_rates
     from ttrain.train.steps.driver import Driver
     from ttrain.train.steps.noise import NoiseScale
     from ttrain.train.steps.step import TrainStep
 
-    prepare = prepare or preparation(model)
     rows = train.batch_size // train.accumulation // (1 if world is None else world.ranks.slices)
     noise = NoiseScale(rows) if train.noise_scale else None
     step = TrainStep(steps, rows, seed, prepare, device.overlaps, world, noise)

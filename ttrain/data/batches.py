@@ -24,6 +24,7 @@ from ttrain.data.tokenizer import Ids, Tokenizer
 Split = Literal["train", "val"]
 Batch = dict[str, NDArray[Any]]
 
+STREAM = "stream"  # array of a training split: ids one after another, of which sequences are cut
 # Words that tell the streams of one seed apart.
 _DRAWS, _PASSES, _HELD_OUT = 1, 2, 3
 
@@ -81,6 +82,26 @@ class Resizable(Dataset, Protocol):
 
         `tokens` were read before that one: where data is read in order, it goes on there.
         """
+        ...
+
+
+class Placed(Dataset, Protocol):
+    """A dataset whose training samples have places in arrays, so that these can lie on a device.
+
+    The arrays are the fields of all examples, whose places are their numbers, or STREAM alone, where a sequence has the
+    place of its first token and takes the tokens from there on.
+    """
+
+    def arrays(self, fields: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+        """Specs of the arrays for batches of these fields, all of as many rows."""
+        ...
+
+    def part(self, start: int, stop: int) -> Batch:
+        """The rows [start, stop) of every array. Raises DataError for a bad id."""
+        ...
+
+    def places(self, seed: int, first: int, rows: int) -> Words:
+        """Of the samples that `batch` has of the training split, uint64 [rows]."""
         ...
 
 
@@ -172,9 +193,9 @@ class TokenDataset(TokenSequences):
 
     def batch(self, split: Split, seed: int, first: int, rows: int) -> Batch:
         """Arrays `tokens` and `targets`, int64 [rows, context]. See Dataset. Raises DataError for a bad id."""
-        numbers = sample_numbers(first, rows)
-        starts = self._train_starts(seed, numbers) if split == "train" else self._val_starts(numbers)
-        if split == "train" and self._order == "read":
+        train = split == "train"
+        starts = self.places(seed, first, rows) if train else self._val_starts(sample_numbers(first, rows))
+        if train and self._order == "read":
             ids = self._splits[split]
             rows_read = ids[(starts[:, None] + np.arange(self.context + 1, dtype=np.uint64)) % np.uint64(len(ids))]
         else:
@@ -188,13 +209,26 @@ class TokenDataset(TokenSequences):
         """See Dataset."""
         return self._pieces("val")
 
-    def _train_starts(self, seed: int, numbers: Words) -> Words:
-        first, offset = np.uint64(self._first), np.uint64(self._offset)
+    def arrays(self, fields: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+        """See Placed. Behind the end of the split its start follows once more, for a sequence that reads across it."""
+        return {STREAM: TensorSpec((len(self._splits["train"]) + fields["tokens"].shape[1],), DType.INT32)}
+
+    def part(self, start: int, stop: int) -> Batch:
+        """See Placed: ids int32 [stop - start]."""
+        ids = self._splits["train"].take(np.arange(start, stop), mode="wrap")
+        if self._check:
+            self._check_ids("train", np.array([start], np.uint64), ids[None])
+        return {STREAM: ids.astype(np.int32)}
+
+    def places(self, seed: int, first: int, rows: int) -> Words:
+        """See Placed."""
+        numbers = sample_numbers(first, rows)
+        began, offset = np.uint64(self._first), np.uint64(self._offset)
         if self._limit is not None:
             numbers = numbers % np.uint64(self._limit)
-            first = offset = np.uint64(0)
+            began = offset = np.uint64(0)
         if self._order == "read":
-            places: Words = offset + (numbers - first) * np.uint64(self.context)
+            places: Words = offset + (numbers - began) * np.uint64(self.context)
             return places % np.uint64(len(self._splits["train"]))
         if self._order == "random":
             return drawn(seed, numbers, len(self._windows["train"]))

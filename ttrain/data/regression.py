@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,7 @@ class RegressionDataset:
         self.tokenizer: Tokenizer | None = None
         self.fields = {"inputs": TensorSpec((inputs,), DType.FP32), "targets": TensorSpec((outputs,), DType.FP32)}
         self._config = config
-        train = config.training_examples
-        assert train is not None
+        train = config.examples - min(config.examples - 1, max(1, round(config.examples * config.held_out)))
         self._counts = {"train": train, "val": config.examples - train}
         self._shape = inputs, outputs
         self._first = self._weights(_FIRST_LAYER, inputs, _HIDDEN) / np.sqrt(inputs)
@@ -56,8 +56,16 @@ class RegressionDataset:
             return self.examples(places + np.uint64(self._counts["train"]))
         return self.examples(self.places(seed, first, rows))
 
+    def arrays(self, fields: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+        """See batches.Placed."""
+        return {name: spec.with_shape(self._counts["train"], *spec.shape[1:]) for name, spec in fields.items()}
+
+    def part(self, start: int, stop: int) -> Batch:
+        """See batches.Placed."""
+        return self.examples(np.arange(start, stop, dtype=np.uint64))
+
     def places(self, seed: int, first: int, rows: int) -> Words:
-        """Numbers of the examples that a batch of the training split has, uint64 [rows]."""
+        """See batches.Placed: numbers of examples."""
         numbers, count = sample_numbers(first, rows), self._counts["train"]
         if self._config.limit is not None:
             numbers = numbers % np.uint64(self._config.limit)

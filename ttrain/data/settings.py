@@ -24,18 +24,13 @@ class DataConfig:
     )
     resident: str = option(
         "auto",
-        "where the training split lies: device, uploaded once, so that a step is handed the numbers of its examples; "
-        "host; auto: on a GPU, if it takes 256 MiB at most. Only examples can lie there, not sequences of tokens",
+        "where the training split lies: device, uploaded once, so that a step is handed the places of its samples; "
+        "host; auto: on a GPU, if it takes 256 MiB at most (4 bytes a token). data=documents stays on the host",
         choices=("auto", "device", "host"),
     )
     limit: int | None = option(
         None, "train on the first so many sequences of the order, again and again, to see a model overfit", minimum=1
     )
-
-    @property
-    def training_examples(self) -> int | None:
-        """Of data that hands out examples by number; None for sequences, which are cut from a stream."""
-        return None
 
 
 @dataclass
@@ -165,8 +160,3 @@ class RegressionConfig(DataConfig):
     examples: int = option(8192, "number of distinct examples, held-out ones included", minimum=2)
     noise: float = option(0.1, "standard deviation of the noise on targets, whose own variance is about 1", minimum=0)
     seed: int = option(0, "seed of the teacher and of the examples", minimum=0)
-
-    @property
-    def training_examples(self) -> int | None:
-        """Those that are not held out."""
-        return self.examples - min(self.examples - 1, max(1, round(self.examples * self.held_out)))

@@ -209,6 +209,18 @@ class State:
             else:
                 side.upload(self._placed[piece][2], values[start:stop].reshape(spec.shape))
 
+    def write_rows(self, name: str, start: int, array: np.ndarray) -> None:
+        """Overwrite rows of one tensor, from number `start` on.
+
+        Some rows only where the device has arenas, and of a tensor that is neither padded nor copied.
+        """
+        spec, (arena, byte, _) = self.spec(name), self.placed(name)
+        if array.shape == spec.shape:
+            self.write(name, array)
+        else:
+            side, place = self.device.side(self.on_host(name)), byte + start * (spec.nbytes // spec.shape[0])
+            side.upload(side.place(arena, place, spec.with_shape(*array.shape)), array)
+
     def _write_half(self, side: Device, name: str, values: np.ndarray, upper: bool) -> None:
         """The copy or the remainders of fp32 numbers, some at a time to save memory."""
         arena, byte, _ = self._placed[name]

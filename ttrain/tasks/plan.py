@@ -24,6 +24,7 @@ from ttrain.tasks.training.expected import micro_batches, planned_session, sched
 
 if TYPE_CHECKING:
     from ttrain.core.tables import Table
+    from ttrain.data.batches import Dataset
     from ttrain.device.base import Device
     from ttrain.engine.base import Step
     from ttrain.models.base import Model
@@ -39,18 +40,20 @@ def run(config: Config) -> None:
     if config.plan.calibrate:
         _calibrate(config)
     config = dataclasses.replace(config, lora=build.with_adapters(config.lora, config.source.explicit))
-    model = _model(config)
+    dataset = _dataset(config)
+    model = build.build_model(*config.model_parts, None if dataset is None else dataset.vocabulary)
     with (
         closing(build.planned_device(config.device)) as device,
-        closing(session_to_plan(config, model, device)) as session,
+        closing(session_to_plan(config, model, device, dataset)) as session,
     ):
         with Waiting("Planning"):
             steps = session.build_training()
             report = plan_report(session.graph, session.state, steps)
-        extra = _Extra(config, session, steps, report, device)
+        extra = _Extra(config, session, steps, report, device, dataset)
         products = product_ways(session.engine)
         multiplied = f" {show_ways(products)}" if products and config.engine.name == "traced" else ""
-        print(_title(config, model, device.name) + multiplied + extra.verdict + "\n")
+        unread = dataset is None and config.data.resident == "auto" and build.gains_by_data(device)
+        print(_title(config, model, device.name, unread) + multiplied + extra.verdict + "\n")
         _print([*report.tables(), *extra.tables])  # what takes no time is there at once
         for table in extra.slow_tables(session, steps):
             _print([table])
@@ -79,16 +82,16 @@ def _recorded(op: str, *specs: TensorSpec) -> Node:
     return value.producer
 
 
-def _model(config: Config) -> Model:
-    """The model; the data is only opened where its tokenizer decides the vocabulary."""
-    needs_data = getattr(config.model, "vocabulary", 0) is None
-    vocabulary = (
-        build.build_dataset(config.data, config.model, config.train.length_schedule).vocabulary if needs_data else None
-    )
-    return build.build_model(*config.model_parts, vocabulary)
+def _dataset(config: Config) -> Dataset | None:
+    """Opened where its tokenizer decides the vocabulary, where there is nothing to read, or where it is to lie on the
+    device.
+    """
+    if getattr(config.model, "vocabulary", None) is not None and config.data.resident != "device":
+        return None
+    return build.build_dataset(config.data, config.model, config.train.length_schedule)
 
 
-def _title(config: Config, model: Model, device: str) -> str:
+def _title(config: Config, model: Model, device: str, unread: bool) -> str:
     name = config.source.choices.get("model", config.model.name)
     parts = [f"Plan of {name} on {device}, engine {config.engine.name}, {config.precision.name}"]
     rows, count = config.train.batch_size, config.train.accumulation
@@ -102,6 +105,8 @@ def _title(config: Config, model: Model, device: str) -> str:
     if vocabulary is not None:
         given = "" if getattr(config.model, "vocabulary", None) is not None else ", that of the data"
         parts.append(f"vocabulary {vocabulary}{given}")
+    if unread:
+        parts.append("no data is read, so none is counted on the device; data.resident=device counts it")
     schedule = schedule_of(config)
     if len(schedule.phases) > 1:
         parts.append(f"{schedule.text()}; this is the plan of the largest")
@@ -141,9 +146,15 @@ class _Extra:
     """What goes beyond the plan itself: expected time, limits, padding."""
 
     def __init__(
-        self, config: Config, session: Session, steps: Mapping[str, Step], report: PlanReport, device: Device
+        self,
+        config: Config,
+        session: Session,
+        steps: Mapping[str, Step],
+        report: PlanReport,
+        device: Device,
+        dataset: Dataset | None,
     ) -> None:
-        self.config, self.report, self.device = config, report, device
+        self.config, self.report, self.device, self.dataset = config, report, device, dataset
         self.vocabulary = getattr(session.graph.model.config, "vocabulary", None)
         self.tables: list[Table] = []
         self.values: dict[str, Any] = {}
@@ -292,12 +303,12 @@ class _Extra:
 
     def _planned_steps(self, config: Config) -> dict[str, Step]:
         """The training steps of another config, built but never bound."""
-        with planned_session(config, self.vocabulary) as session:
+        with planned_session(config, self.dataset) as session:
             return {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
 
     def _planned(self, config: Config) -> int:
         """Planned bytes of the training steps of another config."""
-        with planned_session(config, self.vocabulary) as session:
+        with planned_session(config, self.dataset) as session:
             steps = [session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()]
             plans = [step.plan for step in steps if step.plan is not None]
             state = sum(session.state.nbytes(kind, on_host=False) for kind in Kind if kind.is_state)

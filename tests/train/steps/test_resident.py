@@ -1,4 +1,4 @@
-"""Training data that lies on the device: the same numbers as of batches that are handed over, to the bit."""
+"""Examples that lie on the device: the same numbers as of batches that are handed over, to the bit."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from ttrain.cli import main
 from ttrain.config import build
 from ttrain.core.errors import UserError
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.data.batches import Sizes
+from ttrain.data.regression import open_regression
 from ttrain.data.settings import RegressionConfig
 from ttrain.device.settings import DeviceConfig
 from ttrain.models.base import prepare_plain
@@ -21,6 +23,7 @@ from ttrain.models.settings import MLPConfig
 from ttrain.train.settings import TrainConfig
 from ttrain.train.steps.resident import PLACES, Resident
 
+SIZES = Sizes(inputs=8, outputs=8)
 SMALL = ["model=mlp", "model.width=8", "data=regression", "data.examples=100", "train.batch_size=6", "device=cpu"]
 
 
@@ -38,7 +41,8 @@ def test_a_run_is_the_same_to_the_bit(more: list[str], tmp_path: Path, monkeypat
     write = Resident.write
     monkeypatch.setattr(Resident, "write", lambda self, *given: (written.append(self), write(self, *given)))
     assert losses(tmp_path / "device", *more, "data.resident=device") == handed
-    assert len(handed) > 4 and [resident.examples for resident in written] == [90]
+    shapes = [{name: spec.shape for name, spec in resident.arrays.items()} for resident in written]
+    assert len(handed) > 4 and shapes == [{"inputs": (90, 8), "targets": (90, 8)}]
 
 
 def test_a_step_is_handed_places_alone(tmp_path: Path) -> None:
@@ -54,19 +58,20 @@ def test_a_step_is_handed_places_alone(tmp_path: Path) -> None:
 
 
 def test_fp32_lies_in_parts_on_a_device_that_looks_up_bf16(tmp_path: Path) -> None:
-    fields = {"inputs": TensorSpec((32, 32), DType.BF16), "targets": TensorSpec((32, 32))}
-    resident = Resident(fields, 64, in_parts=True)
+    arrays = {"inputs": TensorSpec((64, 32), DType.BF16), "targets": TensorSpec((64, 32))}
+    resident = Resident(arrays, in_parts=True)
     assert {spec.dtype for spec in resident.specs.values()} == {DType.BF16} and len(resident.specs) == 1 + 3
     written: dict[str, np.ndarray] = {}
 
     class State:
-        def write(self, name: str, array: np.ndarray) -> None:
+        def write_rows(self, name: str, start: int, array: np.ndarray) -> None:
+            assert start == 0
             written[name] = array
 
     random = np.random.default_rng(0)
     whole = (random.standard_normal((64, 32)) * 10.0 ** random.integers(-20, 20, (64, 32))).astype(np.float32)
     resident_state: Any = State()
-    resident.write(resident_state, {"inputs": whole, "targets": whole})
+    resident.write(resident_state, lambda start, stop: {"inputs": whole[start:stop], "targets": whole[start:stop]})
     parts = [written[f"data/targets/{part}"] for part in range(3)]
     assert not any((part.view(np.uint32) & 0xFFFF).any() for part in parts)  # each is a bf16 number
     assert np.array_equal(parts[0] + parts[1] + parts[2], whole)
@@ -76,11 +81,10 @@ def test_where_the_data_lies() -> None:
     train, model = TrainConfig(batch_size=6), MLP(MLPConfig(layers=2, width=8))
 
     def found(device: str, **data: Any) -> Resident | None:
-        return build.build_resident(
-            RegressionConfig(**data), train, model, build.planned_device(DeviceConfig(name=device))
-        )
+        config, planned = RegressionConfig(**data), build.planned_device(DeviceConfig(name=device))
+        return build.build_resident(config, train, model, planned, open_regression(config, SIZES))
 
-    assert found("cuda") == Resident(model.batch_specs(6), 7373)
+    assert found("cuda") == Resident(dict.fromkeys(("inputs", "targets"), TensorSpec((7373, 8))))
     assert found("cpu") is None and found("null") is None and found("cuda", resident="host") is None
     assert (
         found("cuda", examples=5_000_000) is None and found("cuda", examples=5_000_000, resident="device") is not None
@@ -88,14 +92,16 @@ def test_where_the_data_lies() -> None:
     assert found("cpu", resident="device") is not None
 
 
-def test_what_can_t_lie_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data.resident=device", "device=cpu"]) == 2
-    assert "data.resident=device: data=text hands out sequences" in capsys.readouterr().err
+def test_what_can_t_lie_there_is_refused() -> None:
+    config, model = RegressionConfig(resident="device"), MLP(MLPConfig(width=8))
+    data = open_regression(config, SIZES)
     mesh: Any = type("Mesh", (), {"name": "t3000", "chips": 8, "narrow_lookups": True})()
     with pytest.raises(UserError, match="chips of a mesh share every batch"):
-        build.build_resident(RegressionConfig(resident="device"), TrainConfig(), MLP(MLPConfig()), mesh)
-    preparing: Any = MLP(MLPConfig())
-    preparing.prepare = prepare_plain
+        build.build_resident(config, TrainConfig(), model, mesh, data)
     device = build.planned_device(DeviceConfig(name="cpu"))
+    with pytest.raises(UserError, match="data=regression has no arrays that batches could be picked from"):
+        build.build_resident(config, TrainConfig(), model, device, object())
+    preparing: Any = model
+    preparing.prepare = lambda batch: prepare_plain(batch)
     with pytest.raises(UserError, match="data.resident=device: model=mlp prepares every batch.* Give auto or host"):
-        build.build_resident(RegressionConfig(resident="device"), TrainConfig(), preparing, device)
+        build.build_resident(config, TrainConfig(), preparing, device, data)

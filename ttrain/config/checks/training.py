@@ -156,11 +156,11 @@ def _transformer_size(model: Any) -> Iterator[str]:
 
 
 @check
-def _resident(model: Any, data: DataConfig) -> Iterator[str]:
-    if data.resident == "device" and data.training_examples is None:
+def _resident(data: DataConfig) -> Iterator[str]:
+    if data.resident == "device" and isinstance(data, DocumentsConfig):
         yield (
-            f"data.resident=device: data={data.name} hands out sequences cut from a stream, and only numbered examples "
-            "(data=regression) can lie on the device. Give auto or host."
+            "data.resident=device: the host makes the sequences of data=documents, by where documents begin and what "
+            "of them counts. Give auto or host, or data=tokens with the folder that task=prepare writes of them."
         )
 
 

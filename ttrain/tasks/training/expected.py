@@ -36,16 +36,16 @@ PRESETS, SHOWN = 8, 2  # smaller presets that are planned and shown at most
 SHORTEST = 32  # tokens of a context that is still offered
 
 
-def session_to_plan(config: Config, model: Model, device: Device) -> Session:
+def session_to_plan(config: Config, model: Model, device: Device, dataset: Dataset | None) -> Session:
     """A session on a device that is planned only, of the rank that owns most. What the dynamic engine would run is
-    planned as static does.
+    planned as static does. Without a `dataset` none of it lies on the device.
     """
     engine = replace(config.engine, name="static") if config.engine.name == "dynamic" else config.engine
     ranks = build.planned_ranks(config.parallel)
     if ranks.sharding:
         runs = parameter_runs(model.parameters(), build.build_optimizer(config.optimizer), model.compute)
         ranks = replace(ranks, rank=heaviest([ShardedRun(run, ranks) for run in runs], ranks))
-    resident = build.build_resident(config.data, config.train, model, device)
+    resident = build.build_resident(config.data, config.train, model, device, dataset)
     return build.build_session(
         model, device, *replace(config, engine=engine).step_parts, ranks=ranks, resident=resident
     )
@@ -57,12 +57,12 @@ def micro_batches(config: Config) -> int:
 
 
 @contextmanager
-def planned_session(config: Config, vocabulary: int | None) -> Iterator[Session]:
+def planned_session(config: Config, dataset: Dataset | None) -> Iterator[Session]:
     """Such a session of another config. The data may be too short for it."""
-    model = build.build_model(*config.model_parts, vocabulary)
+    model = build.build_model(*config.model_parts, None if dataset is None else dataset.vocabulary)
     with (
         closing(build.planned_device(config.device)) as device,
-        closing(session_to_plan(config, model, device)) as opened,
+        closing(session_to_plan(config, model, device, dataset)) as opened,
     ):
         yield opened
 
@@ -230,7 +230,7 @@ class _Alternatives:
 
     def planned(self, config: Config) -> Forecast:
         """By plans made for this: of another config, or where the engine makes none."""
-        with planned_session(config, self._dataset.vocabulary) as session:
+        with planned_session(config, self._dataset) as session:
             return self.forecast(config, session, session.build_training())
 
     def _batches(self, config: Config) -> int:

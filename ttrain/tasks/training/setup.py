@@ -39,7 +39,7 @@ from ttrain.train.steps.phases import DataReader, Phases, Position
 from ttrain.train.supervise.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
-    from ttrain.data.batches import Dataset
+    from ttrain.data.batches import Dataset, Placed
     from ttrain.device.base import Device
     from ttrain.engine.base import Engine, Step
     from ttrain.models.base import Model
@@ -100,11 +100,11 @@ class Setup:
         """The model on the device, under the run's engine or another."""
         config, ranks = self.config, self.world.ranks
         chosen = dataclasses.replace(config.engine, name=engine or config.engine.name)
-        resident = build.build_resident(config.data, config.train, self.model, device)
+        resident = build.build_resident(config.data, config.train, self.model, device, self.dataset)
         parts = (config.train, config.optimizer, config.guard, chosen)
         session = build.build_session(self.model, device, *parts, ranks=ranks, resident=resident)
         if resident is not None:
-            resident.write(session.state, self.dataset)
+            resident.write(session.state, cast("Placed", self.dataset).part)
         return session
 
     def reader(self, step: int, read: Position) -> DataReader:
@@ -120,14 +120,10 @@ class Setup:
         last: int = 0,
     ) -> Driver:
         """What runs the built steps; where sequences grow, the `phases` say on which data. For `last` see Driver."""
-        seed, resident, device = self.config.run.seed, session.graph.resident, session.engine.device
-        dataset, prepare = (
-            (self.dataset, None) if resident is None else (resident.picked(self.dataset), resident.prepare)
-        )
-        batch = reader.batches(dataset, seed) if phases is None else phases.batches(seed)
-        prepare, last = (prepare, last) if phases is None else (phases.prepare, 0)
-        parts = self.config.rate_parts
-        return build.build_driver(self.model, device, steps, batch, *parts, seed, prepare, last, self.world)
+        seed, device, parts = self.config.run.seed, session.engine.device, self.config.rate_parts
+        batch = reader.batches(session.read(self.dataset), seed) if phases is None else phases.batches(seed)
+        last = last if phases is None else 0
+        return build.build_driver(self.model, device, steps, batch, *parts, seed, session.prepare, last, self.world)
 
     def record(
         self,

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ttrain.core.units import counted
-from ttrain.models.base import Batch, preparation
+from ttrain.models.base import Batch
 
 if TYPE_CHECKING:
     from ttrain.data.batches import Resizable
@@ -133,15 +133,10 @@ class Phases:
     ) -> None:
         """`shorter` has, by length, the model that records such sequences; `steps` takes what is built for a phase."""
         self.schedule, self.session = reader.schedule, session
-        self._reader, self._whole, self._shorter, self._steps = reader, dataset, shorter, steps
+        self._reader, self._whole, self._shorter, self._steps = reader, session.read(dataset), shorter, steps
         self._phase: Phase | None = None
-        self._dataset: Any = dataset  # as this phase reads it
+        self._dataset: Any = self._whole  # as this phase reads it
         self.turned: Callable[[int, Phase], None] = lambda step, phase: None  # told of every step that begins another
-
-    def prepare(self, batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
-        """See models.base.Prepare: that of the model which records sequences of this length."""
-        graph = self.session.graph
-        return preparation(graph.shorter or graph.model)(batch)
 
     def batches(self, seed: int) -> Callable[[int], Batch]:
         """See DataReader.batches; where a step is of another phase, all is built for it first."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from ttrain.engine.base import Engine, Step
 from ttrain.engine.state import State
 from ttrain.graph import Graph
+from ttrain.models.base import Batch, preparation
 from ttrain.nn.initialize import initial_value
 from ttrain.train.steps.flops import model_flops
+from ttrain.train.steps.resident import Picked
 from ttrain.train.steps.step_graph import StepGraph
 
 
@@ -26,6 +29,16 @@ class Session:
         """First values of the parameters, one in host memory at a time. The optimizer's tensors start at zero."""
         for path, parameter in self.graph.model.parameters().items():
             self.state.write(path, initial_value(parameter, seed))
+
+    def read(self, dataset: Any) -> Any:
+        """The data from which training steps are handed their inputs."""
+        return dataset if self.graph.resident is None else Picked(dataset)
+
+    def prepare(self, batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
+        """See models.base.Prepare: for training steps as they are recorded now."""
+        graph = self.graph
+        own = preparation(graph.shorter or graph.model) if graph.resident is None else graph.resident.prepare
+        return own(batch)
 
     def build_training(self) -> dict[str, Step]:
         """All steps of a run by name, before the first one runs."""

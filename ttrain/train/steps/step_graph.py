@@ -255,7 +255,7 @@ class StepGraph:
     def _loss(self, graph: Graph, rows: int, training: bool) -> Value:
         model = self.shorter if training and self.shorter is not None else self.model
         if self.resident is not None and training:
-            graph.given = self.resident.values(graph, rows)
+            graph.given = self.resident.values(graph, model.batch_specs(rows))
         for name, spec in model.batch_specs(rows).items():
             graph.input(name, spec)
         graph.input(LOSS_WEIGHT, SCALAR)
