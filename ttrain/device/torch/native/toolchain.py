@@ -41,6 +41,7 @@ FLAGS = (
     "-fno-trapping-math",
     "-ffp-contract=fast",  # a multiply-add rounds once
     "-fschedule-insns",  # operations of neighbouring vectors alternate
+    "-Wno-ignored-optimization-argument",  # clang has no such flag and warns of it
     "-Wno-psabi",  # vectors are never passed between libraries
 )
 
