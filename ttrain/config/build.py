@@ -21,7 +21,7 @@ from ttrain.config.targets import null_device
 from ttrain.core.errors import ConfigError, UserError
 from ttrain.core.options import as_keys
 from ttrain.core.waiting import Waiting
-from ttrain.data.settings import DataConfig
+from ttrain.data.settings import DataConfig, DocumentsConfig
 from ttrain.device.family import family_of
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
@@ -251,7 +251,7 @@ def build_resident(data: DataConfig, train: TrainConfig, model: Model, device: D
     from ttrain.train.steps.resident import LIMIT, Resident
 
     asked = data.resident == "device"
-    if data.resident == "host" or not (asked or gains_by_data(device)):
+    if not (asked or resident_by_default(data, model, device)):
         return None
     fields = model.batch_specs(train.batch_size // train.accumulation)
     known = hasattr(dataset, "arrays") and fields.keys() <= dataset.fields.keys()
@@ -263,9 +263,16 @@ def build_resident(data: DataConfig, train: TrainConfig, model: Model, device: D
     return found if asked or (small and not why) else None
 
 
-def gains_by_data(device: Device) -> bool:
-    """Whether data.resident=auto has data lie there: in memory of its own, where it looks rows up quickly."""
-    return device.name not in ("cpu", "null") and not device.narrow_lookups
+def resident_by_default(data: DataConfig, model: Model, device: Device) -> bool:
+    """Whether data.resident=auto has data that is small enough lie on the device.
+
+    That takes memory of the device's own that looks rows up quickly, and a step that reads nothing the host makes.
+    """
+    from ttrain.models.base import preparation, prepare_plain
+
+    gains = device.name not in ("cpu", "null") and not device.narrow_lookups
+    plain = preparation(model) is prepare_plain and not isinstance(data, DocumentsConfig)
+    return data.resident == "auto" and gains and plain
 
 
 def _why_on_host(data: DataConfig, model: Model, device: Device, arrays: Mapping[str, TensorSpec]) -> str | None:

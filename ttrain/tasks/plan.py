@@ -52,7 +52,7 @@ def run(config: Config) -> None:
         extra = _Extra(config, session, steps, report, device, dataset)
         products = product_ways(session.engine)
         multiplied = f" {show_ways(products)}" if products and config.engine.name == "traced" else ""
-        unread = dataset is None and config.data.resident == "auto" and build.gains_by_data(device)
+        unread = dataset is None and build.resident_by_default(config.data, model, device)
         print(_title(config, model, device.name, unread) + multiplied + extra.verdict + "\n")
         _print([*report.tables(), *extra.tables])  # what takes no time is there at once
         for table in extra.slow_tables(session, steps):
@@ -83,9 +83,7 @@ def _recorded(op: str, *specs: TensorSpec) -> Node:
 
 
 def _dataset(config: Config) -> Dataset | None:
-    """Opened where its tokenizer decides the vocabulary, where there is nothing to read, or where it is to lie on the
-    device.
-    """
+    """The data where its tokenizer decides the vocabulary, where it is no file, or where it is to lie on the device."""
     if getattr(config.model, "vocabulary", None) is not None and config.data.resident != "device":
         return None
     return build.build_dataset(config.data, config.model, config.train.length_schedule)

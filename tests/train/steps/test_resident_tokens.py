@@ -177,6 +177,7 @@ def test_what_can_t_lie_there_is_refused(given: list[str], told: str, capsys: py
         (["device=cpu", "data.resident=device", "model.vocabulary=256"], True),
         (["device=cuda", "data.resident=host"], False),
         (UNREAD, False),
+        ([*UNREAD, "model.future_weight=0.1"], False),
         (["device=cpu"], False),
     ],
 )
