@@ -72,7 +72,6 @@ class EngineContender(Contender):
 
     def build(self) -> None:
         from ttrain.engine.state import State
-        from ttrain.models.base import prepare_plain
         from ttrain.train.steps.driver import Driver
         from ttrain.train.steps.session import Session
         from ttrain.train.steps.step import TrainStep
@@ -87,12 +86,10 @@ class EngineContender(Contender):
             self.session.state.write(path, values)
         steps = {name: self.session.engine.build(name, trace) for name, trace in graph.train_steps().items()}
         self.built = next(iter(steps.values()))
-        held = graph.resident
-        if held is not None:
-            held.write(self.session.state, lambda *_: case.batches[0])
+        if graph.resident is not None:
+            graph.resident.write(self.session.state, lambda *_: case.batches[0])
         batches, lr = case.batches, case.training.optimizer.lr
-        prepare = prepare_plain if held is None else held.prepare
-        overlaps = self.device.overlaps
+        prepare, overlaps = self.session.prepare, self.device.overlaps
         train = TrainStep(steps, graph.rows, case.seed, prepare=prepare, overlaps=overlaps, world=self._world)
         self._drive = Driver(train, lambda number: batches[number % len(batches)], lambda _: {"lr": lr}, sys.maxsize)
 

@@ -16,7 +16,7 @@ class Kind(Enum):
     COPY = "copy"  # a parameter rounded to the compute dtype; derived, never saved
     BUFFER = "buffer"  # of a model, not trained but written by its steps, such as a running mean; saved
     CONSTANT = "constant"  # of a model, derived from its config, such as a mask; never written by a step, never saved
-    CACHE = "cache"  # keys and values of a text that sampling goes on with, or a batch that is held; never saved
+    CACHE = "cache"  # keys and values of a text that sampling goes on with, or training data; never saved
     NODE = "node"  # the output of a node
 
     @property

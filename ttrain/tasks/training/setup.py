@@ -121,7 +121,7 @@ class Setup:
     ) -> Driver:
         """What runs the built steps; where sequences grow, the `phases` say on which data. For `last` see Driver."""
         seed, device, parts = self.config.run.seed, session.engine.device, self.config.rate_parts
-        batch = reader.batches(session.read(self.dataset), seed) if phases is None else phases.batches(seed)
+        batch = reader.batches(session.training_data(self.dataset), seed) if phases is None else phases.batches(seed)
         last = last if phases is None else 0
         return build.build_driver(self.model, device, steps, batch, *parts, seed, session.prepare, last, self.world)
 

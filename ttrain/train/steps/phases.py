@@ -133,7 +133,7 @@ class Phases:
     ) -> None:
         """`shorter` has, by length, the model that records such sequences; `steps` takes what is built for a phase."""
         self.schedule, self.session = reader.schedule, session
-        self._reader, self._whole, self._shorter, self._steps = reader, session.read(dataset), shorter, steps
+        self._reader, self._whole, self._shorter, self._steps = reader, session.training_data(dataset), shorter, steps
         self._phase: Phase | None = None
         self._dataset: Any = self._whole  # as this phase reads it
         self.turned: Callable[[int, Phase], None] = lambda step, phase: None  # told of every step that begins another

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.data.batches import STREAM
+from ttrain.data.batches import STREAM, Placed
 from ttrain.engine.state import State
 from ttrain.graph import Graph, Kind, Value
 from ttrain.models.base import LOSS_WEIGHT, Batch, valid_targets
@@ -26,7 +26,7 @@ AT_ONCE = 2**22  # tokens that are brought there at a time: a file of them may b
 class Picked:
     """Batches of a training split that lies on the device: the places of their samples."""
 
-    dataset: Any  # see data.batches.Placed
+    dataset: Placed
 
     def at(self, context: int, sequences: int, tokens: int) -> Picked:
         """See data.batches.Resizable; examples have no length."""

@@ -30,8 +30,8 @@ class Session:
         for path, parameter in self.graph.model.parameters().items():
             self.state.write(path, initial_value(parameter, seed))
 
-    def read(self, dataset: Any) -> Any:
-        """The data from which training steps are handed their inputs."""
+    def training_data(self, dataset: Any) -> Any:
+        """The data as training steps are handed it: of a split that lies on the device only the places of samples."""
         return dataset if self.graph.resident is None else Picked(dataset)
 
     def prepare(self, batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:

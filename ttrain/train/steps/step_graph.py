@@ -66,7 +66,7 @@ class StepGraph:
     guarded: bool = False  # the update is a step of its own, which runs only where the gradients are finite
     chips: int = 1  # that share a batch: each works on `rows` of its own, and gradients are summed over all of them
     watched: bool = False  # also output the norm of the activations that the loss reads
-    resident: Resident | None = None  # batch fields that lie on the device instead of being inputs
+    resident: Resident | None = None  # training data that lies on the device, in place of inputs
     noise: bool = False  # also output the norm of the first micro-batch's gradients
     ema: float | None = None  # decay of the averages of the weights; None keeps none
     micro_batches: int | None = None  # that it has now; None: as many
