@@ -95,8 +95,8 @@ def _head_cross_entropy(
     counts for nothing.
 
     Backward asks for `gradients`: dhidden [N, C], dhead [V, C] and any dbias [V] of `loss`, or dhidden alone where head
-    and bias are `frozen`. A device forms them while
-    some rows' logits are at hand, so the logits [N, V] never exist whole, and backward needs no second product.
+    and bias are `frozen`. A device forms them while some rows' logits are at hand, so the logits [N, V] need not exist
+    whole, and backward needs no second product.
     """
     require(0 < live <= head.shape[0], "head_cross_entropy", f"live={live}", f"1 to {head.shape[0]} ids")
     require(0 <= smoothing < 1, "head_cross_entropy", f"{smoothing=}", "a share from 0 to below 1")

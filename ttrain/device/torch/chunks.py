@@ -9,9 +9,9 @@ _LEAST_ROWS = 32
 def chunk_rows(rows: int, vocabulary: int, logits: int, summed: int) -> int:
     """How many of all rows a chunk of about `logits` logits has.
 
-    Chunks of bf16 add the head's gradient up in fp32, in `summed` bytes a row of the vocabulary; 0 where they don't.
-    All rows are one chunk where their logits take no more: that is faster as well, since long products are.
+    Several chunks of bf16 need fp32 sums of the head's gradient: `summed` bytes for each id of the vocabulary, 0 where
+    there are no such sums. All rows are one chunk where their logits take no more than that, which is faster too.
     """
-    if 2 * rows <= summed:
+    if 2 * rows <= summed:  # 2 bytes a logit in bf16
         return rows
     return min(max(min(_LEAST_ROWS, logits), logits // vocabulary), rows)
