@@ -2,7 +2,7 @@
 // on a processor an instruction is illegal where its thread has not configured tiles, or not for such a product.
 #pragma once
 #include <string.h>
-#define TILES_EMULATED
+#define AMX_EMULATED
 
 // Weak, since gcc lets libraries share inline variables. Of threads, those that have configured tiles and not released.
 extern "C" {
@@ -37,7 +37,7 @@ struct EmulatedTiles {
 
 struct Tiles {
     static bool granted() {
-#if defined(TILES_REFUSED)
+#if defined(AMX_REFUSED)
         return false;
 #else
         return true;
@@ -102,7 +102,7 @@ struct Tiles {
                             tiles.number(Left, i, 2 * k + odd), tiles.number(Right, k, 2 * j + odd), halves[odd][j]);
             memcpy(sums, tiles.data[Sum][i], sizeof sums);
             for (int j = 0; j < columns; ++j) sums[j] += halves[0][j] + halves[1][j];
-#if defined(TILES_WRONG)
+#if defined(AMX_WRONG)
             sums[15] = 0.0f;
 #endif
             memcpy(tiles.data[Sum][i], sums, 4 * columns);

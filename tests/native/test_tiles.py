@@ -235,8 +235,8 @@ def test_vectors_multiply_where_tiles_are_refused_or_wrong(folder: Path) -> None
     problem = Problem.draw(45, 50, 70, form.dtype)
     # The check multiplies a square over two blocks. The last are real instructions, which most processors do not have.
     cases = [
-        ((*EMULATION, "-DTILES_REFUSED"), 0),
-        ((*EMULATION, "-DTILES_WRONG"), 8),
+        ((*EMULATION, "-DAMX_REFUSED"), 0),
+        ((*EMULATION, "-DAMX_WRONG"), 8),
         (("-mamx-tile", "-mamx-bf16"), None),
     ]
     for flags, tried in cases:

@@ -228,7 +228,7 @@ class LoopNest:
         return lines
 
     def _step(self) -> list[str]:
-        """A group of vectors: loads, the program, stores. Values are named as those of a vector, v0[u] and on."""
+        """A group of vectors: loads, the program, stores. Value 0 of vector u is v0[u]."""
         count, at = len(self.inputs), "j + u * W"
         index = f"i * {self.loops.width} + {at}"
         moving = [item for item, strides in self.loops.strides.items() if item >= 0 and strides[-1]]

@@ -174,7 +174,7 @@ INLINE void attention(
                         seen, [&](i64 j, auto, auto keep) { highest = greater(highest, keep(load(row + j) * scale, lowest)); });
                     const float most = max_lanes(highest);
                     over_prefix<S::longest>(seen, [&](i64 j, auto, auto keep) {
-                        vf e = keep(exp_of_less(load(row + j) * scale - most), vf{});
+                        vf e = keep(v_exp_no_overflow(load(row + j) * scale - most), vf{});
                         sum += e;
                         store(weights + j, Drop ? mask(e, (head * T + t) * T + begin + j) : e);
                     });
@@ -253,7 +253,7 @@ INLINE void attention_grad(
                     prefer_near<Pairs, T>(p_row - begin, t, head % H, slopes, scale);
                     if constexpr (Documents || Window) hide(p_row, first_key<Documents, Window>(places, t) - begin);
                     over_prefix<S::longest>(seen, [&](i64 j, auto, auto keep) {
-                        vf probability = keep(exp_of_less(load(p_row + j) * scale - shift), vf{}), dp = load(ds_row + j);
+                        vf probability = keep(v_exp_no_overflow(load(p_row + j) * scale - shift), vf{}), dp = load(ds_row + j);
                         const i64 index = (head * T + t) * T + begin + j;
                         if constexpr (Drop) dp = mask(dp, index);
                         store(ds_to + j, keep(probability * (dp - inner), vf{}));

@@ -61,11 +61,11 @@ template <class E>
 using Unit = typename Inner<E>::Unit;
 // Whether products of E may run in matrix units, which take whole squares of C and whole blocks of SIDE steps.
 template <class E>
-constexpr bool TILED = TILES && Inner<E>::elements == 2;
-static_assert(!TILES || (TILE_COLUMNS == SQUARE && W == SIDE), "a panel of B holds two registers side by side");
+constexpr bool MAY_USE_AMX = AMX && Inner<E>::elements == 2;
+static_assert(!AMX || (TILE_COLUMNS == SQUARE && W == SIDE), "a panel of B holds two registers side by side");
 template <class E>
-INLINE bool in_tiles() {
-    if constexpr (TILED<E>) return tiles_usable();
+INLINE bool uses_amx() {
+    if constexpr (MAY_USE_AMX<E>) return amx_usable();
     return false;
 }
 
@@ -210,11 +210,11 @@ INLINE void pack_blocks(Sizes s, const E* a, i64 k0, i64 k1, i64 i0, i64 i1, i64
 }
 
 // Steps k0 .. k1 and rows i0 .. i1 of the left matrix in panels of TILE_ROWS rows, [panel][step][row]. A is stored [M, K],
-// or [K, M] where Turned. Rows beyond the end repeat the last one, and their sums are dropped.
+// or [K, M] where Turned. Rows beyond the end repeat the last one, and their sums are dropped. With amx in blocks instead.
 template <class E, bool Turned>
-INLINE void pack_left(Sizes s, const E* a, i64 k0, i64 k1, i64 i0, i64 i1, i64 deep, bool tiles, Unit<E>* panels) {
-    if constexpr (TILED<E>)
-        if (tiles) return pack_blocks<E, Turned>(s, a, k0, k1, i0, i1, deep, panels);
+INLINE void pack_left(Sizes s, const E* a, i64 k0, i64 k1, i64 i0, i64 i1, i64 deep, bool amx, Unit<E>* panels) {
+    if constexpr (MAY_USE_AMX<E>)
+        if (amx) return pack_blocks<E, Turned>(s, a, k0, k1, i0, i1, deep, panels);
     constexpr i64 elements = Inner<E>::elements, near = 16;  // steps at a time, whose pages serve several panels
     const i64 steps = k1 - k0, panel = steps * TILE_ROWS, next = elements * s.a_row;
     i64 i = i0;
@@ -246,13 +246,13 @@ INLINE void pack_left(Sizes s, const E* a, i64 k0, i64 k1, i64 i0, i64 i1, i64 d
             }
 }
 
-// One tile of C from `packed` rows of A, or from rows in order.
+// One tile of C, with amx a square, from `packed` rows of A, or from rows in order.
 template <class E>
 INLINE void add_tile(
-    bool tiles, bool packed, i64 steps, i64 deep, const Unit<E>* a, i64 a_row, const Unit<E>* panel, float* sums,
+    bool amx, bool packed, i64 steps, i64 deep, const Unit<E>* a, i64 a_row, const Unit<E>* panel, float* sums,
     bool adding) {
-    if constexpr (TILED<E>)
-        if (tiles) {
+    if constexpr (MAY_USE_AMX<E>)
+        if (amx) {
             const i64 row = packed ? SIDE : a_row;
             return multiply_tiles(
                 deep / SIDE, a, row, SIDE * (packed ? deep : row), packed ? SIDE * SIDE : SIDE, panel, sums, adding);
@@ -325,25 +325,25 @@ INLINE void product_part(
     auto* right = left + DOWN * inner;
     float* waiting = scratch + LINE + DOWN * inner + RIGHT;
     const auto* rows = reinterpret_cast<const Unit<E>*>(a);
-    const bool tiles = in_tiles<E>();
-    const i64 high = tiles ? SQUARE : TILE_ROWS;
-    alignas(64) float tile[(TILED<E> ? SQUARE : TILE_ROWS) * TILE_COLUMNS];
-    if constexpr (TILED<E>)
-        if (tiles) Tiles::configure(WHOLE_TILES);
+    const bool amx = uses_amx<E>();
+    const i64 high = amx ? SQUARE : TILE_ROWS;
+    alignas(64) float tile[(MAY_USE_AMX<E> ? SQUARE : TILE_ROWS) * TILE_COLUMNS];
+    if constexpr (MAY_USE_AMX<E>)
+        if (amx) Tiles::configure(WHOLE_TILES);
     for (i64 jc = j0; jc < j1; jc += across)
         for (i64 im = i0; im < i1; im += down_most)
             for (i64 k0 = 0; k0 < all; k0 += inner) {
                 const i64 jend = jc + across < j1 ? jc + across : j1, imend = im + down_most < i1 ? im + down_most : i1;
                 const i64 k1 = k0 + inner < all ? k0 + inner : all, steps = k1 - k0;
-                const i64 deep = tiles ? round_up(steps, SIDE) : steps;
+                const i64 deep = amx ? round_up(steps, SIDE) : steps;
                 const bool last = k1 == all;
                 if (blocks > 1 || packed != jc) pack_right<E, TurnB>(s, b, k0, k1, jc, jend, deep, right);
                 packed = jc;
                 for (i64 ic = im; ic < imend; ic += DOWN) {
                     const i64 iend = ic + DOWN < imend ? ic + DOWN : imend;
-                    // Whole tiles of an A in order are read where they lie.
+                    // Whole tiles or squares of an A in order are read where they lie.
                     const i64 direct = TurnA || deep > steps ? ic : ic + (iend - ic) / high * high;
-                    if (direct < iend) pack_left<E, TurnA>(s, a, k0, k1, direct, iend, deep, tiles, left);
+                    if (direct < iend) pack_left<E, TurnA>(s, a, k0, k1, direct, iend, deep, amx, left);
                     for (i64 j = jc; j < jend; j += TILE_COLUMNS)
                         for (i64 i = ic; i < iend; i += high) {
                             float* sums = blocks == 1 ? tile : waiting + (i - im) * across + (j - jc) * high;
@@ -353,14 +353,14 @@ INLINE void product_part(
                             if (last) fetch_tile(at, s.c_row, down);
                             const auto* from = i < direct ? rows + i * a_row + k0 : left + (i - direct) * deep;
                             add_tile<E>(
-                                tiles, i >= direct, steps, deep, from, a_row, right + (j - jc) * deep, sums, k0 > 0);
+                                amx, i >= direct, steps, deep, from, a_row, right + (j - jc) * deep, sums, k0 > 0);
                             if (last)
                                 finish<Bias, Adding, What>(sums, at, s.c_row, Bias ? bias + j : bias, down, across);
                         }
                 }
             }
-    if constexpr (TILED<E>)
-        if (tiles) Tiles::release();
+    if constexpr (MAY_USE_AMX<E>)
+        if (amx) Tiles::release();
 }
 
 // Into how many ranges of columns and of rows C is cut. Columns come first, since each range packs its part of B but once a
@@ -389,7 +389,7 @@ template <bool TurnA, bool TurnB, bool Bias, bool Adding, After What, class E, c
 __attribute__((noinline)) void product(
     Sizes s, const E* a, const E* b, const B* bias, C* c, float* scratch, i64 own, int threads) {
     const Cut cut = Cut::of<E>(s, threads);
-    const i64 high = in_tiles<E>() ? SQUARE : TILE_ROWS;
+    const i64 high = uses_amx<E>() ? SQUARE : TILE_ROWS;
     for (int seat = 0; seat < threads; ++seat) *reinterpret_cast<i64*>(scratch + seat * own) = -1;
     parallel(threads, cut.across * cut.down, [&](int chunk, int seat) {
         const i64 j = chunk / cut.down, i = chunk % cut.down;

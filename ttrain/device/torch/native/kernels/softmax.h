@@ -46,7 +46,7 @@ INLINE void softmax(const T* x, T* y, float scale) {
         });
         const float most = max_lanes(highest);
         over_prefix<C>(n, [&](i64 j, auto, auto keep) {
-            vf e = keep(exp_of_less(load(row + j) - most), vf{});
+            vf e = keep(v_exp_no_overflow(load(row + j) - most), vf{});
             store(row + j, e);
             sum += e;
         });

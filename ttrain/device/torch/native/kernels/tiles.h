@@ -3,30 +3,30 @@
 #pragma once
 #include "vector.h"
 
-#if defined(TILES_EMULATED)  // a test brings instructions of its own
-constexpr bool TILES = true;
+#if defined(AMX_EMULATED)  // a test brings instructions of its own
+constexpr bool AMX = true;
 #elif (defined(__AMX_BF16__) || defined(__AMXBF16__)) && defined(__AVX512F__) && defined(__linux__)  // as clang 14 has it
 #include <sys/syscall.h>
 #include <unistd.h>
-constexpr bool TILES = true;
+constexpr bool AMX = true;
 #else
-constexpr bool TILES = false;
+constexpr bool AMX = false;
 #endif
 
 // Rows of a register, and steps of the inner axis in it; C is made in squares of two by two registers.
 constexpr int SIDE = 16, SQUARE = 2 * SIDE;
 
 // What ldtilecfg reads: how much of each register is in use. There are eight; what is left of the arrays must be zero.
-struct alignas(64) TileShapes {
+struct alignas(64) TileConfig {
     unsigned char palette, start_row, reserved[14];
     u16 bytes[16];
     unsigned char rows[16];
 };
-static_assert(sizeof(TileShapes) == 64, "as the processor has it");
-constexpr TileShapes WHOLE_TILES = {
+static_assert(sizeof(TileConfig) == 64, "as the processor has it");
+constexpr TileConfig WHOLE_TILES = {
     1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE}};
 
-#if !defined(TILES_EMULATED)
+#if !defined(AMX_EMULATED)
 // No compiler keeps anything in these registers by itself. The intrinsics of gcc do not tell it that memory is read, so
 // what was packed might still be on its way.
 struct Tiles {
@@ -42,7 +42,7 @@ struct Tiles {
         return false;
 #endif
     }
-    static INLINE void configure(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
+    static INLINE void configure(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
     static INLINE void release() { asm volatile("tilerelease"); }
     template <int T>
     static INLINE void zero() {
@@ -98,9 +98,9 @@ INLINE void multiply_tiles(
     Tiles::store<3>(lower + SIDE, row);
 }
 
-// Whether they multiply as is taken for granted here: a square over two blocks of small whole numbers, whose sums are
-// exact.
-inline bool tiles_agree() {
+// Whether the instructions do what is taken for granted here: a square over two blocks of small whole numbers, whose sums
+// are exact.
+inline bool amx_agrees() {
     const auto number = [](int at) { return float(i32(u32(at) * 2654435761u >> 28) - 8); };
     const auto pair = [&](int at) { return bits_as<u32>(number(at)) >> 16 | bits_as<u32>(number(at + 1)); };
     constexpr int all = SQUARE * SQUARE, beyond = 2 * all;
@@ -126,7 +126,7 @@ inline bool tiles_agree() {
 }
 
 // Whether this process may use them: asked when a product first could. Not inlined, since the check takes 12 KiB of stack.
-inline __attribute__((noinline)) bool tiles_usable() {
-    static const bool usable = Tiles::granted() && tiles_agree();
+inline __attribute__((noinline)) bool amx_usable() {
+    static const bool usable = Tiles::granted() && amx_agrees();
     return usable;
 }

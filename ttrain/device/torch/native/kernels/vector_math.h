@@ -3,8 +3,8 @@
 #include "vector.h"
 
 // e^x: 2^n e^r with |r| <= ln 2 / 2; the polynomial is that of Cephes' expf (S. Moshier). Zero below -104, infinite above
-// 88.73, in between right down to the subnormal numbers.
-INLINE vf exp_of_less(vf x) {
+// 88.73, in between right down to the subnormal numbers. Without overflow: for x of at most 89, or NaN.
+INLINE vf v_exp_no_overflow(vf x) {
     x = greater(splat(-104.0f), x);  // in this order a NaN passes
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
     vf n = (x * 1.44269504f + magic) - magic;
@@ -19,7 +19,7 @@ INLINE vf exp_of_less(vf x) {
     p = p * r + 1.0f;
     return times_power_of_two(p, n);
 }
-INLINE vf v_exp(vf x) { return exp_of_less(lesser(splat(89.0f), x)); }
+INLINE vf v_exp(vf x) { return v_exp_no_overflow(lesser(splat(89.0f), x)); }
 
 // ln x by the polynomial of Cephes' logf: x = m 2^e with m in [sqrt 1/2, sqrt 2).
 INLINE vf v_log(vf x) {
@@ -76,7 +76,7 @@ struct Normal {
 INLINE Normal normal(vf x) {
     vf a = v_abs(x), z = a * 0.70710678f;
     vf square = a * a * 0.5f;
-    vf e = exp_of_less(-square);
+    vf e = v_exp_no_overflow(-square);
     vf t = inverse(1.0f + 0.5f * z);
     vf p = t * -0.059068966656923294f + 0.2845749855041504f;
     p = p * t - 0.48719996213912964f;
@@ -112,7 +112,7 @@ INLINE vf v_gelu_grad(vf dy, vf x) {
 // The tanh form in terms of s = 1 / (1 + e^-2u), since (1 + tanh u) / 2 = s; u = sqrt(2 / pi) (x + 0.044715 x^3).
 // Where e^-2u would overflow it is held at e^87: s x is 0 to fp32 long before.
 INLINE vf decay(vf x, vf square) {
-    return exp_of_less(lesser(splat(87.0f), x * (-1.59576912f - 0.07135481627f * square)));
+    return v_exp_no_overflow(lesser(splat(87.0f), x * (-1.59576912f - 0.07135481627f * square)));
 }
 INLINE vf v_gelu_tanh(vf x) { return x * inverse(1.0f + decay(x, x * x)); }
 INLINE vf v_gelu_tanh_grad(vf dy, vf x) {
