@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-CHUNK_LOGITS = 2**23  # 32 MiB in fp32: large enough for full-speed products, small enough to matter for memory
+CHUNK_LOGITS = 2**23  # 32 MiB in fp32: on a CPU enough for full-speed products, few enough to matter for memory
 _LEAST_ROWS = 32
 
 

@@ -61,7 +61,7 @@ class Context:
         """The context of a device whose kernels use that many CPU threads, with sizes as measured."""
         if device.type == "cpu":
             return Context(device, block=2**18 * threads, group=group)
-        # A chunk of 2^23 logits is short work for a GPU beside what it costs to add chunks up.
+        # Not measured: a chunk of 2^23 logits is short work for a GPU beside what it costs to add chunks up.
         return Context(device, block=2**25, kind="cuda", explicit_up_to=0, logits=2**27, group=group)
 
     @property
