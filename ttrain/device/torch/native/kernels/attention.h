@@ -161,7 +161,7 @@ INLINE void attention(
                 multiply<E>(
                     S::block, columns, units<E>(D), q.row(first), q.across, 1, k.turned + begin, S::times, scores, S::longest,
                     false);
-                alignas(64) float sums[S::block];
+                alignas(64) float sums[round_up(S::block, W)] = {}, peaks[round_up(S::block, W)] = {};
                 for (i64 t = first; t < end; ++t) {
                     float* row = scores + (t - first) * S::longest;
                     E* weights = reinterpret_cast<E*>(row);  // of values: over the scores that have been read
@@ -180,8 +180,12 @@ INLINE void attention(
                     });
                     for (i64 j = round_up(seen, W); j < columns; j += W) store(weights + j, vf{});
                     sums[t - first] = sum_lanes(sum);
-                    log_sum_exp[head * T + t] = most + v_log(splat(sums[t - first]))[0];
+                    peaks[t - first] = most;
                 }
+                for (i64 t = first; t < end; t += W)
+                    store_rest(
+                        log_sum_exp + head * T + t, load(peaks + t - first) + v_log(load(sums + t - first)),
+                        end - t < W ? end - t : W);
                 multiply<E>(
                     S::block, S::width, units<E>(end - begin), as_units<E>(scores), S::longest, 1,
                     v.paired + begin / v.pair * S::width, S::width, out, S::width, false);
