@@ -9,6 +9,7 @@ from tests.engine.reference_device import ReferenceDevice
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import RUN_ALIGNMENT, DType, TensorSpec
 from ttrain.device.null import NullDevice
+from ttrain.device.torch.device import TorchDevice
 from ttrain.engine.state import State, StateTensor
 from ttrain.graph import Kind
 
@@ -87,3 +88,13 @@ def test_a_written_parameter_reads_back_and_its_copy_follows(dtype: DType) -> No
 def test_another_shape_is_refused() -> None:
     with pytest.raises(GraphError, match=r"up.weight: got an array \[3, 7\], expected fp32\[7, 3\]"):
         State(NullDevice(), tensors()).write("up.weight", np.zeros((3, 7), np.float32))
+
+
+def test_rows_are_written_where_they_belong_or_refused() -> None:
+    state = State(TorchDevice("cpu"), tensors())
+    state.write_rows("up.weight", 2, np.ones((3, 3), np.float32))
+    written = state.read("up.weight")
+    assert written[2:5].all() and written.sum() == 9 and not state.read("up.bias").any()
+    for start, shape in ((5, (3, 3)), (-1, (2, 3)), (0, (2, 4))):
+        with pytest.raises(GraphError, match=r"up.weight: got rows .* expected rows of fp32\[7, 3\]"):
+            state.write_rows("up.weight", start, np.ones(shape, np.float32))

@@ -36,7 +36,7 @@ def step_graph(case: Case, device: Device | None = None, ranks: Ranks | None = N
         case.model.follow_compute()
     optimizer = build.build_optimizer(case.training.optimizer)
     rows = case.training.rows // ranks.slices
-    resident = Resident(case.model.batch_specs(rows), picks=False) if case.resident else None
+    resident = Resident(case.model.batch_specs(rows), indexed=False) if case.resident else None
     remainders = device is not None and build.keeps_remainders(device, engine)
     return StepGraph(case.model, optimizer, rows, resident=resident, ranks=ranks, remainders=remainders)
 

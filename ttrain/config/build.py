@@ -284,7 +284,7 @@ def _why_on_host(data: DataConfig, model: Model, device: Device, arrays: Mapping
     if device.chips > 1:
         return "the chips of a mesh share every batch, which the host hands over"
     if not arrays:
-        return f"data={data.name} has no arrays that batches could be picked from"
+        return f"data={data.name} has no arrays that indices could go into"
     if device.narrow_lookups and not all(spec.dtype.is_floating for spec in arrays.values()):
         return f"device={device.name} looks up numbers in bf16 only, which does not hold the ids of tokens"
     return None

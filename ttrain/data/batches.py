@@ -85,11 +85,11 @@ class Resizable(Dataset, Protocol):
         ...
 
 
-class Placed(Dataset, Protocol):
-    """A dataset whose training samples have places in arrays, so that these can lie on a device.
+class Indexed(Dataset, Protocol):
+    """A dataset whose training samples have indices into arrays, so that these can lie on a device.
 
-    The arrays are the fields of all examples, whose places are their numbers, or STREAM alone, where a sequence has the
-    place of its first token and takes the tokens from there on.
+    The arrays are the fields of all examples, by their numbers, or STREAM alone, where a sequence has the index of its
+    first token and takes the tokens from there on.
     """
 
     def arrays(self, fields: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
@@ -100,7 +100,7 @@ class Placed(Dataset, Protocol):
         """The rows [start, stop) of every array. Raises DataError for a bad id."""
         ...
 
-    def places(self, seed: int, first: int, rows: int) -> Words:
+    def indices(self, seed: int, first: int, rows: int) -> Words:
         """Of the samples that `batch` has of the training split, uint64 [rows]."""
         ...
 
@@ -194,7 +194,7 @@ class TokenDataset(TokenSequences):
     def batch(self, split: Split, seed: int, first: int, rows: int) -> Batch:
         """Arrays `tokens` and `targets`, int64 [rows, context]. See Dataset. Raises DataError for a bad id."""
         train = split == "train"
-        starts = self.places(seed, first, rows) if train else self._val_starts(sample_numbers(first, rows))
+        starts = self.indices(seed, first, rows) if train else self._val_starts(sample_numbers(first, rows))
         if train and self._order == "read":
             ids = self._splits[split]
             rows_read = ids[(starts[:, None] + np.arange(self.context + 1, dtype=np.uint64)) % np.uint64(len(ids))]
@@ -210,26 +210,26 @@ class TokenDataset(TokenSequences):
         return self._pieces("val")
 
     def arrays(self, fields: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-        """See Placed. Behind the end of the split its start follows once more, for a sequence that reads across it."""
+        """See Indexed. Behind the end of the split its start follows once more, for a sequence that reads across it."""
         return {STREAM: TensorSpec((len(self._splits["train"]) + fields["tokens"].shape[1],), DType.INT32)}
 
     def part(self, start: int, stop: int) -> Batch:
-        """See Placed: ids int32 [stop - start]."""
+        """See Indexed: ids int32 [stop - start]."""
         ids = self._splits["train"].take(np.arange(start, stop), mode="wrap")
         if self._check:
             self._check_ids("train", np.array([start], np.uint64), ids[None])
         return {STREAM: ids.astype(np.int32)}
 
-    def places(self, seed: int, first: int, rows: int) -> Words:
-        """See Placed."""
+    def indices(self, seed: int, first: int, rows: int) -> Words:
+        """See Indexed."""
         numbers = sample_numbers(first, rows)
         began, offset = np.uint64(self._first), np.uint64(self._offset)
         if self._limit is not None:
             numbers = numbers % np.uint64(self._limit)
             began = offset = np.uint64(0)
         if self._order == "read":
-            places: Words = offset + (numbers - began) * np.uint64(self.context)
-            return places % np.uint64(len(self._splits["train"]))
+            starts: Words = offset + (numbers - began) * np.uint64(self.context)
+            return starts % np.uint64(len(self._splits["train"]))
         if self._order == "random":
             return drawn(seed, numbers, len(self._windows["train"]))
         passes, pieces = shuffled_passes(seed, numbers, self._pieces("train"))

@@ -52,20 +52,20 @@ class RegressionDataset:
     def batch(self, split: Split, seed: int, first: int, rows: int) -> Batch:
         """Arrays `inputs` fp32 [rows, inputs] and `targets` fp32 [rows, outputs]. See batches.Dataset."""
         if split == "val":
-            places = held_out(sample_numbers(first, rows), self._counts["val"])
-            return self.examples(places + np.uint64(self._counts["train"]))
-        return self.examples(self.places(seed, first, rows))
+            numbers = held_out(sample_numbers(first, rows), self._counts["val"])
+            return self.examples(numbers + np.uint64(self._counts["train"]))
+        return self.examples(self.indices(seed, first, rows))
 
     def arrays(self, fields: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-        """See batches.Placed."""
+        """See batches.Indexed."""
         return {name: spec.with_shape(self._counts["train"], *spec.shape[1:]) for name, spec in fields.items()}
 
     def part(self, start: int, stop: int) -> Batch:
-        """See batches.Placed."""
+        """See batches.Indexed."""
         return self.examples(np.arange(start, stop, dtype=np.uint64))
 
-    def places(self, seed: int, first: int, rows: int) -> Words:
-        """See batches.Placed: numbers of examples."""
+    def indices(self, seed: int, first: int, rows: int) -> Words:
+        """See batches.Indexed: numbers of examples."""
         numbers, count = sample_numbers(first, rows), self._counts["train"]
         if self._config.limit is not None:
             numbers = numbers % np.uint64(self._config.limit)

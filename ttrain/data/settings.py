@@ -24,7 +24,7 @@ class DataConfig:
     )
     resident: str = option(
         "auto",
-        "where the training split lies: device, uploaded once, so that a step is handed the places of its samples; "
+        "where the training split lies: device, uploaded once, so that a step is handed the indices of its samples; "
         "host; auto: on a GPU, if it takes 256 MiB at most (4 bytes a token). data=documents stays on the host",
         choices=("auto", "device", "host"),
     )

@@ -217,6 +217,8 @@ class State:
         spec, (arena, byte, _) = self.spec(name), self.placed(name)
         if array.shape == spec.shape:
             self.write(name, array)
+        elif array.shape[1:] != spec.shape[1:] or not 0 <= start <= spec.shape[0] - len(array):
+            raise GraphError(f"{name}: got rows {list(array.shape)} from number {start} on, expected rows of {spec}.")
         else:
             side, place = self.device.side(self.on_host(name)), byte + start * (spec.nbytes // spec.shape[0])
             side.upload(side.place(arena, place, spec.with_shape(*array.shape)), array)

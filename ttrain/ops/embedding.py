@@ -91,7 +91,7 @@ def _windows_nbytes(node: Node) -> int:
     reference=_windows_in_torch,
 )
 def _token_windows(starts: Value, stream: Value, length: int) -> list[TensorSpec]:
-    """tokens[b, t] = stream[starts[b] + t], targets[b, t] = stream[starts[b] + t + 1]: int64 [B, length]."""
+    """See token_windows."""
     fits = not stream.spec.dtype.is_floating and 0 < length < stream.shape[0]
     require(fits, "token_windows", f"{stream.spec} for sequences of {length}", "integers, at least one more than that")
     return [TensorSpec((starts.shape[0], length), DType.INT64)] * 2

@@ -21,7 +21,7 @@ from ttrain.models.base import prepare_plain
 from ttrain.models.mlp import MLP
 from ttrain.models.settings import MLPConfig
 from ttrain.train.settings import TrainConfig
-from ttrain.train.steps.resident import PLACES, Resident
+from ttrain.train.steps.resident import INDICES, Resident
 
 SIZES = Sizes(inputs=8, outputs=8)
 SMALL = ["model=mlp", "model.width=8", "data=regression", "data.examples=100", "train.batch_size=6", "device=cpu"]
@@ -54,7 +54,7 @@ def test_a_step_is_handed_places_alone(tmp_path: Path) -> None:
         )
         losses(tmp_path / "run", "data.resident=device", "optimizer=sgd", "train.eval_every=100", "engine=static")
     # The seed is read by nobody here.
-    assert given[0] == {PLACES, "loss_weight", "lr", "step"} and model.batch_specs(6).keys() == {"inputs", "targets"}
+    assert given[0] == {INDICES, "loss_weight", "lr", "step"} and model.batch_specs(6).keys() == {"inputs", "targets"}
 
 
 def test_fp32_lies_in_parts_on_a_device_that_looks_up_bf16(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_what_can_t_lie_there_is_refused() -> None:
     with pytest.raises(UserError, match="chips of a mesh share every batch"):
         build.build_resident(config, TrainConfig(), model, mesh, data)
     device = build.planned_device(DeviceConfig(name="cpu"))
-    with pytest.raises(UserError, match="data=regression has no arrays that batches could be picked from"):
+    with pytest.raises(UserError, match="data=regression has no arrays that indices could go into"):
         build.build_resident(config, TrainConfig(), model, device, object())
     preparing: Any = model
     preparing.prepare = lambda batch: prepare_plain(batch)

@@ -24,7 +24,7 @@ from ttrain.models.settings import GPTConfig
 from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.settings import TrainConfig
 from ttrain.train.steps import resident
-from ttrain.train.steps.resident import PLACES, Resident
+from ttrain.train.steps.resident import INDICES, Resident
 
 CONTEXT, TOKENS = 16, 90  # so few that a second step of order=read begins anew
 MODEL = ["model.layers=1", "model.width=32", "model.heads=2", f"model.context={CONTEXT}", "model.dropout=0.1"]
@@ -91,8 +91,8 @@ def test_a_step_is_handed_places_alone(train: Any, monkeypatch: pytest.MonkeyPat
     upload = TorchDevice.upload_inputs
     monkeypatch.setattr(TorchDevice, "upload_inputs", lambda *args: (given.append(dict(args[2])), upload(*args)))
     train("run", "train.steps=1", "train.eval_every=null", "data.resident=device", "data.order=read")
-    assert given[0].keys() == {PLACES, "loss_weight", "lr", "step", "seed"}
-    assert given[0][PLACES].dtype == np.int64 and given[0][PLACES].tolist() == [0, 16, 32, 48]
+    assert given[0].keys() == {INDICES, "loss_weight", "lr", "step", "seed"}
+    assert given[0][INDICES].dtype == np.int64 and given[0][INDICES].tolist() == [0, 16, 32, 48]
 
 
 def token_data(config: DataConfig, count: int = 1000, vocabulary: int = 60_000, check: bool = False) -> TokenDataset:
@@ -127,7 +127,7 @@ def test_where_a_stream_lies() -> None:
 
 @pytest.mark.parametrize("at_once", [2**22, 7, TOKENS + CONTEXT])
 def test_it_is_written_in_pieces_and_goes_on_behind_its_end(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resident, "AT_ONCE", at_once)
+    monkeypatch.setattr(resident, "TOKENS_AT_ONCE", at_once)
     data = token_data(DataConfig(order="read"), TOKENS)
     found = place("cpu", data, resident="device")
     assert found is not None
@@ -144,7 +144,7 @@ def test_an_id_outside_the_vocabulary_is_found_while_it_is_written(
 ) -> None:
     """Of a file that is too large to be checked whole at the start; a device would read beyond its tables."""
     monkeypatch.setattr("ttrain.data.tokens._VERIFIED_BYTES", 0)
-    monkeypatch.setattr(resident, "AT_ONCE", 10)
+    monkeypatch.setattr(resident, "TOKENS_AT_ONCE", 10)
     ids = np.arange(200, dtype="<u2") % 50
     ids[123] = 50
     ids.tofile(tmp_path / "ids.bin")

@@ -39,7 +39,7 @@ from ttrain.train.steps.phases import DataReader, Phases, Position
 from ttrain.train.supervise.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
-    from ttrain.data.batches import Dataset, Placed
+    from ttrain.data.batches import Dataset, Indexed
     from ttrain.device.base import Device
     from ttrain.engine.base import Engine, Step
     from ttrain.models.base import Model
@@ -104,7 +104,7 @@ class Setup:
         parts = (config.train, config.optimizer, config.guard, chosen)
         session = build.build_session(self.model, device, *parts, ranks=ranks, resident=resident)
         if resident is not None:
-            resident.write(session.state, cast("Placed", self.dataset).part)
+            resident.write(session.state, cast("Indexed", self.dataset).part)
         return session
 
     def reader(self, step: int, read: Position) -> DataReader:

@@ -1,4 +1,4 @@
-"""Training data that lies on the device: uploaded once, so that a step is handed the places of its samples at most."""
+"""Training data that lies on the device: uploaded once, so that a step is handed the indices of its samples at most."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from numpy.typing import NDArray
 
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.data.batches import STREAM, Placed
+from ttrain.data.batches import STREAM, Indexed
 from ttrain.engine.state import State
 from ttrain.graph import Graph, Kind, Value
 from ttrain.models.base import LOSS_WEIGHT, Batch, valid_targets
 
-PLACES = "places"  # step input int64 [rows]: where the samples of a batch are in the split
+INDICES = "indices"  # step input int64 [rows]: where the samples of a batch are in the split
 LIMIT = 256 * 2**20  # bytes that lie on a device without being asked for
 PARTS = 3  # bf16 numbers whose sum is an fp32 one
-AT_ONCE = 2**22  # tokens that are brought there at a time: a file of them may be larger than the host's memory
+TOKENS_AT_ONCE = 2**22  # tokens that are brought there at a time: a file of them may be larger than the host's memory
 
 
 @dataclass(frozen=True)
-class Picked:
-    """Batches of a training split that lies on the device: the places of their samples."""
+class IndexBatches:
+    """Batches of a training split that lies on the device: the indices of their samples."""
 
-    dataset: Placed
+    dataset: Indexed
 
-    def at(self, context: int, sequences: int, tokens: int) -> Picked:
+    def at(self, context: int, sequences: int, tokens: int) -> IndexBatches:
         """See data.batches.Resizable; examples have no length."""
-        return Picked(self.dataset.at(context, sequences, tokens)) if hasattr(self.dataset, "at") else self
+        return IndexBatches(self.dataset.at(context, sequences, tokens)) if hasattr(self.dataset, "at") else self
 
     def batch(self, split: str, seed: int, first: int, rows: int) -> dict[str, NDArray[Any]]:
-        """`places` int64 [rows]; `targets` only has the shape of the batch's, of which all count."""
+        """`indices` int64 [rows]; `targets` only has the shape of the batch's, of which all count."""
         assert split == "train"
         targets = np.broadcast_to(np.float32(0), (rows, *self.dataset.fields["targets"].shape))
-        return {PLACES: self.dataset.places(seed, first, rows).astype(np.int64), "targets": targets}
+        return {INDICES: self.dataset.indices(seed, first, rows).astype(np.int64), "targets": targets}
 
 
 @dataclass(frozen=True)
 class Resident:
-    """Arrays that lie on the device, by name: the fields of one batch for all steps, or what batches are picked from.
+    """Arrays that lie on the device, by name: the fields of one batch for all steps, or those that indices go into.
 
-    Those are the arrays of a training split, as data.batches.Placed has them. With `in_parts` an fp32 one lies there as
-    three in bf16, whose sum it is to the bit, for a device that looks up rows in bf16 only.
+    Those are the arrays of a training split, as data.batches.Indexed has them. With `in_parts` an fp32 one lies there
+    as three in bf16, whose sum it is to the bit, for a device that looks up rows in bf16 only.
     """
 
     arrays: Mapping[str, TensorSpec]
-    picks: bool = True  # whether a step is handed the places of its samples
+    indexed: bool = True  # whether a step is handed the indices of its samples
     in_parts: bool = False
 
     @property
@@ -59,7 +59,7 @@ class Resident:
     def _parts(self) -> dict[str, dict[str, TensorSpec]]:
         found = {}
         for name, spec in self.arrays.items():
-            if self.picks and self.in_parts and spec.dtype is DType.FP32:
+            if self.indexed and self.in_parts and spec.dtype is DType.FP32:
                 narrow = spec.with_dtype(DType.BF16)
                 found[name] = {f"data/{name}/{part}": narrow for part in range(PARTS)}
             else:
@@ -72,19 +72,19 @@ class Resident:
             name: [graph.state_value(part, spec, Kind.CACHE) for part, spec in parts.items()]
             for name, parts in self._parts().items()
         }
-        if not self.picks:
+        if not self.indexed:
             return {name: value for name, (value,) in found.items()}
         rows, *length = fields["targets"].shape
-        places = graph.input(PLACES, TensorSpec((rows,), DType.INT64))
+        indices = graph.input(INDICES, TensorSpec((rows,), DType.INT64))
         if STREAM in found:
-            tokens, targets = ops.token_windows(places, found[STREAM][0], length[0])
+            tokens, targets = ops.token_windows(indices, found[STREAM][0], length[0])
             return {"tokens": tokens, "targets": targets}
-        return {name: _sum([ops.embedding(places, part) for part in parts]) for name, parts in found.items()}
+        return {name: _sum([ops.embedding(indices, part) for part in parts]) for name, parts in found.items()}
 
     def write(self, state: State, part: Callable[[int, int], Batch]) -> None:
         """All rows of the arrays, of which `part` returns those from one number up to another."""
         count = next(iter(self.arrays.values())).shape[0]
-        at_once = AT_ONCE if STREAM in self.arrays else count
+        at_once = TOKENS_AT_ONCE if STREAM in self.arrays else count
         for start in range(0, count, at_once):
             rows = part(start, min(start + at_once, count))
             for name, parts in self._parts().items():
@@ -98,7 +98,7 @@ class Resident:
 
     def prepare(self, batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
         """See models.base.Prepare, of a model whose loss is the mean over the targets."""
-        return {PLACES: batch[PLACES]} if self.picks else {}, {LOSS_WEIGHT: valid_targets(batch)}
+        return {INDICES: batch[INDICES]} if self.indexed else {}, {LOSS_WEIGHT: valid_targets(batch)}
 
 
 def _sum(parts: list[Value]) -> Value:

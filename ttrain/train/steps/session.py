@@ -13,7 +13,7 @@ from ttrain.graph import Graph
 from ttrain.models.base import Batch, preparation
 from ttrain.nn.initialize import initial_value
 from ttrain.train.steps.flops import model_flops
-from ttrain.train.steps.resident import Picked
+from ttrain.train.steps.resident import IndexBatches
 from ttrain.train.steps.step_graph import StepGraph
 
 
@@ -31,8 +31,8 @@ class Session:
             self.state.write(path, initial_value(parameter, seed))
 
     def training_data(self, dataset: Any) -> Any:
-        """The data as training steps are handed it: of a split that lies on the device only the places of samples."""
-        return dataset if self.graph.resident is None else Picked(dataset)
+        """The data as training steps are handed it: of a split that lies on the device only the indices of samples."""
+        return dataset if self.graph.resident is None else IndexBatches(dataset)
 
     def prepare(self, batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
         """See models.base.Prepare: for training steps as they are recorded now."""

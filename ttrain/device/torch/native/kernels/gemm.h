@@ -3,7 +3,7 @@
 // units for such pairs, they hold a square of the result instead.
 #pragma once
 #include "reduce.h"
-#include "tiles.h"
+#include "amx.h"
 #include "vector_math.h"
 
 #if defined(__AVX2__) && !defined(__AVX512F__)

@@ -32,7 +32,7 @@ INLINE void head_rows(
             if constexpr (Gradient) {
                 const float spread = Smooth ? smoothing / C : 0.0f;
                 over_row<C>([&](i64 j, auto lanes) {
-                    store(x + j, (v_exp(load(x + j, lanes) - total) - spread) * weight, lanes);
+                    store(x + j, (v_exp_no_overflow(load(x + j, lanes) - total) - spread) * weight, lanes);
                 });
                 const float probability = v_exp(splat(at_target - total))[0];
                 if (known) put(x + target, weight * (probability - spread - (1.0f - (Smooth ? smoothing : 0.0f))));

@@ -13,7 +13,7 @@ INLINE float log_sum_exp_of(const T* x) {
     });
     const float most = max_lanes(greater(greater(highest[0], highest[1]), greater(highest[2], highest[3])));
     const vf sum = sum_over<C>(
-        [&](i64 j, auto lanes) { return first_lanes(v_exp(load(x + j, lanes) - most), lanes.count, vf{}); });
+        [&](i64 j, auto lanes) { return first_lanes(v_exp_no_overflow(load(x + j, lanes) - most), lanes.count, vf{}); });
     return most + v_log(splat(sum_lanes(sum)))[0];
 }
 

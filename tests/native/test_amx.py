@@ -25,7 +25,7 @@ from ttrain.device.torch.native.request import template
 from ttrain.device.torch.native.toolchain import HEADERS, Toolchain, find_compiler
 from ttrain.graph.graph import op
 
-EMULATION = ("-include", str(Path(__file__).with_name("emulated_tiles.h")))
+EMULATION = ("-include", str(Path(__file__).with_name("emulated_amx.h")))
 needs_avx512 = pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64") or not toolchain.has_feature("avx512f"), reason="no AVX-512"
 )

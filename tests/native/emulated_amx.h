@@ -1,4 +1,4 @@
-// The instructions of kernels/tiles.h in plain loops, for processors that have none: included before everything else. As
+// The instructions of kernels/amx.h in plain loops, for processors that have none: included before everything else. As
 // on a processor an instruction is illegal where its thread has not configured tiles, or not for such a product.
 #pragma once
 #include <string.h>
