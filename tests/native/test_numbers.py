@@ -85,6 +85,13 @@ def test_special_values(device: NativeDevice, name: str) -> None:
     torch.testing.assert_close(y, getattr(torch, name)(x), equal_nan=True, rtol=3e-7, atol=1e-44)
 
 
+def test_silu_of_numbers_far_below_zero_is_zero(device: NativeDevice) -> None:
+    x = torch.tensor([-87.0, -88.5, -88.8, -104.0, -1e4, -1e30, -3.4e38, 88.8, 1e30])
+    (y,), (dx,) = run_all(device, [("silu", [x], {}), ("silu_grad", [torch.ones(9), x], {})])
+    torch.testing.assert_close(y, torch.where(x < 0, 0, x), rtol=3e-7, atol=3e-36)
+    torch.testing.assert_close(dx, (x > 0).float(), rtol=3e-7, atol=3e-36)
+
+
 def test_nan_reaches_the_end_of_every_activation(device: NativeDevice) -> None:
     x = torch.full((33,), float("nan"))
     forms = ({"approximate": "tanh"}, {"approximate": "none"})

@@ -98,9 +98,11 @@ INLINE vf v_sign(vf x) { return x > vf{} ? splat(1.0f) : x < vf{} ? splat(-1.0f)
 INLINE vf v_relu_grad(vf dy, vf y) { return y > vf{} ? dy : vf{}; }
 INLINE vf v_tanh_grad(vf dy, vf y) { return dy * (1.0f - y * y); }
 
-INLINE vf v_silu(vf x) { return x * inverse(1.0f + v_exp(-x)); }
+// 1 / (1 + e^-x), and 0 where e^-x overflows, of which there is no inverse.
+INLINE vf logistic(vf x) { return x < splat(-88.0f) ? vf{} : inverse(1.0f + v_exp(-x)); }
+INLINE vf v_silu(vf x) { return x * logistic(x); }
 INLINE vf v_silu_grad(vf dy, vf x) {
-    vf s = inverse(1.0f + v_exp(-x));
+    vf s = logistic(x);
     return dy * s * (1.0f + x * (1.0f - s));
 }
 INLINE vf v_gelu(vf x) { return x * normal(x).below; }
