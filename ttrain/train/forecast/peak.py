@@ -131,8 +131,9 @@ def _cached(key: str, measure: Callable[[float], float]) -> float:
 
 
 def _read(path: Path) -> dict[str, float]:
-    """Entries of the cache that are whole."""
+    """Entries of the cache, of a whole one. What is no number that was measured is left out."""
     try:
-        return {key: float(flops) for key, flops in json.loads(path.read_text("utf-8")).items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        found = {key: float(flops) for key, flops in json.loads(path.read_text("utf-8")).items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return {}
+    return {key: flops for key, flops in found.items() if 0 < flops < float("inf")}
