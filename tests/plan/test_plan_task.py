@@ -150,6 +150,19 @@ def test_a_card_holds_whole_tiles(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert found["n150"]["arena"] > 3 * found["cpu"]["arena"] and found["n150"]["arena"] % (32 * 32) == 0
 
 
+def test_a_mesh_is_planned_as_it_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A chip's part of the batch, and nothing offered that a run on several chips refuses."""
+    mesh, file = ["device=n300", "device.mesh=[1,2]"], tmp_path / "plan.json"
+    given = [*mesh, "train.batch_size=2", "plan.limits=true", "plan.memory_gb=0.0007", f"plan.json={file}"]
+    assert "linear fp32[1, 16, 128]" in planned(capsys, *given)
+    found = json.loads(file.read_text("utf-8"))
+    assert found["fits"]["fits"] and found["largest"]["micro_batch"]["value"] % 2 == 0
+    told = planned(capsys, *given, "plan.memory_gb=0.0001")
+    assert "train.accumulation" not in told and "device.host_resident" not in told
+    assert main(["task=plan", "model=mlp", "data.resident=device", *mesh]) == 2
+    assert "the chips of a mesh share every batch" in capsys.readouterr().err
+
+
 def test_an_mlp_plans_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["task=plan", "model=mlp", "plan.time=false"]) == 0
     assert "layers.*" in capsys.readouterr().out

@@ -197,7 +197,8 @@ class _Extra:
         if padding := self.values.get("tile_padding"):  # an arena holds whole tiles already
             needed += padding["state_padded_bytes"] - padding["state_bytes"]
         self.values["fits"] = {"fits": needed <= known[0], "available_bytes": known[0], "source": known[1]}
-        keys = shrinking_keys(config.train, model, config.precision.name, config.engine.name, config.optimizer)
+        parts = (config.train, model, config.precision.name, config.engine.name, config.optimizer)
+        keys = shrinking_keys(*parts, chips=self.device.chips)
         keys[-1:-1] = family_of(config.device).smaller_keys(config.device, self.vocabulary is not None)
         self.smaller = [key.partition(" ")[0] for key in keys if "=" in key]
         return "\n" + fit_text(needed, *known, keys)
@@ -276,7 +277,8 @@ class _Extra:
             note = f"The memory of {self.device.name} can't be told without it; give plan.memory_gb."
             return Table("Largest that fits", ("", ""), [], (note,))
         available, source = known
-        rows = largest(self._with_rows, self.config.train.batch_size // micro_batches(self.config), available)
+        each = self.config.train.batch_size // micro_batches(self.config)
+        rows = largest(self._with_rows, each, available, step=self.device.chips)
         found = {"micro_batch": vars(rows)}
         lines = [("micro-batch, at this context", limit_text(rows, "micro-batch"))]
         context = build.data_sizes(self.config.model).context

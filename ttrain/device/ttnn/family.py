@@ -78,7 +78,8 @@ class Tenstorrent(Family):
     def smaller_keys(self, config: DeviceConfig, vocabulary: bool) -> list[str]:
         from ttrain.device.ttnn.out_of_resources import HOST_TABLES
 
-        return [HOST_TABLES] if vocabulary and not _ours(config).host_resident else []
+        alone = _ours(config).mesh == [1, 1] and not _ours(config).host_resident
+        return [HOST_TABLES] if vocabulary and alone else []
 
     def diagnose(self, config: DeviceConfig, error: BaseException, failed: Failed) -> OutOfResources | None:
         from ttrain.device.ttnn.out_of_resources import Run, diagnose

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any, cast
 
 from ttrain.core.spec import TensorSpec
@@ -54,4 +55,5 @@ def planned(config: TenstorrentConfig) -> PlannedDevice:
     host = host_device(config, computes=False) if config.host_resident else None
     device = PlannedDevice(rows=rows if host is None else both_tables(rows, host, store))
     device.name, device.host, device.is_offloaded = config.name, host, partial(offloaded_by, config)
+    device.chips = prod(config.mesh)
     return device

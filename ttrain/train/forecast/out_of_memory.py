@@ -47,11 +47,16 @@ def plan_needs(steps: Mapping[str, Any]) -> str:
 
 
 def shrinking_keys(
-    train: TrainConfig, model: Any, precision: str, engine: str, optimizer: OptimizerConfig | None = None
+    train: TrainConfig,
+    model: Any,
+    precision: str,
+    engine: str,
+    optimizer: OptimizerConfig | None = None,
+    chips: int = 1,
 ) -> list[str]:
     """Overrides, the one that changes least first."""
     keys = []
-    smaller = shrunk(train)
+    smaller = shrunk(train, chips)
     if smaller is not None:
         rows = smaller.batch_size // smaller.accumulation
         keys.append(f"train.accumulation={smaller.accumulation} (a micro-batch of {rows})")
@@ -72,9 +77,11 @@ def _keeps_fp32(optimizer: OptimizerConfig) -> bool:
     return optimizer.state_dtype is None and getattr(optimizer, "momentum", None) != 0  # plain SGD keeps nothing
 
 
-def shrunk(train: TrainConfig) -> TrainConfig | None:
-    """Half the micro-batch and twice the accumulation: the same sum of gradients. None where it can't be halved."""
+def shrunk(train: TrainConfig, chips: int = 1) -> TrainConfig | None:
+    """Half the micro-batch and twice the accumulation: the same sum of gradients. None where it can't be halved, or
+    shared by the chips then.
+    """
     accumulation = 2 * train.accumulation
-    if train.batch_size % accumulation:
+    if train.batch_size % (accumulation * chips):
         return None
     return replace(train, accumulation=accumulation)
