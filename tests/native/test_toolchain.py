@@ -154,6 +154,17 @@ def test_a_disk_that_is_full_is_told(cache: Path, call: tuple[Any, str], monkeyp
     assert not list(cache.iterdir())
 
 
+def test_a_disk_that_is_full_for_the_compiler_is_told(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho 'ld: final link failed: No space left on device' >&2\nexit 1\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(UserError, match=r"can't be kept in .*: No space left on device. Set TTRAIN_CACHE"):
+        Toolchain(cache).load(library_sources(["(void)a;"], 1))
+
+
 def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path))
     assert toolchain.library_folder() == tmp_path / "native"

@@ -9,6 +9,7 @@ folder: processes that build the same one at once do not disturb each other.
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import os
 import platform
@@ -176,7 +177,7 @@ class Toolchain:
             for (process, arguments), source in zip(running, sources, strict=True):
                 messages = process.communicate()[1]
                 if process.returncode:
-                    raise CompileError(self._failure(key, arguments, source, messages))
+                    raise self._failure(key, arguments, source, messages)
         finally:
             for process, _ in running:
                 process.kill()
@@ -188,16 +189,19 @@ class Toolchain:
         with _interrupts_blocked():
             result = subprocess.run([*arguments, "-o", str(built)], capture_output=True, text=True, check=False)
         if result.returncode or not built.exists():
-            raise CompileError(self._failure(key, arguments, "", result.stderr))
+            raise self._failure(key, arguments, "", result.stderr)
         path = self.folder / f"{key}.{_digest(built.read_bytes())}.so"
         os.replace(built, path)
         return path
 
-    def _failure(self, key: str, arguments: Sequence[str], source: str, messages: str) -> str:
+    def _failure(self, key: str, arguments: Sequence[str], source: str, messages: str) -> Exception:
+        """What to raise. A disk that is full counts as one that this process could not write to itself."""
+        if (full := os.strerror(errno.ENOSPC)) in messages:
+            return OSError(errno.ENOSPC, full)
         log = self.folder / f"{key[:16]}.log"
         log.write_text("\n".join([shlex.join(arguments), messages, source]), "utf-8")
         first = next((line for line in messages.splitlines() if "error" in line), messages.strip()[:200])
-        return (
+        return CompileError(
             f"{arguments[0]} could not compile the generated kernels: {first}\n"
             f"Command, messages and source are in {log}. "
             "Another compiler can be named by CXX; engine=static needs none."
