@@ -137,12 +137,12 @@ def _parameter_sums(
 ) -> Iterator[Launch]:
     """The gradients of weight and bias, summed over blocks of rows: aten's bits depend on the number of threads."""
     block, part = scratch
-    yield from (total.zero_ for total in totals)
-    for d, rows, middle, root in _blocks((dy, x, mean, rstd), len(block)):
+    for number, (d, rows, middle, root) in enumerate(_blocks((dy, x, mean, rstd), len(block))):
         normal = block[: len(rows)]
         yield from (partial(torch.sub, rows, middle, out=normal), partial(normal.mul_, root), partial(normal.mul_, d))
         for total, product in zip(totals, (normal, d), strict=False):
-            yield from (partial(torch.sum, product, 0, out=part), partial(total.add_, part))
+            yield partial(torch.sum, product, 0, out=part if number else total)
+            yield from [partial(total.add_, part)] if number else []
 
 
 def _finishing(dx: Tensor, residual: Tensor | None) -> Callable[[Tensor], Any]:
