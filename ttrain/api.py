@@ -71,8 +71,6 @@ class Training:
         that is given they are drawn. Raises UserError for what can't be built: a device that is missing, a model whose
         sizes are not all given.
         """
-        from ttrain.models.base import preparation
-
         if (config.parallel.processes or 1) > 1:
             raise UserError(f"parallel.processes={config.parallel.processes}: Training is one process. Leave it out.")
         if model is None and getattr(config.model, "vocabulary", 0) is None:
@@ -83,7 +81,6 @@ class Training:
         sections = config.model, config.train, config.optimizer
         warm = build.build_warm_start(*sections, self.model) if model is None else None
         adapters = build.build_adapters(config.lora, self.model) if model is None else None
-        self._prepare = preparation(self.model)
         self._batch: Batch = {}
         with ExitStack() as stack:
             device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
@@ -100,7 +97,7 @@ class Training:
             self._built = self._session.build_training()
             self._driver = build.build_driver(
                 self.model, device, self._built, lambda step: self._batch, *config.rate_parts, config.run.seed,
-                self._prepare, world=world,
+                session.prepare, world=world,
             )  # fmt: skip
             self._stack = stack.pop_all()
 
@@ -126,7 +123,7 @@ class Training:
         from ttrain.models.base import loss_weights
         from ttrain.train.steps.session import averaged
 
-        fields, counts = self._prepare(batch)
+        fields, counts = self._session.prepare(batch)
         with averaged(self._built):
             return float(self._built["evaluate"]({**fields, **loss_weights(counts)})["loss"])
 

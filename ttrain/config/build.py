@@ -21,7 +21,7 @@ from ttrain.config.targets import null_device
 from ttrain.core.errors import ConfigError, UserError
 from ttrain.core.options import as_keys
 from ttrain.core.waiting import Waiting
-from ttrain.data.settings import DataConfig, DocumentsConfig
+from ttrain.data.settings import DataConfig
 from ttrain.device.family import family_of
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
@@ -37,7 +37,6 @@ from ttrain.train.settings import GuardConfig, LoggerConfig, TrainConfig
 
 if TYPE_CHECKING:
     from ttrain.bench.studies import Study
-    from ttrain.core.spec import TensorSpec
     from ttrain.data.batches import Dataset, Sizes
     from ttrain.device.base import Device
     from ttrain.engine.base import Engine, Step
@@ -241,53 +240,6 @@ def build_session(
 def keeps_remainders(device: Device, engine: str) -> bool:
     """Whether fp32 weights are kept as bf16 copies and remainders, for which compiled steps have kernels."""
     return device.compiles and engine == "traced"
-
-
-def build_resident(data: DataConfig, train: TrainConfig, model: Model, device: Device, dataset: Any) -> Resident | None:
-    """What of the training split lies on the device, as data.resident says; None where every batch is handed over.
-
-    With auto none of a dataset that is None, since nobody has opened it. Raises UserError for what can't lie there.
-    """
-    from ttrain.train.steps.resident import LIMIT, Resident
-
-    asked = data.resident == "device"
-    if not (asked or resident_by_default(data, model, device)):
-        return None
-    fields = model.batch_specs(train.batch_size // train.accumulation)
-    known = hasattr(dataset, "arrays") and fields.keys() <= dataset.fields.keys()
-    found = Resident(dataset.arrays(fields) if known else {}, in_parts=device.narrow_lookups)
-    why = _why_on_host(data, model, device, found.arrays)
-    if asked and why:
-        raise UserError(f"data.resident=device: {why}. Give auto or host.")
-    small = sum(spec.nbytes for spec in found.specs.values()) <= LIMIT
-    return found if asked or (small and not why) else None
-
-
-def resident_by_default(data: DataConfig, model: Model, device: Device) -> bool:
-    """Whether data.resident=auto has data that is small enough lie on the device.
-
-    That takes memory of the device's own that looks rows up quickly, and a step that reads nothing the host makes.
-    """
-    from ttrain.models.base import preparation, prepare_plain
-
-    gains = device.name not in ("cpu", "null") and not device.narrow_lookups
-    plain = preparation(model) is prepare_plain and not isinstance(data, DocumentsConfig)
-    return data.resident == "auto" and gains and plain
-
-
-def _why_on_host(data: DataConfig, model: Model, device: Device, arrays: Mapping[str, TensorSpec]) -> str | None:
-    """Why the training split can't lie on the device in these arrays; None where it can."""
-    from ttrain.models.base import preparation, prepare_plain
-
-    if preparation(model) is not prepare_plain:
-        return f"model={model.config.name} prepares every batch, which the host hands over"
-    if device.chips > 1:
-        return "the chips of a mesh share every batch, which the host hands over"
-    if not arrays:
-        return f"data={data.name} has no arrays that indices could go into"
-    if device.narrow_lookups and not all(spec.dtype.is_floating for spec in arrays.values()):
-        return f"device={device.name} looks up numbers in bf16 only, which does not hold the ids of tokens"
-    return None
 
 
 def build_driver(

@@ -36,6 +36,7 @@ def run(config: Config) -> None:
     """Prints the plan, and with plan.show the nodes or the buffers behind it; writes plan.json=<file> if asked."""
     from ttrain.train.forecast.plan_report import plan_report
     from ttrain.train.forecast.show import product_ways, show_ways
+    from ttrain.train.steps.resident import resident_by_default
 
     if config.plan.calibrate:
         _calibrate(config)
@@ -52,7 +53,7 @@ def run(config: Config) -> None:
         extra = _Extra(config, session, steps, report, device, dataset)
         products = product_ways(session.engine)
         multiplied = f" {show_ways(products)}" if products and config.engine.name == "traced" else ""
-        unread = dataset is None and build.resident_by_default(config.data, model, device)
+        unread = dataset is None and resident_by_default(config.data, model, device)
         print(_title(config, model, device.name, unread) + multiplied + extra.verdict + "\n")
         _print([*report.tables(), *extra.tables])  # what takes no time is there at once
         for table in extra.slow_tables(session, steps):

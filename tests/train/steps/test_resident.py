@@ -20,8 +20,7 @@ from ttrain.device.settings import DeviceConfig
 from ttrain.models.base import prepare_plain
 from ttrain.models.mlp import MLP
 from ttrain.models.settings import MLPConfig
-from ttrain.train.settings import TrainConfig
-from ttrain.train.steps.resident import INDICES, Resident
+from ttrain.train.steps.resident import INDICES, Resident, choose_resident
 
 SIZES = Sizes(inputs=8, outputs=8)
 SMALL = ["model=mlp", "model.width=8", "data=regression", "data.examples=100", "train.batch_size=6", "device=cpu"]
@@ -78,11 +77,11 @@ def test_fp32_lies_in_parts_on_a_device_that_looks_up_bf16(tmp_path: Path) -> No
 
 
 def test_where_the_data_lies() -> None:
-    train, model = TrainConfig(batch_size=6), MLP(MLPConfig(layers=2, width=8))
+    model = MLP(MLPConfig(layers=2, width=8))
 
     def found(device: str, **data: Any) -> Resident | None:
         config, planned = RegressionConfig(**data), build.planned_device(DeviceConfig(name=device))
-        return build.build_resident(config, train, model, planned, open_regression(config, SIZES))
+        return choose_resident(config, 6, model, planned, open_regression(config, SIZES))
 
     assert found("cuda") == Resident(dict.fromkeys(("inputs", "targets"), TensorSpec((7373, 8))))
     assert found("cpu") is None and found("null") is None and found("cuda", resident="host") is None
@@ -97,11 +96,11 @@ def test_what_can_t_lie_there_is_refused() -> None:
     data = open_regression(config, SIZES)
     mesh: Any = type("Mesh", (), {"name": "t3000", "chips": 8, "narrow_lookups": True})()
     with pytest.raises(UserError, match="chips of a mesh share every batch"):
-        build.build_resident(config, TrainConfig(), model, mesh, data)
+        choose_resident(config, 1, model, mesh, data)
     device = build.planned_device(DeviceConfig(name="cpu"))
     with pytest.raises(UserError, match="data=regression has no arrays that indices could go into"):
-        build.build_resident(config, TrainConfig(), model, device, object())
+        choose_resident(config, 1, model, device, object())
     preparing: Any = model
     preparing.prepare = lambda batch: prepare_plain(batch)
     with pytest.raises(UserError, match="data.resident=device: model=mlp prepares every batch.* Give auto or host"):
-        build.build_resident(config, TrainConfig(), preparing, device, data)
+        choose_resident(config, 1, preparing, device, data)

@@ -22,9 +22,8 @@ from ttrain.graph import Kind
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.train.logging.metrics import read_metrics
-from ttrain.train.settings import TrainConfig
 from ttrain.train.steps import resident
-from ttrain.train.steps.resident import INDICES, Resident
+from ttrain.train.steps.resident import INDICES, Resident, choose_resident
 
 CONTEXT, TOKENS = 16, 90  # so few that a second step of order=read begins anew
 MODEL = ["model.layers=1", "model.width=32", "model.heads=2", f"model.context={CONTEXT}", "model.dropout=0.1"]
@@ -86,7 +85,7 @@ def test_it_goes_on_from_either_place_at_the_same_token(more: list[str], train: 
         assert [line for line in losses(name) if line["step"] > 3] == later and len(later) == 6
 
 
-def test_a_step_is_handed_places_alone(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_handed_indices_alone(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = []
     upload = TorchDevice.upload_inputs
     monkeypatch.setattr(TorchDevice, "upload_inputs", lambda *args: (given.append(dict(args[2])), upload(*args)))
@@ -106,7 +105,7 @@ def model(**more: Any) -> GPT:
 
 def place(device: str, data: Any, of: GPT | None = None, **config: Any) -> Resident | None:
     planned = build.planned_device(DeviceConfig(name=device))
-    return build.build_resident(DataConfig(**config), TrainConfig(), of or model(), planned, data)
+    return choose_resident(DataConfig(**config), 1, of or model(), planned, data)
 
 
 def test_where_a_stream_lies() -> None:

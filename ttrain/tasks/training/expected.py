@@ -40,12 +40,15 @@ def session_to_plan(config: Config, model: Model, device: Device, dataset: Datas
     """A session on a device that is planned only, of the rank that owns most. What the dynamic engine would run is
     planned as static does. Without a `dataset` none of it lies on the device.
     """
+    from ttrain.train.steps.resident import choose_resident
+
     engine = replace(config.engine, name="static") if config.engine.name == "dynamic" else config.engine
     ranks = build.planned_ranks(config.parallel)
     if ranks.sharding:
         runs = parameter_runs(model.parameters(), build.build_optimizer(config.optimizer), model.compute)
         ranks = replace(ranks, rank=heaviest([ShardedRun(run, ranks) for run in runs], ranks))
-    resident = build.build_resident(config.data, config.train, model, device, dataset)
+    rows = config.train.batch_size // config.train.accumulation
+    resident = choose_resident(config.data, rows, model, device, dataset)
     return build.build_session(
         model, device, *replace(config, engine=engine).step_parts, ranks=ranks, resident=resident
     )

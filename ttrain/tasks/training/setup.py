@@ -98,9 +98,12 @@ class Setup:
 
     def open(self, device: Device, engine: str | None = None) -> Session:
         """The model on the device, under the run's engine or another."""
+        from ttrain.train.steps.resident import choose_resident
+
         config, ranks = self.config, self.world.ranks
         chosen = dataclasses.replace(config.engine, name=engine or config.engine.name)
-        resident = build.build_resident(config.data, config.train, self.model, device, self.dataset)
+        rows = config.train.batch_size // config.train.accumulation
+        resident = choose_resident(config.data, rows, self.model, device, self.dataset)
         parts = (config.train, config.optimizer, config.guard, chosen)
         session = build.build_session(self.model, device, *parts, ranks=ranks, resident=resident)
         if resident is not None:

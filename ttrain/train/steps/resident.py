@@ -10,11 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ttrain import ops
+from ttrain.core.errors import UserError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.data.batches import STREAM, Indexed
+from ttrain.data.settings import DataConfig, DocumentsConfig
+from ttrain.device.base import Device
 from ttrain.engine.state import State
 from ttrain.graph import Graph, Kind, Value
-from ttrain.models.base import LOSS_WEIGHT, Batch, valid_targets
+from ttrain.models.base import LOSS_WEIGHT, Batch, Model, preparation, prepare_plain, valid_targets
 
 INDICES = "indices"  # step input int64 [rows]: where the samples of a batch are in the split
 LIMIT = 256 * 2**20  # bytes that lie on a device without being asked for
@@ -107,3 +110,45 @@ def _sum(parts: list[Value]) -> Value:
         return parts[0]
     first, *rest = (ops.cast(part, DType.FP32) for part in parts)
     return sum(rest, first)
+
+
+def choose_resident(data: DataConfig, rows: int, model: Model, device: Device, dataset: Any) -> Resident | None:
+    """What of the training split lies on the device, as data.resident says; None where every batch is handed over.
+
+    `rows` are those of a micro-batch. With auto none of a dataset that is None, since nobody has opened it. Raises
+    UserError for what can't lie there.
+    """
+    asked = data.resident == "device"
+    if not (asked or resident_by_default(data, model, device)):
+        return None
+    fields = model.batch_specs(rows)
+    known = hasattr(dataset, "arrays") and fields.keys() <= dataset.fields.keys()
+    found = Resident(dataset.arrays(fields) if known else {}, in_parts=device.narrow_lookups)
+    why = _why_on_host(data, model, device, found.arrays)
+    if asked and why:
+        raise UserError(f"data.resident=device: {why}. Give auto or host.")
+    small = sum(spec.nbytes for spec in found.specs.values()) <= LIMIT
+    return found if asked or (small and not why) else None
+
+
+def resident_by_default(data: DataConfig, model: Model, device: Device) -> bool:
+    """Whether data.resident=auto has data that is small enough lie on the device.
+
+    That takes memory of the device's own that looks rows up quickly, and a step that reads nothing the host makes.
+    """
+    gains = device.name not in ("cpu", "null") and not device.narrow_lookups
+    plain = preparation(model) is prepare_plain and not isinstance(data, DocumentsConfig)
+    return data.resident == "auto" and gains and plain
+
+
+def _why_on_host(data: DataConfig, model: Model, device: Device, arrays: Mapping[str, TensorSpec]) -> str | None:
+    """Why the training split can't lie on the device in these arrays; None where it can."""
+    if preparation(model) is not prepare_plain:
+        return f"model={model.config.name} prepares every batch, which the host hands over"
+    if device.chips > 1:
+        return "the chips of a mesh share every batch, which the host hands over"
+    if not arrays:
+        return f"data={data.name} has no arrays that indices could go into"
+    if device.narrow_lookups and not all(spec.dtype.is_floating for spec in arrays.values()):
+        return f"device={device.name} looks up numbers in bf16 only, which does not hold the ids of tokens"
+    return None

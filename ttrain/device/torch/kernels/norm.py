@@ -142,7 +142,8 @@ def _parameter_sums(
         yield from (partial(torch.sub, rows, middle, out=normal), partial(normal.mul_, root), partial(normal.mul_, d))
         for total, product in zip(totals, (normal, d), strict=False):
             yield partial(torch.sum, product, 0, out=part if number else total)
-            yield from [partial(total.add_, part)] if number else []
+            if number:
+                yield partial(total.add_, part)
 
 
 def _finishing(dx: Tensor, residual: Tensor | None) -> Callable[[Tensor], Any]:

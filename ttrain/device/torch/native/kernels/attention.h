@@ -257,7 +257,8 @@ INLINE void attention_grad(
                     prefer_near<Pairs, T>(p_row - begin, t, head % H, slopes, scale);
                     if constexpr (Documents || Window) hide(p_row, first_key<Documents, Window>(places, t) - begin);
                     over_prefix<S::longest>(seen, [&](i64 j, auto, auto keep) {
-                        vf probability = keep(v_exp_no_overflow(load(p_row + j) * scale - shift), vf{}), dp = load(ds_row + j);
+                        vf probability = keep(v_exp_no_overflow(load(p_row + j) * scale - shift), vf{});
+                        vf dp = load(ds_row + j);
                         const i64 index = (head * T + t) * T + begin + j;
                         if constexpr (Drop) dp = mask(dp, index);
                         store(ds_to + j, keep(probability * (dp - inner), vf{}));
