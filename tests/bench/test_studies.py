@@ -16,6 +16,7 @@ import pytest
 
 from tests.bench.pretend import ONE_THREAD, Processes, Script, alone_event, quick
 from ttrain.bench import settings, studies
+from ttrain.bench.modelled import modelled
 from ttrain.bench.process import events
 from ttrain.bench.results import Result
 from ttrain.bench.run import Bench
@@ -24,7 +25,6 @@ from ttrain.bench.workload import Case, MLPWork, ProductWork
 from ttrain.cli import main
 from ttrain.device.family import Variant, family_of
 from ttrain.device.settings import DeviceConfig
-from ttrain.device.ttnn.cost.published import TABLES
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.settings import EngineConfig
 
@@ -59,7 +59,6 @@ def test_every_study_has_an_option_and_a_function() -> None:
         study = getattr(studies, name)(config(), 1)
         assert study.name == name == config().name and study.cases
         assert study.kind != "chip" or len(study.variants) == len(study.cases)
-        assert set(study.published) <= {table.name for table in TABLES}
 
 
 def test_a_sweep_has_every_pair_once() -> None:
@@ -217,58 +216,16 @@ def test_without_a_card_every_output_says_that_a_model_told_the_times(
     assert {line["basis"] for line in lines} == {"cost model"} and all(float(line["median_ms"]) > 0 for line in lines)
     assert "not from a card" in (out / "results.md").read_text("utf-8") and "not from a card" in page.read_text("utf-8")
     assert (out / "plot.png").read_bytes().startswith(b"\x89PNG")
-    # What others published stands beside what the model says of it.
-    compared = [line for line in lines if line["published_ms"]]
-    assert compared and all(float(line["reproduced_ms"]) > 0 for line in compared)
 
 
-def test_published_numbers_are_those_of_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ttrain.device.ttnn.runtime.environment.has_card", lambda: False)
-    monkeypatch.setattr("ttrain.device.ttnn.family.find_spec", lambda name: None)
-    assert main(["task=bench", "bench=dispatch", "bench.size=[2048]", f"bench.out={tmp_path}/a"]) == 0
-    assert main(["task=bench", "bench=matmul", "device=n300", "bench.size=[1024]", f"bench.out={tmp_path}/b"]) == 0
-    found = {}
-    for name in ("a", "b"):
-        for line in csv.DictReader((tmp_path / name / "results.csv").read_text("utf-8").splitlines()):
-            if line["published_ms"]:
-                found[line["case"], line["contender"]] = float(line["published_ms"])
-    mlp = "mlp: 2 layers, 512 wide, batch 1024"
-    assert found[mlp, "traced, eth"] == 0.597 and found[mlp, "dynamic, worker"] == 1.196
-    assert found["matrix product of 2048", "static, eth"] == pytest.approx(0.37566)
-    assert found["matrix product of 1024", "static"] == pytest.approx(2 * 1024**3 / 10.61e12 * 1e3)
-
-
-def test_published_steps_can_be_asked_for_as_they_were_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weights in bf16, plain SGD, the batch on the card: of the host's part, scalars alone are left."""
-    monkeypatch.setattr("ttrain.device.ttnn.runtime.environment.has_card", lambda: False)
-    overrides = ["task=bench", "bench=shapes", "device=n300", "bench.batch=[4096]", "bench.dim=[2048]"]
-    measured = ["bench.precision=[bf16_pure]", "bench.resident_batch=true"]
-    times, notes = {}, {}
-    for name, more in (("measured", measured), ("usual", ["bench.precision=[bf16]"])):
-        assert main([*overrides, *more, f"bench.out={tmp_path / name}"]) == 0
-        notes[name] = (tmp_path / name / "results.md").read_text("utf-8").replace("\n", " ")
-        lines = csv.DictReader((tmp_path / name / "results.csv").read_text("utf-8").splitlines())
-        wanted = "bf16_pure" if name == "measured" else "bf16"
-        times[name] = {
-            line["contender"]: line for line in lines if line["precision"] == wanted and "4096" in line["case"]
-        }
-    one = times["measured"]["traced"]
-    assert one["case"].endswith("batch on the device") and one["precision"] == "bf16_pure"
-    assert float(one["published_ms"]) == 6.43
-    published_error = abs(float(one["median_ms"]) / 6.43 - 1)
-    assert published_error < abs(float(times["usual"]["traced"]["median_ms"]) / 6.43 - 1)
-    assert "bench.resident_batch=true asks for" in notes["usual"]
-    assert "bench.resident_batch=true asks for" not in notes["measured"]
-
-
-def test_what_was_published_is_among_the_cases_of_the_model_as_it_was_measured() -> None:
-    study = studies.shapes(settings.ShapesBenchConfig(), 1)
-    assert {(case.precision, case.resident, case.training.optimizer.name) for case in study.published_cases} == {
-        ("bf16_pure", True, "sgd")
-    }
-    assert {case.precision for case in studies.matmul(settings.MatmulBenchConfig(), 1).published_cases} == {"bf16"}
+def test_a_batch_on_the_card_leaves_scalars_of_the_hosts_part() -> None:
+    config = settings.ShapesBenchConfig(batch=[4096], dim=[2048], precision=["bf16_pure"])
+    bounds = {}
+    for resident in (False, True):
+        study = studies.shapes(replace(config, resident_batch=resident), 1)
+        found = modelled(study.cases[0], study.variants[0], TenstorrentConfig(name="n300"))
+        bounds[resident] = found.rows["traced"].round_ms[0], found.rows["traced"].facts["bound_by"]
+    assert bounds[True][0] < bounds[False][0] and bounds[True][1] == "bandwidth"
 
 
 def test_studies_of_a_chip_take_precisions_and_hold_batches_but_not_factors() -> None:
@@ -280,11 +237,9 @@ def test_studies_of_a_chip_take_precisions_and_hold_batches_but_not_factors() ->
 
 
 def test_block_floats_reach_the_device_and_the_cost_of_a_product() -> None:
-    from ttrain.bench.modelled import modelled
-
     config = settings.SubdevicesBenchConfig(size=[4096], precision=["bf16", "bf8"])
     study = studies.subdevices(config, 1)
-    wide, narrow = (modelled(study, case, ways, TenstorrentConfig(name="n300")).rows["full, 1 queue"].round_ms[0] for
+    wide, narrow = (modelled(case, ways, TenstorrentConfig(name="n300")).rows["full, 1 queue"].round_ms[0] for
                     case, ways in zip(study.cases, study.variants, strict=True))  # fmt: skip
     assert narrow <= wide
 

@@ -1,12 +1,10 @@
-"""Times of hardware that is not here by the model of its family: beside what others published for it."""
+"""Times of hardware that is not here by the model of its family."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 
 from ttrain.bench.results import COST_MODEL, CaseResult, Row
-from ttrain.bench.studies import Study
 from ttrain.bench.workload import Case, ProductWork
 from ttrain.config import build
 from ttrain.device.family import TimeModel, Variant, family_of
@@ -15,15 +13,7 @@ from ttrain.device.timing import Work
 from ttrain.engine.settings import EngineConfig
 
 
-def cases_of(study: Study) -> Iterator[tuple[Case, tuple[Variant, ...]]]:
-    """The cases with the variants that a chip runs, and after them those that were published."""
-    yield from zip(study.cases, study.variants, strict=True)
-    for case in study.published_cases:
-        if case not in study.cases:
-            yield case, study.variants[0]
-
-
-def modelled(study: Study, case: Case, variants: tuple[Variant, ...], device: DeviceConfig) -> CaseResult:
+def modelled(case: Case, variants: tuple[Variant, ...], device: DeviceConfig) -> CaseResult:
     """One case by the model: a row per variant."""
     found = CaseResult.of(case)
     device = family_of(device).held(device, case.precision)
@@ -39,12 +29,12 @@ def modelled(study: Study, case: Case, variants: tuple[Variant, ...], device: De
         planned = _planned(case, device)
         found.flops_per_step, found.parameters = flops_per_step(step_graph(case)), case.model.parameter_count
     for variant in variants:
-        found.rows[variant.name] = row = _row(study, case, variant, model, planned)
+        found.rows[variant.name] = row = _row(case, variant, model, planned)
         row.facts["of_peak"] = found.flops_per_step / (row.round_ms[0] / 1e3) / model.peak_flops(variant)
     return found
 
 
-def _row(study: Study, case: Case, variant: Variant, model: TimeModel, planned: Work | None) -> Row:
+def _row(case: Case, variant: Variant, model: TimeModel, planned: Work | None) -> Row:
     if isinstance(case.work, ProductWork):
         held = "bf8" if case.precision == "bf8" else str(case.dtypes.compute)
         total, bound = model.product(case.work.size, held, variant)
@@ -55,9 +45,6 @@ def _row(study: Study, case: Case, variant: Variant, model: TimeModel, planned: 
     row.facts = {"bound_by": bound}
     if variant.part == "both":
         row.description += "; each half makes a product of its own in this time"
-    known = model.published(study.published, case.work, variant) if case.precision in ("bf16", "bf16_pure") else None
-    if known is not None:
-        row.published_ms, row.reproduced_ms, row.reason = known.ms, known.reproduced_ms, known.contradicted
     return row
 
 

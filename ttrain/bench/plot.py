@@ -10,9 +10,8 @@ from ttrain.bench.results import BASELINE_SIDE, COST_MODEL, MEASURED, SIMULATED,
 from ttrain.bench.tables import ms
 
 _COLORS = {BASELINE_SIDE: "#ee6677", "ttrain": "#4477aa"}
-_PUBLISHED = "#222222"
 _ORIGINS = {
-    COST_MODEL: ", from the cost model, not from a card (x: published)",
+    COST_MODEL: ", from the cost model, not from a card",
     SIMULATED: ", on a simulator, not on a card",
 }
 
@@ -61,7 +60,6 @@ def _bars(case: CaseResult, kind: str) -> list[Bar]:
         elif kind not in ("startup", "memory") and (steps := row.spread):
             times = case.ratio(row, case.best_baseline)
             text = f" {ms(steps.median)} ms" + (f", {times.ratio:.2f}x" if times else "")
-            text += f", published {ms(row.published_ms)}" if row.published_ms is not None else ""
             name = row.contender + ("" if row.timed else " (invalid)")
             bars.append((name, row.side, steps.median, steps.q1, steps.q3, text))
     return bars
@@ -106,11 +104,6 @@ def _draw_sweep(axes: Any, result: Result, cases: Sequence[CaseResult]) -> None:
             if points:
                 label = f"{name}, {precision}" if len(precisions) > 1 else name
                 axes.plot(*zip(*points, strict=True), marker="o", label=label)
-    published = [(titles.index(case.title), r.published_ms, case) for case in cases for r in case.rows.values()]
-    for place, time_ms, case in published:
-        if time_ms is not None:
-            shown = (case.flops_per_step or 0.0) / time_ms / 1e9 if products else time_ms
-            axes.plot([place], [shown], marker="x", linestyle="", color=_PUBLISHED)
     axes.set_yscale("log")
     axes.set_xticks(range(len(titles)), titles, rotation=60, ha="right", fontsize=8)
     axes.set_ylabel("TFLOP/s" if products else "ms per step")

@@ -46,13 +46,6 @@ def notes(result: Result, case: CaseResult, earlier: Earlier | None) -> Iterator
             f"These times are from {device['model']} ({device['name']}), not from a card: there is none here. "
             "docs/planning.md tells what the model rests on."
         )
-        if any(row.published_ms is not None for row in case.rows.values()):
-            yield f"Published: {device['published']}."
-            if case.parameters is not None and not (case.precision == "bf16_pure" and case.resident):
-                yield (
-                    "The published steps kept their weights in bf16 and the batch on the card, which "
-                    "bench.precision=[bf16_pure] bench.resident_batch=true asks for."
-                )
     elif device:
         if case.basis == SIMULATED:
             yield f"On a simulator: {device.get('note')}."
@@ -69,8 +62,6 @@ def notes(result: Result, case: CaseResult, earlier: Earlier | None) -> Iterator
     for row in case.rows.values():
         if row.status not in ("ok", "not measured"):
             yield _verdict(row, case, result.kind == "sweep")
-        elif row.published_ms is not None and row.reason:
-            yield f"The source contradicts itself. {row.reason}."
         if row.description.endswith("in this time"):
             yield f"{row.contender}: {row.description.partition('; ')[2]}."
     if earlier:

@@ -51,8 +51,6 @@ class Row:
     warm_samples_s: list[float] = field(default_factory=list)
     planned_bytes: int | None = None  # what task=plan expects to be used above base_bytes
     planned_ms: float | None = None  # what task=plan expects of a step
-    published_ms: float | None = None  # measured by others on a card
-    reproduced_ms: float | None = None  # what the cost model says of what they ran
 
     @property
     def used_bytes(self) -> int | None:
@@ -180,7 +178,7 @@ _COLUMNS = (
     "case", "precision", "basis", "contender", "side", "status", "reason", "median_ms", "q1_ms", "q3_ms", "fastest_ms",
     "rounds", "items_per_s", "item", "mfu", "best_baseline", "times_as_fast", "times_low", "times_high",
     "cold_s", "warm_s", "imports_s", "base_bytes", "peak_bytes", "steady_bytes", "loss_difference", "weight_difference",
-    "planned_bytes", "planned_ms", "published_ms", "reproduced_ms",
+    "planned_bytes", "planned_ms",
 )  # fmt: skip
 
 

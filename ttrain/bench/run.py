@@ -74,15 +74,13 @@ class Bench:
 
     def _model(self) -> None:
         """Every case on the cost model."""
-        from ttrain.bench.modelled import cases_of, modelled
+        from ttrain.bench.modelled import modelled
 
-        model = family_of(self.device).time_model(self.device)
-        listed = list(cases_of(self.study))
-        self.result.notes += filter(None, [model.told(self.study.published)])
+        listed = list(zip(self.study.cases, self.study.variants, strict=True))
         with self.progress.stage(f"cost model of {self.device.name}") as stage:
             for number, (case, variants) in enumerate(listed):
                 stage.tell(case.work.title, number / len(listed))
-                self.result.cases.append(modelled(self.study, case, variants, self.device))
+                self.result.cases.append(modelled(case, variants, self.device))
                 self.save()
             stage.done(f"{len(listed)} cases; there is no card here")
 

@@ -27,7 +27,7 @@ from ttrain.bench.workload import GPT_WORK, MLP_WORK, Case, MLPWork, ProductWork
 from ttrain.device.family import Variant
 
 T = TypeVar("T")
-PUBLISHED_GPT, PUBLISHED_MLP = GPT_WORK["nano32"], MLP_WORK["1024x512"]
+CHIP_GPT, CHIP_MLP = GPT_WORK["nano32"], MLP_WORK["1024x512"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,7 @@ class Study:
 
     `kind` tells how: "contest" is interleaved steps, before them starts in processes of their own where the config asks
     for that; "sweep" the same over many sizes, shown in one table; "startup" starts only; "memory" peak memory first;
-    "chip" variants of running a case on one chip instead of contenders. `published` names the tables of published times
-    that those of a chip can be compared with.
+    "chip" variants of running a case on one chip instead of contenders.
     """
 
     name: str
@@ -47,43 +46,39 @@ class Study:
     reference: str
     kind: str = "contest"
     variants: tuple[tuple[Variant, ...], ...] = ()  # of each case, on a chip
-    published: tuple[str, ...] = ()
-    published_cases: tuple[Case, ...] = ()  # what was published and may not be among the cases
 
 
 def mlp(config: MLPBenchConfig, seed: int) -> Study:
     """bench=mlp."""
-    return _training(config, MLP_WORK[config.size], PUBLISHED_MLP, ("mlp_engines",), seed)
+    return _training(config, MLP_WORK[config.size], seed)
 
 
 def gpt(config: GPTBenchConfig, seed: int) -> Study:
     """bench=gpt."""
-    return _training(config, GPT_WORK[config.size], PUBLISHED_GPT, ("gpt",), seed)
+    return _training(config, GPT_WORK[config.size], seed)
 
 
 def shapes(config: ShapesBenchConfig, seed: int) -> Study:
     """bench=shapes."""
     works = [MLPWork(layers=2, width=dim, rows=rows) for rows in _unique(config.batch) for dim in _unique(config.dim)]
-    known = [MLPWork(2, dim, rows) for rows, dim in ((256, 256), (256, 2048), (2048, 2048), (4096, 2048))]
-    return _contest(config, "sweep", "shapes", works, known, ("shapes",), seed)
+    return _contest(config, "sweep", "shapes", works, seed)
 
 
 def depth(config: DepthBenchConfig, seed: int) -> Study:
     """bench=depth."""
     works = [MLPWork(layers, dim, config.batch) for layers in _unique(config.layers) for dim in _unique(config.dim)]
-    return _contest(config, "sweep", "depth", works, [], (), seed)
+    return _contest(config, "sweep", "depth", works, seed)
 
 
 def matmul(config: MatmulBenchConfig, seed: int) -> Study:
     """bench=matmul."""
     works = [ProductWork(size) for size in _unique(config.size)]
-    known = [ProductWork(size) for size in (4032, 1024, 512)]
-    return _contest(config, "sweep", "matmul", works, known, ("matmul_rate",), seed)
+    return _contest(config, "sweep", "matmul", works, seed)
 
 
 def scaling(config: ScalingBenchConfig, seed: int) -> Study:
     """bench=scaling."""
-    found = _contest(config, "contest", f"scaling_{config.size}", [GPT_WORK[config.size]], [], (), seed)
+    found = _contest(config, "contest", f"scaling_{config.size}", [GPT_WORK[config.size]], seed)
     contenders = [ranks_name(name, "ddp", config.ranks) for name in _unique(config.baselines)]
     for name in _unique(config.engines):
         contenders += [name, *(ranks_name(name, mode, config.ranks) for mode in ("ddp", "zero1"))]
@@ -92,15 +87,15 @@ def scaling(config: ScalingBenchConfig, seed: int) -> Study:
 
 def startup(config: StartupBenchConfig, seed: int) -> Study:
     """bench=startup."""
-    known: dict[str, Work] = {"mlp": PUBLISHED_MLP, "gpt": GPT_WORK["char"]}
+    known: dict[str, Work] = {"mlp": CHIP_MLP, "gpt": GPT_WORK["char"]}
     works = [known[name] for name in _unique(config.work)]
-    return _contest(config, "startup", "startup", works, [], (), seed)
+    return _contest(config, "startup", "startup", works, seed)
 
 
 def memory(config: MemoryBenchConfig, seed: int) -> Study:
     """bench=memory."""
-    known: dict[str, Work] = {"mlp": PUBLISHED_MLP, **GPT_WORK}
-    return _contest(config, "memory", "memory", [known[name] for name in _unique(config.work)], [], (), seed)
+    known: dict[str, Work] = {"mlp": CHIP_MLP, **GPT_WORK}
+    return _contest(config, "memory", "memory", [known[name] for name in _unique(config.work)], seed)
 
 
 def dispatch(config: DispatchBenchConfig, seed: int) -> Study:
@@ -110,18 +105,18 @@ def dispatch(config: DispatchBenchConfig, seed: int) -> Study:
         return tuple(Variant(f"{name}, {kind}", name, kind) for name in engines for kind in ("worker", "eth"))
 
     listed: list[tuple[Work, tuple[Variant, ...]]] = [
-        (PUBLISHED_MLP, ways(_unique(config.engines))),
-        (PUBLISHED_GPT, ways(name for name in _unique(config.engines) if name != "dynamic")),
+        (CHIP_MLP, ways(_unique(config.engines))),
+        (CHIP_GPT, ways(name for name in _unique(config.engines) if name != "dynamic")),
     ]
     listed += [(ProductWork(size), ways(["static"])) for size in _unique(config.size)]
-    return _chip(config, listed, ("mlp_dispatch", "gpt", "matmul_dispatch"), seed)
+    return _chip(config, listed, seed)
 
 
 def core_grid(config: CoreGridBenchConfig, seed: int) -> Study:
     """bench=core_grid."""
     names = _unique(config.engines)
     ways = tuple(Variant(f"{name}, {part} grid", name, part=part) for name in names for part in ("full", "half"))
-    return _chip(config, [(PUBLISHED_MLP, ways)], ("core_grid",), seed)
+    return _chip(config, [(CHIP_MLP, ways)], seed)
 
 
 def subdevices(config: SubdevicesBenchConfig, seed: int) -> Study:
@@ -131,12 +126,12 @@ def subdevices(config: SubdevicesBenchConfig, seed: int) -> Study:
         Variant("half, 1 queue", "static", part="half"),
         Variant("half each, 2 queues", "static", part="both"),
     )
-    return _chip(config, [(ProductWork(size), ways) for size in _unique(config.size)], ("subdevices",), seed)
+    return _chip(config, [(ProductWork(size), ways) for size in _unique(config.size)], seed)
 
 
-def _training(config: TrainingBenchConfig, work: Work, known: Work, published: tuple[str, ...], seed: int) -> Study:
+def _training(config: TrainingBenchConfig, work: Work, seed: int) -> Study:
     size = getattr(config, "size", "")
-    return _contest(config, "contest", f"{config.name}_{size}", [work], [known], published, seed)
+    return _contest(config, "contest", f"{config.name}_{size}", [work], seed)
 
 
 def _contest(
@@ -144,8 +139,6 @@ def _contest(
     kind: str,
     label: str,
     works: Sequence[Work],
-    known: Sequence[Work],
-    published: tuple[str, ...],
     seed: int,
 ) -> Study:
     cases = tuple(case for work in works for case in _cases(work, config, seed))
@@ -153,27 +146,20 @@ def _contest(
     variants = tuple(Variant(name, name) for name in _unique(config.engines))
     return Study(
         config.name, label, cases, contenders, "eager" if "eager" in contenders else contenders[0], kind,
-        (variants,) * len(cases), published, tuple(_as_published(work, seed) for work in known),
+        (variants,) * len(cases),
     )  # fmt: skip
 
 
-def _chip(
-    config: ChipBenchConfig, listed: Sequence[tuple[Work, tuple[Variant, ...]]], published: tuple[str, ...], seed: int
-) -> Study:
+def _chip(config: ChipBenchConfig, listed: Sequence[tuple[Work, tuple[Variant, ...]]], seed: int) -> Study:
     pairs = [(case, variants) for work, variants in listed if variants for case in _cases(work, config, seed)]
     cases, variants = tuple(case for case, _ in pairs), tuple(ways for _, ways in pairs)
-    return Study(config.name, config.name, cases, (), "", "chip", variants, published)
+    return Study(config.name, config.name, cases, (), "", "chip", variants)
 
 
 def _cases(work: Work, config: ContestConfig | ChipBenchConfig, seed: int) -> list[Case]:
     """The work in every precision. The factors of a product stay on the device anyway."""
     resident = config.resident_batch and not isinstance(work, ProductWork)
     return [Case(work, precision, seed, resident) for precision in _unique(config.precision)]
-
-
-def _as_published(work: Work, seed: int) -> Case:
-    """The work as the published steps were measured: weights in bf16, one batch on the card."""
-    return Case(work, "bf16", seed) if isinstance(work, ProductWork) else Case(work, "bf16_pure", seed, resident=True)
 
 
 def _unique(values: Iterable[T]) -> list[T]:

@@ -133,13 +133,12 @@ def memory_table(case: CaseResult) -> Lines:
 
 
 def chip_table(case: CaseResult, earlier: Earlier | None) -> Lines:
-    """Ways to use a chip: time, rate, share of the peak, and what was published for the same."""
-    titles = ["way", "ms", f"{case.item}/s", "TFLOP/s", "of peak", "bound by", "published ms", "model of it", "off by"]
+    """Ways to use a chip: time, rate, share of the peak and what bounds it."""
+    titles = ["way", "ms", f"{case.item}/s", "TFLOP/s", "of peak", "bound by"]
     lines = [[*titles, *(["earlier ms", "x earlier"] if earlier else [])]]
     for row in case.rows.values():
         steps, speed = row.spread, case.per_second(row)
         rate = case.flops_per_step / steps.median / 1e9 if steps and case.flops_per_step else None
-        again, published = row.reproduced_ms, row.published_ms
         share = row.facts.get("of_peak", case.mfu(row))
         cells = [
             ms(steps.median) if steps else row.status,
@@ -147,9 +146,6 @@ def chip_table(case: CaseResult, earlier: Earlier | None) -> Lines:
             f"{rate:.3g}" if rate else "",
             f"{100 * share:.1f} %" if share else "",
             str(row.facts.get("bound_by", "")),
-            "" if published is None else ms(published),
-            "" if again is None else ms(again),
-            _off(again, published) if again and published else "",
         ]
         lines.append([row.contender, *cells, *_before(case, row, earlier)])
     used = [column for column in range(len(lines[0])) if any(line[column] for line in lines[1:])]

@@ -70,20 +70,11 @@ class Variant:
     part: str = "full"
 
 
-@dataclass(frozen=True)
-class Published:
-    """What others measured of a job: milliseconds, what the model says of their job, and where they disagree."""
-
-    ms: float
-    reproduced_ms: float | None
-    contradicted: str | None
-
-
 class TimeModel(Protocol):
     """Times of work on hardware that need not be here."""
 
     def describe(self) -> dict[str, object]:
-        """Facts for a result: `name`, `mode`, `model` (what tells the times), `source`, `published` (whose)."""
+        """Return facts for a result: `name`, `mode`, `model` (what tells the times) and `source`."""
 
     def product(self, size: int, dtype: str, variant: Variant) -> tuple[float, str]:
         """(milliseconds, what bounds it) of a square matrix product that is waited for."""
@@ -92,13 +83,7 @@ class TimeModel(Protocol):
         """(milliseconds, what bounds it) of an optimizer step."""
 
     def peak_flops(self, variant: Variant) -> float:
-        """FLOP/s at most."""
-
-    def published(self, tables: Sequence[str], work: Any, variant: Variant) -> Published | None:
-        """Of the named tables the one that has this work and variant, computed in bf16."""
-
-    def told(self, tables: Sequence[str]) -> str | None:
-        """How the model does on the comparisons that the named tables make."""
+        """Return the highest FLOP/s that the hardware can reach."""
 
 
 class Profile(Protocol):
@@ -130,7 +115,7 @@ class Family:
     package = ""  # whose version `Device.describe` tells under its name
     precisions: frozenset[str] = frozenset()  # that other devices do not have
     row_multiple = 1  # rows that a vocabulary is padded to
-    published_on: str | None = None  # the device that others measured and a time model can be compared on
+    modelled: str | None = None  # a device of the family with a time model: studies of a chip take it by default
     profiles = False  # whether there is a profiler of the device, and reports of it to read
     divides = False  # whether independent runs may share a device
     golden = ""  # whose reference functions can play the device

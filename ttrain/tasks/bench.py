@@ -71,8 +71,8 @@ def _chip(device: DeviceConfig, study: Study) -> tuple[DeviceConfig, bool, bool]
 
     Raises UserError where neither is possible.
     """
-    if study.kind == "chip" and family_of(device).published_on is None:
-        name = str(family_that(lambda each: each.published_on).published_on)
+    if study.kind == "chip" and family_of(device).modelled is None:
+        name = str(family_that(lambda each: each.modelled).modelled)
         device = component("device", name).config(name=name)
     family = family_of(device)
     if family.present(device):

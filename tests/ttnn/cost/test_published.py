@@ -6,10 +6,10 @@ from dataclasses import fields, replace
 
 import pytest
 
+from benchmarks.wormhole.fit import BOUNDS, loss, median_error, report
+from benchmarks.wormhole.published import TABLES, spread
+from benchmarks.wormhole.reproduce import findings, mlp_step, numbers
 from ttrain.device.ttnn.cost.constants import CONSTANTS, FITTED_NAMES, Constants
-from ttrain.device.ttnn.cost.fit import BOUNDS, loss, median_error, report
-from ttrain.device.ttnn.cost.published import TABLES, spread
-from ttrain.device.ttnn.cost.reproduce import findings, mlp_step, numbers
 
 FOUND = findings()
 

@@ -176,11 +176,11 @@ def _bench(task: TaskConfig, engine: EngineConfig, device: DeviceConfig, bench: 
         if getattr(bench, key, None) == []:
             yield f"bench.{key}=[]: name at least one, such as [{example}]."
     family = family_of(device)
-    if isinstance(bench, ChipBenchConfig) and family.published_on is None and device.name != "auto":
-        chip = family_that(lambda each: each.published_on)
+    if isinstance(bench, ChipBenchConfig) and family.modelled is None and device.name != "auto":
+        chip = family_that(lambda each: each.modelled)
         yield (
             f"device={device.name}: bench={bench.name} is about a {chip.title} chip. Give "
-            f"device={chip.published_on}, or leave it out; without a card the times come from the cost model."
+            f"device={chip.modelled}, or leave it out; without a card the times come from the cost model."
         )
     elif device.name == "null":
         yield "device=null: computes nothing, so there is nothing to time. Give device=cpu or device=cuda."

@@ -33,7 +33,7 @@ class Tenstorrent(Family):
     package = "ttnn"
     precisions = frozenset({"bf8"})
     row_multiple = 32  # a tile
-    published_on = "n300"
+    modelled = "n300"
     profiles = True
     divides = True
     golden = "ttnn's reference functions"

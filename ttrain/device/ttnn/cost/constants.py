@@ -1,4 +1,4 @@
-"""Constants of the Wormhole cost model, with units and sources. Some were fitted, see fit.py."""
+"""Constants of the Wormhole cost model, with units and sources. Some were fitted, see benchmarks/wormhole/fit.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 VENDOR = "Tenstorrent, Wormhole n150/n300 product pages and tt-metal's technical reports"
-FITTED = "fitted on the first half of ttrain/device/ttnn/cost/published.py"
+FITTED = "fitted on the first half of benchmarks/wormhole/published.py"
 
 
 def constant(value: float, unit: str, source: str) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from benchmarks.wormhole.published import TABLES, Row, Table, spread
 from ttrain.device.ttnn.cost.constants import CONSTANTS, Constants
 from ttrain.device.ttnn.cost.programs import Product, Program, scatter, stream
-from ttrain.device.ttnn.cost.published import TABLES, Row, Table, spread
 from ttrain.device.ttnn.cost.wormhole import Setting, Wormhole
 
 TIE = 0.03  # two times within 3 % of each other make no difference

@@ -1,6 +1,6 @@
 """Fits the constants of the Wormhole model to the first half of the published tables.
 
-python -m ttrain.device.ttnn.cost.fit
+python -m benchmarks.wormhole.fit
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.wormhole.published import SOURCE
+from benchmarks.wormhole.reproduce import Number, findings, numbers
 from ttrain.device.ttnn.cost.constants import CONSTANTS, FITTED_NAMES, Constants
-from ttrain.device.ttnn.cost.published import SOURCE
-from ttrain.device.ttnn.cost.reproduce import Number, findings, numbers
 
 BOUNDS = {"dram_efficiency": (0.3, 0.95), "matrix_efficiency": (0.5, 1.0), "operand_cycles": (16.0, 128.0)}
 START = replace(
