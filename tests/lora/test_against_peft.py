@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +18,7 @@ from tests.models.session import Session, relative_error, token_batch
 from ttrain.api import load_config
 from ttrain.config import build
 from ttrain.config.schema import Config
+from ttrain.core.errors import CheckpointError
 from ttrain.graph import Kind
 from ttrain.nn.settings import LoraConfig
 from ttrain.optim.adamw import AdamW
@@ -159,3 +163,92 @@ def test_scores_losses_and_files_are_pefts(pair: Pair, tmp_path: Path) -> None:
     one = Session(bare, AdamW(OPTIMIZER), ROWS, values=merged(values, pair.config.lora.scale))
     assert relative_error(scores(one, tokens), ours) < 1e-6
     assert relative_error(expected_scores(again.merge_and_unload(), tokens), scores(one, tokens)) < 1e-5
+
+
+PLAIN, OTHER, MALFORMED = (
+    "plain",
+    "other",
+    "malformed",
+)  # computes what plain LoRA does; is refused; can't be understood
+KEYS: list[tuple[str, Any, str]] = [
+    *(("init_lora_weights", value, PLAIN) for value in (True, False, "gaussian", "orthogonal", "eva", "mica")),
+    *(("init_lora_weights", value, OTHER) for value in ("pissa", "pissa_niter_4", "olora", "OLoRA", "loftq", "corda")),
+    ("init_lora_weights", "lora_ga", OTHER),  # the frozen weights were changed in training
+    *((key, {}, PLAIN) for key in ("loftq_config", "eva_config", "corda_config", "lora_ga_config")),
+    *((key, {}, OTHER) for key in ("monteclora_config", "kasa_config", "use_bdlora", "arrow_config")),
+    *((key, True, OTHER) for key in ("use_dora", "use_rslora", "use_qalora", "lora_bias", "ensure_weight_tying")),
+    *((key, [], PLAIN) for key in ("modules_to_save", "target_parameters", "alora_invocation_tokens")),
+    *((key, [1], OTHER) for key in ("alora_invocation_tokens", "trainable_token_indices", "modules_to_save")),
+    *((key, value, OTHER) for key in ("rank_pattern", "alpha_pattern") for value in ({"q_proj": 8}, {"c_attn": 8})),
+    *(("bias", value, OTHER) for value in ("all", "lora_only")),
+    *(("fan_in_fan_out", value, PLAIN) for value in (True, False)),
+    *(("peft_type", value, OTHER) for value in ("ADALORA", "IA3", "VERA")),
+    ("velora_config", {"num_groups": 2}, OTHER),
+    ("target_parameters", ["weight"], OTHER),
+    ("layer_replication", [[0, 2], [1, 2]], OTHER),
+    ("megatron_config", {"a": 1}, OTHER),
+    ("megatron_core", "elsewhere", PLAIN),
+    ("qalora_group_size", 2, PLAIN),
+    ("task_type", "SEQ_CLS", OTHER),
+    ("task_type", None, PLAIN),
+    ("inference_mode", False, PLAIN),
+    ("revision", "main", PLAIN),
+    ("base_model_name_or_path", "elsewhere", PLAIN),
+    ("peft_version", "0.1", PLAIN),
+    ("auto_mapping", {"base_model_class": "A", "parent_library": "b"}, PLAIN),
+    ("runtime_config", {"ephemeral_gpu_offload": True}, PLAIN),
+    ("target_modules", "all-linear", PLAIN),
+    ("target_modules", r".*\.(q_proj|v_proj|down_proj|c_attn|c_proj|c_fc)", PLAIN),
+    ("target_modules", r".*\.(q_proj|c_attn)", MALFORMED),  # PEFT leaves out what the file has
+    ("target_modules", None, MALFORMED),
+    ("target_modules", "(", MALFORMED),
+    ("exclude_modules", ["0.self_attn.q_proj", "h.0.attn.c_attn"], MALFORMED),
+    ("layers_to_transform", [0, 1], PLAIN),
+    ("layers_to_transform", 0, MALFORMED),
+    ("layers_pattern", [], PLAIN),
+    *(("r", value, MALFORMED) for value in (4.5, "4", True, 0, None)),
+    *(("lora_alpha", value, MALFORMED) for value in ("12", 0, None)),
+    *(("lora_dropout", value, MALFORMED) for value in (1.0, "0.1")),
+    ("lora_dropout", 0.5, PLAIN),
+    ("of_tomorrow", None, PLAIN),
+    ("of_tomorrow", False, PLAIN),
+    ("of_tomorrow", {}, OTHER),
+    ("of_tomorrow", 1.0, OTHER),
+]
+
+
+def test_every_key_of_the_installed_peft_is_tried() -> None:
+    import peft
+
+    assert set(peft.LoraConfig.__dataclass_fields__) <= {key for key, *_ in KEYS}
+
+
+@pytest.mark.parametrize(("key", "value", "kind"), KEYS, ids=lambda value: str(value)[:24])
+def test_a_key_is_plain_lora_or_is_refused(key: str, value: Any, kind: str, pair: Pair, tmp_path: Path) -> None:
+    import peft
+    import transformers
+
+    shutil.copytree(pair.folder / "adapter", tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps({**said, key: value}))
+
+    def understood() -> LoraConfig:
+        return PeftAdapter.open(str(tmp_path / "adapter")).adopted(pair.config.lora, ())
+
+    if kind != PLAIN:
+        with pytest.raises(CheckpointError, match="lora.from=" if kind == MALFORMED else re.escape(f"{key}={value!r}")):
+            understood()
+        return
+    lora = understood()
+    if key == "target_modules" and value == "all-linear":
+        return  # the file lacks some of them
+    config = replace(pair.config, lora=lora)
+    model: Any = build.build_model(*config.model_parts)
+    base = model.from_original(read_file(pair.folder / "base" / "model.safetensors"))
+    values = {**base, **PeftAdapter.open(str(tmp_path / "adapter")).values(model)}
+    session, tokens = Session(model, AdamW(OPTIMIZER), ROWS, values=values), batch(99)["tokens"]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(pair.folder / "base")
+    adapted = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+    assert relative_error(scores(session, tokens), expected_scores(adapted, tokens)) < 1e-5
+    assert lora.dropout == (value if key == "lora_dropout" else 0)

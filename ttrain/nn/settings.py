@@ -23,8 +23,8 @@ class LoraConfig:
     )
     from_: str | None = option(
         None,
-        "folder of adapters in PEFT's form that a new run starts with; it decides rank, alpha and targets, and "
-        "train.init_from gives the frozen model",
+        "folder of adapters in PEFT's form that a new run starts with; it decides rank, alpha, targets and, where it "
+        "is not given, dropout; train.init_from gives the frozen model",
         path=True,
     )
 

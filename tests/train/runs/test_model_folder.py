@@ -335,6 +335,7 @@ WRONG: list[tuple[Any, list[str], str]] = [
     (lambda folder: (folder / "config.json").write_text("{"), [], "config.json can't be read"),
     (lambda folder: (folder / "tokenizer.json").unlink(), [], "has no tokenizer.json"),
     (lambda folder: (folder / "tokenizer.json").write_text("[]"), [], "tokenizers library cannot read the tokenizer"),
+    (lambda folder: (folder / "adapter_config.json").write_text("{}"), [], "holds adapters too (adapter_config.json)"),
     (_as_pickle, [], "pickles (pytorch_model.bin), which could run code"),
     (_indexed(a="b.safetensors"), [], "names b.safetensors, which is not there"),
     (_indexed(**{_LAST: "model.safetensors"}), [], "do not agree about"),

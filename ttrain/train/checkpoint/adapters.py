@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,15 +20,26 @@ from ttrain.models.weight_checks import Weights, mismatches
 from ttrain.nn.lora import ALL, names
 from ttrain.nn.module import ADAPTER
 from ttrain.nn.settings import LoraConfig
+from ttrain.train.checkpoint.hub_folder import ADAPTER_CONFIG as CONFIG
 from ttrain.train.checkpoint.weights_file import metadata_of, read_file, write_safetensors
 from ttrain.train.protocols import Array
 
-FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+FILE = "adapter_model.safetensors"
 _PREFIX, _BASE = "base_model.model.", "ttrain_base"  # of names, and the entry that holds the digest of the model
 _MATRICES = {"a.weight": "lora_A.weight", "b.weight": "lora_B.weight"}
-# What changes the function and is not here: each with the only value that is understood, besides none at all.
-_PLAIN = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "rank_pattern": {},
-          "alpha_pattern": {}, "modules_to_save": None, "layer_replication": None, "lora_bias": False}  # fmt: skip
+# Keys of PEFT's config that leave the function of given matrices as it is, or that `adopted` reads.
+_FREE = {
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules", "fan_in_fan_out",
+    "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout",
+    "lora_ga_config", "megatron_core", "merge_weights", "peft_version", "qalora_group_size", "r", "revision",
+    "runtime_config", "target_modules",
+}  # fmt: skip
+# The values of others with which an adapter is plain LoRA. A key that is not here has to be off: None, False or [].
+# PEFT changes the frozen weights when it loads other values of init_lora_weights, or has done so in training.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",), "task_type": ("CAUSAL_LM",), "bias": ("none",), "rank_pattern": ({},),
+    "alpha_pattern": ({},), "init_lora_weights": (True, "gaussian", "orthogonal", "eva", "mica"),
+}  # fmt: skip
 
 
 def merged(values: Mapping[str, Array], scale: float) -> Weights:
@@ -102,41 +114,57 @@ class PeftAdapter:
         path = Path(folder) / CONFIG
         try:
             config = json.loads(path.read_text("utf-8"))
-            other = {key: config[key] for key, plain in _PLAIN.items() if config.get(key, plain) not in (plain, None)}
-            rank, alpha = int(config["r"]), float(config["lora_alpha"])
-            if rank < 1 or alpha <= 0:
-                raise ValueError("r and lora_alpha must be greater than 0")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            other = {key: value for key, value in config.items() if key not in _FREE}
+            other = {key: value for key, value in other.items() if value not in (None, False, [], *_PLAIN.get(key, ()))}
+            rank, alpha, dropout = config["r"], config["lora_alpha"], config.get("lora_dropout") or 0.0
+            if type(rank) is not int or rank < 1 or not alpha > 0 or not 0 <= dropout < 1:
+                raise ValueError("r must be a whole number above 0, lora_alpha be above 0, lora_dropout in [0, 1)")
+            _selects(config, "")  # raises for keys of other types
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, re.error) as error:
             raise CheckpointError(
                 f"lora.from={folder} holds no adapters of PEFT that can be read: {CONFIG}: {error}. Give the "
                 f"folder with {CONFIG} and {FILE}."
             ) from None
         if other:
             told = ", ".join(f"{key}={value!r}" for key, value in other.items())
-            raise CheckpointError(f"lora.from={folder}: {told}: only plain LoRA is understood.")
+            raise CheckpointError(
+                f"lora.from={folder}: {CONFIG} has {told}: only plain LoRA is understood. Let PEFT merge the adapters "
+                "(merge_and_unload) and give the merged folder as model.from."
+            )
         return cls(Path(folder), config)
 
     def adopted(self, lora: LoraConfig, given: Iterable[str]) -> LoraConfig:
         """The config with what the folder says; `given` are the keys that the user gave, which have to agree."""
-        wanted, chosen = self.config.get("target_modules"), ("layers_to_transform", "exclude_modules")
-        whole = isinstance(wanted, list) and not any(self.config.get(key) for key in chosen)
-        targets = sorted(map(str, wanted or [])) if whole else sorted(self._layers())
-        found = replace(lora, rank=int(self.config["r"]), alpha=float(self.config["lora_alpha"]))
+        wanted: Any = self.config.get("target_modules")
+        limited = any(self.config.get(key) not in (None, []) for key in ("layers_to_transform", "exclude_modules"))
+        listed_all = not limited and (wanted == ALL or isinstance(wanted, list))
+        targets = sorted([wanted] if wanted == ALL else wanted) if listed_all else self._layers()
+        dropout = float(self.config.get("lora_dropout") or 0.0)
+        found = replace(lora, rank=self.config["r"], alpha=float(self.config["lora_alpha"]))
         for key in ("rank", "alpha"):
             if f"lora.{key}" in given and getattr(lora, key) != getattr(found, key):
                 raise CheckpointError(
                     f"lora.from={self.folder} has {key} {getattr(found, key)}, not {getattr(lora, key)}. "
                     "Leave the key out, or give other adapters."
                 )
-        if wanted == ALL:
-            targets = [ALL]
-        return replace(found, targets=lora.targets if "lora.targets" in given else targets)
+        return replace(
+            found,
+            targets=lora.targets if "lora.targets" in given else targets,
+            dropout=lora.dropout if "lora.dropout" in given else dropout,
+        )
 
     def _content(self) -> Mapping[str, Any]:
         return read_file(self.folder / FILE)
 
-    def _layers(self) -> set[str]:
-        return {str(name).removeprefix(_PREFIX).rpartition(".lora_")[0] for name in self._content()}
+    def _layers(self) -> list[str]:
+        """Names of the layers that have matrices. Raises CheckpointError for one that PEFT would leave out."""
+        layers = sorted({str(name).removeprefix(_PREFIX).rpartition(".lora_")[0] for name in self._content()})
+        if spare := [layer for layer in layers if not _selects(self.config, layer)]:
+            raise CheckpointError(
+                f"lora.from={self.folder}: {FILE} has matrices of {listed(spare)}, which {CONFIG} leaves out. Give the "
+                "two files as PEFT wrote them."
+            )
+        return layers
 
     def values(self, model: Any) -> dict[str, Array]:
         """By our paths. Raises CheckpointError where they are not those of the model's adapters."""
@@ -177,3 +205,20 @@ class PeftAdapter:
                 f"lora.from={self.folder} was trained beside another model than the one that is given. Give the "
                 "weights that it was trained with."
             )
+
+
+def _selects(config: Mapping[str, Any], layer: str) -> bool:
+    """True where PEFT gives a layer an adapter by the keys that name layers."""
+
+    def matches(wanted: Any) -> bool:
+        if isinstance(wanted, str):
+            return re.fullmatch(wanted, layer) is not None
+        return any(f".{layer}".endswith(f".{name}") for name in wanted or ())
+
+    wanted, numbers = config.get("target_modules"), config.get("layers_to_transform")
+    if matches(config.get("exclude_modules")) or not (wanted == ALL or matches(wanted)):
+        return False
+    own = [int(part) for part in layer.split(".") if part.isdecimal()]
+    return numbers in (None, []) or (
+        own[:1] == [numbers] if isinstance(numbers, int) else bool({*own[:1]} & {*numbers})
+    )

@@ -13,6 +13,7 @@ from ttrain.core.folders import at_home
 from ttrain.models import gpt_weights, llama_weights
 from ttrain.train.checkpoint.tensor_files import LazyTensor, check_header, tensors_of
 
+ADAPTER_CONFIG = "adapter_config.json"
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _TEXTS = (CONFIG, *_TOKENIZER, "generation_config.json", INDEX)
@@ -77,6 +78,11 @@ def read_architecture(folder: Path) -> dict[str, Any]:
     if config.get("quantization_config"):
         raise CheckpointError(
             "its weights are quantized, which ttrain does not train. Give the folder of the original."
+        )
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(
+            f"it holds adapters too ({ADAPTER_CONFIG}), which Transformers adds to the model. Move them to a folder of "
+            "their own and give that as lora.from."
         )
     name, family = _FAMILIES[kind]
     try:
