@@ -10,13 +10,18 @@ A test is fast by where it lies; nothing is marked by hand. Left out is what is 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from ttrain.config.schema import Config
 
 # Several test processes share the cores: threads that wait for one another cost more than they give.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -71,6 +76,18 @@ def cache_home(folder: Path) -> str:
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(kernels)
     return str(folder / "cache")
+
+
+def composed(command: str) -> Config:
+    """The checked config of a command as it is printed, such as `python -m ttrain --config-name mine model=gpt2`."""
+    from ttrain.cli import parse_arguments
+    from ttrain.config.compose import Composer
+
+    python, dash, program, *arguments = shlex.split(command)
+    assert (python, dash, program) == ("python", "-m", "ttrain")
+    flags, overrides = parse_arguments(arguments)
+    with Composer(flags.config_name, flags.config_dir, flags.config_path) as composer:
+        return composer.typed(overrides)
 
 
 @pytest.fixture

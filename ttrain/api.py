@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttrain.cli import run_task
 from ttrain.config import build
-from ttrain.config.compose import MAIN_CONFIG, load
+from ttrain.config.compose import load
 from ttrain.config.registry import register
 from ttrain.config.schema import Config
 from ttrain.core.errors import TtrainError, UserError
@@ -44,7 +44,7 @@ def load_config(*overrides: str, config_dir: str | Path | None = None) -> Config
     `config_dir` is a folder of further YAML files, as `--config-dir` names it. Raises ConfigError, a UserError, with
     every problem that there is.
     """
-    return load(overrides, MAIN_CONFIG, config_dir)
+    return load(overrides, config_dir=config_dir)
 
 
 def run(*overrides: str, config_dir: str | Path | None = None) -> Any:

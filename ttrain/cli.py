@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 import ttrain
 from ttrain.config import registry
-from ttrain.config.compose import MAIN_CONFIG, Composer, one_sentence
+from ttrain.config.compose import Composer, one_sentence
 from ttrain.config.help import help_text
 from ttrain.config.help import shown as as_word
 from ttrain.config.schema import Config, sections, to_dict
@@ -100,8 +100,7 @@ def _run(arguments: list[str]) -> int:
     if flags.version:
         print(f"ttrain {ttrain.__version__}")
         return EXIT_DONE
-    name = MAIN_CONFIG if flags.config_name is None else flags.config_name
-    with Composer(name, flags.config_dir, flags.config_path) as composer:
+    with Composer(flags.config_name, flags.config_dir, flags.config_path) as composer:
         if flags.help:
             print(help_text(composer))
         elif flags.hydra_help:
@@ -120,20 +119,20 @@ def _run(arguments: list[str]) -> int:
             if not flags.multirun:
                 composed = composer.compose(overrides)
                 if composed.hydra.mode != RunMode.MULTIRUN:  # which a config file may ask for too
-                    return _run_one(composer.check(composed), overrides, _given(flags))
+                    return _run_one(composer.check(composed), overrides)
             from ttrain.sweep import command
 
-            return command.run(composer, overrides, _given(flags))
+            return command.run(composer, overrides)
     return EXIT_DONE
 
 
-def _run_one(config: Config, overrides: list[str], flags: list[str]) -> int:
+def _run_one(config: Config, overrides: list[str]) -> int:
     from ttrain.tasks.training import supervised
     from ttrain.train.supervise import launch
     from ttrain.train.supervise.heartbeat import Heartbeat
 
     if supervised.wanted(config.task.name, config.supervise, config.source):
-        return supervised.run(config.supervise, config.parallel, overrides, flags)
+        return supervised.run(config.supervise, config.parallel, overrides, config.source.flags)
     heartbeat = Heartbeat.of_process()
     if config.task.name == "train" and launch.wanted(config.parallel):
 
@@ -141,7 +140,7 @@ def _run_one(config: Config, overrides: list[str], flags: list[str]) -> int:
             _say(str(error))
             heartbeat.tell(error=type(error).__name__, message=str(error))
 
-        return launch.launch(config.parallel, [*flags, *overrides], note)
+        return launch.launch(config.parallel, [*config.source.flags, *overrides], note)
     try:
         run_task(config)
     except Exception as error:  # a supervisor decides by this whether another start can help
@@ -203,12 +202,6 @@ def _show_config(composer: Composer, overrides: list[str], flags: argparse.Names
         if shown is _ABSENT:
             raise ConfigError(f"--package {flags.package}: no such key. {did_you_mean(flags.package, to_dict(config))}")
     print(OmegaConf.to_yaml(shown).rstrip() if OmegaConf.is_config(shown) else as_word(shown))
-
-
-def _given(flags: argparse.Namespace) -> list[str]:
-    """The flags that a process started with the same overrides needs as well."""
-    names = {"--config-dir": flags.config_dir, "--config-name": flags.config_name, "--config-path": flags.config_path}
-    return [override for name, value in names.items() if value is not None for override in (name, value)]
 
 
 def _prepare_streams() -> None:

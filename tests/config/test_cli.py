@@ -172,11 +172,13 @@ def test_a_sweep_is_handed_on_with_the_flags(monkeypatch: pytest.MonkeyPatch, tm
     text = "defaults: [config, _self_]\nhydra: {mode: MULTIRUN, sweeper: {params: {engine: 'dynamic,static'}}}\n"
     (tmp_path / "mine.yaml").write_text(text, "utf-8")
     given: list[Any] = []
-    monkeypatch.setattr(command, "run", lambda composer, overrides, flags: given.append((overrides, flags)) or 75)
+    monkeypatch.setattr(
+        command, "run", lambda composer, overrides: given.append((overrides, composer.loader.flags)) or 75
+    )
     assert main(["-m", "run.seed=1,2"]) == 75
     assert main(["--config-dir", str(tmp_path), "--config-name", "mine", "run.seed=3"]) == 75  # a file may ask for it
-    expected = ["--config-dir", str(tmp_path), "--config-name", "mine"]
-    assert given == [(["run.seed=1,2"], []), (["run.seed=3"], expected)]
+    expected = ("--config-dir", str(tmp_path), "--config-name", "mine")
+    assert given == [(["run.seed=1,2"], ()), (["run.seed=3"], expected)]
 
 
 def test_a_plugin_adds_an_option_without_yaml(

@@ -156,7 +156,7 @@ class TestThreads:
         monkeypatch.setattr(cores, "quota_cores", lambda: 1.5)
         assert cores.default_threads() == 2
         assert module.cpu(DeviceConfig()).threads == 2
-        assert environment_record({}, None, {}, None, [])["cores"] == {"physical": 3, "affinity": 3, "quota": 2}
+        assert environment_record({}, None, {}, None, "")["cores"] == {"physical": 3, "affinity": 3, "quota": 2}
 
 
 class TestWithoutGPU:

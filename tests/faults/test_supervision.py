@@ -95,7 +95,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def test_a_kill_is_followed_by_a_restart_that_resumes(run: Run) -> None:
     assert run("kill", "crash", "done") == 0
-    again = f"a=1 run.dir='{run.folder}' resume=auto"
+    again = f"a=1 run.dir={run.folder} resume=auto"
     assert run.starts == ["a=1 resume=none", again, again]
     assert run.kinds == ["restart", "restart"]
     assert "Restart 1 from the beginning in 0 ms, after killed by SIGKILL" in run.said[0]

@@ -15,7 +15,7 @@ from ttrain.sweep import command, run
 STAND_IN = """
 import json, os, pathlib, signal, sys, time
 overrides = dict(w.split("=", 1) for w in sys.argv[1:] if "=" in w)
-folder = pathlib.Path(overrides.get("run.dir", "elsewhere").strip("'"))
+folder = pathlib.Path(overrides.get("run.dir", "elsewhere").strip("'\\""))
 folder.mkdir(exist_ok=True)
 seed = int(overrides.get("run.seed", 0))
 with open("started.jsonl", "a") as file:
@@ -47,9 +47,9 @@ if seed in (110, 111):  # ten evaluations; 111 kills the sweep before the first 
             file.write(json.dumps({"step": number, "val/loss": value + 1 / number}) + "\\n")
 if "plan.json" in overrides:
     plan = {"parameters": {"total": 7}, "memory": {"total": 2048}, "expected": {"step_ms": 2.0 * value}}
-    sys.exit(pathlib.Path(overrides["plan.json"].strip("'")).write_text(json.dumps(plan)) and 0)
+    sys.exit(pathlib.Path(overrides["plan.json"].strip("'\\"")).write_text(json.dumps(plan)) and 0)
 if "bench.out" in overrides:
-    out = pathlib.Path(overrides["bench.out"].strip("'"))
+    out = pathlib.Path(overrides["bench.out"].strip("'\\""))
     if out.exists(): sys.exit(print("ttrain: holds results already", file=sys.stderr) or 2)
     out.mkdir()
     rows = [("PyTorch", "eager", "ok", 6.0), ("PyTorch", "compile", "failed", 1.0), ("ttrain", "static", "ok", value)]
@@ -74,8 +74,8 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sweep]:
     monkeypatch.setattr(run, "PROGRAM", (sys.executable, "-S", "-E", "-u", str(script)))
     monkeypatch.setattr(run, "_POLL_SECONDS", 0.005)
 
-    def start(*overrides: str, flags: tuple[str, ...] = ()) -> int:
-        with Composer() as composer:
-            return command.run(composer, list(overrides), flags)
+    def start(*overrides: str, name: str | None = None) -> int:
+        with Composer(name) as composer:
+            return command.run(composer, list(overrides))
 
     yield start

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import cache_home
+from tests.conftest import cache_home, composed
 from ttrain.cli import main
 from ttrain.config.compose import Composer
 from ttrain.core.errors import ConfigError, UserError
@@ -51,7 +51,7 @@ def test_every_combination_has_a_process_a_folder_a_log_and_a_status(sweep: Swee
     assert sorted(entry.name for entry in path.iterdir() if entry.is_dir())[:3] == names
     overrides = [entry["overrides"] for entry in started()]
     assert len(overrides) == 4
-    assert overrides[1][:4] == ["engine=dynamic", "optimizer.lr=0.2", "train.steps=5", f"run.dir='{path / names[1]}'"]
+    assert overrides[1][:4] == ["engine=dynamic", "optimizer.lr=0.2", "train.steps=5", f'run.dir="{path / names[1]}"']
     assert overrides[1][4:] == ["hydra.mode=RUN", "hydra.job.num=1", "hydra.job.id=1"]
     assert (path / names[0] / "log.txt").read_text() == "job speaks\n"
     status = statuses(path)["001"]
@@ -176,8 +176,8 @@ def test_run_dir_by_job_number(sweep: Sweep) -> None:
     assert sweep("run.seed=1,2", "run.dir=out_${hydra:job.num}") == 0
     overrides = [override for entry in started() for override in entry["overrides"]]
     assert [override for override in overrides if override.startswith("run.dir")] == [
-        "run.dir='out_0'",
-        "run.dir='out_1'",
+        "run.dir=out_0",
+        "run.dir=out_1",
     ]
     assert statuses(only_sweep())["001"]["objective"] == 3.0
 
@@ -270,7 +270,7 @@ def test_a_killed_search_goes_on_where_it_was(sweep: Sweep) -> None:
 from ttrain.config.compose import Composer
 from ttrain.sweep import command, run
 run.PROGRAM, run._POLL_SECONDS = {run.PROGRAM!r}, 0.005
-with Composer() as composer: command.run(composer, {overrides!r}, ())
+with Composer() as composer: command.run(composer, {overrides!r})
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(run.__file__).parents[2])}
     killed = subprocess.run([sys.executable, "-c", program], env=environment, timeout=170, capture_output=True)
@@ -348,14 +348,35 @@ def test_words_of_a_weights_and_biases_agent(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "0.02\n"), done.stderr
 
 
-def test_a_config_file_may_name_the_axes(sweep: Sweep, tmp_path: Path) -> None:
+def test_a_config_file_may_name_the_axes(sweep: Sweep, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text = "defaults: [config, _self_]\nhydra: {mode: MULTIRUN, sweeper: {params: {run.seed: '3,4'}}}\n"
     (tmp_path / "mine.yaml").write_text(text, "utf-8")
     with Composer("mine", tmp_path) as composer:
-        assert command.run(composer, ["train.steps=2"], ["--config-name", "mine"]) == 0
-    assert [(entry["overrides"][:2], entry["seed"]) for entry in started()] == [
-        (["--config-name", "mine"], 3), (["--config-name", "mine"], 4),
-    ]  # fmt: skip
+        assert command.run(composer, ["train.steps=2"]) == 0
+    files = ["--config-dir", str(tmp_path), "--config-name", "mine"]
+    assert [(entry["overrides"][:4], entry["seed"]) for entry in started()] == [(files, 3), (files, 4)]
+    best = best_command(capfd)
+    assert best == f"python -m ttrain {' '.join(files)} hydra.mode=RUN run.seed=3 train.steps=2"
+
+
+def best_command(capfd: pytest.CaptureFixture[str]) -> str:
+    (told,) = (line for line in capfd.readouterr().err.splitlines() if "best: job" in line)
+    return told.rpartition(": ")[2]
+
+
+@pytest.mark.parametrize("search", [[], ["sweep.search=random", "sweep.trials=2"]])
+def test_another_config_is_another_sweep_and_the_best_job_keeps_it(
+    sweep: Sweep, capfd: pytest.CaptureFixture[str], search: list[str]
+) -> None:
+    if search:
+        pytest.importorskip("optuna", reason="sweep.search needs the package optuna")
+    for steps in (3, 4):
+        Path(f"steps_{steps}.yaml").write_text(f"defaults: [config, _self_]\ntrain: {{steps: {steps}}}\n", "utf-8")
+        lr = "interval(0.1,0.2)" if search else "0.1,0.2"
+        assert sweep(f"optimizer.lr={lr}", "run.seed=1", *search, name=f"steps_{steps}") == 0
+        best = best_command(capfd)
+        assert f"--config-name steps_{steps} " in best and composed(best).train.steps == steps
+    assert len(list(Path("outputs/sweeps").glob("*/*"))) == 2 and len(started()) == 4
 
 
 def test_jobs_of_ttrain_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

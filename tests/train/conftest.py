@@ -238,8 +238,8 @@ def make_training(tmp_path: Path) -> Iterator[MakeTraining]:
 
 
 class FakeRun:
-    def __init__(self, id: str) -> None:  # noqa: A002 - wandb's name
-        self.id, self.logged, self.defined, self.exit_codes = id, [], [], []
+    def __init__(self, id: str, project: str) -> None:  # noqa: A002 - wandb's name
+        self.id, self.project, self.logged, self.defined, self.exit_codes = id, project, [], [], []
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
         self.defined.append((name, step_metric))
@@ -270,7 +270,7 @@ class FakeWandb(ModuleType):
         if arguments["mode"] == "online" and self.online_error:
             raise self.online_error
         self.inits.append(arguments)
-        self.runs.append(FakeRun(arguments["id"] or f"run{len(self.inits)}"))
+        self.runs.append(FakeRun(arguments["id"] or f"run{len(self.inits)}", arguments["project"]))
         return self.runs[-1]
 
 

@@ -51,18 +51,20 @@ class Composer:
     """Composes configs for one command line. Use as a context manager: Hydra keeps global state while it is open."""
 
     def __init__(
-        self, config_name: str = MAIN_CONFIG, config_dir: str | Path | None = None, conf: str | Path | None = None
+        self, config_name: str | None = None, config_dir: str | Path | None = None, conf: str | Path | None = None
     ) -> None:
         hydra.version.setbase("1.3")
+        given = {"--config-dir": config_dir, "--config-name": config_name, "--config-path": conf}
+        flags = tuple(part for flag, value in given.items() if value is not None for part in (flag, str(value)))
         main = packaged("conf") if conf is None else _folder("--config-path", conf)
         own = None if config_dir is None else _added_folder(config_dir, main)
-        self.config_name, folders = _config_name(config_name, own, main)
+        self.config_name, folders = _config_name(MAIN_CONFIG if config_name is None else config_name, own, main)
         _store_recipes(packaged("recipes"))
         path = create_config_search_path(str(main))
         for folder in reversed(folders):
             path.prepend("command-line", f"file://{folder}")
         self.loader = SchemaLoader(path)
-        self.loader.only_theirs = conf is not None
+        self.loader.only_theirs, self.loader.flags = conf is not None, flags
         self.hydra = Hydra(task_name="ttrain", config_loader=self.loader)
 
     def __enter__(self) -> Composer:
@@ -172,7 +174,7 @@ class Composer:
         return did_you_mean(path.name, valid)
 
 
-def load(overrides: Sequence[str] = (), config_name: str = MAIN_CONFIG, config_dir: str | Path | None = None) -> Config:
+def load(overrides: Sequence[str] = (), config_name: str | None = None, config_dir: str | Path | None = None) -> Config:
     """Compose and check in one call: `load(["model=gpt2", "train.steps=10"])`."""
     with Composer(config_name, config_dir) as composer:
         return composer.typed(overrides)

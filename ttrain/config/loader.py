@@ -79,6 +79,7 @@ class SchemaLoader(ConfigLoaderImpl):
         self.config_search_path = search_path
         self.repository = NullAwareRepository(search_path)
         self.only_theirs = False  # whether `--config-path` stands for the files of ours
+        self.flags: tuple[str, ...] = ()  # of the command line, which name files
         self._forget()
 
     def _forget(self) -> None:
@@ -122,7 +123,13 @@ class SchemaLoader(ConfigLoaderImpl):
         default = self._default_choices(self.config_name)
         explicit |= {group for group in sections() if group in default and choices.get(group) != default[group]}
         overrides = tuple(str(o.input_line) for o in self.parsed if not o.is_hydra_override())
-        return Source(choices, overrides, frozenset(explicit))
+        return Source(choices, overrides, self.job_flags, frozenset(explicit))
+
+    @property
+    def job_flags(self) -> tuple[str, ...]:
+        """The flags with which one job is started; where a file asks for a sweep they say that this is none."""
+        asks = any("hydra.mode" in keys for keys in self.files.values())
+        return (*self.flags, *(["hydra.mode=RUN"] if asks else []))
 
     def _default_choices(self, config_name: str | None, seen: frozenset[str] = frozenset()) -> dict[str, Any]:
         """Group -> option of the primary config's defaults list and of the configs that it includes."""

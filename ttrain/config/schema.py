@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -17,6 +18,7 @@ from ttrain.nn.precision import PrecisionConfig
 from ttrain.nn.settings import LoraConfig
 from ttrain.optim.settings import AdamWConfig, OptimizerConfig, ScheduleConfig
 from ttrain.parallel.settings import ParallelConfig
+from ttrain.train.runs.record import command_line, override
 from ttrain.train.settings import (
     EvalConfig,
     ExportConfig,
@@ -152,6 +154,7 @@ class Source:
 
     choices: dict[str, str] = field(default_factory=dict)  # group -> option, such as model -> nano-gpt
     overrides: tuple[str, ...] = ()  # the command line's key=value arguments, as given
+    flags: tuple[str, ...] = ()  # which files it reads besides ttrain's, such as --config-name mine
     explicit: frozenset[str] = frozenset()  # keys and groups that the command line set; a group stands for all its keys
     merged: bool = False  # whether the config of a checkpoint lies below
 
@@ -159,6 +162,28 @@ class Source:
         """Whether the model is still to come from the checkpoint that is resumed; checks of it are made again then."""
         given = any(key.partition(".")[0] == "model" for key in self.explicit)
         return resume not in ("", "none", "auto") and not self.merged and not given
+
+    def command(
+        self, changes: Mapping[str, object] | None = None, without: Collection[str] = (), task: str | None = None
+    ) -> str:
+        """Return the command for a shell that does the same as this one, or another `task` with other values.
+
+        `changes` maps keys to new values; `without` names keys and sections of which no override is repeated.
+        """
+        changes, without = dict(changes or {}), {*without, *([] if task is None else ["task"])}
+        keys = [(given.partition("=")[0].lstrip("+~"), given) for given in self.overrides]
+        kept = [given for key, given in keys if key not in changes and not {key, key.partition(".")[0]} & without]
+        if task is not None and (self.flags or task != "train"):  # a file may choose another
+            kept.insert(0, override("task", task))
+        return command_line([*self.flags, *kept, *(override(key, value) for key, value in changes.items())])
+
+    def going_on(self) -> str:
+        """Return what a command begins with that goes on with a run, which records all else that it was told.
+
+        Files of configs are left out: the run has what they said, and they may ask for a sweep or for replicas.
+        """
+        keys = ((given.partition("=")[0].lstrip("+~"), given) for given in self.overrides)
+        return command_line(given for key, given in keys if key.partition(".")[0] in ("plugins", "supervise"))
 
 
 @dataclass

@@ -13,18 +13,17 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from ttrain.config.compose import Composer
-from ttrain.config.schema import SweepConfig
+from ttrain.config.schema import Source, SweepConfig
 from ttrain.core.errors import ConfigError, UserError
 from ttrain.sweep import outcome
 from ttrain.sweep.folder import DONE, FINISHED, SweepFolder, read_sweep
 from ttrain.sweep.jobs import Job, SweepOverrides, check_directories, compose_job
 from ttrain.sweep.numbers import as_number, objective_key
 from ttrain.sweep.run import Queue, Runner
-from ttrain.train.runs.record import command_line
 
 
-def run(composer: Composer, overrides: Sequence[str], flags: Sequence[str] = ()) -> int:
-    """Runs the sweep and returns its exit code. `flags` are Hydra's, for the command line of every job.
+def run(composer: Composer, overrides: Sequence[str]) -> int:
+    """Run the sweep and return its exit code.
 
     Raises ConfigError, and leaves no folder behind, where no job can be composed.
     """
@@ -33,11 +32,13 @@ def run(composer: Composer, overrides: Sequence[str], flags: Sequence[str] = ())
         raise ConfigError(composer.loader.problems)
     sweep = SweepOverrides.read(composer, master)
     if sweep.setting("search", master) is not None:
-        return _search(composer, master, sweep, overrides, flags)
+        return _search(composer, master, sweep, overrides)
     jobs = [compose_job(composer, master, job, sweep.own) for job in sweep.combinations()]
     settings = _settings(jobs)
     check_directories(jobs)
-    folder = SweepFolder.open(_directory(settings, master), _identity([job.key for job in jobs]), overrides)
+    folder = SweepFolder.open(
+        _directory(settings, master), _identity([*composer.loader.flags, *(job.key for job in jobs)]), overrides
+    )
     try:
         before = [job.number for job in jobs]
         folder.adopt(jobs)
@@ -49,16 +50,14 @@ def run(composer: Composer, overrides: Sequence[str], flags: Sequence[str] = ())
         for job in remaining:
             if job.problem is not None:
                 _say(f"job {job.name} can't run: {job.problem}")
-        runner = Runner(folder, settings, flags, _say)
+        runner = Runner(folder, settings, composer.loader.flags, _say)
         runner.run(Queue(remaining))
-        return _finish(folder, jobs, settings, runner)
+        return _finish(folder, jobs, settings, runner, composer.loader.job_flags)
     finally:
         folder.close()
 
 
-def _search(
-    composer: Composer, master: DictConfig, sweep: SweepOverrides, overrides: Sequence[str], flags: Sequence[str]
-) -> int:
+def _search(composer: Composer, master: DictConfig, sweep: SweepOverrides, overrides: Sequence[str]) -> int:
     from ttrain.sweep.search import Search, example
 
     if not sweep.swept:
@@ -67,7 +66,7 @@ def _search(
     settings = _settings([first])
     assert first.config is not None
     ranges = [str(override.input_line) for override in sweep.swept]
-    identity = _identity([*sweep.fixed, *ranges, str(settings.search)])
+    identity = _identity([*composer.loader.flags, *sweep.fixed, *ranges, str(settings.search)])
     directory = _directory(settings, master)
     earlier = read_sweep(Path(directory)) if directory else None
     if earlier and earlier.get("identity") != identity:
@@ -82,9 +81,9 @@ def _search(
 
         search = Search(sweep, settings, folder, seed, compose, evaluations)
         _say(f"sweep {folder.path}: search by {settings.search}, {len(search.jobs)} of {settings.trials} jobs known")
-        runner = Runner(folder, settings, flags, _say)
+        runner = Runner(folder, settings, composer.loader.flags, _say)
         runner.run(search)
-        return _finish(folder, search.jobs, settings, runner)
+        return _finish(folder, search.jobs, settings, runner, composer.loader.job_flags)
     finally:
         folder.close()
 
@@ -117,8 +116,10 @@ def _identity(parts: Sequence[str]) -> str:
     return json.dumps(sorted(parts))
 
 
-def _finish(folder: SweepFolder, jobs: Sequence[Job], settings: SweepConfig, runner: Runner) -> int:
-    """Table, CSV and plots, whatever happened."""
+def _finish(
+    folder: SweepFolder, jobs: Sequence[Job], settings: SweepConfig, runner: Runner, flags: tuple[str, ...]
+) -> int:
+    """Write the table, the CSV and the plots, whatever happened; `flags` begin the command of one job."""
     records = outcome.rows(folder, jobs)
     outcome.write_table(folder.path / "sweep.csv", records)
     axes = list(dict.fromkeys(key for job in jobs for key in job.axes))
@@ -135,22 +136,28 @@ def _finish(folder: SweepFolder, jobs: Sequence[Job], settings: SweepConfig, run
     _say(
         f"sweep {folder.path}: {finished} of {len(records)} jobs finished{early}; table in {folder.path / 'sweep.csv'}"
     )
-    _tell_best(jobs, records, objective, settings)
+    _tell_best(jobs, records, objective, settings, flags)
     if not done:
         _say("the same command again runs the jobs that are missing or failed")
     return runner.exit_code
 
 
-def _tell_best(jobs: Sequence[Job], records: Sequence[dict[str, Any]], objective: str, settings: SweepConfig) -> None:
-    """The job with the best objective of those that finished, with the command that does it alone."""
+def _tell_best(
+    jobs: Sequence[Job],
+    records: Sequence[dict[str, Any]],
+    objective: str,
+    settings: SweepConfig,
+    flags: tuple[str, ...],
+) -> None:
+    """Name the job with the best objective of those that finished, with the command that does it alone."""
     found = [(r["objective"], job) for r, job in zip(records, jobs, strict=True) if r["state"] == FINISHED and job.axes]
     found = [(value, job) for value, job in found if value is not None]
     if not found:
         return
     choose = max if (settings.direction == "maximize" or objective == "times_as_fast") else min
     value, best = choose(found, key=lambda pair: pair[0])
-    own = [override for override in best.overrides if not override.startswith(("hydra.", "run.dir="))]
-    _say(f"best: job {best.name}, {objective} {value:.6g}: {command_line(own)}")
+    alone = Source(overrides=best.overrides, flags=flags).command(without=["hydra", "run.dir", "sweep"])
+    _say(f"best: job {best.name}, {objective} {value:.6g}: {alone}")
 
 
 def _objective(folder: SweepFolder, jobs: Sequence[Job], settings: SweepConfig) -> str:

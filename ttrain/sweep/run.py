@@ -22,6 +22,7 @@ from ttrain.sweep.jobs import Job
 from ttrain.sweep.numbers import as_number, measured, objective_key, objective_problem, output_override
 from ttrain.sweep.outcome import failure_text, job_numbers
 from ttrain.train.logging.events import Events
+from ttrain.train.runs.record import override
 from ttrain.train.runs.run_directory import RECORD
 from ttrain.train.supervise.child import PROGRAM, Child, PassOn, describe_exit
 
@@ -154,18 +155,16 @@ class Runner:
 
         A training job gets a run directory, and continues the run that it has there; another one a place for results.
         """
-        overrides = [override for override in job.overrides if not override.startswith("hydra.")]
+        overrides = [each for each in job.overrides if not each.startswith("hydra.")]
         assert job.config is not None
         if job.config.task.name != "train":
             attempt = self.folder.status(job).get("attempts", 0) + 1
             key, output = output_override(job.config, self.folder.job_folder(job), attempt)
-            return overrides if key is None else [*overrides, f"{key}={_quoted(Path(str(output)))}"], output
+            return overrides if key is None else [*overrides, override(key, Path(str(output)))], output
         run = self._run_directory(job)
-        overrides = [override for override in overrides if not override.startswith("run.dir=")] + [
-            f"run.dir={_quoted(run)}"
-        ]
+        overrides = [*(each for each in overrides if not each.startswith("run.dir=")), override("run.dir", run)]
         if (run / RECORD).exists():
-            overrides = [override for override in overrides if not override.startswith("resume=")] + ["resume=auto"]
+            overrides = [*(each for each in overrides if not each.startswith("resume=")), "resume=auto"]
         return overrides, None
 
     def _run_directory(self, job: Job) -> Path:
@@ -257,11 +256,6 @@ class Runner:
 def _numbered(job: Job) -> list[str]:
     """So that ${hydra:job.num} means the same in the job's own process."""
     return [f"hydra.job.num={job.number}", f"hydra.job.id={job.number}"]
-
-
-def _quoted(path: Path) -> str:
-    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{text}'"
 
 
 def _on_card(job: Job) -> bool:

@@ -87,7 +87,7 @@ def _chip(device: DeviceConfig, study: Study) -> tuple[DeviceConfig, bool, bool]
 
 
 def _environment(config: Config) -> dict[str, Any]:
-    record = environment_record(to_dict(config), {}, {}, None, list(config.source.overrides))
+    record = environment_record(to_dict(config), {}, {}, None, config.source.command())
     return {key: record[key] for key in ("started", "command", "versions", "platform", "git")}
 
 

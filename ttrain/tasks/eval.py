@@ -12,7 +12,6 @@ from ttrain.config.schema import Config
 from ttrain.core.errors import ConfigError
 from ttrain.core.files import to_json, write_chosen
 from ttrain.core.units import counted, format_bytes, format_count
-from ttrain.train.runs.record import command_line
 from ttrain.train.runs.results_folder import RESULTS, claim
 
 ROOT = Path("outputs/eval")
@@ -41,7 +40,7 @@ def run(config: Config) -> dict[str, Any]:
             "tokenizer": scorer.tokenizer.hash,
             "device": config.device.name,
             "precision": scorer.precision,
-            "command": command_line(config.source.overrides),
+            "command": config.source.command(),
         }
         with _place(wanted.out, f"{results['model']}_{Path(scorer.origin).name}") as out:
             if wanted.text:

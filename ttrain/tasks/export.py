@@ -179,8 +179,8 @@ def _write_run(given: OpenedModel, folder: Path, report: dict[str, Any] | None) 
     progress.read = position_after(step, stored)
     told = (given.tokenizer_json, None, given.tokenizer_config)
     content = CheckpointContent(step, stored, progress.to_dict(), *told)
-    arguments = list(given.config.source.overrides)
-    attempt = {**environment_record(stored, {}, {}, None, arguments), "exported_from": given.origin}
+    command = given.config.source.command()
+    attempt = {**environment_record(stored, {}, {}, None, command), "exported_from": given.origin}
     if report is not None:
         attempt["compacted"] = report
     written = write_run(folder, WeightState(given.values, given.model), content, attempt)

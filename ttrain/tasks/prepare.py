@@ -18,8 +18,10 @@ def run(config: Config) -> None:
         print(f"WARNING: {notice}")
     counts = ", ".join(f"{split} {format_count(part['tokens'])}" for split, part in header["splits"].items())
     print(f"{config.prepare.dir}: {counts} tokens of {header['vocabulary']} ids")
-    keys = " data.order=read" if isinstance(config.data, DocumentsConfig) else ""
+    keys: dict[str, object] = {"data": "tokens", "data.path": config.prepare.dir}
+    if isinstance(config.data, DocumentsConfig):
+        keys["data.order"] = "read"
     fewest, context = min(part["tokens"] for part in header["splits"].values()), getattr(config.model, "context", None)
     if context is not None and fewest <= context:
-        keys += f" model.context={max(1, fewest - 1)}"
-    print(f"train on it: python -m ttrain data=tokens data.path={config.prepare.dir}{keys}")
+        keys["model.context"] = max(1, fewest - 1)
+    print(f"train on it: {config.source.command(keys, without=['data', 'prepare'], task='train')}")

@@ -146,14 +146,16 @@ class WandbConfig(LoggerConfig):
     """Weights & Biases next to the progress bar."""
 
     name: str = option("wandb", "console (progress bar), jsonl (metrics.jsonl only) or wandb", choices=LOGGERS)
-    project: str = option("ttrain", "project that the run belongs to")
-    entity: str | None = option(None, "user or team; null takes the account's default")
-    mode: str = option(
-        "online", "online, offline or disabled; not logged in means offline", choices=("online", "offline", "disabled")
+    project: str | None = option(None, "project that the run belongs to; null takes WANDB_PROJECT, else ttrain")
+    entity: str | None = option(None, "user or team; null takes WANDB_ENTITY, else the account's default")
+    mode: str | None = option(
+        None,
+        "online, offline or disabled; null takes WANDB_MODE, else online; not logged in means offline",
+        choices=("online", "offline", "disabled"),
     )
-    run_name: str | None = option(None, "display name of the run; null takes the run directory's name")
-    group: str | None = option(None, "name that related runs share")
-    tags: list[str] = option([], "labels of the run")
+    run_name: str | None = option(None, "display name of the run; null takes WANDB_NAME, else the run directory's name")
+    group: str | None = option(None, "name that related runs share; null takes WANDB_RUN_GROUP")
+    tags: list[str] | None = option(None, "labels of the run; null takes WANDB_TAGS, which commas separate")
 
 
 @dataclass

@@ -17,14 +17,14 @@ from ttrain.train.settings import WandbConfig
 class Attempt:
     """An attempt of a run in a folder: logs steps as the loop does, file first."""
 
-    def __init__(self, run: Path, fake: Any, mode: str, resume_at: int | None = None) -> None:
+    def __init__(self, run: Path, fake: Any, mode: str | None, resume_at: int | None = None) -> None:
         self.run, self.fake = run, fake
         if resume_at is not None:
             note_earlier_attempts(run)
             cut_metrics(run / "metrics.jsonl", resume_at)
         self.logger = WandbLogger(WandbConfig(mode=mode), run, {}, None, lambda text: None)
         if mode == "offline":
-            (run / "wandb" / f"offline-run-{len(fake.runs)}").mkdir(parents=True)
+            (run / "wandb" / f"offline-run-{len(fake.runs)}-{self.logger.run_id}").mkdir(parents=True)
 
     def steps(self, first: int, last: int) -> Attempt:
         for step in range(first, last + 1):
@@ -56,7 +56,7 @@ def online(fake: Any) -> Any:
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_online_legs_repeat_nothing_and_miss_nothing(tmp_path: Path, online: Any, killed: bool) -> None:
+def test_online_attempts_repeat_nothing_and_miss_nothing(tmp_path: Path, online: Any, killed: bool) -> None:
     attempt = Attempt(tmp_path, online, "online").steps(1, 10)
     if not killed:
         attempt.end()
@@ -66,13 +66,13 @@ def test_online_legs_repeat_nothing_and_miss_nothing(tmp_path: Path, online: Any
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_the_last_offline_leg_has_the_whole_history(tmp_path: Path, fake: Any, killed: bool) -> None:
+def test_the_last_offline_attempt_has_the_whole_history(tmp_path: Path, fake: Any, killed: bool) -> None:
     for first, last, resume_at in ((1, 5, None), (4, 9, 3), (9, 12, 8)):
         attempt = Attempt(tmp_path, fake, "offline", resume_at).steps(first, last)
         if not killed:
             attempt.end()
     assert sorted(told(fake.runs[-1:])) == expected(12)
-    assert [path.name for path in sorted((tmp_path / "wandb").glob("offline-run-*"))] == ["offline-run-3"]
+    assert [path.name for path in sorted((tmp_path / "wandb").glob("offline-run-*"))] == ["offline-run-3-run1"]
     assert len(list((tmp_path / "wandb" / "superseded").iterdir())) == 2
 
 
@@ -89,9 +89,9 @@ def test_online_then_offline_then_online(tmp_path: Path, online: Any) -> None:
     assert sorted(told([online.runs[0], online.runs[2]])) == expected(12)  # the offline attempt was not uploaded
 
 
-def test_an_offline_leg_that_was_uploaded_is_not_repeated(tmp_path: Path, online: Any) -> None:
+def test_an_offline_attempt_that_was_uploaded_is_not_repeated(tmp_path: Path, online: Any) -> None:
     Attempt(tmp_path, online, "offline").steps(1, 6).end()
-    (tmp_path / "wandb" / "offline-run-1" / "run.wandb.synced").touch()
+    (tmp_path / "wandb" / "offline-run-1-run1" / "run.wandb.synced").touch()
     Attempt(tmp_path, online, "online", resume_at=4).steps(5, 8).end()
     assert sorted(told(online.runs)) == expected(8)
 
@@ -108,3 +108,56 @@ def test_a_run_that_was_killed_before_its_first_save_keeps_its_id(tmp_path: Path
     Attempt(tmp_path, online, "online").steps(1, 3)
     Attempt(tmp_path, online, "online", resume_at=0).steps(1, 4).end()
     assert [init["id"] for init in online.inits] == [None, "run1"] and sorted(told(online.runs)) == expected(4)
+
+
+VARIABLES = {
+    "WANDB_PROJECT": "theirs", "WANDB_ENTITY": "team", "WANDB_NAME": "named", "WANDB_RUN_GROUP": "grouped",
+    "WANDB_TAGS": "a,b", "WANDB_MODE": "offline", "WANDB_NOTES": "noted", "WANDB_JOB_TYPE": "job",
+    "WANDB_CONSOLE": "wrap", "WANDB_INIT_TIMEOUT": "7",
+}  # fmt: skip
+KEYS = {"project": "mine", "entity": "me", "run_name": "called", "group": "ours", "tags": ["c"], "mode": "offline"}
+
+
+@pytest.mark.parametrize("variables", [{}, VARIABLES])
+@pytest.mark.parametrize("keys", [{}, KEYS])
+def test_a_key_wins_over_the_environment_and_that_over_our_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], variables: dict[str, str]
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    wandb.teardown()  # a session keeps the environment that it was started in
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    if variables:
+        monkeypatch.setenv("WANDB_DIR", str(place))
+    run = tmp_path / "run"
+    run.mkdir()
+    said: list[str] = []
+    logger = WandbLogger(WandbConfig(**keys), run, {}, None, said.append)
+    settings = logger._run.settings
+    logger.close(0)
+    default = ("ttrain", None, "run", None, None)
+    theirs = ("theirs", "team", "named", "grouped", ("a", "b")) if variables else default
+    expected = ("mine", "me", "called", "ours", ("c",)) if keys else theirs
+    found = (settings.project, settings.entity or None, settings.run_name, settings.run_group, settings.run_tags)
+    assert (*found[:4], found[4] and tuple(found[4])) == expected
+    assert (settings.console, settings.init_timeout) == (("wrap", 7) if variables else ("off", 60))
+    assert (settings.run_notes, settings.run_job_type) == (("noted", "job") if variables else (None, None))
+    (written,) = ((place if variables else run) / "wandb").glob("offline-run-*")
+    assert written.name.endswith(f"-{logger.run_id}")
+    again = WandbLogger(WandbConfig(**keys), run, {}, None, said.append)
+    again.close(0)
+    assert again.run_id == logger.run_id
+    assert len(list(written.parent.glob("offline-run-*"))) == len(list((written.parent / "superseded").iterdir())) == 1
+
+
+def test_a_run_that_goes_on_stays_in_its_project(tmp_path: Path, online: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_PROJECT", "first")
+    Attempt(tmp_path, online, None).steps(1, 2).end()
+    monkeypatch.setenv("WANDB_PROJECT", "second")
+    Attempt(tmp_path, online, None, resume_at=2).steps(3, 4).end()
+    assert [init["project"] for init in online.inits] == ["first", "first"]

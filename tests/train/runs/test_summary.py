@@ -99,7 +99,7 @@ def test_commands_of_a_run_with_plugins_name_them_again(tmp_path: Path, capsys: 
         tmp_path,
         ("train.steps=200", None),
         writes_text=False,
-        plugins=["my_parts", "mine"],
+        start="python -m ttrain 'plugins=[my_parts,mine]'",
     )
     printed = capsys.readouterr().out
     assert "python -m ttrain 'plugins=[my_parts,mine]' resume=auto" in printed
@@ -128,8 +128,8 @@ def test_summary_tells_the_numbers_and_the_next_commands(tmp_path: Path, capsys:
         "3.1000",
         "50.0k tokens/s, mfu 31.0 %\n",
         "3.0 GiB",
-        f"python -m ttrain resume=auto run.dir='{run}' train.steps=200\nlearning rate    goes on at 1.00e-04\n",
-        f"python -m ttrain task=sample run.dir='{run}'",
+        f"python -m ttrain resume=auto 'run.dir={run}' train.steps=200\nlearning rate    goes on at 1.00e-04\n",
+        f"python -m ttrain task=sample 'run.dir={run}'",
     ):
         assert expected in printed
     assert "average" not in printed

@@ -20,8 +20,9 @@ from ttrain.train.checkpoint.progress import Progress, held_out_hash
 from ttrain.train.checkpoint.retention import check_space, list_checkpoints
 from ttrain.train.logging.events import Events
 from ttrain.train.loop.interrupt import StopRequests
+from ttrain.train.runs.record import continue_command
 from ttrain.train.runs.run_directory import RunDirectory
-from ttrain.train.runs.summary import continue_command, print_summary, start_command, unit_of
+from ttrain.train.runs.summary import print_summary, unit_of
 from ttrain.train.settings import LoggerConfig, TrainConfig
 from ttrain.train.steps.phases import DataReader, Phases
 from ttrain.train.supervise.heartbeat import Heartbeat
@@ -52,7 +53,7 @@ def turns(setup: Setup, device: Device, console: Console, stop: StopRequests) ->
     Yields wherever the device was given work and the host is about to wait for it. Raises OutOfMemory where memory runs
     out.
     """
-    train, plugins, heartbeat = setup.config.train, setup.config.plugins, Heartbeat.of_process()
+    train, start, heartbeat = setup.config.train, setup.config.source.going_on(), Heartbeat.of_process()
     steps: dict[str, Step] = {}
     savers: list[Saver] = []
     console.flag = None if device.caution is None else device.caution.partition(" ")[0]
@@ -64,7 +65,7 @@ def turns(setup: Setup, device: Device, console: Console, stop: StopRequests) ->
         if run.note is not None:
             console.say(run.note)
         events.add("started", " ".join(filter(None, [f"An attempt starts on {device.name}.", device.caution])))
-        device.last_words.append(partial(_hung, plugins, run, events, console, heartbeat, savers))
+        device.last_words.append(partial(_hung, start, run, events, console, heartbeat, savers))
         with _told(train, setup.shrinking_keys, device.name, steps, run, events):
             with Waiting("Placing the model and building its steps", console.say):
                 session = stack.enter_context(closing(setup.open(device)))
@@ -90,7 +91,7 @@ def turns(setup: Setup, device: Device, console: Console, stop: StopRequests) ->
         events.add("finished", "All steps are done.")
         writes_text = setup.print_sample(steps.get("logits"))  # the run is done, whatever becomes of the terminal
         overrides, rate = train_on(setup.rate, progress)
-        print_summary(summary, run.path, (overrides + setup.ranks, rate), writes_text=writes_text, plugins=plugins)
+        print_summary(summary, run.path, (overrides + setup.ranks, rate), writes_text=writes_text, start=start)
     return progress.best_val_loss
 
 
@@ -150,7 +151,7 @@ def _assembled(
         stop=stop,
         heartbeat=beat,
         counters=lambda: asdict(session.engine.counters),
-        command=start_command(config.plugins) + setup.ranks,
+        command=config.source.going_on() + setup.ranks,
         phases=phases,
         world=setup.world,
     )
@@ -207,7 +208,7 @@ def _told(
 
 
 def _hung(
-    plugins: Sequence[str],
+    start: str,
     run: RunDirectory,
     events: Events,
     console: Console,
@@ -223,7 +224,7 @@ def _hung(
     events.add("failed", str(hang), error=type(hang).__name__)
     newest = list_checkpoints(run.checkpoints)[0][-1:]
     kept = f"The checkpoint of step {newest[0].step} is kept." if newest else "No checkpoint was saved yet."
-    console.say(f"{kept} Continue with: {continue_command(plugins, run.path)}")
+    console.say(f"{kept} Continue with: {continue_command(start, run.path)}")
 
 
 def _build(

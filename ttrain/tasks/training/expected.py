@@ -16,7 +16,6 @@ from ttrain.device.timing import Work
 from ttrain.models.settings import TransformerConfig
 from ttrain.optim.groups import parameter_runs
 from ttrain.train.logging.meter import Alternative, Forecast, Pace, evaluations_left
-from ttrain.train.runs.record import command_line
 from ttrain.train.steps.phases import PhaseSchedule
 from ttrain.train.steps.sharded_run import ShardedRun, heaviest
 
@@ -320,6 +319,4 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 def command(config: Config, changes: Mapping[str, Any]) -> str:
     """What the user gave, with changes, in a run directory of its own."""
-    dropped = {*changes, "run.dir", "resume"}
-    kept = [override for override in config.source.overrides if override.lstrip("+").partition("=")[0] not in dropped]
-    return command_line([*kept, *(f"{key}={value}" for key, value in changes.items())])
+    return config.source.command(changes, without=["run.dir", "resume"])

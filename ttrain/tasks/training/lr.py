@@ -18,7 +18,6 @@ from ttrain.core.errors import Interrupted, OutOfMemory, UserError
 from ttrain.core.files import replace_file, to_json
 from ttrain.core.waiting import Waiting
 from ttrain.train.loop.interrupt import StopRequests
-from ttrain.train.runs.record import command_line
 from ttrain.train.runs.results_folder import RESULTS, claim
 from ttrain.train.settings import without_phases
 
@@ -168,14 +167,9 @@ def _window(steps: int) -> int:
 def _results(
     config: Config, setup: Setup, rates: list[float], losses: list[float], diverged: bool, findings: Findings
 ) -> dict[str, Any]:
-    own = ("task", "task.name", "optimizer.lr")
-    kept = [
-        override
-        for override in config.source.overrides
-        if (key := override.partition("=")[0].lstrip("+-")) not in own and not key.startswith("ramp.")
-    ]
     rate = findings.suggested
-    command = None if rate is None else command_line([*kept, f"optimizer.lr={rate:.1e}"])
+    source, changes = config.source, {"optimizer.lr": f"{rate:.1e}"} if rate is not None else {}
+    command = source.command(changes, without=["ramp"], task="train") if changes else None
     return {
         "model": setup.model_name,
         "optimizer": config.optimizer.name,

@@ -140,10 +140,10 @@ class Setup:
         from ttrain.train.forecast.show import product_ways
         from ttrain.train.runs.record import environment_record
 
-        dataset, arguments = self.dataset, list(self.config.source.overrides)
+        dataset, command = self.dataset, self.config.source.command()
         tokenizer_hash = None if dataset.tokenizer is None else dataset.tokenizer.hash
         facts = {**session.engine.device.describe(), "products": product_ways(session.engine)}
-        environment = environment_record(self.stored, facts, dataset.description, tokenizer_hash, arguments)
+        environment = environment_record(self.stored, facts, dataset.description, tokenizer_hash, command)
         run.record(self.stored, {**environment, "model": self.model_name, **attempt})
         run.write_plan(plan_report(session.graph, session.state, steps).text())
 

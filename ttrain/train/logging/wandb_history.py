@@ -21,18 +21,20 @@ _KINDS = ("train/loss", "val/loss")
 
 
 class WandbHistory:
-    """What one run directory has told W&B, over all its attempts."""
+    """Lines of one run directory that W&B was told, over all its attempts."""
 
-    def __init__(self, run: Path) -> None:
-        self._run = run
+    def __init__(self, run: Path, dir: Path) -> None:  # noqa: A002 - wandb's word
+        """`dir` is the folder below which wandb writes the run of this attempt."""
+        self._run, self.place = run, dir / "wandb"
         record = read_json(run / RECORD)
         self.run_id: str | None = record.get("id")
+        self.project: str | None = record.get("project")
         self._online: dict[str, int] = record.get("online", {})  # kind of line -> last step that was sent online
         self._told = dict(self._online)  # the same for the attempt that runs now
 
-    def begin(self, run_id: str, mode: str) -> Iterator[Metrics]:
-        """Notes that an attempt of the W&B run starts; yields the earlier lines that it has to be told first."""
-        self.run_id = run_id
+    def begin(self, run_id: str, mode: str, project: str | None) -> Iterator[Metrics]:
+        """Note that an attempt of the W&B run starts; yield the earlier lines that it has to be told first."""
+        self.run_id, self.project = run_id, project
         self._write(mode, active=True)
         if mode == "disabled":
             return
@@ -45,11 +47,10 @@ class WandbHistory:
         """Whether W&B's servers have a part of the history."""
         return bool(self._online)
 
-    def set_offline_legs_aside(self) -> None:
-        """Moves the folders of earlier offline attempts, which the next attempt repeats, to wandb/superseded/."""
-        attempts = sorted((self._run / "wandb").glob("offline-run-*"))
-        for attempt in attempts:
-            target = self._run / "wandb" / SUPERSEDED
+    def set_earlier_aside(self, run_id: str | None) -> None:
+        """Move the folders of earlier offline attempts, which the next attempt repeats, to wandb/superseded/."""
+        for attempt in _offline(self.place, run_id):
+            target = self.place / SUPERSEDED
             target.mkdir(exist_ok=True)
             os.replace(attempt, target / attempt.name)
 
@@ -68,7 +69,9 @@ class WandbHistory:
         self._write(mode, active=False)
 
     def _write(self, mode: str, active: bool) -> None:
-        content = {"id": self.run_id, "mode": mode, "active": active, "online": self._online}
+        elsewhere = None if self.place.parent == self._run else str(self.place.absolute())  # the run may be moved
+        facts = {"id": self.run_id, "project": self.project, "place": elsewhere}
+        content = {**facts, "mode": mode, "active": active, "online": self._online}
         replace_file(self._run / RECORD, to_json(content))
 
 
@@ -78,7 +81,7 @@ def note_earlier_attempts(run: Path) -> None:
     A killed attempt told every line that is recorded. `wandb sync` leaves a mark beside an offline one that it sent.
     """
     record = read_json(run / RECORD)
-    attempts = sorted((run / "wandb").glob("offline-run-*"))
+    attempts = _offline(Path(record.get("place") or run / "wandb"), record.get("id"))
     synced = bool(attempts) and any(attempts[-1].glob("*.wandb.synced"))
     if not synced and not record.get("active"):
         return
@@ -88,6 +91,11 @@ def note_earlier_attempts(run: Path) -> None:
             told[_kind(line)] = max(told.get(_kind(line), 0), int(line["step"]))
         record["online"] = told
     replace_file(run / RECORD, to_json({**record, "active": False}))
+
+
+def _offline(place: Path, run_id: str | None) -> list[Path]:
+    """Folders of a run's offline attempts, the oldest first; others may lie beside them."""
+    return [] if run_id is None else sorted(place.glob(f"offline-run-*-{run_id}"))
 
 
 def _kind(line: Metrics) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +27,7 @@ from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.loop.nonfinite import StepSearch, first_bad_state, nonfinite_message
 from ttrain.train.loop.saver import Saver
 from ttrain.train.protocols import SAVED_KINDS
+from ttrain.train.runs.record import START, continue_command
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.settings import GuardConfig, TrainConfig
 from ttrain.train.steps.driver import Driver
@@ -64,7 +64,7 @@ class Loop:
     heartbeat: Callable[[], None] = lambda: None  # tells whoever watches that this process is alive
     counters: Callable[[], dict[str, int]] = dict  # what the engine has built so far
     world: World = field(default_factory=World)
-    command: str = "python -m ttrain"  # what a command that continues the run begins with
+    command: str = START  # what a command that continues the run begins with
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -397,7 +397,7 @@ class Loop:
         if self.progress.step == 0:
             return Interrupted(f"Stopped by {signal_name} before the first step was done; there is nothing to save.")
         self._save(wait=True)
-        command = f"{self.command} resume=auto run.dir={shlex.quote(str(self.run_directory.path))}"
+        command = continue_command(self.command, self.run_directory.path)
         return Interrupted(
             f"Stopped by {signal_name} after step {self.progress.step}; the state is saved. Continue with: {command}"
         )

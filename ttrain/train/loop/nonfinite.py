@@ -20,6 +20,7 @@ from ttrain.models.base import Batch
 from ttrain.train.checkpoint.checkpoint import Checkpoint
 from ttrain.train.checkpoint.retention import newest_complete
 from ttrain.train.protocols import SAVED_KINDS, Array
+from ttrain.train.runs.record import START, override
 from ttrain.train.steps.step import Call, TrainStep
 
 _WORDS = {Stage.FORWARD: "activation", Stage.BACKWARD: "gradient", Stage.UPDATE: "result"}
@@ -159,14 +160,14 @@ def _described(node: Node, output: Value, values: Array) -> str | None:
     return f"the {_WORDS[node.stage]} that {node.op.name} makes{place} ({bad})"
 
 
-def nonfinite_message(what: str, step: int, found: str, checkpoints: Path, command: str = "python -m ttrain") -> str:
+def nonfinite_message(what: str, step: int, found: str, checkpoints: Path, command: str = START) -> str:
     """Step, what was `found` (a sentence), last good checkpoint, and what to do; `command` starts ttrain."""
     good, _ = newest_complete(checkpoints)
     if good is None:
         last = "No checkpoint was saved before it."
         fix = "Try a lower optimizer.lr, more schedule.warmup or a lower optimizer.clip_norm."
     else:
-        path = shlex.quote(str(good.path))
+        again = shlex.quote(override("resume", good.path))
         last = f"The last good checkpoint is {good.path} (step {good.step})."
-        fix = f"Continue from it with other settings, such as: {command} resume={path} optimizer.lr=<lower>"
+        fix = f"Continue from it with other settings, such as: {command} {again} optimizer.lr=<lower>"
     return f"Step {step}: {what}. {found} {last} {fix}"

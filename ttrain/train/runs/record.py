@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import shlex
 import subprocess
 from collections.abc import Iterable
@@ -12,21 +13,25 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import Quote, QuotedString
+
 import ttrain
 from ttrain.core.cores import core_limits
 from ttrain.core.files import sha256_json
 
 PACKAGES = ("numpy", "torch", "safetensors", "tokenizers", "hydra-core", "omegaconf", "wandb")
+START = "python -m ttrain"  # what a command begins with
 _GIT_SECONDS = 5
+_PLAIN = re.compile(r"(?!(null|true|false)$)[^\s,'\"\\$=(){}\[\]]([^,'\"\\$=(){}\[\]]*[^\s,'\"\\$=(){}\[\]])?")
 
 
 def environment_record(
-    config: dict[str, Any], device: Any, data: dict[str, Any], tokenizer_hash: str | None, arguments: list[str]
+    config: dict[str, Any], device: Any, data: dict[str, Any], tokenizer_hash: str | None, command: str
 ) -> dict[str, Any]:
-    """Versions, device, hashes, git state and command line of a run, as JSON values."""
+    """Versions, device, hashes, git state and command of a run, as JSON values."""
     return {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": command_line(arguments),
+        "command": command,
         "versions": {"ttrain": ttrain.__version__, "python": platform.python_version(), **package_versions()},
         "platform": platform.platform(),
         "cores": core_limits(),
@@ -39,8 +44,21 @@ def environment_record(
 
 
 def command_line(arguments: Iterable[str]) -> str:
-    """The command for a shell that starts ttrain with these arguments."""
-    return shlex.join(["python", "-m", "ttrain", *arguments])
+    """Return the command for a shell that starts ttrain with these arguments."""
+    return " ".join([START, *map(shlex.quote, arguments)])
+
+
+def continue_command(start: str, run: Path) -> str:
+    """Return the command that goes on with a run; `start` is what it begins with."""
+    return f"{start} resume=auto {shlex.quote(override('run.dir', run))}"
+
+
+def override(key: str, value: object) -> str:
+    """Return `key=value`, quoted where the command line would read text as a list, a sweep or null."""
+    text = str(value)
+    if isinstance(value, str | Path) and not _PLAIN.fullmatch(text):
+        text = QuotedString(text.replace("${", r"\${"), Quote.double).with_quotes()
+    return f"{key}={text}"
 
 
 @cache

@@ -13,6 +13,7 @@ from ttrain.parallel.ranks import Ranks
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.logging.meter import loop_speed
 from ttrain.train.logging.metrics import read_metrics
+from ttrain.train.runs.record import START, continue_command, override
 
 if TYPE_CHECKING:
     from ttrain.data.batches import Dataset
@@ -219,41 +220,30 @@ def last_val_metrics(metrics: Path) -> dict[str, float]:
 
 
 def print_summary(
-    summary: Summary, run: Path, on: tuple[str, str | None], *, writes_text: bool = True, plugins: Sequence[str] = ()
+    summary: Summary, run: Path, on: tuple[str, str | None], *, writes_text: bool = True, start: str = START
 ) -> None:
     """Prints the summary, where the run is, and the commands that go on from it.
 
     `on` has the overrides with which the run trains on and what its learning rate does then, `writes_text` tells that
-    the model can be sampled, `plugins` which modules a command has to name again.
+    the model can be sampled, `start` is what commands begin with.
     """
     from rich.console import Console
     from rich.text import Text
 
-    command = start_command(plugins)
-    folder, (overrides, rate) = shlex.quote(str(run)), on
+    overrides, rate = on
     rows = [
         *summary.lines(),
         ("run", str(run)),
-        ("train on", f"{continue_command(plugins, run)} {overrides}"),
+        ("train on", f"{continue_command(start, run)} {overrides}"),
         *([] if rate is None else [("learning rate", rate)]),
     ]
     if writes_text:
-        rows.append(("sample", f"{command} task=sample run.dir={folder}"))
+        rows.append(("sample", f"{start} task=sample {shlex.quote(override('run.dir', run))}"))
     width = max(len(label) for label, _ in rows) + 2
     console = Console(highlight=False, soft_wrap=True)  # a command that is cut at the window's edge can't be copied
     console.print()
     for label, value in rows:
         console.print(Text.assemble((label.ljust(width), "bold"), value))
-
-
-def start_command(plugins: Sequence[str]) -> str:
-    """What a command begins with that goes on with a run: plugins are named again, because no file may name them."""
-    return "python -m ttrain" + (f" {shlex.quote('plugins=[' + ','.join(plugins) + ']')}" if plugins else "")
-
-
-def continue_command(plugins: Sequence[str], run: Path) -> str:
-    """The command that goes on with a run."""
-    return f"{start_command(plugins)} resume=auto run.dir={shlex.quote(str(run))}"
 
 
 def draw_loss_curve(

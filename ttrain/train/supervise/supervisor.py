@@ -20,6 +20,7 @@ from ttrain.core.files import read_json
 from ttrain.core.units import format_duration
 from ttrain.train.checkpoint.retention import list_checkpoints
 from ttrain.train.logging.events import Events
+from ttrain.train.runs.record import override
 from ttrain.train.settings import SuperviseConfig
 from ttrain.train.supervise.child import Child, PassOn, describe_exit
 from ttrain.train.supervise.heartbeat import VARIABLE
@@ -176,6 +177,5 @@ def continuing(overrides: Sequence[str], run: Path | None) -> list[str]:
     """The overrides of a command line with run.dir and resume set to continue `run`."""
     if run is None:
         return list(overrides)
-    kept = [override for override in overrides if override.lstrip("+").partition("=")[0] not in ("run.dir", "resume")]
-    text = str(run).replace("\\", "\\\\").replace("'", "\\'")
-    return [*kept, f"run.dir='{text}'", "resume=auto"]
+    kept = [each for each in overrides if each.lstrip("+").partition("=")[0] not in ("run.dir", "run", "resume")]
+    return [*kept, override("run.dir", run), "resume=auto"]
