@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import time
+import resource
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.data.conftest import configured, theirs
 from ttrain.core.errors import DataError
 from ttrain.data.batches import Sizes
-from ttrain.data.chat import sandbox
+from ttrain.data.chat import jinja, sandbox
 from ttrain.data.chat.jinja import TokenizerTemplate, chat_settings
 from ttrain.data.chat.messages import Template
 from ttrain.data.documents import DocumentDataset, open_documents
-from ttrain.data.library_tokenizer import LibraryTokenizer, train_bpe
+from ttrain.data.library_tokenizer import LibraryTokenizer
 from ttrain.data.settings import DocumentsConfig
 
 USER, REPLY = {"role": "user", "content": "  Say “hi” & <b> twice\n"}, {"role": "assistant", "content": "hi, \nhi é "}
@@ -50,52 +51,14 @@ TEMPLATES = {
     ),
 }
 
+pytestmark = pytest.mark.usefixtures("empty_place")
 TOLD = ("marked", "by prefixes")  # templates that tell replies
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    tokenizer = train_bpe(["Say hi twice, again and again. Be brief. user assistant system\n"] * 20, 300)
-    for token in ("<|im_start|>", "<|im_end|>", "<|endoftext|>"):
-        tokenizer = tokenizer.with_token(token)
-    (folder / "tokenizer.json").write_text(tokenizer.to_json())
-    return folder
-
-
-def configured(folder: Path, template: Any, **more: Any) -> dict[str, Any]:
-    described = {
-        "bos_token": {"content": "<|endoftext|>"},
-        "eos_token": "<|im_end|>",
-        "chat_template": template,
-        **more,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(described))
-    return described
-
-
-@pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
 
 
 def opened(folder: Path, *rows: Any, context: int = 64, **options: Any) -> DocumentDataset:
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     given = {"tokenizer": str(folder / "tokenizer.json"), "template": "tokenizer", "order": "read", **options}
     return open_documents(DocumentsConfig(sources=["rows.jsonl"], **given), Sizes(context=context))
-
-
-def theirs(folder: Path, template: str) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    special = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
-    return PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"),
-        chat_template=template,
-        clean_up_tokenization_spaces=False,
-        **special,
-    )
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS])
@@ -253,44 +216,41 @@ def test_a_template_does_not_leave_the_sandbox(folder: Path, escape: str) -> Non
 
 
 NESTED = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
-DOUBLINGS = ("n.x + n.x", "n.x ~ n.x", "[n.x, n.x] | join", "'%s%s' % (n.x, n.x)")
-DOUBLED = "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = DOUBLE %}{% endfor %}"
+DOUBLED = "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
 ENDLESS = (
     NESTED,
-    "{% for i in range(9999) recursive %}{% if loop.depth < 9 %}{{ loop(range(9999)) }}{% endif %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
-    "{{ 'a' * 10 ** 11 }}",
-    "{{ [0] * 10 ** 11 }}",
     "{{ 10 ** (10 ** 10) }}",
-    "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
-    "{{ 'a' | center(10 ** 11) }}",
-    "{{ 'a'.ljust(10 ** 11) }}",
+)
+LARGE = (
+    "{{ 'a' * 10 ** 11 }}",
+    "{{ 'a' | center(10 ** 9) }}",
     "{{ '%99999999999d' % 1 }}",
-    "{{ '%*d' | format(10 ** 11, 1) }}",
-    "{{ '{:99999999999}'.format(1) }}",
-    "{{ '{:{}}'.format(1, 10 ** 11) }}",
-    "{{ range(10) | slice(10 ** 11) | list }}",
-    "{{ messages | tojson(indent=10 ** 11) }}",
+    "{{ '{:{}}'.format(1, 10 ** 9) }}",
+    "{{ ('a\n' * 99999) | indent(9999) }}",
+    "{{ ('\t' * 99999).expandtabs(9999) }}",
+    "{{ ('a' * 99999).translate({97: 'a' * 9999}) }}",
+    "{{ range(99999) | list | tojson(indent=9999) }}",
     "{% set x = 'a' * 99999 %}{{ x.replace('a', x) }}",
-    "{% set x = 'a' * 99999 %}{{ x | replace('a', x) }}",
-    "{% set x = 'a' * 99999 %}{{ x | list | join(x) }}",
-    "{% set x = 'a' * 99999 %}{{ x.join(x | list) }}",
-    *(DOUBLED.replace("DOUBLE", each) for each in DOUBLINGS),
-    DOUBLED.replace("n.x = DOUBLE", "y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y"),
-)  # fmt: skip
+    DOUBLED,
+)
 
 
-@pytest.mark.parametrize("template", ENDLESS)
-def test_a_template_that_does_not_end_is_told(folder: Path, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("template", [*ENDLESS, *LARGE])
+def test_a_template_that_takes_too_much_is_told(folder: Path, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one line that names its file, whatever is done with bad rows."""
-    monkeypatch.setattr(sandbox, "SECONDS", 0.05)
-    monkeypatch.setattr(sandbox, "VOLUME", 5_000_000)
+    monkeypatch.setattr(sandbox, "SECONDS", 0.01)
+    monkeypatch.setattr(sandbox, "MEMORY", 256 << 20)
+    monkeypatch.setattr(jinja, "SANDBOX", sandbox.Sandbox())
     configured(folder, template)
-    said = r"the chat template of .*tokenizer_config\.json (computes|makes|gives|writes) .*, so it may never end\. Mend"
-    started = time.thread_time()
+    does = "takes more than 256.0 MiB of memory" if template in LARGE else r"computes for more than 0\.01 s, so it may"
+    said = rf"(rows\.jsonl:1: )?the chat template of .*tokenizer_config\.json {does}"
+    before = resource.getrusage(resource.RUSAGE_SELF)
     with pytest.raises(DataError, match=said) as caught:
         opened(folder, CHAT, CHAT[1:3], bad_rows="skip")
-    assert caught.value.exit_code == 2 and "\n" not in str(caught.value) and time.thread_time() - started < 2
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+    assert after.ru_maxrss - before.ru_maxrss < 64 << 10 and after.ru_utime - before.ru_utime < 1
 
 
 @pytest.mark.parametrize(

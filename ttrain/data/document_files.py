@@ -61,8 +61,13 @@ class _Scan:
     samples: list[str]  # of the start of documents 1, 2, 4, 8 and so on
 
 
-def fill_documents(folder: Path, config: DocumentsConfig, sources: list[Source], bars: Bars) -> dict[str, Any]:
-    """Write the token files of a config's documents into an empty folder, and return the content of `tokens.json`."""
+def fill_documents(
+    folder: Path, config: DocumentsConfig, sources: list[Source], bars: Bars, notices: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Write the token files of a config's documents into an empty folder, and return the content of `tokens.json`.
+
+    `notices` are kept in it, besides those of what was read.
+    """
     total = sum(source.size for source in sources)
     with bars.open(total, "reading documents") as shown:
         scan = _scan(config, sources, lambda raw: shown.update(len(raw)))
@@ -87,7 +92,7 @@ def fill_documents(folder: Path, config: DocumentsConfig, sources: list[Source],
     }
     if scan.skipped.first_bad is not None:
         described["first_bad_row"] = scan.skipped.first_bad
-    described = with_notices(described, tokenizer.notices)
+    described = with_notices(described, [*tokenizer.notices, *scan.skipped.notices(), *notices])
     settings = chat_settings(file) if file is not None and config.template == "tokenizer" else {}
     return write_header(folder, tokenizer, splits, described, end_token=vars(end), chat=settings)
 

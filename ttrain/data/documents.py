@@ -27,7 +27,7 @@ from ttrain.data.text import require_context, with_notices
 from ttrain.data.tokenizer import Ids, Tokenizer
 from ttrain.data.tokens import HEADER_FILE, Bars, clear_partial, find_token_files, open_split, write_folder
 
-_LAYOUT = 2  # of a cached folder; a new number makes all be written again
+_LAYOUT = 3  # of a cached folder; a new number makes all be written again
 _QUIET_SECONDS = 1.0  # tokenizing that takes less shows no bar
 _ADVICE = (
     "The tokenized documents are kept there for the next run. Make room, or name a folder that can be written: "
@@ -172,19 +172,8 @@ def open_documents(config: DocumentsConfig, sizes: Sizes) -> DocumentDataset:
     files.tokenizer.config = {"eos_token": files.header["end_token"]["text"], **files.header.get("chat", {})}
     described = {**files.header["corpus"], "tokenizer": files.tokenizer.description}
     described |= {"dtype": files.dtype.name, "end_token": files.header["end_token"]}
-    described = with_notices(
-        described, [*_left_out(described), *(told for source in sources for told in source.notices)]
-    )
+    described = with_notices(described, (told for source in sources for told in source.notices))
     return DocumentDataset(splits, ends, context, files.vocabulary, config, files.tokenizer, described, marks or None)
-
-
-def _left_out(described: dict[str, Any]) -> Iterator[str]:
-    """What to tell of rows and documents that were not used."""
-    if described["bad_rows"]:
-        first = described["first_bad_row"]
-        yield f"{described['bad_rows']} bad row(s) are left out (data.bad_rows=skip), the first: {first}."
-    if described["blank_documents"]:
-        yield f"{described['blank_documents']} blank document(s) are left out."
 
 
 def tokenized(config: DocumentsConfig, sources: list[Source]) -> Path:

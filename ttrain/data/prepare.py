@@ -33,7 +33,10 @@ def prepare(config: TextConfig | DocumentsConfig, destination: Path | str, *, pr
         raise DataError(f"{final} exists already. Give another folder, or remove it first.")
     if isinstance(config, DocumentsConfig):
         sources = find_sources(config)
-        return write_folder(final, lambda folder: fill_documents(folder, config, sources, Bars(progress)), _ADVICE)
+        told = [notice for source in sources for notice in source.notices]
+        return write_folder(
+            final, lambda folder: fill_documents(folder, config, sources, Bars(progress), told), _ADVICE
+        )
     corpus = Corpus(config)
     return write_folder(final, lambda folder: _fill(folder, corpus, config, Bars(progress)), _ADVICE)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -14,8 +15,9 @@ from ttrain.core.errors import DataError
 from ttrain.core.folders import at_home
 from ttrain.core.names import listed
 from ttrain.core.units import format_bytes
+from ttrain.data.chat.conversation import TOOLS, Chat, json_kind, parsed
 from ttrain.data.chat.jinja import TokenizerTemplate, chat_settings, template_file
-from ttrain.data.chat.messages import TOOLS, Rendered, Span, Template, json_kind
+from ttrain.data.chat.messages import Rendered, Span, Template
 from ttrain.data.corpus import NAME_ROWS, ROW_SUFFIXES, Listing, files_in, holds_json, not_text
 from ttrain.data.formats.compressed import OnBytes, is_compressed, open_unpacked, plain_name
 from ttrain.data.formats.tables import TABLES, row_value, saved_dataset, table_rows
@@ -30,7 +32,9 @@ _NOT_READ = {
     ".zip": "is compressed; unpack it",
     ".csv": "is a table; convert it to .jsonl",
 }
+_UNREAD = ("documents", "functions", "chat_template_kwargs")  # beside a conversation
 _NAMED_KEYS = 8  # most that an error message lists
+_CHUNK_ROWS, _CHUNK_BYTES = 64, 1 << 18  # read at once: their conversations are rendered in one request
 
 
 class Document(NamedTuple):
@@ -62,11 +66,21 @@ class Source:
 
 @dataclass
 class Skipped:
-    """What was left out while documents were read."""
+    """Counts of what was left out while documents were read."""
 
     blank: int = 0
     bad_rows: int = 0
     first_bad: str | None = None  # what was wrong with the first of them
+    unread: Counter[str] = field(default_factory=Counter)  # rows that have such a thing
+
+    def notices(self) -> Iterator[str]:
+        """Tell of rows and documents that were not used, or not as a whole."""
+        if self.bad_rows:
+            yield f"{self.bad_rows} bad row(s) are left out (data.bad_rows=skip), the first: {self.first_bad}."
+        if self.blank:
+            yield f"{self.blank} blank document(s) are left out."
+        for what, rows in self.unread.items():
+            yield f"{rows} row(s) have {what}."
 
 
 def find_sources(config: DocumentsConfig) -> list[Source]:
@@ -136,68 +150,103 @@ class Reader:
                 raise DataError(f"data.sources: cannot read {file}: {error.strerror or error}.") from error
 
     def _rows(self, file: Path, rows: Iterator[tuple[int, Any]]) -> Iterator[Document]:
-        for number, row in rows:
-            if isinstance(row, str) and not row.strip():
-                continue
-            try:
-                document = self._document(row, f"{file}:{number}")
-            except ValueError as error:
-                problem = f"{file}:{number}: {error}"
-                if self._config.bad_rows == "stop":
-                    raise DataError(
-                        f"{problem}. Mend the row, or leave such rows out with data.bad_rows=skip."
-                    ) from None
-                self.skipped.bad_rows += 1
-                self.skipped.first_bad = self.skipped.first_bad or problem
-                continue
-            yield document
+        for chunk in _chunks(rows):
+            read = [(f"{file}:{number}", self._read(row)) for number, row in chunk]
+            chats = [found for _, found in read if isinstance(found, Chat)]
+            rendered = iter(self._template.render_all(chats) if chats else [])
+            for place, found in read:
+                text = next(rendered) if isinstance(found, Chat) else found
+                document = text if isinstance(text, Exception) else self._document(text, place)
+                if isinstance(document, Document):
+                    yield document
+                else:
+                    self._leave_out(f"{place}: {document}", document)
 
-    def _document(self, given: Any, place: str) -> Document:
-        """The document of a line of JSON or of a row of a table. Raises ValueError, which says what is wrong."""
+    def _leave_out(self, problem: str, error: Exception) -> None:
+        """Count a row that can't be used. Raises DataError where such a row stops the run."""
+        if isinstance(error, DataError):  # a template that takes too much would do so again
+            raise DataError(problem)
+        if self._config.bad_rows == "stop":
+            raise DataError(f"{problem}. Mend the row, or leave such rows out with data.bad_rows=skip.")
+        self.skipped.bad_rows += 1
+        self.skipped.first_bad = self.skipped.first_bad or problem
+
+    def _read(self, given: Any) -> str | Chat | ValueError:
+        """Return the text or conversation of a line of JSON or a row of a table, or what is wrong with it."""
         try:
             row: Any = json.loads(given) if isinstance(given, str) else row_value(given)
+            return self._field(row)
         except json.JSONDecodeError as error:
-            raise ValueError(f"not JSON: {error.msg} at column {error.colno} (a row is one line)") from None
+            return ValueError(f"not JSON: {error.msg} at column {error.colno} (a row is one line)")
         except RecursionError:
-            raise ValueError("not JSON that can be read: too many brackets inside each other") from None
-        if isinstance(row, list) and any(isinstance(item, dict) and self._config.text_key in item for item in row):
-            raise ValueError("is a list of rows, not one conversation; write each row in a line of its own")
-        found = self._chat(row) if isinstance(row, list) else self._field(row)
+            return ValueError("not JSON that can be read: too many brackets inside each other")
+        except ValueError as error:
+            return error
+
+    def _document(self, found: str | Rendered, place: str) -> Document | ValueError:
         text = found if isinstance(found, str) else found.text
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"has {text[error.start]!a}, half of a surrogate pair, which is no character") from None
+            return ValueError(f"has {text[error.start]!a}, half of a surrogate pair, which is no character")
         if isinstance(found, str):
             return Document(text, place)
+        if self._config.loss_on == "replies" and not any(start < end for start, end in found.replies):
+            return ValueError("has no reply of the assistant, so data.loss_on=replies would learn nothing of it")
         return Document(text, place, found.replies, isinstance(self._template, TokenizerTemplate))
 
-    def _chat(self, messages: list[Any], tools: Any = None) -> Rendered:
-        found = self._template.render(messages, tools)
-        if self._config.loss_on == "replies" and not any(start < end for start, end in found.replies):
-            raise ValueError("has no reply of the assistant, so data.loss_on=replies would learn nothing of it")
-        return found
-
-    def _field(self, row: Any) -> str | Rendered:
-        text_key, chat_key = self._config.text_key, self._config.chat_key
+    def _field(self, row: Any) -> str | Chat:
+        text_key, chat_key, learns = self._config.text_key, self._config.chat_key, self._config.loss_on
+        if isinstance(row, list):
+            if any(isinstance(item, dict) and text_key in item for item in row):
+                raise ValueError("is a list of rows, not one conversation; write each row in a line of its own")
+            return Chat.of(row, learns=learns)
         if not isinstance(row, dict):
             raise ValueError(f"is {json_kind(row)}, not an object with {text_key!r} or {chat_key!r}")
-        # A null under one key leaves the choice to the other.
-        key = next((key for key in (text_key, chat_key) if row.get(key) is not None), None)
-        key = key or next((key for key in (text_key, chat_key) if key in row), None)
-        value = row[key] if key is not None else None
+        # A null or blank value under one key leaves the choice to the other.
+        keys = [key for key in (text_key, chat_key) if key in row]
+        filled = [key for key in keys if not _is_blank(row[key])]
+        key = next(iter(filled or keys), None)
+        value = parsed(row[key]) if key == chat_key else row[key] if key else None
         if key == text_key and isinstance(value, str):
+            if filled == [text_key, chat_key]:
+                self.skipped.unread[f"{chat_key!r} beside {text_key!r}, of which only the text is read"] += 1
             return value
         if key == chat_key and isinstance(value, list):
-            return self._chat(value, row.get(TOOLS))
+            unread = _UNREAD if isinstance(self._template, TokenizerTemplate) else (TOOLS, *_UNREAD)
+            for name in (name for name in unread if row.get(name)):
+                self.skipped.unread[f"{name!r}, which data.template={self._config.template} is not given"] += 1
+            return Chat.of(value, row.get(TOOLS), learns)
         if key is not None:
             raise ValueError(
                 f"{key!r} is {json_kind(value)}, not {'text' if key == text_key else 'a list of messages'}"
             )
-        keys = ", ".join(list(map(str, row))[:_NAMED_KEYS]) or "none"
+        named = ", ".join(list(map(str, row))[:_NAMED_KEYS]) or "none"
         raise ValueError(
-            f"has neither {text_key!r} (data.text_key) nor {chat_key!r} (data.chat_key); its keys are {keys}"
+            f"has neither {text_key!r} (data.text_key) nor {chat_key!r} (data.chat_key); its keys are {named}"
         )
+
+
+def _is_blank(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
+def _chunks(rows: Iterator[tuple[int, Any]]) -> Iterator[list[tuple[int, Any]]]:
+    """Group rows that are not blank, so that their conversations are rendered together."""
+    chunk, size = list[tuple[int, Any]](), 0
+    try:
+        for number, row in rows:
+            if isinstance(row, str) and not row.strip():
+                continue
+            chunk.append((number, row))
+            size += len(row) if isinstance(row, str) else row.nbytes
+            if len(chunk) == _CHUNK_ROWS or size > _CHUNK_BYTES:
+                yield chunk
+                chunk, size = [], 0
+    except DataError:  # behind the rows that can be read
+        yield chunk
+        raise
+    yield chunk
 
 
 def chat_template(config: DocumentsConfig) -> Template | TokenizerTemplate:

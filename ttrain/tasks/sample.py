@@ -106,14 +106,16 @@ def run(config: Config) -> None:
         print_source(opened.source, opened.tokenizer, prompt, opened.stop)
 
 
-def _rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """Place and content of every prompt: a text, or the messages that a reply is wanted to."""
+def _rows(file: Path) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the place and the content of every prompt, which is a text or the messages to answer, and its tools."""
+    from ttrain.data.chat.conversation import parsed
+
     try:
         lines = file.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"sample.prompts={file}: can't be read: {error}. Give a file with a prompt a line.") from None
     for number, line in enumerate(lines, 1):
-        place, row = f"{file}:{number}", line  # type: tuple[str, Any]
+        place, row, tools = f"{file}:{number}", line, None  # type: tuple[str, Any, Any]
         if not line.strip():
             continue
         if file.suffix.lower() == ".jsonl":
@@ -121,22 +123,25 @@ def _rows(file: Path) -> Iterator[tuple[str, Any]]:
                 given = json.loads(line)
             except (json.JSONDecodeError, RecursionError) as error:
                 raise UserError(f"{place}: not JSON: {error}. Write a row a line.") from None
-            row = given.get("prompt", given.get("messages")) if isinstance(given, dict) else given
+            row = given
+            if isinstance(given, dict):
+                prompt, tools = given.get("prompt"), given.get("tools")
+                row = prompt if prompt or "messages" not in given else parsed(given["messages"])
             if not isinstance(row, str | list):
                 raise UserError(f"{place}: has neither a text 'prompt' nor a list 'messages'.")
             if not row:
                 raise UserError(f"{place}: is empty. Give a text, or at least one message.")
-        yield place, row
+        yield place, row, tools
 
 
-def _write_results(opened: Opened, rows: list[tuple[str, Any]]) -> None:
-    """What follows each prompt, a row of JSON for each sample, to sample.results or stdout.
+def _write_results(opened: Opened, rows: list[tuple[str, Any, Any]]) -> None:
+    """Write what follows each prompt, a row of JSON for each sample, to sample.results or stdout.
 
     The file grows beside its place and takes it when it is whole, so what an interrupted command wrote is not lost.
     """
     from ttrain.train.sampling.stream import print_text
 
-    texts = [(row, *_prompt(opened, place, row)) for place, row in rows]
+    texts = [(row, *_prompt(opened, place, row, tools)) for place, row, tools in rows]
     target = opened.config.sample.results
     if target is None:
         _answer(opened, texts, print_text)
@@ -153,15 +158,17 @@ def _write_results(opened: Opened, rows: list[tuple[str, Any]]) -> None:
     print(f"{file}: {counted(len(texts) * opened.config.sample.count, 'row')}.", file=sys.stderr)
 
 
-def _prompt(opened: Opened, place: str, row: Any) -> tuple[list[int], Stop]:
-    """Ids of a prompt and what ends its answers. Raises UserError that names the row."""
+def _prompt(opened: Opened, place: str, row: Any, tools: Any) -> tuple[list[int], Stop]:
+    """Return the ids of a prompt and what ends its answers. Raises UserError that names the row."""
     from ttrain.train.sampling.draw import encode_prompt
 
     if isinstance(row, str):
         return encode_prompt(opened.tokenizer, row, opened.end_token), opened.stop
     try:
         template = opened.template()
-        return opened.tokenizer.encode(template.prompt(row)), opened.stop.also(opened.tokenizer, ending_of(template))
+        return opened.tokenizer.encode(template.prompt(row, tools)), opened.stop.also(
+            opened.tokenizer, ending_of(template)
+        )
     except ValueError as error:
         raise UserError(f"{place}: {error}.") from None
 

@@ -132,6 +132,16 @@ def test_ctrl_c_ends_it(run: Path, asked: list[str], monkeypatch: pytest.MonkeyP
     assert len(asked) == 2
 
 
+def test_rows_of_prompts_with_nulls_tools_and_json_as_text(run: Path, tmp_path: Path, asked: list[str]) -> None:
+    chat = [{"role": "user", "content": [{"type": "text", "text": "who"}]}]
+    rows = [{"prompt": None, "messages": chat}, {"prompt": "", "messages": json.dumps(chat)}, {"prompt": chat}]
+    rows += [{"messages": chat, "tools": "[]"}, {"prompt": "who", "messages": None}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answers = [f"sample.prompts={tmp_path}/prompts.jsonl", "device=cpu", "engine=dynamic"]
+    assert main(["task=sample", f"run.dir={run}", *answers]) == 0
+    assert asked == [message("user", "who") + "<|im_start|>assistant\n"] * 4 + ["who"]
+
+
 def test_a_file_of_prompts(run: Path, tmp_path: Path, asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
     chat = [{"role": "user", "content": "who"}]

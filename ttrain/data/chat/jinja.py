@@ -1,31 +1,34 @@
-"""The chat template that a tokenizer brings, rendered in the sandbox, and which parts of a text are replies."""
+"""The chat template that comes with a tokenizer: conversations as text, and where in it the replies are."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ttrain.core.errors import DataError
+from ttrain.data.chat.conversation import REPLIES, Chat, fitted_calls, joined_parts
 from ttrain.data.chat.messages import Rendered, Span
-from ttrain.data.chat.sandbox import Exceeded, Meter, compiled
+from ttrain.data.chat.sandbox import SANDBOX, Exceeded, Job
 from ttrain.data.end_token import CONFIG_FILE, read_token_ids, read_tokenizer_config, token_text
 
 TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_PROBE = {"role": REPLIES, "content": "\ue001"}  # a reply that begins as no other does
+_Made = TypeVar("_Made")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 def template_file(file: Path) -> Path:
-    """Where the template of a tokenizer.json stands, if there is one."""
+    """Return where the template of a tokenizer.json stands, if there is one."""
     beside = file.with_name(TEMPLATE_FILE)
     return beside if os.path.exists(beside) else file.with_name(CONFIG_FILE)
 
 
 def chat_settings(file: Path, key: str = "data.template=tokenizer") -> dict[str, Any]:
-    """`tokenizer_settings` with a template. Raises DataError where there is none."""
+    """Return `tokenizer_settings` with a template. Raises DataError where there is none."""
     settings = tokenizer_settings(file)
     if "chat_template" not in settings:
         raise DataError(
@@ -36,10 +39,10 @@ def chat_settings(file: Path, key: str = "data.template=tokenizer") -> dict[str,
 
 
 def tokenizer_settings(file: Path) -> dict[str, Any]:
-    """What the files beside a tokenizer.json say, in the form of a tokenizer_config.json.
+    """Return what the files beside a tokenizer.json say, in the form of a tokenizer_config.json.
 
-    That is `chat_template`, a text, which a file of its own may hold, and the special tokens that templates name, where
-    they are there. The ids that the configs of a model beside it name come with them, under their names there.
+    The keys are `chat_template`, a text, which a file of its own may hold; the special tokens that templates name; and
+    the ids of special tokens in the config.json and generation_config.json of a model. Each is there where it is known.
     """
     config = read_tokenizer_config(file.with_name(CONFIG_FILE))
     found: Any = config.get("chat_template")
@@ -58,83 +61,170 @@ def tokenizer_settings(file: Path) -> dict[str, Any]:
 
 
 class TokenizerTemplate:
-    """A chat template of Transformers, from `chat_settings`. `replies` tells the parts that the assistant wrote.
+    """A chat template of Transformers, from `chat_settings`. With `replies` it tells what the assistant wrote.
 
-    Those are what the template itself marks with {% generation %}. In one without marks a reply reaches from the prompt
-    for it, which the template makes, to where the next message begins. `place` says where the template is from.
+    Replies are what the template itself marks with {% generation %}. In one without marks a reply reaches from the
+    prompt for it, which the template makes, to where the next message begins. `place` says where the template is from.
 
-    Raises DataError for what is no template, and whenever a rendering takes too long or too much memory.
+    Raises DataError for what is no template, and where a rendering takes too long or too much memory.
     """
 
     def __init__(self, settings: Mapping[str, Any], replies: bool = False, place: object = "the tokenizer") -> None:
-        source: str = settings["chat_template"]
-        self._names = {name: settings[name] for name in SPECIAL if name in settings}
-        self._marks: tuple[str, ...] = ()
-        if replies and _GENERATION.search(source):
+        self._source: str = settings["chat_template"]
+        self._names = {name: settings[name] for name in SPECIAL if name in settings} | {"documents": None}
+        self._marks = ("", "")
+        if replies and _GENERATION.search(self._source):
             nonce = str(int.from_bytes(os.urandom(8), "big"))  # filters such as upper leave digits alone
             self._marks = (f"\ue000{nonce}(", f"\ue000{nonce})")
-        self._replies, self._place, self._meter = replies, place, Meter()
-        self._template = compiled(source, self._meter, *self._marks)
+        self._replies, self._place = replies, place
+        self._answers([])
 
     def render(self, messages: Sequence[Any], tools: Any = None) -> Rendered:
-        """A conversation as text. Raises ValueError, which says what is wrong with it."""
-        if not messages:
-            raise ValueError("has no messages")
-        plain = _plain(messages)
-        text = self._text(plain, tools)
-        if not self._replies:
-            return Rendered(text)
-        if self._marks:
-            return _unmarked(text, *self._marks)
-        replies = (number for number, message in enumerate(plain) if message["role"] == "assistant")
-        return Rendered(text, tuple(self._reply(text, plain, number, tools) for number in replies))
+        """Return a conversation as text. Raises ValueError, which says what is wrong with it."""
+        (found,) = self.render_all([Chat.of(messages, tools)])
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def render_all(self, chats: Sequence[Chat]) -> list[Rendered | Exception]:
+        """Return conversations as texts, with a ValueError in the place of each that can't be used.
+
+        A DataError, for one that takes too much, is the last.
+        """
+        found: list[Any] = []
+        for chat in chats:
+            found.append(_tried(self._fitted, chat))
+            if isinstance(found[-1], DataError):
+                break
+        fitting = [number for number, chat in enumerate(found) if isinstance(chat, Chat)]
+        answers = self._answers([self._job(found[number], self._variants(found[number])) for number in fitting])
+        for number, answer in zip(fitting, answers, strict=False):
+            found[number] = _tried(self._rendered, found[number], answer)
+            if isinstance(found[number], DataError):
+                return found[: number + 1]
+        return found
 
     def prompt(self, messages: Sequence[Any], tools: Any = None) -> str:
-        """The text that the next reply follows."""
-        text = self._text(_plain(messages), tools, True)
-        return _unmarked(text, *self._marks).text if self._marks else text
+        """Return the text that the next reply follows."""
+        text, _ = self._first(self._fitted(Chat.of(messages, tools)), prompting=True)
+        return _unmarked(text, *self._marks).text if self._marks[0] else text
 
-    def _text(self, messages: list[Any], tools: Any, prompting: bool = False) -> str:
-        from jinja2 import TemplateError
-
-        known = {**self._names, "messages": messages, "tools": tools, "documents": None}
-        self._meter.start()
+    def _answers(self, jobs: list[Job]) -> list[Any]:
         try:
-            text: str = self._template.render(**known, add_generation_prompt=prompting)
+            return SANDBOX.render(self._source, self._marks, jobs)
         except Exceeded as error:
-            raise DataError(
-                f"the chat template of {self._place} {error}, so it may never end. Mend it, or give "
-                "data.template=chatml, plain or a text."
-            ) from None
-        except TemplateError as error:
-            raise ValueError(f"the tokenizer's chat template refuses it: {error.message or error}") from None
-        except Exception as error:  # whatever a template may do wrong
-            raise ValueError(f"the tokenizer's chat template fails: {type(error).__name__}: {error}") from None
-        return text
+            raise self._over(error) from None
 
-    def _reply(self, text: str, messages: list[Any], number: int, tools: Any) -> Span:
-        """Where reply `number` lies in the text: after what the template writes before a reply."""
-        before, prompt = (self._text(messages[:number], tools, asked) if number else "" for asked in (False, True))
-        through = self._text(messages[: number + 1], tools)
-        if not (through.startswith(before) and text.startswith(through)):
+    def _over(self, error: Exceeded) -> DataError:
+        return DataError(
+            f"the chat template of {self._place} {error}. Mend it, or give data.template=chatml, plain or a text."
+        )
+
+    def _job(self, chat: Chat, variants: list[tuple[list[Any], bool]]) -> Job:
+        return {**self._names, "tools": chat.tools}, variants
+
+    def _checked(self, answer: Any) -> tuple[str, list[list[int]]]:
+        """Return an answer of the renderer. Raises ValueError, or DataError, for one that is none."""
+        if isinstance(answer, Exceeded):
+            raise self._over(answer)
+        if isinstance(answer, str):
+            raise ValueError(f"the tokenizer's chat template {answer}")
+        return answer[0], answer[1]
+
+    def _first(self, chat: Chat, *variants: tuple[list[Any], bool], prompting: bool = False) -> Any:
+        """Return a conversation's text, and how further variants of it compare."""
+        (answer,) = self._answers([self._job(chat, [(chat.messages, prompting), *variants])])
+        return self._checked(answer)
+
+    def _fitted(self, chat: Chat) -> Chat:
+        """Return the conversation with its values in the form that the template expects.
+
+        A template that knows text alone writes a list or an object as Python does, and one that expects an object
+        writes a text as JSON once more.
+        """
+        if not chat.messages:
+            raise ValueError("has no messages")
+        for number, message in enumerate(chat.messages, 1):
+            if not isinstance(message.get("role"), str):
+                raise ValueError(f"message {number} is not an object with a role")
+        messages = [{key: value for key, value in each.items() if value is not None} for each in chat.messages]
+        for fit in (joined_parts, fitted_calls):
+            if any(fit(message, None) is not message for message in messages):
+                shown = _tried(self._first, chat._replace(messages=messages))
+                if isinstance(shown, DataError):
+                    raise shown
+                text = None if isinstance(shown, Exception) else shown[0]
+                messages = [fit(message, text) for message in messages]
+        return chat._replace(messages=messages)
+
+    def _variants(self, chat: Chat) -> list[tuple[list[Any], bool]]:
+        """Return what has to be rendered to find the replies of a conversation, the whole of it first."""
+        messages = chat.messages
+        found = [(messages, False)]
+        if self._marks[0]:
+            parts = range(1, len(messages) + 1) if chat.silent else ()
+            return found + [(messages[:number], False) for number in parts]
+        for number in chat.replies if self._replies else ():
+            found += [(messages[:number], False), (messages[:number], True)] if number else [([_PROBE], False)]
+            found.append((messages[: number + 1], False))
+        return found
+
+    def _rendered(self, chat: Chat, answer: Any) -> Rendered:
+        """Return the text and the replies of a conversation by the renderer's answer to its variants."""
+        text, compared = self._checked(answer)
+        for number, message in enumerate(chat.messages, 1):
+            if isinstance(content := message.get("content"), dict) and repr(content) in text:
+                raise ValueError(f"message {number} has as content an object, which the chat template can't write")
+        if self._marks[0]:
+            return _silenced(_unmarked(text, *self._marks), chat, [marks for _, _, marks in compared])
+        left = iter(compared)
+        return Rendered(text, tuple(self._reply(chat, text, number, left) for number in chat.replies if self._replies))
+
+    def _reply(self, chat: Chat, text: str, number: int, compared: Iterator[list[int]]) -> Span:
+        """Return where reply `number` lies in the text: after what the template writes before a reply."""
+        shared, before, _ = next(compared) if number else (0, 0, 0)
+        prompt, asked, _ = next(compared)
+        same, end, _ = next(compared)
+        if shared < before or same < end:
             raise ValueError(
                 f"message {number + 1}: the tokenizer's chat template writes earlier messages another way once later "
                 "ones follow, so the reply can't be told from the rest. Use data.loss_on=all"
             )
-        shared = next((place for place, pair in enumerate(zip(prompt, through)) if pair[0] != pair[1]), len(prompt))
-        return max(len(before), min(shared, len(through))), len(through)
+        if number and prompt == asked == before:
+            _, ((header, _, _),) = self._first(chat, ([*chat.messages[:number], _PROBE], False))
+            if text[before:header].strip():
+                raise ValueError(
+                    f"message {number + 1}: the tokenizer's chat template ignores add_generation_prompt, so "
+                    f"{text[before:header]!r} before the reply would be learnt with it. Write it where "
+                    "add_generation_prompt is true, mark the replies with {% generation %}, or use data.loss_on=all"
+                )
+        return max(before, min(prompt, end)), end
 
 
-def _plain(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages without what is null, which templates would write as None."""
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"message {number} is not an object with a role")
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+def _tried(make: Callable[..., _Made], *given: Any) -> _Made | Exception:
+    """Return what is made, or the error of a conversation that can't be used."""
+    try:
+        return make(*given)
+    except (ValueError, DataError) as error:
+        return error
+
+
+def _silenced(rendered: Rendered, chat: Chat, counts: list[int]) -> Rendered:
+    """Leave out the marked parts of messages that are not learnt; `counts` are the parts up to each message."""
+    if not chat.silent:
+        return rendered
+    if counts != sorted(counts) or counts[-1] != len(rendered.replies):
+        raise ValueError("the tokenizer's chat template marks other parts once later messages follow")
+    kept = [
+        slice(start, end)
+        for number, (start, end) in enumerate(zip([0, *counts], counts, strict=False))
+        if number not in chat.silent
+    ]
+    return rendered._replace(replies=tuple(span for part in kept for span in rendered.replies[part]))
 
 
 def _unmarked(text: str, opening: str, closing: str) -> Rendered:
-    """The text without the marks, and what lay between them. Raises ValueError where they stand inside each other."""
+    """Return the text without the marks, and what lay between them. Raises ValueError for nested marks."""
     spans: list[Span] = []
     whole = start = 0
     pieces: list[str] = []

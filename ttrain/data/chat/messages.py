@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from string import Formatter
 from typing import Any, NamedTuple
 
 from ttrain.core.errors import DataError
 from ttrain.core.names import with_line_breaks
+from ttrain.data.chat.conversation import REPLIES, Chat, joined_parts, json_kind
 
 Span = tuple[int, int]  # start and end of characters
-TOOLS = "tools"  # column, or key of a row, with the tools that a conversation may call
-REPLIES = "assistant"  # the role whose messages are replies
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 # One message each. {role} is the role as the row has it, {Role} begins with a capital letter.
@@ -23,23 +21,15 @@ TEMPLATES = {
 _PARTS = ("role", "Role", "content")
 
 
-def json_kind(value: Any) -> str:
-    """What a value of JSON is called there."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    kinds = {str: "a text", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return kinds.get(type(value), f"a {type(value).__name__}")  # tables hold more than JSON can
-
-
 class Rendered(NamedTuple):
-    """A conversation as text, and which parts of it are replies."""
+    """A conversation as text, and the parts of it that are replies."""
 
     text: str
     replies: tuple[Span, ...] = ()
 
 
 class Template:
-    """What a message becomes: a named template, or a text with {role}, {Role} and {content}.
+    """A template that is filled in for each message: a named one, or a text with {role}, {Role} and {content}.
 
     In a text of the user's, the two characters `\\n` stand for a line break and doubled braces for single ones. Raises
     DataError for an unknown name or another field.
@@ -66,28 +56,30 @@ class Template:
         self._parts = [(literal, name) for literal, name, _, _ in parts]
 
     def render(self, messages: Iterable[Any], tools: Any = None) -> Rendered:
-        """The conversation as one text; line breaks at its end are left out. Of a reply its content and what follows
-        it count.
+        """Return a conversation as text. Raises ValueError, which says what is wrong with it."""
+        return self._render(Chat.of(messages, tools))
 
-        Raises ValueError, which says what is wrong with a message.
-        """
-        text, replies = "", list[Span]()
-        for number, message in enumerate(messages, 1):
-            before, rest = self._message(number, message)
-            if message["role"] == REPLIES:
-                replies.append((len(text) + len(before), len(text) + len(before) + len(rest)))
-            text += before + rest
-        text = text.rstrip("\n")
-        return Rendered(text, tuple((start, min(end, len(text))) for start, end in replies))
+    def render_all(self, chats: Sequence[Chat]) -> list[Rendered | Exception]:
+        """Return conversations as texts, with a ValueError in the place of each that can't be used."""
+        found: list[Rendered | Exception] = []
+        for chat in chats:
+            try:
+                found.append(self._render(chat))
+            except ValueError as error:
+                found.append(error)
+        return found
 
     def prompt(self, messages: Iterable[Any], tools: Any = None) -> str:
-        """The text that the next reply follows."""
-        asked = [*messages, {"role": REPLIES, "content": ""}]
+        """Return the text that the next reply follows."""
+        chat = Chat.of(messages, tools)
+        if chat.tools:
+            raise ValueError("has tools, which only the template of a tokenizer can write")
+        asked = [*chat.messages, {"role": REPLIES, "content": ""}]
         *told, (before, _) = (self._message(number, message) for number, message in enumerate(asked, 1))
         return "".join(map("".join, told)) + before.rstrip(" ")  # a blank belongs to the word after it
 
     def to_jinja(self) -> str:
-        """The same as a template for Transformers' apply_chat_template."""
+        """Return a template for Transformers' apply_chat_template that writes the same."""
         fields = {"role": "message['role']", "Role": "message['role'] | capitalize", "content": "message['content']"}
 
         def joined(parts: Iterable[tuple[str, str | None]], values: Mapping[str, str]) -> str:
@@ -101,10 +93,22 @@ class Template:
             f"{{% endset -%}}{{{{ text ~ {joined(asked, reply)} if add_generation_prompt else text.rstrip('\\n') }}}}"
         )
 
-    def _message(self, number: int, message: Any) -> tuple[str, str]:
-        """What comes before its content, and the rest."""
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+    def _render(self, chat: Chat) -> Rendered:
+        """Join the messages, without line breaks at the end. Of a reply its content and what follows it count."""
+        text, replies, learnt = "", list[Span](), set(chat.replies)
+        for number, message in enumerate(chat.messages):
+            before, rest = self._message(number + 1, message)
+            if number in learnt:
+                replies.append((len(text) + len(before), len(text) + len(before) + len(rest)))
+            text += before + rest
+        text = text.rstrip("\n")
+        return Rendered(text, tuple((start, min(end, len(text))) for start, end in replies))
+
+    def _message(self, number: int, message: dict[str, Any]) -> tuple[str, str]:
+        """Return what comes before the content of a message, and the rest."""
+        if not {"role", "content"} <= message.keys():
             raise ValueError(f"message {number} is not an object with role and content")
+        message = joined_parts(message, None)
         role, content = message["role"], message["content"]
         if role not in ROLES:
             given = repr(role) if isinstance(role, str) else json_kind(role)
@@ -119,6 +123,6 @@ class Template:
 
 
 def _quoted(text: str) -> str:
-    """As a text in a template of Jinja2."""
+    """Return a text as it is written in a template of Jinja2."""
     escaped = text.encode("unicode_escape").decode().replace("'", "\\'")
     return f"'{escaped}'"

@@ -10,13 +10,14 @@ from typing import Any
 
 from ttrain.core.errors import DataError
 from ttrain.core.names import listed
-from ttrain.data.chat.messages import TOOLS
+from ttrain.data.chat.conversation import TOOLS
 from ttrain.data.corpus import READ_BYTES, Listing
 from ttrain.data.formats.compressed import OnBytes, missing_library
 
 TABLES = (".parquet", ".arrow")
 _BATCH_BYTES = 1 << 20  # of a Parquet file's values held at once, unless one row has more
 _BATCH_ROWS = 1024
+_TEXTS = ("string", "large_string", "string_view")
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -148,8 +149,8 @@ def _columns(file: Path, schema: Any, text_key: str, chat_key: str) -> list[str]
         columns.append(TOOLS)
     is_text, kind = columns[0] == text_key, schema.field(columns[0]).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    checks = ("string", "large_string", "string_view") if is_text else ("list", "large_list", "fixed_size_list")
-    if not any(getattr(pa.types, f"is_{check}")(kind) for check in (*checks, "null")):
+    lists = () if is_text else ("list", "large_list", "fixed_size_list")  # else they are JSON as text
+    if not any(getattr(pa.types, f"is_{check}")(kind) for check in (*_TEXTS, *lists, "null")):
         wanted = "text" if is_text else "a list of messages"
         key = "text_key" if is_text else "chat_key"
         raise DataError(

@@ -1,0 +1,51 @@
+"""A tokenizer for chats, with a template beside it, and Transformers' reading of both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttrain.data.library_tokenizer import train_bpe
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = train_bpe(["Say hi twice, again and again. Be brief. user assistant system\n"] * 20, 300)
+    for token in ("<|im_start|>", "<|im_end|>", "<|endoftext|>"):
+        tokenizer = tokenizer.with_token(token)
+    (folder / "tokenizer.json").write_text(tokenizer.to_json())
+    return folder
+
+
+def configured(folder: Path, template: Any, **more: Any) -> dict[str, Any]:
+    described = {
+        "bos_token": {"content": "<|endoftext|>"},
+        "eos_token": "<|im_end|>",
+        "chat_template": template,
+        **more,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    return described
+
+
+@pytest.fixture
+def empty_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A current folder and a cache without anything in them."""
+    monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def theirs(folder: Path, template: str) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        chat_template=template,
+        clean_up_tokenization_spaces=False,
+        **special,
+    )
