@@ -81,7 +81,6 @@ class Training:
         sections = config.model, config.train, config.optimizer
         warm = build.build_warm_start(*sections, self.model) if model is None else None
         adapters = build.build_adapters(config.lora, self.model) if model is None else None
-        self._batch: Batch = {}
         with ExitStack() as stack:
             device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
             if not device.computes:
@@ -95,10 +94,8 @@ class Training:
             if adapters is not None:
                 adapters.apply(self._session.state, self.model)
             self._built = self._session.build_training()
-            self._driver = build.build_driver(
-                self.model, device, self._built, lambda step: self._batch, *config.rate_parts, config.run.seed,
-                session.prepare, world=world,
-            )  # fmt: skip
+            self._train_step = session.train_step(self._built, config.run.seed, world)
+            self._rates = build.build_rates(self.model, *config.rate_parts)
             self._stack = stack.pop_all()
 
     def step(self, batch: Batch, lr: float | None = None) -> StepResult:
@@ -108,12 +105,12 @@ class Training:
         """
         from ttrain.optim.groups import learning_rates
 
-        driver, self._batch = self._driver, batch
+        step, rates = self.steps + 1, self._rates
         if lr is not None:
             optimizer = replace(self.config.optimizer, lr=lr)
-            driver = replace(driver, rates=learning_rates(self.model.parameters(), optimizer, lambda step: 1.0))
-        result = driver(self.steps + 1)
-        self.steps += 1
+            rates = learning_rates(self.model.parameters(), optimizer, lambda step: 1.0)
+        result = self._train_step(batch, rates(step), step)
+        self.steps = step
         return result
 
     def evaluate(self, batch: Batch) -> float:

@@ -21,7 +21,7 @@ from ttrain.data.tokens import open_tokens
 from ttrain.train.checkpoint.checkpoint import Checkpoint
 from ttrain.train.checkpoint.retention import find_checkpoint
 from ttrain.train.forecast.out_of_memory import is_out_of_memory
-from ttrain.train.steps.step import StepUnderWay, TrainStep
+from ttrain.train.steps.step import StepResult, TrainStep
 
 QUIET = [
     "logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=1", "train.log_every=1", "train.peak_tflops=1",
@@ -82,13 +82,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, np.ndarray]]:
     """Every batch that a step was given."""
     batches: list[dict[str, np.ndarray]] = []
-    start = TrainStep.start
+    start = TrainStep.__call__
 
-    def recorded(self: TrainStep, batch: Any, *given: Any) -> StepUnderWay:
+    def recorded(self: TrainStep, batch: Any, *given: Any) -> StepResult:
         batches.append({name: np.asarray(array) for name, array in batch.items()})
         return start(self, batch, *given)
 
-    monkeypatch.setattr(TrainStep, "start", recorded)
+    monkeypatch.setattr(TrainStep, "__call__", recorded)
     return batches
 
 
@@ -169,16 +169,16 @@ def test_a_rollback_reads_again_what_followed_the_checkpoint(
 ) -> None:
     overrides, opened = SOURCES["text-epoch"]
     attempt(16, 2, *overrides)
-    start, bad = TrainStep.start, [5]
+    start, bad = TrainStep.__call__, [5]
 
-    def sometimes(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> StepUnderWay:
-        under_way = start(self, batch, rates, step, *given)
+    def sometimes(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> StepResult:
+        result = start(self, batch, rates, step, *given)
         if step in bad:
             bad.remove(step)
-            object.__setattr__(under_way.finish(), "loss", float("nan"))
-        return under_way
+            result.loss = float("nan")
+        return result
 
-    monkeypatch.setattr(TrainStep, "start", sometimes)
+    monkeypatch.setattr(TrainStep, "__call__", sometimes)
     attempt(4, 6, "guard.nonfinite=rollback", "train.save_every=1")
     stream = joined([opened().batch("train", 1337, 0, 48)])
     assert np.array_equal(joined(seen), np.concatenate([stream[:44], stream[40:48]]))
@@ -190,16 +190,16 @@ def test_a_batch_in_smaller_parts_after_running_out_of_memory_is_the_same_batch(
     """The second attempt's first try fails at its third step, for which no checkpoint was saved yet."""
     overrides, opened = SOURCES["text-epoch"]
     attempt(16, 2, *overrides)
-    start, short = TrainStep.start, [5]
+    start, short = TrainStep.__call__, [5]
 
-    def sometimes(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> StepUnderWay:
+    def sometimes(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> StepResult:
         if step in short:
             short.remove(step)
             raise MemoryError("no memory")
         return start(self, batch, rates, step, *given)
 
     assert is_out_of_memory(MemoryError())
-    monkeypatch.setattr(TrainStep, "start", sometimes)
+    monkeypatch.setattr(TrainStep, "__call__", sometimes)
     attempt(4, 6, "recover.oom=shrink", "train.save_every=3")
     stream = joined([opened().batch("train", 1337, 0, 48)])
     assert np.array_equal(joined(seen), np.concatenate([stream[:40], stream[36:48]]))

@@ -41,10 +41,10 @@ WORDS = [
 def measured(run: Path, pairs: int) -> dict[str, Any]:
     """Trains; when each step ended, and for every save the seconds that it was waited for and that it computed."""
     found: dict[str, Any] = {"ends": {}, "waited": [], "cpu": []}
-    after, save, write = Loop._evaluate_and_save, Saver.save, Saver._write
+    after, save, write = Loop._save_and_evaluate, Saver.save, Saver._write
 
     def timed_after(loop: Loop) -> None:
-        found["ends"].setdefault(loop.progress.step, time.perf_counter())
+        found["ends"].setdefault(loop.context.progress.step, time.perf_counter())
         after(loop)
 
     def timed_save(saver: Saver, *arguments: Any, **options: Any) -> None:
@@ -57,7 +57,7 @@ def measured(run: Path, pairs: int) -> dict[str, Any]:
         write(saver, *arguments)
         found["cpu"].append(time.thread_time() - before)
 
-    replaced = ((Loop, "_evaluate_and_save", timed_after), (Saver, "save", timed_save), (Saver, "_write", timed_write))
+    replaced = ((Loop, "_save_and_evaluate", timed_after), (Saver, "save", timed_save), (Saver, "_write", timed_write))
     for owner, name, function in replaced:
         setattr(owner, name, function)
     try:
@@ -65,7 +65,7 @@ def measured(run: Path, pairs: int) -> dict[str, Any]:
         with contextlib.redirect_stdout(sys.stderr):
             assert ttrain([*WORDS, *overrides]) == 0
     finally:
-        Loop._evaluate_and_save, Saver.save, Saver._write = after, save, write  # type: ignore[method-assign]
+        Loop._save_and_evaluate, Saver.save, Saver._write = after, save, write  # type: ignore[method-assign]
     return found
 
 

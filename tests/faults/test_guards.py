@@ -94,7 +94,7 @@ def test_stop_names_step_tensor_and_checkpoint(train: Train, poisoned: Any, caps
     poisoned({5: math.nan})
     assert train("run.dir=run") == 1
     errors = capsys.readouterr().err
-    assert "Step 5: train/loss is nan. The first tensor with NaN or Inf is" in errors and "(step 4)" in errors
+    assert "Step 5: train/loss is nan. The first tensor with NaN or Inf is input" in errors and "(step 4)" in errors
     assert [c.step for c in list_checkpoints(Path("run/checkpoints"))[0]] == [2, 4]
     assert kinds("run")[-1] == "failed"
 

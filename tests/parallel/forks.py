@@ -92,16 +92,16 @@ def at_step(rank: int, number: int, fault: Callable[[], object]) -> Change:
     """A fault of one rank as it begins a step."""
 
     def change(here: int) -> None:
-        from ttrain.train.steps.driver import Driver
+        from ttrain.train.steps.step import TrainStep
 
-        begin = Driver.start
+        run = TrainStep.__call__
 
-        def start(self: Driver, step: int) -> Any:
+        def start(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> Any:
             if here == rank and step == number:
                 fault()
-            return begin(self, step)
+            return run(self, batch, rates, step, *given)
 
-        Driver.start = start  # type: ignore[method-assign]
+        TrainStep.__call__ = start  # type: ignore[method-assign]
 
     return change
 
@@ -171,15 +171,15 @@ def _data(rank: int) -> None:
 
 def _overflow(rank: int) -> None:
     """Rank 1's rows of step 4 are so large that their loss is infinite."""
-    from ttrain.train.steps.driver import Driver
+    from ttrain.train.steps.phases import Reader
 
-    made = Driver.inputs
+    read = Reader.__call__
 
-    def inputs(self: Driver, number: int) -> Any:
-        batch, rates = made(self, number)
-        return {**batch, "inputs": batch["inputs"] * (1e30 if rank == 1 and number == 4 else 1)}, rates
+    def inputs(self: Reader, number: int) -> Any:
+        batch = read(self, number)
+        return {**batch, "inputs": batch["inputs"] * (1e30 if rank == 1 and number == 4 else 1)}
 
-    Driver.inputs = inputs  # type: ignore[method-assign]
+    Reader.__call__ = inputs  # type: ignore[method-assign]
 
 
 GROWING = ["train.accumulation=2", "train.batch_schedule=[2,4]", "train.phase_steps=3"]

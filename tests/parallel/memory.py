@@ -30,19 +30,19 @@ def told(folder: Path) -> Change:
     def change(rank: int) -> None:
         import psutil
 
-        from ttrain.train.steps.driver import Driver
+        from ttrain.train.steps.step import TrainStep
 
-        before, begin = psutil.Process().memory_info().rss, Driver.start
+        before, run = psutil.Process().memory_info().rss, TrainStep.__call__
 
-        def start(self: Driver, step: int) -> Any:
+        def start(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> Any:
             if step == STEPS:
-                device = next(iter(self.step._steps.values())).engine.device
+                device = next(iter(self._steps.values())).engine.device
                 grown = psutil.Process().memory_info().rss - before
                 found = {"allocated": device.counters.allocated_bytes, "resident": grown}
                 (folder / f"rank{rank}.json").write_text(json.dumps(found))
-            return begin(self, step)
+            return run(self, batch, rates, step, *given)
 
-        Driver.start = start  # type: ignore[method-assign]
+        TrainStep.__call__ = start  # type: ignore[method-assign]
 
     return change
 

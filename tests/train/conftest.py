@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +20,17 @@ from ttrain.train.checkpoint.save import CheckpointContent
 from ttrain.train.logging.loggers import Console, Loggers
 from ttrain.train.logging.meter import Meter
 from ttrain.train.logging.metrics import MetricsFile
+from ttrain.train.loop.checkpoints import Checkpoints
+from ttrain.train.loop.context import Context
 from ttrain.train.loop.evaluate import Evaluation
+from ttrain.train.loop.evaluator import Evaluator
+from ttrain.train.loop.guards import LearningGuard
 from ttrain.train.loop.loop import Loop
+from ttrain.train.loop.nonfinite_guard import NonFiniteGuard
+from ttrain.train.loop.step_log import StepLog
 from ttrain.train.runs.run_directory import RunDirectory
-from ttrain.train.settings import TrainConfig
-from ttrain.train.steps.driver import Driver
-from ttrain.train.steps.phases import DataReader
+from ttrain.train.settings import GuardConfig, TrainConfig
+from ttrain.train.steps.phases import PhaseSchedule, Reader
 from ttrain.train.steps.step import TrainStep
 
 VOCABULARY = 11
@@ -192,7 +198,14 @@ def make_training(tmp_path: Path) -> Iterator[MakeTraining]:
     """Builds a training: `make_training(steps=.., ...)`; `resume=True` continues the run in `folder`."""
     made: list[Training] = []
 
-    def make(folder: str = "run", resume: bool = False, views: list[Any] | None = None, **settings: Any) -> Training:
+    def make(
+        folder: str = "run",
+        resume: bool = False,
+        views: list[Any] | None = None,
+        held_out: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        **settings: Any,
+    ) -> Training:
         from ttrain.train.checkpoint.retention import newest_complete
         from ttrain.train.logging.metrics import cut_metrics
 
@@ -209,25 +222,27 @@ def make_training(tmp_path: Path) -> Iterator[MakeTraining]:
             progress = Progress.of(checkpoint)
             cut_metrics(run_directory.metrics, progress.step, progress.evaluated_at == progress.step)
         loggers = Loggers(MetricsFile(run_directory.metrics), Console(bar=False), views or [])
-        reader = DataReader.of(config, 1, progress.step, progress.read)
-        loop = Loop(
-            config=config,
-            driver=Driver(
-                TrainStep(model.steps(config.accumulation), config.batch_size // config.accumulation, seed=7),
-                reader.batches(dataset, 7),
-                lambda step: {"lr": 0.5 * (1 - step / 100)},
-                last=config.steps,
-            ),
-            evaluation=Evaluation(model.evaluate, dataset, 4, config.eval_sequences),
-            reader=reader,
-            state=model.state,
-            run_directory=run_directory,
-            loggers=loggers,
-            meter=Meter(),
-            content=lambda progress, loss: CheckpointContent(
+        context = Context(config, model.state, run_directory, loggers, progress, held_out=held_out)
+        context.check_held_out()
+        checkpoints = Checkpoints(
+            context,
+            lambda progress, loss: CheckpointContent(
                 progress.step, {"model": {"name": "bigram"}}, progress.to_dict(), '{"characters": "ab"}', loss
             ),
-            progress=progress,
+            clock,
+        )
+        reader = Reader(dataset, 7, PhaseSchedule.of(config, 1), progress.step, progress.read)
+        guard = GuardConfig()
+        evaluation = Evaluation(model.evaluate, dataset, 4, config.eval_sequences)
+        loop = Loop(
+            context,
+            reader,
+            TrainStep(model.steps(config.accumulation), config.batch_size // config.accumulation, seed=7),
+            lambda step: {"lr": 0.5 * (1 - step / 100)},
+            Evaluator(context, evaluation, checkpoints),
+            checkpoints,
+            StepLog(context, Meter()),
+            (NonFiniteGuard(guard, context, checkpoints, reader), LearningGuard(guard, context)),
         )
         made.append(Training(loop, model, dataset, run_directory, loggers))
         return made[-1]

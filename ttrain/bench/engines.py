@@ -21,8 +21,8 @@ from ttrain.parallel.settings import ParallelConfig
 if TYPE_CHECKING:
     from ttrain.device.base import Device
     from ttrain.engine.base import Step
-    from ttrain.train.steps.driver import Driver
     from ttrain.train.steps.session import Session
+    from ttrain.train.steps.step import Stepper
     from ttrain.train.steps.step_graph import StepGraph
 
 
@@ -55,7 +55,7 @@ class EngineContender(Contender):
     device: Device
     session: Session
     built: Step
-    _drive: Driver
+    _run: Stepper
 
     def __init__(
         self,
@@ -72,9 +72,8 @@ class EngineContender(Contender):
 
     def build(self) -> None:
         from ttrain.engine.state import State
-        from ttrain.train.steps.driver import Driver
         from ttrain.train.steps.session import Session
-        from ttrain.train.steps.step import TrainStep
+        from ttrain.train.steps.step import Stepper
 
         case = self._case
         self._world = build.build_world(self._parallel, self._device_config)
@@ -89,12 +88,13 @@ class EngineContender(Contender):
         if graph.resident is not None:
             graph.resident.write(self.session.state, lambda *_: case.batches[0])
         batches, lr = case.batches, case.training.optimizer.lr
-        prepare, overlaps = self.session.prepare, self.device.overlaps
-        train = TrainStep(steps, graph.rows, case.seed, prepare=prepare, overlaps=overlaps, world=self._world)
-        self._drive = Driver(train, lambda number: batches[number % len(batches)], lambda _: {"lr": lr}, sys.maxsize)
+        train_step = self.session.train_step(steps, case.seed, self._world)
+        self._run = Stepper(
+            train_step, lambda number: batches[number % len(batches)], lambda _: {"lr": lr}, sys.maxsize
+        )
 
     def step(self, number: int) -> float:
-        return self._drive(number).loss
+        return self._run(number).loss
 
     def loss(self, handle: float) -> float:
         return handle

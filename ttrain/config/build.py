@@ -7,7 +7,7 @@ the modules behind the names, when they are called.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -39,14 +39,13 @@ if TYPE_CHECKING:
     from ttrain.bench.studies import Study
     from ttrain.data.batches import Dataset, Sizes
     from ttrain.device.base import Device
-    from ttrain.engine.base import Engine, Step
+    from ttrain.engine.base import Engine
     from ttrain.engine.state import State, StateTensor
-    from ttrain.models.base import Batch, Model, Prepare
+    from ttrain.models.base import Model
     from ttrain.optim.base import Optimizer
     from ttrain.train.checkpoint.adapters import PeftAdapter
     from ttrain.train.logging.loggers import Console, Logger
     from ttrain.train.runs.warm_start import WarmStart
-    from ttrain.train.steps.driver import Driver
     from ttrain.train.steps.resident import Resident
     from ttrain.train.steps.session import Session
 
@@ -242,30 +241,13 @@ def keeps_remainders(device: Device, engine: str) -> bool:
     return device.compiles and engine == "traced"
 
 
-def build_driver(
-    model: Model,
-    device: Device,
-    steps: Mapping[str, Step],
-    batch: Callable[[int], Batch],
-    train: TrainConfig,
-    optimizer: OptimizerConfig,
-    schedule: ScheduleConfig,
-    seed: int,
-    prepare: Prepare,
-    last: int = 0,
-    world: World | None = None,
-) -> Driver:
-    """What runs the built steps by their number, with seed and learning rates; see Driver for the rest."""
+def build_rates(
+    model: Model, train: TrainConfig, optimizer: OptimizerConfig, schedule: ScheduleConfig
+) -> Callable[[int], dict[str, float]]:
+    """Step, counted from 1, to its learning rates by the names of their step inputs."""
     from ttrain.optim.groups import learning_rates
-    from ttrain.train.steps.driver import Driver
-    from ttrain.train.steps.noise import NoiseScale
-    from ttrain.train.steps.step import TrainStep
 
-    rows = train.batch_size // train.accumulation // (1 if world is None else world.ranks.slices)
-    noise = NoiseScale(rows) if train.noise_scale else None
-    step = TrainStep(steps, rows, seed, prepare, device.overlaps, world, noise)
-    rates = learning_rates(model.parameters(), optimizer, build_schedule(schedule, train.steps))
-    return Driver(step, batch, rates, last)
+    return learning_rates(model.parameters(), optimizer, build_schedule(schedule, train.steps))
 
 
 def build_schedule(config: ScheduleConfig, steps: int) -> Callable[[int], float]:

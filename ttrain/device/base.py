@@ -203,6 +203,8 @@ class Device(ABC):
     caution: str | None = None  # what everybody who sees its numbers has to know, such as that it is simulated
 
     def __init__(self) -> None:
+        # Called between a launch and the read that blocks: another run on the same chip launches meanwhile.
+        self.turn: Callable[[], None] = lambda: None
         self.counters = DeviceCounters()
         self.last_words: list[Callable[[DeviceHang], None]] = []  # told before a process ends whose device hangs
         self._frozen_by: str | None = None

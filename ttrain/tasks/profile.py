@@ -23,7 +23,7 @@ from ttrain.train.settings import without_phases
 if TYPE_CHECKING:
     from ttrain.device.base import Device
     from ttrain.train.forecast.node_profile import NodeProfile
-    from ttrain.train.steps.driver import Driver
+    from ttrain.train.steps.step import Stepper
 
 WARM_UP = 3  # steps that build programs, and capture where the engine does
 
@@ -82,10 +82,10 @@ def _by_node(config: Config) -> NodeProfile:
             for at in (number, number + 1):
                 inputs = (*drive.inputs(at), at)
                 if at == number:
-                    plain.append(_seconds(device, partial(drive.step, *inputs)))
+                    plain.append(_seconds(device, partial(drive.train_step, *inputs)))
                 else:
-                    calls = drive.step.calls(*inputs)
-                    watched.append(_seconds(device, partial(drive.step.inspect, calls, watch.look, watch.ready)))
+                    calls = drive.train_step.calls(*inputs)
+                    watched.append(_seconds(device, partial(drive.train_step.inspect, calls, watch.look, watch.ready)))
             spans.append(watch.spans())
         names = (device.name, config.engine.name)
         return NodeProfile.of(*names, config.profile.top, plain, watched, rates, spans, ways)
@@ -99,11 +99,10 @@ def _seconds(device: Device, call: Callable[[], object]) -> float:
 
 
 @contextmanager
-def _warmed(config: Config, steps: int) -> Iterator[tuple[Device, Driver, dict[str, str]]]:
+def _warmed(config: Config, steps: int) -> Iterator[tuple[Device, Stepper, dict[str, str]]]:
     """The open device, what drives so many steps more than warm it up on the largest batches, and who multiplies."""
     from ttrain.tasks.training.setup import set_up
     from ttrain.train.forecast.show import product_ways
-    from ttrain.train.steps.phases import Position
 
     config = dataclasses.replace(config, train=without_phases(config.train))
     with ExitStack() as stack:
@@ -112,7 +111,7 @@ def _warmed(config: Config, steps: int) -> Iterator[tuple[Device, Driver, dict[s
         session = stack.enter_context(closing(setup.open(device)))
         setup.origin.set_values(session, config.run.seed)
         built = {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
-        drive = setup.driver(session, built, setup.reader(0, Position()), last=WARM_UP + steps)
+        drive = setup.stepper(session, built, WARM_UP + steps)
         for number in waited_for(range(1, WARM_UP + 1), "Warming up"):
             drive(number)
         yield device, drive, product_ways(session.engine)

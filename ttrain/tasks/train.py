@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from typing import cast
 
 from ttrain.config import build
 from ttrain.config.schema import Config
@@ -37,7 +36,7 @@ def run(config: Config) -> float | None:
 
 
 def _run(config: Config) -> float | None:
-    from ttrain.tasks.training.attempt import turns
+    from ttrain.tasks.training.attempt import train
     from ttrain.tasks.training.dry_run import dry_run
     from ttrain.train.runs.summary import unit_of
 
@@ -53,11 +52,6 @@ def _run(config: Config) -> float | None:
         console = build.build_console(given.logger)
         console.unit = unit_of(setup.dataset.description)
         if device.computes:
-            turn = turns(setup, device, console, StopRequests(world.ranks.count > 1))
-            while True:
-                try:
-                    next(turn)
-                except StopIteration as end:
-                    return cast(float | None, end.value)
+            return train(setup, device, console, StopRequests(world.ranks.count > 1))
         dry_run(setup, device, console.say)
         return None

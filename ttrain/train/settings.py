@@ -331,11 +331,6 @@ class GuardConfig:
         "checkpoint with a lower learning rate",
         choices=("stop", "skip", "rollback"),
     )
-    search_seconds: float = option(
-        60.0,
-        "seconds of training that a stop may repeat, from the newest checkpoint on, to name the first bad tensor",
-        minimum=0,
-    )
     activations: bool = option(
         False, "also watch the norm of the activations that the loss reads, and record it as activation_norm"
     )

@@ -24,8 +24,9 @@ from ttrain.train.logging.events import read_events
 from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.loop import saver
 from ttrain.train.loop.evaluate import EvaluationResult
+from ttrain.train.settings import GuardConfig
 from ttrain.train.steps.seeds import step_seed
-from ttrain.train.steps.step import StepResult, StepUnderWay, TrainStep
+from ttrain.train.steps.step import StepResult, TrainStep
 
 MakeTraining = Any
 
@@ -46,14 +47,14 @@ def steps_on_disk(training: Any) -> list[int]:
 
 def interrupt_after(training: Any, step: int, number: int = signal.SIGINT) -> None:
     """Sends the process a signal while the step runs."""
-    original = training.loop.driver.step.start
+    original = training.loop.train_step
 
-    def start(batch: Any, rates: Any, current: int, following: Any) -> StepUnderWay:
+    def run(batch: Any, rates: Any, current: int, upcoming: Any) -> StepResult:
         if current == step:
             os.kill(os.getpid(), number)
-        return original(batch, rates, current, following)
+        return original(batch, rates, current, upcoming)
 
-    training.loop.driver.step.start = start
+    training.loop.train_step = run
 
 
 def reference_run(training: Any, steps: int) -> list[float]:
@@ -181,7 +182,7 @@ def test_evaluation_uses_held_out_batches_only(make_training: MakeTraining) -> N
         picked = logits[np.arange(len(logits)), targets[targets >= 0]]
         total += (np.log(np.exp(logits).sum(1)) - picked).sum()
         count += len(logits)
-    assert training.loop.progress.val_loss == pytest.approx(total / count, rel=1e-6)
+    assert training.loop.context.progress.val_loss == pytest.approx(total / count, rel=1e-6)
 
 
 def test_whole_held_out_split(make_training: MakeTraining) -> None:
@@ -196,7 +197,7 @@ def test_last_step_is_evaluated_and_saved_once(make_training: MakeTraining) -> N
     assert [line["step"] for line in lines(training) if "val/loss" in line] == [5]
     assert steps_on_disk(training) == [5]
     manifest = json.loads((training.run_directory.checkpoints / "step_00000005" / "manifest.json").read_text())
-    assert manifest["val_loss"] == training.loop.progress.val_loss
+    assert manifest["val_loss"] == training.loop.context.progress.val_loss
 
 
 def test_saves_by_steps_keep_the_newest(make_training: MakeTraining) -> None:
@@ -206,10 +207,9 @@ def test_saves_by_steps_keep_the_newest(make_training: MakeTraining) -> None:
 
 
 def test_saves_by_time(make_training: MakeTraining) -> None:
-    training = make_training(steps=6, save_every=None, save_minutes=1.0, keep_last=9, eval_every=None)
     seconds = iter(range(0, 10_000, 25))
-    training.loop.clock = lambda: float(next(seconds))
-    training.loop.__post_init__()
+    settings = {"save_every": None, "save_minutes": 1.0, "keep_last": 9, "eval_every": None}
+    training = make_training(steps=6, clock=lambda: float(next(seconds)), **settings)
     training.loop.run()
     assert 1 < len(steps_on_disk(training)) < 6
 
@@ -217,7 +217,7 @@ def test_saves_by_time(make_training: MakeTraining) -> None:
 def test_the_best_is_kept(make_training: MakeTraining) -> None:
     training = make_training(steps=8, eval_every=1, save_every=None, keep_last=1)
     values = map(EvaluationResult, [3.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0])
-    training.loop.evaluation = lambda stopped: next(values)
+    training.loop.evaluate.evaluation = lambda stopped: next(values)
     progress = training.loop.run()
     assert (progress.best_step, progress.best_val_loss) == (2, 1.0)
     assert steps_on_disk(training) == [2, 8]
@@ -226,7 +226,7 @@ def test_the_best_is_kept(make_training: MakeTraining) -> None:
 def test_early_stop(make_training: MakeTraining) -> None:
     training = make_training(steps=20, eval_every=2, early_stop=2, min_improvement=0.5)
     values = map(EvaluationResult, [3.0, 2.0, 1.8, 1.6, 0.1])
-    training.loop.evaluation = lambda stopped: next(values)
+    training.loop.evaluate.evaluation = lambda stopped: next(values)
     progress = training.loop.run()
     assert (progress.step, progress.best_step, progress.stale_evaluations) == (8, 4, 2)
     assert steps_on_disk(training)[-1] == 8
@@ -256,7 +256,7 @@ def test_resumed_run_is_the_uninterrupted_one(
     assert losses(training) == losses(whole)
     for name, array in whole.model.state.arrays.items():
         assert array.tobytes() == training.model.state.arrays[name].tobytes()
-    ended, expected = training.loop.progress.to_dict(), whole.loop.progress.to_dict()
+    ended, expected = training.loop.context.progress.to_dict(), whole.loop.context.progress.to_dict()
     assert ended.pop("seconds") > 0 and expected.pop("seconds") > 0
     assert ended == expected
 
@@ -295,7 +295,7 @@ def test_a_stop_during_an_evaluation_leaves_it_to_the_next_attempt(make_training
     original = training.dataset.batch
 
     def batch(split: str, *arguments: Any, **named: Any) -> Any:
-        if split == "val" and training.loop.progress.step == 8:
+        if split == "val" and training.loop.context.progress.step == 8:
             os.kill(os.getpid(), signal.SIGINT)
         return original(split, *arguments, **named)
 
@@ -337,7 +337,7 @@ def test_outside_the_main_thread_signals_are_left_alone(make_training: MakeTrain
     thread = threading.Thread(target=run)
     thread.start()
     thread.join(150)
-    assert failures == [] and training.loop.progress.step == 12
+    assert failures == [] and training.loop.context.progress.step == 12
 
 
 def test_nan_loss_stops_and_names_step_tensor_and_checkpoint(make_training: MakeTraining) -> None:
@@ -516,13 +516,13 @@ def test_a_kill_during_an_evaluation_loses_no_step(
     child = os.fork()
     if child == 0:
         training = make_training("run", **settings)
-        original = training.loop.evaluation
+        original = training.loop.evaluate.evaluation
 
         def kill(stopped: Any) -> Any:
-            if training.loop.progress.step < step:
+            if training.loop.context.progress.step < step:
                 return original(stopped)
             if step < settings["steps"]:
-                training.loop.saver.join()  # the save beside training needs its time; at the last step it is waited for
+                training.loop.checkpoints.saver.join()  # the save beside training needs its time
             os.kill(os.getpid(), signal.SIGKILL)
 
         def added_too_late(path: Path, *_: Any, **__: Any) -> None:
@@ -531,12 +531,12 @@ def test_a_kill_during_an_evaluation_loses_no_step(
         if added:
             monkeypatch.setattr(saver, "note_progress", added_too_late)
         else:
-            training.loop.evaluation = kill
+            training.loop.evaluate.evaluation = kill
         training.loop.run()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     again = make_training("run", resume=True, **settings)
-    assert again.loop.progress.step == step and again.loop.progress.evaluated_at != step
+    assert again.loop.context.progress.step == step and again.loop.context.progress.evaluated_at != step
     again.loop.run()
     assert losses(again) == losses(whole)
     for name, array in whole.model.state.arrays.items():
@@ -563,7 +563,7 @@ def test_tensors_are_written_once_and_the_loss_is_added(
     training = make_training(steps=8, save_every=2, eval_every=2, keep_last=1, async_save=asynchronous)
     values = [3.0, 1.0, 2.0, 2.5]
     results = map(EvaluationResult, values)
-    training.loop.evaluation = lambda stopped: next(results)
+    training.loop.evaluate.evaluation = lambda stopped: next(results)
     training.loop.run()
     assert written == [(step, None) for step in (2, 4, 6, 8)]
     kept = list_checkpoints(training.run_directory.checkpoints)[0]
@@ -577,7 +577,7 @@ def test_tensors_are_written_once_and_the_loss_is_added(
 def test_the_best_between_two_saves_is_saved_with_its_loss(make_training: Any) -> None:
     training = make_training(steps=6, save_every=4, eval_every=3, keep_last=1)
     results = map(EvaluationResult, [1.0, 2.0])
-    training.loop.evaluation = lambda stopped: next(results)
+    training.loop.evaluate.evaluation = lambda stopped: next(results)
     training.loop.run()
     kept = list_checkpoints(training.run_directory.checkpoints)[0]
     assert [(checkpoint.step, checkpoint.val_loss) for checkpoint in kept] == [(3, 1.0), (6, 2.0)]
@@ -586,13 +586,13 @@ def test_the_best_between_two_saves_is_saved_with_its_loss(make_training: Any) -
 def test_a_step_that_is_trained_again_is_saved_again(make_training: Any) -> None:
     """As after a rollback: what is on the disk under the step's name is of another history."""
     training = make_training(steps=4, save_every=2, eval_every=None, async_save=False, keep_last=9)
-    loop, table = training.loop, training.model.state.arrays
+    loop, table, folder = training.loop, training.model.state.arrays, training.run_directory.checkpoints
     loop.run()
-    loop._resumed_from(2)
-    table["table.weight"] = table["table.weight"] + 1
-    loop._saved = None
-    loop._save(wait=True)
-    stored = read_checkpoint(training.run_directory.checkpoints / "step_00000004").weights()["table.weight"]
+    (folder / "step_00000004").rename(folder.parent / "aside")
+    assert loop.checkpoints.roll_back(4, "Step 4 was bad.", GuardConfig()) and loop.context.progress.step == 2
+    (folder.parent / "aside").rename(folder / "step_00000004")
+    loop.run()  # with half the learning rate
+    stored = read_checkpoint(folder / "step_00000004").weights()["table.weight"]
     assert stored.tobytes() == table["table.weight"].tobytes()
 
 

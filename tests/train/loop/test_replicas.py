@@ -6,7 +6,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ from ttrain.cli import main
 from ttrain.config import build
 from ttrain.core.errors import NonFiniteError
 from ttrain.device.torch.device import TorchDevice
-from ttrain.tasks.training.replicas import side_by_side
+from ttrain.tasks.training.replicas import Baton, side_by_side
 from ttrain.train.checkpoint.retention import list_checkpoints
 from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.runs.run_directory import read_config
-from ttrain.train.steps.step import StepUnderWay, TrainStep
+from ttrain.train.steps.step import StepResult, TrainStep
 
 COMMON = [
     "model=mlp", "model.width=8", "train.batch_size=4", "train.eval_every=3", "train.eval_sequences=8", "train.steps=6",
@@ -91,18 +91,18 @@ def test_both_stop_at_a_signal_and_resume_together_or_alone(
     chip: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The signal comes while the first is in step 2 and the second after step 1: each ends the step that it is in."""
-    original, before = TrainStep.start, signal.getsignal(signal.SIGTERM)
+    original, before = TrainStep.__call__, signal.getsignal(signal.SIGTERM)
     calls: list[int] = []
 
-    def start(self: TrainStep, batch: Any, rates: Any, step: int, following: Any = None) -> StepUnderWay:
+    def start(self: TrainStep, batch: Any, rates: Any, step: int, upcoming: Any = None) -> StepResult:
         calls.append(step)
         if calls.count(2) == 1 and step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, batch, rates, step, following)
+        return original(self, batch, rates, step, upcoming)
 
     two = [*COMMON, *TWO, "replicas.seed=[4,5]"]
     with monkeypatch.context() as patch:
-        patch.setattr(TrainStep, "start", start)
+        patch.setattr(TrainStep, "__call__", start)
         assert main([*two, f"run.dir={tmp_path / 'two'}"]) == 130
     assert signal.getsignal(signal.SIGTERM) == before
     folders = [tmp_path / "two" / f"replica-{number}" for number in (0, 1)]
@@ -115,27 +115,28 @@ def test_both_stop_at_a_signal_and_resume_together_or_alone(
     assert losses(folders[1])[-1] == losses(tmp_path / "whole")[-1]
 
 
-def turns(name: str, count: int, log: list[str], ends: Callable[[], float]) -> Iterator[None]:
-    for _ in range(count):
-        log.append(name)
-        yield
-    return ends()  # type: ignore[return-value]
-
-
 def test_turns_alternate_and_a_failure_waits_for_the_others() -> None:
-    def fail() -> float:
-        raise NonFiniteError("train/loss is nan")
-
     log: list[str] = []
-    assert side_by_side([turns("a", 2, log, lambda: 1.5), turns("b", 3, log, lambda: 0.5)]) == [1.5, 0.5]  # type: ignore[list-item]
+
+    def run(baton: Baton, number: int, turns: int, ends: float) -> Callable[[], float]:
+        def body() -> float:
+            for _ in range(turns):
+                log.append("ab"[number])
+                baton.pass_on(number)
+            if ends < 0:
+                raise NonFiniteError("train/loss is nan")
+            return ends
+
+        return body
+
+    baton = Baton(2)
+    assert side_by_side([run(baton, 0, 2, 1.5), run(baton, 1, 3, 0.5)], baton) == [1.5, 0.5]
     assert "".join(log) == "ababb"
     log.clear()
     told: list[int] = []
+    baton = Baton(2)
     with pytest.raises(NonFiniteError, match="train/loss is nan"):
-        side_by_side(
-            [turns("a", 1, log, fail), turns("b", 3, log, lambda: 0.5)],  # type: ignore[list-item]
-            lambda number, error: told.append(number),
-        )
+        side_by_side([run(baton, 0, 1, -1.0), run(baton, 1, 3, 0.5)], baton, lambda number, error: told.append(number))
     assert ("".join(log), told) == ("abbb", [0])
 
 

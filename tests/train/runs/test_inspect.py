@@ -57,7 +57,7 @@ def runs(make_training: Any, tmp_path: Path) -> dict[str, Path]:
         if name == "finished":
             training.run_directory.write_summary({"step": 12, "steps": 12, "model": "bigram", "parameters": 121})
         else:
-            training.loop.config.steps = 4
+            training.loop.context.config.steps = 4
             training.loop.run()
         training.close()
     failed = make_training("failed", poison_step=6)

@@ -260,11 +260,9 @@ def test_the_same_text_elsewhere_is_the_same(texts: None, capsys: Any) -> None:
 
 
 def attempt(make_training: Any, held_out: str, values: list[float], **settings: Any) -> Any:
-    training = make_training(eval_every=2, save_every=2, keep_last=1, async_save=False, **settings)
-    training.loop.held_out = held_out
-    training.loop.__post_init__()
+    training = make_training(eval_every=2, save_every=2, keep_last=1, async_save=False, held_out=held_out, **settings)
     results = map(EvaluationResult, values)
-    training.loop.evaluation = lambda stopped: next(results)
+    training.loop.evaluate.evaluation = lambda stopped: next(results)
     training.loop.run()
     training.close()
     return training
@@ -274,9 +272,9 @@ def test_patience_best_and_what_is_kept(make_training: Any) -> None:
     """Steps 2 to 6 on one text, from 6 on another: the checkpoint of step 6 is measured again, on the new one."""
     first = attempt(make_training, "one", [1.0, 2.0, 3.0], steps=6, early_stop=3)
     folder = first.run_directory.checkpoints
-    assert (first.loop.progress.best_step, first.loop.progress.stale_evaluations) == (2, 2)
+    assert (first.loop.context.progress.best_step, first.loop.context.progress.stale_evaluations) == (2, 2)
     second = attempt(make_training, "two", [9.0, 7.0, 8.0], steps=10, early_stop=3, resume=True)
-    progress = second.loop.progress
+    progress = second.loop.context.progress
     assert (progress.step, progress.best_step, progress.best_val_loss, progress.stale_evaluations) == (10, 8, 7.0, 1)
     best = best_checkpoint(folder)
     assert best is not None and (best.step, best.val_loss) == (8, 7.0)

@@ -177,10 +177,10 @@ def test_speed_of_a_run_with_all_its_attempts(make_training: MakeTraining, tmp_p
         loop, batch, evaluation, log = (
             training.loop,
             training.dataset.batch,
-            training.loop.evaluation,
-            training.loop.loggers.log,
+            training.loop.evaluate.evaluation,
+            training.loop.context.loggers.log,
         )
-        loop.meter = Meter(clock=lambda: now[0])
+        loop.log.meter = Meter(clock=lambda: now[0])
 
         def take(seconds: float, value: Any) -> Any:
             now[0] += seconds
@@ -190,18 +190,18 @@ def test_speed_of_a_run_with_all_its_attempts(make_training: MakeTraining, tmp_p
         training.dataset.batch = lambda split, *rest: take(
             next(seconds) if split == "train" else 0, batch(split, *rest)
         )
-        loop.evaluation = lambda stopped: take(100, evaluation(stopped))
-        loop.loggers.log = lambda metrics: take(0.5 if "train/loss" in metrics else 0, log(metrics))
+        loop.evaluate.evaluation = lambda stopped: take(100, evaluation(stopped))
+        loop.context.loggers.log = lambda metrics: take(0.5 if "train/loss" in metrics else 0, log(metrics))
         return training
 
     first = slowed(make_training(steps=8))
     first.loop.run()
-    done = first.loop.progress
+    done = first.loop.context.progress
     assert done.seconds == 7 * 1.5 + 21.5
     first.close()
     second = slowed(make_training(resume=True, steps=10))
     second.loop.run()
-    progress, run = second.loop.progress, second.run_directory
+    progress, run = second.loop.context.progress, second.run_directory
     assert progress.step == 10 and progress.seconds == 32 + 2 * 1.5
     assert make_summary(progress).tokens_per_s == round(progress.tokens / 35, 1)
     assert recorded_steps(run.metrics).step_ms == 1500  # but for the first line of an attempt, and the slow step

@@ -30,9 +30,9 @@ from ttrain.optim.settings import AdamWConfig
 from ttrain.train.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.settings import TrainConfig
-from ttrain.train.steps.phases import DataReader, Phase, PhaseSchedule, Position
+from ttrain.train.steps.phases import Phase, PhaseSchedule, Position, Reader
 from ttrain.train.steps.session import Session
-from ttrain.train.steps.step import StepUnderWay, TrainStep
+from ttrain.train.steps.step import StepResult, TrainStep
 
 MODEL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=32", "model.dropout=0.1"]
 PHASES = ["train.length_schedule=[8,16,32]", "train.phase_steps=6"]
@@ -92,7 +92,7 @@ def test_phases_and_what_came_before_them() -> None:
     for done, step in ((0, 1), (0, 9), (4, 7), (8, 20), (14, 15)):  # counted step by step
         read = [schedule.at(each) for each in range(done + 1, step)]
         samples, tokens = sum(phase.rows for phase in read), sum(phase.rows * phase.length for phase in read)
-        assert DataReader(done, Position(5, 7), schedule).before(step) == (5 + samples, 7 + tokens)
+        assert Reader(None, 0, schedule, done, Position(5, 7)).before(step) == (5 + samples, 7 + tokens)
     assert PhaseSchedule.of(TrainConfig(), 32).phases == (Phase(32, 16),)
 
 
@@ -133,13 +133,13 @@ def test_a_resume_may_give_a_schedule_without_the_model(train: Any, capsys: pyte
 
 def test_steps_read_the_stream_without_gap_or_overlap(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[np.ndarray] = []
-    start = TrainStep.start
+    start = TrainStep.__call__
 
-    def recorded(self: TrainStep, batch: Any, *given: Any) -> StepUnderWay:
+    def recorded(self: TrainStep, batch: Any, *given: Any) -> StepResult:
         seen.append(np.asarray(batch["tokens"]))
         return start(self, batch, *given)
 
-    monkeypatch.setattr(TrainStep, "start", recorded)
+    monkeypatch.setattr(TrainStep, "__call__", recorded)
     grows = ["train.accumulation=4", "train.batch_schedule=[1,3,4]"]
     assert train(*grows, "run.dir=first", "train.steps=9") == 0
     assert train(*grows, "run.dir=first", "resume=auto", "train.steps=15") == 0
@@ -222,16 +222,16 @@ def test_a_run_under_the_earlier_keys_goes_on_as_one_under_these(train: Any, mon
 
 
 def test_a_rollback_over_a_phase_goes_back_to_the_shorter_length(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, poisoned = TrainStep.start, []
+    start, poisoned = TrainStep.__call__, []
 
-    def sometimes(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> StepUnderWay:
-        under_way = start(self, batch, rates, step, *given)
+    def sometimes(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> StepResult:
+        result = start(self, batch, rates, step, *given)
         if step == 8 and not poisoned:
             poisoned.append(batch["tokens"].shape)
-            object.__setattr__(under_way.finish(), "loss", float("nan"))
-        return under_way
+            result.loss = float("nan")
+        return result
 
-    monkeypatch.setattr(TrainStep, "start", sometimes)
+    monkeypatch.setattr(TrainStep, "__call__", sometimes)
     assert train("run.dir=first", "train.steps=9", "guard.nonfinite=rollback", "train.eval_every=9") == 0
     assert poisoned == [(4, 16)]
     assert [(event["step"], event["length"]) for event in events("first", "phase")] == [(7, 16), (6, 8), (7, 16)]

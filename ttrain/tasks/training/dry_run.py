@@ -14,15 +14,12 @@ from ttrain.device.family import Failed, OutOfResources, family_of
 from ttrain.tasks.training.setup import Setup
 from ttrain.train.checkpoint.retention import is_dry_run
 from ttrain.train.settings import without_phases
-from ttrain.train.steps.phases import Position
 
 if TYPE_CHECKING:
     from ttrain.device.base import Device
     from ttrain.engine.base import Step
     from ttrain.train.runs.run_directory import RunDirectory
-    from ttrain.train.steps.driver import Driver
     from ttrain.train.steps.dry_run import StepCosts
-    from ttrain.train.steps.session import Session
 
 COMPARED = ("static", "dynamic")  # engines whose dispatch is measured beside that of the configured one
 
@@ -67,7 +64,7 @@ def _costed(setup: Setup, device: Device, say: Callable[[str], None]) -> None:
 def _built(setup: Setup, device: Device, say: Callable[[str], None]) -> None:
     """Builds all steps and launches one on a device that computes nothing; leaves nothing behind."""
     with closing(setup.open(device)) as session:
-        _driver(setup, session, session.build_training())(1)
+        setup.stepper(session, session.build_training())(1)
         say(
             f"Dry run: device {device.name} computes no values. Every step was built and one was launched; "
             f"nothing was trained or saved."
@@ -84,7 +81,7 @@ def _measured(
         steps.update(session.build_training())
         setup.record(run, session, steps, {"dry_run": warning})
         names = session.graph.train_steps()
-        result = measure(device, _driver(setup, session, steps), {name: steps[name] for name in names})
+        result = measure(device, setup.stepper(session, steps), {name: steps[name] for name in names})
         return result, asdict(session.engine.counters)
 
 
@@ -101,16 +98,11 @@ def _others(setup: Setup, device: Device, say: Callable[[str], None]) -> dict[st
             with closing(setup.open(device, name)) as session:
                 traces = session.graph.train_steps()
                 steps = {step: session.engine.build(step, trace) for step, trace in traces.items()}
-                found[name] = dispatch_ms(_driver(setup, session, steps))
+                found[name] = dispatch_ms(setup.stepper(session, steps))
         except RuntimeError as error:
             why = _failure(setup, device, {}, error)
             say(f"engine={name} does not fit, so its dispatch was not measured: {why}")
     return found
-
-
-def _driver(setup: Setup, session: Session, steps: Mapping[str, Step]) -> Driver:
-    """Of the first steps of a run."""
-    return setup.driver(session, steps, setup.reader(0, Position()))
 
 
 def _failure(setup: Setup, device: Device, steps: Mapping[str, Step], error: Exception) -> Exception:

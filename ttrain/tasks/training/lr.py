@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ttrain.device.base import Device
     from ttrain.tasks.training.setup import Setup
     from ttrain.train.logging.loggers import Console
-    from ttrain.train.steps.driver import Driver
+    from ttrain.train.steps.step import Rates
 
 ROOT = Path("outputs/lr")
 _NOISE = 4.0  # times the median distance of a loss from the mean around it: less is no rise and no fall
@@ -76,7 +76,6 @@ def _losses(
 ) -> tuple[list[float], list[float], bool]:
     """Rates and losses of the steps until the loss diverged or the ramp ended; whether it diverged."""
     from ttrain.train.forecast.out_of_memory import is_out_of_memory, memory_message
-    from ttrain.train.steps.phases import Position
 
     built: dict[str, Any] = {}
     rates: list[float] = []
@@ -87,10 +86,10 @@ def _losses(
                 setup.origin.set_values(session, setup.config.run.seed)
                 for name, trace in session.graph.train_steps().items():
                     built[name] = session.engine.build(name, trace)
-            driver = _rising(setup.driver(session, built, setup.reader(0, Position()), last=ramp.steps), setup, ramp)
+            run_step = setup.stepper(session, built, ramp.steps, _rising(setup, ramp))
             console.start(0, ramp.steps)
             for number in range(1, ramp.steps + 1):
-                result, rate = driver(number), rate_of(ramp, number)
+                result, rate = run_step(number), rate_of(ramp, number)
                 if not result.finite:
                     return rates, losses, True
                 rates.append(rate)
@@ -115,14 +114,10 @@ def rate_of(ramp: RampConfig, step: int) -> float:
     return float(ramp.low * (ramp.high / ramp.low) ** ((step - 1) / max(ramp.steps - 1, 1)))
 
 
-def _rising(driver: Driver, setup: Setup, ramp: RampConfig) -> Driver:
-    """The driver with every learning rate of the constant schedule in proportion to the ramp's."""
-    peak, constant = setup.config.optimizer.lr, driver.rates
-
-    def rates(step: int) -> Mapping[str, float]:
-        return {name: rate * rate_of(ramp, step) / peak for name, rate in constant(step).items()}
-
-    return replace(driver, rates=rates)
+def _rising(setup: Setup, ramp: RampConfig) -> Callable[[int], Rates]:
+    """Every learning rate of the constant schedule, in proportion to the ramp's."""
+    peak, constant = setup.config.optimizer.lr, setup.rates
+    return lambda step: {name: rate * rate_of(ramp, step) / peak for name, rate in constant(step).items()}
 
 
 def has_diverged(losses: Sequence[float], ramp: RampConfig) -> bool:

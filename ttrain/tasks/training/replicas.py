@@ -6,15 +6,17 @@ A replica has a run directory of its own, which is that of a plain run: it resum
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.errors import Interrupted
 from ttrain.device.family import family_of
-from ttrain.tasks.training.attempt import Turns, turns
+from ttrain.tasks.training.attempt import train
 from ttrain.tasks.training.dry_run import dry_run
 from ttrain.tasks.training.setup import set_up
 from ttrain.train.loop.interrupt import StopRequests
@@ -38,8 +40,12 @@ def run(config: Config) -> float | None:
         def failed(number: int, error: Exception) -> None:
             consoles[number].say(f"ended by {type(error).__name__}; the other replicas go on.")
 
-        stop = StopRequests()
-        results = side_by_side([turns(*each, stop) for each in zip(setups, parts, consoles, strict=True)], failed)
+        stop = stack.enter_context(StopRequests())  # handlers are set by the main thread alone
+        baton = Baton(len(parts))
+        for number, part in enumerate(parts):
+            part.turn = partial(baton.pass_on, number)
+        runs = [partial(train, *each, stop) for each in zip(setups, parts, consoles, strict=True)]
+        results = side_by_side(runs, baton, failed)
     losses = [loss for loss in results if loss is not None]
     return min(losses, default=None)
 
@@ -82,24 +88,61 @@ def _resumed(given: str, number: int) -> str:
     return str(own) if own.is_dir() else given
 
 
+class Baton:
+    """Lets one of several threads run at a time. The one that has the baton hands it to the next one that is left."""
+
+    def __init__(self, count: int) -> None:
+        self._left, self._holder, self._changed = list(range(count)), 0, threading.Condition()
+
+    def take(self, number: int) -> None:
+        """Wait until this thread has the baton."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._holder == number)
+
+    def pass_on(self, number: int) -> None:
+        """Give the others a turn each, and take the baton back."""
+        self._hand_over(number)
+        self.take(number)
+
+    def leave(self, number: int) -> None:
+        """Hand the baton on for good."""
+        self._hand_over(number)
+        with self._changed:
+            self._left.remove(number)
+
+    def _hand_over(self, number: int) -> None:
+        with self._changed:
+            self._holder = self._left[(self._left.index(number) + 1) % len(self._left)]
+            self._changed.notify_all()
+
+
 def side_by_side(
-    runs: Sequence[Turns], failed: Callable[[int, Exception], None] = lambda number, error: None
+    runs: Sequence[Callable[[], float | None]],
+    baton: Baton,
+    failed: Callable[[int, Exception], None] = lambda number, error: None,
 ) -> list[float | None]:
-    """What the runs return, in their order. Told of every failure, and raises one once the others have ended too."""
+    """Run each in a thread, one at a time, as the baton goes. Return what they return, in their order.
+
+    `failed` is told of every failure; one is raised once the others have ended too.
+    """
     results: dict[int, float | None] = {}
     failures: list[Exception] = []
-    left = dict(enumerate(runs))
-    while left:
-        for number, run in list(left.items()):
-            try:
-                next(run)
-            except StopIteration as end:
-                results[number] = end.value
-                del left[number]
-            except Exception as error:
-                failures.append(error)
-                del left[number]
-                failed(number, error)
+
+    def body(number: int) -> None:
+        baton.take(number)
+        try:
+            results[number] = runs[number]()
+        except Exception as error:
+            failures.append(error)
+            failed(number, error)
+        finally:
+            baton.leave(number)
+
+    threads = [threading.Thread(target=body, args=(number,), name=name_of(number)) for number in range(len(runs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     if failures and all(isinstance(error, Interrupted) for error in failures):
         raise Interrupted("\n".join(map(str, failures)))
     if failures:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,8 @@ from ttrain.train.runs.run_directory import (
     part_of,
     read_config,
 )
-from ttrain.train.steps.phases import DataReader, Phases, Position
+from ttrain.train.steps.phases import PhaseSchedule, Position, Reader
+from ttrain.train.steps.step import Rates, Stepper
 from ttrain.train.supervise.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from ttrain.engine.base import Engine, Step
     from ttrain.models.base import Model
     from ttrain.train.runs.resume import ResumePoint
-    from ttrain.train.steps.driver import Driver
     from ttrain.train.steps.session import Session
 
 
@@ -110,23 +110,26 @@ class Setup:
             resident.write(session.state, cast("Indexed", self.dataset).part)
         return session
 
-    def reader(self, step: int, read: Position) -> DataReader:
-        """What hands out the data after a step."""
-        return DataReader.of(self.config.train, getattr(self.dataset, "context", 1), step, read)
+    def reader(self, session: Session, step: int = 0, start: Position = Position()) -> Reader:  # noqa: B008
+        """The training batches after so many steps; the first of them begins with the sample at `start`."""
+        return Reader(session.training_data(self.dataset), self.config.run.seed, self.phases, step, start)
 
-    def driver(
-        self,
-        session: Session,
-        steps: Mapping[str, Step],
-        reader: DataReader,
-        phases: Phases | None = None,
-        last: int = 0,
-    ) -> Driver:
-        """What runs the built steps; where sequences grow, the `phases` say on which data. For `last` see Driver."""
-        seed, device, parts = self.config.run.seed, session.engine.device, self.config.rate_parts
-        batch = reader.batches(session.training_data(self.dataset), seed) if phases is None else phases.batches(seed)
-        last = last if phases is None else 0
-        return build.build_driver(self.model, device, steps, batch, *parts, seed, session.prepare, last, self.world)
+    @property
+    def phases(self) -> PhaseSchedule:
+        """The sizes of every step's batch."""
+        return PhaseSchedule.of(self.config.train, getattr(self.dataset, "context", 1))
+
+    @property
+    def rates(self) -> Callable[[int], Rates]:
+        """Learning rates of a step, counted from 1, by the names of their step inputs."""
+        return build.build_rates(self.model, *self.config.rate_parts)
+
+    def stepper(
+        self, session: Session, steps: Mapping[str, Step], last: int = 0, rates: Callable[[int], Rates] | None = None
+    ) -> Stepper:
+        """Run the built steps of a new run by their number, up to step `last` with inputs made ahead of time."""
+        train_step = session.train_step(steps, self.config.run.seed, self.world)
+        return Stepper(train_step, self.reader(session), rates or self.rates, last)
 
     def record(
         self,
@@ -164,7 +167,7 @@ class Setup:
             yield "The first step is compiled or captured, which takes longer than the others."
             if ways:
                 yield show_ways(ways)
-        schedule = self.reader(0, Position()).schedule
+        schedule = self.phases
         rows = [schedule.at(number).rows for number in (1, train.steps)]
         yield extent_line(self.dataset, train.steps, rows, schedule.read(0, train.steps).tokens, config.data.limit)
         of_device = filter(None, [device.caution, self._other_bits(device, ways)])

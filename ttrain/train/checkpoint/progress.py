@@ -11,7 +11,7 @@ import numpy as np
 from ttrain.core.errors import CheckpointError
 from ttrain.train.protocols import Dataset
 from ttrain.train.settings import TrainConfig
-from ttrain.train.steps.phases import DataReader, Position
+from ttrain.train.steps.phases import PhaseSchedule, Position
 
 if TYPE_CHECKING:
     from ttrain.train.checkpoint.checkpoint import Checkpoint
@@ -106,7 +106,7 @@ def position_after(step: int, config: dict[str, Any]) -> Position:
     """What so many steps read under a stored config."""
     names = {declared.name for declared in fields(TrainConfig)}
     train = TrainConfig(**{name: value for name, value in config["train"].items() if name in names})
-    return DataReader.of(train, config["model"].get("context") or 1, 0, Position()).before(step + 1)
+    return PhaseSchedule.of(train, config["model"].get("context") or 1).read(0, step)
 
 
 def held_out_hash(dataset: Dataset, samples: int) -> str:

@@ -7,7 +7,7 @@ and the step where there is one. The processes that watch a run append to the sa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,19 @@ Event = dict[str, Any]
 class Events:
     """Appends to the events of a run. A line that can't be written is lost, never the run."""
 
-    def __init__(self, run: Path | None) -> None:
-        """Without a run nothing is noted."""
-        self._path = None if run is None else run / EVENTS
+    def __init__(self, run: Path | None, say: Callable[[str], None] = lambda message: None) -> None:
+        """Without a run nothing is written. `say` shows a message to the user."""
+        self._path, self._say = None if run is None else run / EVENTS, say
+
+    def tell(self, kind: str, message: str, step: int | None = None, **facts: Any) -> None:
+        """Add a line, and show its message."""
+        self.add(kind, message, step, **facts)
+        self._say(message)
+
+    def warn(self, kind: str, message: str, step: int | None = None, **facts: Any) -> None:
+        """Add a line, and show its message as a warning."""
+        self.add(kind, message, step, **facts)
+        self._say(f"WARNING: {message}")
 
     def add(self, kind: str, message: str, step: int | None = None, **facts: Any) -> None:
         """Adds a line; `facts` are further JSON values."""

@@ -15,8 +15,11 @@ from ttrain.core.spec import DType
 from ttrain.engine.state import State
 from ttrain.graph.kinds import Kind
 from ttrain.optim.base import AVERAGE
+from ttrain.train.loop.checkpoints import Checkpoints
+from ttrain.train.loop.context import Context
 from ttrain.train.protocols import Array
 from ttrain.train.settings import GuardConfig
+from ttrain.train.steps.step import Rates, StepResult
 
 _FEWEST_MOVED = 0.05  # share of a bf16 parameter's elements that a healthy update moves
 _BF16_SPACING = 2.0**16  # how much further apart numbers of bf16 are than those of fp32
@@ -43,8 +46,64 @@ class SpikeDetector:
         return median(self._losses) if self._losses else math.nan
 
     def forget(self) -> None:
-        """After a rollback the losses start anew."""
+        """Start the window of losses anew."""
         self._losses.clear()
+
+
+class SpikeGuard:
+    """Does with a spike of the loss what guard.spike says."""
+
+    def __init__(self, config: GuardConfig, context: Context, checkpoints: Checkpoints) -> None:
+        self._config, self._context, self._checkpoints = config, context, checkpoints
+        self._detector = SpikeDetector(config)
+
+    def before(self) -> None:
+        """Nothing is looked at before a step."""
+
+    def forget(self) -> None:
+        """Start the window of losses anew."""
+        self._detector.forget()
+
+    def __call__(self, step: int, result: StepResult, rates: Rates) -> bool:
+        """Return True where the run was rolled back for a spike."""
+        config, detector = self._config, self._detector
+        if config.spike == "ignore" or not result.finite or not detector.is_spike(result.loss):
+            return False
+        note = f"Step {step}: train/loss {result.loss:.4f} is a spike; its recent median is {detector.usual():.4f}."
+        if config.spike == "rollback" and self._checkpoints.roll_back(step, note, config):
+            return True
+        self._context.events.warn("spike", note, step)
+        return False
+
+
+class LearningGuard:
+    """Checks once per attempt that its first updates reach the parameters: guard.check_learning."""
+
+    def __init__(self, config: GuardConfig, context: Context, stochastic: bool = False) -> None:
+        """`stochastic` tells that bf16 parameters are rounded stochastically."""
+        self._context, self._stochastic = context, stochastic
+        self._steps = config.check_learning  # None once the check is done
+        self._check: LearningCheck | None = None
+
+    def before(self) -> None:
+        """Remember the parameters as they are before the first step."""
+        if self._steps is not None and self._check is None:
+            self._check = LearningCheck(self._context.state, self._steps, self._stochastic)
+
+    def forget(self) -> None:
+        """End the check: the parameters are those of a checkpoint again."""
+        self._steps = self._check = None
+
+    def __call__(self, step: int, result: StepResult, rates: Rates) -> bool:
+        """Warn of doubts after the last step of the check; always return False. Raises TtrainError for problems."""
+        if self._check is None:
+            return False
+        doubts = self._check.after(step, min(rates.values()) if result.finite else 0.0, result.grad_norm)
+        if doubts is not None:
+            self.forget()
+        if doubts:
+            self._context.events.warn("not_moving", doubts, step)
+        return False
 
 
 class LearningCheck:

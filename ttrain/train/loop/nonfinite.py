@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ttrain.core.units import format_duration
 from ttrain.engine.state import State
 from ttrain.graph.graph import Node, Value
 from ttrain.graph.kinds import Kind, Stage
 from ttrain.models.base import Batch
-from ttrain.train.checkpoint.checkpoint import Checkpoint
 from ttrain.train.checkpoint.retention import newest_complete
 from ttrain.train.protocols import SAVED_KINDS, Array
 from ttrain.train.runs.record import START, override
-from ttrain.train.steps.step import Call, TrainStep
+from ttrain.train.steps.step import Call, Rates, TrainStep
 
 _WORDS = {Stage.FORWARD: "activation", Stage.BACKWARD: "gradient", Stage.UPDATE: "result"}
 
@@ -43,6 +39,12 @@ def first_bad_state(state: State, *kinds: Kind) -> str:
     return f"The first tensor with NaN or Inf is {tensor}."
 
 
+def first_bad_input(batch: Batch) -> str | None:
+    """The first field of a batch that holds NaN or Inf, with its count of them."""
+    named = ((name, _bad_elements(array)) for name, array in batch.items())
+    return next((f"input {name} ({bad})" for name, bad in named if bad), None)
+
+
 def _bad_elements(array: Any) -> str | None:
     """How many of how many elements are not finite; None where all are."""
     values = np.asarray(array)
@@ -50,28 +52,16 @@ def _bad_elements(array: Any) -> str | None:
     return f"{count} of {values.size} elements" if count else None
 
 
-@dataclass(frozen=True)
-class Start:
-    """What an attempt began with: `restore` gives the state the values from after step `step`."""
-
-    step: int
-    restore: Callable[[], object]
-
-
 class StepSearch:
     """Looks for the first tensor that is not finite in a step.
-
-    A step whose update was left out is run again node by node. One whose update was applied has spoilt the parameters
-    that it began with; they are had again by repeating the steps from the newest checkpoint, or from the beginning.
 
     Each rank looks at what it computes, and all are told what was found first.
     """
 
-    def __init__(self, state: State, step: TrainStep, parameters: Sequence[str], start: Start, seconds: float) -> None:
-        """`parameters` in the order of the model; `seconds` of training may be repeated."""
-        self._state, self._step, self._start, self._seconds = state, step, start, seconds
+    def __init__(self, state: State, step: TrainStep, parameters: Sequence[str]) -> None:
+        """`parameters` in the order of the model."""
+        self._state, self._step = state, step
         self._parameters, self._world = list(parameters), step.world
-        self.note = ""  # why nothing was found
 
     def in_gradients(self) -> str | None:
         """The first bad gradient as backward makes them, from the loss to the input.
@@ -88,14 +78,13 @@ class StepSearch:
                 return self._world.first((place, f"gradient {path} ({bad})"))
         return self._world.first(None)
 
-    def in_step(self, batch: Batch, rates: Mapping[str, float], number: int) -> str | None:
-        """The first bad tensor of a step, given the state from before it. The step is run up to there.
+    def in_step(self, batch: Batch, rates: Rates, number: int) -> str | None:
+        """Run a step whose update was left out once more, node by node, up to the first bad tensor. Return it in words.
 
         Ranks exchange tensors in the last call, which they run to its end.
         """
-        named = [(f"input {name}", _bad_elements(array)) for name, array in batch.items()]
         persistent = first_nonfinite(self._state, SAVED_KINDS)  # which ranks read together, whatever their batch holds
-        before = next((f"{name} ({bad})" for name, bad in named if bad), persistent)
+        before = first_bad_input(batch) or persistent
         found = self._world.first(None if before is None else (0, before))
         *own, last = self._step.calls(batch, rates, number)
         several = self._world.ranks.count > 1
@@ -114,38 +103,6 @@ class StepSearch:
 
         self._step.inspect(calls, look)
         return self._world.first(found[0] if found else None)
-
-    def go_back(
-        self,
-        number: int,
-        checkpoint: Checkpoint | None,
-        repeat: Callable[[int], object],
-        step_seconds: float,
-        stopped: Callable[[], bool],
-    ) -> bool:
-        """Gives the state the values from before step `number`, whose update was applied; whether that was possible.
-
-        `repeat(k)` runs step k, which takes about `step_seconds`. `note` says why it was not possible.
-        """
-        start = self._start.step if checkpoint is None else checkpoint.step
-        seconds = (number - 1 - start) * step_seconds
-        if seconds > self._seconds:
-            self.note = (
-                f"To name the first bad tensor, steps {start + 1} to {number - 1} have to be repeated, which takes "
-                f"about {format_duration(seconds)}: resume with guard.search_seconds={2 * math.ceil(seconds)}. "
-            )
-            return False
-        if checkpoint is not None:
-            checkpoint.load(self._state)
-        else:
-            for name in self._state.names(Kind.OPTIMIZER):
-                self._state.write(name, np.zeros(self._state.spec(name).shape, np.float32))
-            self._start.restore()
-        for repeated in range(start + 1, number):
-            if stopped():
-                return False
-            repeat(repeated)
-        return True
 
 
 def _described(node: Node, output: Value, values: Array) -> str | None:

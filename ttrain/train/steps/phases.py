@@ -9,21 +9,18 @@ sample and token.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ttrain.core.units import counted
 from ttrain.models.base import Batch
 
 if TYPE_CHECKING:
-    from ttrain.data.batches import Resizable
     from ttrain.engine.base import Step
     from ttrain.models.base import Model
     from ttrain.train.settings import TrainConfig
     from ttrain.train.steps.session import Session
-    from ttrain.train.steps.step_graph import StepGraph
 
 
 class Phase(NamedTuple):
@@ -86,87 +83,65 @@ class PhaseSchedule:
         return f"phases of {self.every} steps with sequences x tokens of {sizes}"
 
 
-@dataclass(frozen=True)
-class DataReader:
-    """What the steps of one attempt read, a function of their number: an attempt keeps its schedule."""
+class Reader:
+    """Training batches of one attempt, by the number of their step: `batch = reader(step)`."""
 
-    step: int  # done when the attempt starts
-    start: Position  # of its first sample
-    schedule: PhaseSchedule
+    def __init__(self, dataset: Any, seed: int, schedule: PhaseSchedule, step: int, start: Position) -> None:
+        """The attempt begins after `step` steps, and its first batch with the sample at `start`."""
+        self.schedule = schedule
+        self._dataset, self._seed, self._step, self._start = dataset, seed, step, start
+        self._opened: tuple[int, Any] | None = None  # number of a phase, and the data in sequences of its length
+        self._newest: tuple[int, Batch] | None = None  # number of a step, and its batch
 
-    @classmethod
-    def of(cls, config: TrainConfig, context: int, step: int, start: Position) -> DataReader:
-        """See PhaseSchedule.of."""
-        return cls(step, start, PhaseSchedule.of(config, context))
+    def __call__(self, step: int) -> Batch:
+        """Return the batch of a step, counted from 1. The newest one is kept, so that it may be read ahead of time."""
+        if self._newest is None or self._newest[0] != step:
+            rows = self.schedule.at(step).rows
+            self._newest = step, self._open(step).batch("train", self._seed, self.before(step).samples, rows)
+        return self._newest[1]
 
     def before(self, step: int) -> Position:
-        """Where a step of the attempt, counted from 1, starts to read."""
-        samples, tokens = self.schedule.read(self.step, step - 1)
-        return Position(self.start.samples + samples, self.start.tokens + tokens)
+        """Return where a step of the attempt, counted from 1, starts to read."""
+        samples, tokens = self.schedule.read(self._step, step - 1)
+        return Position(self._start.samples + samples, self._start.tokens + tokens)
 
-    def opened(self, dataset: Any, step: int) -> Any:
-        """The data in sequences of the length that a step trains on, at the right token."""
-        if not hasattr(dataset, "at"):
-            return dataset  # all samples are of one kind
-        first = max(self.schedule.number(step) * self.schedule.every, self.step) + 1
-        return dataset.at(self.schedule.at(step).length, *self.before(first))
-
-    def batch(self, opened: Any, seed: int, step: int) -> Batch:
-        """Of a step, counted from 1, from data that was opened for its length."""
-        return opened.batch("train", seed, self.before(step).samples, self.schedule.at(step).rows)
-
-    def batches(self, dataset: Any, seed: int) -> Callable[[int], Batch]:
-        """What reads a step's batch from data of one length; steps are counted from 1."""
-        return partial(self.batch, self.opened(dataset, self.step + 1), seed)
+    def _open(self, step: int) -> Any:
+        """Return the data in sequences of the length that a step trains on, at the right token."""
+        number = self.schedule.number(step)
+        if self._opened is None or self._opened[0] != number:
+            dataset = self._dataset
+            if hasattr(dataset, "at"):  # else all samples are of one kind
+                first = max(number * self.schedule.every, self._step) + 1
+                dataset = dataset.at(self.schedule.at(step).length, *self.before(first))
+            self._opened = number, dataset
+        return self._opened[1]
 
 
 class Phases:
-    """The phase that a run is in, and what belongs to it: the built steps and the data."""
+    """Builds the steps of a phase when the run enters it."""
 
     def __init__(
-        self,
-        reader: DataReader,
-        session: Session,
-        dataset: Resizable,
-        shorter: Mapping[int, Model | None],
-        steps: dict[str, Step],
+        self, schedule: PhaseSchedule, session: Session, shorter: Mapping[int, Model | None], steps: dict[str, Step]
     ) -> None:
         """`shorter` has, by length, the model that records such sequences; `steps` takes what is built for a phase."""
-        self.schedule, self.session = reader.schedule, session
-        self._reader, self._whole, self._shorter, self._steps = reader, session.training_data(dataset), shorter, steps
+        self.session = session
+        self._schedule, self._shorter, self._steps = schedule, shorter, steps
         self._phase: Phase | None = None
-        self._dataset: Any = self._whole  # as this phase reads it
-        self.turned: Callable[[int, Phase], None] = lambda step, phase: None  # told of every step that begins another
 
-    def batches(self, seed: int) -> Callable[[int], Batch]:
-        """See DataReader.batches; where a step is of another phase, all is built for it first."""
-
-        def batch(step: int) -> Batch:
-            self.turn(step)  # repeated steps may be of an earlier length
-            return self._reader.batch(self._dataset, seed, step)
-
-        return batch
-
-    def turn(self, step: int) -> None:
-        """Get ready for a step, counted from 1."""
-        phase, before = self.schedule.at(step), self._phase
+    def turn(self, step: int) -> Phase | None:
+        """Build what a step, counted from 1, needs. Return its phase where another one was under way before."""
+        phase, before = self._schedule.at(step), self._phase
         if phase == before:
-            return
+            return None
         self._phase, graph = phase, self.session.graph
         micro_batches = phase.rows // (graph.rows * graph.chips * graph.ranks.slices)
         graph = replace(graph, shorter=self._shorter.get(phase.length), micro_batches=micro_batches)
         if before is None or before.length != phase.length or graph.rebuilt_to_grow:
-            self._build(graph, step, anew=before is not None)
+            self._steps.clear()
+            if before is not None:
+                self.session.engine.close()
+                gc.collect()  # the old steps and their memory, before new ones take theirs
+            self.session.graph = graph
+            self._steps.update(self.session.build_training())
         self.session.graph = graph
-        if before is not None:
-            self.turned(step, phase)
-
-    def _build(self, graph: StepGraph, step: int, anew: bool) -> None:
-        """All steps of a phase, `anew` in place of those of the one before."""
-        self._dataset = self._reader.opened(self._whole, step)
-        self._steps.clear()
-        if anew:
-            self.session.engine.close()
-            gc.collect()  # the old steps and their memory, before new ones take theirs
-        self.session.graph = graph
-        self._steps.update(self.session.build_training())
+        return None if before is None else phase

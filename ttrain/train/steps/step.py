@@ -16,7 +16,7 @@ update, or with the norm alone where the step is guarded.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -29,7 +29,8 @@ from ttrain.train.steps.noise import NOISE_NORM, NoiseScale
 from ttrain.train.steps.seeds import ROUNDING, step_seed
 
 Call = tuple[str, Inputs]  # name of a built step, and all its inputs
-Following = Callable[[], tuple[Batch, Mapping[str, float]]]
+Rates = Mapping[str, float]  # learning rates by the names of their step inputs
+Upcoming = Callable[[], tuple[Batch, Rates]]  # reads what the next step takes
 
 
 @dataclass(slots=True)  # frozen would cost a small step more than its sums do
@@ -69,37 +70,51 @@ class TrainStep:
         rows: int,
         seed: int,
         prepare: Prepare = prepare_plain,
-        overlaps: bool = False,
+        wait: Callable[[], None] | None = None,
         world: World | None = None,
         noise: NoiseScale | None = None,
     ) -> None:
         """`steps` holds those that train; `norm`, or `update` beside `train`, makes the update guarded.
 
-        `overlaps` tells that the device can take in inputs, or launch others' steps, while a step computes. `noise`
-        goes with steps that tell what the noise scale is made of.
+        `wait` is given for a device that computes beside the host. It is called between a launch and the read that
+        blocks, so that another run on the same chip can launch. `noise` goes with steps that measure the noise scale.
         """
         self._steps, self._rows, self._seed = steps, rows, seed
-        self._prepare, self.overlaps = prepare, overlaps
+        self._prepare, self._wait = prepare, wait
         self.world = world or World()
         self._ranks = self.world.ranks
         self.guarded = "norm" in steps or {"train", "update"} <= steps.keys()
         self._noise = noise
 
-    def __call__(self, batch: Batch, rates: Mapping[str, float], step: int) -> StepResult:
-        """`batch` fields have the rows of the whole step, some whole micro-batches in each slice.
+    def __call__(self, batch: Batch, rates: Rates, step: int, upcoming: Upcoming | None = None) -> StepResult:
+        """Run one optimizer step; `step` counts from 1.
 
-        `rates` are the lr inputs; `step` counts from 1.
+        `batch` fields have the rows of the whole step, some whole micro-batches in each slice. `rates` are the lr
+        inputs. A device that computes beside the host takes in the first inputs of the `upcoming` step meanwhile.
         """
-        return self.start(batch, rates, step).finish()
+        calls, following = self.calls(batch, rates, step), self._first_call(upcoming, step + 1)
+        outputs = [self._run(call, calls[number : number + 1]) for number, call in enumerate(calls[:-1], 1)]
+        outputs.append(self._run(calls[-1], () if self.guarded else following))
+        result, norms = self._result(outputs, valid_targets(batch))
+        if self.guarded and result.applied:
+            self._run(self._guarded_update(rates, norms, step), following)
+        return result
 
-    def start(
-        self, batch: Batch, rates: Mapping[str, float], step: int, following: Following | None = None
-    ) -> StepUnderWay:
-        """The same step, to go on with bit by bit; nothing is launched yet.
+    def _first_call(self, upcoming: Upcoming | None, step: int) -> Iterator[Call]:
+        """The first call of the upcoming step, read when it is asked for."""
+        if upcoming is not None:
+            yield self.calls(*upcoming(), step)[0]
 
-        `following` returns the batch and rates of the next step, whose inputs a device that can takes in meanwhile.
-        """
-        return StepUnderWay(self, batch, rates, step, following)
+    def _run(self, call: Call, following: Iterable[Call]) -> Outputs:
+        """Run a built step. While it computes, the device takes in the inputs of the `following` call, if it can."""
+        name, inputs = call
+        if self._wait is None:
+            return self._steps[name](inputs)
+        read = self._steps[name].start(inputs)
+        for name, inputs in following:
+            self._steps[name].prefetch(inputs)
+        self._wait()
+        return read()
 
     def inspect(self, calls: Sequence[Call], look: Look, ready: Callable[[], object] | None = None) -> bool:
         """Some of `calls` node by node, until `look` says True; whether it did.
@@ -108,7 +123,7 @@ class TrainStep:
         """
         return any(self._steps[name].inspect(inputs, look, ready) for name, inputs in calls)
 
-    def calls(self, batch: Batch, rates: Mapping[str, float], step: int) -> list[Call]:
+    def calls(self, batch: Batch, rates: Rates, step: int) -> list[Call]:
         """Built steps with their inputs, in order; not the update of a guarded step, which hangs on the others.
 
         Raises ShapeError for rows that are no whole micro-batches.
@@ -140,19 +155,12 @@ class TrainStep:
         if place + 1 < len(self._ranks.own):
             yield f"keep{level}"
 
-    def launch(self, name: str, inputs: Inputs) -> Callable[[], Outputs]:
-        """Launches a built step where the device computes beside the host; the returned call waits for the outputs."""
-        return self._steps[name].start(inputs) if self.overlaps else partial(self._steps[name], inputs)
-
-    def prefetch(self, name: str, inputs: Inputs) -> None:
-        self._steps[name].prefetch(inputs)
-
-    def guarded_update(self, rates: Mapping[str, float], norms: Mapping[str, float], step: int) -> Call:
+    def _guarded_update(self, rates: Rates, norms: Mapping[str, float], step: int) -> Call:
         """The update of a guarded step, which takes in the norms that were looked at."""
         given = {name: value for name, value in norms.items() if name in self._steps["update"].inputs}
         return "update", self._whole("update", {**rates, **given}, step)
 
-    def result(self, outputs: Sequence[Outputs], valid: int) -> tuple[StepResult, dict[str, float]]:
+    def _result(self, outputs: Sequence[Outputs], valid: int) -> tuple[StepResult, dict[str, float]]:
         """What the calls of a step gave, its guarded update aside, and the norms of its gradient."""
         norms = {name: float(outputs[-1][name]) for name in ("grad_norm", "clipped_norm") if name in outputs[-1]}
         parts = [each for each in outputs if "loss" in each]
@@ -190,52 +198,23 @@ class TrainStep:
         return whole
 
 
-class StepUnderWay:
-    """One optimizer step, call by call."""
+@dataclass(frozen=True)
+class Stepper:
+    """Runs steps by their number: `result = stepper(step)`."""
 
-    def __init__(
-        self, train: TrainStep, batch: Batch, rates: Mapping[str, float], step: int, following: Following | None
-    ) -> None:
-        self._train, self._rates, self._step, self._following = train, rates, step, following
-        self._valid, self._calls = valid_targets(batch), train.calls(batch, rates, step)
-        self._outputs: list[Outputs] = []
-        self._read: Callable[[], Outputs] | None = None
-        self._result: StepResult | None = None
+    train_step: TrainStep
+    reader: Callable[[int], Batch]
+    rates: Callable[[int], Rates]
+    last: int = 0  # up to which step the inputs may be made one step ahead of time
 
-    def advance(self) -> bool:
-        """Goes on until the device was given work and the host is about to wait for it; False once all is done."""
-        while self._calls or self._read is not None:
-            if self._read is None:
-                self._read = self._train.launch(*self._calls.pop(0))
-                if self._train.overlaps:
-                    self._prefetch()
-                    return True
-            self._outputs.append(self._read())
-            self._read = None
-            if not self._calls and self._result is None:
-                self._conclude()
-        return False
+    def __call__(self, step: int) -> StepResult:
+        """Run a step, counted from 1."""
+        upcoming = partial(self.inputs, step + 1) if step < self.last else None
+        return self.train_step(*self.inputs(step), step, upcoming)
 
-    def finish(self) -> StepResult:
-        """Goes on to the end, waiting wherever it must."""
-        while self.advance():
-            pass
-        assert self._result is not None
-        return self._result
-
-    def _conclude(self) -> None:
-        self._result, norms = self._train.result(self._outputs, self._valid)
-        if self._train.guarded and self._result.applied:
-            self._calls.append(self._train.guarded_update(self._rates, norms, self._step))
-
-    def _prefetch(self) -> None:
-        """While a call computes, the device takes in the inputs of the one after it."""
-        last = not self._calls and (self._result is not None or not self._train.guarded)
-        following = self._calls[:1]
-        if last and self._following is not None:
-            following = self._train.calls(*self._following(), self._step + 1)[:1]
-        for name, inputs in following:
-            self._train.prefetch(name, inputs)
+    def inputs(self, step: int) -> tuple[Batch, Rates]:
+        """The batch and the learning rates of a step."""
+        return self.reader(step), self.rates(step)
 
 
 def _activation(largest: float | None, outputs: Outputs) -> float | None:
