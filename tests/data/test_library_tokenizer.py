@@ -24,7 +24,7 @@ from ttrain.data.settings import DocumentsConfig, TextConfig, TokensConfig
 from ttrain.data.text import open_text
 from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer
 from ttrain.data.tokens import open_tokens
-from ttrain.tasks.training.setup import _check_tokenizer
+from ttrain.tasks.training.start import _check_tokenizer
 
 LINES = "".join(f"The cat {i} sat on\n\n  the mat, {i * i} times.\n" for i in range(4000))
 assert len(LINES) > 2 * PIECE_CHARACTERS

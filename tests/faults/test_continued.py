@@ -19,7 +19,7 @@ from tests.faults.test_saves import State, content
 from ttrain.cli import main
 from ttrain.core import waiting
 from ttrain.core.files import lock_file
-from ttrain.tasks.training.setup import Setup
+from ttrain.tasks.training.run import Run
 from ttrain.train.checkpoint.checkpoint import MANIFEST, UNFINISHED, read_checkpoint
 from ttrain.train.checkpoint.retention import find_checkpoint, list_checkpoints, prune_checkpoints
 from ttrain.train.checkpoint.save import save_checkpoint
@@ -37,12 +37,12 @@ class Killed(BaseException):
 
 
 def killed(train: Any, monkeypatch: pytest.MonkeyPatch, *overrides: str, step: int = 3, owner: Any = Loop) -> None:
-    """Runs until `step` would be trained, or with `owner` Setup until the attempt would be recorded."""
+    """Runs until `step` would be trained, or with `owner` Run until the attempt would be recorded."""
     name = "_begin" if owner is Loop else "record"
     original = getattr(owner, name)
 
     def call(self: Any, *arguments: Any) -> Any:
-        if owner is Setup or self.progress.step >= step - 1:
+        if owner is Run or self.progress.step >= step - 1:
             raise Killed
         return original(self, *arguments)
 
@@ -81,7 +81,7 @@ def test_the_end_of_a_run_is_not_told_as_its_first_step(
     assert "All 4 steps are done" in told and "The first step is under way" not in told
 
 
-@pytest.mark.parametrize("owner", [Loop, Setup])
+@pytest.mark.parametrize("owner", [Loop, Run])
 def test_before_its_first_checkpoint_a_run_starts_again_as_itself(
     train: Train, monkeypatch: pytest.MonkeyPatch, capsys: Any, owner: Any
 ) -> None:
@@ -170,7 +170,7 @@ def main_with(*overrides: str) -> int:
     return main(list(overrides))
 
 
-@pytest.mark.parametrize("owner", [Loop, Setup])
+@pytest.mark.parametrize("owner", [Loop, Run])
 def test_a_branch_goes_on_from_where_it_branched_off(train: Train, monkeypatch: pytest.MonkeyPatch, owner: Any) -> None:
     """Also where it ended before its first own checkpoint, and the run that it came from is gone."""
     more = ["train.steps=8", "schedule=constant"]

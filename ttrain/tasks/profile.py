@@ -101,17 +101,17 @@ def _seconds(device: Device, call: Callable[[], object]) -> float:
 @contextmanager
 def _warmed(config: Config, steps: int) -> Iterator[tuple[Device, Stepper, dict[str, str]]]:
     """The open device, what drives so many steps more than warm it up on the largest batches, and who multiplies."""
-    from ttrain.tasks.training.setup import set_up
+    from ttrain.tasks.training.start import start_run
     from ttrain.train.forecast.show import product_ways
 
     config = dataclasses.replace(config, train=without_phases(config.train))
     with ExitStack() as stack:
-        setup = set_up(config, stack)
+        run = start_run(config, stack)
         device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
-        session = stack.enter_context(closing(setup.open(device)))
-        setup.origin.set_values(session, config.run.seed)
+        session = stack.enter_context(closing(run.open(device)))
+        run.origin.set_values(session, config.run.seed)
         built = {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
-        drive = setup.stepper(session, built, WARM_UP + steps)
+        drive = run.stepper(session, built, WARM_UP + steps)
         for number in waited_for(range(1, WARM_UP + 1), "Warming up"):
             drive(number)
         yield device, drive, product_ways(session.engine)

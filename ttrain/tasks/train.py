@@ -11,7 +11,7 @@ from ttrain.config.schema import Config
 from ttrain.core.errors import OutOfMemory
 from ttrain.device.family import family_of
 from ttrain.tasks.training.recover import shrunk_config
-from ttrain.tasks.training.setup import set_up
+from ttrain.tasks.training.start import start_run
 from ttrain.train.loop.interrupt import StopRequests
 
 
@@ -43,15 +43,15 @@ def _run(config: Config) -> float | None:
     with ExitStack() as stack:
         world = build.build_world(config.parallel, config.device)
         stack.enter_context(world.together())
-        run = world.remembered("run") if config.resume == "none" else None
-        if run is not None:  # torchrun starts the ranks of a new run again: they continue it
-            config = replace(config, resume="auto", run=replace(config.run, dir=run))
-        setup = set_up(config, stack, world)
-        given = setup.config
+        earlier = world.remembered("run") if config.resume == "none" else None
+        if earlier is not None:  # torchrun starts the ranks of a new run again: they continue it
+            config = replace(config, resume="auto", run=replace(config.run, dir=earlier))
+        run = start_run(config, stack, world)
+        given = run.config
         device = stack.enter_context(closing(build.build_device(given.device, given.precision, world)))
         console = build.build_console(given.logger)
-        console.unit = unit_of(setup.dataset.description)
+        console.unit = unit_of(run.dataset.description)
         if device.computes:
-            return train(setup, device, console, StopRequests(world.ranks.count > 1))
-        dry_run(setup, device, console.say)
+            return train(run, device, console, StopRequests(world.ranks.count > 1))
+        dry_run(run, device, console.say)
         return None

@@ -14,7 +14,7 @@ from ttrain.core.errors import DeviceHang, Interrupted, OutOfMemory, TtrainError
 from ttrain.core.waiting import Waiting
 from ttrain.tasks.training.ending import summarize
 from ttrain.tasks.training.expected import pace_of
-from ttrain.tasks.training.setup import Setup
+from ttrain.tasks.training.run import Run
 from ttrain.train.checkpoint.progress import Progress, held_out_hash
 from ttrain.train.checkpoint.retention import check_space, list_checkpoints
 from ttrain.train.logging.events import Events
@@ -40,33 +40,33 @@ if TYPE_CHECKING:
 FIRST = "The first step is under way"
 
 
-def train(setup: Setup, device: Device, console: Console, stop: StopRequests) -> float | None:
+def train(run: Run, device: Device, console: Console, stop: StopRequests) -> float | None:
     """Train, and note in the run's events how that began and ended. Return the best val/loss.
 
     Raises OutOfMemory where memory runs out.
     """
-    config, heartbeat, world = setup.config, Heartbeat.of_process(), setup.world
+    config, heartbeat, world = run.config, Heartbeat.of_process(), run.world
     start = config.source.going_on()
     steps: dict[str, Step] = {}
     savers: list[Saver] = []
     console.flag = None if device.caution is None else device.caution.partition(" ")[0]
     with ExitStack() as stack:
-        run = setup.origin.held or stack.enter_context(closing(setup.claim(device)))
-        events = Events(run.events, console.say)
-        world.remember("run", str(run.path.resolve()))
-        heartbeat.tell(run=str(run.path.resolve()))
-        if run.note is not None:
-            console.say(run.note)
+        folder = run.origin.held or stack.enter_context(closing(run.claim(device)))
+        events = Events(folder.events, console.say)
+        world.remember("run", str(folder.path.resolve()))
+        heartbeat.tell(run=str(folder.path.resolve()))
+        if folder.note is not None:
+            console.say(folder.note)
         events.add("started", " ".join(filter(None, [f"An attempt starts on {device.name}.", device.caution])))
-        device.last_words.append(partial(_hung, start, run, events, console, heartbeat, savers))
-        with _told(config.train, setup.shrinking_keys, device.name, steps, run, events):
+        device.last_words.append(partial(_hung, start, folder, events, console, heartbeat, savers))
+        with _told(config.train, run.shrinking_keys, device.name, steps, folder, events):
             with Waiting("Placing the model and building its steps", console.say):
-                session = stack.enter_context(closing(setup.open(device)))
-                progress, began, phases = _begin(setup, session, run, steps, console.say, heartbeat.beat)
+                session = stack.enter_context(closing(run.open(device)))
+                progress, began, phases = _begin(run, session, folder, steps, console.say, heartbeat.beat)
             heartbeat.beat()
-            setup.record(run, session, steps, began)
-            views = stack.enter_context(_loggers(config.logger, setup.stored, run, progress, console))
-            loop = _loop(setup, session, steps, phases, run, views, progress, stop, stack)
+            run.record(folder, session, steps, began)
+            views = stack.enter_context(_loggers(config.logger, run.stored, folder, progress, console))
+            loop = _loop(run, session, steps, phases, folder, views, progress, stop, stack)
             savers.append(loop.checkpoints.saver)
             loop.run()
             console.close()
@@ -75,19 +75,19 @@ def train(setup: Setup, device: Device, console: Console, stop: StopRequests) ->
             world.barrier()
             if not world.leads:
                 return progress.best_val_loss
-            summary = summarize(setup, run, device, progress, loop.counters(), "swap" in steps)
+            summary = summarize(run, folder, device, progress, loop.counters(), "swap" in steps)
         events.add("finished", "All steps are done.")
-        writes_text = setup.print_sample(steps.get("logits"))  # the run is done, whatever becomes of the terminal
-        overrides, rate = train_on(setup.rate, progress)
-        again = overrides + setup.ranks, rate
-        print_summary(summary, run.path, again, writes_text=writes_text, start=start)
+        writes_text = run.print_sample(steps.get("logits"))  # the run is done, whatever becomes of the terminal
+        overrides, rate = train_on(run.rate, progress)
+        again = overrides + run.ranks, rate
+        print_summary(summary, folder.path, again, writes_text=writes_text, start=start)
     return progress.best_val_loss
 
 
 def _begin(
-    setup: Setup,
+    run: Run,
     session: Session,
-    run: RunDirectory,
+    folder: RunDirectory,
     steps: dict[str, Step],
     say: Callable[[str], None],
     beat: Callable[[], None],
@@ -96,29 +96,29 @@ def _begin(
 
     Return how far the run is, what its record tells of that, and what builds the steps of later phases.
     """
-    config = setup.config
-    check_space(run.path, session.state)
-    progress, began, notes = setup.origin.begin(run, session, config.run.seed, setup.stored, setup.dataset.description)
+    config = run.config
+    check_space(folder.path, session.state)
+    progress, began, notes = run.origin.begin(folder, session, config.run.seed, run.stored, run.dataset.description)
     for note in notes:
         say(note)
     beat()
     if not (config.train.length_schedule or config.train.batch_schedule):
         steps.update(session.build_training())
         return progress, began, None
-    for model in setup.shorter.values():
+    for model in run.shorter.values():
         if model is not None and session.engine.device.uniform_compute:
             model.follow_compute()
-    phases = Phases(setup.phases, session, setup.shorter, steps)  # build_dataset made sure that its length can change
+    phases = Phases(run.phases, session, run.shorter, steps)  # build_dataset made sure that its length can change
     phases.turn(progress.step + 1)
     return progress, began, phases
 
 
 def _loop(
-    setup: Setup,
+    run: Run,
     session: Session,
     steps: dict[str, Step],
     phases: Phases | None,
-    run: RunDirectory,
+    folder: RunDirectory,
     loggers: Loggers,
     progress: Progress,
     stop: StopRequests,
@@ -134,20 +134,20 @@ def _loop(
     from ttrain.train.loop.nonfinite_guard import NonFiniteGuard
     from ttrain.train.loop.step_log import StepLog
 
-    config, guard, say = setup.config, setup.config.guard, loggers.console.say
-    for line in setup.announcement(session.engine, run.path, progress.step):
+    config, guard, say = run.config, run.config.guard, loggers.console.say
+    for line in run.announcement(session.engine, folder.path, progress.step):
         say(line)
-    run.keep()
-    meter = _meter(setup, session, steps, progress.step, say, stack)
-    evaluation = _evaluation(setup, steps, say)
-    held_out = held_out_hash(setup.dataset, evaluation.samples)
-    command = config.source.going_on() + setup.ranks
-    context = Context(config.train, session.state, run, loggers, progress, setup.world, held_out, command)
+    folder.keep()
+    meter = _meter(run, session, steps, progress.step, say, stack)
+    evaluation = _evaluation(run, steps, say)
+    held_out = held_out_hash(run.dataset, evaluation.samples)
+    command = config.source.going_on() + run.ranks
+    context = Context(config.train, session.state, folder, loggers, progress, run.world, held_out, command)
     context.check_held_out()
-    checkpoints = Checkpoints(context, setup.content)
-    train_step = session.train_step(steps, config.run.seed, setup.world)
-    reader = setup.reader(session, progress.step, progress.read)
-    search = StepSearch(session.state, train_step, list(setup.model.parameters()))
+    checkpoints = Checkpoints(context, run.content)
+    train_step = session.train_step(steps, config.run.seed, run.world)
+    reader = run.reader(session, progress.step, progress.read)
+    search = StepSearch(session.state, train_step, list(run.model.parameters()))
     guards = (
         NonFiniteGuard(guard, context, checkpoints, reader, search),
         SpikeGuard(guard, context, checkpoints),
@@ -157,7 +157,7 @@ def _loop(
         context,
         reader,
         train_step,
-        setup.rates,
+        run.rates,
         Evaluator(context, evaluation, checkpoints),
         checkpoints,
         StepLog(context, meter),
@@ -175,7 +175,7 @@ def _told(
     shrinking_keys: Callable[[], list[str]],
     device: str,
     steps: Mapping[str, Step],
-    run: RunDirectory,
+    folder: RunDirectory,
     events: Events,
 ) -> Iterator[None]:
     """Notes how an attempt that fails ends. Raises OutOfMemory for whatever tells that memory ran out."""
@@ -187,10 +187,10 @@ def _told(
         events.add("interrupted", str(error))
         raise
     except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, UserError) and run.discard():
+        if isinstance(error, UserError) and folder.discard():
             raise  # a mistake that only shows once all is built
         if not isinstance(error, TtrainError) and is_out_of_memory(error):
-            failure = OutOfMemory(memory_message(error, device, steps, shrinking_keys()), train, run.path)
+            failure = OutOfMemory(memory_message(error, device, steps, shrinking_keys()), train, folder.path)
             events.add("failed", str(failure))
             raise failure from error
         step = getattr(error, "step", None)
@@ -200,7 +200,7 @@ def _told(
 
 def _hung(
     start: str,
-    run: RunDirectory,
+    folder: RunDirectory,
     events: Events,
     console: Console,
     heartbeat: Heartbeat,
@@ -213,40 +213,40 @@ def _hung(
         saver.join()
     heartbeat.tell(error=type(hang).__name__, message=str(hang))
     events.add("failed", str(hang), error=type(hang).__name__)
-    newest = list_checkpoints(run.checkpoints)[0][-1:]
+    newest = list_checkpoints(folder.checkpoints)[0][-1:]
     kept = f"The checkpoint of step {newest[0].step} is kept." if newest else "No checkpoint was saved yet."
-    console.say(f"{kept} Continue with: {continue_command(start, run.path)}")
+    console.say(f"{kept} Continue with: {continue_command(start, folder.path)}")
 
 
 def _loggers(
-    config: LoggerConfig, stored: dict[str, Any], run: RunDirectory, progress: Progress, console: Console
+    config: LoggerConfig, stored: dict[str, Any], folder: RunDirectory, progress: Progress, console: Console
 ) -> Loggers:
     from ttrain.train.logging.loggers import Loggers
     from ttrain.train.logging.metrics import MetricsFile
 
-    views = build.build_views(config, run.path, stored, progress.wandb_id, console.say) if run.leads else []
+    views = build.build_views(config, folder.path, stored, progress.wandb_id, console.say) if folder.leads else []
     progress.wandb_id = next((view.run_id for view in views if view.run_id), progress.wandb_id)
-    return Loggers(MetricsFile(run.metrics, run.leads), console, views)
+    return Loggers(MetricsFile(folder.metrics, folder.leads), console, views)
 
 
-def _evaluation(setup: Setup, steps: Mapping[str, Step], say: Callable[[str], None]) -> Evaluation:
+def _evaluation(run: Run, steps: Mapping[str, Step], say: Callable[[str], None]) -> Evaluation:
     """The evaluation on held-out data, by the step that was built last."""
     from ttrain.data.text import byte_counter
     from ttrain.models.base import preparation
     from ttrain.train.loop.evaluate import Evaluation
     from ttrain.train.steps.session import averaged
 
-    dataset, world, train = setup.dataset, setup.world, setup.config.train
+    dataset, world, train = run.dataset, run.world, run.config.train
     rows = train.batch_size // world.ranks.slices // train.accumulation
     end = dataset.description.get("end_token") or {}
     count = None if dataset.tokenizer is None else byte_counter(dataset.tokenizer, end.get("id"))
     step, around = (lambda inputs: steps["evaluate"](inputs)), partial(averaged, steps)
-    prepare = preparation(setup.model)
+    prepare = preparation(run.model)
     return Evaluation(step, dataset, rows, train.eval_sequences, prepare, say, count, world, around=around)
 
 
 def _meter(
-    setup: Setup,
+    run: Run,
     session: Session,
     steps: Mapping[str, Step],
     step: int,
@@ -258,8 +258,8 @@ def _meter(
     from ttrain.train.logging.meter import Meter
     from ttrain.train.steps.session import flops_per_step
 
-    config, device, first = setup.config, session.engine.device, Waiting(FIRST, say)
-    pace = pace_of(config, setup.dataset, session, steps, step, say, continues=setup.origin.point is not None)
+    config, device, first = run.config, session.engine.device, Waiting(FIRST, say)
+    pace = pace_of(config, run.dataset, session, steps, step, say, continues=run.origin.point is not None)
     pace.announce()
     if config.train.steps > step:
         stack.enter_context(first)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ttrain.core.errors import TtrainError
 from ttrain.device.family import Failed, OutOfResources, family_of
-from ttrain.tasks.training.setup import Setup
+from ttrain.tasks.training.run import Run
 from ttrain.train.checkpoint.retention import is_dry_run
 from ttrain.train.settings import without_phases
 
@@ -24,47 +24,47 @@ if TYPE_CHECKING:
 COMPARED = ("static", "dynamic")  # engines whose dispatch is measured beside that of the configured one
 
 
-def dry_run(setup: Setup, device: Device, say: Callable[[str], None]) -> None:
+def dry_run(run: Run, device: Device, say: Callable[[str], None]) -> None:
     """The largest step, on a device that computes no values. Raises OutOfResources where the board does not take it."""
-    config = dataclasses.replace(setup.config, train=without_phases(setup.config.train))
-    setup = dataclasses.replace(setup, config=config)
-    (_costed if device.step_facts() else _built)(setup, device, say)
+    config = dataclasses.replace(run.config, train=without_phases(run.config.train))
+    run = dataclasses.replace(run, config=config)
+    (_costed if device.step_facts() else _built)(run, device, say)
 
 
-def _costed(setup: Setup, device: Device, say: Callable[[str], None]) -> None:
+def _costed(run: Run, device: Device, say: Callable[[str], None]) -> None:
     """Some steps on a device that only tells what steps cost. Writes a record, never a checkpoint.
 
     Raises OutOfResources where the board does not take the step.
     """
-    held = setup.origin.held
+    held = run.origin.held
     with ExitStack() as stack:
         mine = held if held is not None and is_dry_run(held.path) else None
-        run = mine or stack.enter_context(closing(setup.claim(device)))
+        folder = mine or stack.enter_context(closing(run.claim(device)))
         warning = f"DRY RUN on {device.name}: values are not computed, nothing is trained or saved."
         say(warning)
         steps: dict[str, Step] = {}
         try:
-            result, counters = _measured(setup, device, run, warning, steps)
+            result, counters = _measured(run, device, folder, warning, steps)
         except Exception as error:
-            failure = _failure(setup, device, steps, error)
+            failure = _failure(run, device, steps, error)
             if isinstance(failure, TtrainError):
                 plain = {"accepted": False, "reason": str(failure)}
                 reason = failure.to_dict() if hasattr(failure, "to_dict") else plain
-                run.write_summary({"computes": False, **reason})
+                folder.write_summary({"computes": False, **reason})
             raise failure from error
         steps.clear()
-        engines = {setup.config.engine.name: result.dispatch_ms, **_others(setup, device, say)}
+        engines = {run.config.engine.name: result.dispatch_ms, **_others(run, device, say)}
         result = dataclasses.replace(result, engines=engines)
-        run.write_summary({"accepted": True, **result.to_dict(), "engine": counters})
+        folder.write_summary({"accepted": True, **result.to_dict(), "engine": counters})
         for line in result.lines():
             say(line)
-        say(f"{warning} Run: {run.path}")
+        say(f"{warning} Run: {folder.path}")
 
 
-def _built(setup: Setup, device: Device, say: Callable[[str], None]) -> None:
+def _built(run: Run, device: Device, say: Callable[[str], None]) -> None:
     """Builds all steps and launches one on a device that computes nothing; leaves nothing behind."""
-    with closing(setup.open(device)) as session:
-        setup.stepper(session, session.build_training())(1)
+    with closing(run.open(device)) as session:
+        run.stepper(session, session.build_training())(1)
         say(
             f"Dry run: device {device.name} computes no values. Every step was built and one was launched; "
             f"nothing was trained or saved."
@@ -72,54 +72,54 @@ def _built(setup: Setup, device: Device, say: Callable[[str], None]) -> None:
 
 
 def _measured(
-    setup: Setup, device: Device, run: RunDirectory, warning: str, steps: dict[str, Step]
+    run: Run, device: Device, folder: RunDirectory, warning: str, steps: dict[str, Step]
 ) -> tuple[StepCosts, dict[str, int]]:
     """By the configured engine, recorded. `steps` takes what is built."""
     from ttrain.train.steps.dry_run import measure
 
-    with closing(setup.open(device)) as session:
+    with closing(run.open(device)) as session:
         steps.update(session.build_training())
-        setup.record(run, session, steps, {"dry_run": warning})
+        run.record(folder, session, steps, {"dry_run": warning})
         names = session.graph.train_steps()
-        result = measure(device, setup.stepper(session, steps), {name: steps[name] for name in names})
+        result = measure(device, run.stepper(session, steps), {name: steps[name] for name in names})
         return result, asdict(session.engine.counters)
 
 
-def _others(setup: Setup, device: Device, say: Callable[[str], None]) -> dict[str, float]:
+def _others(run: Run, device: Device, say: Callable[[str], None]) -> dict[str, float]:
     """Milliseconds of host dispatch per step by the engines that were not measured yet, where they fit."""
     from ttrain.train.steps.dry_run import dispatch_ms
 
     found: dict[str, float] = {}
     for name in COMPARED:
-        if name == setup.config.engine.name:
+        if name == run.config.engine.name:
             continue
         gc.collect()  # the tensors of the engine before
         try:
-            with closing(setup.open(device, name)) as session:
+            with closing(run.open(device, name)) as session:
                 traces = session.graph.train_steps()
                 steps = {step: session.engine.build(step, trace) for step, trace in traces.items()}
-                found[name] = dispatch_ms(setup.stepper(session, steps))
+                found[name] = dispatch_ms(run.stepper(session, steps))
         except RuntimeError as error:
-            why = _failure(setup, device, {}, error)
+            why = _failure(run, device, {}, error)
             say(f"engine={name} does not fit, so its dispatch was not measured: {why}")
     return found
 
 
-def _failure(setup: Setup, device: Device, steps: Mapping[str, Step], error: Exception) -> Exception:
+def _failure(run: Run, device: Device, steps: Mapping[str, Step], error: Exception) -> Exception:
     """What an error says is short, with what the plan needs; else the error itself."""
     from ttrain.train.forecast.out_of_memory import plan_needs
     from ttrain.train.forecast.step_cost import state_bytes
 
     if isinstance(error, TtrainError):
         return error
-    config = setup.config
+    config = run.config
     plans = [step.plan for step in steps.values() if step.plan is not None]
     failed = Failed(
         config.precision.name,
         config.engine.name,
         rows=config.train.batch_size // config.train.accumulation,
-        smaller=setup.shrinking_keys(),
-        vocabulary=hasattr(setup.model.config, "vocabulary"),
+        smaller=run.shrinking_keys(),
+        vocabulary=hasattr(run.model.config, "vocabulary"),
         state=max((sum(state_bytes(plan).values()) for plan in plans), default=0),
         memory=device.memory().get("total", 0),
     )

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ttrain.device.base import Device
-    from ttrain.tasks.training.setup import Setup
+    from ttrain.tasks.training.run import Run
     from ttrain.train.checkpoint.progress import Progress
     from ttrain.train.runs.run_directory import RunDirectory
     from ttrain.train.runs.summary import Summary
 
 
 def summarize(
-    setup: Setup,
-    run: RunDirectory,
+    run: Run,
+    folder: RunDirectory,
     device: Device,
     progress: Progress,
     counters: Mapping[str, int],
@@ -31,25 +31,25 @@ def summarize(
         unit_of,
     )
 
-    train, dataset = setup.config.train, setup.dataset
+    train, dataset = run.config.train, run.dataset
     baseline = dataset.baseline(train.eval_sequences)  # of the very targets that evaluations count
-    val_metrics = last_val_metrics(run.metrics)
+    val_metrics = last_val_metrics(folder.metrics)
     summary = Summary(
-        model=setup.model_name,
-        parameters=setup.model.parameter_count,
+        model=run.model_name,
+        parameters=run.model.parameter_count,
         progress=progress,
         steps=train.steps,
-        recorded=recorded_steps(run.metrics),
+        recorded=recorded_steps(folder.metrics),
         peak_memory=device.memory().get("peak", 0),
         baseline=(baseline.name, baseline.value),
-        rates=last_rates(run.metrics),
+        rates=last_rates(folder.metrics),
         bits_per_byte=val_metrics.pop("bits_per_byte", None),
         val_metrics=val_metrics,
-        ranks=setup.world.ranks,
+        ranks=run.world.ranks,
         caution=device.caution,
         unit=unit_of(dataset.description),
         averaged=averaged,
     )
-    run.write_summary({**summary.to_dict(), "engine": dict(counters)})
-    draw_loss_curve(run.metrics, run.loss_curve, summary.loss_baseline, summary.caution)
+    folder.write_summary({**summary.to_dict(), "engine": dict(counters)})
+    draw_loss_curve(folder.metrics, folder.loss_curve, summary.loss_baseline, summary.caution)
     return summary

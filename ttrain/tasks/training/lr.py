@@ -23,7 +23,7 @@ from ttrain.train.settings import without_phases
 
 if TYPE_CHECKING:
     from ttrain.device.base import Device
-    from ttrain.tasks.training.setup import Setup
+    from ttrain.tasks.training.run import Run
     from ttrain.train.logging.loggers import Console
     from ttrain.train.steps.step import Rates
 
@@ -47,21 +47,21 @@ def run(config: Config) -> dict[str, Any]:
 
     Nothing is trained that stays: no checkpoint is written. Raises UserError for a device that computes nothing.
     """
-    from ttrain.tasks.training.setup import set_up
+    from ttrain.tasks.training.start import start_run
 
     ramp = config.ramp
     constant = replace(config.schedule, name="constant", warmup=0, steps=None)
     train = without_phases(config.train, steps=ramp.steps)
     with ExitStack() as stack:
-        setup = set_up(replace(config, train=train, schedule=constant), stack)
-        device = stack.enter_context(closing(build.build_device(setup.config.device, setup.config.precision)))
+        run = start_run(replace(config, train=train, schedule=constant), stack)
+        device = stack.enter_context(closing(build.build_device(run.config.device, run.config.precision)))
         if not device.computes:
             raise UserError(f"device={config.device.name}: computes no values. Choose another, such as device=cpu.")
-        folder = claim("ramp.out", ramp.out, ROOT, f"{setup.model_name}_{device.name}", datetime.now())
-        console, stop = build.build_console(setup.config.logger), stack.enter_context(StopRequests())
-        rates, losses, diverged = _losses(setup, device, ramp, console, stop)
+        folder = claim("ramp.out", ramp.out, ROOT, f"{run.model_name}_{device.name}", datetime.now())
+        console, stop = build.build_console(run.config.logger), stack.enter_context(StopRequests())
+        rates, losses, diverged = _losses(run, device, ramp, console, stop)
     findings = find(rates, losses, ramp.rise)
-    results = _results(config, setup, rates, losses, diverged, findings)
+    results = _results(config, run, rates, losses, diverged, findings)
     replace_file(folder / RESULTS, to_json(results))
     _draw(results, folder / "plot.png")
     for label, value in _lines(results, folder):
@@ -72,7 +72,7 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def _losses(
-    setup: Setup, device: Device, ramp: RampConfig, console: Console, stop: StopRequests
+    run: Run, device: Device, ramp: RampConfig, console: Console, stop: StopRequests
 ) -> tuple[list[float], list[float], bool]:
     """Rates and losses of the steps until the loss diverged or the ramp ended; whether it diverged."""
     from ttrain.train.forecast.out_of_memory import is_out_of_memory, memory_message
@@ -81,12 +81,12 @@ def _losses(
     rates: list[float] = []
     losses: list[float] = []
     try:
-        with closing(setup.open(device)) as session:
+        with closing(run.open(device)) as session:
             with Waiting("Placing the model and building its steps", console.say):
-                setup.origin.set_values(session, setup.config.run.seed)
+                run.origin.set_values(session, run.config.run.seed)
                 for name, trace in session.graph.train_steps().items():
                     built[name] = session.engine.build(name, trace)
-            run_step = setup.stepper(session, built, ramp.steps, _rising(setup, ramp))
+            run_step = run.stepper(session, built, ramp.steps, _rising(run, ramp))
             console.start(0, ramp.steps)
             for number in range(1, ramp.steps + 1):
                 result, rate = run_step(number), rate_of(ramp, number)
@@ -103,7 +103,7 @@ def _losses(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemory(memory_message(error, device.name, built, setup.shrinking_keys())) from error
+        raise OutOfMemory(memory_message(error, device.name, built, run.shrinking_keys())) from error
     finally:
         console.close()
     return rates, losses, False
@@ -114,9 +114,9 @@ def rate_of(ramp: RampConfig, step: int) -> float:
     return float(ramp.low * (ramp.high / ramp.low) ** ((step - 1) / max(ramp.steps - 1, 1)))
 
 
-def _rising(setup: Setup, ramp: RampConfig) -> Callable[[int], Rates]:
+def _rising(run: Run, ramp: RampConfig) -> Callable[[int], Rates]:
     """Every learning rate of the constant schedule, in proportion to the ramp's."""
-    peak, constant = setup.config.optimizer.lr, setup.rates
+    peak, constant = run.config.optimizer.lr, run.rates
     return lambda step: {name: rate * rate_of(ramp, step) / peak for name, rate in constant(step).items()}
 
 
@@ -160,15 +160,15 @@ def _window(steps: int) -> int:
 
 
 def _results(
-    config: Config, setup: Setup, rates: list[float], losses: list[float], diverged: bool, findings: Findings
+    config: Config, run: Run, rates: list[float], losses: list[float], diverged: bool, findings: Findings
 ) -> dict[str, Any]:
     rate = findings.suggested
     source, changes = config.source, {"optimizer.lr": f"{rate:.1e}"} if rate is not None else {}
     command = source.command(changes, without=["ramp"], task="train") if changes else None
     return {
-        "model": setup.model_name,
+        "model": run.model_name,
         "optimizer": config.optimizer.name,
-        "seed": setup.config.run.seed,
+        "seed": run.config.run.seed,
         "diverged": diverged,
         "suggested": rate,
         "steepest": findings.steepest,
@@ -178,7 +178,7 @@ def _results(
         "rates": rates,
         "losses": losses,
         "smoothed": findings.smoothed,
-        "config": setup.stored,
+        "config": run.stored,
     }
 
 

@@ -18,7 +18,7 @@ from ttrain.core.errors import Interrupted
 from ttrain.device.family import family_of
 from ttrain.tasks.training.attempt import train
 from ttrain.tasks.training.dry_run import dry_run
-from ttrain.tasks.training.setup import set_up
+from ttrain.tasks.training.start import start_run
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.settings import ReplicasConfig
 
@@ -26,14 +26,14 @@ from ttrain.train.settings import ReplicasConfig
 def run(config: Config) -> float | None:
     """Trains all replicas; the best val/loss of any. Raises a failure once the others have ended too."""
     with ExitStack() as stack:
-        setups = [set_up(each, stack) for each in replica_configs(config)]
+        runs = [start_run(each, stack) for each in replica_configs(config)]
         device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
         parts = device.replicas()
         # All are at the same step, so one bar is enough.
-        consoles = [build.build_console(config.logger, name_of(number), number == 0) for number in range(len(setups))]
+        consoles = [build.build_console(config.logger, name_of(number), number == 0) for number in range(len(runs))]
         if not device.computes:
-            for setup, part, console in zip(setups, parts, consoles, strict=True):
-                dry_run(setup, part, console.say)
+            for run, part, console in zip(runs, parts, consoles, strict=True):
+                dry_run(run, part, console.say)
                 console.say(f"Note: {part.describe()['note']}.")
             return None
 
@@ -44,8 +44,8 @@ def run(config: Config) -> float | None:
         baton = Baton(len(parts))
         for number, part in enumerate(parts):
             part.turn = partial(baton.pass_on, number)
-        runs = [partial(train, *each, stop) for each in zip(setups, parts, consoles, strict=True)]
-        results = side_by_side(runs, baton, failed)
+        trained = [partial(train, *each, stop) for each in zip(runs, parts, consoles, strict=True)]
+        results = side_by_side(trained, baton, failed)
     losses = [loss for loss in results if loss is not None]
     return min(losses, default=None)
 

@@ -1,59 +1,37 @@
-"""Where the config of a run is taken apart: its data, its model and what it begins with; on a device, the rest."""
+"""A run: what is known of it before a device is opened, and what it makes once one is."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import ttrain
 from ttrain.config import build
 from ttrain.config.notices import notices
-from ttrain.config.rates import Rate, rate_jump
-from ttrain.config.saved import continued
-from ttrain.config.schema import Config, Source, sections, to_dict
-from ttrain.core.errors import CheckpointError, ConfigError
+from ttrain.config.rates import Rate
+from ttrain.config.schema import Config
 from ttrain.core.units import format_count
-from ttrain.data.settings import DataConfig
-from ttrain.optim.groups import check_groups
-from ttrain.optim.settings import ScheduleConfig
 from ttrain.parallel.world import World
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.checkpoint.save import CheckpointContent
 from ttrain.train.runs import resume as resuming
 from ttrain.train.runs.origin import Origin
-from ttrain.train.runs.record import package_versions
-from ttrain.train.runs.run_directory import (
-    FollowedRun,
-    RunDirectory,
-    chosen_model,
-    newest_attempt,
-    part_of,
-    read_config,
-)
+from ttrain.train.runs.run_directory import FollowedRun, RunDirectory, part_of
 from ttrain.train.steps.phases import PhaseSchedule, Position, Reader
 from ttrain.train.steps.step import Rates, Stepper
-from ttrain.train.supervise.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from ttrain.data.batches import Dataset, Indexed
     from ttrain.device.base import Device
     from ttrain.engine.base import Engine, Step
     from ttrain.models.base import Model
-    from ttrain.train.runs.resume import ResumePoint
     from ttrain.train.steps.session import Session
 
 
-_PLACES = ("source", "notices")  # what a machine may have of its own in the description of the data
-_LATER = ("lora", "ramp", "parallel")  # sections that runs of earlier versions do not have
-
-
 @dataclasses.dataclass(frozen=True)
-class Setup:
+class Run:
     """The parts of a run that has passed all checks that need no device."""
 
     config: Config
@@ -223,173 +201,3 @@ class Setup:
         config = self.config
         names = (config.precision.name, config.engine.name)
         return shrinking_keys(config.train, self.model.config, *names, config.optimizer)
-
-
-def _held(resume: str, run: str | None, world: World, stack: ExitStack) -> RunDirectory | None:
-    """The run that is continued, held until the exit stack closes."""
-    found: list[RunDirectory] = []
-
-    def hold() -> str:
-        held = resuming.hold_run(resume, run)
-        if held is None:
-            return ""
-        found.append(stack.enter_context(closing(held)))
-        return str(held.path)
-
-    path = world.once(hold)
-    return found[0] if found else FollowedRun(Path(path)) if path else None
-
-
-def set_up(config: Config, stack: ExitStack, world: World | None = None) -> Setup:
-    """A run that is continued is held before it is read, until the exit stack closes."""
-    Heartbeat.of_process().beat()
-    world = world or World()
-    if world.ranks.count > 1:
-        _agree(config, world)
-    held = _held(config.resume, config.run.dir, world, stack)
-    point = resuming.find_resume_point(config.resume, config.run.dir)
-    if point is not None and held is not None:  # this run alone removes it
-        point = dataclasses.replace(point, checkpoint=dataclasses.replace(point.checkpoint, reader=None))
-    base, notes = _base(point, held)
-    if base is not None:
-        if point is not None:
-            resuming.check_sources(base, config)
-        config = continued(base, config)
-    elif config.resume == "auto":
-        notes.append(f"resume=auto: {config.run.dir} holds no run yet; a new one starts, as command and defaults say.")
-    parallel, ranks = config.parallel, world.ranks
-    world.ranks = dataclasses.replace(ranks, slices=parallel.slices or ranks.count, bucket_mb=parallel.bucket_mb)
-    if point is None:
-        config = dataclasses.replace(config, lora=build.with_adapters(config.lora, config.source.explicit))
-    config = dataclasses.replace(config, schedule=_branched(config.schedule, config.train.steps, point, held, base))
-    train, lora = config.train, config.lora
-    folder = getattr(config.model, "from_", None)
-    data, refuse = _with_tokenizer(config.data, folder, point), partial(_check_tokenizer, point)
-    with world.leader_first():
-        dataset = build.build_dataset(data, config.model, train.length_schedule, refuse)
-    world.agree("data", {key: value for key, value in dataset.description.items() if key not in _PLACES})
-    parts = config.model, config.precision, config.device, config.data, lora
-    model = build.build_model(*parts, dataset.vocabulary)
-    check_groups(model.parameters(), config.optimizer)
-    stored = {**to_dict(config), "model": build.resolved_model(config.model, model)}
-    stored["parallel"]["slices"] = world.ranks.slices if world.ranks.slices > 1 else None
-    stored["run"]["dir"] = None  # a run does not know where it lies, so it can be moved
-    if point is not None:
-        resuming.check_architecture(point.checkpoint.config, model.config, point.checkpoint.path)
-        resuming.check_adapters(point.checkpoint.config, lora, point.checkpoint.path)
-        resuming.check_documents(point, dataset.description)
-    prompt = _prompt(config.sample.prompt, config.data, dataset)
-    sections, tokens = (config.model, train, config.optimizer), tokenizer_json(dataset)
-    warm = build.build_warm_start(*sections, model, tokens) if point is None else None
-    adapter = build.build_adapters(lora, model) if point is None else None
-    shorter = {length: build.shorter_model(model, length, config.precision, lora) for length in train.length_schedule}
-    if base is not None and point is None:
-        notes += [f"Changed since the run started: {change}" for change in resuming.config_difference(base, stored)]
-    name = _model_name(config.source, config.model.name, point, held)
-    rate = Rate(config.optimizer.lr, config.schedule, train.steps)
-    jump = None if point is None else rate_jump(point.checkpoint.config, rate, Progress.of(point.checkpoint))
-    warnings = [*filter(None, [jump]), *dataset.description.get("notices", ())]
-    origin = Origin(held, point, warm, adapter, notes)
-    earlier = part_of(newest_attempt(None if point is None else point.run), "device")
-    return Setup(config, stored, dataset, model, name, shorter, prompt, origin, rate, warnings, world, earlier)
-
-
-def _branched(
-    schedule: ScheduleConfig, steps: int, point: ResumePoint | None, held: RunDirectory | None, base: Any
-) -> ScheduleConfig:
-    """With the step that a decay begins from, where that is the one of the checkpoint. A branch keeps its own."""
-    if schedule.decay_from != 0:
-        return schedule
-    if point is None:
-        raise ConfigError(
-            "schedule.decay_from=0: is the step that a run branches off from, and this one starts anew. Give "
-            "resume=<run or checkpoint>, or the number of a step."
-        )
-    known = None if held is None else base["schedule"].get("decay_from")
-    step = known or point.checkpoint.step
-    if step >= (end := schedule.steps or steps):
-        raise ConfigError(
-            f"schedule.decay_from=0: is step {step} here, and the schedule ends at step {end}. Give more train.steps."
-        )
-    return dataclasses.replace(schedule, decay_from=step)
-
-
-def _agree(config: Config, world: World) -> None:
-    """Raises UserError where ranks run other versions or have other configs, what belongs to a machine aside."""
-    shown = to_dict(config)
-    shown["device"] = {key: value for key, value in shown["device"].items() if key not in ("index", "threads")}
-    shown["parallel"] = {key: value for key, value in shown["parallel"].items() if key != "processes"}
-    world.agree("version", {"ttrain": ttrain.__version__, **package_versions()})
-    world.agree("config", shown)
-
-
-def _with_tokenizer(data: Any, folder: str | None, point: ResumePoint | None) -> DataConfig:
-    """A run that is continued needs the `folder` of model.from no more: its checkpoint has the tokenizer."""
-    if point is None or folder is None or Path(getattr(data, "tokenizer", "")).is_file():
-        return cast(DataConfig, data)
-    kept = point.checkpoint.path / "tokenizer.json"
-    return cast(DataConfig, dataclasses.replace(data, tokenizer=str(kept)) if kept.is_file() else data)
-
-
-def tokenizer_json(dataset: Dataset) -> str | None:
-    """The JSON of the data's tokenizer, where it has one."""
-    return None if dataset.tokenizer is None else dataset.tokenizer.to_json()
-
-
-def _model_name(source: Source, registered: str, point: ResumePoint | None, held: RunDirectory | None) -> str:
-    """A resumed run was chosen by an earlier command."""
-    if not source.merged:
-        return source.choices.get("model", registered)
-    earlier = point.run if point is not None else None if held is None else held.path
-    return chosen_model(earlier) or registered
-
-
-def _base(point: ResumePoint | None, held: RunDirectory | None) -> tuple[dict[str, Any] | None, list[str]]:
-    """The config that the command line changes, and what to tell of it; None for a new run.
-
-    A run that is continued has its own, also where it has no checkpoint yet. That of a checkpoint is taken where the
-    checkpoint itself was named, or where its run's is lost. Raises CheckpointError where there is neither.
-    """
-    run = held.path if held is not None else None if point is None else point.run
-    if point is not None and (point.named or run is None):
-        return point.checkpoint.config, []
-    if run is None:
-        return None, []
-    try:
-        config = _whole_config(run)
-    except CheckpointError as error:
-        if point is not None:
-            return point.checkpoint.config, [f"WARNING: {error} The config of the checkpoint is taken instead."]
-        raise CheckpointError(
-            f"{error} {run} has no checkpoint either, so nothing tells what it trains. Start anew with its whole "
-            f"command, resume=none and another run.dir."
-        ) from None
-    return config, [] if point is not None else [f"{run} has no checkpoint yet; it starts again with its own config."]
-
-
-def _whole_config(run: Path) -> dict[str, Any]:
-    """The config of a run. Raises CheckpointError where it is missing or only a part of it is there."""
-    config = read_config(run)
-    if missing := [section for section in sections() if section not in (*config, *_LATER)]:
-        raise CheckpointError(f"{run / 'config.yaml'} is not whole: it has no {missing[0]!r}.")
-    return config
-
-
-def _check_tokenizer(point: ResumePoint | None, dataset: Dataset) -> None:
-    """Comes before checks of the vocabulary, whose advice would not help where it is the text that changed."""
-    if point is None:
-        return
-    from ttrain.data.library_tokenizer import parse_tokenizer
-
-    # As it is read now: older checkpoints keep settings of a file that are off by now.
-    stored = None if point.checkpoint.tokenizer is None else parse_tokenizer(point.checkpoint.tokenizer).to_json()
-    resuming.check_tokenizer(stored, tokenizer_json(dataset), point.checkpoint.path)
-
-
-def _prompt(text: str | None, data: DataConfig, dataset: Dataset) -> list[int] | None:
-    """Token ids of the sample's prompt, checked before training starts; None where no text can be made."""
-    from ttrain.data.end_token import named_end
-    from ttrain.train.sampling.draw import encode_prompt
-
-    tokenizer = dataset.tokenizer
-    return None if tokenizer is None else encode_prompt(tokenizer, text, named_end(data, tokenizer.config))
