@@ -31,7 +31,7 @@ def _plans(graph: Graph) -> dict[Value, Node]:
     found: dict[Value, Node] = {}
 
     def at_hand(value: Value) -> bool:
-        """Whether backward finds a value without keeping anything more."""
+        """True if backward finds a value without keeping anything more."""
         root = roots[value]
         return value not in found and (root not in changed if root.kind is not Kind.NODE else value in later)
 

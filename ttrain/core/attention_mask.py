@@ -1,4 +1,4 @@
-"""Which keys a query attends to, and how much nearer ones are preferred: what attention adds to its scores."""
+"""The masks and position biases that attention adds to its scores."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class AttentionMask:
 
     @property
     def is_causal(self) -> bool:
-        """Whether hiding what comes after the query is all that it does."""
+        """True if it only hides the keys after the query."""
         return self == AttentionMask()
 
     @property
     def is_full(self) -> bool:
-        """Whether it does nothing."""
+        """True if it hides nothing and adds no bias."""
         return self == AttentionMask(FULL)
 
     def attended(self, time: int) -> np.ndarray:

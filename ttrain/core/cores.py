@@ -1,4 +1,4 @@
-"""How many processor cores this process may use: the machine's, its affinity mask's, its container's quota."""
+"""The processor cores that this process may use: by machine, affinity mask and container quota."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def default_threads(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def core_limits() -> dict[str, int]:
-    """What bounds the number of threads, each in whole cores: `physical`, `affinity`, and `quota` if there is one."""
+    """Return the bounds on the number of threads in whole cores: `physical`, `affinity`, and `quota` if there is one."""
     import psutil
 
     affinity = affinity_cores()
@@ -34,13 +34,13 @@ def core_limits() -> dict[str, int]:
 
 
 class OtherWork:
-    """How much of the cores that this process may use goes to other processes."""
+    """Measures the CPU contention: what other processes take of the cores that this process may use."""
 
     def __init__(self) -> None:
         self._last = self._read()
 
     def cores(self) -> float:
-        """In cores' worth, since this was last asked."""
+        """Return the cores that others took since the last call."""
         last, self._last = self._last, self._read()
         elapsed, busy, own = (now - before for now, before in zip(self._last, last, strict=True))
         return max(0.0, busy - own) / max(elapsed, 1e-9)

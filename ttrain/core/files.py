@@ -79,7 +79,7 @@ def _remove_left(path: Path) -> None:
 
 
 def still_runs(process: int) -> bool:
-    """Whether a process of this machine may still run."""
+    """True if a process of this machine may still run."""
     if os.name != "posix":  # elsewhere the question would stop it
         return True
     try:
@@ -138,7 +138,7 @@ def sync_directory(path: Path) -> None:
 
 
 def lock_file(file: IO[str]) -> bool:
-    """Whether this process now holds the file; the system lets go when the process ends, however it ends."""
+    """Lock a file for this process, and return True if that worked. The lock ends with the process, however it ends."""
     try:
         import fcntl
     except ImportError:  # not a POSIX system

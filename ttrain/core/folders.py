@@ -1,4 +1,4 @@
-"""Where ttrain keeps what it can make again, and what libraries get where there is no home to keep theirs in."""
+"""The cache folder of ttrain, and a replacement for a home folder that can't be written."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def at_home(path: str | Path) -> Path:
 
 
 def settle_without_home() -> str | None:
-    """Where the home folder is missing or can't be written, gives this process and its children a folder instead.
+    """Give this process and its children another folder where the home folder is missing or can't be written.
 
-    A sentence says so, once: a child finds it settled. It is None as well where there is nothing to settle.
+    Return a sentence about it, once: a child finds it settled. Return None where there is nothing to settle.
     """
     home = os.path.expanduser("~") if os.environ.get("HOME", "set") else ""
     missing = not os.path.isdir(home)

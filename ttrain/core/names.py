@@ -24,7 +24,7 @@ def listed(items: Iterable[object], shown: int = 3, between: str = ", ") -> str:
 
 
 def one_slip(given: str, other: str) -> bool:
-    """Whether one letter was left out, added or exchanged, or two neighbours swapped; numbers differ on purpose."""
+    """True if one letter was left out, added or exchanged, or two neighbours swapped. Numbers differ on purpose."""
     start = _alike(given, other)
     end = _alike(given[start:][::-1], other[start:][::-1])
     parts = given[start : len(given) - end], other[start : len(other) - end]
@@ -33,7 +33,7 @@ def one_slip(given: str, other: str) -> bool:
 
 
 def _alike(given: str, other: str) -> int:
-    """How many characters both begin with."""
+    """Return the number of characters that both begin with."""
     return next((at for at, (one, two) in enumerate(zip(given, other)) if one != two), min(len(given), len(other)))
 
 

@@ -1,4 +1,4 @@
-"""What the system says of the processor: its name, and the vector and matrix extensions that kernels can use."""
+"""The processor's name, and the vector and matrix extensions that kernels can use."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _INPUT = re.compile(r"(\w+) (\w*) ?(\[.*?\](?: or \[.*?\])*)")
 
 
 class Shapes:
-    """What a text declares. `wide` names the inputs that are fp32 at least even where a step computes in bf16."""
+    """Shapes as a text declares them. `wide` names the inputs that are fp32 at least, even if a step computes in bf16."""
 
     def __init__(self, text: str, inputs: Sequence[str]) -> None:
         """Raises ShapeError for a text that can't be read, or that names others than an op's `inputs`."""
@@ -64,7 +64,7 @@ class Shapes:
 def _bound(
     axes: Sequence[str], shape: tuple[int, ...], known: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]] | None:
-    """What is known and the sizes of further axes; None where a shape is not that of the axes."""
+    """Return the known sizes with those of further axes; None where a shape does not match the axes."""
     parts: list[tuple[int, ...]] = [(size,) for size in shape]
     if axes[:1] == ["..."]:
         lead = max(len(shape) - len(axes) + 1, 0)

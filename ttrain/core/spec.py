@@ -1,4 +1,4 @@
-"""What a tensor is without its values: shape and dtype."""
+"""Tensor specs: the shape and the dtype of a tensor without its values."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ Part = tuple[int, int]  # [start, stop) of the elements of a tensor, in their or
 
 
 def part_name(name: str, part: Part) -> str:
-    """What a part of a persistent tensor is called."""
+    """Return the name of a part of a persistent tensor."""
     return f"{name}[{part[0]}:{part[1]}]"
 
 
 def stored_part_name(name: str, part: Part, shape: tuple[int, ...]) -> str:
-    """What a part of a tensor is called in a file, which has to tell the shape of the whole."""
+    """Return the name of a part in a file, where it also tells the shape of the whole tensor."""
     return f"{name}[{part[0]}:{part[1]} of {'x'.join(map(str, shape))}]"
 
 
@@ -107,5 +107,5 @@ def stored_part(name: str) -> tuple[str, Part, tuple[int, ...]] | None:
 
 
 def part_spec(spec: TensorSpec, part: Part) -> TensorSpec:
-    """Of a part of a tensor: a vector, or the tensor itself where it is all of it."""
+    """Return the spec of a part: a vector, or the tensor's own spec where the part is all of it."""
     return spec if part == (0, spec.size) else spec.with_shape(part[1] - part[0])

@@ -25,7 +25,7 @@ _TAKEN = {"f": "fiub", "i": "iub", "b": "b"}  # kind of a declared dtype -> kind
 
 @dataclass
 class EngineCounters:
-    """What people ask of an engine: does it still build, allocate or compile after the first step?
+    """Counts what an engine builds, allocates and compiles, and how much of it after the first step.
 
     `allocations_after_first` and `nodes_after_first` count over all calls of all steps but each step's first.
     `kernels_built` were compiled by this process, `kernels_cached` were found on the disk.
@@ -47,7 +47,7 @@ class Step(ABC):
     plan: Plan | None = None
 
     def __init__(self, engine: Engine, name: str, graph: Graph, fixed: bool = True) -> None:
-        """Of a `fixed` graph only the inputs are uploaded that it reads."""
+        """If the graph is `fixed`, only the inputs that it reads are uploaded."""
         self.engine, self.name = engine, name
         self.inputs = {key: value.spec for key, value in graph.inputs.items()}
         read = {value for node in graph.nodes for value in node.inputs} | {*graph.outputs.values()}
@@ -86,7 +86,7 @@ class Step(ABC):
         """
 
     def launches(self) -> list[Launch]:
-        """What one run launches, where that is fixed; empty otherwise."""
+        """Return the launches of one run, where they are fixed; none otherwise."""
         return []
 
     def _arrays(self, given: Mapping[str, HostValue]) -> dict[str, np.ndarray]:

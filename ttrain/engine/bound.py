@@ -26,14 +26,14 @@ class Bound(ABC):
 
     @abstractmethod
     def placed(self, owner: Value) -> Placed:
-        """Where a value lies that is not state and owns its buffer."""
+        """Return the place of a value that is not state and owns its buffer."""
 
     @abstractmethod
     def workspace(self, node: Node, specs: Sequence[TensorSpec]) -> list[Buffer]:
         """The scratch buffers of a node, one for each spec."""
 
     def buffer(self, value: Value) -> Buffer:
-        """That of its owner, seen under the value's own shape and dtype."""
+        """Return the buffer of a value: its owner's, under the value's own shape and dtype."""
         owner = self.owner_of(value)
         arena, offset, buffer = self.state.placed(owner.name) if owner.kind.is_state else self.placed(owner)
         return buffer if owner.spec == value.spec else self.device.side(owner.on_host).place(arena, offset, value.spec)

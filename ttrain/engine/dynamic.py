@@ -83,7 +83,7 @@ class DynamicStep(Step):
 
 
 def _facts(graph: Graph) -> Any:
-    """What passes and launches depend on: equal for graphs that are recorded alike."""
+    """Return the facts that passes and launches depend on. They are equal for graphs that are recorded alike."""
     named = [
         [(name, value.number, value.kind, value.spec, value.on_host) for name, value in table.items()]
         for table in (graph.inputs, graph.state, graph.outputs)

@@ -9,7 +9,7 @@ from ttrain.core.options import option
 
 @dataclass
 class EngineConfig:
-    """How a derived step is run."""
+    """Settings of an engine, which runs a derived step."""
 
     name: str = option("static", "registered name of the engine")
     rematerialize: bool = option(

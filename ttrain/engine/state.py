@@ -49,7 +49,7 @@ class StateTensor:
 
     @property
     def placed(self) -> list[_Piece]:
-        """What of it takes memory here."""
+        """The pieces that take memory on this rank."""
         return [(self.name, self.spec, (0, self.spec.size))] if self.everywhere else self.pieces
 
     @property
@@ -125,7 +125,7 @@ class State:
             self.loan_arena, self.loan = arena, Loan(total, own)
 
     def _place_parts(self, tensor: StateTensor) -> None:
-        """In the memory of the whole."""
+        """Place the parts of a tensor in the memory of the whole."""
         arena, byte, _ = self._placed[tensor.name]
         side = self.device.side(self.on_host(tensor.name))
         for name, spec, (start, _) in tensor.pieces:
@@ -143,11 +143,11 @@ class State:
         return self._tensors[name]
 
     def on_host(self, name: str) -> bool:
-        """Whether a tensor lies in host memory beside a device that has its own."""
+        """True if a tensor lies in host memory beside a device that has its own."""
         return self.device.offloaded(name)
 
     def spec(self, name: str) -> TensorSpec:
-        """Of the values as `read` gives and `write` takes them."""
+        """Return the spec of the values as `read` gives and `write` takes them."""
         return self.tensor(name).host_spec
 
     def placed(self, name: str) -> Placed:
@@ -171,7 +171,7 @@ class State:
         return values[: len(values) - tensor.padding] if tensor.padding else values
 
     def _values(self, tensor: StateTensor, name: str) -> np.ndarray:
-        """Of a tensor, or of the part of it by that name."""
+        """Return the values of a tensor, or of its part of that name."""
         side = self.device.side(self.on_host(tensor.name))
         values = side.download(self._placed[name][2])
         if not tensor.remainders:

@@ -1,4 +1,4 @@
-"""Which values share a buffer: views, and states with their later versions."""
+"""Aliases: values that share a buffer, as views do, and states with their later versions."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Probe(NamedTuple):
         return Probe(graph, inputs, body(inputs))
 
     def run(self, tensors: Sequence[Any]) -> list[Any]:
-        """What the body makes of torch tensors, node by node by the references of its ops."""
+        """Run the body on torch tensors, node by node, by the references of its ops."""
         known = dict(zip(self.inputs, tensors, strict=True))
         for node in self.graph.nodes:
             results = node.op.reference(*(known[value] for value in node.inputs), **node.attributes)
@@ -56,7 +56,7 @@ class Probe(NamedTuple):
 
 
 def specs_of(tensors: Sequence[Any]) -> list[TensorSpec | None]:
-    """Of torch tensors; None for an absent one."""
+    """Return the specs of torch tensors; None for an absent one."""
     return [None if t is None else TensorSpec(tuple(t.shape), _DTYPES[str(t.dtype)]) for t in tensors]
 
 
@@ -108,7 +108,7 @@ class Declared(Op, Generic[P, R]):
 
 
 def _specs(given: Value | Sequence[Value] | None) -> list[TensorSpec]:
-    """Of an input, a list of them, or none where it is absent."""
+    """Return the specs of an input or of a list of inputs; none where it is absent."""
     return [value.spec for value in ([given] if isinstance(given, Value) else given or ())]
 
 
@@ -135,7 +135,7 @@ class Composite(Declared[P, R]):
 
     @property
     def goes_through_body(self) -> bool:
-        """Whether no gradient was declared, so that autodiff goes through the body."""
+        """True if no gradient was declared, so that autodiff goes through the body."""
         return "vjp" not in vars(self)
 
     def infer(self, *specs: TensorSpec | None, **attributes: Any) -> Sequence[TensorSpec]:

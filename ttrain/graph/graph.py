@@ -98,7 +98,7 @@ class Node:
 
     @property
     def by_host(self) -> bool:
-        """Whether the host runs it or takes part: no capture of the device holds such a node."""
+        """True if the host runs it or takes part. No capture of the device holds such a node."""
         return self.on_host or self.op.transfer
 
     @property
@@ -199,7 +199,7 @@ class Op:
         raise GraphError(f"op {self.name} has no gradient rule: it must not lie between a parameter and the loss")
 
     def reference(self, *tensors: Any, **attributes: Any) -> Any:
-        """The same function in plain torch, differentiable by torch autograd: the oracle of the tests (fp64)."""
+        """Compute the op in plain torch, differentiable by torch autograd: the oracle of the tests (fp64)."""
         raise GraphError(f"op {self.name} declares no reference")
 
     def flops(self, node: Node) -> int:
@@ -265,7 +265,7 @@ def op(name: str) -> Op:
 
 
 class RecordCounter:
-    """How many nodes this process has recorded: a static step must not move it."""
+    """Counts the nodes that this process has recorded. A static step must not change it."""
 
     nodes = 0
 
@@ -333,7 +333,7 @@ class Graph:
         return node.outputs
 
     def differentiates(self, value: Value | None) -> bool:
-        """Whether the backward pass that is being recorded needs the gradient of a value."""
+        """True if the backward pass that is being recorded needs the gradient of a value."""
         return self.needed is None or value in self.needed
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Where values come from, and the parts of a step."""
+"""The kinds of values, and the stages of a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """Where a value comes from."""
+    """The origin of a value."""
 
     INPUT = "input"  # uploaded for every step: the batch, learning rate, step number, seed
     PARAMETER = "parameter"
@@ -21,7 +21,7 @@ class Kind(Enum):
 
     @property
     def is_state(self) -> bool:
-        """Whether the buffer outlives the step."""
+        """True if the buffer outlives the step."""
         return self not in (Kind.INPUT, Kind.NODE)
 
 

@@ -48,7 +48,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Orthogonal:
-    """Of a matrix: orthonormal rows, or columns where those are fewer (Saxe et al., 2014), uniformly distributed."""
+    """Draws a matrix with orthonormal rows, or columns where those are fewer, uniformly (Saxe et al., 2014)."""
 
     def __call__(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
         rows, columns = shape

@@ -22,7 +22,7 @@ ADAPTER = ".lora."  # part of the path of every parameter that LoRA adds, see lo
 
 
 class Role(str, Enum):
-    """What a parameter is between: optimizers and parametrisations treat these apart."""
+    """The role of a parameter in the model. Optimizers and parametrisations treat roles apart."""
 
     INPUT = "input"  # ids or features to the model's width, as an embedding; a tied head's weight is one
     HIDDEN = "hidden"  # width to width
@@ -80,7 +80,7 @@ class Parameter:
         return self.spec.with_dtype(compute) if self.follows_compute else self.spec
 
     def has_copy(self, compute: DType) -> bool:
-        """Whether layers read a rounded copy instead of the master values."""
+        """True if layers read a rounded copy instead of the master values."""
         return self.read_spec(compute) != self.spec
 
     @property
@@ -124,7 +124,7 @@ class Buffer:
 
     @property
     def state_tensor(self) -> StateTensor:
-        """What an engine's state places."""
+        """The tensor that an engine's state places."""
         return StateTensor(self.path, self.spec, self.kind, first=self.first_values)
 
     def first_values(self) -> NDArray[Any]:
@@ -165,7 +165,7 @@ class Module:
         return {path: tensor for path, tensor in self._tensors().items() if isinstance(tensor, Buffer)}
 
     def persistent(self) -> dict[str, Parameter | Buffer]:
-        """What files of weights hold, by path: parameters, and buffers that are saved."""
+        """Return the tensors that files of weights hold, by path: parameters, and buffers that are saved."""
         return {**self.parameters(), **{path: buffer for path, buffer in self.buffers().items() if buffer.saved}}
 
     def _tensors(self) -> dict[str, Parameter | Buffer]:

@@ -1,4 +1,4 @@
-"""Which dtype computes and which dtype keeps the weights."""
+"""Precisions: the dtype that computes and the dtype that keeps the weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PrecisionConfig:
         return DType.BF16 if self.name == "bf16_pure" else DType.FP32
 
     def set_masters(self, parameters: Iterable[Parameter]) -> None:
-        """What is trained is kept in the master dtype; of frozen weights only what layers read."""
+        """Keep trained weights in the master dtype, and frozen ones only as layers read them."""
         for parameter in parameters:
             narrow = not parameter.trainable and parameter.follows_compute
             parameter.master = self.compute if narrow else self.master

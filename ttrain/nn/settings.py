@@ -30,5 +30,5 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """Of what adapters add."""
+        """The factor of the product that adapters add: alpha / rank."""
         return self.alpha / (self.rank or 1)

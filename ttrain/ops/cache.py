@@ -63,7 +63,7 @@ def _bias_in_torch(positions: Any, visible: Any, context: int, dtype: DType, hea
 def cache_bias(
     positions: Value, visible: Value, context: int, dtype: DType, heads: int, mask: AttentionMask
 ) -> TensorSpec:
-    """What is added to the scores of N queries for C keys, [1, 1 or H, N, C] in `dtype`.
+    """The bias that is added to the scores of N queries for C keys, [1, 1 or H, N, C] in `dtype`.
 
     Key j is hidden from query i where j >= visible[i], or with a window of the mask where j <= positions[i] - window.
     The others get, with a position bias, -slope * distance in each of `heads` heads (ALiBi, Press et al., 2022):

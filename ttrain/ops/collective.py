@@ -49,7 +49,7 @@ def _all_reduce_start(tensors: Sequence[Value], bounds: Bounds = ()) -> list[Ten
 
 @primitive(**_OVER_STATE)
 def _reduce_scatter_start(tensors: Sequence[Value], bounds: Bounds = ()) -> list[TensorSpec]:
-    """The same for this rank's shard of the bucket alone; what else lies in the bucket is undefined afterwards."""
+    """Start the sum of this rank's shard of the bucket alone. The rest of the bucket is undefined afterwards."""
     return _with_receive_buffer("reduce_scatter_start", tensors, bounds)
 
 

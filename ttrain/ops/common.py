@@ -34,13 +34,13 @@ def sum_to(gradient: Value, target: Value) -> Value:
 
 
 def is_one(value: Value) -> bool:
-    """Whether a value is the literal constant 1, which multiplication may skip."""
+    """True if a value is the literal constant 1, which multiplication may skip."""
     node = value.producer
     return node is not None and is_full(value) and node.attributes["value"] == 1.0
 
 
 def is_full(value: Value) -> bool:
-    """Whether a value is a literal constant."""
+    """True if a value is a literal constant."""
     return value.producer is not None and value.producer.op.name == "full"
 
 

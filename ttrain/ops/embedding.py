@@ -77,7 +77,7 @@ def _windows_in_torch(starts: Any, stream: Any, length: int) -> tuple[Any, Any]:
 
 
 def _windows_nbytes(node: Node) -> int:
-    """Of the stream only what is looked up."""
+    """Return the bytes read and written. Of the stream only the looked-up tokens count."""
     (starts, stream), tokens = node.values, node.outputs[0].spec
     looked_up = TensorSpec((starts.shape[0], node.attributes["length"] + 1), stream.spec.dtype)
     return starts.spec.nbytes + looked_up.nbytes + 2 * tokens.nbytes

@@ -25,7 +25,7 @@ def reshape(x: Value, shape: Sequence[int]) -> Value:
     vjp=lambda node, dy: [reshape(dy, node.input("x").shape)],
 )
 def _reshape(x: Value, shape: Sequence[int]) -> TensorSpec:
-    """The same elements in row-major order under another shape; costs nothing."""
+    """View the elements, in row-major order, under another shape. It costs nothing."""
     size = x.spec.size
     require(math.prod(shape) == size, "reshape", f"{x.spec} to {list(shape)}", f"a shape of {size} elements")
     return x.spec.with_shape(*shape)

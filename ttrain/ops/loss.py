@@ -20,7 +20,7 @@ from ttrain.ops.reduce import amax, mean, reduce_sum
 
 
 class _Rows(NamedTuple):
-    """Of logits [N, V], fp32 at least: log-sum-exp and logit of the target [N], and the one-hot target [N, V]."""
+    """Parts of a loss of logits [N, V], fp32 at least: log-sum-exp and target logit [N], one-hot target [N, V]."""
 
     log_sum_exp: Value
     picked: Value

@@ -52,7 +52,7 @@ def layer_norm_grad(
 def _gradients(
     dy: Value, x: Value, centre: Value | None, rstd: Value, weight: Value, residual: Value | None, bias: bool
 ) -> tuple[Value, ...]:
-    """Of a norm that subtracts the mean, or of one without any."""
+    """Return the gradients of a norm that subtracts the mean, or of one that does not."""
     wide, column, lead = x.spec.dtype.wide, (*x.shape[:-1], 1), range(x.spec.rank - 1)
     shifted = cast(x, wide) if centre is None else cast(x, wide) - reshape(centre, column)
     rstd = reshape(rstd, column)

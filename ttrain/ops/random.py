@@ -26,7 +26,7 @@ def _mask_in_torch(seed: Any, spec: TensorSpec, p: float, stream: int) -> Any:
     "seed int64 []", outputs=("mask",), flops=lambda node: 9 * node.outputs[0].spec.size, reference=_mask_in_torch
 )
 def dropout_mask(seed: Value, spec: TensorSpec, p: float, stream: int) -> TensorSpec:
-    """What dropout multiplies by: 1 / (1 - p) where an element is kept, else 0."""
+    """The factors of dropout: 1 / (1 - p) where an element is kept, else 0."""
     return spec
 
 

@@ -70,7 +70,7 @@ def update_rule(body: Callable[P, R]) -> Composite[P, R]:
 
 @dataclass(frozen=True)
 class Rule:
-    """How one optimizer updates one kind of parameter.
+    """The rule by which one optimizer updates one kind of parameter.
 
     `name` is a composite (parameter, gradient, one value per slot, lr, step) -> (new parameter, new slots): elementwise
     over tensors of one shape, with lr and step fp32 [], the step counted from 1. It computes in fp32, and turns zeros
@@ -90,11 +90,11 @@ class Rule:
 
     @property
     def whole(self) -> bool:
-        """Whether it needs whole tensors, so that a run of them can't be cut anywhere."""
+        """True if it needs whole tensors, so that a flat run of them can't be cut anywhere."""
         return self.tail is not None
 
     def slot_spec(self, slot: str, spec: TensorSpec) -> TensorSpec:
-        """Of one slot of a parameter, `spec` being that of a slot which follows it."""
+        """Return the spec of a slot; `spec` is that of a slot which follows the parameter."""
         axes = dict(self.fp32_slots)
         if slot not in axes:
             return spec
@@ -214,7 +214,7 @@ class Update(Op):
         return None if rounds else self._steps(node.attributes, inputs)
 
     def _steps(self, attributes: Mapping[str, Any], inputs: tuple[Value | None, ...]) -> Sequence[Value]:
-        """What it does, but for rounding at random."""
+        """Record the update, without stochastic rounding."""
         count, rule = attributes["count"], attributes["rule"]
         lr, step, factor, _ = inputs[-4:]
         assert lr is not None and step is not None

@@ -27,7 +27,7 @@ def adafactor(
     threshold: float,
     padding: int,
 ) -> tuple[Value, Value, Value]:
-    """Of a matrix g: R <- mean of g^2 over each row, C over each column, both averaged over steps with
+    """Adafactor of a matrix g: R <- mean of g^2 over each row, C over each column, both averaged over steps with
     beta2 = 1 - step^beta2_decay; u = g / sqrt(R C / mean(R)) (Shazeer and Stern, 2018). See _change.
     """
     g = ops.cast(gradient, DType.FP32)
@@ -52,7 +52,7 @@ def adafactor_vector(
     threshold: float,
     padding: int,
 ) -> tuple[Value, Value]:
-    """Of what has no rows and columns: the mean of g^2 over steps is kept as it is."""
+    """Adafactor of a tensor without rows and columns: it keeps the mean of g^2 over steps."""
     g = ops.cast(gradient, DType.FP32)
     variance = _averaged(variance, g * g, step, beta2_decay)
     return _change(parameter, g, variance, lr, step, eps, least_rms, threshold, padding), variance

@@ -56,7 +56,7 @@ def cautious_adamw(
 def _adam(
     gradient: Value, first: Value, second: Value, lr: Value, step: Value, beta1: float, beta2: float, eps: float
 ) -> tuple[Value, Value, Value]:
-    """What is subtracted from the parameter, and the new moments."""
+    """Return the step that is subtracted from the parameter, and the new moments."""
     first = beta1 * first + (1 - beta1) * gradient
     second = beta2 * second + (1 - beta2) * (gradient * gradient)
     rate = lr if beta1 == 0 else lr / unbiased(beta1, step)

@@ -1,4 +1,4 @@
-"""What an optimizer is to the rest of ttrain."""
+"""The interface of an optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters are trained, and which of them share one update.
+"""Groups of parameters: those that are trained, and those that share one update.
 
 Parts of a model are named by prefixes of parameter names, which end at dots: `blocks.0` is the first block. A `*`
 stands for any one part between dots, as in `blocks.*.norm`, and `*` alone for everything. Where several prefixes lead
@@ -65,12 +65,12 @@ def width_factor(parameter: Parameter, config: OptimizerConfig) -> float:
 
 
 def decays(parameter: Parameter, rule: str) -> bool:
-    """Whether weight decay applies: to matrices (rank 2 and up), all or none."""
+    """True if weight decay applies: to matrices (rank 2 and up), to all or to none."""
     return rule == "all" or (rule == "matrices" and parameter.spec.rank >= 2)
 
 
 def leads_to(prefix: str, path: str) -> bool:
-    """Whether a prefix names a parameter or something that it lies in."""
+    """True if a prefix names a parameter or a module that it lies in."""
     wanted, parts = prefix.split("."), path.split(".")
     return len(wanted) <= len(parts) and all(want in ("*", part) for want, part in zip(wanted, parts, strict=False))
 
@@ -82,7 +82,7 @@ def longest(path: str, prefixes: Iterable[str]) -> str | None:
 
 
 def frozen(path: str, freeze: Iterable[str], unfreeze: Iterable[str]) -> bool:
-    """Whether a parameter is left as it is."""
+    """True if a parameter is not trained."""
     given = set(freeze)
     return longest(path, [*given, *unfreeze]) in given
 
@@ -94,18 +94,18 @@ def trained(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> dic
 
 
 def frozen_count(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> int:
-    """How many numbers stay as they are."""
+    """Return the number of elements that are not trained."""
     changing = trained(parameters, config)
     return sum(parameter.count for path, parameter in parameters.items() if path not in changing)
 
 
 def in_clip_scope(path: str, config: OptimizerConfig) -> bool:
-    """Whether a parameter's gradient counts for the norm that is clipped, and is scaled."""
+    """True if a parameter's gradient counts for the norm that is clipped, and is scaled."""
     return not config.clip_scope or longest(path, config.clip_scope) is not None
 
 
 def orthogonalised(parameter: Parameter) -> bool:
-    """Whether muon updates a parameter by its own rule: a matrix between features of the model."""
+    """True if Muon updates a parameter by its own rule: a matrix between features of the model."""
     return parameter.role is Role.HIDDEN and parameter.spec.rank == 2
 
 
@@ -185,7 +185,7 @@ def check_groups(parameters: Mapping[str, Parameter], config: OptimizerConfig) -
 
 
 def _below(path: str, config: OptimizerConfig) -> bool:
-    """Whether a parameter would be frozen if nothing were unfrozen."""
+    """True if a parameter would be frozen if nothing were unfrozen."""
     return longest(path, config.freeze) is not None
 
 

@@ -74,7 +74,7 @@ def descend(parameter: Value, direction: Value, lr: Value, step: Value, weight_d
 
 
 def _momentum(gradient: Value, momentum: Value, beta: float, nesterov: bool) -> tuple[Value, Value]:
-    """Where to go, and the new momentum, in fp32."""
+    """Return the direction and the new momentum, in fp32."""
     wide = (1 - beta) * ops.cast(gradient, DType.FP32)
     momentum = beta * momentum + wide
     return (beta * momentum + wide if nesterov else momentum), momentum

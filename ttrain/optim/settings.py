@@ -11,7 +11,7 @@ FP32_NORMAL = 1.2e-38  # smaller numbers lose digits in fp32, and become 0
 
 @dataclass
 class OptimizerConfig:
-    """What every optimizer has."""
+    """Settings that every optimizer has."""
 
     name: str = option("adamw", "registered name of the optimizer")
     lr: float = option(1e-3, "peak learning rate", minimum=0)
@@ -46,7 +46,7 @@ class OptimizerConfig:
 
     @property
     def width_powers(self) -> tuple[float, float]:
-        """Of a model's width, that the learning rate of hidden matrices and that of all else go with under muP.
+        """(hidden, other): exponents of the width ratio in the learning rates under muP.
 
         A step that does not grow with the gradient is summed over the inputs of a hidden matrix.
         """

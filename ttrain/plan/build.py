@@ -60,7 +60,7 @@ def _outside(graph: Graph, kernels: Mapping[str, Kernel], placement: Placement) 
 
 
 def _own_layouts(graph: Graph, kernels: Mapping[str, Kernel]) -> dict[Value, Layout]:
-    """Of values that their kernels hold in a layout of their own: they share a buffer with nothing else."""
+    """Return the layouts that kernels choose themselves, by value. Such a value shares its buffer with nothing."""
     found: dict[Value, Layout] = {}
     for node in graph.nodes:
         layouts = None if node.op.view else of_side(kernels, node.on_host)[node.op.name].layouts

@@ -1,4 +1,4 @@
-"""Which buffer each value lives in, and from when to when."""
+"""Liveness: the buffer of each value, and from which launch to which it is live."""
 
 from __future__ import annotations
 

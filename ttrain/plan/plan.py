@@ -1,4 +1,4 @@
-"""What a plan says: in which order the nodes of a step run, and where every value lies."""
+"""The plan of a step: the order of its nodes, and the place of every value."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Plan:
         return [block for block in both if block.on_host is on_host]
 
     def block_of(self, value: Value) -> Block | None:
-        """Where a value lies: its part of an arena, or of a loan; None where it lies in state that lends nothing."""
+        """Return the block of a value, in an arena or in lent gradients; None for state that lends nothing."""
         owner = self.placement.owner_of(value)
         return self.lent.get(owner.name) if owner.kind.is_state else self.owned[owner]
 

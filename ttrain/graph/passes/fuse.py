@@ -16,7 +16,7 @@ Inputs = tuple[Value | None, ...]
 
 
 class Joined(NamedTuple):
-    """What two nodes become."""
+    """The fused node that takes the place of two."""
 
     name: str
     inputs: Inputs
@@ -79,7 +79,7 @@ class _Matcher:
         return found
 
     def _fits(self, node: Node, source: Node, joined: Joined) -> bool:
-        """Whether a kernel takes the place of both where the later one is, and all others find what they read."""
+        """True if a kernel can run both where the later one is, and all others still find what they read."""
         same = source.stage is node.stage and source.copy == node.copy and source.on_host is node.on_host
         made = {*source.outputs, *node.outputs}
         if not same or joined.name not in of_side(self.kernels, node.on_host) or made & {*joined.inputs}:

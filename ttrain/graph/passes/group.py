@@ -124,7 +124,9 @@ class _Schedule:
         return small and first.members[0].stage is second.members[0].stage
 
     def read_elsewhere(self, item: _Item) -> list[Value]:
-        """What others read of an item; first an output that could take over an input's buffer: only output 0 may."""
+        """Return the values that others read of an item, first one that could take over an input's buffer.
+
+        Only output 0 may."""
         made = [node.outputs[0] for node in item.members]
         specs = {value.spec for value in item.reads() if value.kind is Kind.NODE}
         read = [
