@@ -24,7 +24,7 @@ def default_threads(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def core_limits() -> dict[str, int]:
-    """Return the bounds on the number of threads in whole cores: `physical`, `affinity`, and `quota` if there is one."""
+    """Return the bounds on the number of threads in whole cores: `physical`, `affinity`, and `quota` if any."""
     import psutil
 
     affinity = affinity_cores()

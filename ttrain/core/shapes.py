@@ -17,7 +17,7 @@ _INPUT = re.compile(r"(\w+) (\w*) ?(\[.*?\](?: or \[.*?\])*)")
 
 
 class Shapes:
-    """Shapes as a text declares them. `wide` names the inputs that are fp32 at least, even if a step computes in bf16."""
+    """Shapes as a text declares them. The inputs that `wide` names are fp32 at least, even in a bf16 step."""
 
     def __init__(self, text: str, inputs: Sequence[str]) -> None:
         """Raises ShapeError for a text that can't be read, or that names others than an op's `inputs`."""

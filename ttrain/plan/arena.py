@@ -44,7 +44,7 @@ class Loan:
     tensors: Mapping[str, tuple[int, int]]
 
     def fixed(self, written: Mapping[str, int], end: int) -> dict[str, Block]:
-        """Return the blocks that lie there, by tensor: a `written` one from that launch to the `end`, others throughout."""
+        """Return the blocks that lie there, by tensor: a `written` one from its launch to the `end`, others always."""
         found, reach = {}, -self.nbytes
         for name, (first, nbytes) in sorted(self.tensors.items(), key=lambda item: item[1]):
             if name in written:
