@@ -94,7 +94,9 @@ class EngineContender(Contender):
         )
 
     def step(self, number: int) -> float:
-        return self._run(number).loss
+        loss = self._run(number).loss
+        assert loss is not None, "every batch of a benchmark has targets"
+        return loss
 
     def loss(self, handle: float) -> float:
         return handle

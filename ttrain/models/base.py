@@ -49,6 +49,16 @@ def loss_weights(counts: Mapping[str, int]) -> dict[str, float]:
     return {name: 1.0 / max(count, 1) for name, count in counts.items()}
 
 
+def means(sums: Mapping[str, float], counts: Mapping[str, int]) -> dict[str, float | None]:
+    """Return weighted sums as the means that they are, None for a mean over no term, which the sum gives as 0.
+
+    A metric `<term>/<name>` averages by the weight `<term>_loss_weight` where there is one, all else by `loss_weight`.
+    """
+    own = {name: f"{name.partition('/')[0]}_{LOSS_WEIGHT}" for name in sums}
+    terms = {name: counts.get(weight, counts[LOSS_WEIGHT]) for name, weight in own.items()}
+    return {name: value if terms[name] or value != 0 else None for name, value in sums.items()}
+
+
 class Model(Protocol):
     """Records a forward pass on symbolic tensors. Built from its small config and the compute dtype.
 
@@ -95,7 +105,8 @@ class ModelWithMetrics(Model, Protocol):
     def loss_and_metrics(self, graph: Graph, rows: int, training: bool) -> tuple[Value, dict[str, Value]]:
         """The loss, and further sums fp32 [] over the batch by names such as ar/ce.
 
-        Like the loss they are weighted so that micro-batches add up. A name holds a slash.
+        Like the loss they are weighted so that micro-batches add up. A name holds a slash; before it stands the term,
+        whose weight input is `<term>_loss_weight` where it has one of its own.
         """
         ...
 

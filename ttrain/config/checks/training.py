@@ -74,10 +74,10 @@ def _batch_schedule(train: TrainConfig) -> Iterator[str]:
 
 @check
 def _documents_have_targets(model: Any, data: DataConfig, train: TrainConfig) -> Iterator[str]:
-    if getattr(data, "attention", "") == "document" and 1 in (getattr(model, "context", 0), *train.length_schedule):
+    if isinstance(data, DocumentsConfig) and 1 in (getattr(model, "context", 0), *train.length_schedule):
         yield (
-            "data.attention=document: the last token of a document has no target, so sequences of 1 token teach "
-            "nothing. Give model.context and train.length_schedule of 2 or more."
+            "data=documents: the last token of a sequence has no target, so sequences of 1 token teach nothing. Give "
+            "model.context and train.length_schedule of 2 or more."
         )
 
 

@@ -59,6 +59,8 @@ def run(config: Config) -> dict[str, Any]:
             raise UserError(f"device={config.device.name}: computes no values. Choose another, such as device=cpu.")
         folder = claim("ramp.out", ramp.out, ROOT, f"{run.model_name}_{device.name}", datetime.now())
         console, stop = build.build_console(run.config.logger), stack.enter_context(StopRequests())
+        for warning in run.warnings:
+            console.say(f"WARNING: {warning}")
         rates, losses, diverged = _losses(run, device, ramp, console, stop)
     findings = find(rates, losses, ramp.rise)
     results = _results(config, run, rates, losses, diverged, findings)
@@ -92,8 +94,9 @@ def _losses(
                 result, rate = run_step(number), rate_of(ramp, number)
                 if not result.finite:
                     return rates, losses, True
-                rates.append(rate)
-                losses.append(result.loss)
+                if result.loss is not None:
+                    rates.append(rate)
+                    losses.append(result.loss)
                 console.log({"train/loss": result.loss, "lr": rate})
                 console.advance()
                 if has_diverged(losses, ramp):

@@ -21,6 +21,7 @@ from ttrain.optim.groups import check_groups
 from ttrain.optim.settings import ScheduleConfig
 from ttrain.parallel.world import World
 from ttrain.tasks.training.run import Run
+from ttrain.tasks.training.targets import check_targets
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.runs import resume as resuming
 from ttrain.train.runs.origin import Origin
@@ -137,7 +138,7 @@ def check_all(
         resuming.check_architecture(point.checkpoint.config, model.config, point.checkpoint.path)
         resuming.check_adapters(point.checkpoint.config, lora, point.checkpoint.path)
         resuming.check_documents(point, dataset.description)
-    prompt = _prompt(config.sample.prompt, config.data, dataset)
+    prompt, empty = _prompt(config.sample.prompt, config.data, dataset), check_targets(dataset, config)
     if point is None:
         sections, tokens = (config.model, train, config.optimizer), tokenizer_json(dataset)
         warm = build.build_warm_start(*sections, model, tokens)
@@ -160,7 +161,7 @@ def check_all(
         prompt=prompt,
         origin=Origin(resumed.held, point, warm, adapter, notes),
         rate=rate,
-        warnings=[*filter(None, [jump]), *dataset.description.get("notices", ())],
+        warnings=[*filter(None, [jump]), *dataset.description.get("notices", ()), *empty],
         world=world,
         earlier=part_of(newest_attempt(None if point is None else point.run), "device"),
     )

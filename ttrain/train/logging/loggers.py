@@ -78,8 +78,8 @@ class Console:
             return
         formats = {"train/loss": ("loss", "{:.4f}"), "val/loss": ("val", "{:.4f}"), "lr": ("lr", "{:.2e}")}
         for key, (label, form) in formats.items():
-            if metrics.get(key) is not None:
-                self._shown[label] = form.format(metrics[key])
+            if key in metrics:
+                self._shown[label] = "none" if metrics[key] is None else form.format(metrics[key])
         for key, value in metrics.items():
             if "/" in key and not key.startswith(("train/", "val/", "lr/")) and value is not None:
                 self._shown[key] = f"{value:.3f}"

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ttrain.core.errors import NonFiniteError
+from ttrain.core.errors import DataError, NonFiniteError
 from ttrain.core.waiting import Waiting
-from ttrain.models.base import LOSS_WEIGHT, Batch, Prepare, loss_weights, prepare_plain
+from ttrain.models.base import LOSS_WEIGHT, Batch, Prepare, loss_weights, means, prepare_plain
 from ttrain.parallel.world import World
 from ttrain.train.protocols import Dataset, Inputs, Outputs
 
@@ -21,7 +21,7 @@ BITS_PER_BYTE = "bits_per_byte"
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The loss, and what else the model names; each the mean over its own targets of the whole split.
+    """The loss, and what else the model names; each the mean over its own targets of the whole split, if it has any.
 
     Where the targets are text, also bits_per_byte: the sum of the losses of all tokens in bits over the UTF-8 bytes of
     their text, which compares across tokenizers. A token that ends a document has a loss and no byte.
@@ -62,7 +62,10 @@ class Evaluation:
         self._counts: Counter[str] | None = None
 
     def __call__(self, stopped: Callable[[], bool] = lambda: False) -> EvaluationResult | None:
-        """The loss per valid target; None if `stopped` became true on the way. Raises NonFiniteError."""
+        """Return the loss per valid target; None if `stopped` became true on the way.
+
+        Raises NonFiniteError, and DataError where there is no target at all.
+        """
         with Waiting(f"Evaluating on {self._what}", self._say) as waiting, self._around():
             return self._evaluated(stopped, waiting)
 
@@ -71,6 +74,8 @@ class Evaluation:
             self._counts = self._counted(stopped)
         if self._counts is None:
             return None
+        if not self._counts[LOSS_WEIGHT]:
+            raise DataError(f"{self._what} has no target in {self.samples} sample(s), so there is no loss of it.")
         sums: dict[str, float] = {}
         weights, ranks = loss_weights(self._counts), self._world.ranks
         for first in range(0, self._batch_count, ranks.count):
@@ -81,13 +86,14 @@ class Evaluation:
             for found in self._world.gather([own])[: self._batch_count - first]:
                 for name, value in found.items():
                     sums[name] = sums.get(name, 0.0) + value
-        loss = sums.pop("loss")
+        found = {name: value for name, value in means(sums, self._counts).items() if value is not None}
+        loss = found.pop("loss")
         if not math.isfinite(loss):
             raise NonFiniteError(f"the loss on {self._what} is {loss}")
         if self.bytes:
-            entropy = next((value for name, value in sums.items() if name.endswith("/ce")), loss)
-            sums[BITS_PER_BYTE] = entropy * self.tokens / math.log(2) / self.bytes
-        return EvaluationResult(loss, sums)
+            entropy = next((value for name, value in found.items() if name.endswith("/ce")), loss)
+            found[BITS_PER_BYTE] = entropy * self.tokens / math.log(2) / self.bytes
+        return EvaluationResult(loss, found)
 
     @property
     def _batch_count(self) -> int:

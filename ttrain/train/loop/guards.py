@@ -66,10 +66,10 @@ class SpikeGuard:
 
     def __call__(self, step: int, result: StepResult, rates: Rates) -> bool:
         """Return True where the run was rolled back for a spike."""
-        config, detector = self._config, self._detector
-        if config.spike == "ignore" or not result.finite or not detector.is_spike(result.loss):
+        config, detector, loss = self._config, self._detector, result.loss
+        if config.spike == "ignore" or loss is None or not result.finite or not detector.is_spike(loss):
             return False
-        note = f"Step {step}: train/loss {result.loss:.4f} is a spike; its recent median is {detector.usual():.4f}."
+        note = f"Step {step}: train/loss {loss:.4f} is a spike; its recent median is {detector.usual():.4f}."
         if config.spike == "rollback" and self._checkpoints.roll_back(step, note, config):
             return True
         self._context.events.warn("spike", note, step)
@@ -96,7 +96,7 @@ class LearningGuard:
 
     def __call__(self, step: int, result: StepResult, rates: Rates) -> bool:
         """Warn of doubts after the last step of the check; always return False. Raises TtrainError for problems."""
-        if self._check is None:
+        if self._check is None or result.loss is None:  # a step without targets has no gradient
             return False
         doubts = self._check.after(step, min(rates.values()) if result.finite else 0.0, result.grad_norm)
         if doubts is not None:

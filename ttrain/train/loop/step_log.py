@@ -25,7 +25,7 @@ class StepLog:
         progress, config = self._context.progress, self._context.config
         progress.seconds += self.meter.stop(result.tokens)
         progress.tokens += result.tokens
-        if math.isfinite(result.loss):
+        if result.loss is not None and math.isfinite(result.loss):
             progress.train_loss = result.loss
         if not result.finite or step % config.log_every == 0 or step == config.steps:
             self._context.loggers.log(self._metrics(step, result, rates))

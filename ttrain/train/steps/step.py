@@ -22,7 +22,7 @@ from functools import partial
 
 from ttrain.core.errors import ShapeError
 from ttrain.engine.base import Look, Step
-from ttrain.models.base import Batch, Prepare, loss_weights, prepare_plain, valid_targets
+from ttrain.models.base import LOSS_WEIGHT, Batch, Prepare, loss_weights, means, prepare_plain
 from ttrain.parallel.world import World
 from ttrain.train.protocols import Array, Inputs, Outputs
 from ttrain.train.steps.noise import NOISE_NORM, NoiseScale
@@ -35,14 +35,14 @@ Upcoming = Callable[[], tuple[Batch, Rates]]  # reads what the next step takes
 
 @dataclass(slots=True)  # frozen would cost a small step more than its sums do
 class StepResult:
-    """Numbers of one optimizer step. `loss` is the mean over the valid targets of the whole step."""
+    """Numbers of one optimizer step. `loss` is the mean over the valid targets of the whole step, None without any."""
 
-    loss: float
+    loss: float | None
     grad_norm: float
     tokens: int
     applied: bool = True  # whether the parameters were updated
     activation_norm: float | None = None  # largest of the micro-batches, where it is watched
-    metrics: dict[str, float] = field(default_factory=dict)  # further numbers that the model names, by name
+    metrics: dict[str, float | None] = field(default_factory=dict)  # further numbers that the model names, by name
 
     @property
     def finite(self) -> bool:
@@ -92,10 +92,11 @@ class TrainStep:
         `batch` fields have the rows of the whole step, some whole micro-batches in each slice. `rates` are the lr
         inputs. A device that computes beside the host takes in the first inputs of the `upcoming` step meanwhile.
         """
-        calls, following = self.calls(batch, rates, step), self._first_call(upcoming, step + 1)
+        fields, counts = self._prepare(batch)
+        calls, following = self._calls(fields, counts, rates, step), self._first_call(upcoming, step + 1)
         outputs = [self._run(call, calls[number : number + 1]) for number, call in enumerate(calls[:-1], 1)]
         outputs.append(self._run(calls[-1], () if self.guarded else following))
-        result, norms = self._result(outputs, valid_targets(batch))
+        result, norms = self._result(outputs, counts)
         if self.guarded and result.applied:
             self._run(self._guarded_update(rates, norms, step), following)
         return result
@@ -128,7 +129,9 @@ class TrainStep:
 
         Raises ShapeError for rows that are no whole micro-batches.
         """
-        fields, counts = self._prepare(batch)
+        return self._calls(*self._prepare(batch), rates, step)
+
+    def _calls(self, fields: Batch, counts: Mapping[str, int], rates: Rates, step: int) -> list[Call]:
         weights = loss_weights(counts)
         calls: list[Call] = []
         last: Inputs = {} if self.guarded else rates
@@ -160,19 +163,24 @@ class TrainStep:
         given = {name: value for name, value in norms.items() if name in self._steps["update"].inputs}
         return "update", self._whole("update", {**rates, **given}, step)
 
-    def _result(self, outputs: Sequence[Outputs], valid: int) -> tuple[StepResult, dict[str, float]]:
-        """What the calls of a step gave, its guarded update aside, and the norms of its gradient."""
+    def _result(self, outputs: Sequence[Outputs], counts: Mapping[str, int]) -> tuple[StepResult, dict[str, float]]:
+        """Return the numbers of a step, from the outputs of its calls without a guarded update, and its norms.
+
+        `counts` are those of `Prepare`.
+        """
         norms = {name: float(outputs[-1][name]) for name in ("grad_norm", "clipped_norm") if name in outputs[-1]}
         parts = [each for each in outputs if "loss" in each]
         count = len(parts) // len(self._ranks.own)
         sums = self.world.sum_slices([_summed(parts[at : at + count]) for at in range(0, len(parts), count)])
         activation = self._largest_activation(parts)
-        loss = sums.pop("loss")
-        metrics = {**sums, **{name: value for name, value in norms.items() if name != "grad_norm"}}
-        if self._noise is not None and NOISE_NORM in outputs[0]:
+        metrics = means(sums, counts)
+        loss = metrics.pop("loss")
+        metrics |= {name: value for name, value in norms.items() if name != "grad_norm"}
+        # A first micro-batch without targets tells nothing of the noise.
+        if self._noise is not None and float(outputs[0].get(NOISE_NORM, 0)):
             scale = self._noise.add(float(outputs[0][NOISE_NORM]), norms["grad_norm"], count * self._ranks.slices)
             metrics |= {} if scale is None else {"noise_scale": scale}
-        found = StepResult(loss, norms["grad_norm"], valid, True, activation, metrics)
+        found = StepResult(loss, norms["grad_norm"], counts[LOSS_WEIGHT], True, activation, metrics)
         return replace(found, applied=found.finite) if self.guarded else found, norms
 
     def _largest_activation(self, parts: Sequence[Outputs]) -> float | None:

@@ -1,0 +1,174 @@
+"""Rows without a target: no loss where there is none, a word at the start, and a refusal where no row has one."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import cache_home
+from tests.models.session import Session, token_batch
+from tests.train.conftest import FakeWandb
+from ttrain import load_config
+from ttrain.cli import main
+from ttrain.config.build import build_dataset
+from ttrain.models.agillm import AGILLM
+from ttrain.models.settings import AGILLMConfig
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.settings import AdamWConfig
+from ttrain.sweep.numbers import measured, numbers_of
+from ttrain.tasks.training.targets import empty_rows
+from ttrain.train.logging.metrics import read_metrics
+from ttrain.train.steps.noise import NoiseScale
+from ttrain.train.steps.step import TrainStep
+
+STEPS, CONTEXT = 40, 16
+DATA = ["data=documents", "data.sources=[chats.jsonl]", "data.template=chatml", "data.loss_on=replies",
+        "data.tokenizer=byte", f"model.context={CONTEXT}"]  # fmt: skip
+QUIET = ["device=cpu", "device.threads=1", "sample.tokens=1", "model.layers=1", "model.heads=2", "model.width=32",
+         "train.peak_tflops=1", "train.log_every=1"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
+    write_chats(12)
+
+
+def write_chats(stones: int) -> None:
+    rows = [
+        [{"role": "user", "content": f"{number} " + "stone " * stones}, {"role": "assistant", "content": "Yes, it is."}]
+        for number in range(60)
+    ]
+    Path("chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+
+
+def targets_of(rows: int, split: str = "train") -> np.ndarray:
+    """How many targets each of the first rows has."""
+    config = load_config(*DATA)
+    dataset: Any = build_dataset(config.data, config.model, [])
+    return (dataset.batch(split, config.run.seed, 0, rows)["targets"] >= 0).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "more"),
+    [
+        (1, []),
+        (2, ["train.accumulation=2"]),
+        (2, ["parallel.slices=2"]),
+        (1, ["guard.nonfinite=skip", "guard.spike=warn", "guard.spike_window=2"]),
+    ],
+)
+def test_a_step_without_targets_has_no_loss(rows: int, more: list[str], fake: FakeWandb, capsys: Any) -> None:
+    """A row is counted by its targets; a loss of 0.0 would be the best of all."""
+    every = ["train.eval_every=10", "train.early_stop=9", "logger=wandb", "logger.mode=offline"]
+    assert main([*DATA, *QUIET, *every, *more, f"train.steps={STEPS}", f"train.batch_size={rows}", "run.dir=run"]) == 0
+    counts = targets_of(STEPS * rows)
+    empty = counts.reshape(STEPS, rows).sum(1) == 0
+    assert 0 < empty.sum() < STEPS
+    lines = list(read_metrics(Path("run/metrics.jsonl")))
+    losses = [line["train/loss"] for line in lines if "train/loss" in line]
+    assert [loss is None for loss in losses] == empty.tolist()
+    told = [line.get("train/loss") for run in fake.runs for line in run.logged] + [
+        line.get("val/loss") for line in lines
+    ]
+    assert all(loss > 1 for loss in (*losses, *told) if loss is not None)
+    assert not any(line["nonfinite_steps"] for line in lines if "train/loss" in line)
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert summary["train/loss"] == [loss for loss in losses if loss is not None][-1]
+    assert summary["best_val_loss"] == min(measured(Path("run"), "best_val_loss")) > 1
+    assert numbers_of("train", Path("run"), None)["train/loss"] > 1
+    said = capsys.readouterr().err
+    assert "is a spike" not in said
+    of = f"WARNING: {(counts == 0).sum()} of the {STEPS * rows} training sequences that are read have no target"
+    assert of in said and "data.loss_on=replies" in said and "data.long_documents=skip" in said
+
+
+def test_a_loss_over_some_rows_is_the_mean_over_their_targets() -> None:
+    """Rows without a target change neither the loss nor the gradient of the others."""
+    given = token_batch(7, 2, 8, index=1)
+    given["targets"][1] = -1
+    steps = []
+    for batch in (given, {name: array[:1] for name, array in given.items()}):
+        rows = len(batch["tokens"])
+        session = Session(agillm(), AdamW(AdamWConfig()), 1, accumulation=rows)
+        step = TrainStep(session.steps, 1, 0, session.graph.model.prepare)
+        steps.append((step(batch, {"lr": 1e-2}, 1), session.gradients()))
+    (one, gradients), (other, alone) = steps
+    assert one.loss == pytest.approx(other.loss) and one.metrics == pytest.approx(other.metrics)
+    assert all(np.allclose(gradients[name], alone[name], atol=1e-6) for name in alone)
+
+
+def agillm() -> Any:
+    return AGILLM(AGILLMConfig(layers=1, heads=2, width=8, rank=4, context=8, vocabulary=7, preset=None))
+
+
+@pytest.mark.parametrize(("kept", "expected"), [(8, "ar sat gate"), (1, "ar"), (0, "")])
+def test_each_term_of_a_loss_has_targets_of_its_own(kept: int, expected: str) -> None:
+    """The SAT head predicts the tokens after a window, so that the first targets alone are none of its own."""
+    session = Session(agillm(), AdamW(AdamWConfig()), 2)
+    batch = token_batch(7, 2, 8, index=3)
+    batch["targets"][:, kept:] = -1
+    found = TrainStep(session.steps, 2, 0, session.graph.model.prepare)(batch, {"lr": 0.0}, 1)
+    assert found.finite and (found.loss is None) == (kept == 0)
+    assert found.metrics.keys() == {"ar/ce", "sat/ce", "gate/ce"}
+    assert [name.removesuffix("/ce") for name, value in found.metrics.items() if value is not None] == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.steps=4"], "none of the 4 training sequences that are read has a target"),
+        (["train.steps=400", "train.eval_sequences=2"], "none of the 2 held-out sequences that are read has a target"),
+        (["task=lr", "ramp.steps=10"], "none of the 10 training sequences that are read has a target"),
+    ],
+)
+def test_a_run_without_any_target_is_refused(overrides: list[str], message: str, capsys: Any) -> None:
+    write_chats(300)
+    assert main([*DATA, *QUIET, "train.batch_size=1", "run.dir=run", *overrides]) == 2
+    said = capsys.readouterr().err
+    assert message in said and "model.context" in said and not Path("run").exists()
+    assert ("train.eval_sequences." in said) == ("held-out" in message)
+
+
+def test_more_rows_are_looked_at_where_the_first_have_no_target() -> None:
+    class Late:
+        fields = {"targets": load_config_field()}
+
+        def batch(self, split: str, seed: int, first: int, rows: int) -> dict[str, np.ndarray]:
+            numbers = np.arange(first, first + rows)[:, None]
+            return {"targets": np.where(numbers < 5000, -1, np.ones((rows, 4), np.int64))}
+
+    assert empty_rows(Late(), "train", 0, 10_000)[1] == 5000  # type: ignore[arg-type]
+    assert empty_rows(Late(), "train", 0, 10_000_000).rows < 6000  # type: ignore[arg-type]
+
+
+def load_config_field() -> Any:
+    from ttrain.core.spec import DType, TensorSpec
+
+    return TensorSpec((4,), DType.INT64)
+
+
+def test_the_ramp_leaves_out_steps_without_a_loss(capsys: Any) -> None:
+    command = ["task=lr", "ramp.steps=40", "ramp.high=1e-2", "ramp.out=ramp", "train.batch_size=1"]
+    assert main([*DATA, *QUIET, *command]) == 0
+    found = json.loads(Path("ramp/results.json").read_text())
+    empty = (targets_of(STEPS) == 0).sum()
+    assert len(found["losses"]) == len(found["rates"]) == STEPS - empty and min(found["losses"]) > 1
+    assert "have no target" in capsys.readouterr().err
+
+
+def test_the_noise_is_not_that_of_a_micro_batch_without_targets() -> None:
+    given = token_batch(7, 2, 8, index=1)
+    given["targets"][0] = -1
+    session = Session(agillm(), AdamW(AdamWConfig()), 1, accumulation=2)
+    session.graph.noise = True
+    steps = {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
+    noise = NoiseScale(1)
+    found = TrainStep(steps, 1, 0, session.graph.model.prepare, noise=noise)(given, {"lr": 0.0}, 1)
+    assert found.grad_norm > 0 and math.isfinite(found.loss or math.nan) and noise.noise == noise.signal == 0.0
