@@ -133,21 +133,28 @@ def resolved_model(config: Any, model: Model) -> dict[str, Any]:
     return kept | ({"pad_vocabulary": config.pad_vocabulary} if isinstance(config, AGILLMConfig) else {})
 
 
-def shorter_model(model: Model, length: int, precision: PrecisionConfig, lora: LoraConfig) -> Model | None:
-    """The model as it records sequences of `length` tokens with the parameters it has; None where that is its context.
+def resized_model(model: Model, length: int, precision: PrecisionConfig, lora: LoraConfig) -> Model | None:
+    """Return the model as it records sequences of `length` tokens with the parameters it has.
 
-    A model with parameters per position offers `at_length(length)`; any other is built with that context. Raises
-    ConfigError where parameters or buffers would change their shapes.
+    A model with parameters per position offers `at_length(length)`; any other is built with that context. None where
+    parameters or buffers would change their shapes.
     """
-    if length == model.config.context:
-        return None
     if hasattr(model, "at_length"):
         return model.at_length(length)
-    shorter = _model(replace(model.config, context=length), precision, lora)
+    other = _model(replace(model.config, context=length), precision, lora)
     parameters, buffers = model.parameters(), model.buffers()
-    if any(parameter.spec != parameters[path].spec for path, parameter in shorter.parameters().items()) or any(
-        buffer.spec != buffers[path].spec for path, buffer in shorter.buffers().items()
-    ):
+    same = all(parameter.spec == parameters[path].spec for path, parameter in other.parameters().items())
+    return (
+        other if same and all(buffer.spec == buffers[path].spec for path, buffer in other.buffers().items()) else None
+    )
+
+
+def shorter_model(model: Model, length: int, precision: PrecisionConfig, lora: LoraConfig) -> Model | None:
+    """See resized_model; None where the length is the model's context. Raises ConfigError where it can't be resized."""
+    if length == model.config.context:
+        return None
+    shorter = resized_model(model, length, precision, lora)
+    if shorter is None:
         raise ConfigError(
             f"train.length_schedule: model={model.config.name} has parameters or buffers whose shapes depend on "
             "model.context. Leave train.length_schedule empty."

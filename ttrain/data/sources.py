@@ -106,9 +106,10 @@ def find_sources(config: DocumentsConfig) -> list[Source]:
 class Reader:
     """Reads documents as a config says. Counts what it leaves out in `skipped`."""
 
-    def __init__(self, config: DocumentsConfig) -> None:
+    def __init__(self, config: DocumentsConfig, template: Template | TokenizerTemplate | None = None) -> None:
+        """Without a `template` conversations are rendered as the config says."""
         self._config = config
-        self._template = chat_template(config)
+        self._template = template or chat_template(config)
         self.skipped = Skipped()
 
     def in_turn(self, sources: list[Source], on_bytes: list[OnBytes]) -> Iterator[Document]:

@@ -82,14 +82,20 @@ class State:
 
     def __init__(self, device: Device, tensors: Sequence[StateTensor]) -> None:
         self.device = device
-        self._tensors = {tensor.name: tensor for tensor in tensors}
-        if len(self._tensors) != len(tensors):
-            raise GraphError("two persistent tensors have the same name")
+        self._tensors: dict[str, StateTensor] = {}
         self._placed: dict[str, Placed] = {}
         self._declared: dict[str, tuple[TensorSpec, Kind]] = {}  # of whole tensors and parts, as graphs use them
         self.loan: Loan | None = None
         self.loan_arena: Arena = None
-        lending = device.arenas and device.host is None
+        self.add(tensors)
+
+    def add(self, tensors: Sequence[StateTensor]) -> None:
+        """Place further tensors in memory of their own. Raises GraphError for a name that is taken."""
+        device, lending = self.device, self.device.arenas and self.device.host is None
+        before = len(self._tensors)
+        self._tensors |= {tensor.name: tensor for tensor in tensors}
+        if len(self._tensors) != before + len(tensors):
+            raise GraphError("two persistent tensors have the same name")
         arenas: dict[tuple[Any, ...], dict[_Run, list[_Piece]]] = {}
         for tensor in tensors:
             slot = tensor.name.rpartition("/")[2] if "/" in tensor.name else ""
@@ -105,6 +111,11 @@ class State:
         for tensor in tensors:
             if tensor.first is not None:
                 self.write(tensor.name, tensor.first())
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Forget whole tensors. Their memory is free once no step is bound to it."""
+        for name in names:
+            del self._tensors[name], self._placed[name], self._declared[name]
 
     def _allocate(self, runs: Mapping[_Run, Sequence[_Piece]], side: Device, lent: bool) -> None:
         """One arena for a run, or with room between them for all whose memory is lent."""

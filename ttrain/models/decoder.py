@@ -101,9 +101,10 @@ class Decoder(Module, ABC):
     def extend(self, graph: Graph, count: int, mask: str = CAUSAL) -> Value:
         """Hidden states [count, width] of `count` tokens of one text, of which the caches hold what comes before.
 
-        Step inputs and caches are those of models/cache.py; `mask` is causal, the only one that such a model has.
+        Step inputs and caches are those of models/cache.py; `mask` is causal, the only one that such a model has. A
+        text has at most `length` tokens.
         """
-        caches = Caches(graph, count, self.context, mask)
+        caches = Caches(graph, count, self.length, mask)
         return self._read(caches.tokens, lambda table: ops.embedding(caches.positions, table), caches=caches)
 
     def _read(

@@ -29,20 +29,20 @@ def run(config: Config) -> dict[str, Any]:
         raise ConfigError(
             "task=eval: nothing to measure. Give eval.text=[<file or folder>] or eval.choices=<file of questions>."
         )
-    steps = [name for name, given in (("evaluate", wanted.text), ("scores", wanted.choices)) if given]
-    with opened(config, *steps) as scorer:
+    with opened(config) as scorer:
+        given = scorer.given
         results: dict[str, Any] = {
-            "source": scorer.origin,
-            "step": scorer.step,
+            "source": given.origin,
+            "step": given.step,
             "adapters": None if config.run.dir else config.lora.from_,
-            "model": chosen_model(Path(config.run.dir or "")) or scorer.model.config.name,
+            "model": chosen_model(Path(config.run.dir or "")) or given.model.config.name,
             "context": scorer.context,
             "tokenizer": scorer.tokenizer.hash,
             "device": config.device.name,
-            "precision": scorer.precision,
+            "precision": given.config.precision.name,
             "command": config.source.command(),
         }
-        with _place(wanted.out, f"{results['model']}_{Path(scorer.origin).name}") as out:
+        with _place(wanted.out, f"{results['model']}_{Path(given.origin).name}") as out:
             if wanted.text:
                 results["text"] = measure_texts(scorer, wanted.text, wanted.text_key, wanted.limit, wanted.stride)
                 write_chosen("eval.out", out, to_json(results), folders=True)

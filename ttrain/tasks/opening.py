@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ttrain.config import build
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config
-from ttrain.core.errors import CheckpointError, ConfigError
+from ttrain.core.errors import CheckpointError, ConfigError, UserError
 from ttrain.core.names import listed
 from ttrain.data.settings import TextConfig
 from ttrain.models.identity import FUNCTION, differing
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ttrain.engine.state import State
     from ttrain.train.checkpoint.checkpoint import Checkpoint
     from ttrain.train.protocols import Array
+    from ttrain.train.sampling.lengths import StepsByLength
+    from ttrain.train.steps.session import Session
 
 
 @dataclass
@@ -78,6 +80,27 @@ class OpenedModel:
         if named is None and "chat_template" in self.tokenizer_config:
             return "tokenizer"
         return None if named == "tokenizer" and "chat_template" not in self.tokenizer_config else named
+
+    def conversations(self) -> Any:
+        """Return what makes texts of conversations: of a run, what made those it was trained on. Raises UserError."""
+        from ttrain.data.chat.jinja import TokenizerTemplate
+        from ttrain.data.chat.messages import Template
+
+        if self.template is None:
+            raise UserError(
+                f"{self.origin}: has no template of conversations, neither with its tokenizer nor with its data. Give "
+                "a run of data=documents, or beside model.from data=documents data.sources=[] data.template=chatml."
+            )
+        if self.template == "tokenizer":
+            return TokenizerTemplate(self.tokenizer.config, place=self.origin)
+        return Template(self.template)
+
+    def steps(self, session: Session) -> StepsByLength:
+        """Return what builds steps of a session with this model."""
+        from ttrain.train.sampling.lengths import StepsByLength
+
+        parts = self.config.precision, self.config.lora
+        return StepsByLength(session, lambda length: build.resized_model(self.model, length, *parts))
 
     def load(self, state: State) -> None:
         """Gives the parameters of a session their values."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttrain.config import build
 from ttrain.config.schema import Config
-from ttrain.core.errors import UserError
+from ttrain.core.errors import DataError, UserError
 from ttrain.core.folders import at_home
 from ttrain.core.units import counted
 from ttrain.core.waiting import Waiting
@@ -33,8 +33,7 @@ class Opened:
     source: Source
     tokenizer: Tokenizer
     end_token: str | None
-    named: str | None  # data.template
-    origin: str
+    template: Callable[[], Any]  # see OpenedModel.conversations
 
     @property
     def stop(self) -> Stop:
@@ -42,26 +41,11 @@ class Opened:
 
         return Stop.of(self.tokenizer, self.config.sample.stop, self.end_token)
 
-    def template(self) -> Any:
-        """What makes texts of conversations: of a run, what made those it was trained on. Raises UserError without."""
-        from ttrain.data.chat.jinja import TokenizerTemplate
-        from ttrain.data.chat.messages import Template
-
-        if self.named is None:
-            raise UserError(
-                f"{self.origin}: has no template of conversations, neither with its tokenizer nor with its data. Give "
-                "a run of data=documents, or beside model.from data=documents data.sources=[] data.template=chatml."
-            )
-        if self.named == "tokenizer":
-            return TokenizerTemplate(self.tokenizer.config, place=self.origin)
-        return Template(self.named)
-
 
 @contextmanager
 def opened_model(config: Config) -> Iterator[Opened]:
     """The model of run.dir, else of model.from, on the device."""
-    from ttrain.train.sampling.decode import cache_tensors
-    from ttrain.train.sampling.source import Source, sampling_traces
+    from ttrain.train.sampling.source import Source, check_sampling
 
     if config.run.dir is None:
         given = of_folder(config, "makes no text.")
@@ -69,10 +53,7 @@ def opened_model(config: Config) -> Iterator[Opened]:
         needs = "makes no text. Give a language model's run."
         given = of_run(config, config.sample, ("device", "sample", "engine", "logger"), needs)
     config, model, tokenizer = given.config, given.model, given.tokenizer
-    traces = sampling_traces(model, config.sample)
-    source = Source(model, config.sample, tokenizer.vocabulary, traces)
-    caches = cache_tensors([trace for steps in traces.values() for trace in steps.values()])
-    made = Opened(config, source, tokenizer, given.end_token, given.template, given.origin)
+    check_sampling(model, config.sample)
     with ExitStack() as stack:
         device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
         if not device.computes:
@@ -82,12 +63,10 @@ def opened_model(config: Config) -> Iterator[Opened]:
         if device.caution is not None:
             print(f"WARNING: {device.caution}", file=sys.stderr)
         with Waiting("Loading the model"):
-            session = stack.enter_context(
-                closing(build.build_session(model, device, *config.step_parts, False, caches))
-            )
+            session = stack.enter_context(closing(build.build_session(model, device, *config.step_parts, False)))
             given.load(session.state)
-            source.build(session.engine.build, session.graph.trace_logits)
-        yield made
+            source = Source(given.steps(session), config.sample, tokenizer.vocabulary)
+        yield Opened(config, source, tokenizer, given.end_token, given.conversations)
 
 
 def run(config: Config) -> None:
@@ -109,12 +88,13 @@ def run(config: Config) -> None:
 def _rows(file: Path) -> Iterator[tuple[str, Any, Any]]:
     """Yield the place and the content of every prompt, which is a text or the messages to answer, and its tools."""
     from ttrain.data.chat.conversation import parsed
+    from ttrain.data.sources import read_lines
 
     try:
-        lines = file.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = [(number, line.removesuffix("\n").removesuffix("\r")) for number, line in read_lines(file, len)]
+    except (OSError, DataError) as error:
         raise UserError(f"sample.prompts={file}: can't be read: {error}. Give a file with a prompt a line.") from None
-    for number, line in enumerate(lines, 1):
+    for number, line in lines:
         place, row, tools = f"{file}:{number}", line, None  # type: tuple[str, Any, Any]
         if not line.strip():
             continue

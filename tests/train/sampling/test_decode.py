@@ -21,7 +21,7 @@ from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.train.sampling.decode import Reader, cache_tensors, reading_traces, scores_of
 from ttrain.train.sampling.draw import whole_text_scores
-from ttrain.train.sampling.source import sampling_traces
+from ttrain.train.sampling.source import check_sampling, sampling_traces
 from ttrain.train.settings import SampleConfig
 from ttrain.train.steps.step_graph import StepGraph
 
@@ -144,6 +144,6 @@ def test_modes_ask_for_what_a_model_has() -> None:
     assert list(sampling_traces(model, SampleConfig())) == [CAUSAL]
     assert sampling_traces(model, SampleConfig(cache=False)) == {}
     with pytest.raises(ConfigError, match=r"sample\.mode=sat: model\.name=gpt has no SAT head"):
-        sampling_traces(model, SampleConfig(mode="sat"))
+        check_sampling(model, SampleConfig(mode="sat"))
     with pytest.raises(ConfigError, match=r"sample\.cache=true: model\.name=mlp keeps no keys"):
-        sampling_traces(MLP(MLPConfig()), SampleConfig(cache=True))
+        check_sampling(MLP(MLPConfig()), SampleConfig(cache=True))

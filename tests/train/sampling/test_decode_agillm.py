@@ -26,9 +26,11 @@ from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.train.sampling.decode import cache_tensors, scores_of
 from ttrain.train.sampling.draw import Sampler
+from ttrain.train.sampling.lengths import StepsByLength
 from ttrain.train.sampling.source import Source, print_source, sampling_traces
 from ttrain.train.sampling.stream import Stop
 from ttrain.train.settings import SampleConfig
+from ttrain.train.steps.session import Session
 from ttrain.train.steps.step_graph import StepGraph
 
 SIZE: dict[str, Any] = {"preset": None, "layers": 2, "heads": 2, "width": 16, "context": 70, "vocabulary": 31}
@@ -43,16 +45,15 @@ class Opened:
     ) -> None:
         model = AGILLM(AGILLMConfig(**{**SIZE, "rank": 12, **changes}))
         config = SampleConfig(**{"mode": "speculative", **(sample or {})})
-        traces, device = sampling_traces(model, config), device or open_cpu()
         graph = StepGraph(model, AdamW(AdamWConfig()), rows=1)
-        caches = cache_tensors([trace for steps in traces.values() for trace in steps.values()])
-        state = State(device, [*graph.state_tensors(training=False), *caches])
+        state = State(device or open_cpu(), graph.state_tensors(training=False))
         values = initial_values(model, seed=7)
         for path, value in values.items():
             state.write(path, value)
         self.engine = ENGINES[engine](state.device, state)
-        self.source = Source(model, config, model.vocabulary, traces)
-        self.source.build(self.engine.build, graph.trace_logits)
+        steps = StepsByLength(Session(graph, state, self.engine), lambda length: None)
+        self.source = Source(steps, config, model.vocabulary)
+        self.source.make_room(model.context)
         self.content = {
             part: {name: torch.from_numpy(w) for name, w in weights.items()}
             if part in ("core", "ar", "sat")
@@ -99,7 +100,7 @@ def test_other_shapes(changes: dict[str, Any]) -> None:
 def test_the_standard_position_bias_counts_from_the_tokens_place(mask: str) -> None:
     """Against the pass of training, whose padding behind a text of even length is hidden."""
     opened = Opened(alibi="standard")
-    model = opened.source.model
+    model = opened.source.steps.model
 
     def whole(graph: Graph) -> None:
         hidden = ops.reshape(model.hidden(graph, 1, mask, None, False), (70, 16))

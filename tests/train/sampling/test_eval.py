@@ -102,11 +102,16 @@ def test_every_token_but_the_first_is_predicted_once(length: int, stride: int) -
     assert [place for w in windows for place in range(w.first, w.stop)] == list(range(max(0, length - 1)))
     assert all(w.start == max(0, w.stop - 12) <= w.first for w in windows)
     documents = [np.arange(length), np.arange(100, 107)]
-    data = Texts(documents, 12, stride)
-    batch = data.batch("val", 0, 0, data.val_samples)
-    assert sorted(batch["targets"][batch["targets"] >= 0]) == [*range(1, length), *range(101, 107)]
-    seen = batch["targets"] >= 0
-    assert (batch["tokens"][seen] == batch["targets"][seen] - 1).all()
+    whole = Texts.of(documents, 12, stride)
+    for parts in ([whole], list(whole.parts(lambda tokens: -(-tokens // 4) * 4))):
+        targets: list[int] = []
+        for data in parts:
+            batch = data.batch("val", 0, 0, data.val_samples)
+            assert batch["tokens"].shape == batch["targets"].shape == (data.val_samples, data.context)
+            seen = batch["targets"] >= 0
+            assert (batch["tokens"][seen] == batch["targets"][seen] - 1).all()
+            targets += batch["targets"][seen].tolist()
+        assert sorted(targets) == [*range(1, length), *range(101, 107)]
 
 
 @pytest.mark.parametrize(("stride", "rows"), [("null", 8), ("5", 3), ("1", 64)])
@@ -217,9 +222,9 @@ def test_losses_and_likelihoods_of_other_models_agree(kind: str, overrides: list
         ids = [[*before, *scorer.tokenizer.encode(text)][: CONTEXT + 1] for text in TEXTS]
         pairs = [(part[:place], part[place : place + 1]) for part in ids for place in range(1, len(part))]
         assert len(pairs) > scorer.rows
-        result = scorer.loss(Texts([np.array(part) for part in ids], CONTEXT))
+        loss = scorer.loss(Texts.of([np.array(part) for part in ids], CONTEXT))
         total = sum(found.total for found in scorer.likelihoods(pairs))
-    assert total == pytest.approx(-len(pairs) * result.metrics.get("ar/ce", result.loss), rel=1e-5)
+    assert total == pytest.approx(-len(pairs) * loss, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -310,14 +315,28 @@ def test_choices_are_those_of_likelihoods_by_hand(rows: int) -> None:
         f"eval.batch_size={rows}",
     ]
     pairs = [encoded_pair(tokenizer, q["ctx"], f" {ending}") for q in QUESTIONS for ending in q["endings"]]
-    with opened(load_config(*overrides), "scores") as scorer:
-        likelihoods = list(scorer.likelihoods(pairs))
+    with opened(load_config(*overrides)) as scorer:
+        likelihoods = scorer.likelihoods(pairs)
     assert [found.total for found in likelihoods] == pytest.approx(expected, rel=1e-5)
     for (before, after), found in zip(pairs, likelihoods, strict=True):
         if len(before) + len(after) <= CONTEXT:
             assert (pytest.approx(found.total, rel=1e-5), found.greedy) == log_probability(
                 model, before or [end], after
             )
+
+
+def test_an_ending_that_nothing_predicts_has_no_likelihood(capsys: pytest.CaptureFixture[str]) -> None:
+    """A likelihood of 1 would make it the best ending."""
+    run = trained("plain", *SIZES, "data.path=rows.jsonl", "data.tokenizer=byte", "train.steps=1")
+    given = ask({"ctx": "the", "endings": ["a", "b"], "label": 0})
+    assert evaluated(run, given)["choices"]["questions"] == 1
+    with opened(load_config("task=eval", f"run.dir={run}", given, "device=cpu", "engine=dynamic")) as scorer:
+        assert scorer.start is None
+        assert [found.total < 0 for found in scorer.likelihoods([([], [65, 66]), ([65], [66])])] == [True, True]
+        with pytest.raises(DataError, match="'A' has nothing before it that predicts it"):
+            scorer.likelihoods([([], [65, 66]), ([], [65])])
+        with pytest.raises(DataError, match="'' has nothing before it"):
+            scorer.likelihoods([([66], [])])
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,8 @@ def measure_choices(scorer: Scorer, file: Path, limit: int | None) -> dict[str, 
     for question in questions:
         with named_place(lambda _, place=question.place: place):  # type: ignore[misc]
             pairs += [encoded_pair(scorer.tokenizer, question.context, f" {ending}") for ending in question.endings]
-    likelihoods = scorer.likelihoods(pairs)
-    totals = [found.total for found in tqdm(likelihoods, "scoring endings", len(pairs), unit="ending")]
+    with tqdm(desc="scoring endings", total=len(pairs), unit="ending") as bar:
+        totals = [found.total for found in scorer.likelihoods(pairs, bar.update)]
     right: list[list[bool]] = []
     for question in questions:
         own, totals = totals[: len(question.endings)], totals[len(question.endings) :]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from ttrain.api import load_config
 from ttrain.core.errors import UserError
 from ttrain.tasks.evaluating.choices import encoded_pair
-from ttrain.tasks.evaluating.scorer import cross_entropy, opened
+from ttrain.tasks.evaluating.scorer import opened
 from ttrain.tasks.evaluating.texts import Texts
 from ttrain.train.sampling.stream import Stop, stream_text
 
@@ -42,7 +42,7 @@ class TtrainLM(LM):  # type: ignore[misc]
         rows = [] if batch_size is None else [f"eval.batch_size={batch_size}"]
         config = load_config("task=eval", "sample.temperature=0", *given, *rows, *words)
         self._stack = ExitStack()
-        self._scorer = self._stack.enter_context(opened(config, "evaluate", "scores", "text"))
+        self._scorer = self._stack.enter_context(opened(config))
 
     def close(self) -> None:
         """Gives the device back."""
@@ -56,33 +56,46 @@ class TtrainLM(LM):  # type: ignore[misc]
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log-probability of each (context, continuation) in nats, and whether greedy decoding would write it."""
         pairs = [encoded_pair(self._scorer.tokenizer, *request.args) for request in requests]
-        found = self._shown(self._scorer.likelihoods(pairs), requests, disable_tqdm)
+        with self._bar(requests, disable_tqdm) as bar:
+            found = self._scorer.likelihoods(pairs, bar.update)
         return [
             self._kept("loglikelihood", request, tuple(each)) for request, each in zip(requests, found, strict=True)
         ]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of each text, every token predicted once from windows of the context."""
-        found = []
-        for request in self._shown(requests, requests, disable_tqdm):
-            start = [] if self._scorer.start is None else [self._scorer.start]
-            data = Texts([np.array([*start, *self._scorer.tokenizer.encode(*request.args)])], self._scorer.context)
-            tokens = int((data.batch("val", 0, 0, data.val_samples)["targets"] >= 0).sum())
-            total = -cross_entropy(self._scorer.loss(data)) * tokens if tokens else 0.0
-            found.append(self._kept("loglikelihood_rolling", request, total))
-        return found
+        scorer, start = self._scorer, [] if self._scorer.start is None else [self._scorer.start]
+        texts = [np.array([*start, *scorer.tokenizer.encode(*request.args)]) for request in requests]
+
+        def total(number: int) -> float:
+            predicted = len(texts[number]) - 1
+            return -scorer.loss(Texts.of([texts[number]], scorer.context)) * predicted if predicted > 0 else 0.0
+
+        return self._answered("loglikelihood_rolling", requests, total, [len(text) for text in texts], disable_tqdm)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """What the model writes after each context, up to a stop; greedily unless a request asks to draw."""
-        found = []
-        for request in self._shown(requests, requests, disable_tqdm):
-            context, asked = request.args
-            found.append(self._kept("generate_until", request, self._generated(context, dict(asked))))
-        return found
+
+        def written(number: int) -> str:
+            context, asked = requests[number].args
+            return self._generated(context, dict(asked))
+
+        lengths = [len(request.args[0]) for request in requests]
+        return self._answered("generate_until", requests, written, lengths, disable_tqdm)
+
+    def _answered(
+        self, kind: str, requests: Sequence[Any], answer: Callable[[int], Any], lengths: Sequence[int], hidden: bool
+    ) -> list[Any]:
+        """Return the answers to requests by their number, asked from the shortest on so that steps are built seldom."""
+        found = {}
+        with self._bar(requests, hidden) as bar:
+            for number in sorted(range(len(requests)), key=lengths.__getitem__):
+                found[number] = self._kept(kind, requests[number], answer(number))
+                bar.update(1)
+        return [found[number] for number in range(len(requests))]
 
     def _generated(self, context: str, asked: dict[str, Any]) -> str:
         scorer, until = self._scorer, asked.pop("until", None) or []
-        assert scorer.source is not None
         tokens, draws = asked.pop("max_gen_toks", _GENERATED), asked.pop("do_sample", False)
         cuts = {name: asked.pop(name) for name in ("temperature", "top_k", "top_p", "min_p") if name in asked}
         if asked:
@@ -103,7 +116,7 @@ class TtrainLM(LM):  # type: ignore[misc]
         return found
 
     @staticmethod
-    def _shown(items: Any, requests: Sequence[Any], hidden: bool) -> Any:
+    def _bar(requests: Sequence[Any], hidden: bool) -> Any:
         from tqdm import tqdm
 
-        return tqdm(items, "ttrain", len(requests), disable=hidden)
+        return tqdm(desc="ttrain", total=len(requests), disable=hidden)

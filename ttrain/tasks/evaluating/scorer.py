@@ -7,25 +7,30 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ttrain.config import build
 from ttrain.config.schema import Config
-from ttrain.core.errors import ConfigError, NonFiniteError, UserError
+from ttrain.core.errors import ConfigError, DataError, NonFiniteError, UserError
 from ttrain.core.waiting import Waiting
 from ttrain.data.settings import TextConfig
-from ttrain.engine.base import Trace
+from ttrain.engine.base import Step, Trace
 from ttrain.graph import Graph
+from ttrain.models.base import preparation
 from ttrain.tasks.opening import OpenedModel, of_folder, of_run
 from ttrain.train.loop.evaluate import BITS_PER_BYTE, Evaluation, EvaluationResult
-from ttrain.train.protocols import Dataset, Inputs, Outputs
-from ttrain.train.sampling.decode import cache_tensors
-from ttrain.train.sampling.source import Source, sampling_traces
+from ttrain.train.protocols import Inputs, Outputs
+from ttrain.train.sampling.lengths import StepsByLength
+from ttrain.train.sampling.source import Source, check_sampling
 from ttrain.train.sampling.stream import end_id
 from ttrain.train.settings import without_phases
+from ttrain.train.steps.step_graph import StepGraph
+
+if TYPE_CHECKING:
+    from ttrain.tasks.evaluating.texts import Texts
 
 _SCORED_PER_ROW = 32  # positions whose scores of the whole vocabulary come to the host at once, for each sequence
 
@@ -39,57 +44,98 @@ class Likelihood(NamedTuple):
 
 @dataclass(frozen=True)
 class Scorer:
-    """A model on a device. `start` is the token before a text, None where the model knows none."""
+    """A model on a device. `start` is the token before a text, None where the model knows none.
 
-    tokenizer: Any
-    model: Any
-    context: int
-    start: int | None
-    step: int | None  # of the checkpoint, where it is one
-    origin: str  # the run, or the folder of weights
-    precision: str
+    Texts are read in rows that are as long as they have to be, some of about equal length at a time.
+    """
+
+    given: OpenedModel
+    steps: StepsByLength
     rows: int
-    steps: dict[str, Callable[[Inputs], Outputs]]
-    source: Source | None = None  # of text, where that is wanted
+    start: int | None
 
-    def loss(
-        self, data: Dataset, told: Callable[[int], object] = lambda rows: None, what: str = "text"
-    ) -> EvaluationResult:
-        """The mean loss over all targets of held-out samples; `told` gets how many sequences are done."""
-        from ttrain.models.base import preparation
+    @property
+    def tokenizer(self) -> Any:
+        """The model's own."""
+        return self.given.tokenizer
 
-        def step(inputs: Inputs) -> Outputs:
-            told(self.rows)
-            return self.steps["evaluate"](inputs)
+    @property
+    def context(self) -> int:
+        """Longest text that the model reads at once."""
+        return int(self.given.model.context)
 
-        result = Evaluation(step, data, self.rows, None, preparation(self.model), what=what)()
-        assert result is not None
-        return result
+    @cached_property
+    def source(self) -> Source:
+        """What writes text as `sample` says. Raises ConfigError where the model can't do that."""
+        check_sampling(self.given.model, self.given.config.sample)
+        return Source(self.steps, self.given.config.sample, self.tokenizer.vocabulary)
 
-    def likelihoods(self, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[Likelihood]:
+    def loss(self, data: Texts, told: Callable[[int], object] = lambda rows: None, what: str = "text") -> float:
+        """Return the mean cross-entropy of all targets in nats; `told` gets how many rows are done.
+
+        Raises DataError where there is no target.
+        """
+        total, targets = 0.0, 0
+        for part in data.parts(self.steps.length):
+            step = self._step("evaluate", part.context, lambda graph: graph.trace_evaluate)
+
+            def counted(inputs: Inputs, step: Step = step) -> Outputs:
+                told(self.rows)
+                return step(inputs)
+
+            evaluation = Evaluation(counted, part, self.rows, None, preparation(self.given.model), what=what)
+            result = evaluation()
+            assert result is not None
+            total, targets = total + cross_entropy(result) * evaluation.tokens, targets + evaluation.tokens
+        if not targets:
+            raise DataError(f"{what} has no target, so there is no loss of it.")
+        return total / targets
+
+    def likelihoods(
+        self, pairs: Sequence[tuple[list[int], list[int]]], told: Callable[[int], object] = lambda pairs: None
+    ) -> list[Likelihood]:
         """Of the continuation of each (context, continuation); of what is too long for the model the end counts.
 
-        A first token with nothing before it is not predicted.
+        A first token with nothing before it is not predicted. Raises DataError for a continuation of that alone.
         """
-        for first in range(0, len(pairs), self.rows):
-            yield from self._of_batch(pairs[first : first + self.rows])
+        texts = [self._text(*pair) for pair in pairs]
+        lengths = [self.steps.length(len(text) - 1) for text, _ in texts]
+        found: dict[int, Likelihood] = {}
+        for length in sorted(set(lengths)):
+            own = [number for number, each in enumerate(lengths) if each == length]
+            for first in range(0, len(own), self.rows):
+                batch = own[first : first + self.rows]
+                found |= zip(batch, self._of_batch([texts[number] for number in batch], length), strict=True)
+                told(len(batch))
+        return [found[number] for number in range(len(pairs))]
 
-    def _of_batch(self, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[Likelihood]:
-        tokens = np.zeros((self.rows, self.context), np.int64)  # what stands behind a text is not seen by it
+    def _text(self, before: list[int], continuation: list[int]) -> tuple[list[int], int]:
+        """Return what of a context and its continuation the model reads, and how many tokens of it are predicted."""
+        before = before or ([] if self.start is None else [self.start])
+        text = [*before, *continuation][-self.context - 1 :]
+        if not continuation or len(text) < 2:
+            raise DataError(
+                f"{self.tokenizer.decode(continuation)!r} has nothing before it that predicts it, since this model "
+                "knows no token before a text. Give a context that is not empty."
+            )
+        return text, min(len(continuation), len(text) - 1)
+
+    def _of_batch(self, texts: Sequence[tuple[list[int], int]], length: int) -> Iterator[Likelihood]:
+        most = _SCORED_PER_ROW * self.rows
+        step = self._step("scores", length, lambda graph: partial(_trace_scores, graph.model, self.rows))
+        tokens = np.zeros((self.rows, length), np.int64)  # what stands behind a text is not seen by it
         owners, positions, targets = list[int](), list[int](), list[int]()
-        for row, (before, continuation) in enumerate(pairs):
-            before = before or ([] if self.start is None else [self.start])
-            text = [*before, *continuation][-self.context - 1 :]
+        for row, (text, count) in enumerate(texts):
             tokens[row, : len(text) - 1] = text[:-1]
-            scored = range(len(text) - min(len(continuation), len(text) - 1), len(text))
-            owners += [row] * len(scored)
-            positions += [row * self.context + place - 1 for place in scored]
+            scored = range(len(text) - count, len(text))
+            owners += [row] * count
+            positions += [row * length + place - 1 for place in scored]
             targets += [text[place] for place in scored]
-        sums, greedy, most = np.zeros(len(pairs)), np.ones(len(pairs), bool), _SCORED_PER_ROW * self.rows
+        sums, greedy = np.zeros(len(texts)), np.ones(len(texts), bool)
         for at in range(0, len(positions), most):
             rows, wanted = np.array(owners[at : at + most]), np.array(targets[at : at + most])
             inputs = {"tokens": tokens, "position": np.resize(np.array(positions[at : at + most]), most)}
-            found = np.asarray(self.steps["scores"](inputs)["logits"], np.float32)[: len(rows), : self.model.vocabulary]
+            found = np.asarray(step(inputs)["logits"], np.float32)[: len(rows), : self.given.model.vocabulary]
             if not np.isfinite(found).all():
                 raise NonFiniteError("the model's scores hold NaN or infinity")
             best = found.max(1)
@@ -99,12 +145,13 @@ class Scorer:
             np.logical_and.at(greedy, rows, found.argmax(1) == wanted)
         yield from (Likelihood(float(total), bool(each)) for total, each in zip(sums, greedy, strict=True))
 
+    def _step(self, name: str, length: int, trace: Callable[[StepGraph], Trace]) -> Step:
+        return self.steps.get(name, length, lambda graph: {name: trace(graph)})[name]
+
 
 @contextmanager
-def opened(config: Config, *wanted: str) -> Iterator[Scorer]:
-    """The model of `run.dir` or `model.from` on the device, with the steps `evaluate` and `scores`, or those wanted.
-
-    Where `text` is wanted it can be drawn as well, as `sample` says.
+def opened(config: Config) -> Iterator[Scorer]:
+    """The model of `run.dir` or `model.from` on the device; text can be drawn as well, as `sample` says.
 
     Raises CheckpointError for a model that can't be read, UserError for a device that can't do this.
     """
@@ -122,19 +169,10 @@ def opened(config: Config, *wanted: str) -> Iterator[Scorer]:
         if device.caution is not None:
             print(f"WARNING: {device.caution}", file=sys.stderr)
         with Waiting("Loading the model"):
-            reads = sampling_traces(model, config.sample) if "text" in wanted else {}
-            caches = cache_tensors([trace for several in reads.values() for trace in several.values()])
-            session = build.build_session(model, device, *config.step_parts, training=False, further=caches)
+            session = build.build_session(model, device, *config.step_parts, training=False)
             stack.enter_context(closing(session))
             given.load(session.state)
-            traces: dict[str, Trace] = {"evaluate": session.graph.trace_evaluate}
-            traces["scores"] = partial(_trace_scores, model, rows)
-            steps = {name: session.engine.build(name, traces[name]) for name in traces if name in (wanted or traces)}
-            source = Source(model, config.sample, given.tokenizer.vocabulary, reads) if "text" in wanted else None
-            if source is not None:
-                source.build(session.engine.build, session.graph.trace_logits)
-        of = (given.step, given.origin, config.precision.name)
-        yield Scorer(given.tokenizer, model, model.config.context, start, *of, rows, dict(steps), source)
+        yield Scorer(given, given.steps(session), rows, start)
 
 
 def _from_run(config: Config) -> tuple[OpenedModel, int | None]:

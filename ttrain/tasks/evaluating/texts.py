@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from ttrain.core.errors import DataError
+from ttrain.core.errors import DataError, UserError
 from ttrain.core.names import listed
 from ttrain.data.settings import DocumentsConfig
 from ttrain.data.sources import Reader, Source, find_sources
 from ttrain.data.tokenizer import Ids, named_place
-from ttrain.tasks.evaluating.scorer import Scorer, cross_entropy
+from ttrain.tasks.evaluating.scorer import Scorer
 from ttrain.train.protocols import Array
 
 
@@ -41,27 +42,39 @@ def windows_of(length: int, context: int, stride: int, document: int = 0) -> Ite
         done = stop
 
 
+@dataclass
 class Texts:
     """Documents as held-out samples: rows of `context` tokens, with targets -1 where nothing is to be predicted."""
 
-    def __init__(self, documents: Sequence[Ids], context: int, stride: int | None = None) -> None:
-        self.description: dict[str, Any] = {}
-        self._documents, self._context = documents, context
-        stride = min(stride or context, context)
-        self._windows = [
-            window for number, ids in enumerate(documents) for window in windows_of(len(ids), context, stride, number)
-        ]
+    documents: Sequence[Ids]
+    context: int
+    windows: Sequence[Window]
+    description: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @staticmethod
+    def of(documents: Sequence[Ids], context: int, stride: int | None = None) -> Texts:
+        """Return the windows of all documents; see windows_of."""
+        stride, numbered = min(stride or context, context), enumerate(documents)
+        windows = [window for number, ids in numbered for window in windows_of(len(ids), context, stride, number)]
+        return Texts(documents, context, windows)
+
+    def parts(self, length_of: Callable[[int], int]) -> Iterator[Texts]:
+        """Yield the windows in groups, from the shortest on: rows of `length_of(tokens)` hold those of a group."""
+        lengths = [length_of(window.stop - window.start) for window in self.windows]
+        for length in sorted(set(lengths)):
+            own = [window for window, each in zip(self.windows, lengths, strict=True) if each == length]
+            yield Texts(self.documents, length, own)
 
     @property
     def val_samples(self) -> int:
-        """How many windows there are."""
-        return len(self._windows)
+        """Number of windows."""
+        return len(self.windows)
 
     def batch(self, split: str, seed: int, first: int, rows: int) -> dict[str, Array]:
         """Arrays `tokens` and `targets`, int64 [rows, context]."""
-        tokens, targets = np.zeros((rows, self._context), np.int64), np.full((rows, self._context), -1, np.int64)
-        for row, window in enumerate(self._windows[first : first + rows]):
-            ids = self._documents[window.document]
+        tokens, targets = np.zeros((rows, self.context), np.int64), np.full((rows, self.context), -1, np.int64)
+        for row, window in enumerate(self.windows[first : first + rows]):
+            ids = self.documents[window.document]
             tokens[row, : window.stop - window.start] = ids[window.start : window.stop]
             places = slice(window.first - window.start, window.stop - window.start)
             targets[row, places] = ids[window.first + 1 : window.stop + 1]
@@ -74,26 +87,34 @@ def measure_texts(
     """Loss, perplexity and bits per byte of all documents of files. Raises DataError for what can't be read."""
     from tqdm import tqdm
 
-    config = DocumentsConfig(sources=sources, text_key=text_key)
+    given = scorer.given
+    chat_key = getattr(given.config.data, "chat_key", DocumentsConfig().chat_key)
+    template = given.template or DocumentsConfig().template
+    config = DocumentsConfig(sources=sources, text_key=text_key, chat_key=chat_key, template=template)
     found = find_sources(config)
-    reader = Reader(config)
+    reader = Reader(config, given.conversations() if given.template else None)
     documents = list(islice(reader.in_turn(found, [len] * len(found)), limit))
+    chat = next((document for document in documents if document.replies is not None), None)
+    if chat is not None and given.template is None:
+        try:
+            given.conversations()
+        except UserError as error:
+            raise DataError(f"{chat.place} is a conversation. {error}") from None
     texts = [document.text for document in documents]
     with named_place(lambda wanted: next(each.place for each in documents if wanted.search(each.text))):
         encoded = [np.asarray(ids) for ids in scorer.tokenizer.encode_documents(texts)]
-    size = sum(len(text.encode()) for text in texts)
-    if scorer.start is not None:
-        encoded = [np.concatenate([[scorer.start], ids]) for ids in encoded]
-    else:  # the first token of each document is only read
-        first = scorer.tokenizer.byte_counts()[1]
-        size -= sum(int(first[ids[0]]) for ids in encoded if len(ids))
-    data = Texts(encoded, scorer.context, stride)
+    size, first = sum(len(text.encode()) for text in texts), scorer.tokenizer.byte_counts()[1]
+    for number, ids in enumerate(encoded):  # without a token before it, the first of a document is only read
+        if scorer.start is None or ids[:1].tolist() == [scorer.start]:  # which a template may have written
+            size -= int(first[ids[0]]) if len(ids) else 0
+        else:
+            encoded[number] = np.concatenate([[scorer.start], ids])
+    data = Texts.of(encoded, scorer.context, stride)
     tokens = sum(max(0, len(ids) - 1) for ids in encoded)
     if not tokens or not size:
         raise DataError(f"eval.text={','.join(sources)} has nothing to predict: its documents have a token each.")
     with tqdm(total=data.val_samples, desc="predicting text", unit="seq") as bar:
-        result = scorer.loss(data, lambda rows: bar.update(min(rows, data.val_samples - bar.n)), listed(sources))
-    loss = cross_entropy(result)
+        loss = scorer.loss(data, lambda rows: bar.update(min(rows, data.val_samples - bar.n)), listed(sources))
     return {
         "source": sources,
         "documents": len(texts),

@@ -60,9 +60,12 @@ def cache_tensors(traces: Sequence[Trace]) -> list[StateTensor]:
     return list(found.values())
 
 
-def reading_traces(model: CachedModel, mask: str, new: int, rows: int) -> dict[str, Trace]:
-    """The two steps of a reader by name: one for `new` tokens, one for a chunk."""
-    places = cache_places(model.context, mask)
+def reading_traces(model: CachedModel, mask: str, new: int, rows: int, length: int | None = None) -> dict[str, Trace]:
+    """Return the two steps of a reader by name: one for `new` tokens, one for a chunk.
+
+    `length` is that of the longest text, which the model was made for; None takes its context.
+    """
+    places = cache_places(length or model.context, mask)
     sizes = dict.fromkeys((min(new, places), max(min(CHUNK, places), min(new, places))))
     return {f"read_{mask}_{count}": extend_trace(model, count, rows, mask) for count in sizes}
 

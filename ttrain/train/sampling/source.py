@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,10 +26,11 @@ from ttrain.train.sampling.draw import (
     whole_text_scores,
     write_samples,
 )
+from ttrain.train.sampling.lengths import StepsByLength
 from ttrain.train.sampling.stream import Stop
 from ttrain.train.settings import SampleConfig
+from ttrain.train.steps.step_graph import StepGraph
 
-Build = Callable[[str, Trace], Step]
 WHOLE = "logits"  # the step that computes a whole context for every token
 
 # Per mode: the masks under which the text is read, with the tokens that are new at a time and the rows that are scored.
@@ -42,11 +43,8 @@ _READS: dict[str, dict[str, tuple[int, int]]] = {
 }
 
 
-def sampling_traces(model: Any, config: SampleConfig) -> dict[str, dict[str, Trace]]:
-    """The steps that the mode reads the text with, by mask and name; none where every token computes a whole context.
-
-    Raises ConfigError where the model lacks what the mode or sample.cache=true asks for, or no text is left to slide.
-    """
+def check_sampling(model: Any, config: SampleConfig) -> None:
+    """Raise ConfigError where the model lacks what the mode or sample.cache=true asks for, or no text can slide."""
     name, mode = model.config.name, config.mode
     if mode != "ar" and not getattr(model, "predicts_pairs", False):
         raise ConfigError(f"sample.mode={mode}: model.name={name} has no SAT head. Give sample.mode=ar.")
@@ -54,44 +52,62 @@ def sampling_traces(model: Any, config: SampleConfig) -> dict[str, dict[str, Tra
         raise ConfigError(f"sample.slide={config.slide}: must be less than model.context={model.context}.")
     if config.cache and not hasattr(model, "extend"):
         raise ConfigError(f"sample.cache=true: model.name={name} keeps no keys and values. Give sample.cache=null.")
+
+
+def sampling_traces(model: Any, config: SampleConfig, length: int | None = None) -> dict[str, dict[str, Trace]]:
+    """Return the steps that the mode reads the text with, by mask and name; for `length` see reading_traces.
+
+    There are none where every token computes a whole text.
+    """
+    mode = config.mode
     if mode == "ar" and (config.cache is False or not hasattr(model, "extend")):
         return {}
-    return {mask: reading_traces(model, mask, *sizes) for mask, sizes in _READS[mode].items()}
+    return {mask: reading_traces(model, mask, *sizes, length) for mask, sizes in _READS[mode].items()}
 
 
 @dataclass
 class Source:
-    """Where the tokens of samples come from."""
+    """Tokens of samples, from steps that are built for texts as long as the longest so far."""
 
-    model: Any
+    steps: StepsByLength
     config: SampleConfig
     vocabulary: int  # ids of the tokenizer: the model may have more
-    traces: Mapping[str, Mapping[str, Trace]]
     acceptance: Acceptance = field(default_factory=Acceptance)
     _readers: dict[str, Reader] = field(default_factory=dict)
     _whole: Scores | None = None
-    _context: int = 0  # of the whole-context step
+    _length: int = 0  # of the longest text
+    _built: Mapping[str, Step] | None = None
 
-    def build(self, build: Build, whole: Trace) -> None:
-        """Build and place every step before one runs. `whole` is for models that are not read with caches."""
-        keeps, placed = self.config.cache is not False, list[Step]()
-        for mask, traces in self.traces.items():
-            steps = [build(name, trace) for name, trace in traces.items()]
-            placed += steps
-            self._readers[mask] = Reader(steps, self.model.context, mask, keeps)
-        if not self.traces:
-            step = build(WHOLE, whole)
-            self._context, self._whole = step.inputs["tokens"].shape[1], whole_text_scores(step, self.vocabulary)
-            placed.append(step)
-        for step in placed:
-            if hasattr(step, "take_addresses"):  # now, because some engines compile then
-                step.take_addresses()
+    @property
+    def context(self) -> int:
+        """Longest text that the model can read."""
+        return self.steps.context
+
+    def make_room(self, tokens: int) -> None:
+        """Build the steps for texts of so many tokens, or of the context where that is less, if there are none yet."""
+        length = max(self._length, self.steps.length(tokens))
+        built = self.steps.get(f"sample {self.config.mode}", length, self._traces)
+        if self._length == length and self._built is built:
+            return
+        keeps, self._length, self._built = self.config.cache is not False, length, built
+        reads = sampling_traces(self.steps.model, self.config, length)
+        self._readers = {
+            mask: Reader([built[name] for name in traces], length, mask, keeps) for mask, traces in reads.items()
+        }
+        self._whole = None if reads else whole_text_scores(built[WHOLE], self.vocabulary)
+
+    def _traces(self, graph: StepGraph) -> dict[str, Trace]:
+        """All steps by name, for texts of the length that a graph is for."""
+        model: Any = graph.model
+        reads = sampling_traces(model, self.config, getattr(model, "length", model.context))
+        named = {name: trace for traces in reads.values() for name, trace in traces.items()}
+        return named or {WHOLE: graph.trace_logits}
 
     def tokens(self, prompt: list[int], number: int) -> Iterator[int]:
         """The ids of one sample, which continue the prompt; `number` tells samples apart."""
         config, sampler = self.config, Sampler(self.config)
-        context = self._context if self._whole is not None else self.model.context
-        shared = (prompt, Window.of(context, config.slide), sampler, config.tokens, number)
+        self.make_room(len(prompt) + config.tokens)
+        shared = (prompt, Window.of(self._length, config.slide), sampler, config.tokens, number)
         if config.mode == "ar":
             return draw_tokens(self._whole or self._next, *shared)
         if config.mode == "speculative":

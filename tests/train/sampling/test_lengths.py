@@ -1,0 +1,179 @@
+"""Rows as long as they have to be: the same numbers as over the whole context, from steps that are built seldom."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import cache_home
+from ttrain import load_config
+from ttrain.cli import main
+from ttrain.core.errors import GraphError
+from ttrain.core.spec import TensorSpec
+from ttrain.engine.dynamic import DynamicEngine
+from ttrain.engine.state import StateTensor
+from ttrain.engine.static import StaticEngine
+from ttrain.graph.kinds import Kind
+from ttrain.tasks.evaluating.scorer import Scorer, opened
+from ttrain.tasks.evaluating.texts import Texts
+from ttrain.train.sampling import lengths
+from ttrain.train.sampling.lengths import SHORTEST, length_class
+
+CONTEXT = 512
+MODELS = {
+    "gpt": [],
+    "llama": ["model=llama", "model.preset=null", "model.hidden=24", "model.kv_heads=1"],
+    "agillm": ["model=agillm", "model.preset=null", "model.rank=8", "model.objective=joint"],
+}
+SIZES = ["model.layers=2", "model.width=16", "model.heads=2", f"model.context={CONTEXT}"]
+CPU = ["device=cpu", "device.threads=1"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("lengths")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("XDG_CACHE_HOME", cache_home(folder))
+        words = np.random.default_rng(0).choice(["the", "cat", "dog", "sat"], 3000)
+        Path("book.txt").write_text(" ".join(words))
+        yield
+
+
+def trained(name: str) -> str:
+    if not Path(name).exists():
+        quiet = ["logger=jsonl", "sample.tokens=1", "train.steps=3", "train.batch_size=2", "train.eval_sequences=1"]
+        data = ["data.path=book.txt", "data.tokenizer=byte", "engine=dynamic", "optimizer.lr=0.02"]
+        assert main([*quiet, *CPU, *data, *SIZES, *MODELS[name], f"run.dir={name}"]) == 0
+    return name
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
+    """Counts steps by name, and by the tokens that a row of theirs holds or the places of their caches."""
+    counts: Counter[tuple[str, int]] = Counter()
+    for engine in (DynamicEngine, StaticEngine):
+
+        def build(self: Any, name: str, trace: Any, original: Any = engine.build) -> Any:
+            caches = [self.state.spec(each).shape[2] for each in self.state.names(Kind.CACHE)]
+            step = original(self, name, trace)
+            counts[name, max([step.inputs["tokens"].shape[1], *caches])] += 1
+            return step
+
+        monkeypatch.setattr(engine, "build", build)
+    return counts
+
+
+def test_classes_are_few_and_hold_their_texts() -> None:
+    assert [length_class(tokens, 1000) for tokens in (0, 1, 64, 65, 128, 129, 513, 999, 1000, 5000)] == [
+        64, 64, 64, 128, 128, 256, 1000, 1000, 1000, 1000,
+    ]  # fmt: skip
+    assert length_class(3, 8) == 8 and len({length_class(tokens, 131_072) for tokens in range(131_072)}) == 12
+
+
+def scored(run: str, monkeypatch: pytest.MonkeyPatch, shortest: int, engine: str) -> tuple[Any, ...]:
+    """Loss, likelihoods and drawn text, with rows of at least so many tokens."""
+    monkeypatch.setattr(lengths, "SHORTEST", shortest)
+    ids = np.random.default_rng(1).integers(97, 122, 700).tolist()
+    texts = [np.array(ids[:count]) for count in (5, 70, 130, 20, 700)]
+    pairs = [(ids[:count], ids[:2]) for count in (3, 100, 2, 600, 200)]
+    with opened(load_config("task=eval", f"run.dir={run}", *CPU, f"engine={engine}", "eval.batch_size=2")) as scorer:
+        loss = scorer.loss(Texts.of(texts, scorer.context))
+        likelihoods = [found.total for found in scorer.likelihoods(pairs)]
+        greedy = dataclasses.replace(scorer.source.config, temperature=0, tokens=12)
+        source = dataclasses.replace(scorer.source, config=greedy)
+        drawn = [list(source.tokens(ids[:count], 0)) for count in (3, 100, 505, 5)]
+    return loss, likelihoods, drawn
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"), [("gpt", "dynamic"), ("llama", "traced"), ("agillm", "dynamic"), ("agillm", "traced")]
+)
+def test_numbers_are_those_of_the_whole_context(
+    name: str, engine: str, monkeypatch: pytest.MonkeyPatch, built: Counter[tuple[str, int]]
+) -> None:
+    run = trained(name)
+    built.clear()
+    found = scored(run, monkeypatch, SHORTEST, engine)
+    assert {key for key in built if not key[0].startswith("read_")} == {
+        (step, length) for step in ("evaluate", "scores") for length in (64, 128, 256, 512)
+    }
+    assert {places for step, places in built if step.startswith("read_")} == {64, 128, 512}
+    assert set(built.values()) == {1}  # none is built again, although short texts come after long ones
+    built.clear()
+    expected = scored(run, monkeypatch, CONTEXT, engine)
+    assert {length for _, length in built} == {CONTEXT}
+    assert found[0] == pytest.approx(expected[0], rel=1e-5) and found[1] == pytest.approx(expected[1], rel=1e-5)
+    assert found[2] == expected[2]
+
+
+def test_a_short_text_is_measured_in_short_rows(built: Counter[tuple[str, int]]) -> None:
+    """A row of the whole context would take its square in memory."""
+    run = trained("llama")
+    Path("short.txt").write_text("the cat sat on the dog")
+    rows = [{"ctx": "the cat", "endings": ["sat", "the dog sat"], "label": 0}]
+    Path("questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("prompts.txt").write_text("the cat\nthe dog sat\n")
+    built.clear()
+    assert main(["task=eval", f"run.dir={run}", "eval.text=[short.txt]", "eval.choices=questions.jsonl", *CPU]) == 0
+    assert main(["task=sample", f"run.dir={run}", "sample.prompts=prompts.txt", "sample.tokens=20", *CPU]) == 0
+    assert main(["task=sample", f"run.dir={run}", "sample.cache=false", "sample.tokens=20", *CPU]) == 0
+    assert {length for _, length in built} == {64}
+
+
+def test_a_conversation_grows_into_longer_rows(
+    built: Counter[tuple[str, int]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained("gpt")
+    said = iter(["the cat", "the dog sat on the cat. " * 6, "the cat", "/reset", "the cat"])
+
+    def line(_: str = "") -> str:
+        try:
+            return next(said)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", line)
+    export = ["task=export", f"run.dir={run}", "export.form=huggingface", "export.dir=hf"]
+    assert main(export) == 0
+    capsys.readouterr()
+    built.clear()
+    template = ["data=documents", "data.sources=[]", "data.template=plain"]
+    command = ["task=chat", "model.from=hf", *template, "sample.tokens=20", "sample.temperature=0", *CPU]
+    assert main(command) == 0
+    assert {length for _, length in built} == {64, 256}
+    first, *_, last = capsys.readouterr().out.strip("\n").split("\n")
+    assert first == last  # after a reset the same is said, from longer caches
+
+
+def test_a_model_of_one_length_keeps_it(built: Counter[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trained("gpt")
+    monkeypatch.setattr("ttrain.config.build.resized_model", lambda *_: None)
+    built.clear()
+    with opened(load_config("task=eval", f"run.dir={run}", *CPU)) as scorer:
+        assert scorer.loss(Texts.of([np.arange(9)], scorer.context)) > 0
+    assert built == {("evaluate", CONTEXT): 1}
+
+
+def test_tensors_come_and_go() -> None:
+    run = trained("gpt")
+    with opened(load_config("task=eval", f"run.dir={run}", *CPU)) as scorer:
+        assert isinstance(scorer, Scorer)
+        state = scorer.steps.session.state
+        before = state.names()
+        state.add([StateTensor("more/keys", TensorSpec((2, 3)), Kind.CACHE)])
+        state.write("more/keys", np.ones((2, 3), np.float32))
+        assert state.read("more/keys").sum() == 6 and state.names() == [*before, "more/keys"]
+        with pytest.raises(GraphError, match="two persistent tensors have the same name"):
+            state.add([StateTensor("more/keys", TensorSpec((2, 3)), Kind.CACHE)])
+        state.drop(["more/keys"])
+        assert state.names() == before
+        with pytest.raises(GraphError, match="no persistent tensor 'more/keys'"):
+            state.placed("more/keys")
