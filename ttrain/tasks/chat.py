@@ -15,7 +15,8 @@ from ttrain.tasks.sample import Opened, ending_of, opened_model
 def run(config: Config) -> None:
     """Answers every line of stdin until it ends or Ctrl-C. `/reset` begins anew."""
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # what is no text is refused as a message, and the talk goes on
+        # What is no text is refused as a message, and the talk goes on. Only a line feed ends a message.
+        sys.stdin.reconfigure(errors="surrogateescape", newline="\n")
     with opened_model(config) as opened:
         talk = _Conversation(opened)
         if sys.stdin.isatty():
@@ -32,11 +33,13 @@ def run(config: Config) -> None:
 
 def _lines() -> Iterator[str]:
     """What the user writes."""
+    mark = "\ufeff"  # that a file may begin with
     while True:
         try:
-            yield input("> " if sys.stdin.isatty() else "")
+            yield input("> " if sys.stdin.isatty() else "").removesuffix("\r").removeprefix(mark)
         except EOFError:
             return
+        mark = ""
 
 
 class _Conversation:
@@ -72,7 +75,7 @@ class _Conversation:
 
     def _prompt(self) -> list[int]:
         """Ids of the conversation. The oldest exchanges are forgotten where no room would be left for a reply."""
-        most = self._opened.source.model.context
+        most = self._opened.source.context
         room = min(self._opened.config.sample.tokens, most // 2)
         while True:
             ids = self._opened.tokenizer.encode(self._template.prompt(self._messages))
