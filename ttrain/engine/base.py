@@ -161,11 +161,8 @@ class CountedRun:
 
 def host_outputs(device: Device, outputs: Mapping[str, tuple[Value, Buffer]]) -> dict[str, Any]:
     """Outputs on the host: scalars as float."""
-    results: dict[str, Any] = {}
-    for name, (value, buffer) in outputs.items():
-        array = device.side(value.on_host).download(buffer)
-        results[name] = float(array) if array.ndim == 0 else array
-    return results
+    arrays = {name: device.side(value.on_host).download(buffer) for name, (value, buffer) in outputs.items()}
+    return {name: float(array) if array.ndim == 0 else array for name, array in arrays.items()}
 
 
 def traced_graph(trace: Trace, device: Device | None = None) -> Graph:

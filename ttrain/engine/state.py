@@ -91,8 +91,7 @@ class State:
 
     def add(self, tensors: Sequence[StateTensor]) -> None:
         """Place further tensors in memory of their own. Raises GraphError for a name that is taken."""
-        device, lending = self.device, self.device.arenas and self.device.host is None
-        before = len(self._tensors)
+        lending, before = self.device.arenas and self.device.host is None, len(self._tensors)
         self._tensors |= {tensor.name: tensor for tensor in tensors}
         if len(self._tensors) != before + len(tensors):
             raise GraphError("two persistent tensors have the same name")
@@ -104,11 +103,10 @@ class State:
             arenas.setdefault(key, {}).setdefault(run, []).extend(tensor.placed)
             self._declared |= {name: (spec, tensor.kind) for name, spec, _ in (*tensor.placed, *tensor.pieces)}
         for key, runs in arenas.items():
-            self._allocate(runs, device.side(key[-1] is True), lent=len(key) == 1)
+            self._allocate(runs, self.device.side(key[-1] is True), lent=len(key) == 1)
         for tensor in tensors:
             if tensor.everywhere and tensor.parts:
                 self._place_parts(tensor)
-        for tensor in tensors:
             if tensor.first is not None:
                 self.write(tensor.name, tensor.first())
 

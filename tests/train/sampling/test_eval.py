@@ -23,7 +23,7 @@ from ttrain.core.errors import DataError
 from ttrain.data.library_tokenizer import parse_tokenizer, train_bpe
 from ttrain.tasks.evaluating.choices import encoded_pair, read_questions
 from ttrain.tasks.evaluating.scorer import opened
-from ttrain.tasks.evaluating.texts import Texts, windows_of
+from ttrain.tasks.evaluating.windows import Texts, windows_of
 from ttrain.train.checkpoint.retention import find_checkpoint
 
 CONTEXT = 12

@@ -22,7 +22,7 @@ from ttrain.engine.state import StateTensor
 from ttrain.engine.static import StaticEngine
 from ttrain.graph.kinds import Kind
 from ttrain.tasks.evaluating.scorer import Scorer, opened
-from ttrain.tasks.evaluating.texts import Texts
+from ttrain.tasks.evaluating.windows import Texts
 from ttrain.train.sampling import lengths
 from ttrain.train.sampling.lengths import SHORTEST, length_class
 

@@ -13,7 +13,7 @@ from ttrain.api import load_config
 from ttrain.core.errors import UserError
 from ttrain.tasks.evaluating.choices import encoded_pair
 from ttrain.tasks.evaluating.scorer import opened
-from ttrain.tasks.evaluating.texts import Texts
+from ttrain.tasks.evaluating.windows import Texts
 from ttrain.train.sampling.stream import Stop, stream_text
 
 try:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from ttrain.data.settings import TextConfig
 from ttrain.engine.base import Step, Trace
 from ttrain.graph import Graph
 from ttrain.models.base import preparation
+from ttrain.tasks.evaluating.windows import Texts
 from ttrain.tasks.opening import OpenedModel, of_folder, of_run
 from ttrain.train.loop.evaluate import BITS_PER_BYTE, Evaluation, EvaluationResult
 from ttrain.train.protocols import Inputs, Outputs
@@ -28,9 +29,6 @@ from ttrain.train.sampling.source import Source, check_sampling
 from ttrain.train.sampling.stream import end_id
 from ttrain.train.settings import without_phases
 from ttrain.train.steps.step_graph import StepGraph
-
-if TYPE_CHECKING:
-    from ttrain.tasks.evaluating.texts import Texts
 
 _SCORED_PER_ROW = 32  # positions whose scores of the whole vocabulary come to the host at once, for each sequence
 
