@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from benchmarks.wormhole.published import TABLES, Row, Table, spread
 from ttrain.device.ttnn.cost.constants import CONSTANTS, Constants
-from ttrain.device.ttnn.cost.programs import Product, Program, scatter, stream
+from ttrain.device.ttnn.cost.programs import TILE, Product, Program, Scatter, Stream, tiles
 from ttrain.device.ttnn.cost.wormhole import Setting, Wormhole
 
 TIE = 0.03  # two times within 3 % of each other make no difference
 NOT_MODELLED = {("mlp_engines", "pytorch_cpu"): "runs on the host's CPU"}
+
+
+def tile_count(shape: Sequence[int]) -> int:
+    """Tiles of a tensor; a vector lies in one row of them."""
+    matrix = (*(1,) * (2 - len(shape)), *shape)
+    return math.prod(matrix[:-2]) * tiles(matrix[-2]) * tiles(matrix[-1])
+
+
+def stream(*shapes: Sequence[int], bytes_per_element: float = 2.0) -> Stream:
+    """The program that reads or writes tensors of these shapes once each."""
+    counts = [tile_count(shape) for shape in shapes]
+    return Stream(bytes_per_element * TILE * TILE * sum(counts), max(counts))
+
+
+def scatter(*shapes: Sequence[int], bytes_per_element: float = 2.0) -> Scatter:
+    """The same, out of order."""
+    ordered = stream(*shapes, bytes_per_element=bytes_per_element)
+    return Scatter(ordered.nbytes, ordered.tiles)
 
 
 @cache

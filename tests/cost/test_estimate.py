@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.wormhole.reproduce import stream
 from tests.conftest import cache_home
 from ttrain import ops
 from ttrain.cli import main
@@ -21,9 +23,7 @@ from ttrain.device.null.device import NullDevice
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.timing import Work
 from ttrain.device.torch.device import cpu
-from ttrain.device.ttnn.cost import step_time
-from ttrain.device.ttnn.cost.programs import stream
-from ttrain.device.ttnn.cost.step_time import split_time, wormhole_estimate, wormhole_time
+from ttrain.device.ttnn.cost.step_time import CardStep, split_time, wormhole_estimate
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine
@@ -155,7 +155,7 @@ def _no_compiler(_self: Any, _nodes: Any) -> None:
 
 def test_a_step_of_small_programs_wants_a_capture(work: Work) -> None:
     card = TenstorrentConfig(name="n300")
-    assert wormhole_time(work, card, "static").bottleneck == "dispatch"
+    assert CardStep(work, card).time(card, "static").bottleneck == "dispatch"
     small = wormhole_estimate(work, card, "static", 64, "tokens", 10**6)
     assert small.recommended.engine == "traced" and "traced takes" in small.reason
     assert len(small.ways) == 12 and small.peak == pytest.approx(57.344e12)
@@ -163,22 +163,22 @@ def test_a_step_of_small_programs_wants_a_capture(work: Work) -> None:
 
 def test_two_queues_hide_the_input(work: Work) -> None:
     heavy = Work(work.nodes, 10, 10**8)
-    one, two = (wormhole_time(heavy, TenstorrentConfig(name="n300", command_queues=n), "traced") for n in (1, 2))
+    cards = (TenstorrentConfig(name="n300", command_queues=n) for n in (1, 2))
+    one, two = (CardStep(heavy, card).time(card, "traced") for card in cards)
     assert two.total == pytest.approx(max(one.host_input, one.total - one.host_input)) and two.total < one.total
     assert one.bottleneck == "host_input"
 
 
-def test_halves_of_a_chip_are_for_runs_that_are_too_small_to_fill_it(
-    work: Work, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_halves_of_a_chip_are_for_runs_that_are_too_small_to_fill_it(work: Work) -> None:
     card = TenstorrentConfig(name="n300")
-    small = split_time(work, card, "traced")
+    step = CardStep(work, card)
+    small = split_time(step, card, "traced")
     assert small.gains and small.side_by_side < small.in_turn and "device.subdevices=2" in small.text("traced")
     # Issued by the host one by one, two runs share what the host can issue.
-    issued = split_time(work, card, "static")
-    assert issued.side_by_side >= 2 * wormhole_time(work, card, "static").dispatch * 0.9
-    monkeypatch.setattr(step_time, "programs_of", lambda _: [(1, [stream((8192, 8192), (8192, 8192))] * 3)])
-    large = split_time(Work(work.nodes, 0, 0), card, "traced")
+    issued = split_time(step, card, "static")
+    assert issued.side_by_side >= 2 * step.time(card, "static").dispatch * 0.9
+    step.programs, step.host_input = [(1, [stream((8192, 8192), (8192, 8192))] * 3)], 0.0
+    large = split_time(step, card, "traced")
     assert not large.gains and "halves gain nothing" in large.text("traced")
 
 
@@ -375,9 +375,10 @@ def test_the_task_tells_time_limits_and_padding_and_draws(
 
 
 @pytest.mark.parametrize("device", ["n150", "n300", "t3000"])
-def test_a_card_s_time_is_from_the_model_and_says_so(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, device: str
+def test_a_card_s_time_is_from_the_model_and_says_so_without_ttnn(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
+    monkeypatch.setitem(sys.modules, "ttnn", None)
     text = planned(capsys, f"device={device}", "precision=bf16", f"plan.json={tmp_path}/plan.json")
     assert "the cost model of a Wormhole chip" in text and "not from a card" in text and "Padding to tiles" in text
     found = json.loads((tmp_path / "plan.json").read_text("utf-8"))

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.wormhole.reproduce import scatter, stream
 from ttrain.cli import main
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Device, Kernel, Launch
 from ttrain.device.ttnn.cost.calibrate import Calibration
 from ttrain.device.ttnn.cost.constants import CONSTANTS, Constants
 from ttrain.device.ttnn.cost.measured import cache_file, keep, known_constants
-from ttrain.device.ttnn.cost.programs import Product, Program, scatter, stream
+from ttrain.device.ttnn.cost.programs import Product, Program
 from ttrain.device.ttnn.cost.step_time import FITTED
 from ttrain.device.ttnn.cost.wormhole import Setting, Wormhole
 from ttrain.device.ttnn.settings import TenstorrentConfig

@@ -11,7 +11,7 @@ pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
 from tests.ttnn.runs import adamw, golden, gpt, llama, mlp, run, sgd
 from ttrain.core.spec import DType
-from ttrain.device.ttnn.cost.lowering import node_programs
+from ttrain.device.ttnn.cost.lowering import Lowering
 from ttrain.device.ttnn.cost.programs import Product
 
 MODELS = {
@@ -34,8 +34,10 @@ def test_a_step_becomes_about_as_many_programs_as_its_rows_make_calls(name: str)
     before = sum(runtime.calls.values())
     step._bound.run()
     calls = sum(runtime.calls.values()) - before
-    programs = sum(len(node_programs(node)) for node in step.plan.launched)
-    assert programs == pytest.approx(calls, rel=0.2)  # some calls are two or three programs
+    lowering = Lowering()
+    programs = sum(len(lowering.programs(node)) for node in step.plan.launched)
+    # Some gradients are written where they lie, and one call is two programs.
+    assert programs == pytest.approx(calls, rel=0.05)
 
 
 def test_products_do_the_work_of_a_product() -> None:
@@ -43,7 +45,7 @@ def test_products_do_the_work_of_a_product() -> None:
     step = run(gpt(DType.BF16), adamw(), golden(), steps=1).steps["train"]
     for node in step.plan.launched:
         if node.op.name in ("matmul", "linear"):
-            products = [program for program in node_programs(node) if isinstance(program, Product)]
+            products = [program for program in Lowering().programs(node) if isinstance(program, Product)]
             left, result = node.inputs[0].spec.shape, node.outputs[0].spec.shape
             inner = left[-2 if node.attributes.get("transpose_a") else -1]
             assert sum(product.flops for product in products) == 2 * prod(result) * inner

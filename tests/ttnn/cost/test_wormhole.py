@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ttrain.device.ttnn.cost.programs import Product, Scatter, Stream, stream, tile_count
+from benchmarks.wormhole.reproduce import stream, tile_count
+from ttrain.device.ttnn.cost.programs import Product, Scatter, Stream
 from ttrain.device.ttnn.cost.wormhole import Setting, Wormhole
 
 

@@ -21,7 +21,7 @@ from ttrain.device.ttnn.runtime.mesh import NOTES, Mesh
 from ttrain.device.ttnn.runtime.subdevices import open_mesh
 from ttrain.device.ttnn.runtime.watch import Watch
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput
+from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput, deliver
 from ttrain.device.ttnn.tensors.layout import TileLayout, default_layout, shares_memory
 from ttrain.device.ttnn.tensors.store import Store
 
@@ -116,11 +116,9 @@ class TenstorrentDevice(Device):
     @cached_property
     def context(self) -> Context:
         """What kernel rows are built for."""
-        fused = self.config.mode != "simulator" if self.config.fused_kernels is None else self.config.fused_kernels
         mesh, core_subset = self.mesh, self.mesh.part is not None
-        context = Context(
-            self.store, mesh.precision, mesh.grid, mesh.whole_grid, fused and not core_subset, core_subset=core_subset
-        )
+        fused = self.config.fuses and not core_subset
+        context = Context(self.store, mesh.precision, mesh.grid, mesh.whole_grid, fused, core_subset=core_subset)
         if core_subset:
             mesh.tt.constant = context.constant
         return context
@@ -199,13 +197,7 @@ class TenstorrentDevice(Device):
         return values
 
     def deliver(self, launch: Launch, outputs: Sequence[DeviceTensor]) -> None:
-        for result, output in zip(launch(), outputs, strict=True):
-            if result is None:
-                continue
-            if output.adopts and result.dtype == getattr(self.store.tt, output.layout.dtype):
-                output.adopt(result)
-            else:
-                self.store.tt.copy(result, output.t)
+        deliver(launch(), outputs)
 
     def copy(self, source: DeviceTensor, destination: DeviceTensor) -> None:
         with self.watch("a copy"):

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import Any, cast
+from typing import cast
 
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Layout
 from ttrain.device.null.device import NullDevice
+from ttrain.device.ttnn.cost.lowering import ShapeStore
+from ttrain.device.ttnn.kernels import kernel_table
+from ttrain.device.ttnn.kernels.common import Context
+from ttrain.device.ttnn.offload import both_tables, host_device, offloaded_by
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.device.ttnn.tensors.layout import TileLayout, default_layout, shares_memory
-
-
-class _Nothing:
-    """Stands for ttnn and its memory while rows are made, which are planned with and never bound."""
-
-    def __getattr__(self, name: str) -> _Nothing:
-        return self
 
 
 class PlannedDevice(NullDevice):
@@ -45,13 +42,8 @@ class PlannedDevice(NullDevice):
 
 def planned(config: TenstorrentConfig) -> PlannedDevice:
     """A device that plans as the named one does."""
-    from ttrain.device.ttnn.kernels import kernel_table
-    from ttrain.device.ttnn.kernels.common import Context
-    from ttrain.device.ttnn.offload import both_tables, host_device, offloaded_by
-
-    fused = config.mode != "simulator" if config.fused_kernels is None else config.fused_kernels
-    store: Any = _Nothing()
-    rows = kernel_table(Context(store, fused=fused))
+    store = ShapeStore()
+    rows = kernel_table(Context(store, fused=config.fuses))
     host = host_device(config, computes=False) if config.host_resident else None
     device = PlannedDevice(rows=rows if host is None else both_tables(rows, host, store))
     device.name, device.host, device.is_offloaded = config.name, host, partial(offloaded_by, config)

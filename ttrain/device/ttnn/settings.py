@@ -57,6 +57,11 @@ class TenstorrentConfig(DeviceConfig):
     )  # fmt: skip
     verbose: bool = option(False, "let ttnn write its log")
 
+    @property
+    def fuses(self) -> bool:
+        """True if ttnn's fused training kernels are taken."""
+        return self.mode != "simulator" if self.fused_kernels is None else self.fused_kernels
+
 
 NAMES = ("tt", "n150", "n300", "t3000", "p150")
 DEVICES = dict.fromkeys(NAMES, (TenstorrentConfig, "ttrain.device.ttnn.device:open_device"))

@@ -17,7 +17,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Device, Launch
 from ttrain.device.family import NodeOf
 from ttrain.device.ttnn.cost.constants import CONSTANTS, Constants
-from ttrain.device.ttnn.cost.lowering import node_programs
+from ttrain.device.ttnn.cost.lowering import Lowering
 from ttrain.device.ttnn.cost.programs import Product, Program, Scatter
 from ttrain.device.ttnn.cost.wormhole import FIDELITY_PASSES, Setting, Wormhole
 
@@ -161,4 +161,4 @@ class Calibration:
         with self.device.launching("a launch of the calibration"):
             launch()
         self.device.synchronize()
-        return Measured(launch, node_programs(node))
+        return Measured(launch, Lowering().programs(node))

@@ -1,326 +1,227 @@
-"""The programs that a node of a plan becomes on a Tenstorrent device: what the rows of device/ttnn/kernels launch."""
+"""The programs that a node of a plan becomes on a card: its kernel row, run on tensors without values."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.base import Delivery
 from ttrain.device.ttnn.cost.programs import Product, Program, Scatter, Stream
-from ttrain.device.ttnn.tensors.layout import TILE, default_layout, device_shape
+from ttrain.device.ttnn.kernels import kernel_table
+from ttrain.device.ttnn.kernels.common import Context
+from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput, deliver
+from ttrain.device.ttnn.tensors.layout import ROWS, TILES, TileLayout, default_layout, shares_memory
+from ttrain.device.ttnn.tensors.stack import stacked
+from ttrain.device.ttnn.tensors.store import Store
 
 Node = Any  # of a graph, which lies above devices
-ONE_HOT_UP_TO = 2048  # ids: a larger vocabulary gets its gradient from ttnn's embedding_bw
+BANKS = 12  # of a Wormhole chip's DRAM
+JOINED = ("global_norm", "all_reduce_state")  # ops on state that an optimizer has joined into stacks
 
 
-def node_programs(node: Node) -> list[Program]:
-    """Programs of one launch of a node, in order. Reshapes that ttnn gives as views are none."""
-    return list(_ROWS.get(node.op.name, _once)(node))
+class _Names:
+    """An enum whose members nobody looks at."""
+
+    def __getattr__(self, name: str) -> str:
+        return name
 
 
-def _streamed(*specs: TensorSpec, wide: bool = False) -> Stream:
-    """Every tensor once; with `wide` in fp32, whatever its dtype."""
-    layouts = [
-        default_layout(spec.with_dtype(DType.FP32) if wide and spec.dtype.is_floating else spec) for spec in specs
-    ]
-    return Stream(float(sum(layout.nbytes for layout in layouts)), max(layout.tiles for layout in layouts))
+class ShapeRuntime:
+    """Answers like the module ttnn. `programs` collects what a chip would run.
+
+    A `TileLayout` stands for a tensor, and its name for a dtype. A call without a method here is elementwise.
+    """
+
+    float32, bfloat16, bfloat8_b, int32, uint32 = "float32", "bfloat16", "bfloat8_b", "int32", "uint32"
+    TILE_LAYOUT, ROW_MAJOR_LAYOUT, DRAM_MEMORY_CONFIG, Shape = TILES, ROWS, None, tuple
+    UnaryOpType = GeluVariant = _Names()
+
+    def __init__(self) -> None:
+        self.programs: list[Program] = []
+        self.experimental = SimpleNamespace(view=self._seen_as, nlp_create_qkv_heads=self._one_part)
+        self.transformer = SimpleNamespace(
+            split_query_key_value_and_split_heads=self._three_parts, concatenate_heads=self._joined_heads
+        )
+        moreh = {"adamw": self._adamw, "softmax_backward": self._softmax_backward}
+        self.operations = SimpleNamespace(moreh=SimpleNamespace(layer_norm_backward=self._norm_backward, **moreh))
+
+    def _ran(self, kind: type[Stream] | type[Scatter], read: Sequence[TileLayout], *made: TileLayout) -> Any:
+        tensors = (*read, *made)
+        self.programs.append(kind(float(sum(x.nbytes for x in tensors)), max(1, *(x.tiles for x in tensors))))
+        return made[0]
+
+    def __getattr__(self, name: str) -> Callable[..., TileLayout]:
+        return self._elementwise
+
+    def _elementwise(
+        self, *operands: Any, dtype: str | None = None, output_tensor: Any = None, input_grad: Any = None, **_: Any
+    ) -> Any:
+        tensors = [x for x in operands if isinstance(x, TileLayout)]
+        dtype = next((x for x in operands if isinstance(x, str)), dtype) or tensors[0].dtype
+        made = output_tensor or input_grad
+        made = made or TileLayout(np.broadcast_shapes(*(x.shape for x in tensors)), dtype)
+        return self._ran(Stream, tensors, made)
+
+    def fill(self, x: TileLayout, value: float, output_tensor: TileLayout) -> Any:
+        return self._ran(Stream, [], output_tensor)
+
+    def _reduced(self, x: TileLayout, dim: Any = None, kind: Any = Stream, **_: Any) -> Any:
+        rank = len(x.shape)
+        axes = range(rank) if dim is None else [dim] if isinstance(dim, int) else dim
+        gone = {axis % rank for axis in axes}
+        return self._ran(kind, [x], replace(x, shape=tuple(1 if a in gone else n for a, n in enumerate(x.shape))))
+
+    sum, max = _reduced, _reduced
+
+    def var(self, x: TileLayout, dim: int, **_: Any) -> Any:
+        return self._reduced(x, dim, Scatter)
+
+    def matmul(
+        self, a: TileLayout, b: TileLayout, transpose_a: bool = False, transpose_b: bool = False,
+        dtype: str | None = None, optional_output_tensor: TileLayout | None = None, **_: Any,
+    ) -> Any:  # fmt: skip
+        m, k = a.shape[-2:][::-1] if transpose_a else a.shape[-2:]
+        n, lead = b.shape[-2 if transpose_b else -1], np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        rows, batch = (m, prod(lead)) if transpose_a or prod(b.shape[:-2]) > 1 else (prod(lead) * m, 1)
+        self.programs.append(Product(rows, k, n, batch, a.bytes_per_element))
+        return optional_output_tensor or TileLayout((*lead, m, n), dtype or a.dtype)
+
+    linear = matmul
+
+    # Views, and moves of elements.
+
+    def allocate_tensor_on_device(self, shape: Sequence[int], dtype: str, order: str, *_: Any) -> TileLayout:
+        return TileLayout(tuple(shape), dtype, order)
+
+    def narrow(self, x: TileLayout, axis: int, start: int, length: int) -> TileLayout:
+        return replace(x, shape=(length, *x.shape[1:]))
+
+    def _seen_as(self, x: TileLayout, shape: Sequence[int]) -> TileLayout:
+        return replace(x, shape=tuple(shape))
+
+    def reshape(self, x: TileLayout, shape: Sequence[int], padded: Sequence[int] | None = None) -> Any:
+        made = self._seen_as(x, shape)
+        free = padded is not None or shares_memory(TensorSpec(x.shape), TensorSpec(made.shape))
+        return made if free else self._ran(Scatter, [x], made)
+
+    def permute(self, x: TileLayout, order: Sequence[int]) -> Any:
+        return self._ran(Scatter, [x], replace(x, shape=tuple(x.shape[axis] for axis in order)))
+
+    def transpose(self, x: TileLayout, *_: int) -> Any:
+        """The last two axes."""
+        return self._ran(Scatter, [x], replace(x, shape=(*x.shape[:-2], x.shape[-1], x.shape[-2])))
+
+    def concat(self, parts: Sequence[TileLayout], dim: int) -> Any:
+        shape = list(parts[0].shape)
+        shape[dim] = sum(part.shape[dim] for part in parts)
+        return self._ran(Scatter, parts, replace(parts[0], shape=tuple(shape)))
+
+    def slice(self, x: TileLayout, starts: Sequence[int], ends: Sequence[int]) -> Any:
+        made = replace(x, shape=tuple(end - start for start, end in zip(starts, ends, strict=True)))
+        return self._ran(Scatter, [made], made)
+
+    def to_layout(self, x: TileLayout, order: str) -> Any:
+        return self._ran(Scatter, [x], replace(x, order=order))
+
+    def embedding(self, ids: TileLayout, table: TileLayout, layout: str) -> Any:
+        made = TileLayout((*ids.shape, table.shape[-1]), table.dtype, layout)
+        return self._ran(Scatter, [made], made)
+
+    def embedding_bw(self, ids: TileLayout, table: TileLayout, dy: TileLayout) -> Any:
+        return self._ran(Scatter, [dy], replace(dy, shape=(1, 1, *table.shape)))
+
+    def _three_parts(self, x: TileLayout, num_heads: int, **_: Any) -> list[TileLayout]:
+        batch, time, width = x.shape
+        part = replace(x, shape=(batch, num_heads, time, width // 3 // num_heads))
+        self._ran(Scatter, [x], part, part, part)
+        return [part] * 3
+
+    def _one_part(self, x: TileLayout, num_heads: int, **_: Any) -> list[TileLayout]:
+        batch, _one, time, width = x.shape
+        return [self._ran(Scatter, [x], replace(x, shape=(batch, num_heads, time, width // num_heads)))]
+
+    def _joined_heads(self, x: TileLayout) -> Any:
+        batch, heads, time, width = x.shape
+        return self._ran(Scatter, [x], replace(x, shape=(batch, time, heads * width)))
+
+    # Kernels that read rows of tiles several times.
+
+    def _by_rows(self, x: TileLayout, *_: Any, **options: Any) -> Any:
+        return self._ran(Scatter, [x], x)
+
+    layer_norm = rms_norm = softmax = softmax_in_place = scale_mask_softmax_in_place = _by_rows
+
+    def _softmax_backward(self, y: TileLayout, dy: TileLayout, *_: Any, input_grad_tensor: Any, **options: Any) -> None:
+        self._ran(Scatter, [y, dy], input_grad_tensor)
+
+    def _norm_backward(self, dy: TileLayout, x: TileLayout, *_: Any, input_grad: Any, **options: Any) -> None:
+        """Two programs: one of the input, one of weight and bias."""
+        self._ran(Scatter, [dy, x], input_grad)
+        self._ran(Scatter, [dy], x)
+
+    def _adamw(self, *operands: Any, **_: Any) -> None:
+        p, g, m, v = operands[:4]
+        self._ran(Stream, [p, g, m, v], p, m, v)
 
 
-def _scattered(*specs: TensorSpec) -> Scatter:
-    ordered = _streamed(*specs)
-    return Scatter(ordered.nbytes, ordered.tiles)
+class ShapeStore(Store):
+    """Makes tensors without values, and takes none."""
 
+    def __init__(self, chips: int = 1) -> None:
+        super().__init__(ShapeRuntime(), None, chips, BANKS, lambda nbytes: None)
 
-def _specs(node: Node) -> list[TensorSpec]:
-    return [value.spec for value in (*node.values, *node.outputs)]
+    def empty(self, layout: TileLayout) -> Any:
+        return self.blank(layout)
 
-
-def _once(node: Node) -> Iterator[Program]:
-    yield _streamed(*_specs(node))
-
-
-def _out_of_order(node: Node) -> Iterator[Program]:
-    yield _scattered(*_specs(node))
-
-
-def _size(spec: TensorSpec) -> tuple[int, int]:
-    """All axes but the last as one, and the last."""
-    shape = device_shape(spec.shape)
-    return math.prod(shape[:-1]), shape[-1]
-
-
-def _product(m: int, k: int, n: int, dtype: DType, batch: int = 1) -> Product:
-    return Product(m, k, n, batch, float(dtype.itemsize))
-
-
-def _matmul(node: Node) -> Iterator[Program]:
-    a, b, y = node.inputs[0], node.inputs[1], node.outputs[0]
-    assert a is not None and b is not None
-    inner = a.shape[-2] if node.attributes["transpose_a"] else a.shape[-1]
-    *lead, m, n = y.shape
-    yield _product(m, inner, n, a.spec.dtype, math.prod(lead))
-
-
-def _linear(node: Node) -> Iterator[Program]:
-    rows, columns = _size(node.outputs[0].spec)
-    yield _product(rows, node.input("weight").shape[1], columns, node.outputs[0].spec.dtype)
-    if node.attributes.get("activation") not in (None, "relu"):
-        yield _streamed(node.outputs[0].spec, node.outputs[0].spec)
-
-
-def _column_sum(spec: TensorSpec) -> Product:
-    """A product with a row of ones."""
-    rows, columns = _size(spec)
-    return _product(1, rows, columns, spec.dtype)
-
-
-def _reduce_sum(node: Node) -> Iterator[Program]:
-    spec, axes = node.input("x").spec, list(node.attributes["axes"])
-    if spec.rank >= 2 and axes == list(range(spec.rank - 1)):
-        yield _column_sum(spec)
-    elif spec.rank == 2 and len(axes) == 2:
-        yield _column_sum(spec)
-        yield _streamed(spec.with_shape(1, spec.shape[1]))
-    else:
-        yield _streamed(spec, node.outputs[0].spec)
-
-
-def _layer_norm(node: Node) -> Iterator[Program]:
-    x = node.input("x").spec
-    if x.dtype is DType.BF16:
-        yield from (_scattered(x), _scattered(x, x), _scattered(x, x), _streamed(x.with_shape(*x.shape[:-1], 1)))
+    def write(self, tensor: Any, layout: TileLayout, array: np.ndarray) -> None:
         return
-    yield _scattered(x, x)
-    yield from (_streamed(x), _streamed(x, x), _streamed(x, x), _streamed(x))
-    yield _streamed(x.with_shape(*x.shape[:-1], 1))
 
 
-def _layer_norm_grad(node: Node) -> Iterator[Program]:
-    x, residual = node.input("x").spec, node.inputs[-1]
-    if x.dtype is DType.BF16:
-        yield from (_scattered(x, x, x), _scattered(x, x))
-    else:
-        yield from [_streamed(x, x)] * 4 + [_streamed(x, x, x)] * 6
-        yield from (_streamed(x), _column_sum(x), _streamed(x))
-        if node.attributes["bias"]:
-            yield from (_column_sum(x), _streamed(node.outputs[-1].spec))
-    if residual is not None:
-        yield _streamed(x, x, x)
+class _ShapeContext(Context):
+    def constant(self, key: Any, layout: TileLayout, values: Callable[[], np.ndarray]) -> DeviceTensor:
+        tensor = DeviceTensor(self.store, TensorSpec(layout.shape, DType.FP32))
+        tensor.layout = layout
+        return tensor
 
 
-def _rms_norm(node: Node) -> Iterator[Program]:
-    x, wide = node.input("x").spec, node.input("x").spec.with_dtype(DType.FP32)
-    yield from (_streamed(x, wide), _streamed(wide), _scattered(x, x))
-    yield _streamed(wide.with_shape(*x.shape[:-1], 1))
+class Lowering:
+    """Programs of nodes on a card. `fused` and `chips` are those of the kernels' `Context`."""
 
+    def __init__(self, fused: bool = True, chips: int = 1) -> None:
+        self.context = _ShapeContext(ShapeStore(chips), fused=fused)
+        self.kernels = kernel_table(self.context)
 
-def _rms_norm_grad(node: Node) -> Iterator[Program]:
-    x, wide = node.input("x").spec, node.input("x").spec.with_dtype(DType.FP32)
-    yield from (_streamed(x, wide), _streamed(x, wide, wide), _column_sum(wide))
-    yield _product(*_size(x), 1, DType.FP32)
-    yield from [_streamed(x, x)] + [_streamed(x, wide)] * (x.dtype is not DType.FP32)
-    yield from (_streamed(wide, wide, wide), _streamed(wide, x))
-    if node.inputs[-1] is not None:
-        yield _streamed(wide, x, x)
+    def programs(self, node: Node) -> list[Program]:
+        """Return the programs of one launch of a node, in order."""
+        kernel, (given, made), ran = self.kernels.get(node.op.name), node.specs, self.context.tt.programs
+        if kernel is None:  # of another device's plan
+            layouts = [default_layout(spec) for spec in (*given, *made) if spec is not None]
+            return [Stream(float(sum(x.nbytes for x in layouts)), max(x.tiles for x in layouts))]
+        ins: list[Any] = [None if spec is None else self._tensor(spec) for spec in given]
+        outs = [self._tensor(spec) for spec in made]
+        for number in kernel.overwrites:
+            if given[number] == made[0]:
+                outs[0] = ins[number]
+        if node.op.name in JOINED:
+            stacked(self.context.store, ins)
+        work = [self._tensor(spec) for spec in kernel.workspace_specs(given, made, node.attributes)]
+        launch = kernel.bind(ins, outs, node.attributes, work)
+        ran.clear()
+        results = launch()
+        if kernel.delivery is Delivery.FRESH:
+            deliver(results, outs)
+        return list(ran)
 
-
-def _rotary(node: Node) -> Iterator[Program]:
-    x, table = node.input("x").spec, node.input("cos").spec
-    (rows, features), wide = _size(x), x.with_dtype(DType.FP32)
-    places, pairs = _size(table)
-    yield from [_product(places, pairs, features, table.dtype)] * 2
-    if features > 2 * pairs * node.attributes["heads"]:
-        yield _streamed(table.with_shape(places, features), table.with_shape(places, features))
-    yield _product(rows, features, features, x.dtype)
-    yield from (_streamed(x, wide, wide), _streamed(wide, wide, wide, x))
-
-
-def _softmax(node: Node) -> Iterator[Program]:
-    x = node.input("x").spec
-    if not (node.attributes["mask"].is_causal and x.rank == 4 and x.shape[-1] % TILE == 0):
-        yield _streamed(x, x)
-    yield _scattered(x, x)
-
-
-def _softmax_grad(node: Node) -> Iterator[Program]:
-    y = node.outputs[0].spec
-    if y.dtype is DType.BF16:
-        yield from (_scattered(y, y, y), _streamed(y, y))
-    else:
-        yield from (_streamed(y, y, y), _streamed(y), _streamed(y, y), _streamed(y, y, y), _streamed(y, y))
-
-
-def _split_heads(node: Node) -> Iterator[Program]:
-    parts = node.specs[1]
-    time, width = parts[0].shape[-2:]
-    if len(parts) == 3 and time % TILE == 0 and width % TILE == 0:
-        yield _scattered(*_specs(node))
-        return
-    for part in parts:
-        yield from [_scattered(part, part)] * (3 if len(parts) > 1 else 2)
-
-
-def _merge_heads(node: Node) -> Iterator[Program]:
-    parts = [value.spec for value in node.values]
-    time, width = parts[0].shape[-2:]
-    if time % TILE or width % TILE:
-        for part in parts:
-            yield from [_scattered(part, part)] * 2
-    if len(parts) > 1:
-        yield _scattered(*parts, *parts)
-    if time % TILE == 0 and width % TILE == 0:
-        yield _scattered(*_specs(node))
-
-
-def _embedding(node: Node) -> Iterator[Program]:
-    ids, weight = node.inputs[0], node.inputs[1]
-    assert ids is not None and weight is not None
-    y = node.outputs[0].spec
-    aligned = device_shape(ids.shape)[-1] % TILE == 0
-    look_up = (
-        [_scattered(y, y)] if aligned else [_scattered(weight.spec, weight.spec), _scattered(y, y), _scattered(y, y)]
-    )
-    if weight.spec.dtype is DType.BF16:
-        yield from look_up
-        return
-    for part in range(3):  # fp32 goes in three bf16 parts
-        yield _streamed(weight.spec)
-        yield from look_up
-        yield _streamed(y)
-        yield from [_streamed(y, y, y)] * (part > 0) + [_streamed(weight.spec, weight.spec)] * (part < 2)
-
-
-def _embedding_grad(node: Node) -> Iterator[Program]:
-    dy, ids, vocabulary = node.input("dy").spec, node.input("ids").spec, node.attributes["vocabulary"]
-    if vocabulary > ONE_HOT_UP_TO and dy.dtype is DType.BF16 and ids.shape[-1] % TILE == 0:
-        yield _scattered(dy, node.outputs[0].spec)
-        return
-    yield _streamed(TensorSpec((ids.size, vocabulary), dy.dtype))
-    yield _product(vocabulary, ids.size, dy.shape[-1], dy.dtype)
-
-
-def _softmax_of_logits(logits: TensorSpec) -> Iterator[Program]:
-    yield from (_streamed(logits), _streamed(logits, logits), _streamed(logits), _streamed(logits, logits))
-
-
-def _loss_of_logits(logits: TensorSpec) -> Iterator[Program]:
-    """Log-sum-exp, the target's logit, one-hot rows and weights."""
-    column = logits.with_shape(logits.shape[0], 1)
-    yield from (_streamed(column, column), _streamed(logits), _streamed(logits, logits), _streamed(logits))
-    yield from [_streamed(column, column)] * 5
-
-
-def _cross_entropy(node: Node) -> Iterator[Program]:
-    logits = node.input("logits").spec
-    wide = logits.with_dtype(DType.FP32)
-    if logits.dtype is not DType.FP32:
-        yield _streamed(logits, wide)
-    yield from _softmax_of_logits(wide)
-    yield from _loss_of_logits(wide)
-
-
-def _cross_entropy_grad(node: Node) -> Iterator[Program]:
-    logits = node.input("logits").spec
-    wide = logits.with_dtype(DType.FP32)
-    if logits.dtype is not DType.FP32:
-        yield _streamed(logits, wide)
-    yield from _softmax_of_logits(wide)
-    column = wide.with_shape(wide.shape[0], 1)
-    yield from (_streamed(wide), _streamed(column, column), _streamed(column, column))
-    yield from (_streamed(wide, wide, wide), _streamed(wide, wide))
-
-
-def _head_cross_entropy(node: Node) -> Iterator[Program]:
-    hidden, head = node.input("hidden").spec, node.input("head").spec
-    rows, width = _size(hidden)
-    vocabulary = head.shape[0]
-    logits = TensorSpec((rows, vocabulary))
-    yield Product(rows, width, vocabulary, 1, float(hidden.dtype.itemsize))
-    yield from _softmax_of_logits(logits)
-    yield from _loss_of_logits(logits)
-    if node.attributes["gradients"]:
-        yield from (_streamed(logits, logits, logits), _streamed(logits, logits))
-        yield _product(rows, vocabulary, width, hidden.dtype)
-        if not node.attributes.get("frozen"):
-            yield _product(vocabulary, rows, width, hidden.dtype)
-
-
-def _squared_error(node: Node) -> Iterator[Program]:
-    prediction = node.inputs[0]
-    assert prediction is not None
-    wide = prediction.spec.with_dtype(DType.FP32)
-    yield _streamed(wide, prediction.spec, prediction.spec)
-    yield _column_sum(wide)
-    yield _product(1, _size(wide)[1], 1, DType.FP32)
-
-
-def _two(node: Node) -> Iterator[Program]:
-    yield from [_streamed(*_specs(node))] * 2
-
-
-def _three(node: Node) -> Iterator[Program]:
-    yield from [_streamed(*_specs(node))] * 3
-
-
-def _joined(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Matrices as one tensor and vectors as another, as the device stacks state; what fills no tiles stays single."""
-    groups: dict[int, list[TensorSpec]] = {2: [], 1: []}
-    single: list[TensorSpec] = []
-    for spec in specs:
-        fills = spec.rank in groups and all(size % TILE == 0 for size in spec.shape)
-        (groups[spec.rank] if fills else single).append(spec)
-    stacks = [
-        TensorSpec((sum(default_layout(member).tiles for member in group) * TILE, TILE), group[0].dtype)
-        for group in groups.values()
-        if group
-    ]
-    return stacks + single
-
-
-def _global_norm(node: Node) -> Iterator[Program]:
-    stacks = _joined([value.spec for value in node.values])
-    for spec in stacks:
-        wide = spec.with_dtype(DType.FP32)
-        yield from (_streamed(spec, wide), _streamed(wide), _streamed(wide.with_shape(1, 1)))
-    yield from [_streamed(node.outputs[0].spec)] * (1 if len(stacks) <= 2 else 3)
-
-
-def _update(node: Node) -> Iterator[Program]:
-    """Elementwise programs over all state of a run: see device/ttnn/kernels/update.py."""
-    attributes, rule = node.attributes, node.attributes["rule"]
-    count, settings = attributes["count"], dict(rule.settings)
-    written = [value.spec.dtype for value in node.outputs[: count * (1 + len(rule.slots)) : count]]
-    narrow = sum(dtype is not DType.FP32 for dtype in written)
-    gradient = node.values[count].spec.dtype
-    if rule.name == "adamw":
-        programs = 8 if settings["weight_decay"] else 7
-    elif rule.name in ("sgd", "sgd_momentum"):
-        scaled = node.inputs[-2] is not None or gradient is not DType.FP32
-        programs = 1 + bool(scaled) + bool(settings["weight_decay"])
-        programs += bool(settings.get("momentum")) * (2 if settings.get("nesterov") else 1)
-    else:
-        programs = 1 + len(written) + sum(name not in ("full", "cast") for name, *_ in rule.program[0])
-    programs += 2 * narrow + 18 * len(attributes.get("stochastic", ()))
-    for spec in _joined([value.spec for value in node.values[:count]]):
-        yield from [_streamed(*[spec] * 3, wide=True)] * programs
-        yield from [_streamed(*[spec] * 2, wide=True)] * bool(attributes.get("copies"))
-
-
-def _dropout_mask(node: Node) -> Iterator[Program]:
-    """A hash of every element in int32: see device/ttnn/kernels/random.py."""
-    mask = node.outputs[0].spec
-    yield from [_streamed(mask, mask, wide=True)] * 12
-
-
-_ROWS: dict[str, Callable[[Node], Iterator[Program]]] = {
-    "matmul": _matmul, "linear": _linear, "reduce_sum": _reduce_sum, "layer_norm": _layer_norm,
-    "layer_norm_grad": _layer_norm_grad, "rms_norm": _rms_norm, "rms_norm_grad": _rms_norm_grad,
-    "rotary": _rotary, "silu_grad": _three, "softmax": _softmax, "softmax_grad": _softmax_grad,
-    "split_heads": _split_heads, "merge_heads": _merge_heads, "transpose": _out_of_order,
-    "copy_reshape": _out_of_order, "embedding": _embedding, "embedding_grad": _embedding_grad,
-    "cross_entropy": _cross_entropy, "cross_entropy_grad": _cross_entropy_grad,
-    "head_cross_entropy": _head_cross_entropy, "squared_error": _squared_error, "squared_error_grad": _two,
-    "expand": _two, "tanh_grad": _two, "global_norm": _global_norm, "update": _update,
-    "clip_factor": _three, "dropout_mask": _dropout_mask,
-}  # fmt: skip
+    def _tensor(self, spec: TensorSpec) -> Any:
+        if not spec.dtype.is_floating:
+            return IntegerInput(self.context.store, spec)
+        tensor = DeviceTensor(self.context.store, spec)
+        if not spec.rank:
+            tensor.upload(np.ones(()))  # kernels work numbers out of scalars
+        return tensor

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 TILE = 32  # rows and columns of a tile
@@ -54,21 +52,3 @@ Program = Product | Stream | Scatter
 def tiles(size: int) -> int:
     """Tiles along an axis."""
     return -(-size // TILE)
-
-
-def tile_count(shape: Sequence[int]) -> int:
-    """Tiles of a tensor; a vector lies in one row of them."""
-    matrix = (*(1,) * (2 - len(shape)), *shape)
-    return math.prod(matrix[:-2]) * tiles(matrix[-2]) * tiles(matrix[-1])
-
-
-def stream(*shapes: Sequence[int], bytes_per_element: float = 2.0) -> Stream:
-    """The program that reads or writes tensors of these shapes once each."""
-    counts = [tile_count(shape) for shape in shapes]
-    return Stream(bytes_per_element * TILE * TILE * sum(counts), max(counts))
-
-
-def scatter(*shapes: Sequence[int], bytes_per_element: float = 2.0) -> Scatter:
-    """The same, out of order."""
-    ordered = stream(*shapes, bytes_per_element=bytes_per_element)
-    return Scatter(ordered.nbytes, ordered.tiles)

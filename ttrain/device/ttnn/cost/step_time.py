@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from math import prod
 
 from ttrain.device.timing import TIE, Estimate, StepTime, Way, Work, compared, duration, simplest
 from ttrain.device.ttnn.cost.constants import CONSTANTS, Constants
-from ttrain.device.ttnn.cost.lowering import node_programs
-from ttrain.device.ttnn.cost.programs import Program
-from ttrain.device.ttnn.cost.wormhole import Setting, Wormhole
+from ttrain.device.ttnn.cost.lowering import Lowering
+from ttrain.device.ttnn.cost.wormhole import Setting, StepEstimate, Wormhole
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
 # What the grid of a chip leaves to compute: a board of one chip loses one row to harvesting, of two chips two.
@@ -19,34 +18,33 @@ INPUT_RATE = 8e9  # byte/s from host to card: PCIe 4 with 8 lanes at half its 15
 FITTED = "the cost model of a Wormhole chip, fitted to published measurements (docs/planning.md), not from a card"
 
 
-def programs_of(work: Work) -> Iterator[tuple[int, list[Program]]]:
-    """What a chip runs, in order, with how often."""
-    for times, nodes in work.nodes:
-        yield times, [program for node in nodes for program in node_programs(node)]
+class CardStep:
+    """One optimizer step on a card: its programs with how often they run, and seconds of handing over its inputs."""
 
+    def __init__(self, work: Work, config: TenstorrentConfig) -> None:
+        lowering = Lowering(config.fuses, prod(config.mesh))
+        self.programs = [
+            (times, [run for node in nodes for run in lowering.programs(node)]) for times, nodes in work.nodes
+        ]
+        self.host_input = work.inputs * INPUT_CALL + work.input_bytes / INPUT_RATE
 
-def wormhole_time(
-    work: Work, config: TenstorrentConfig, engine: str, constants: Constants = CONSTANTS, source: str = FITTED
-) -> StepTime:
-    """By the cost model. `source` says where its constants are from."""
-    chip = Wormhole(chip_setting(config, engine), constants)
-    parts: dict[str, float] = dict.fromkeys(("total", "host", "dispatch", "compute", "bandwidth"), 0.0)
-    programs = 0
-    for times, listed in programs_of(work):
-        estimate = chip.step(listed)
-        programs += times * len(listed)
-        for name in parts:
-            parts[name] += times * getattr(estimate, name) / 1e6
-    given = host_input(work)
-    overlapped = config.command_queues == 2
-    total = max(parts["total"], given) if overlapped else parts["total"] + given
-    dispatch = max(parts["host"], parts["dispatch"])
-    return StepTime(total, dispatch, parts["compute"], parts["bandwidth"], given, programs, source)
+    def sums(self, chip: Wormhole) -> StepEstimate:
+        """The estimates of its programs added up, in microseconds."""
+        total = dict.fromkeys((part.name for part in fields(StepEstimate)), 0)
+        for times, listed in self.programs:
+            for name, value in vars(chip.step(listed)).items():
+                total[name] += times * value
+        return StepEstimate(**total)
 
-
-def host_input(work: Work) -> float:
-    """Seconds that the host takes to hand a step's inputs to a card."""
-    return work.inputs * INPUT_CALL + work.input_bytes / INPUT_RATE
+    def time(
+        self, config: TenstorrentConfig, engine: str, constants: Constants = CONSTANTS, source: str = FITTED
+    ) -> StepTime:
+        """Return the time by the cost model. `source` says where its constants are from."""
+        found = self.sums(Wormhole(chip_setting(config, engine), constants))
+        device, given = found.total / 1e6, self.host_input
+        total = max(device, given) if config.command_queues == 2 else device + given
+        dispatch = max(found.host, found.dispatch) / 1e6
+        return StepTime(total, dispatch, found.compute / 1e6, found.bandwidth / 1e6, given, found.programs, source)
 
 
 def chip_setting(config: TenstorrentConfig, engine: str) -> Setting:
@@ -70,14 +68,15 @@ def wormhole_estimate(
     source: str = FITTED,
 ) -> Estimate:
     """As configured, and every combination of engine, dispatch and queues beside it."""
-    time = wormhole_time(work, config, engine, constants, source)
+    step = CardStep(work, config)
+    time = step.time(config, engine, constants, source)
     ways = []
     for name in ("static", "traced", "dynamic"):
         for dispatch in ("worker", "eth"):
             for queues in (1, 2):
                 tried = replace(config, dispatch=dispatch, command_queues=queues)
                 overrides = f"engine={name} device.dispatch={dispatch} device.command_queues={queues}"
-                ways.append(Way(name, overrides, wormhole_time(work, tried, name, constants).total))
+                ways.append(Way(name, overrides, step.time(tried, name, constants).total))
     best = simplest(ways)
     share = time.dispatch / time.total
     reason = (
@@ -85,7 +84,7 @@ def wormhole_estimate(
         f"step as configured, whose bottleneck is {time.bottleneck.replace('_', ' ')}. "
     )
     peak = Wormhole(chip_setting(config, engine), constants).peak_flops()
-    split = split_time(work, config, best.engine, constants)
+    split = split_time(step, config, best.engine, constants)
     more = {"two_runs_ms": {key: 1e3 * value for key, value in vars(split).items()}}
     return Estimate(time, tokens, unit, flops, peak, tuple(ways), best, reason + split.text(best.engine), more)
 
@@ -112,8 +111,8 @@ class SplitTime:
         return f"device.subdevices=1: {times}, so halves gain nothing."
 
 
-def split_time(work: Work, config: TenstorrentConfig, engine: str, constants: Constants = CONSTANTS) -> SplitTime:
-    """Two runs of the same work. Halves have half the columns of cores, half the bandwidth, and one host."""
+def split_time(step: CardStep, config: TenstorrentConfig, engine: str, constants: Constants = CONSTANTS) -> SplitTime:
+    """Two runs of the same step. Halves have half the columns of cores, half the bandwidth, and one host."""
     setting = chip_setting(config, engine)
     rows, columns = setting.cores
     half = replace(
@@ -121,9 +120,6 @@ def split_time(work: Work, config: TenstorrentConfig, engine: str, constants: Co
         dram_efficiency=constants.dram_efficiency / 2,
         scatter_efficiency=constants.scatter_efficiency / 2,
     )
-    chip = Wormhole(replace(setting, grid=(rows, max(columns // 2, 1))), half)
-    estimates = [(times, chip.step(listed)) for times, listed in programs_of(work)]
-    device = sum(times * estimate.total for times, estimate in estimates) / 1e6
-    host = 2 * sum(times * estimate.host for times, estimate in estimates) / 1e6
-    in_turn = 2 * wormhole_time(work, replace(config, command_queues=1), engine, constants).total
-    return SplitTime(max(device, host) + 2 * host_input(work), in_turn)
+    found = step.sums(Wormhole(replace(setting, grid=(rows, max(columns // 2, 1))), half))
+    in_turn = 2 * step.time(replace(config, command_queues=1), engine, constants).total
+    return SplitTime(max(found.total, 2 * found.host) / 1e6 + 2 * step.host_input, in_turn)

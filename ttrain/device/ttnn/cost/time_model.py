@@ -7,7 +7,7 @@ from dataclasses import replace
 from ttrain.device.family import Variant
 from ttrain.device.timing import Work
 from ttrain.device.ttnn.cost.programs import BYTES, Product
-from ttrain.device.ttnn.cost.step_time import chip_setting, host_input, programs_of, wormhole_time
+from ttrain.device.ttnn.cost.step_time import CardStep, chip_setting
 from ttrain.device.ttnn.cost.wormhole import Wormhole
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
@@ -32,10 +32,12 @@ class WormholeModel:
         return estimate.total / 1e3, bound
 
     def step(self, work: Work, variant: Variant) -> tuple[float, str]:
+        config = self._config(variant)
+        step = CardStep(work, config)
         if variant.part == "half":
-            estimate = self._chip(variant).stalling([program for _, listed in programs_of(work) for program in listed])
-            return estimate.total / 1e3 + 1e3 * host_input(work), estimate.bottleneck
-        time = wormhole_time(work, self._config(variant), variant.engine)
+            estimate = self._chip(variant).stalling([program for _, listed in step.programs for program in listed])
+            return estimate.total / 1e3 + 1e3 * step.host_input, estimate.bottleneck
+        time = step.time(config, variant.engine)
         return 1e3 * time.total, time.bottleneck.replace("_", " ")
 
     def peak_flops(self, variant: Variant) -> float:

@@ -18,13 +18,15 @@ from ttrain.device.ttnn.tensors.layout import TILE, TileLayout, dtype_name
 
 def mask_bias(c: Context, spec: TensorSpec, mask: AttentionMask, batch: int | None = None) -> DeviceTensor:
     """What a mask adds to scores, HIDDEN where a key is hidden: [T, T] or [1, heads, T, T]; or [batch, 1, T, T]."""
-    time = spec.shape[-1]
-    values = mask.score_bias(spec.shape[-3] if mask.biased else 1, time, HIDDEN)
-    values = values if mask.biased else values[0]
-    shape = (1, *values.shape) if mask.biased else values.shape
+    time, heads = spec.shape[-1], spec.shape[-3] if mask.biased else 1
+    shape = (1, heads, time, time) if mask.biased else (time, time)
     shape = shape if batch is None else (batch, 1, time, time)
-    layout = TileLayout(shape, dtype_name(spec.dtype))
-    return c.constant(("bias", mask), layout, lambda: np.broadcast_to(values, shape))
+
+    def values() -> np.ndarray:
+        bias = mask.score_bias(heads, time, HIDDEN)
+        return np.broadcast_to(bias if mask.biased else bias[0], shape)
+
+    return c.constant(("bias", mask), TileLayout(shape, dtype_name(spec.dtype)), values)
 
 
 def _scaled(c: Context, x: DeviceTensor, y: Any, attributes: Attributes) -> Launch:

@@ -98,6 +98,18 @@ class DeviceTensor:
 Tensors = Sequence[DeviceTensor]
 
 
+def deliver(results: Sequence[Any], outputs: Tensors) -> None:
+    """Bring what a kernel returned into its outputs; None stands for an output that it has written itself."""
+    for result, output in zip(results, outputs, strict=True):
+        if result is None:
+            continue
+        tt = output.store.tt
+        if output.adopts and result.dtype == getattr(tt, output.layout.dtype):
+            output.adopt(result)
+        else:
+            tt.copy(result, output.t)
+
+
 class View(DeviceTensor):
     """Another shape over a buffer's tensor."""
 

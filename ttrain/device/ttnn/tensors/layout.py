@@ -35,8 +35,12 @@ class TileLayout:
         return math.prod(self.padded) // (TILE * TILE)
 
     @property
+    def bytes_per_element(self) -> float:
+        return _BYTES[self.dtype]
+
+    @property
     def nbytes(self) -> int:
-        return int(math.prod(self.padded) * _BYTES[self.dtype])
+        return int(math.prod(self.padded) * self.bytes_per_element)
 
 
 def up_to_tile(size: int) -> int:
