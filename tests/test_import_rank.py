@@ -20,7 +20,7 @@ ROWS = [
     ("nn", "optim", "data"),
     ("models",),
     ("train",),
-    ("bench", "config", "verify"),
+    ("bench", "config", "testing"),
     ("api", "cli", "sweep", "tasks", "__main__"),
 ]
 RANK = {folder: rank for rank, row in enumerate(ROWS) for folder in row}

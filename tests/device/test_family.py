@@ -62,7 +62,7 @@ def test_a_device_that_says_nothing_of_its_own_is_taken_as_it_is() -> None:
     assert family.held(config, "bf8") is config and family.variant(config, Variant("x", "static", "eth")) is config
     assert family.memory(config) is None and not family.smaller_keys(config, True)
     assert family.diagnose(config, RuntimeError("DRAM buffer"), Failed("bf16", "static", 8, ["a", "b"], True)) is None
-    for ask in (family.time_model, family.reference, lambda given: family.calibrate(given, lambda *_: None)):
+    for ask in (family.time_model, lambda given: family.calibrate(given, lambda *_: None)):
         with pytest.raises((UserError, ConfigError), match="device=cpu"):
             ask(config)
 

@@ -27,8 +27,8 @@ from ttrain.nn.initialize import initial_values
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.plan.lifetime import overwritable
+from ttrain.testing.cases import cases_of, record
 from ttrain.train.steps.step_graph import StepGraph
-from ttrain.verify.cases import cases_of, record
 
 
 @pytest.fixture(scope="module")

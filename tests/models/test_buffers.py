@@ -24,6 +24,7 @@ from ttrain.graph.verify import verify
 from ttrain.nn.module import Buffer, use, use_buffer
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
+from ttrain.testing.models import ModelTrial
 from ttrain.train.checkpoint.checkpoint import read_checkpoint
 from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
 from ttrain.train.forecast.plan_report import plan_report
@@ -31,7 +32,6 @@ from ttrain.train.runs.export import WeightState
 from ttrain.train.runs.warm_start import open_warm_start
 from ttrain.train.steps import session as run_session
 from ttrain.train.steps.step_graph import StepGraph
-from ttrain.verify.models import ModelTrial
 
 ROWS = 4
 CONTENT = CheckpointContent(step=3, config={"model": {"name": "centred"}}, progress={}, tokenizer=None)

@@ -16,16 +16,14 @@ from ttrain.graph import REGISTRY, Case, Op
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind
 from ttrain.plan.lifetime import overwritable
-from ttrain.verify.cases import (
+from ttrain.testing.cases import (
     TORCH,
     Arrays,
-    as_torch,
     cases_of,
     draw,
     input_names,
     input_specs,
     record,
-    reference,
     rounded,
 )  # fmt: skip
 
@@ -33,6 +31,18 @@ __all__ = [
     "TORCH", "Arrays", "Interpreter", "all_cases", "as_torch", "bound", "cases_of", "draw", "every_op", "input_names",
     "input_specs", "inputs_of_kind", "only", "record", "recorded_by_models", "reference", "rounded", "shared_with",
 ]  # fmt: skip
+
+
+def as_torch(array: np.ndarray | None) -> torch.Tensor | None:
+    return None if array is None else torch.from_numpy(np.array(array))
+
+
+def reference(op: Op, case: Case, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Outputs of the op's reference in fp64."""
+    results = op.reference(*tensors, **case.attributes)
+    return list(results) if isinstance(results, list | tuple) else [results]
+
+
 POISON = {DType.INT64: -(2**40), DType.INT32: -(2**30), DType.INT16: -(2**14), DType.BOOL: True}
 
 

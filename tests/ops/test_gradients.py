@@ -14,45 +14,41 @@ from ttrain.autodiff import backward
 from ttrain.core.spec import DType
 from ttrain.device.base import Device
 from ttrain.graph import Case, Op
-from ttrain.verify.cases import (
+from ttrain.testing.cases import (
     DIFFERENTIABLE_OUTPUTS,
-    leaf_names,
-    loss_weights,
+    leaves_of,
     output_choices,
     reference_gradients,
-    trainable,
     weighted_loss,
 )
-from ttrain.verify.tolerances import GRADIENT
+from ttrain.testing.tolerances import GRADIENT
 
 COMPOSITE = ("attention", "layer_norm", "head_cross_entropy", "cross_entropy", "gelu")
 
 
 def trained(*dtypes: DType, where: Callable[[Op], bool] = lambda op: True) -> list[Any]:
     """Every case that backward may pass through."""
-    return only(all_cases(*dtypes, where=where), lambda op, case, dtype: trainable(op, case))
+    return only(all_cases(*dtypes, where=where), lambda op, case, dtype: op.differentiable)
 
 
-def traced_gradients(
+def gradients(
     device: Device, op: Op, case: Case, dtype: DType, arrays: Arrays, chosen: Sequence[int]
-) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
-    """Gradients by input name as our graph computes them, and the weights of the loss."""
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Gradients by input name as our graph computes them, and as autograd does."""
     graph, values, outputs = record(op, case, dtype)
-    kept = [outputs[index] for index in chosen]
-    weights = loss_weights(kept, op.name)
-    names = leaf_names(op, values)
-    gradients = backward(weighted_loss(graph, kept, arrays, weights), [values[name] for name in names])
+    leaves = leaves_of(op, values)
+    loss = weighted_loss([outputs[index] for index in chosen], arrays, op.name)
+    _, expected = reference_gradients(graph, arrays, loss, leaves)
+    found = backward(loss, list(leaves.values()))
     interpreter = Interpreter(device)
     interpreter.run(graph, arrays)
-    return {name: interpreter.read(g) for name, g in zip(names, gradients, strict=True)}, weights
+    return {name: interpreter.read(g) for name, g in zip(leaves, found, strict=True)}, expected
 
 
 @every_op(trained(*GRADIENT))
 def test_gradient_equals_autograd(device: Device, op: Op, case: Case, dtype: DType) -> None:
     for chosen in output_choices(op, case, dtype):
-        arrays = draw(op, case, dtype)
-        got, weights = traced_gradients(device, op, case, dtype, arrays, chosen)
-        expected = reference_gradients(op, case, arrays, list(got), weights, chosen)
+        got, expected = gradients(device, op, case, dtype, draw(op, case, dtype), chosen)
         for name, gradient in got.items():
             what = f"d{op.name}/d{name} from outputs {chosen}"
             assert_within(gradient, expected[name], dtype, GRADIENT[dtype], what)
@@ -62,7 +58,8 @@ def test_gradient_equals_autograd(device: Device, op: Op, case: Case, dtype: DTy
 def test_gradient_equals_finite_differences_of_the_kernel(device: Device, op: Op, case: Case, dtype: DType) -> None:
     chosen = list(range(DIFFERENTIABLE_OUTPUTS.get(op.name, 1)))
     arrays = draw(op, case, dtype)
-    got, weights = traced_gradients(device, op, case, dtype, arrays, chosen)
+    got, _ = gradients(device, op, case, dtype, arrays, chosen)
+    weights = [arrays[f"weight of output {number}"] for number in range(len(chosen))]
     generator = np.random.default_rng(0)
     step = 1e-5
     for name, gradient in got.items():

@@ -17,7 +17,7 @@ from ttrain.optim.adamw import AdamW
 from ttrain.optim.base import EXAMPLE
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD as PlainSGD
-from ttrain.verify.cases import _drawn
+from ttrain.testing.cases import _drawn
 
 
 def fp32(*shape: int) -> TensorSpec:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ttrain.verify.tolerances import tolerance
+from ttrain.testing.tolerances import tolerance
 
 __all__ = ["tolerance"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ttrain.core.spec import DType
-from ttrain.verify.ulp import Tolerance, ulp_errors
+from ttrain.testing.compare import Tolerance, ulp_errors
 
 __all__ = ["Tolerance", "assert_within", "ulp_errors"]
 

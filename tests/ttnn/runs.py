@@ -32,11 +32,10 @@ ENGINES = {"dynamic": DynamicEngine, "static": StaticEngine, "traced": TracedEng
 
 def golden(fused: bool = True, **settings: Any) -> Device:
     """The Tenstorrent device on ttnn's reference functions."""
-    from ttrain.device.ttnn.device import TenstorrentDevice
-    from ttrain.device.ttnn.mock.golden import GoldenMesh
+    from tests.ttnn.golden import open_golden
     from ttrain.device.ttnn.settings import TenstorrentConfig
 
-    return TenstorrentDevice(GoldenMesh(), TenstorrentConfig(fused_kernels=fused, **settings))  # type: ignore[arg-type]
+    return open_golden(TenstorrentConfig(fused_kernels=fused, **settings))
 
 
 def cpu() -> Device:

@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
+from tests.ttnn.golden import GoldenRuntime, GoldenTensor
 from tests.ttnn.runs import ENGINES, adamw, batch, golden, gpt, mlp, run, step_inputs
 from ttrain.core.errors import ConfigError
 from ttrain.device.base import Launch
 from ttrain.device.ttnn.device import TenstorrentDevice
-from ttrain.device.ttnn.mock.golden import GoldenRuntime, GoldenTensor
 from ttrain.device.ttnn.runtime.mesh import Mesh
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.state import State

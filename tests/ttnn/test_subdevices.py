@@ -12,10 +12,10 @@ pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
 from tests.ops.harness import every_op
 from tests.ttnn import runs, test_rows
+from tests.ttnn.golden import GoldenMesh
 from tests.ttnn.runs import adamw, cosine, cpu, gpt, llama, run
 from ttrain.core.errors import ConfigError
 from ttrain.device.ttnn.device import TenstorrentDevice
-from ttrain.device.ttnn.mock.golden import GoldenMesh
 from ttrain.device.ttnn.runtime.core_subset import CoreSubsetRuntime
 from ttrain.device.ttnn.runtime.subdevices import divided
 from ttrain.device.ttnn.settings import TenstorrentConfig
@@ -61,10 +61,9 @@ def part(fused: bool = True) -> TenstorrentDevice:
 
 
 @every_op([each for each in test_rows.cases() if each.values[0].name in OPS])
-def test_row_on_a_core_subset_equals_reference(monkeypatch: pytest.MonkeyPatch, op: Any, case: Any) -> None:
+def test_row_on_a_core_subset_equals_reference(op: Any, case: Any) -> None:
     device = part()
-    monkeypatch.setattr(test_rows, "golden", lambda: device)
-    test_rows.check_row(op, case)
+    test_rows.check_row(device, op, case)
     assert device.mesh.told[False] == 0  # type: ignore[attr-defined]
 
 

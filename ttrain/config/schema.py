@@ -18,6 +18,7 @@ from ttrain.nn.precision import PrecisionConfig
 from ttrain.nn.settings import LoraConfig
 from ttrain.optim.settings import AdamWConfig, OptimizerConfig, ScheduleConfig
 from ttrain.parallel.settings import ParallelConfig
+from ttrain.testing.settings import VerifyConfig
 from ttrain.train.runs.record import command_line, override
 from ttrain.train.settings import (
     EvalConfig,
@@ -31,7 +32,6 @@ from ttrain.train.settings import (
     SuperviseConfig,
     TrainConfig,
 )
-from ttrain.verify.settings import VerifyConfig
 
 
 @dataclass

@@ -13,11 +13,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ttrain.core.errors import ConfigError, UserError
+from ttrain.core.errors import UserError
 
 if TYPE_CHECKING:
     from ttrain.core.tables import Table
-    from ttrain.device.base import Device
     from ttrain.device.settings import DeviceConfig
     from ttrain.device.timing import Estimate, Work
 
@@ -118,7 +117,6 @@ class Family:
     modelled: str | None = None  # a device of the family with a time model: studies of a chip take it by default
     profiles = False  # whether there is a profiler of the device, and reports of it to read
     divides = False  # whether independent runs may share a device
-    golden = ""  # whose reference functions can play the device
 
     def named(self, config: DeviceConfig) -> str:
         """The overrides that choose the device."""
@@ -200,10 +198,6 @@ class Family:
     def read_profile(self, report: Path, steps: int) -> Profile:
         """Of a report that a profiler wrote. Only where `profiles`."""
         raise UserError(f"profile.csv={report}: {self.title} devices have no profiler whose report can be read.")
-
-    def reference(self, config: DeviceConfig) -> Device:
-        """The device, answering by reference functions. Only where `golden`."""
-        raise ConfigError(f"{self.named(config)} has no reference functions.")
 
     def findings(self, opening: bool) -> Iterator[Finding]:
         """What of them is installed and usable; with `opening` devices are opened too, each in its own process."""

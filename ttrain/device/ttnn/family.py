@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from ttrain.core.errors import UserError
 from ttrain.device.family import MOCK, SILICON, Failed, Family, Finding, NodeOf, OutOfResources, TimeModel, Variant
@@ -14,7 +14,6 @@ from ttrain.device.settings import DeviceConfig
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
 if TYPE_CHECKING:
-    from ttrain.device.base import Device
     from ttrain.device.timing import Estimate, Work
     from ttrain.device.ttnn.runtime.dispatch_profile import DispatchProfile, TtnnProfiler
 
@@ -36,7 +35,6 @@ class Tenstorrent(Family):
     modelled = "n300"
     profiles = True
     divides = True
-    golden = "ttnn's reference functions"
 
     def named(self, config: DeviceConfig) -> str:
         return f"device={config.name} device.mode={_ours(config).mode}"
@@ -138,13 +136,6 @@ class Tenstorrent(Family):
         from ttrain.device.ttnn.runtime.profile import read_report
 
         return DispatchProfile.of(read_report(report), steps)
-
-    def reference(self, config: DeviceConfig) -> Device:
-        from ttrain.device.ttnn.device import TenstorrentDevice
-        from ttrain.device.ttnn.mock.golden import GoldenMesh
-
-        mesh: Any = GoldenMesh()  # it answers like a mesh
-        return TenstorrentDevice(mesh, _ours(config))
 
     def findings(self, opening: bool) -> Iterator[Finding]:
         from ttrain.device.ttnn.runtime.examine import examine

@@ -14,7 +14,7 @@ from ttrain.graph.graph import Node, Value, op
 from ttrain.ops import scale
 
 SMALL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=16", "model.vocabulary=29"]
-WORDS = ["task=verify", "device=cpu", "device.threads=1", *SMALL]
+WORDS = ["task=verify", "device=cpu", *SMALL]
 MUST_COVER = ["embedding", "linear", "matmul", "softmax", "gelu", "layer_norm", "attention"]
 
 
@@ -102,23 +102,14 @@ def test_an_mlp_and_recomputed_blocks_with_dropout_pass(capsys: pytest.CaptureFi
     assert main(["task=verify", "device=cpu", "model=mlp", "verify.skip_ops=true", "model.activation=gelu"]) == 0
 
 
-def test_the_precision_reaches_the_device_that_is_verified() -> None:
-    """bf8 says how a Tenstorrent device holds matrices."""
-    pytest.importorskip("ttnn", reason="the package ttnn is not installed")
-    from ttrain.config.compose import load
-    from ttrain.tasks.verify import _device
-
-    overrides = ["task=verify", "device=n150", "verify.golden=true"]
-    held = {name: _device(load([*overrides, f"precision={name}"])) for name in ("bf16", "bf8")}
-    assert {name: device.config.weights for name, device in held.items()} == {"bf16": "bf16", "bf8": "bf8"}  # type: ignore[attr-defined]
-
-
 def test_a_tenstorrent_device_is_verified_by_reference_functions(capsys: pytest.CaptureFixture[str]) -> None:
+    """By a plugin that registers it; the precision says how it holds matrices."""
     pytest.importorskip("ttnn", reason="the package ttnn is not installed")
-    overrides = ["task=verify", "device=n150", "verify.golden=true", "precision=bf16", "model.context=32", *SMALL[:3]]
-    assert main([*overrides, "verify.ops=[matmul,norm,attention,embedding]"]) == 0
-    text = capsys.readouterr().out
-    assert "by ttnn's reference functions" in text and "FAIL" not in text
+    shown = verified(
+        capsys, "plugins=[tests.ttnn.golden_device]", "device=golden", "precision=bf16", "model.context=32",
+        "verify.ops=[matmul,norm,attention,embedding]",
+    )  # fmt: skip
+    assert "FAIL" not in shown
 
 
 @pytest.mark.parametrize(
@@ -126,7 +117,6 @@ def test_a_tenstorrent_device_is_verified_by_reference_functions(capsys: pytest.
     [
         (["verify.ops=[gellu]"], "Did you mean 'gelu'?"),
         (["device=null"], "computes no values"),
-        (["verify.golden=true"], "device=cpu has no reference functions"),
         (["verify.engines=some"], "verify.engines=some"),
         (["verify.tolerance=0"], "verify.tolerance=0"),
         (["verify.ops=[relu]", "verify.model=false", "verify.json=/nowhere/found.json"], "can't be written"),

@@ -19,8 +19,5 @@ class VerifyConfig:
         "one", "one verifies the configured engine; all runs every engine and compares their results too",
         choices=("one", "all"),
     )  # fmt: skip
-    golden: bool = option(
-        False, "answer by the reference functions that come with a device's software, where there are some, not by it"
-    )
     tolerance: float = option(1.0, "factor on every allowed error", above=0)
     json: str | None = option(None, "file to write every comparison into", path=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ttrain.core.spec import DType
-from ttrain.verify.ulp import Tolerance
+from ttrain.testing.compare import Tolerance
 
 # The reference itself is fp64, so fp64 kernels differ from it by rounding of the same order.
 DEFAULT = {DType.FP64: Tolerance(512, 128), DType.FP32: Tolerance(16, 8), DType.BF16: Tolerance(1.5, 1.0)}

@@ -8,8 +8,10 @@ of its own.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -55,28 +57,33 @@ class Shown(Case):
         return [node for node in _unfolded(self.by, self.of, dtype).nodes if node.op is op][self.number]
 
     def draw(self, op: Op, dtype: DType) -> Arrays:
-        """What reaches the node from the inputs of the other op."""
+        """Return what reaches the node from the inputs of the other op."""
         node = self.seen(op, dtype)
         given, graph = draw(self.by, self.of, dtype), node.values[0].graph
-        known: dict[Value | None, Any] = {None: None}
-        for name, value in graph.inputs.items():
-            array = given[name] if name in given else loss_weights([value], f"{name} of {op.name}")[0]
-            known[value] = as_torch(array)
-        names = input_names(op, self)
+        feeds = {
+            name: given[name] if name in given else loss_weights([value], f"{name} of {op.name}")[0]
+            for name, value in graph.inputs.items()
+        }
+        known = by_reference(graph, feeds, until=node)
         return {
-            name: None if value is None else rounded(_made(value, known).numpy(), value.spec.dtype)
-            for name, value in zip(names, node.inputs, strict=True)
+            name: None if value is None else rounded(known[value].numpy(), value.spec.dtype)
+            for name, value in zip(input_names(op, self), node.inputs, strict=True)
         }
 
 
-def _made(value: Value | None, known: dict[Value | None, Any]) -> Any:
-    """What the references make of a value, which joins what is known."""
-    if value not in known:
-        assert value is not None and value.producer is not None
-        node = value.producer
-        results = node.op.reference(*(_made(given, known) for given in node.inputs), **node.attributes)
+def by_reference(
+    graph: Graph, feeds: Mapping[str, Any], leaves: Container[Value] = (), until: Node | None = None
+) -> dict[Value, torch.Tensor]:
+    """Evaluate a graph on numbers by the references of its ops, in fp64. `leaves` are inputs that get a gradient."""
+    known: dict[Value, torch.Tensor] = {}
+    for name, value in {**graph.inputs, **graph.state}.items():
+        tensor = torch.from_numpy(np.array(feeds[name]))
+        floating = value.spec.dtype.is_floating
+        known[value] = tensor.double().requires_grad_(value in leaves) if floating else tensor
+    for node in itertools.takewhile(lambda node: node is not until, graph.nodes):
+        results = node.op.reference(*(None if v is None else known[v] for v in node.inputs), **node.attributes)
         known.update(zip(node.outputs, results if isinstance(results, list | tuple) else [results], strict=False))
-    return known[value]
+    return known
 
 
 def cases_of(op: Op) -> Sequence[Case]:
@@ -194,16 +201,6 @@ def draw(op: Op, case: Case, dtype: DType) -> Arrays:
     return arrays
 
 
-def as_torch(array: np.ndarray | None) -> torch.Tensor | None:
-    return None if array is None else torch.from_numpy(np.array(array))
-
-
-def reference(op: Op, case: Case, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Outputs of the op's reference in fp64."""
-    results = op.reference(*tensors, **case.attributes)
-    return list(results) if isinstance(results, list | tuple) else [results]
-
-
 def record(op: Op, case: Case, dtype: DType) -> tuple[Graph, dict[str, Value], tuple[Value, ...]]:
     """A graph that applies the op to step inputs named as the op names them."""
     graph = Graph()
@@ -220,14 +217,9 @@ def output_name(op: Op, index: int) -> str:
     return op.outputs[index].rstrip("*?")
 
 
-def trainable(op: Op, case: Case) -> bool:
-    """Whether backward may pass through the op in this case."""
-    return op.differentiable
-
-
-def leaf_names(op: Op, values: dict[str, Value]) -> list[str]:
-    """Inputs that get a gradient."""
-    return [n for n, v in values.items() if v.spec.dtype.is_floating and n.partition(".")[0] not in op.constants]
+def leaves_of(op: Op, values: Mapping[str, Value]) -> dict[str, Value]:
+    """Return the inputs that get a gradient."""
+    return {n: v for n, v in values.items() if v.spec.dtype.is_floating and n.partition(".")[0] not in op.constants}
 
 
 def output_choices(op: Op, case: Case, dtype: DType) -> list[list[int]]:
@@ -238,35 +230,28 @@ def output_choices(op: Op, case: Case, dtype: DType) -> list[list[int]]:
 
 
 def loss_weights(outputs: Sequence[Value], name: str) -> list[np.ndarray]:
-    """Fixed random numbers that the outputs are weighted with to form a loss: they are its gradients."""
+    """Return fixed random numbers that the outputs are weighted with to form a loss: they are its gradients."""
     generator = np.random.default_rng(zlib.crc32(name.encode()))
     return [rounded(np.asarray(generator.normal(size=output.shape)), output.spec.dtype) for output in outputs]
 
 
-def weighted_loss(
-    graph: Graph, outputs: Sequence[Value], arrays: Arrays, weights: Sequence[np.ndarray], prefix: str = ""
-) -> Value:
-    """sum(output * weight) over all outputs, a scalar of the graph; the weights become inputs, added to `arrays`."""
+def weighted_loss(outputs: Sequence[Value], feeds: dict[str, Any], name: str, prefix: str = "") -> Value:
+    """Record sum(output * weight) over all outputs, a scalar; the weights become inputs, and join `feeds`."""
     from ttrain.ops import add, cast, multiply, reduce_sum
 
-    loss = None
-    for number, (output, weight) in enumerate(zip(outputs, weights, strict=True)):
-        name = f"{prefix}weight of output {number}"
-        arrays[name] = weight
-        product = multiply(output, graph.input(name, output.spec))
-        term = reduce_sum(cast(product, product.spec.dtype.wide), range(product.spec.rank))
-        loss = term if loss is None else add(loss, term)
-    assert loss is not None
-    return loss
+    terms = []
+    for number, (output, weight) in enumerate(zip(outputs, loss_weights(outputs, name), strict=True)):
+        key = f"{prefix}weight of output {number}"
+        feeds[key] = weight
+        product = multiply(output, output.graph.input(key, output.spec))
+        terms.append(reduce_sum(cast(product, product.spec.dtype.wide), range(product.spec.rank)))
+    return functools.reduce(add, terms)
 
 
 def reference_gradients(
-    op: Op, case: Case, arrays: Arrays, names: Sequence[str], weights: Sequence[np.ndarray], chosen: Sequence[int]
-) -> dict[str, np.ndarray]:
-    """Gradients of the weighted loss by torch autograd in fp64."""
-    tensors = {name: as_torch(array) for name, array in arrays.items() if "weight of output" not in name}
-    leaves = [tensors[name].requires_grad_(True) for name in names]  # type: ignore[union-attr]
-    outputs = reference(op, case, list(tensors.values()))
-    loss = sum((outputs[index] * torch.from_numpy(weight)).sum() for index, weight in zip(chosen, weights, strict=True))
-    assert isinstance(loss, torch.Tensor)
-    return {name: g.numpy() for name, g in zip(names, torch.autograd.grad(loss, leaves), strict=True)}
+    graph: Graph, feeds: Mapping[str, Any], loss: Value, leaves: Mapping[str, Value]
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return a recorded loss and its gradients by `leaves`, from torch autograd over the references of the ops."""
+    known = by_reference(graph, feeds, set(leaves.values()))
+    gradients = torch.autograd.grad(known[loss], [known[value] for value in leaves.values()])
+    return known[loss].detach().numpy(), {name: g.numpy() for name, g in zip(leaves, gradients, strict=True)}

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from ttrain.core.spec import DType
-from ttrain.verify.compare import compare, cosine
-from ttrain.verify.report import VerifyError, sentence, verdict, worst_of_each
-from ttrain.verify.ulp import Tolerance
+from ttrain.testing.compare import Tolerance, VerifyError, compare, cosine, verdict, worst_of_each
 
 LOOSE = Tolerance(1e9, 1e9)
 
@@ -36,7 +34,7 @@ def test_what_is_not_finite_never_passes(bad: float) -> None:
 
 def test_another_shape_never_passes() -> None:
     found = one([1.0, 2.0], [[1.0, 2.0]])
-    assert not found.passed and "shape [2], expected [1, 2]" in sentence(found)
+    assert not found.passed and "shape [2], expected [1, 2]" in str(found)
 
 
 def test_the_other_direction_is_told() -> None:
