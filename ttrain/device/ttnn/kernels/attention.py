@@ -10,7 +10,7 @@ import numpy as np
 from ttrain.core.attention_mask import HIDDEN, AttentionMask
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Launch
-from ttrain.device.ttnn.kernels.common import Attributes, Context, is_bf16, row
+from ttrain.device.ttnn.kernels.common import Attributes, Context, is_bf16, row, wide
 from ttrain.device.ttnn.kernels.loss import log_sum, softmax_parts
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput, Tensors
 from ttrain.device.ttnn.tensors.layout import TILE, TileLayout, dtype_name
@@ -43,7 +43,7 @@ def _softmax(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, wo
     """In place: one launch for causal scores in whole tiles that nobody reads again, else mask and then softmax."""
     (x,), (y,), mask = ins, outs, attributes["mask"]
     rest = {"numeric_stable": True, **c.exact}
-    if mask.is_causal and x is y and x.spec.rank == 4 and x.spec.shape[-1] % TILE == 0:
+    if not c.core_subset and mask.is_causal and x is y and x.spec.rank == 4 and x.spec.shape[-1] % TILE == 0:
         bias, scale = mask_bias(c, x.spec, mask, x.spec.shape[0]), attributes["scale"]
         call = c.tt.scale_mask_softmax_in_place
         return lambda: call(y.t, scale, bias.t, is_causal_mask=True, **rest)
@@ -51,7 +51,10 @@ def _softmax(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, wo
 
     def run() -> None:
         scaled()
-        c.tt.softmax_in_place(c.tt.reshape(y.t, shape), **rest)  # wants rank 4
+        if c.core_subset:
+            softmax_parts(c, wide(c, y), into=y.t)
+        else:
+            c.tt.softmax_in_place(c.tt.reshape(y.t, shape), **rest)  # wants rank 4
 
     return run
 

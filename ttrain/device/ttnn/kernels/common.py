@@ -103,6 +103,11 @@ def is_bf16(tensor: DeviceTensor) -> bool:
     return tensor.spec.dtype is DType.BF16
 
 
+def wide(c: Context, tensor: DeviceTensor) -> Any:
+    """A tensor in fp32. Ops on operands of two dtypes are avoided: with a row repeated, ttnn 0.81 gets them wrong."""
+    return c.tt.typecast(tensor.t, c.tt.float32) if is_bf16(tensor) else tensor.t
+
+
 def rows_shape(shape: Sequence[int]) -> tuple[int, int]:
     """All axes but the last as one."""
     shape = device_shape(tuple(shape))

@@ -6,7 +6,7 @@ ttnn's reductions leave padding out, and the products read a gradient that is ze
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from ttrain.core.attention_mask import HIDDEN
 from ttrain.core.spec import DType
 from ttrain.device.base import Delivery, Launch
-from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, row, rows_shape
+from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, row, rows_shape, wide
 from ttrain.device.ttnn.kernels.embedding import one_hot
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput, Tensors
 from ttrain.device.ttnn.tensors.layout import TILE, TileLayout, dtype_name
@@ -40,13 +40,13 @@ class _Targets:
         return cls(one_hot(c, targets, vocabulary, DType.FP32), weights)
 
 
-def softmax_parts(c: Context, logits: Any) -> tuple[Any, Any, Any]:
-    """(probabilities, sum of exponentials, largest logit) of fp32 logits [N, V]."""
+def softmax_parts(c: Context, logits: Any, into: Any = None) -> tuple[Any, Any, Any]:
+    """(probabilities, sum of exponentials, largest logit) of fp32 logits [N, V]; the first `into` a tensor."""
     tt = c.tt
     largest = tt.max(logits, dim=-1, keepdim=True)
     powers = tt.subtract(logits, largest, activations=[tt.UnaryOpType.EXP])
     total = tt.sum(powers, dim=-1, keepdim=True, **c.exact)
-    return tt.div(powers, total), total, largest
+    return tt.div(powers, total, output_tensor=into), total, largest
 
 
 def log_sum(c: Context, total: Any, largest: Any) -> Any:
@@ -80,20 +80,13 @@ def _gradient(c: Context, probabilities: Any, hot: Any, weights: Any, dtype: DTy
     return c.tt.multiply(c.tt.subtract(probabilities, hot), weights, dtype=kind)
 
 
-def _wide(c: Context, tensor: DeviceTensor) -> Callable[[], Any]:
-    if tensor.spec.dtype is DType.FP32:
-        return lambda: tensor.t
-    return lambda: c.tt.typecast(tensor.t, c.tt.float32)
-
-
 @row("cross_entropy", Delivery.FRESH)
 def _cross_entropy(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     logits, targets, weight = ins
     given = _Targets.of(c, targets, logits.spec.shape[-1], weight)
-    scores = _wide(c, logits)
 
     def run() -> list[Any]:
-        z = scores()
+        z = wide(c, logits)
         _, total, largest = softmax_parts(c, z)
         log_sums = log_sum(c, total, largest)
         loss = _loss(c, z, log_sums, given.hot(), given.weights())
@@ -106,10 +99,9 @@ def _cross_entropy(c: Context, ins: Sequence[Any], outs: Tensors, attributes: At
 def _cross_entropy_grad(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     logits, targets, _, weight = ins
     given = _Targets.of(c, targets, logits.spec.shape[-1], weight)
-    scores = _wide(c, logits)
 
     def run() -> list[Any]:
-        probabilities, _, _ = softmax_parts(c, scores())
+        probabilities, _, _ = softmax_parts(c, wide(c, logits))
         return [_gradient(c, probabilities, given.hot(), given.weights(), logits.spec.dtype)]
 
     return run
@@ -215,7 +207,10 @@ def _plain_head(c: Context, ins: Sequence[Any], gradients: bool, frozen: bool) -
 
     def run() -> list[Any]:
         logits = tt.matmul(hidden.t, head.t, transpose_b=True, dtype=tt.float32, **c.product)
-        probabilities = tt.softmax(logits, dim=-1, numeric_stable=True, **c.exact)
+        if c.core_subset:
+            probabilities, _, _ = softmax_parts(c, logits)
+        else:
+            probabilities = tt.softmax(logits, dim=-1, numeric_stable=True, **c.exact)
         hot, weights = given.hot(), given.weights()
         loss = _picked_loss(c, probabilities, hot, weights, head.spec.shape[0])
         if not gradients:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ttrain.core.spec import DType
 from ttrain.device.base import Delivery, Launch, Layout
-from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, is_bf16, row
+from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, is_bf16, row, wide
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Tensors
 from ttrain.device.ttnn.tensors.layout import TileLayout, device_shape
 
@@ -53,24 +53,28 @@ def _layer_norm(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attri
         return [y, normed(), tt.add(variance, eps, activations=root)]
 
     def plain() -> list[Any]:
-        y = normed(weight.t, None if bias is None else bias.t)
         centred, mu = _centred(c, x)
         variance = tt.sum(tt.multiply(centred, centred), dim=-1, keepdim=True, scalar=1 / x.spec.shape[-1], **c.exact)
-        return [y, mu, tt.add(variance, eps, activations=root)]
+        inverse = tt.add(variance, eps, activations=root)
+        if c.core_subset:
+            return [_scaled(c, x, tt.multiply(centred, inverse), weight, bias), mu, inverse]
+        return [normed(weight.t, None if bias is None else bias.t), mu, inverse]
 
     return fused if _fuses(c, x.spec) else plain
 
 
-def _wide(c: Context, tensor: DeviceTensor) -> Any:
-    """A tensor in fp32. Ops on operands of two dtypes are avoided: with a row repeated, ttnn 0.81 gets them wrong."""
-    return c.tt.typecast(tensor.t, c.tt.float32) if is_bf16(tensor) else tensor.t
+def _scaled(c: Context, x: DeviceTensor, normal: Any, weight: DeviceTensor, bias: DeviceTensor | None) -> Any:
+    """normal * weight + bias in the dtype of x, where ttnn's own norm can't be kept on a part of the chip."""
+    y = c.tt.multiply(normal, wide(c, weight))
+    y = y if bias is None else c.tt.add(y, wide(c, bias))
+    return c.tt.typecast(y, c.tt.bfloat16) if is_bf16(x) else y
 
 
 def _centred(c: Context, x: DeviceTensor) -> tuple[Any, Any]:
     """x minus its mean, and the mean, in fp32."""
-    wide = _wide(c, x)
-    mean = c.tt.sum(wide, dim=-1, keepdim=True, scalar=1 / x.spec.shape[-1], **c.exact)
-    return c.tt.subtract(wide, mean), mean
+    given = wide(c, x)
+    mean = c.tt.sum(given, dim=-1, keepdim=True, scalar=1 / x.spec.shape[-1], **c.exact)
+    return c.tt.subtract(given, mean), mean
 
 
 @row("layer_norm_grad")
@@ -108,9 +112,9 @@ def _plain_grad(c: Context, ins: Sequence[Any], outs: Tensors, bias: bool) -> No
     tt = c.tt
     dy, x, mean, rstd, weight, residual = ins
     means = {"dim": -1, "keepdim": True, "scalar": 1 / x.spec.shape[-1], **c.exact}
-    gradient = _wide(c, dy)
-    normal = tt.multiply(tt.subtract(_wide(c, x), mean.t), rstd.t)
-    scaled = tt.multiply(gradient, _wide(c, weight))
+    gradient = wide(c, dy)
+    normal = tt.multiply(tt.subtract(wide(c, x), mean.t), rstd.t)
+    scaled = tt.multiply(gradient, wide(c, weight))
     projected = tt.multiply(normal, tt.sum(tt.multiply(scaled, normal), **means))
     rest = tt.subtract(tt.subtract(scaled, tt.sum(scaled, **means)), projected)
     products = tt.multiply(gradient, normal)
@@ -131,7 +135,10 @@ def _rms_norm(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, w
     def run() -> list[Any]:
         square = tt.multiply(x.t, x.t, dtype=tt.float32)
         mean = tt.sum(square, dim=-1, keepdim=True, scalar=1 / x.spec.shape[-1], **c.exact)
-        return [tt.rms_norm(x.t, epsilon=eps, weight=weight.t, **c.exact), tt.add(mean, eps, activations=root)]
+        inverse = tt.add(mean, eps, activations=root)
+        if c.core_subset:
+            return [_scaled(c, x, tt.multiply(x.t, inverse, dtype=tt.float32), weight, None), inverse]
+        return [tt.rms_norm(x.t, epsilon=eps, weight=weight.t, **c.exact), inverse]
 
     return run
 

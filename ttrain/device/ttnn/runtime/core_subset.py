@@ -189,40 +189,6 @@ class CoreSubsetRuntime:
     def maximum(self, x: Any, y: Any, **options: Any) -> Any:
         return self.where(self.ge(x, y), x, y, **options)
 
-    def softmax(self, x: Any, dim: int = -1, numeric_stable: bool = True, **options: Any) -> Any:
-        return self._softmax(x, None, **options)
-
-    def softmax_in_place(self, x: Any, numeric_stable: bool = True, **options: Any) -> Any:
-        return self._softmax(x, x, **options)
-
-    def scale_mask_softmax_in_place(
-        self, x: Any, scale: float, mask: Any, is_causal_mask: bool, numeric_stable: bool = True, **options: Any
-    ) -> Any:
-        return self._softmax(self.add(self.multiply(x, scale), mask), x, **options)
-
-    def _softmax(self, x: Any, out: Any, **options: Any) -> Any:
-        tt, wide = self._tt, self._wide(x)
-        powers = self.subtract(wide, self.max(wide, dim=-1), activations=[tt.UnaryOpType.EXP])
-        total = self.sum(powers, dim=-1, **options)
-        if out is not None:
-            return self.div(powers, total, output_tensor=out)
-        result = self.div(powers, total)
-        return result if x.dtype == tt.float32 else self.typecast(result, x.dtype)
-
-    def layer_norm(self, x: Any, epsilon: float, weight: Any = None, bias: Any = None, **options: Any) -> Any:
-        given = self._wide(x)
-        centred = self.subtract(given, self.sum(given, dim=-1, scalar=1 / x.shape[-1], **options))
-        y = self.rms_norm(centred, epsilon, weight, **options)
-        y = y if bias is None else self.add(y, self._wide(bias))
-        return y if x.dtype == self._tt.float32 else self.typecast(y, x.dtype)
-
-    def rms_norm(self, x: Any, epsilon: float, weight: Any = None, **options: Any) -> Any:
-        given, root = self._wide(x), [self._tt.UnaryOpType.RSQRT]
-        square = self.sum(self.multiply(given, given), dim=-1, scalar=1 / x.shape[-1], **options)
-        y = self.multiply(given, self.add(square, epsilon, activations=root))
-        y = y if weight is None else self.multiply(y, self._wide(weight))
-        return y if x.dtype == self._tt.float32 else self.typecast(y, x.dtype)
-
     def gelu_bw(self, dy: Any, x: Any, variant: Any, input_grad: Any) -> list[Any]:
         """dy (P + x P') with gelu = x P: P is the normal distribution, or its approximation by tanh."""
         tt, x = self._tt, self._wide(x)
