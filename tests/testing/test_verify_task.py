@@ -106,7 +106,7 @@ def test_a_tenstorrent_device_is_verified_by_reference_functions(capsys: pytest.
     """By a plugin that registers it; the precision says how it holds matrices."""
     pytest.importorskip("ttnn", reason="the package ttnn is not installed")
     shown = verified(
-        capsys, "plugins=[tests.ttnn.golden_device]", "device=golden", "precision=bf16", "model.context=32",
+        capsys, "plugins=[tests.ttnn.doubles.golden_device]", "device=golden", "precision=bf16", "model.context=32",
         "verify.ops=[matmul,norm,attention,embedding]",
     )  # fmt: skip
     assert "FAIL" not in shown

@@ -32,7 +32,7 @@ ENGINES = {"dynamic": DynamicEngine, "static": StaticEngine, "traced": TracedEng
 
 def golden(fused: bool = True, **settings: Any) -> Device:
     """The Tenstorrent device on ttnn's reference functions."""
-    from tests.ttnn.golden import open_golden
+    from tests.ttnn.doubles.golden import open_golden
     from ttrain.device.ttnn.settings import TenstorrentConfig
 
     return open_golden(TenstorrentConfig(fused_kernels=fused, **settings))

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
-from tests.ttnn.golden import GoldenRuntime, GoldenTensor
+from tests.ttnn.doubles.golden import GoldenRuntime, GoldenTensor
 from tests.ttnn.runs import ENGINES, adamw, batch, golden, gpt, mlp, run, step_inputs
 from ttrain.core.errors import ConfigError
 from ttrain.device.base import Launch

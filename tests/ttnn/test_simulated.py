@@ -197,7 +197,7 @@ def test_a_stack_of_cpp_is_cut_to_one_line() -> None:
 def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, *overrides: str) -> tuple[int, str]:
     """A run on the reference functions of ttnn, which is told to be a simulator."""
     pytest.importorskip("ttnn", reason="the package ttnn is not installed")
-    from tests.ttnn.golden import GoldenMesh
+    from tests.ttnn.doubles.golden import GoldenMesh
     from ttrain.cli import main
     from ttrain.config import registry
     from ttrain.device.ttnn.device import TenstorrentDevice

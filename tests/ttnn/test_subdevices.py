@@ -12,7 +12,7 @@ pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
 from tests.ops.harness import every_op
 from tests.ttnn import runs, test_rows
-from tests.ttnn.golden import GoldenMesh
+from tests.ttnn.doubles.golden import GoldenMesh
 from tests.ttnn.runs import adamw, cosine, cpu, gpt, llama, run
 from ttrain.core.errors import ConfigError
 from ttrain.device.ttnn.device import TenstorrentDevice

@@ -107,7 +107,7 @@ import os, time
 from pathlib import Path
 from ttrain.config import registry
 from ttrain.device.ttnn import device as module
-from ttrain.device.ttnn.mock import golden
+from tests.ttnn.doubles import golden
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
 place, after = os.environ["TTRAIN_HANG"].split()

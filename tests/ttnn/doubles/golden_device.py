@@ -3,4 +3,4 @@
 from ttrain.config.registry import register
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
-register("device", "golden", config=TenstorrentConfig, target="tests.ttnn.golden:open_golden")
+register("device", "golden", config=TenstorrentConfig, target="tests.ttnn.doubles.golden:open_golden")
